@@ -1,0 +1,32 @@
+# The same by hand and in CI. `make setup` is idempotent; downloads are retried.
+VENV    := .venv
+PY      := $(VENV)/bin/python
+PYTHON  ?= python3
+DEMO    ?=
+export PYTHONUNBUFFERED := 1
+
+.PHONY: setup demo test lint check bench clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml scripts/setup.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/setup.sh
+	@touch $@
+
+demo: setup
+	$(VENV)/bin/millrace demo $(DEMO)
+
+lint: setup
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+test: lint
+	$(PY) -m pytest -n 2 --dist loadgroup
+
+bench: setup
+	$(PY) -m benchmarks
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,57 @@
+"""Every error that Millrace raises on purpose.
+
+    MillraceError
+    ├── DatasetError      a dataset, slice or input file is missing, malformed or not what its hash says
+    │   └── PrepareError  raw input cannot become a dataset
+    ├── NetworkError      a peer cannot be found, reached or trusted
+    │   ├── ProtocolViolation   what came over the wire is not what the protocol allows
+    │   └── IntegrityError      bytes from a peer do not match their hash
+    ├── LeaseError        a lease is unknown, expired or somebody else's
+    ├── LedgerError       the ledger's chain is broken or does not prove what it should
+    ├── StateError        a saved state does not belong to what it is loaded into
+    └── UsageError        the caller asked for something that cannot be
+
+A message says what failed, what was expected, what was found and where, and the next step.
+"""
+
+from __future__ import annotations
+
+
+class MillraceError(Exception):
+    """The root: catch it to catch all of Millrace's own errors."""
+
+
+class DatasetError(MillraceError):
+    """A dataset, slice or input file is missing, malformed or not what its hash says."""
+
+
+class PrepareError(DatasetError):
+    """Raw input cannot become a dataset."""
+
+
+class NetworkError(MillraceError):
+    """A peer cannot be found, reached or trusted."""
+
+
+class ProtocolViolation(NetworkError):
+    """What came over the wire is not what the protocol allows."""
+
+
+class IntegrityError(NetworkError):
+    """Bytes from a peer do not match their hash."""
+
+
+class LeaseError(MillraceError):
+    """A lease is unknown, expired or somebody else's."""
+
+
+class LedgerError(MillraceError):
+    """The ledger's chain is broken, or does not prove what it should."""
+
+
+class StateError(MillraceError):
+    """A saved state does not belong to what it is loaded into."""
+
+
+class UsageError(MillraceError):
+    """The caller asked for something that cannot be."""
