@@ -1,0 +1,179 @@
+"""The ledger notices every change and counts coverage exactly."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import LedgerError
+from millrace.ledger import (
+    Ledger,
+    count_coverage,
+    decode_runs,
+    encode_runs,
+    peer_id_of,
+    read_entries,
+    receipt_message,
+    verify_ledger,
+)
+
+KEY = b"k" * 32
+WORKER_KEY = b"w" * 32
+WORKER = peer_id_of(WORKER_KEY)
+
+
+def sign(message: bytes, key: bytes = KEY) -> bytes:
+    return hashlib.sha256(key + message).digest()
+
+
+def check(key: bytes, message: bytes, signature: bytes) -> None:
+    if sign(message, key) != signature:
+        raise LedgerError("the signature is wrong")
+
+
+def write(path: Path, samples: list[int], uses: list[tuple[int, int, int, int]]) -> None:
+    with Ledger.open(path, sign, now=lambda: 5.0) as ledger:
+        job = ledger.append("job", {"samples_per_slice": samples, "scheduler": KEY.hex(), "dataset_id": "d"})
+        ledger.append("worker", {"worker": WORKER, "key": WORKER_KEY.hex(), "name": "w"})
+        for step, (epoch, index, start, stop) in enumerate(uses):
+            place = {"epoch": epoch, "start": start, "stop": stop, "step": step}
+            message = receipt_message(job_id=job.hash, lease_id="l", slice_index=index, **place)
+            body = {**place, "slice": index, "lease": "l", "worker": WORKER}
+            ledger.append("use", {**body, "receipt": sign(message, WORKER_KEY).hex()})
+
+
+def test_whole_epochs_are_ok(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    write(path, [3, 2], [(0, 0, 0, 2), (0, 1, 0, 2), (0, 0, 2, 3), (1, 1, 0, 2), (1, 0, 0, 3)])
+    for arguments in [(), (KEY, check), (None, check)]:
+        report = verify_ledger(path, *arguments)
+        assert report.ok, report.problems
+        assert report.epochs == [
+            {"epoch": 0, "samples": 5, "missing": 0, "repeated": 0},
+            {"epoch": 1, "samples": 5, "missing": 0, "repeated": 0},
+        ]
+    assert not verify_ledger(path, b"x" * 32, check).ok
+
+
+def test_missing_and_repeated_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    write(path, [4, 4], [(0, 0, 0, 3), (0, 0, 2, 3), (0, 1, 1, 2), (2, 1, 0, 4)])
+    report = verify_ledger(path, KEY, check)
+    assert report.intact and not report.ok
+    assert report.epochs[0] == {"epoch": 0, "samples": 5, "missing": 4, "repeated": 1}
+    assert report.epochs[1] == {"epoch": 1, "samples": 0, "missing": 8, "repeated": 0}
+
+
+@pytest.mark.parametrize("use", [(0, 2, 0, 1), (0, 0, 0, 5), (0, 0, 2, 2), (0, 0, 3, 1)])
+def test_use_outside_the_dataset_is_a_problem(tmp_path: Path, use: tuple[int, int, int, int]) -> None:
+    write(tmp_path / "l", [4, 4], [(0, 0, 0, 4), (0, 1, 0, 4), use])
+    assert not verify_ledger(tmp_path / "l").ok
+
+
+def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    write(path, [2, 2], [(0, 0, 0, 2), (0, 1, 0, 2)])
+    data = path.read_bytes()
+    assert verify_ledger(path).ok
+    for position in range(len(data)):
+        for bit in (0, 5):
+            path.write_bytes(data[:position] + bytes([data[position] ^ (1 << bit)]) + data[position + 1 :])
+            report = verify_ledger(path)
+            assert not report.ok and report.problems, (position, bit)
+
+
+def test_a_removed_or_swapped_line_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    write(path, [2, 2], [(0, 0, 0, 2), (0, 1, 0, 2)])
+    lines = path.read_bytes().splitlines(keepends=True)
+    for changed in (
+        [*lines[:2], *lines[3:]],
+        [lines[0], lines[2], lines[1], lines[3]],
+        lines[1:],
+        lines[:-1],
+    ):
+        path.write_bytes(b"".join(changed))
+        assert not verify_ledger(path).ok
+
+
+def test_a_torn_tail_is_cut_at_any_byte(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    write(path, [2, 2], [(0, 0, 0, 2), (0, 1, 0, 2)])
+    data = path.read_bytes()
+    before = len(data) - len(data.splitlines(keepends=True)[-1])
+    for size in range(before, len(data)):
+        path.write_bytes(data[:size])
+        with Ledger.open(path, sign) as ledger:
+            assert ledger.truncated_bytes == size - before
+            assert ledger.next_seq == 3
+            ledger.append("note", {"a": 1})
+        assert [e.kind for e in read_entries(path)] == ["job", "worker", "use", "note"]
+
+
+def test_a_broken_chain_does_not_open_and_a_second_writer_neither(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    write(path, [2], [(0, 0, 0, 2)])
+    with Ledger.open(path, sign), pytest.raises(LedgerError, match="another process"):
+        Ledger.open(path, sign)
+    path.write_bytes(path.read_bytes().replace(b'"stop":2', b'"stop":1'))
+    with pytest.raises(LedgerError, match="hash"):
+        Ledger.open(path, sign)
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=60, deadline=None)
+def test_garbage_gives_a_report_and_no_other_error(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
+    path = tmp_path_factory.mktemp("g") / "l"
+    path.write_bytes(data)
+    assert not verify_ledger(path, KEY, check).ok
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), max_size=30))
+def test_coverage_equals_counting_points(intervals: list[tuple[int, int]]) -> None:
+    points = np.zeros(80, np.int64)
+    for start, length in intervals:
+        points[start : start + length] += 1
+    starts = np.array([s for s, _ in intervals], np.int64)
+    stops = np.array([s + n for s, n in intervals], np.int64)
+    assert count_coverage(starts, stops, 80) == {
+        "samples": int(points.sum()),
+        "missing": int((points == 0).sum()),
+        "repeated": int(np.maximum(points - 1, 0).sum()),
+    }
+
+
+@given(st.lists(st.integers(0, 3), max_size=50))
+def test_runs_round_trip(counts: list[int]) -> None:
+    runs = encode_runs(np.array(counts, np.int64))
+    assert decode_runs(runs).tolist() == counts
+    assert decode_runs(counts).tolist() == counts
+
+
+@pytest.mark.parametrize("runs", [None, [[1]], [[-1, 2]], [["a", 2]], [[1, 10**12]], [[True, 1]]])
+def test_bad_runs_are_refused(runs: object) -> None:
+    with pytest.raises(LedgerError):
+        decode_runs(runs)
+
+
+def test_a_quarter_of_a_million_slices_verify_in_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.ledger.os.fsync", lambda fd: None)
+    path = tmp_path / "ledger.jsonl"
+    num_slices = 250_000
+    with Ledger.open(path, lambda message: b"s") as ledger:
+        ledger.append("job", {"samples_per_slice": [[4, num_slices]], "scheduler": KEY.hex()})
+        for index in range(num_slices):
+            ledger.append("use", {"epoch": 0, "slice": index, "start": 0, "stop": 4, "lease": "l", "step": 1})
+    begun = time.perf_counter()
+    report = verify_ledger(path)
+    assert report.ok and report.epochs[0]["samples"] == 4 * num_slices
+    assert time.perf_counter() - begun < 30
