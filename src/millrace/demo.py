@@ -71,9 +71,8 @@ class Node:
         while not self.is_ready.wait(0.05):
             if self.popen.poll() is not None or time.monotonic() > deadline:
                 tail = self.log.read_text(errors="replace").strip().splitlines()[-3:]
-                raise NetworkError(
-                    f"{self.label} did not come up (exit code {self.popen.poll()}): {' / '.join(tail) or 'it said nothing'}"
-                )
+                said = " / ".join(tail) or "it said nothing"
+                raise NetworkError(f"{self.label} did not come up (exit code {self.popen.poll()}): {said}")
         return self.ready
 
 
@@ -134,9 +133,7 @@ def run_demo(
     if trainer == "auto":
         trainer = "gpt" if find_spec("torch") else "count"
     if trainer == "count" and not find_spec("torch"):
-        _say(
-            "PyTorch is not installed, so the workers train a NumPy model. For the GPT: pip install 'millrace[torch]'"
-        )
+        _say("PyTorch is not installed, so the workers train a NumPy model. For the GPT: pip install 'millrace[torch]'")
     started = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(_sigterm_interrupts())
@@ -149,9 +146,7 @@ def run_demo(
     if json_file:
         json_file.write_text(json.dumps(summary, indent=1) + "\n")
     if not summary["ok"]:
-        raise MillraceError(
-            "demo: the ledger does not prove the epoch; run it again with --keep DIR and read the logs"
-        )
+        raise MillraceError("demo: the ledger does not prove the epoch; run it again with --keep DIR and read the logs")
     print("demo: ok")
     return 0
 
@@ -240,9 +235,7 @@ def _train(address: str, viewer: str, workers: list[Node], start: Any) -> dict[s
                 workers.append(start("worker-3"))
             for node in workers[1:]:
                 if node.popen.poll() not in (None, 0):
-                    raise NetworkError(
-                        f"{node.label} failed: {node.log.read_text(errors='replace').strip()[-500:]}"
-                    )
+                    raise NetworkError(f"{node.label} failed: {node.log.read_text(errors='replace').strip()[-500:]}")
             time.sleep(0.15)
 
 
@@ -259,9 +252,7 @@ def _summary(
         for w in workers
     }
     losses = [
-        (r["loss_first"], w.last.get("loss"))
-        for r, w in zip(rows.values(), workers)
-        if w.last.get("loss") is not None
+        (r["loss_first"], w.last.get("loss")) for r, w in zip(rows.values(), workers) if w.last.get("loss") is not None
     ]
     shares = [r["wait_share"] for r in rows.values() if r.get("wait_share") is not None]
     return {
@@ -284,11 +275,9 @@ def _summary(
 
 
 def _print_summary(s: dict[str, Any]) -> None:
-    epoch = (
-        s["ledger"]["epochs"][0] if s["ledger"]["epochs"] else {"samples": 0, "missing": "?", "repeated": "?"}
-    )
+    epoch = s["ledger"]["epochs"][0] if s["ledger"]["epochs"] else {"samples": 0, "missing": "?", "repeated": "?"}
     lines = [
-        ("prepared", f"{s['documents']:,} documents, {s['tokens']:,} tokens, {s['slices']} slices, {s['bytes'] / 1e6:.1f} MB"),
+        ("prepared", "{documents:,} documents, {tokens:,} tokens, {slices} slices, {mb:.1f} MB".format(mb=s["bytes"] / 1e6, **s)),
         ("dataset id", s["dataset_id"]),
         ("served", ", ".join(f"{who} {n / 1e6:.1f} MB" for who, n in s["bytes_served"].items())),
         ("trained", f"{s['tokens_per_s']:,} tokens/s for {s['training_seconds']} s, "
@@ -311,15 +300,11 @@ def _prepare(sources: Sequence[Path], out: Path, tokenizer: str) -> dict[str, An
     from millrace.observe.progress import PrepareBar
     from millrace.prepare.recipe import prepare
 
-    size = sum(
-        f.stat().st_size for s in sources for f in ([s] if s.is_file() else s.rglob("*")) if f.is_file()
-    )
+    size = sum(f.stat().st_size for s in sources for f in ([s] if s.is_file() else s.rglob("*")) if f.is_file())
     # Forty slices or so, whatever the input: enough for leases to move between workers.
     slice_bytes = min(64 << 20, max(16 << 10, size // 80))
     with PrepareBar() as bar:
-        summary = prepare(
-            sources, out, tokenizer=tokenizer, name=NAME, slice_bytes=slice_bytes, on_progress=bar.update
-        )
+        summary = prepare(sources, out, tokenizer=tokenizer, name=NAME, slice_bytes=slice_bytes, on_progress=bar.update)
     return summary.to_json() | {"slice_bytes": slice_bytes, "bytes": open_dataset(out).manifest.bytes}
 
 

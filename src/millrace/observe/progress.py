@@ -47,9 +47,7 @@ class PrepareBar:
     def update(self, progress: StageProgress) -> None:
         bar = self._bars.get(progress.stage)
         if bar is None:
-            bar = self._bars[progress.stage] = _bar(
-                progress.stage, progress.total, progress.unit, self._enabled
-            )
+            bar = self._bars[progress.stage] = _bar(progress.stage, progress.total, progress.unit, self._enabled)
         bar.total = progress.total
         bar.update(progress.done - bar.n)
 

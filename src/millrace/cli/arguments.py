@@ -1,0 +1,51 @@
+"""Kinds of argument, and how results are shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from millrace.errors import UsageError
+
+
+def show(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result))
+        return
+    width = max(map(len, result), default=0)
+    for key, value in result.items():
+        print(f"{key:<{width}}  {value:,}" if isinstance(value, int) else f"{key:<{width}}  {value}")
+
+
+def address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"{text!r} is not an address: expected HOST:PORT, such as 127.0.0.1:7410")
+    return host, int(port)
+
+
+def size(text: str) -> int:
+    """Bytes from `64MiB`, `1GB`, `4096` …; decimal and binary units."""
+    units = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+    units |= {f"{u}B": 1000 ** (i + 1) for i, u in enumerate("KMGT")}
+    units |= {f"{u}IB": 1024 ** (i + 1) for i, u in enumerate("KMGT")}
+    number = text.strip().rstrip("kmgtibKMGTIB")
+    unit = text.strip()[len(number) :].upper()
+    try:
+        value = int(float(number) * units[unit])
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: try 64MiB, 1GB or 4096") from None
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: a size must be above zero")
+    return value
+
+
+def positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above zero")
+    return value

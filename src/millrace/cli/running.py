@@ -1,0 +1,68 @@
+"""What the commands that run until they are stopped have in common: joining, being ready, stopping."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from millrace.cli.arguments import address
+from millrace.errors import UsageError
+
+Verb = Callable[[argparse.Namespace], int]
+
+if TYPE_CHECKING:
+    from millrace.network.discovery import Discovery
+    from millrace.network.identity import Identity
+
+
+def join_network(args: argparse.Namespace) -> tuple[Identity, Discovery]:
+    """This node's identity and its place in the DHT; the caller closes the latter."""
+    from millrace.network.dht import LibtorrentDht
+    from millrace.network.identity import Identity
+
+    if args.network is None:
+        raise UsageError("which network? Give the node's directory: --network DIR (made by millrace network join)")
+    identity = Identity.load(args.network)
+    bootstrap = [address(a) for a in args.bootstrap] or list(identity.bootstrap)
+    if not bootstrap:
+        raise UsageError(
+            f"no DHT node is known for {args.network}: give --bootstrap HOST:PORT (one runs with: millrace dht)"
+        )
+    host, port = address(args.dht)
+    return identity, LibtorrentDht(host, port, bootstrap)
+
+
+def ready(args: argparse.Namespace, **facts: Any) -> None:
+    """Says that a server is up: one line, which other programs wait for."""
+    if args.json:
+        print(json.dumps({"ready": True, **facts}), flush=True)
+    else:
+        print("ready: " + "  ".join(f"{k} {v}" for k, v in facts.items()), flush=True)
+
+
+def on_stop(stop: threading.Event, args: argparse.Namespace) -> None:
+    """SIGTERM and SIGINT set `stop`; so does the end of our standard input, if --lifeline was given."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if args.lifeline:
+
+        def watch() -> None:
+            # A parent that dies, however it dies, closes the pipe: no process is left behind.
+            while sys.stdin.buffer.read(4096):
+                pass
+            stop.set()
+
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def until_stopped(args: argparse.Namespace, until: Callable[[], bool] | None = None) -> None:
+    stop = threading.Event()
+    on_stop(stop, args)
+    while not stop.wait(0.2):
+        if until is not None and until():
+            return
