@@ -1,0 +1,175 @@
+"""What a user types, what it prints, and what it says when something is wrong: one line, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def millrace(*arguments: object, timeout: float = 90, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "millrace.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | environment,
+    )
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> dict:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
+    path.write_text(
+        "".join(json.dumps({"id": f"d{i}", "text": f"Document {i}. " + "mill race " * 40}) + "\n" for i in range(60))
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def dataset(corpus: Path) -> Path:
+    out = corpus.parent / "dataset"
+    last_json(millrace("prepare", corpus, "--out", out, "--tokenizer", "bytes", "--slice-bytes", "8KiB", "--json"))
+    return out
+
+
+def one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    """A failure is told in one line that names the thing, with no traceback."""
+    assert done.returncode not in (0, -9), done.stdout
+    assert "Traceback" not in done.stderr, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("millrace: ")]
+    assert len(lines) == 1, done.stderr
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+def test_prepare_prints_what_scripts_rely_on(corpus: Path, tmp_path: Path) -> None:
+    ids = tmp_path / "ids"
+    summary = last_json(
+        millrace(
+            "prepare", corpus, "--out", tmp_path / "d", "--tokenizer", "bytes", "--slice-bytes", "8KiB",
+            "--workers", 2, "--keep-ids", ids, "--json",
+        )
+    )  # fmt: skip
+    assert {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped"} <= set(summary)
+    assert summary["documents_in"] == summary["documents_out"] == 60
+    assert ids.read_text().split() == [f"d{i}" for i in range(60)]
+
+    shown = last_json(millrace("inspect", tmp_path / "d", "--json"))
+    assert {"id", "name", "layout", "dtype", "tokens", "documents", "slices", "bytes", "tokenizer"} <= set(shown)
+    assert (
+        shown["id"] == summary["id"] and shown["tokens"] == summary["tokens"] and shown["slices"] == summary["slices"]
+    )
+    assert shown["bytes"] == sum(p.stat().st_size for p in (tmp_path / "d" / "slices").iterdir())
+
+
+def test_verify_names_the_slice_with_one_flipped_byte(dataset: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(dataset, copy)
+    assert last_json(millrace("verify", copy, "--json")) == {"ok": True, "bad": []}
+
+    victim = sorted((copy / "slices").iterdir())[1]
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    done = millrace("verify", copy, "--json")
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert report["ok"] is False and len(report["bad"]) == 1 and victim.name in report["bad"][0]
+
+
+def test_help_and_version_need_no_extra_package() -> None:
+    assert "prepare" in millrace("--help").stdout
+    assert millrace("--version").stdout.startswith("millrace ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["inspect", "no-such-dataset"], ["no-such-dataset"]),
+        (["verify", "no-such-dataset"], ["no-such-dataset"]),
+        (["prepare", "no-such.txt", "--out", "d", "--tokenizer", "bytes"], ["no-such.txt"]),
+        (["demo", "--input", "no-such.txt"], ["no-such.txt"]),
+        (["serve", "no-such-dataset", "--network", "n"], ["no-such-dataset"]),
+        (["find", "x", "--network", "no-such-node"], ["no-such-node"]),
+        (["ledger", "verify", "no-such-ledger"], ["no-such-ledger"]),
+        (["work"], ["name"]),
+    ],
+)
+def test_a_wrong_path_is_told_in_one_line(
+    arguments: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one_line(millrace(*arguments), *words)
+
+
+def test_a_missing_tokenizer_is_told_in_one_line(corpus: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "none" / "tokenizer.json"
+    one_line(millrace("prepare", corpus, "--out", tmp_path / "d", "--tokenizer", missing), "tokenizer.json")
+    assert not (tmp_path / "d" / "manifest.json").exists()
+
+
+def test_an_empty_input_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    one_line(millrace("prepare", tmp_path / "empty.jsonl", "--out", tmp_path / "d", "--tokenizer", "bytes"))
+    assert not (tmp_path / "d" / "manifest.json").exists()
+
+
+def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus: Path, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a small file system")
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20k", "tmpfs", small], capture_output=True).returncode:
+        pytest.skip("this machine does not let us mount a small file system")
+    try:
+        arguments = ["prepare", corpus, "--out", small / "d", "--tokenizer", "bytes", "--slice-bytes", "4KiB"]
+        one_line(millrace(*arguments), "disk")
+        assert not (small / "d" / "manifest.json").exists()
+        subprocess.run(["mount", "-o", "remount,size=4m", small], check=True)
+        assert millrace(*arguments).returncode == 0
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("net")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert millrace("network", "init", base / "net", "--bootstrap", f"127.0.0.1:{port}").returncode == 0
+    assert millrace("network", "join", base / "net", base / "alice", "--name", "alice").returncode == 0
+    return base / "alice"
+
+
+def test_an_unknown_name_is_told_in_one_line(node: Path, tmp_path: Path) -> None:
+    one_line(millrace("find", "no-such-name", "--network", node, "--timeout", 2), "no-such-name")
+    one_line(millrace("schedule", "no-such-name", "--network", node, "--state", tmp_path / "s"), "no-such-name")
+
+
+def test_a_port_in_use_is_told_in_one_line(node: Path, dataset: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        one_line(millrace("serve", dataset, "--network", node, "--listen", f"127.0.0.1:{port}"), str(port))
+
+
+def test_join_refuses_to_overwrite_a_key(node: Path) -> None:
+    key = (node / "node-key.pem").read_bytes()
+    one_line(millrace("network", "join", node.parent / "net", node, "--name", "mallory"), "alice")
+    assert (node / "node-key.pem").read_bytes() == key
+    assert (node / "node-key.pem").stat().st_mode & 0o077 == 0

@@ -1,0 +1,76 @@
+"""The demo as a user runs it: it ends well, it cleans up, and Ctrl-C at any moment cleans up too."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+TEXT = "The mill race turns the wheel, and the wheel turns the stone. "
+
+
+def demo(tmp_path: Path, *more: object) -> subprocess.Popen[str]:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(40):
+        (corpus / f"{i:02}.txt").write_text(f"Chapter {i}. " + TEXT * 150)
+    (tmp_path / "tmp").mkdir()
+    return subprocess.Popen(
+        [sys.executable, "-m", "millrace.cli", "demo", "--input", str(corpus), "--trainer", "count", *map(str, more)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
+    )
+
+
+def left_behind(tmp_path: Path) -> list[str]:
+    """Processes and files that the demo should have taken with it."""
+    mine = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
+    return [" ".join(c) for c in mine if str(tmp_path) in " ".join(c)] + [str(p) for p in (tmp_path / "tmp").iterdir()]
+
+
+def test_demo_proves_exactly_once_though_a_worker_is_killed(tmp_path: Path) -> None:
+    process = demo(tmp_path, "--json", tmp_path / "summary.json", "--tokenizer", "bytes")
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, out + err
+    assert out.strip().splitlines()[-1] == "demo: ok"
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["ok"] and summary["documents"] == 40 and summary["slices"] >= 30
+    (epoch,) = summary["ledger"]["epochs"]
+    assert epoch["samples"] > 0 and epoch["missing"] == 0 and epoch["repeated"] == 0
+    assert summary["workers"]["worker-1"]["killed"] and "worker-3" in summary["workers"]
+    assert summary["loss_to"] < summary["loss_from"]
+    # Each slice travels once, and once more only if the killed worker had it.
+    assert summary["bytes"] <= summary["bytes_served"]["data node"] < 1.25 * summary["bytes"]
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path: Path, seed: int) -> None:
+    process = demo(tmp_path)
+    time.sleep(random.Random(seed).uniform(0.5, 9.0))
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode in (0, 130), out + err
+    assert "Traceback" not in err, err
+    assert left_behind(tmp_path) == []
+
+
+def test_a_killed_demo_leaves_no_process(tmp_path: Path) -> None:
+    process = demo(tmp_path)
+    time.sleep(6)
+    process.kill()
+    process.communicate(timeout=30)
+    deadline = time.monotonic() + 30
+    while (left := [c for c in left_behind(tmp_path) if "millrace.cli" in c]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == []
