@@ -117,9 +117,7 @@ def _parse(line: bytes, seq: int, prev: str, path: Path) -> Entry:
         raise LedgerError(f"ledger entry {seq}: its hash does not match its content ({where}).")
     try:
         value = json.loads(content)
-        entry = Entry(
-            value["seq"], value["prev"], value["at"], value["kind"], value["body"], value["sig"], digest
-        )
+        entry = Entry(value["seq"], value["prev"], value["at"], value["kind"], value["body"], value["sig"], digest)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LedgerError(f"ledger entry {seq}: expected a JSON entry, got {error!r} ({where}).") from None
     if not (isinstance(entry.body, dict) and isinstance(entry.kind, str) and isinstance(entry.sig, str)):
@@ -226,9 +224,7 @@ class Ledger:
             os.fsync(self._fd)
         except OSError as error:
             os.ftruncate(self._fd, self._size)
-            raise LedgerError(
-                f"ledger {self.path}: cannot append an entry: {error}. Is the disk full?"
-            ) from error
+            raise LedgerError(f"ledger {self.path}: cannot append an entry: {error}. Is the disk full?") from error
         entry = Entry(value["seq"], value["prev"], value["at"], kind, body, sig, digest)  # type: ignore[arg-type]
         self._advance(entry, len(line))
         return entry
@@ -295,6 +291,16 @@ class LedgerReport:
     entries: int = 0
     job: dict[str, Any] = field(default_factory=dict)
 
+    def to_json(self) -> dict[str, Any]:
+        """What `millrace ledger verify --json` prints."""
+        return {
+            "ok": self.ok,
+            "intact": self.intact,
+            "epochs": self.epochs,
+            "problems": self.problems,
+            "entries": self.entries,
+        }
+
 
 @dataclass
 class _Reading:
@@ -312,9 +318,7 @@ class _Reading:
             self.problems.append(text)
 
 
-def verify_ledger(
-    path: Path, public_key: bytes | None = None, verify: Verifier | None = None
-) -> LedgerReport:
+def verify_ledger(path: Path, public_key: bytes | None = None, verify: Verifier | None = None) -> LedgerReport:
     """Checks the chain, the signatures and that each epoch used each sample exactly once.
 
     Args:
@@ -336,9 +340,7 @@ def verify_ledger(
         with path.open("rb") as file:
             for seq, line in enumerate(file):
                 if not line.endswith(b"\n"):
-                    reading.problem(
-                        f"the last line has no end ({path}, line {seq + 1}): torn by a crash, or cut"
-                    )
+                    reading.problem(f"the last line has no end ({path}, line {seq + 1}): torn by a crash, or cut")
                     break
                 entry = _parse(line[:-1], seq, prev, path)
                 prev = entry.hash
@@ -428,9 +430,7 @@ def _coverage(reading: _Reading) -> list[dict[str, int]]:
     wrong = (table[:, 1] != index) | (table[:, 2] >= table[:, 3]) | (table[:, 3] > samples[index])
     for row in table[wrong][:MAX_PROBLEMS]:
         epoch, slice_index, start, stop = (int(v) for v in row)
-        reading.problem(
-            f"epoch {epoch}: samples [{start}, {stop}) of slice {slice_index} are not in the dataset"
-        )
+        reading.problem(f"epoch {epoch}: samples [{start}, {stop}) of slice {slice_index} are not in the dataset")
     table, index = table[~wrong], index[~wrong]
     epochs = []
     for epoch in range(int(table[:, 0].max()) + 1 if len(table) else 0):

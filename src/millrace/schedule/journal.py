@@ -104,7 +104,7 @@ class Journal:
         offsets = np.zeros(len(self.table.samples), np.int64)
         for index, reached in self._database.execute("SELECT slice, reached FROM offsets"):
             offsets[index] = reached
-        leases = [Lease(*row, deadline=0.0) for row in self._database.execute("SELECT * FROM leases")]
+        leases = [Lease(a, b, c, d, e, f, 0.0) for a, b, c, d, e, f in self._database.execute("SELECT * FROM leases")]
         uses = [Use(*row) for row in self._database.execute("SELECT * FROM uses")]
         self.table.restore(int(meta.get("epoch", "0")), offsets, leases, uses)
         with self._transaction():

@@ -1,0 +1,73 @@
+"""What consumes batches: a one-method Protocol, and a NumPy model that runs anywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import UsageError
+
+IGNORE_INDEX = -100
+TRAINERS = ("auto", "gpt", "count", "none")
+
+Integers = NDArray[np.integer[Any]]
+
+
+class Trainer(Protocol):
+    """Learns from one batch at a time; nothing else is asked of it."""
+
+    def step(self, inputs: Integers, labels: Integers) -> float:
+        """Learns from `inputs` and `labels` [B, L]; label -100 does not count. The loss in nats a token."""
+        ...
+
+
+class CountTrainer:
+    """Counts which token follows which, and says how surprising each batch was before it was counted.
+
+    Add-one smoothing; contexts and successors beyond `max_side` share cells, so memory is at most
+    8 * max_side**2 bytes whatever the vocabulary: 32 MB by default.
+    """
+
+    def __init__(self, vocab_size: int, max_side: int = 2048) -> None:
+        if vocab_size < 1:
+            raise UsageError(f"count trainer: expected a vocabulary of at least 1, got {vocab_size}.")
+        self._side = min(vocab_size, max_side)
+        self._pairs = np.zeros(self._side * self._side, np.int64)
+        self._contexts = np.zeros(self._side, np.int64)
+
+    def step(self, inputs: Integers, labels: Integers) -> float:
+        """See Trainer."""
+        kept = labels != IGNORE_INDEX
+        context = inputs[kept].astype(np.int64) % self._side
+        follower = labels[kept].astype(np.int64) % self._side
+        if len(context) == 0:
+            return 0.0
+        cell = context * self._side + follower
+        chance = (self._pairs[cell] + 1.0) / (self._contexts[context] + float(self._side))
+        np.add.at(self._pairs, cell, 1)
+        np.add.at(self._contexts, context, 1)
+        return float(-np.log(chance).mean())
+
+
+def make_trainer(name: str, *, vocab_size: int, seq_len: int, layout: str) -> Trainer | None:
+    """The trainer of a name, None for `none`; `auto` is the GPT where PyTorch is installed, else counts.
+
+    Raises:
+        UsageError: If the name is unknown, or the trainer cannot learn from this layout.
+    """
+    if name not in TRAINERS:
+        raise UsageError(f"trainer: expected one of {', '.join(TRAINERS)}, got {name!r}.")
+    if layout != "tokens":
+        if name in ("auto", "none"):
+            return None
+        raise UsageError(f"trainer {name}: learns from layout tokens only, got {layout}. Use trainer 'none'.")
+    if name == "none":
+        return None
+    if name == "gpt" or (name == "auto" and importlib.util.find_spec("torch") is not None):
+        from millrace.worker.gpt import GptTrainer
+
+        return GptTrainer(vocab_size, seq_len)
+    return CountTrainer(max(1, vocab_size))
