@@ -1,1 +1,39 @@
-"""x"""
+"""Millrace: raw text in, a GPU that never waits out.
+
+    batches = millrace.Loader("my-dataset", seq_len=2048, batch_size=8)
+
+Importing this package imports nothing else of it but the error's root: each name is loaded when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from millrace.errors import MillraceError
+
+if TYPE_CHECKING:
+    from millrace.dataset.reader import open_dataset
+    from millrace.load.loader import Loader
+    from millrace.prepare.recipe import prepare
+
+__version__ = "0.1.0"
+__all__ = ["Loader", "MillraceError", "__version__", "open_dataset", "prepare"]
+
+_HOME = {
+    "Loader": "millrace.load.loader",
+    "open_dataset": "millrace.dataset.reader",
+    "prepare": "millrace.prepare.recipe",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'millrace' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,7 +140,8 @@ def _each_chunk(index: U64, n: U64, keys: U64) -> U64:
     round_keys = [mix64(keys + np.uint64((r + 1) * int(_GOLDEN) % 2**64)) for r in range(ROUNDS)]
 
     def walk(x: U64, at: NDArray[np.intp] | slice) -> U64:
-        left, right = np.divmod(x, b[at])
+        left: U64 = x // b[at]
+        right: U64 = x - left * b[at]
         sides = (a[at], b[at])
         for r in range(ROUNDS):
             moved, other = (left, right) if r % 2 == 0 else (right, left)
@@ -158,11 +160,11 @@ def _each_chunk(index: U64, n: U64, keys: U64) -> U64:
 
 
 def _ceil_sqrt(n: U64) -> U64:
-    root = np.sqrt(n.astype(np.float64)).astype(np.uint64)
+    root: U64 = np.sqrt(n.astype(np.float64)).astype(np.uint64)
     one = np.uint64(1)
-    root -= root * root > n
-    root += (root + one) * (root + one) <= n
-    root += root * root < n
+    root -= (root * root > n).astype(np.uint64)
+    root += ((root + one) * (root + one) <= n).astype(np.uint64)
+    root += (root * root < n).astype(np.uint64)
     return root
 
 
@@ -186,7 +188,7 @@ def _one_key(index: U64, n: int, key: bytes, *, inverse_of: bool) -> U64:
     b = -(-n // a)
     words = random_words(key, np.arange(ROUNDS, dtype=np.uint64))
     tabulate = a <= _TABLE_LIMIT and len(flat) > 4 * a
-    kind = np.uint32 if tabulate else np.uint64
+    kind: Any = np.uint32 if tabulate else np.uint64
     moves = [_round(words[r], (a, b)[r % 2], (b, a)[r % 2] if tabulate else 0) for r in range(ROUNDS)]
     out = np.empty(len(flat), np.uint64)
     for at in range(0, len(flat), _CHUNK):
@@ -201,26 +203,26 @@ def _one_key(index: U64, n: int, key: bytes, *, inverse_of: bool) -> U64:
     return out.reshape(given.shape)
 
 
-def _round(word: np.uint64, side: int, table_len: int) -> Callable[[NDArray[np.unsignedinteger]], U64]:
+def _round(word: np.uint64, side: int, table_len: int) -> Callable[[NDArray[Any]], NDArray[Any]]:
     """The round function [0, other side) -> [0, side): as a table where `table_len` says how long, else computed."""
     side_word = np.uint64(side)
     if table_len:
         other = np.arange(table_len, dtype=np.uint64)
         table = _scaled(other * _GOLDEN + word, side_word).astype(np.uint32)
-        return lambda x: table[x]
+        return lambda x: table.take(x)  # Twice as fast as table[x].
     return lambda x: _scaled(x * _GOLDEN + word, side_word)
 
 
 def _network(
-    x: NDArray[np.unsignedinteger],
+    x: NDArray[Any],
     a: int,
     b: int,
-    moves: Sequence[Callable[[NDArray[np.unsignedinteger]], U64]],
+    moves: Sequence[Callable[[NDArray[Any]], NDArray[Any]]],
     inverse_of: bool,
-) -> NDArray[np.unsignedinteger]:
+) -> NDArray[Any]:
     kind = x.dtype.type
-    left = x // kind(b)
-    right = x - left * kind(b)
+    left: NDArray[Any] = x // kind(b)
+    right: NDArray[Any] = x - left * kind(b)
     sides = (kind(a), kind(b))
     for r in reversed(range(ROUNDS)) if inverse_of else range(ROUNDS):
         moved, other = (left, right) if r % 2 == 0 else (right, left)

@@ -117,6 +117,7 @@ class Order:
     num_lanes: int = field(init=False)
     window_samples: int = field(init=False)
     _ends: I64 = field(init=False, repr=False, compare=False)
+    _used: I64 | None = field(init=False, repr=False, compare=False)  # None: every slice has samples.
     _placings: dict[int, Placing] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -133,14 +134,15 @@ class Order:
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
         lanes = int(self.lanes) if self.lanes is not None else default_lanes(int(self.global_batch))
-        used = int(np.count_nonzero(counts))
-        window = int(self.window) if self.window is not None else max(1, 2 * total // max(used, 1))
+        used = np.flatnonzero(counts)
+        window = int(self.window) if self.window is not None else max(1, 2 * total // max(len(used), 1))
         for name, value in {
             "samples_per_slice": counts,
             "num_samples": total,
             "num_lanes": lanes,
             "window_samples": window,
             "_ends": ends,
+            "_used": used if len(used) < len(counts) else None,
             "_placings": {},
         }.items():
             object.__setattr__(self, name, value)
@@ -202,10 +204,9 @@ class Order:
         start, stop = rank * size // world_size, (rank + 1) * size // world_size
         if not self.shuffle:
             return np.arange(first + start, first + stop, dtype=np.int64)
-        lanes = (np.arange(first, first + size, dtype=np.int64) % self.num_lanes).astype(np.uint16)
-        if self.num_lanes > 1 << 16:
-            lanes = np.arange(first, first + size, dtype=np.int64) % self.num_lanes
-        return np.argsort(lanes, kind="stable")[start:stop] + first
+        lanes = np.arange(first, first + size, dtype=np.int64) % self.num_lanes
+        kind = np.uint16 if self.num_lanes <= 1 << 16 else np.int64  # 16 bits are sorted by radix.
+        return np.argsort(lanes.astype(kind), kind="stable")[start:stop] + first
 
     def sample_ids_at(self, epoch: int, positions: I64) -> I64:
         """The global sample ids at positions of an epoch. int64, the positions' shape [K].
@@ -316,12 +317,14 @@ class Order:
 
     def _place(self, epoch: int) -> Placing:
         counts = self.samples_per_slice
-        used = np.flatnonzero(counts)
+        num_used = len(self._used) if self._used is not None else len(counts)
         key = derive_key(self.seed, "slices", epoch)
-        slices = used[permute(np.arange(len(used), dtype=np.uint64), len(used), key)]
-        ends = counts[slices]
+        slices = permute(np.arange(num_used, dtype=np.uint64), num_used, key).view(np.int64)
+        if self._used is not None:
+            slices = self._used[slices]
+        ends = counts.take(slices)
         np.cumsum(ends, out=ends)
-        shift = self._ends[slices]
+        shift = self._ends.take(slices)
         shift -= ends
         return Placing(slices, ends, shift)
 

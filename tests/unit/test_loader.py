@@ -1,0 +1,322 @@
+"""The loader against a brute-force oracle that reads the files with the reference SafeTensors library."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import millrace
+from millrace.dataset.adopt import adopt
+from millrace.errors import DatasetError, StateError, UsageError
+from millrace.load.batch import Batch, BufferPool, make_batch
+from millrace.load.loader import Loader
+
+SEQ_LEN = 8
+LENGTHS = (83, 160, 7, 64, 131)  # Samples 10, 20, 0, 8, 16; only slices 1 and 3 end with a sample's last token.
+
+
+@pytest.fixture(scope="module")
+def tokens_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokens")
+    first = 0
+    for i, length in enumerate(LENGTHS):
+        tokens = np.arange(first, first + length, dtype=np.uint16)
+        save_file({"tokens": tokens, "document_ends": np.array([length], np.uint64)}, folder / f"{i}.safetensors")
+        first += length
+    adopt(folder, "tiny")
+    return folder
+
+
+def oracle(folder: Path, seq_len: int) -> dict[int, tuple[list[int], list[int]]]:
+    """Sample id -> (inputs, labels), by the definition."""
+    found: dict[int, tuple[list[int], list[int]]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tokens = load_file(path)["tokens"].tolist()
+        for i in range(len(tokens) // seq_len):
+            inputs = tokens[i * seq_len : (i + 1) * seq_len]
+            labels = tokens[i * seq_len + 1 : (i + 1) * seq_len + 1]
+            found[len(found)] = (inputs, labels + [-100] * (seq_len - len(labels)))
+    return found
+
+
+def check(batches: Iterator[Batch] | Loader, expected: dict[int, tuple[list[int], list[int]]]) -> list[list[int]]:
+    ids = []
+    for batch in batches:
+        assert batch.inputs is not None and batch.labels is not None
+        assert batch.sample_ids.dtype == np.int64
+        for row, sample in enumerate(batch.sample_ids.tolist()):
+            assert (batch.inputs[row].tolist(), batch.labels[row].tolist()) == expected[sample]
+        ids.append(batch.sample_ids.tolist())
+    return ids
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_sample_once_an_epoch(tokens_dir: Path, prefetch: int, shuffle: bool) -> None:
+    expected = oracle(tokens_dir, SEQ_LEN)
+    loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, seed=3, epochs=3, prefetch=prefetch, shuffle=shuffle)
+    ids = check(loader, expected)
+    assert len(ids) == len(loader) == 3 * loader.order.steps_per_epoch == 33
+    epochs = [list(chain(*ids[at : at + 11])) for at in (0, 11, 22)]
+    for epoch in epochs:
+        assert sorted(epoch) == sorted(expected)
+    if shuffle:
+        assert len({tuple(epoch) for epoch in epochs}) == 3 and epochs[0] != sorted(expected)
+    else:
+        assert epochs == [sorted(expected)] * 3
+    assert list(loader) == []
+    assert loader.tail_tokens == sum(LENGTHS) - len(expected) * SEQ_LEN
+
+
+def test_the_same_arguments_give_the_same_batches_and_another_seed_another_order(tokens_dir: Path) -> None:
+    def ids(seed: int) -> list[list[int]]:
+        return [b.sample_ids.tolist() for b in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4, seed=seed)]
+
+    assert ids(1) == ids(1) != ids(2)
+
+
+def test_resuming_at_any_step_on_any_world_size_equals_never_stopping(tokens_dir: Path) -> None:
+    expected = oracle(tokens_dir, SEQ_LEN)
+
+    def loaders(world_size: int) -> list[Loader]:
+        same = {"seq_len": SEQ_LEN, "global_batch_size": 9, "seed": 5, "epochs": 2, "prefetch": 0}
+        return [Loader(tokens_dir, rank=r, world_size=world_size, **same) for r in range(world_size)]
+
+    whole = [batch.sample_ids.tolist() for batch in loaders(1)[0]]
+    for before in (1, 2, 3, 7):
+        last_rank = loaders(before)[-1]
+        states = [last_rank.state_dict()]
+        for _ in last_rank:
+            states.append(last_rank.state_dict())
+        for after in (1, 2, 3, 7):
+            for step, state in enumerate(states):
+                ranks = loaders(after)
+                for loader in ranks:
+                    loader.load_state_dict(json.loads(json.dumps(state)))
+                parts = [check(loader, expected) for loader in ranks]
+                assert [list(chain(*batch)) for batch in zip(*parts)] == whole[step:]
+                assert {len(part) for part in parts} == {len(whole) - step}
+
+
+def test_state_counts_batches_given_out_not_batches_made(tokens_dir: Path) -> None:
+    loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4, prefetch=4)
+    whole = [b.sample_ids.tolist() for b in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4)]
+    seen = []
+    for batch in loader:
+        seen.append(batch.sample_ids.tolist())
+        assert loader.state_dict()["samples_taken"] == 4 * len(seen)
+        if len(seen) == 3:
+            break
+    other = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4)
+    other.load_state_dict(loader.state_dict())
+    assert seen + [b.sample_ids.tolist() for b in other] == whole
+    assert seen + [b.sample_ids.tolist() for b in loader] == whole
+
+
+def test_loading_a_state_in_the_middle_moves_the_iteration(tokens_dir: Path) -> None:
+    loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4)
+    start = loader.state_dict()
+    batches = iter(loader)
+    first = next(batches).sample_ids.tolist()
+    next(batches)
+    loader.load_state_dict(start)
+    assert next(batches).sample_ids.tolist() == first
+    newer = iter(loader)
+    next(newer)
+    with pytest.raises(UsageError, match="another began"):
+        next(batches)
+    loader.close()
+
+
+def test_closing_leaves_no_thread(tokens_dir: Path) -> None:
+    before = threading.active_count()
+    loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2, prefetch=2)
+    for _ in loader:
+        break
+    batches = iter(loader)
+    next(batches)
+    assert threading.active_count() == before + 1
+    loader.close()
+    loader.close()
+    assert threading.active_count() == before
+
+
+def test_batches_that_are_kept_are_not_overwritten(tokens_dir: Path) -> None:
+    expected = oracle(tokens_dir, SEQ_LEN)
+    check(iter(list(Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2, epochs=2))), expected)
+    kept = [batch.labels for batch in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2, epochs=2)]
+    again = [np.array(batch.labels) for batch in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2, epochs=2)]
+    assert all(np.array_equal(a, b) for a, b in zip(kept, again))
+
+
+def test_buffers_are_used_again_when_nobody_holds_them() -> None:
+    pool = BufferPool(2)
+    first = pool.take((2, 3), np.int64)
+    view = first[:, 1:]
+    address = first.ctypes.data
+    del first
+    assert pool.take((2, 3), np.int64).ctypes.data != address
+    del view
+    assert pool.take((2, 3), np.int64).ctypes.data == address
+
+
+def test_drop_last_leaves_the_short_batch_out(tokens_dir: Path) -> None:
+    ids = [b.sample_ids for b in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, drop_last=True)]
+    assert [len(one) for one in ids] == [5] * 10
+
+
+def test_int32(tokens_dir: Path) -> None:
+    batch = next(iter(Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, dtype=np.int32)))
+    assert batch.inputs is not None and batch.inputs.dtype == np.int32
+
+
+def test_make_batch() -> None:
+    inputs, labels = make_batch(np.arange(10, 19, dtype=np.uint16), np.array([2, 0]), 3)
+    assert inputs.tolist() == [[16, 17, 18], [10, 11, 12]]
+    assert labels.tolist() == [[17, 18, -100], [11, 12, 13]]
+    with pytest.raises(DatasetError, match="expected 3 tokens"):
+        make_batch(np.arange(9, dtype=np.uint16), np.array([3]), 3)
+
+
+def test_rank_and_world_size_from_the_environment(tokens_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2)
+    assert (loader.rank, loader.world_size, loader.order.global_batch) == (1, 3, 6)
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(UsageError, match="RANK"):
+        Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seq_len": 0},
+        {"seq_len": None},
+        {"batch_size": None},
+        {"batch_size": 0},
+        {"batch_size": 2.5},
+        {"global_batch_size": 4},
+        {"rank": 1},
+        {"rank": -1},
+        {"world_size": 0},
+        {"world_size": 5000},
+        {"seed": "x"},
+        {"epochs": 0},
+        {"prefetch": -1},
+        {"dtype": np.uint16},
+        {"dtype": "no such"},
+        {"cache_bytes": -1},
+        {"cache_bytes": "much"},
+        {"cache_dir": "/tmp"},
+        {"seq_len": 10_000},
+        {"lanes": 0},
+        {"window": -3},
+    ],
+)
+def test_wrong_arguments(tokens_dir: Path, wrong: dict[str, object]) -> None:
+    arguments: dict[str, object] = {"seq_len": SEQ_LEN, "batch_size": 2, **wrong}
+    with pytest.raises(UsageError):
+        Loader(tokens_dir, **arguments)  # type: ignore[arg-type]
+
+
+def test_state_of_something_else(tokens_dir: Path) -> None:
+    loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4)
+    state = loader.state_dict()
+    for name, value in {
+        "version": 2,
+        "dataset_id": "0" * 64,
+        "seed": 1,
+        "seq_len": 16,
+        "global_batch_size": 5,
+        "shuffle": False,
+        "drop_last": True,
+        "lanes": 3,
+        "window": 1,
+        "epoch": -1,
+        "samples_taken": 3,
+    }.items():
+        with pytest.raises(StateError, match=name):
+            loader.load_state_dict({**state, name: value})
+    for bad in ({}, [], None, {**state, "samples_taken": 10**9}, {**state, "epoch": "0"}):
+        with pytest.raises(StateError):
+            loader.load_state_dict(bad)  # type: ignore[arg-type]
+    assert len(json.dumps(state)) < 400
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_missing_or_truncated_slice_is_named(tmp_path: Path, prefetch: int) -> None:
+    for i in range(3):
+        tokens = np.arange(64, dtype=np.uint16)
+        save_file({"tokens": tokens, "document_ends": np.array([64], np.uint64)}, tmp_path / f"{i}.safetensors")
+    adopt(tmp_path, "three")
+    loader = Loader(tmp_path, seq_len=SEQ_LEN, batch_size=4, shuffle=False, prefetch=prefetch)
+    data = (tmp_path / "1.safetensors").read_bytes()
+    (tmp_path / "1.safetensors").write_bytes(data[:-9])
+    with pytest.raises(DatasetError, match=r"1\.safetensors"):
+        list(loader)
+    (tmp_path / "1.safetensors").unlink()
+    with pytest.raises(DatasetError, match=r"1\.safetensors"):
+        list(loader)
+    (tmp_path / "1.safetensors").write_bytes(data)
+    assert loader.state_dict()["samples_taken"] == 8
+    assert [b.sample_ids[0] for b in loader] == [8, 12, 16, 20]
+    assert threading.active_count() == 1 or not [t for t in threading.enumerate() if t.name == "millrace-loader"]
+
+
+def test_rows(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows: list[tuple[list[int], list[int]]] = []
+    for i, count in enumerate((5, 9)):
+        ids = rng.integers(0, 99, (count, 4)).astype(np.int64)
+        labels = rng.integers(0, 9, count).astype(np.int32)
+        rows += zip(ids.tolist(), labels.tolist())
+        save_file({"input_ids": ids, "labels": labels}, tmp_path / f"{i}.safetensors")
+    adopt(tmp_path, "rows")
+    loader = Loader(tmp_path, batch_size=4)
+    seen = []
+    for batch in loader:
+        assert batch.inputs is batch.tensors["input_ids"] and batch.labels is batch.tensors["labels"]
+        for row, sample in enumerate(batch.sample_ids.tolist()):
+            assert (batch.inputs[row].tolist(), int(batch.labels[row])) == rows[sample]
+            seen.append(sample)
+    assert sorted(seen) == list(range(14))
+
+
+def test_memory_is_the_batch_not_the_dataset(tmp_path: Path) -> None:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("needs /proc to tell the process's own memory from mapped files")
+    length = 4 << 20
+    for i in range(12):  # 96 MiB.
+        tokens = np.full(length, i, np.uint16)
+        save_file({"tokens": tokens, "document_ends": np.array([length], np.uint64)}, tmp_path / f"{i}.safetensors")
+    del tokens
+    adopt(tmp_path, "large")
+
+    def own_bytes() -> int:
+        return next(int(s.split()[1]) << 10 for s in status.read_text().splitlines() if s.startswith("RssAnon"))
+
+    loader = Loader(tmp_path, seq_len=1024, batch_size=16)  # A batch is 128 KiB.
+    most = before = own_bytes()
+    for step, _ in enumerate(loader):
+        if step % 64 == 0:
+            most = max(most, own_bytes())
+    assert most - before < 8 << 20
+    stats = loader.stats()
+    assert stats["tokens"] == 12 * length and stats["wait_s"] > 0 and stats["gather_s"] > 0
+
+
+def test_the_public_name(tokens_dir: Path) -> None:
+    dataset = millrace.open_dataset(str(tokens_dir))
+    loader = millrace.Loader(
+        dataset, seq_len=SEQ_LEN, batch_size=4, rank=0, world_size=1, cache_dir=None, cache_bytes=None
+    )
+    assert loader.dataset.id == dataset.id

@@ -1,0 +1,31 @@
+"""The public door: its names, and how little opening it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import millrace
+
+
+def test_the_names() -> None:
+    assert set(millrace.__all__) == {"Loader", "MillraceError", "__version__", "open_dataset", "prepare"}
+    assert set(millrace.__all__) <= set(dir(millrace))
+    for name in millrace.__all__:
+        assert getattr(millrace, name) is not None
+    assert callable(millrace.prepare) and issubclass(millrace.MillraceError, Exception)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        millrace.no_such_name  # noqa: B018
+
+
+def test_importing_is_light() -> None:
+    code = (
+        "import sys, time; began = time.perf_counter(); import millrace; took = time.perf_counter() - began\n"
+        "heavy = {'numpy', 'pyarrow', 'torch', 'tokenizers', 'libtorrent', 'cryptography'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "print(took)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.5  # About 10 ms; the bound leaves room for a busy machine.
