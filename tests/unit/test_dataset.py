@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -183,10 +184,8 @@ def test_hostile_header(tmp_path: Path, name: str) -> None:
 def test_garbage_slice(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "g.safetensors"
     path.write_bytes(data)
-    try:
+    with contextlib.suppress(DatasetError):
         open_slice(path)
-    except DatasetError:
-        pass
 
 
 @settings(max_examples=200, deadline=None)
@@ -202,7 +201,7 @@ def test_garbage_manifest_and_table(data: bytes, at: int, bit: int) -> None:
                 parse(bad)
             except DatasetError:
                 continue
-            assert parse is SliceTable.from_parquet  # every flip of a manifest is seen; the table has its hash
+            assert good is table  # every flip of a manifest is seen; the table has its hash
 
 
 def test_wrong_use_is_refused(tmp_path: Path) -> None:
