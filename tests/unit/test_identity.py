@@ -1,0 +1,112 @@
+"""Keys, ids, certificates and revocation."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import ProtocolViolation, UsageError
+from millrace.network.identity import Identity, create_network, join, peer_of, renew, revoke, verify
+
+Make = Callable[[str], Identity]
+
+
+def test_a_member_knows_itself_and_its_network(network_dir: Path, make_identity: Make) -> None:
+    node = make_identity("node-1")
+    again = Identity.load(node.node_dir)
+    assert (again.peer_id, again.network_id, again.name) == (node.peer_id, node.network_id, "node-1")
+    assert len(node.peer_id) == 32 and node.peer_id == node.peer_id.lower()
+    assert node.peer_id != make_identity("node-2").peer_id
+    for key in (network_dir / "root-key.pem", node.node_dir / "node-key.pem"):
+        assert stat.S_IMODE(key.stat().st_mode) == 0o600
+
+
+def test_bootstrap_is_handed_to_members(tmp_path: Path) -> None:
+    create_network(tmp_path / "net", "n", bootstrap=[("10.0.0.1", 9000)])
+    assert join(tmp_path / "net", tmp_path / "a", "a").bootstrap == [("10.0.0.1", 9000)]
+
+
+def test_signatures(make_identity: Make) -> None:
+    node, other = make_identity("a"), make_identity("b")
+    signature = node.sign(b"word")
+    verify(node.public_key, b"word", signature)
+    for key, message, word in [
+        (other.public_key, b"word", signature),
+        (node.public_key, b"Word", signature),
+        (node.public_key, b"word", signature[:-1]),
+        (b"short", b"word", signature),
+    ]:
+        with pytest.raises(ProtocolViolation, match="signature"):
+            verify(key, message, word)
+
+
+def test_peer_id_survives_renewal(network_dir: Path, make_identity: Make) -> None:
+    node = make_identity("a")
+    old = (node.node_dir / "node-cert.pem").read_bytes()
+    assert renew(network_dir, node.node_dir).peer_id == node.peer_id
+    assert (node.node_dir / "node-cert.pem").read_bytes() != old
+
+
+def test_nothing_is_overwritten_unasked(network_dir: Path, make_identity: Make) -> None:
+    node = make_identity("a")
+    with pytest.raises(UsageError, match="already holds a node"):
+        join(network_dir, node.node_dir, "a")
+    assert join(network_dir, node.node_dir, "a", force=True).peer_id != node.peer_id
+    with pytest.raises(UsageError, match="already holds one"):
+        create_network(network_dir, "again")
+
+
+def test_files_that_do_not_belong_together(tmp_path: Path, make_identity: Make) -> None:
+    a, b = make_identity("a"), make_identity("b")
+    (a.node_dir / "node-cert.pem").write_bytes((b.node_dir / "node-cert.pem").read_bytes())
+    with pytest.raises(UsageError, match="another key"):
+        Identity.load(a.node_dir)
+    create_network(tmp_path / "other", "other")
+    (b.node_dir / "root-cert.pem").write_bytes((tmp_path / "other" / "root-cert.pem").read_bytes())
+    with pytest.raises(UsageError, match="of network"):
+        Identity.load(b.node_dir)
+
+
+@pytest.mark.parametrize("name", ["node-key.pem", "node-cert.pem", "root-cert.pem", "network.json"])
+def test_missing_and_garbled_files_are_named(name: str, make_identity: Make) -> None:
+    path = make_identity("a").node_dir / name
+    path.write_bytes(b"{garbage")
+    with pytest.raises(UsageError, match=name):
+        Identity.load(path.parent)
+    path.unlink()
+    with pytest.raises(UsageError, match=name):
+        Identity.load(path.parent)
+
+
+def test_revocation_needs_no_reload(make_identity: Make) -> None:
+    a, b, c = make_identity("a"), make_identity("b"), make_identity("c")
+    assert not a.is_revoked(b.peer_id)
+    revoke(a.node_dir, b.peer_id)
+    assert a.is_revoked(b.peer_id) and not a.is_revoked(c.peer_id)
+    revoke(a.node_dir, c.peer_id)
+    assert a.is_revoked(b.peer_id) and a.is_revoked(c.peer_id)
+    (a.node_dir / "revoked.txt").unlink()
+    assert not a.is_revoked(b.peer_id)
+
+
+def test_a_garbled_revocation_list_lets_nobody_in(make_identity: Make) -> None:
+    a = make_identity("a")
+    (a.node_dir / "revoked.txt").write_text(f"# stolen laptop\n{a.peer_id[:-1]}\n")
+    with pytest.raises(UsageError, match=r"revoked.txt:2"):
+        a.is_revoked(a.peer_id)
+    with pytest.raises(UsageError, match="expected a peer id"):
+        revoke(a.node_dir, "../x")
+
+
+def test_garbage_is_no_certificate() -> None:
+    with pytest.raises(ProtocolViolation, match="certificate"):
+        peer_of(b"\x30\x03garbage")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../up", "x" * 65, "-x"])
+def test_names(name: str, network_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="name"):
+        join(network_dir, tmp_path / "x", name)
