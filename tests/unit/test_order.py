@@ -195,6 +195,9 @@ def test_promise_seek(order: Order, epoch: int, data: st.DataObject) -> None:
     whole = whole_epoch(order, epoch)
     alone = again.global_batch_at(epoch, step).tolist()
     assert alone == whole[step * order.global_batch :][: len(alone)]
+    stop = min(step + 3, order.steps_per_epoch)
+    for at, part in zip(range(step, stop), order.shares(epoch, step, stop, 1, 3)):
+        assert np.array_equal(part, order.share(epoch, at, 1, 3))
     assert again == order and hash(again) == hash(order)
 
 
@@ -231,13 +234,13 @@ def test_promise_local(num_slices: int, size: int, shape: tuple[int, int], world
         assert len(slices) <= bound
 
 
-@pytest.mark.parametrize(("batch", "most"), [(1024, 1.1), (96, 1.1), (100, 1.2), (97, 2.1), (127, 1.3), (67, 1.4)])
-def test_a_rank_of_eight_reads_about_an_eighth(batch: int, most: float) -> None:
-    """Also where the lanes do not divide the batch: then lanes at the edges of the shares are read by two ranks."""
+@pytest.mark.parametrize("batch", [1024, 96, 100, 97, 127, 67, 89, 158])
+def test_a_rank_of_eight_reads_about_an_eighth(batch: int) -> None:
+    """Also where no number of lanes divides the batch: then two ranks read the lanes at their shares' edges."""
     order = Order(np.full(4000, 60), 4, batch)
     for rank in range(8):
         slices, _ = order.future(0, 0, rank, 8)
-        assert len(slices) <= most * 4000 / 8 + 2 * 64
+        assert len(slices) <= 1.6 * 4000 / 8
 
 
 @law
@@ -309,7 +312,7 @@ def test_without_shuffle_the_ranks_read_the_datasets_own_order() -> None:
 
 def test_drop_last_and_default_lanes() -> None:
     assert Order(np.array([11]), 0, 4, drop_last=True).steps_per_epoch == 2
-    assert [default_lanes(b) for b in (1, 7, 64, 96, 100, 1024, 4096, 131)] == [1, 7, 64, 48, 50, 64, 64, 64]
+    assert [default_lanes(b) for b in (1, 7, 64, 96, 100, 1024, 4096, 97, 89)] == [1, 7, 64, 48, 50, 64, 64, 49, 45]
 
 
 def test_samples_per_slice() -> None:

@@ -1,0 +1,54 @@
+"""A step of 15 trillion tokens in 250 000 slices: how long to find its samples, and how much memory.
+
+Cold: the first step asked of an epoch (the slices are permuted). Warm: any later one.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.measure import Figure, percentile, show
+from millrace.order.plan import Order, samples_per_slice
+
+NUM_SLICES = 250_000
+TOKENS_PER_SLICE = 60_000_000
+SEQ_LEN = 2048
+GLOBAL_BATCH = 1024
+
+
+def _rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def measure(cold_rounds: int = 100, warm_rounds: int = 2000) -> list[Figure]:
+    """The figures. Takes a few seconds."""
+    np.arange(10, dtype=np.uint64)
+    counts = samples_per_slice(np.full(NUM_SLICES, TOKENS_PER_SLICE), SEQ_LEN)
+    before = _rss_bytes()
+    order = Order(counts, 0, GLOBAL_BATCH)
+    steps = np.random.default_rng(0).integers(0, order.steps_per_epoch - 1, warm_rounds).tolist()
+
+    def timed(epoch: int, step: int) -> float:
+        began = time.perf_counter()
+        order.share(epoch, step, 3, 8)
+        return 1e3 * (time.perf_counter() - began)
+
+    cold = [timed(epoch, steps[epoch]) for epoch in range(cold_rounds)]
+    warm = [timed(cold_rounds, step) for step in [0, *steps]][1:]
+    grown = _rss_bytes() - before
+    total = order.num_samples * SEQ_LEN
+    return [
+        Figure("order tokens", total, "tokens", f"{NUM_SLICES} slices, {order.num_lanes} lanes"),
+        Figure("order cold p50", percentile(cold, 50), "ms", "first step of an epoch; promise < 10"),
+        Figure("order cold p99", percentile(cold, 99), "ms"),
+        Figure("order warm p50", percentile(warm, 50), "ms", "random steps, a rank of 8, global batch 1024"),
+        Figure("order warm p99", percentile(warm, 99), "ms"),
+        Figure("order memory", grown / 1e6, "MB", "growth of RSS; promise < 100"),
+    ]
+
+
+if __name__ == "__main__":
+    show("order", measure())
