@@ -34,7 +34,7 @@ from millrace.errors import (
 from millrace.ledger import receipt_message
 from millrace.network.client import Client
 from millrace.network.discovery import Claim, Discovery, find_providers, record_key
-from millrace.network.https import BadRequest, Request, Response, Server, error_response, json_response
+from millrace.network.https import BadRequestError, Request, Response, Server, error_response, json_response
 from millrace.network.identity import Identity, Peer, verify
 from millrace.order.plan import samples_per_slice
 from millrace.schedule.journal import LEDGER_NAME, Journal
@@ -294,7 +294,7 @@ class SchedulerService:
             return error_response(404, "not_found", f"{request.method} {request.path}: the scheduler has no such door.")
         body = request.json() if request.method == "POST" else {}
         if not isinstance(body, dict):
-            raise BadRequest(f"body: expected a JSON object, got {type(body).__name__}")
+            raise BadRequestError(f"body: expected a JSON object, got {type(body).__name__}")
         with self._lock:
             if self._stopping.is_set():
                 return error_response(503, "stopping", "this scheduler is stopping; ask again after its restart.")
@@ -340,9 +340,9 @@ class SchedulerService:
         cached = body.get("cached", [])
         held = body.get("held")
         if not isinstance(cached, list) or len(cached) > MAX_CACHED or not all(type(i) is int for i in cached):
-            raise BadRequest(f"cached: expected a list of at most {MAX_CACHED} slice indexes")
+            raise BadRequestError(f"cached: expected a list of at most {MAX_CACHED} slice indexes")
         if held is not None and not (isinstance(held, list) and all(isinstance(i, str) for i in held)):
-            raise BadRequest("held: expected a list of lease ids")
+            raise BadRequestError("held: expected a list of lease ids")
         now = time.monotonic()
         if held is not None:
             for lease in journal.table.live(peer, session):
@@ -399,7 +399,7 @@ class SchedulerService:
         try:
             verify(peer.public_key, message, bytes.fromhex(signature))
         except ProtocolViolation as error:
-            raise BadRequest(f"signature: not this peer's over this receipt: {error}") from error
+            raise BadRequestError(f"signature: not this peer's over this receipt: {error}") from error
         now = time.monotonic()
         lease = journal.use(peer.peer_id, lease_id, start, stop, step, signature, now)
         if use is not None:
@@ -424,7 +424,7 @@ class SchedulerService:
         reason = _text(body, "reason", "")[:MAX_REASON]
         leased = {self._table.row(lease.slice_index).sha256 for lease in journal.table.live(reporter)}
         if sha256 not in leased:
-            raise BadRequest("bad_provider: expected the hash of a slice that you are leased")
+            raise BadRequestError("bad_provider: expected the hash of a slice that you are leased")
         if sum(reporter in reports for reports in self._bad.values()) < MAX_REPORTS_PER_WORKER:
             self._bad.setdefault((peer, sha256), {})[reporter] = reason
             journal.report_bad(peer, sha256, reporter, reason)
@@ -469,12 +469,12 @@ _ANY = re.compile(r"[^\x00-\x1f]{0,2000}")
 def _text(body: dict[str, Any], key: str, default: str | None = None, pattern: re.Pattern[str] = _ANY) -> str:
     value = body.get(key, default)
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise BadRequest(f"{key}: expected text like {pattern.pattern}, got {str(value)[:80]!r}")
+        raise BadRequestError(f"{key}: expected text like {pattern.pattern}, got {str(value)[:80]!r}")
     return value
 
 
 def _count(body: dict[str, Any], key: str) -> int:
     value = body.get(key)
     if type(value) is not int or not 0 <= value < 2**62:
-        raise BadRequest(f"{key}: expected an integer from 0, got {str(value)[:80]!r}")
+        raise BadRequestError(f"{key}: expected an integer from 0, got {str(value)[:80]!r}")
     return value

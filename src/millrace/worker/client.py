@@ -149,6 +149,7 @@ class _Worker:
         self._trainer: Trainer | None = make_trainer(
             self.config.trainer,
             vocab_size=int(self.job["vocab_size"]),
+            dtype=str(self.job.get("dtype", "")),
             seq_len=int(self.job["seq_len"]),
             layout=str(self.job.get("layout", "tokens")),
         )
@@ -279,7 +280,8 @@ class _Worker:
 
     def _settle(self, held: _Held) -> None:
         """Acknowledges what was used of a lease, or renews it when that is due."""
-        used, step, finished = held.used, held.step, held.finished
+        # In this order: once finished is seen, used is final.
+        finished, used, step = held.finished, held.used, held.step
         lease_id = held.lease["lease_id"]
         try:
             if used > held.acked:

@@ -12,6 +12,9 @@ from millrace.network.client import Client, RemoteError
 from millrace.network.discovery import Discovery, record_key
 from millrace.network.identity import Identity
 
+# Once told to stop, this long for each thing still to say to the scheduler.
+STOP_PATIENCE_S = 3.0
+
 
 class SchedulerGone(NetworkError):  # noqa: N818  # it says what happened
     """The scheduler did not answer for as long as the worker was told to wait."""
@@ -61,6 +64,7 @@ class Control:
         """
         patience_s = self._patience_s if patience_s is None else patience_s
         deadline = time.monotonic() + patience_s
+        began_stopping = time.monotonic()
         wait_s, last = 0.05, "not found in the DHT"
         while True:
             address = self._find()
@@ -81,8 +85,12 @@ class Control:
                     self._forget(address)
             if time.monotonic() + wait_s > deadline:
                 break
-            if self._stop.wait(wait_s * random.uniform(0.5, 1.0)) and patience_s > 5:
-                deadline, patience_s = min(deadline, time.monotonic() + 3.0), 5.0
+            if self._stop.is_set():
+                # Told to stop: settle up if the scheduler is there, but do not wait long for it.
+                time.sleep(wait_s)
+                deadline = min(deadline, began_stopping + STOP_PATIENCE_S)
+            elif self._stop.wait(wait_s * random.uniform(0.5, 1.0)):
+                began_stopping = time.monotonic()
             wait_s = min(2.0, wait_s * 2)
         raise SchedulerGone(
             f"scheduler of {self._name!r}: no answer for {self._patience_s:g} s ({method} {path}); last: {last}. "

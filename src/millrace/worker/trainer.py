@@ -52,8 +52,12 @@ class CountTrainer:
         return float(-np.log(chance).mean())
 
 
-def make_trainer(name: str, *, vocab_size: int, seq_len: int, layout: str) -> Trainer | None:
+def make_trainer(name: str, *, vocab_size: int, dtype: str, seq_len: int, layout: str) -> Trainer | None:
     """The trainer of a name, None for `none`; `auto` is the GPT where PyTorch is installed, else counts.
+
+    Args:
+        vocab_size: 0 where the dataset does not say (adopted files): then all that a U16 can be, for U32
+            counting only.
 
     Raises:
         UsageError: If the name is unknown, or the trainer cannot learn from this layout.
@@ -66,8 +70,13 @@ def make_trainer(name: str, *, vocab_size: int, seq_len: int, layout: str) -> Tr
         raise UsageError(f"trainer {name}: learns from layout tokens only, got {layout}. Use trainer 'none'.")
     if name == "none":
         return None
+    if vocab_size == 0 and dtype == "U32" and name == "gpt":
+        raise UsageError("trainer gpt: the dataset does not say its vocabulary's size. Use trainer 'count'.")
+    if vocab_size == 0:
+        name = "count" if dtype == "U32" else name
+        vocab_size = 1 << 16
     if name == "gpt" or (name == "auto" and importlib.util.find_spec("torch") is not None):
         from millrace.worker.gpt import GptTrainer
 
         return GptTrainer(vocab_size, seq_len)
-    return CountTrainer(max(1, vocab_size))
+    return CountTrainer(vocab_size)

@@ -1,0 +1,257 @@
+"""A dataset, two data nodes, a scheduler and several workers: trained once, fetched once, proved."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("libtorrent")
+
+from millrace.serve import DataNode
+from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
+
+from millrace.dataset import Dataset, open_dataset
+from millrace.errors import DatasetError, StateError
+from millrace.ledger import verify_ledger
+from millrace.network.client import Client, RemoteError
+from millrace.network.dht import LibtorrentDht
+from millrace.network.identity import Identity, verify
+from millrace.schedule.service import SchedulerService
+from millrace.worker.client import WorkerReport, run_worker
+
+NUM_SLICES = 40
+TOKENS = 400
+SEQ_LEN = 16
+SAMPLES = (NUM_SLICES - 1) * (TOKENS // SEQ_LEN)
+MEMBERS = ["data-1", "data-2", "scheduler", "w1", "w2", "w3", "w4"]
+
+
+class World:
+    """The nodes of one test, all in this process."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self.directory = directory
+        self.stack = stack
+        bootstrap = Bootstrap()
+        stack.callback(bootstrap.close)
+        self.homes = make_network(directory, MEMBERS, bootstrap.at)
+        self.dataset = make_dataset(directory / "dataset", NUM_SLICES, TOKENS)
+        self.dht = LibtorrentDht(HOST, 0, bootstrap.at)
+        stack.callback(self.dht.close)
+
+    def identity(self, name: str) -> Identity:
+        return Identity.load(self.homes[name])
+
+    def client(self, name: str) -> Client:
+        client = Client(self.identity(name))
+        self.stack.callback(client.close)
+        return client
+
+    def serve(self, name: str, dataset: Dataset | None = None) -> DataNode:
+        node = DataNode(self.identity(name), [dataset or self.dataset], HOST, 0, self.dht, ttl_s=30)
+        node.start()
+        self.stack.callback(node.stop)
+        return node
+
+    def scheduler(self, **settings: Any) -> SchedulerService:
+        settings = {"seq_len": SEQ_LEN, "lease_s": 2.0, "rediscover_s": 0.5, **settings}
+        service = SchedulerService(
+            self.identity("scheduler"), NAME, self.dht, self.client("scheduler"), self.directory / "state", **settings
+        )
+        service.start()
+        self.stack.callback(service.stop)
+        return service
+
+    def work(self, name: str, scheduler: SchedulerService, **settings: Any) -> WorkerReport:
+        settings = {"cache_bytes": 1 << 20, "batch_size": 4, "trainer": "count", **settings}
+        return run_worker(
+            self.identity(name),
+            NAME,
+            scheduler=scheduler.address,
+            cache_dir=self.directory / f"cache-{name}",
+            **settings,
+        )
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(tmp_path, stack)
+
+
+def together(jobs: dict[str, Callable[[], WorkerReport]]) -> dict[str, WorkerReport]:
+    """Runs workers side by side; a failure of one is raised here."""
+    results: dict[str, WorkerReport | Exception] = {}
+
+    def run(name: str, job: Callable[[], WorkerReport]) -> None:
+        try:
+            results[name] = job()
+        except Exception as error:  # noqa: BLE001  # raised below, in the test's own thread
+            results[name] = error
+
+    threads = [threading.Thread(target=run, args=item) for item in jobs.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    reports: dict[str, WorkerReport] = {}
+    for name, result in results.items():
+        if isinstance(result, Exception):
+            raise result
+        reports[name] = result
+    return reports
+
+
+def assert_proved(service: SchedulerService, epochs: int = 1) -> None:
+    report = verify_ledger(service.ledger_path, service.identity.public_key, verify)
+    assert report.ok, report
+    assert report.epochs == [{"epoch": e, "samples": SAMPLES, "missing": 0, "repeated": 0} for e in range(epochs)]
+
+
+def test_four_workers_train_once_and_fetch_once(world: World) -> None:
+    nodes = [world.serve("data-1"), world.serve("data-2")]
+    service = world.scheduler()
+    seen: dict[int, np.ndarray[Any, Any]] = {}
+
+    def remember(batch: dict[str, Any], ids: np.ndarray[Any, Any]) -> None:
+        time.sleep(0.002)
+        for sample_id, inputs in zip(ids.tolist(), batch["inputs"]):
+            assert sample_id not in seen
+            seen[sample_id] = inputs.copy()
+
+    reports = together(
+        {n: lambda n=n: world.work(n, service, on_batch=remember) for n in ("w1", "w2", "w3", "w4")}  # type: ignore[misc]
+    )
+    assert service.is_done()
+    assert_proved(service)
+    used_bytes = int(world.dataset.table.bytes[: NUM_SLICES - 1].sum())
+    table_bytes = sum(p.stat().st_size for p in world.dataset.path.iterdir() if p.is_file())
+    assert sum(r.bytes_fetched for r in reports.values()) == used_bytes
+    assert used_bytes <= sum(n.status()["bytes_sent"] for n in nodes) < used_bytes + 40 * table_bytes
+    for name, report in reports.items():
+        cached = sum(p.stat().st_size for p in (world.directory / f"cache-{name}").rglob("*") if p.is_file())
+        assert report.samples > 0 and cached < used_bytes
+        assert report.done and report.wasted == 0 and 0 <= report.wait_share <= 1
+    per_slice = TOKENS // SEQ_LEN
+    assert sorted(seen) == list(range(SAMPLES))
+    tokens = world.dataset.open_slice(1).tokens
+    assert np.array_equal(seen[per_slice + 2], tokens[2 * SEQ_LEN : 3 * SEQ_LEN])
+
+
+def test_a_second_epoch_is_read_from_the_caches(world: World) -> None:
+    world.serve("data-1")
+    service = world.scheduler(epochs=3)
+    report = world.work("w1", service)
+    assert report.samples == 3 * SAMPLES
+    assert report.slices_fetched == NUM_SLICES - 1
+    assert report.loss_first is not None and report.loss_last is not None and report.loss_last < report.loss_first
+    assert_proved(service, epochs=3)
+
+
+def test_a_flipped_byte_is_rejected_and_its_provider_named(world: World) -> None:
+    shutil.copytree(world.dataset.path, world.directory / "bad")
+    for path in (world.directory / "bad" / "slices").iterdir():
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    world.serve("data-1", open_dataset(world.directory / "bad"))
+    world.serve("data-2")
+    service = world.scheduler()
+    deadline = time.monotonic() + 20
+    while len(service.status()["providers"]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    report = world.work("w1", service)
+    liar = world.identity("data-1").peer_id
+    assert report.samples == SAMPLES
+    assert {entry["peer_id"] for entry in report.rejected} == {liar}
+    assert {entry["peer_id"] for entry in service.status()["bad_providers"]} == {liar}
+    assert_proved(service)
+
+
+def test_a_worker_told_to_stop_settles_up_and_another_goes_on(world: World) -> None:
+    world.serve("data-1")
+    service = world.scheduler(lease_s=30.0)
+    stop = threading.Event()
+
+    def slow(batch: dict[str, Any], ids: np.ndarray[Any, Any]) -> None:
+        time.sleep(0.01)
+        if service.status()["samples_used"] > 30:
+            stop.set()
+
+    first = world.work("w1", service, on_batch=slow, stop=stop, receipt_s=0.05)
+    assert not first.done and first.wasted == 0
+    assert service.status()["slices_leased"] == 0
+    assert service.status()["samples_used"] == first.samples
+    second = world.work("w2", service)
+    assert first.samples + second.samples == SAMPLES
+    assert_proved(service)
+
+
+def test_the_scheduler_returns_at_another_address_and_the_lease_lives_on(world: World) -> None:
+    world.serve("data-1")
+    service = world.scheduler()
+    again: list[SchedulerService] = []
+
+    def restart() -> None:
+        while service.status()["samples_used"] < 100:
+            time.sleep(0.01)
+        service.stop()
+        again.append(world.scheduler())
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    pause = lambda batch, ids: time.sleep(0.01)  # noqa: E731
+    report = world.work("w1", service, on_batch=pause, discovery=world.dht, receipt_s=0.05)
+    thread.join()
+    assert again[0].address != service.address
+    assert report.samples == SAMPLES and report.leases_lost == 0
+    assert_proved(again[0])
+
+
+def test_garbage_and_thieves_are_refused(world: World) -> None:
+    world.serve("data-1")
+    service = world.scheduler()
+    owner, thief = world.client("w1"), world.client("w2")
+    lease = owner.request_json(service.address, "POST", "/v1/lease", {"cached": []})[0]["lease"]
+    signature = "00" * 64
+    use = {"lease_id": lease["lease_id"], "start": 0, "stop": 1, "step": 1, "signature": signature}
+
+    def refused(client: Client, path: str, body: Any) -> tuple[int, str]:
+        with pytest.raises(RemoteError) as caught:
+            client.request_json(service.address, "POST", path, body)
+        return caught.value.status, caught.value.code
+
+    assert refused(thief, "/v1/use", use) == (409, "lease_lost")
+    assert refused(thief, "/v1/renew", {"lease_id": lease["lease_id"]}) == (409, "lease_lost")
+    assert refused(owner, "/v1/use", use)[0] == 400
+    assert refused(owner, "/v1/use", {**use, "start": 1, "stop": 2}) == (409, "bad_range")
+    for path, body in [
+        ("/v1/use", {**use, "start": -1}), ("/v1/use", {**use, "stop": 1.5}), ("/v1/use", []), ("/v1/use", {}),
+        ("/v1/lease", {"cached": "x"}), ("/v1/lease", {"held": [1]}), ("/v1/lease", {"session": "\n"}),
+        ("/v1/bad_provider", {"peer_id": "x", "sha256": "0" * 64}), ("/v1/renew", {"lease_id": 7}),
+    ]:  # fmt: skip
+        assert refused(owner, path, body)[0] == 400, (path, body)
+    assert refused(owner, "/v1/nothing", {})[0] == 404
+    assert service.status()["samples_used"] == 0
+
+
+def test_a_state_of_another_job_and_a_dataset_nobody_has(world: World) -> None:
+    world.serve("data-1")
+    world.scheduler().stop()
+    with pytest.raises(StateError, match="seq_len"):
+        world.scheduler(seq_len=8)
+    nobody = SchedulerService(
+        world.identity("scheduler"), "nothing", world.dht, world.client("scheduler"), world.directory / "other",
+        seq_len=8, wait_s=0.5,
+    )  # fmt: skip
+    with pytest.raises(DatasetError, match="'nothing'"):
+        nobody.start()
+    nobody.stop()
