@@ -1,0 +1,231 @@
+"""Discovery by a private Kademlia DHT: libtorrent's, with the network's own bootstrap nodes.
+
+BEP 5: a key of 20 bytes leads to the addresses that announced themselves under it. Each announcement is stored
+on the nodes nearest to the key and, where this node's host is a plain address, on this node itself, so that the
+very first node of a network can already be found. Announcements are repeated whenever the routing table grows;
+the owner repeats them in time as well (libtorrent forgets one after some 45 minutes).
+
+What the choice costs: one UDP port and two threads; the records are open to whoever reaches that port, which is
+why they hold addresses only (see discovery).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import libtorrent
+
+from millrace.errors import NetworkError
+from millrace.network.discovery import Address
+
+START_TIMEOUT_S = 10.0
+QUIET_S = 0.4  # after the first answer, how long to wait for another
+STATS_EVERY_S = 0.5
+log = logging.getLogger("millrace.network")
+lt: Any = libtorrent  # its type stubs lag behind what it takes
+
+
+class LibtorrentDht:
+    """A node of the DHT, running from construction to `close`.
+
+    Args:
+        host: The address to listen at; `0.0.0.0` for all.
+        port: UDP; 0 takes a free one.
+        bootstrap: Nodes to enter by; none for the first node of a network.
+
+    Raises:
+        NetworkError: If it cannot listen there.
+    """
+
+    def __init__(self, host: str, port: int, bootstrap: Sequence[Address] = ()) -> None:
+        self.host = host
+        self.port = port
+        self._changed = threading.Condition()
+        self._found: dict[bytes, set[Address]] = {}
+        self._announced: dict[bytes, int] = {}
+        self._num_nodes = 0
+        self._failure = ""
+        self._closed = False
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if port:
+                _check_free(host, port)
+            self._session = lt.session(_settings(where, bootstrap))
+        except (OSError, OverflowError, RuntimeError) as error:
+            raise NetworkError(
+                f"DHT: cannot listen at {where} (UDP): {error}. Choose another port (0 takes a free one)."
+            ) from error
+        self._pump = threading.Thread(target=self._run, name="dht", daemon=True)
+        self._pump.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._session.listen_port() or self._failure, START_TIMEOUT_S)
+        self.port = int(self._session.listen_port())
+        if not self.port or self._failure:
+            self.close()
+            raise NetworkError(
+                f"DHT: cannot listen at {where} (UDP): {self._failure or 'no answer from the engine'}. "
+                "Choose another port (0 takes a free one)."
+            )
+
+    def nodes(self) -> int:
+        """How many other nodes the routing table holds; up to half a second old."""
+        with self._changed:
+            return self._num_nodes
+
+    def announce(self, key: bytes, port: int) -> None:
+        """See Discovery. Returns at once; the nodes near the key hear of it within a round trip or two."""
+        with self._changed:
+            if self._closed:
+                return
+            self._announced[bytes(key)] = port
+        self._say(bytes(key), port)
+
+    def find(self, key: bytes, timeout_s: float) -> list[Address]:
+        """See Discovery. Asks this node's own store and those near the key, again each second until one answers.
+
+        Returns soon after the answers cease, not after the first.
+        """
+        key = bytes(key)
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._found[key] = set()
+        while True:
+            with self._changed:
+                if self._closed:
+                    return []
+                self._session.dht_get_peers(lt.sha1_hash(key))
+            own = self._ask_itself(key)
+            with self._changed:
+                self._found[key] |= own
+                wait_s = min(1.0, deadline - time.monotonic())
+                self._changed.wait_for(lambda: self._closed or self._found[key], max(0.0, wait_s))
+                seen = -1
+                while not self._closed and self._found[key] and len(self._found[key]) > seen:
+                    seen = len(self._found[key])
+                    self._changed.wait_for(lambda s=seen: len(self._found[key]) > s, QUIET_S)  # type: ignore[misc]
+                if self._found[key] or time.monotonic() >= deadline:
+                    return sorted(self._found[key])
+
+    def close(self) -> None:
+        """See Discovery. Waits for the engine's threads."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        self._pump.join()
+        del self._session  # returns once the engine's threads have ended
+
+    def _say(self, key: bytes, port: int) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._session.dht_announce(lt.sha1_hash(key), port, 0)
+        self._tell_itself(key, port)
+
+    def _run(self) -> None:
+        """Take the engine's alerts until close; ask for figures now and then."""
+        asked_at = 0.0
+        while not self._closed:
+            if time.monotonic() - asked_at >= STATS_EVERY_S:
+                self._session.post_session_stats()
+                asked_at = time.monotonic()
+            self._session.wait_for_alert(100)
+            for alert in self._session.pop_alerts():
+                self._take(alert)
+
+    def _take(self, alert: Any) -> None:
+        grown = False
+        with self._changed:
+            if isinstance(alert, lt.dht_get_peers_reply_alert):
+                key = alert.info_hash.to_bytes()
+                if key in self._found:
+                    self._found[key] |= {(str(host), int(port)) for host, port in alert.peers()}
+            elif isinstance(alert, lt.session_stats_alert):
+                num_nodes = int(alert.values.get("dht.dht_nodes", 0))
+                grown = num_nodes > self._num_nodes
+                self._num_nodes = num_nodes
+            elif isinstance(alert, lt.listen_failed_alert):
+                self._failure = alert.message()
+            self._changed.notify_all()
+            announced = list(self._announced.items()) if grown else []
+        for key, port in announced:
+            self._say(key, port)
+
+    def _ask_itself(self, key: bytes) -> set[Address]:
+        """What this node's own store holds: a search asks other nodes only."""
+        reply = self._query(b"get_peers", {b"info_hash": key})
+        found = set()
+        for compact in reply.get(b"values", []):
+            if len(compact) == 6:
+                found.add((socket.inet_ntoa(compact[:4]), int.from_bytes(compact[4:], "big")))
+            elif len(compact) == 18:
+                found.add((socket.inet_ntop(socket.AF_INET6, compact[:16]), int.from_bytes(compact[16:], "big")))
+        return found
+
+    def _tell_itself(self, key: bytes, port: int) -> None:
+        """Announce to this node's own store, from the address that it listens at."""
+        token = self._query(b"get_peers", {b"info_hash": key}).get(b"token")
+        if token and not ipaddress.ip_address(self.host).is_unspecified:
+            body = {b"info_hash": key, b"port": port, b"token": token, b"implied_port": 0}
+            self._query(b"announce_peer", body)
+
+    def _query(self, name: bytes, arguments: dict[bytes, Any]) -> dict[bytes, Any]:
+        """One question of BEP 5 to this very node, over its UDP door; {} if it does not answer."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        wildcard = ipaddress.ip_address(self.host).is_unspecified
+        host = ("::1" if family == socket.AF_INET6 else "127.0.0.1") if wildcard else self.host
+        body = {b"id": b"millrace-own-inquiry", **arguments}
+        with socket.socket(family, socket.SOCK_DGRAM) as door:
+            door.bind((host, 0))
+            door.settimeout(0.5)
+            door.sendto(lt.bencode({b"t": b"mr", b"y": b"q", b"q": name, b"a": body, b"ro": 1}), (host, self.port))
+            try:
+                reply = lt.bdecode(door.recv(65536))
+            except TimeoutError:
+                log.debug("DHT at %s:%d did not answer itself (%s)", self.host, self.port, name.decode())
+                return {}
+        return dict(reply.get(b"r", {})) if isinstance(reply, dict) else {}
+
+
+def _check_free(host: str, port: int) -> None:
+    """The engine would share a taken port without a word, and half of its mail would go astray."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as door:
+        door.bind((host, port))
+
+
+def _settings(where: str, bootstrap: Sequence[Address]) -> dict[str, Any]:
+    category = lt.alert.category_t
+    return {
+        "listen_interfaces": where,
+        "max_retry_port_bind": 0,
+        "enable_dht": True,
+        "dht_bootstrap_nodes": ",".join(f"[{h}]:{p}" if ":" in h else f"{h}:{p}" for h, p in bootstrap),
+        # Many nodes may share one address: a lab, a rack behind one router, loopback.
+        "dht_restrict_routing_ips": False,
+        "dht_restrict_search_ips": False,
+        "dht_enforce_node_id": False,
+        "dht_block_ratelimit": 1000,
+        "dht_upload_rate_limit": 1 << 20,
+        "allow_multiple_connections_per_ip": True,
+        # The DHT alone: nothing of BitTorrent listens or calls out, nor does anything ask the router for ports.
+        "enable_lsd": False,
+        "enable_upnp": False,
+        "enable_natpmp": False,
+        "enable_incoming_tcp": False,
+        "enable_outgoing_tcp": False,
+        "enable_incoming_utp": False,
+        "enable_outgoing_utp": False,
+        "alert_mask": category.dht_notification
+        | category.dht_operation_notification
+        | category.error_notification
+        | category.status_notification
+        | category.stats_notification,
+    }
