@@ -50,12 +50,18 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from millrace.dataset.reader import open_dataset
+    from millrace.dataset.reader import open_dataset, verify_dataset
+    from millrace.errors import DatasetError
     from millrace.observe.progress import bytes_bar
 
-    dataset = open_dataset(args.dataset)
-    with bytes_bar("verify", dataset.manifest.bytes, enabled=not args.quiet) as advance:
-        report = dataset.verify(on_progress=advance)
+    try:
+        dataset = open_dataset(args.dataset)
+    except DatasetError:
+        # Its manifest or table may be what is damaged: then these are named. No dataset at all raises again.
+        report = verify_dataset(args.dataset)
+    else:
+        with bytes_bar("verify", dataset.manifest.bytes, enabled=not args.quiet) as advance:
+            report = dataset.verify(on_progress=advance)
     if args.json:
         print(json.dumps({"ok": report.ok, "bad": report.bad}))
     elif report.ok:
@@ -83,9 +89,7 @@ def _ledger_verify(args: argparse.Namespace) -> int:
         print(json.dumps(report.to_json()))
     else:
         for e in report.epochs:
-            print(
-                "epoch {epoch}: {samples:,} samples used, {missing:,} missing, {repeated:,} repeated".format(**e)
-            )
+            print("epoch {epoch}: {samples:,} samples used, {missing:,} missing, {repeated:,} repeated".format(**e))
         for problem in report.problems:
             print(f"problem: {problem}")
         print("ok: chain, signatures and coverage hold" if report.ok else "NOT ok")

@@ -24,10 +24,15 @@ class StageProgress(Protocol):
 
 
 @contextmanager
-def bytes_bar(label: str, total: int, *, enabled: bool = True) -> Iterator[Callable[[int], None]]:
-    """A bar over `total` bytes; yields a function that takes the bytes done since the last call."""
+def bytes_bar(label: str, total: int, *, enabled: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """A bar over `total` bytes; yields a function that takes (bytes done so far, bytes in all)."""
+
+    def advance(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
     with _bar(label, total, "B", enabled) as bar:
-        yield lambda delta: bar.update(delta) and None
+        yield advance
 
 
 class PrepareBar:
