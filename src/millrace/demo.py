@@ -216,7 +216,39 @@ def _train(address: str, viewer: str, workers: list[Node], start: Any) -> dict[s
             status, _ = client.request_json(address, "GET", "/v1/status")
             bar.total = status["num_samples"]
             bar.update(status["samples_used"] - bar.n)
-            # A killed worker left no report; its progress tells how far its loss had come.
+            losses = [f"{w.last['loss']:.2f}" for w in workers if w.last.get("loss") is not None]
+            bar.set_postfix_str("loss " + " ".join(losses) if losses else "")
+            if status["done"]:
+                return dict(status)
+            if status["samples_used"] != used:
+                used, moved_at = status["samples_used"], time.monotonic()
+            if time.monotonic() - moved_at > STALL_S:
+                raise NetworkError(
+                    f"no sample was used for {STALL_S:.0f} s; run again with --keep DIR and read the logs"
+                )
+            if len(workers) == 2 and workers[0].last and used > status["num_samples"] // 3:
+                os.kill(workers[0].popen.pid, signal.SIGKILL)
+                tqdm.write(
+                    f"     worker-1 killed (SIGKILL) after {used:,} samples in all; worker-3 joins",
+                    file=sys.stderr,
+                )
+                workers.append(start("worker-3"))
+            for node in workers[1:]:
+                if node.popen.poll() not in (None, 0):
+                    raise NetworkError(f"{node.label} failed: {node.log.read_text(errors='replace').strip()[-500:]}")
+            time.sleep(0.15)
+
+
+def _summary(
+    prepared: dict[str, Any], status: dict[str, Any], served: dict[str, Any], workers: list[Node], ledger: Path,
+    training_s: float, trainer: str,
+) -> dict[str, Any]:  # fmt: skip
+    from millrace.ledger import verify_ledger
+    from millrace.network.identity import verify
+
+    proof = verify_ledger(ledger, verify=verify)
+    rows = {w.label: (w.report or w.last) | {"killed": w.label == "worker-1"} for w in workers}
+    # A killed worker left no report; its progress tells how far its loss had come.
     losses = [
         (float(w.report.get("loss_first") or w.first["loss"]), float(w.report.get("loss_last") or w.last["loss"]))
         for w in workers
@@ -244,9 +276,8 @@ def _train(address: str, viewer: str, workers: list[Node], start: Any) -> dict[s
 
 def _print_summary(s: dict[str, Any]) -> None:
     epoch = s["ledger"]["epochs"][0] if s["ledger"]["epochs"] else {"samples": 0, "missing": "?", "repeated": "?"}
-    facts = s | {"mb": s["bytes"] / 1e6}
     lines = [
-        ("prepared", "{documents:,} documents, {tokens:,} tokens, {slices} slices, {mb:.1f} MB".format(**facts)),
+        ("prepared", "{documents:,} documents, {tokens:,} tokens, {slices} slices, {mb:.1f} MB".format(mb=s["bytes"] / 1e6, **s)),
         ("dataset id", s["dataset_id"]),
         ("served", ", ".join(f"{who} {n / 1e6:.1f} MB" for who, n in s["bytes_served"].items())),
         ("trained", f"{s['tokens_per_s']:,} tokens/s for {s['training_seconds']} s, "
