@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from millrace.serve import DataNode
 
 from millrace.dataset import Dataset, adopt, open_dataset
 from millrace.dataset.slices import write_token_slice
@@ -24,6 +23,7 @@ from millrace.network.client import Client
 from millrace.network.dht import LibtorrentDht
 from millrace.network.identity import Identity, create_network, join
 from millrace.schedule.service import SchedulerService
+from millrace.serve import DataNode
 from millrace.worker.client import run_worker
 
 HOST = "127.0.0.1"

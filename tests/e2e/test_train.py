@@ -15,7 +15,6 @@ import pytest
 
 pytest.importorskip("libtorrent")
 
-from millrace.serve import DataNode
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 from millrace.dataset import Dataset, open_dataset
@@ -25,6 +24,7 @@ from millrace.network.client import Client, RemoteError
 from millrace.network.dht import LibtorrentDht
 from millrace.network.identity import Identity, verify
 from millrace.schedule.service import SchedulerService
+from millrace.serve import DataNode
 from millrace.worker.client import WorkerReport, run_worker
 
 NUM_SLICES = 40
@@ -163,12 +163,18 @@ def test_a_flipped_byte_is_rejected_and_its_provider_named(world: World) -> None
         data[-1] ^= 1
         path.write_bytes(data)
     world.serve("data-1", open_dataset(world.directory / "bad"))
-    world.serve("data-2")
     service = world.scheduler()
-    deadline = time.monotonic() + 20
-    while len(service.status()["providers"]) < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
+
+    def bring_another() -> None:
+        # Only the liar at first, so that it is asked whatever the choice of providers.
+        while not service.status()["bad_providers"]:
+            time.sleep(0.02)
+        world.serve("data-2")
+
+    thread = threading.Thread(target=bring_another)
+    thread.start()
     report = world.work("w1", service)
+    thread.join()
     liar = world.identity("data-1").peer_id
     assert report.samples == SAMPLES
     assert {entry["peer_id"] for entry in report.rejected} == {liar}

@@ -39,6 +39,8 @@ from millrace.worker.control import Control, SchedulerGone
 from millrace.worker.trainer import Trainer, make_trainer
 
 PROGRESS_S = 0.5
+# When told to stop: this long for a step, and for a fetch, that is under way.
+SETTLE_S = 15.0
 MAX_LOSSES = 20
 
 
@@ -139,6 +141,7 @@ class _Worker:
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._trained = threading.Event()
+        self._fetched = threading.Event()
         self._failure: BaseException | None = None
         self._known: dict[int, str] = {}
         self._waited_s = 0.0
@@ -166,7 +169,7 @@ class _Worker:
             self._closing.set()
             self._wake.set()
             for thread in threads:
-                thread.join(30.0)
+                thread.join(3 * SETTLE_S)
         if self._failure is not None:
             raise self._failure
         self._progress(last=True)
@@ -186,7 +189,14 @@ class _Worker:
 
     def _fetch_all(self) -> None:
         """Keeps one slice ready ahead of the one in use, until the job is done."""
-        misses = 0
+        try:
+            self._fetch_until_done()
+        finally:
+            self._fetched.set()
+        self._ready.put(None)
+
+    def _fetch_until_done(self) -> None:
+        misses, last_hit = 0, time.monotonic()
         while not self._ending():
             if not self._slots.acquire(timeout=0.1):
                 continue
@@ -196,16 +206,18 @@ class _Worker:
                 continue
             try:
                 self._fetch(held)
-                misses = 0
+                misses, last_hit = 0, time.monotonic()
             except (NetworkError, DatasetError) as error:
                 misses += 1
                 self._give_back(held)
-                if misses >= 5 and time.monotonic() - held.contact > self.config.patience_s:
-                    raise NetworkError(f"worker: no provider gave slice {held.lease['name']}: {error}") from error
+                if misses >= 5 and time.monotonic() - last_hit > self.config.patience_s:
+                    raise NetworkError(
+                        f"worker: no provider gave any slice for {self.config.patience_s:g} s, "
+                        f"last {held.lease['name']}: {error}. Is a data node running?"
+                    ) from error
                 self._closing.wait(min(2.0, 0.1 * 2**misses))
             else:
                 self._ready.put(held)
-        self._ready.put(None)
 
     def _ending(self) -> bool:
         return self._closing.is_set() or self.stop.is_set()
@@ -267,8 +279,9 @@ class _Worker:
             self._wake.clear()
             for held in self._in_hand():
                 self._settle(held)
-        # The trainer has stopped or is about to: what it used is acknowledged, the rest given back.
-        self._trained.wait(20.0)
+        # The others have stopped or are about to: what was used is acknowledged, the rest given back.
+        self._trained.wait(SETTLE_S)
+        self._fetched.wait(SETTLE_S)
         for held in self._in_hand():
             self._settle(held)
             if not held.finished and not held.lost:
