@@ -276,8 +276,9 @@ def _summary(
 
 def _print_summary(s: dict[str, Any]) -> None:
     epoch = s["ledger"]["epochs"][0] if s["ledger"]["epochs"] else {"samples": 0, "missing": "?", "repeated": "?"}
+    facts = s | {"mb": s["bytes"] / 1e6}
     lines = [
-        ("prepared", "{documents:,} documents, {tokens:,} tokens, {slices} slices, {mb:.1f} MB".format(mb=s["bytes"] / 1e6, **s)),
+        ("prepared", "{documents:,} documents, {tokens:,} tokens, {slices} slices, {mb:.1f} MB".format(**facts)),
         ("dataset id", s["dataset_id"]),
         ("served", ", ".join(f"{who} {n / 1e6:.1f} MB" for who, n in s["bytes_served"].items())),
         ("trained", f"{s['tokens_per_s']:,} tokens/s for {s['training_seconds']} s, "
