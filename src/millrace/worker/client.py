@@ -106,7 +106,7 @@ def run_worker(
 
     Raises:
         NetworkError: If the scheduler stays away longer than `patience_s`.
-        UsageError: If a slice does not fit the cache, or the trainer does not fit the data.
+        UsageError: If two slices (the one in use and the next) do not fit the cache, or the trainer does not fit the data.
     """
     config = WorkerConfig(name, Path(cache_dir), cache_bytes, batch_size, scheduler, trainer, receipt_s, patience_s)
     with contextlib.closing(Client(identity)) as client:
@@ -170,10 +170,19 @@ class _Worker:
             self._wake.set()
             for thread in threads:
                 thread.join(3 * SETTLE_S)
+            self._unpin_unused()
         if self._failure is not None:
             raise self._failure
         self._progress(last=True)
         return self.report
+
+    def _unpin_unused(self) -> None:
+        """Lets go of slices that were fetched and never trained on."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                held = self._ready.get_nowait()
+                if held is not None:
+                    self.cache.unpin(held.lease["sha256"])
 
     def _guard(self, target: Callable[[], None]) -> None:
         """Runs a thread's work; its failure ends the worker and is raised from `run`."""
@@ -249,15 +258,20 @@ class _Worker:
         providers = [Provider(p["peer_id"], p["address"]) for p in lease["providers"]]
         if not cached and not providers:
             raise NetworkError(f"slice {lease['name']}: the scheduler knows no provider for it now")
-        held.path = fetch_slice(
-            self.client,
-            self.cache,
-            sha256,
-            lease["bytes"],
-            providers,
-            lambda provider, reason: self._reject(provider, sha256, reason),
-        )
+        # Pinned first: another worker on this cache may make room between the fetch and the first step.
         self.cache.pin(sha256)
+        try:
+            held.path = fetch_slice(
+                self.client,
+                self.cache,
+                sha256,
+                lease["bytes"],
+                providers,
+                lambda provider, reason: self._reject(provider, sha256, reason),
+            )
+        except BaseException:
+            self.cache.unpin(sha256)
+            raise
         self._known[lease["slice"]] = sha256
         if not cached:
             self.report.bytes_fetched += lease["bytes"]

@@ -1,0 +1,62 @@
+"""The reference trainers learn, and refuse what they cannot learn from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace.errors import UsageError
+from millrace.worker.config import WorkerConfig
+from millrace.worker.trainer import CountTrainer, Trainer, make_trainer
+
+
+def losses(trainer: Trainer, steps: int, vocab: int = 32) -> list[float]:
+    """On sequences where each token is the one before it plus one."""
+    chance = np.random.default_rng(0)
+    out = []
+    for _ in range(steps):
+        ids = (chance.integers(0, vocab, (4, 1)) + np.arange(17)) % vocab
+        labels = ids[:, 1:].copy()
+        labels[:, -1] = -100
+        out.append(trainer.step(ids[:, :-1], labels))
+    return out
+
+
+def test_counts_learn_in_bounded_memory() -> None:
+    found = losses(CountTrainer(32), 40)
+    assert found[0] == pytest.approx(np.log(32), rel=0.05)
+    assert found[-1] < found[0] / 2
+    wide = CountTrainer(1 << 20)
+    assert wide._pairs.nbytes == 32 << 20
+    ids = np.full((1, 3), 1_000_000)
+    assert wide.step(ids, ids) > wide.step(ids, ids)
+    assert wide.step(ids, np.full((1, 3), -100)) == 0.0
+
+
+def test_the_gpt_learns() -> None:
+    pytest.importorskip("torch")
+    from millrace.worker.gpt import GptTrainer
+
+    trainer = GptTrainer(32, 16, width=32, num_layers=2, num_heads=2, learning_rate=3e-3, device="cpu")
+    assert trainer.step(np.zeros((1, 4), np.int64), np.full((1, 4), -100)) == 0.0
+    found = losses(trainer, 60)
+    assert found[-1] < found[0] / 2
+
+
+def test_choice_of_trainer() -> None:
+    kind = {"vocab_size": 9, "dtype": "U16", "seq_len": 4, "layout": "tokens"}
+    assert make_trainer("none", **kind) is None  # type: ignore[arg-type]
+    assert isinstance(make_trainer("count", **kind), CountTrainer)  # type: ignore[arg-type]
+    assert isinstance(make_trainer("auto", **{**kind, "vocab_size": 0, "dtype": "U32"}), CountTrainer)  # type: ignore[arg-type]
+    assert make_trainer("auto", **{**kind, "layout": "rows"}) is None  # type: ignore[arg-type]
+    for name, change in [("gpt", {"layout": "rows"}), ("other", {}), ("gpt", {"vocab_size": 0, "dtype": "U32"})]:
+        with pytest.raises(UsageError):
+            make_trainer(name, **{**kind, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 0}, {"cache_bytes": 0}, {"trainer": "x"}, {"receipt_s": 0}])
+def test_a_worker_config_is_checked(change: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        WorkerConfig(**{"name": "d", "cache_dir": Path("c"), "cache_bytes": 1, "batch_size": 1, **change})  # type: ignore[arg-type]
