@@ -251,7 +251,7 @@ class Client:
     def _check_peer(self, address: str, connection: _Connection, expect_peer: str | None) -> None:
         peer_id = connection.peer.peer_id
         if expect_peer is not None and peer_id != expect_peer:
-            raise ProtocolViolation(
+            raise NetworkError(
                 f"peer at {address}: expected {expect_peer}, got {peer_id} ({connection.peer.name}). "
                 "Nothing was asked of it; find the provider's address again."
             )
