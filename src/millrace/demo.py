@@ -33,7 +33,7 @@ SEQ_LEN = 128
 # Short, so that what the killed worker held comes back while people watch.
 LEASE_S = 4.0
 # Text enough for a visible fall of the loss, little enough for a minute on two cores.
-DEFAULT_BYTES = {"gpt": 2_500_000, "count": 12_000_000, "none": 12_000_000}
+DEFAULT_BYTES = {"gpt": 1_800_000, "count": 12_000_000, "none": 12_000_000}
 # A demo that has not moved for this long has failed; it says so rather than wait.
 STALL_S = 120.0
 

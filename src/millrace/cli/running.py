@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,8 @@ def on_stop(stop: threading.Event, args: argparse.Namespace) -> None:
 
         def watch() -> None:
             # A parent that dies, however it dies, closes the pipe: no process is left behind.
-            while sys.stdin.buffer.read(4096):
+            # os.read, for Python's own buffer would be locked by this thread when the interpreter ends.
+            while os.read(0, 4096):
                 pass
             stop.set()
 

@@ -24,12 +24,11 @@ class StageProgress(Protocol):
 
 
 @contextmanager
-def bytes_bar(label: str, total: int, *, enabled: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """A bar over `total` bytes; yields a function that takes (bytes done so far, bytes in all)."""
+def bytes_bar(label: str, total: int, *, enabled: bool = True) -> Iterator[Callable[[int], None]]:
+    """A bar over `total` bytes; yields a function that takes the bytes done since its last call."""
 
-    def advance(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
+    def advance(delta: int) -> None:
+        bar.update(delta)
 
     with _bar(label, total, "B", enabled) as bar:
         yield advance
