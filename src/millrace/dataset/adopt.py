@@ -24,14 +24,14 @@ from millrace.dataset.slices import Slice, atomic_write, check_document_ends, ha
 from millrace.errors import DatasetError, UsageError
 
 
-def adopt(directory: str | Path, name: str) -> Dataset:
+def adopt(directory: str | Path, name: str | None = None) -> Dataset:
     """Give the `*.safetensors` files of a directory, at any depth, a manifest; slice order is by name.
 
     Adopting again the same files under the same name changes nothing.
 
     Args:
         directory: Where the files lie; `manifest.json` and `slices.parquet` are written here.
-        name: The dataset's name.
+        name: The dataset's name; by default the directory's.
 
     Raises:
         DatasetError: If there is no such file, one is damaged, or they differ in layout, tensors or types.
@@ -59,7 +59,7 @@ def adopt(directory: str | Path, name: str) -> Dataset:
     total = sum(row.count for row in rows)
     manifest = Manifest(
         format=FORMAT_VERSION,
-        name=name,
+        name=name or folder.resolve().name,
         layout=layout,
         dtype=first.dtypes["tokens"] if layout == "tokens" else "",
         tokenizer="",

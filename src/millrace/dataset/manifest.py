@@ -34,7 +34,7 @@ MAX_MANIFEST_BYTES = 256 << 20
 """More than this is no manifest; a lineage of a million inputs is about 150 MB."""
 
 LAYOUTS = ("tokens", "rows")
-TOKEN_DTYPES = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
+TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
 _COUNTS = ("vocab_size", "tokens", "rows", "documents", "slices", "bytes")
 # An empty, `.` or `..` part (so also a leading, trailing or double slash), a backslash, a control character.
 _UNSAFE_NAME = r"(^|/)\.{0,2}(/|$)|[\\\x00-\x1f\x7f]"
@@ -211,6 +211,8 @@ class SliceTable:
                         f"got {column.type} with {column.null_count} nulls. Fetch the file again."
                     )
                 columns.append(column.chunk(0) if column.num_chunks else pa.array([], kind))
+            if len(table):
+                columns[0].validate(full=True)
         except (pa.ArrowException, KeyError, OSError, ValueError) as error:
             raise DatasetError(f"{TABLE_FILE}: expected Parquet with columns {_COLUMNS}, got {error}") from error
         names, sizes, hashes, count, documents = columns

@@ -134,16 +134,15 @@ class Dataset:
             "eos_id": m.eos_id,
         }
 
-    def verify(self, on_progress: Callable[[int, int], None] | None = None, workers: int | None = None) -> VerifyReport:
+    def verify(self, on_progress: Callable[[int], None] | None = None, workers: int | None = None) -> VerifyReport:
         """Hash every file and compare; every changed, missing or unlisted slice is named.
 
         Args:
-            on_progress: Called with (bytes hashed, bytes in all) after each slice, from one thread.
+            on_progress: Called with the bytes hashed since the last call, from one thread.
             workers: Threads that hash; by default 4.
         """
         changed: list[str] = []
         missing: list[str] = []
-        done = 0
         if self._table_changed():
             changed.append(TABLE_FILE)
         for name, sha256 in sorted(_listed_files(self.manifest).items()):
@@ -153,9 +152,8 @@ class Dataset:
             rows = map(self.table.row, range(self.num_slices))
             for row, state in pool.map(lambda row: (row, _state_of(self.path / row.name, row.bytes, row.sha256)), rows):
                 (missing if state == "missing" else changed if state else []).append(row.name)
-                done += row.bytes
                 if on_progress is not None:
-                    on_progress(done, self.manifest.bytes)
+                    on_progress(row.bytes)
         extra = self._extra()
         bad = sorted([*changed, *missing, *(name for name in extra if name.endswith(".safetensors"))])
         return VerifyReport(not bad, bad, changed, missing, extra)
@@ -208,7 +206,12 @@ def check_totals(manifest: Manifest, table: SliceTable) -> None:
         )
 
 
-def verify_dataset(path: str | Path, expected_id: str | None = None, workers: int | None = None) -> VerifyReport:
+def verify_dataset(
+    path: str | Path,
+    expected_id: str | None = None,
+    on_progress: Callable[[int], None] | None = None,
+    workers: int | None = None,
+) -> VerifyReport:
     """As `Dataset.verify`, for a directory whose manifest or table may be damaged: then these are named.
 
     Args:
@@ -230,7 +233,7 @@ def verify_dataset(path: str | Path, expected_id: str | None = None, workers: in
         return VerifyReport(False, [TABLE_FILE], missing=[TABLE_FILE])
     if hash_file(table_path) != manifest.table_sha256:
         return VerifyReport(False, [TABLE_FILE], changed=[TABLE_FILE])
-    return open_dataset(folder).verify(workers=workers)
+    return open_dataset(folder).verify(on_progress, workers)
 
 
 def _local(path: str | Path) -> Path:
