@@ -372,16 +372,19 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         if len(length) > 12 or int(length) > MAX_BODY_BYTES:
             self.send_error(413, "too_large")
-            # Closing on unread bytes resets the connection, and the peer might never see why: read a bit on.
-            for _ in range(64 if len(length) <= 12 else 0):
-                if not self.rfile.read1(65536):
-                    break
+            self._discard(int(length[:12]))
             return None
         body = self.rfile.read(int(length))
         if len(body) != int(length):
             self.close_connection = True
             return None
         return body
+
+    def _discard(self, length: int) -> None:
+        """Read a refused body, up to 8 MiB: closing on unread bytes resets the connection before the peer knows why."""
+        left = min(length, 8 * MAX_BODY_BYTES)
+        while left > 0 and (piece := self.rfile.read1(min(left, 65536))):
+            left -= len(piece)
 
     def _send(self, response: Response) -> None:
         body = response.body

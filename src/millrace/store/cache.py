@@ -159,7 +159,10 @@ class SliceCache:
         return found
 
     def _make_room(self, sha256: str, num_bytes: int, lock: int) -> None:
-        """Evict until a slice fits, and reserve its bytes in its lock file; broken-off downloads of others go first, then the least recently used."""
+        """Evict until a slice fits, and reserve its bytes in its lock file.
+
+        Broken-off downloads of others go first, then the least recently used.
+        """
         keep = {f"{sha256}.part"}
         room = self._open_lock("room")
         try:
