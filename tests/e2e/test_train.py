@@ -17,7 +17,8 @@ pytest.importorskip("libtorrent")
 
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
-from millrace.dataset import Dataset, open_dataset
+from millrace.dataset import Dataset, adopt, open_dataset
+from millrace.dataset.slices import write_rows_slice
 from millrace.errors import DatasetError, StateError
 from millrace.ledger import verify_ledger
 from millrace.network.client import Client, RemoteError
@@ -154,6 +155,27 @@ def test_a_second_epoch_is_read_from_the_caches(world: World) -> None:
     assert report.slices_fetched == NUM_SLICES - 1
     assert report.loss_first is not None and report.loss_last is not None and report.loss_last < report.loss_first
     assert_proved(service, epochs=3)
+
+
+def test_rows_are_leased_and_fed_as_they_are(world: World) -> None:
+    directory = world.directory / "rows"
+    directory.mkdir()
+    for i in range(3):
+        rows = np.arange(5 * i, 5 * i + 5, dtype=np.int64)
+        write_rows_slice(
+            directory / f"{i}.safetensors", {"input_ids": rows[:, None], "weight": rows.astype(np.float32)}
+        )
+    world.serve("data-1", adopt(directory, NAME))
+    service = world.scheduler()
+    seen: list[int] = []
+
+    def remember(batch: dict[str, Any], ids: np.ndarray[Any, Any]) -> None:
+        assert np.array_equal(batch["input_ids"][:, 0], ids) and np.array_equal(batch["weight"], ids)
+        seen.extend(ids.tolist())
+
+    report = world.work("w1", service, trainer="auto", on_batch=remember)
+    assert sorted(seen) == list(range(15)) and report.samples == 15
+    assert verify_ledger(service.ledger_path, verify=verify).ok
 
 
 def test_a_flipped_byte_is_rejected_and_its_provider_named(world: World) -> None:

@@ -106,7 +106,8 @@ def run_worker(
 
     Raises:
         NetworkError: If the scheduler stays away longer than `patience_s`.
-        UsageError: If two slices (the one in use and the next) do not fit the cache, or the trainer does not fit the data.
+        UsageError: If two slices (the one in use and the next) do not fit the cache, or the trainer does not
+            fit the data.
     """
     config = WorkerConfig(name, Path(cache_dir), cache_bytes, batch_size, scheduler, trainer, receipt_s, patience_s)
     with contextlib.closing(Client(identity)) as client:
