@@ -382,6 +382,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _discard(self, length: int) -> None:
         """Read a refused body, up to 8 MiB: closing on unread bytes resets the connection before the peer knows why."""
+        self._tls.settimeout(1.0)  # one that sends nothing more has seen the answer, or never will
         left = min(length, 8 * MAX_BODY_BYTES)
         while left > 0 and (piece := self.rfile.read1(min(left, 65536))):
             left -= len(piece)
