@@ -74,9 +74,8 @@ def load_tokenizer(spec: str) -> TokenizerFile:
         return _describe(Path(spec).name, path.read_bytes(), path.parent / "tokenizer_config.json")
     if not re.fullmatch(r"[\w][\w.-]*(/[\w.-]+)?", spec) or spec.endswith(".json"):
         raise UsageError(
-        want = "train:VOCAB with a vocabulary of 257 to 16777216"
-        raise UsageError(f"tokenizer {spec!r}: expected {want}, got {text!r}.")
-            "there is no such file. Check the path."
+            f"tokenizer {spec!r}: expected a tokenizer.json, a directory with one, a hub name, `bytes` or "
+            "`train:VOCAB`; there is no such file. Check the path."
         )
     return _from_hub(spec)
 

@@ -1,0 +1,167 @@
+"""A prepare that is killed at any moment goes on where it was, and ends in the same bytes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from millrace.dataset import open_dataset
+
+_SCRIPT = """
+import sys
+from millrace.prepare import inputs, prepare, recipe, tasks
+
+inputs.TEXT_GROUP_BYTES = 1 << 15
+if __name__ == "__main__":
+    source, out, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    summary = prepare([source], out, tokenizer="train:600", name="d", slice_bytes=1 << 15, workers=workers)
+    print(summary.id)
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """2 MB of made-up words in files of 8 KiB."""
+    folder = tmp_path_factory.mktemp("source")
+    rng = random.Random(5)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 9))) for _ in range(900)]
+    for i in range(240):
+        (folder / f"{i:04d}.txt").write_text(" ".join(rng.choices(words, k=1300)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("script") / "run.py"
+    path.write_text(_SCRIPT)
+    return path
+
+
+def start(script: Path, source: Path, out: Path, workers: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(script), str(source), str(out), str(workers)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(script: Path, source: Path, out: Path, workers: int = 1) -> str:
+    process = start(script, source, out, workers)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    return output.strip()
+
+
+def marks(out: Path) -> dict[Path, int]:
+    """Each finished task's mark and when it was made."""
+    found = {}
+    for path in [*(out / ".work").glob("tasks/*.json"), *(out / "slices").glob("0*.safetensors")]:
+        try:
+            found[path] = path.stat().st_mtime_ns
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def session_members(session: int) -> list[int]:
+    found = []
+    for path in Path("/proc").iterdir():
+        try:
+            fields = (path / "stat").read_text().rpartition(")")[2].split() if path.name.isdigit() else []
+        except OSError:
+            continue
+        if fields and int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(path.name))
+    return found
+
+
+def wait_for_none(session: int) -> None:
+    deadline = time.monotonic() + 15
+    while left := session_members(session):
+        assert time.monotonic() < deadline, f"processes {left} outlived the prepare that started them"
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds left-over processes in /proc")
+def test_killed_again_and_again(tmp_path: Path, source: Path, script: Path) -> None:
+    wanted = finish(script, source, tmp_path / "whole")
+    rng, out, kills = random.Random(11), tmp_path / "killed", 0
+    while kills < 6:
+        before = marks(out)
+        workers = rng.choice([1, 2])
+        process = start(script, source, out, workers)
+        # Beyond what the last run reached, so that a kill falls into new work as well as into old.
+        goal, deadline = len(before) + rng.randint(0, 12), time.monotonic() + 20
+        while len(marks(out)) < goal and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(rng.random() * 0.02)
+        process.kill()
+        process.communicate()
+        wait_for_none(process.pid)
+        kills += 1
+        if (out / "manifest.json").exists():
+            break
+        after = marks(out)
+        assert {path: after.get(path) for path in before} == before, "finished work was done again"
+    assert finish(script, source, out, workers=2) == wanted
+    dataset = open_dataset(out)
+    report = dataset.verify()
+    assert report.ok and not report.extra and not (out / ".work").exists()
+
+
+def test_finished_tasks_are_not_run_again(tmp_path: Path, source: Path, script: Path) -> None:
+    out = tmp_path / "d"
+    process = start(script, source, out, 1)
+    while len(marks(out)) < 10 and process.poll() is None:
+        time.sleep(0.002)
+    process.kill()
+    process.communicate()
+    done = {path.stem for path in (out / ".work/tasks").glob("*.json")}
+    assert done, "killed too early or too late to tell"
+    code = _SCRIPT.replace(
+        'if __name__ == "__main__":',
+        "original = tasks.encode\n"
+        "def noted(task):\n    print('ran', task.name, file=sys.stderr)\n    return original(task)\n"
+        'recipe.encode = noted\nif __name__ == "__main__":',
+    )
+    path = tmp_path / "noted.py"
+    path.write_text(code)
+    run = subprocess.run(
+        [sys.executable, str(path), str(source), str(out), "1"], capture_output=True, text=True, check=True
+    )
+    ran = {line.split()[1] for line in run.stderr.splitlines() if line.startswith("ran ")}
+    num_tasks = 80  # three files of about 9 KB in each
+    assert ran and not ran & done and len(ran | done) == num_tasks
+
+
+def test_interrupt_leaves_no_process(tmp_path: Path, source: Path, script: Path) -> None:
+    process = start(script, source, tmp_path / "d", 2)
+    while len(marks(tmp_path / "d")) < 3 and process.poll() is None:
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode != 0
+    wait_for_none(process.pid)
+
+
+def test_a_worker_that_dies_is_told(tmp_path: Path, source: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        _SCRIPT.replace(
+            'if __name__ == "__main__":',
+            'import os\ndef die(task):\n    os._exit(9)\nrecipe.encode = die\nif __name__ == "__main__":',
+        )
+    )
+    process = start(script, source, tmp_path / "d", 2)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and "PrepareError: prepare: a worker process died" in errors
+    wait_for_none(process.pid)
