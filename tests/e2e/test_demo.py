@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+# Numbered below, so that no two slices are alike: alike slices travel once.
 TEXT = "The mill race turns the wheel, and the wheel turns the stone. "
 
 
@@ -21,7 +22,7 @@ def demo(tmp_path: Path, *more: object) -> subprocess.Popen[str]:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for i in range(40):
-        (corpus / f"{i:02}.txt").write_text(f"Chapter {i}. " + TEXT * 150)
+        (corpus / f"{i:02}.txt").write_text("".join(f"{i}.{j} {TEXT}" for j in range(400)))
     (tmp_path / "tmp").mkdir()
     return subprocess.Popen(
         [sys.executable, "-m", "millrace.cli", "demo", "--input", str(corpus), "--trainer", "count", *map(str, more)],
