@@ -33,7 +33,7 @@ class NetworkError(MillraceError):
     """A peer cannot be found, reached or trusted."""
 
 
-class ProtocolViolation(NetworkError):
+class ProtocolViolation(NetworkError):  # noqa: N818 - a violation is what it is, and reads so
     """What came over the wire is not what the protocol allows."""
 
 

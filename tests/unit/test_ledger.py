@@ -128,9 +128,7 @@ def test_a_broken_chain_does_not_open_and_a_second_writer_neither(tmp_path: Path
 
 @given(st.binary(max_size=300))
 @settings(max_examples=60, deadline=None)
-def test_garbage_gives_a_report_and_no_other_error(
-    tmp_path_factory: pytest.TempPathFactory, data: bytes
-) -> None:
+def test_garbage_gives_a_report_and_no_other_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("g") / "l"
     path.write_bytes(data)
     assert not verify_ledger(path, KEY, check).ok
@@ -163,9 +161,7 @@ def test_bad_runs_are_refused(runs: object) -> None:
         decode_runs(runs)
 
 
-def test_a_quarter_of_a_million_slices_verify_in_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quarter_of_a_million_slices_verify_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.ledger.os.fsync", lambda fd: None)
     path = tmp_path / "ledger.jsonl"
     num_slices = 250_000

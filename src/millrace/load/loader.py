@@ -169,6 +169,12 @@ class Loader:
         if source is not None:
             source.close()
 
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: after the last batch that iterating gave out. Plain JSON values.
 
