@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import millrace
+from millrace.prepare import prepare
 
 SETTINGS = {"seq_len": 64, "global_batch_size": 24, "seed": 11}
 
@@ -39,7 +40,7 @@ def global_batches(
 def main(inputs: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         dataset = Path(directory) / "dataset"
-        millrace.prepare(inputs or [__file__, millrace.__file__], dataset, tokenizer="bytes", slice_bytes=4096)
+        prepare(inputs or [__file__, millrace.__file__], dataset, tokenizer="bytes", slice_bytes=4096)
         whole, _ = global_batches(dataset, world_size=1, state=None, steps=None)
         before, state = global_batches(dataset, world_size=3, state=None, steps=len(whole) // 2)
         after, _ = global_batches(dataset, world_size=2, state=state, steps=None)

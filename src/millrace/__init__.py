@@ -15,15 +15,13 @@ from millrace.errors import MillraceError
 if TYPE_CHECKING:
     from millrace.dataset.reader import open_dataset
     from millrace.load.loader import Loader
-    from millrace.prepare.recipe import prepare
 
 __version__ = "0.1.0"
-__all__ = ["Loader", "MillraceError", "__version__", "open_dataset", "prepare"]
+__all__ = ["Loader", "MillraceError", "__version__", "open_dataset"]
 
 _HOME = {
     "Loader": "millrace.load.loader",
     "open_dataset": "millrace.dataset.reader",
-    "prepare": "millrace.prepare.recipe",
 }
 
 

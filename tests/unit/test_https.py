@@ -188,13 +188,12 @@ def test_strangers_get_nothing(server: Server, client: Client, desk: Desk, tmp_p
     bare.check_hostname = False
     bare.verify_mode = ssl.CERT_NONE
     for context in (trusting, bare):  # the server refuses: another network's certificate, and none
-        with socket.create_connection(("127.0.0.1", server.port), 20) as plain:
-            tls = context.wrap_socket(plain)
-            with pytest.raises(OSError, match=r"unknown ca|certificate required|reset|pipe"):
-                tls.sendall(b"GET /echo HTTP/1.1\r\n\r\n")
-                assert tls.recv(100) == b"", "a stranger was answered"
-                raise ConnectionResetError("reset")
-            tls.close()
+        # How the refusal arrives is a race (an alert, a reset, an end); that nothing was answered is not.
+        plain = socket.create_connection(("127.0.0.1", server.port), 20)
+        with context.wrap_socket(plain) as tls, pytest.raises(OSError):
+            tls.sendall(b"GET /echo HTTP/1.1\r\n\r\n")
+            assert tls.recv(100) == b"", "a stranger was answered"
+            raise ConnectionResetError("refused with no word")
     with socket.create_connection(("127.0.0.1", server.port), 20) as plain:  # no TLS at all
         plain.sendall(b"GET /echo HTTP/1.1\r\n\r\n")
         with contextlib.suppress(ConnectionResetError):

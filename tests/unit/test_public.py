@@ -11,11 +11,11 @@ import millrace
 
 
 def test_the_names() -> None:
-    assert set(millrace.__all__) == {"Loader", "MillraceError", "__version__", "open_dataset", "prepare"}
+    assert set(millrace.__all__) == {"Loader", "MillraceError", "__version__", "open_dataset"}
     assert set(millrace.__all__) <= set(dir(millrace))
     for name in millrace.__all__:
         assert getattr(millrace, name) is not None
-    assert callable(millrace.prepare) and issubclass(millrace.MillraceError, Exception)
+    assert issubclass(millrace.MillraceError, Exception)
     with pytest.raises(AttributeError, match="no_such_name"):
         millrace.no_such_name  # noqa: B018
 

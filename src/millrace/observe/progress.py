@@ -24,8 +24,8 @@ class StageProgress(Protocol):
 
 
 @contextmanager
-def bytes_bar(label: str, total: int, *, enabled: bool = True) -> Iterator[Callable[[int], None]]:
-    """A bar over `total` bytes; yields a function that takes the bytes done since its last call."""
+def bytes_bar(label: str, total: int | None, *, enabled: bool = True) -> Iterator[Callable[[int], None]]:
+    """A bar over `total` bytes (None: not known); yields a function that takes the bytes done since its last call."""
 
     def advance(delta: int) -> None:
         bar.update(delta)
@@ -56,7 +56,7 @@ class PrepareBar:
         bar.update(progress.done - bar.n)
 
 
-def _bar(label: str, total: int, unit: str, enabled: bool) -> Any:
+def _bar(label: str, total: int | None, unit: str, enabled: bool) -> Any:
     return tqdm(
         total=total,
         desc=f"{label:<10}",
