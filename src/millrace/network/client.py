@@ -324,8 +324,9 @@ def _left(deadline: float, what: str) -> float:
 def _unreachable(what: str, address: str, error: OSError) -> NetworkError:
     text = str(error)
     hint = "Is the peer running, and the address right?"
-    if isinstance(error, ssl.SSLError):
-        hint = "Both sides need a certificate of the same network: see `millrace network join`."
+    if isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError)):
+        hint = "It may be stopping or full. "
+        hint += "Both sides need a certificate of the same network: see `millrace network join`."
     return NetworkError(f"{what}: cannot reach {address}: {type(error).__name__}: {text}. {hint}")
 
 
@@ -344,8 +345,12 @@ def _read_head(connection: _Connection, deadline: float, what: str) -> _Head:
             raise ProtocolViolation(f"{what}: expected an HTTP head of at most {MAX_HEAD_BYTES} bytes")
         piece = _receive(connection, deadline, what)
         if not piece:
-            kind = ProtocolViolation if data else PeerGoneError
-            raise kind(f"{what}: the peer closed the connection {'amid' if data else 'before'} its answer")
+            if data:
+                raise ProtocolViolation(f"{what}: the peer closed the connection amid its answer")
+            raise PeerGoneError(
+                f"{what}: the peer closed the connection before it answered. It may be stopping or full. "
+                "Both sides need a certificate of the same network: see `millrace network join`."
+            )
         data += piece
     connection.extra = bytes(data[end + 4 :])
     status_line, *lines = data[:end].decode("latin-1").split("\r\n")
