@@ -19,7 +19,7 @@ from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 from millrace.dataset import Dataset, adopt, open_dataset
 from millrace.dataset.slices import write_rows_slice
-from millrace.errors import DatasetError, StateError
+from millrace.errors import DatasetError, NetworkError, StateError
 from millrace.ledger import verify_ledger
 from millrace.network.client import Client, RemoteError
 from millrace.network.dht import LibtorrentDht
@@ -269,6 +269,28 @@ def test_garbage_and_thieves_are_refused(world: World) -> None:
         assert refused(owner, path, body)[0] == 400, (path, body)
     assert refused(owner, "/v1/nothing", {})[0] == 404
     assert service.status()["samples_used"] == 0
+
+
+def test_a_stranger_gets_no_claim_manifest_slice_job_or_lease(world: World, tmp_path: Path) -> None:
+    node = world.serve("data-1")
+    service = world.scheduler()
+    # Another network of the same name: all is right but the root key.
+    strangers = make_network(tmp_path / "elsewhere", ["w1"], [])
+    row, dataset = world.dataset.table.row(0), f"/v1/datasets/{world.dataset.id}"
+    with Client(Identity.load(strangers["w1"])) as stranger:
+        for address, method, path in [
+            (node.address, "GET", "/v1/claims"),
+            (node.address, "GET", f"{dataset}/manifest.json"),
+            (node.address, "GET", f"{dataset}/slices.parquet"),
+            (node.address, "GET", f"/v1/slices/{row.sha256}"),
+            (service.address, "GET", "/v1/job"),
+            (service.address, "GET", "/v1/status"),
+            (service.address, "POST", "/v1/lease"),
+        ]:
+            with pytest.raises(NetworkError, match="certificate of the same network"):
+                stranger.request_json(address, method, path, {} if method == "POST" else None)
+    assert service.status()["slices_leased"] == 0 and service.status()["workers"] == {}
+    assert set(node.status()["peers"]) <= {service.identity.peer_id}
 
 
 def test_a_state_of_another_job_and_a_dataset_nobody_has(world: World) -> None:

@@ -15,7 +15,23 @@ def show(result: dict[str, Any], as_json: bool) -> None:
         return
     width = max(map(len, result), default=0)
     for key, value in result.items():
-        print(f"{key:<{width}}  {value:,}" if isinstance(value, int) else f"{key:<{width}}  {value}")
+        print(f"{key:<{width}}  {plain(value)}")
+
+
+def plain(value: Any) -> str:
+    """A value as a person reads it."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case None | [] | {}:
+            return "none"
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+        case dict():
+            return ", ".join(f"{k} {v}" for k, v in value.items())
+    return str(value)
 
 
 def address(text: str) -> tuple[str, int]:

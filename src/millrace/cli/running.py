@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from millrace.cli.arguments import address
+from millrace.cli.arguments import address, plain
 from millrace.errors import UsageError
 
 Verb = Callable[[argparse.Namespace], int]
@@ -42,7 +42,7 @@ def ready(args: argparse.Namespace, **facts: Any) -> None:
     if args.json:
         print(json.dumps({"ready": True, **facts}), flush=True)
     else:
-        print("ready: " + "  ".join(f"{k} {v}" for k, v in facts.items()), flush=True)
+        print("ready: " + "  ".join(f"{k.replace('_', ' ')} {plain(v)}" for k, v in facts.items()), flush=True)
 
 
 def on_stop(stop: threading.Event, args: argparse.Namespace) -> None:
