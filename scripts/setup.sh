@@ -33,7 +33,8 @@ else
   install() { "$VENV/bin/python" -m pip install -q --retries 10 "$@"; }
 fi
 
-retry install -e '.[dev]' || retry "$VENV/bin/python" -m pip install -q -e '.[dev]'
+retry install -c scripts/constraints.txt -e '.[dev]' ||
+  retry "$VENV/bin/python" -m pip install -q -c scripts/constraints.txt -e '.[dev]'
 
 # PyTorch is large, so nothing is downloaded for it; a wheel that already lies on this machine is used.
 if ! "$VENV/bin/python" -c 'import torch' 2>/dev/null; then

@@ -43,7 +43,7 @@ def dataset(corpus: Path) -> Path:
     return out
 
 
-def one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
     """A failure is told in one line that names the thing, with no traceback."""
     assert done.returncode not in (0, -9), done.stdout
     assert "Traceback" not in done.stderr, done.stderr
@@ -112,18 +112,18 @@ def test_a_wrong_path_is_told_in_one_line(
     arguments: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    one_line(millrace(*arguments), *words)
+    assert_one_line(millrace(*arguments), *words)
 
 
 def test_a_missing_tokenizer_is_told_in_one_line(corpus: Path, tmp_path: Path) -> None:
     missing = tmp_path / "none" / "tokenizer.json"
-    one_line(millrace("prepare", corpus, "--out", tmp_path / "d", "--tokenizer", missing), "tokenizer.json")
+    assert_one_line(millrace("prepare", corpus, "--out", tmp_path / "d", "--tokenizer", missing), "tokenizer.json")
     assert not (tmp_path / "d" / "manifest.json").exists()
 
 
 def test_an_empty_input_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
-    one_line(millrace("prepare", tmp_path / "empty.jsonl", "--out", tmp_path / "d", "--tokenizer", "bytes"))
+    assert_one_line(millrace("prepare", tmp_path / "empty.jsonl", "--out", tmp_path / "d", "--tokenizer", "bytes"))
     assert not (tmp_path / "d" / "manifest.json").exists()
 
 
@@ -136,7 +136,7 @@ def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus: Path,
         pytest.skip("this machine does not let us mount a small file system")
     try:
         arguments = ["prepare", corpus, "--out", small / "d", "--tokenizer", "bytes", "--slice-bytes", "4KiB"]
-        one_line(millrace(*arguments), "disk")
+        assert_one_line(millrace(*arguments), "disk")
         assert not (small / "d" / "manifest.json").exists()
         subprocess.run(["mount", "-o", "remount,size=4m", small], check=True)
         assert millrace(*arguments).returncode == 0
@@ -156,8 +156,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_unknown_name_is_told_in_one_line(node: Path, tmp_path: Path) -> None:
-    one_line(millrace("find", "no-such-name", "--network", node, "--timeout", 2), "no-such-name")
-    one_line(millrace("schedule", "no-such-name", "--network", node, "--state", tmp_path / "s"), "no-such-name")
+    assert_one_line(millrace("find", "no-such-name", "--network", node, "--timeout", 2), "no-such-name")
+    assert_one_line(millrace("schedule", "no-such-name", "--network", node, "--state", tmp_path / "s"), "no-such-name")
 
 
 def test_a_port_in_use_is_told_in_one_line(node: Path, dataset: Path) -> None:
@@ -165,11 +165,11 @@ def test_a_port_in_use_is_told_in_one_line(node: Path, dataset: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        one_line(millrace("serve", dataset, "--network", node, "--listen", f"127.0.0.1:{port}"), str(port))
+        assert_one_line(millrace("serve", dataset, "--network", node, "--listen", f"127.0.0.1:{port}"), str(port))
 
 
 def test_join_refuses_to_overwrite_a_key(node: Path) -> None:
     key = (node / "node-key.pem").read_bytes()
-    one_line(millrace("network", "join", node.parent / "net", node, "--name", "mallory"), "alice")
+    assert_one_line(millrace("network", "join", node.parent / "net", node, "--name", "mallory"), "alice")
     assert (node / "node-key.pem").read_bytes() == key
     assert (node / "node-key.pem").stat().st_mode & 0o077 == 0
