@@ -15,7 +15,6 @@ No network and no cryptography in here: what signs and what checks a signature i
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import hashlib
 import json
@@ -31,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import LedgerError, MillraceError
+from millrace.peer_id import peer_id_of
 
 GENESIS = "0" * 64
 MAX_SLICES = 100_000_000
@@ -379,11 +379,6 @@ def _read_entry(
             _read_use(entry, reading, verify)
     except (MillraceError, ValueError, KeyError, TypeError) as error:
         reading.problem(f"entry {entry.seq} ({entry.kind}): {error}")
-
-
-def peer_id_of(public_key: bytes) -> str:
-    """The peer id that a raw 32-byte public key has: what an identity and a ledger agree on."""
-    return base64.b32encode(hashlib.sha256(public_key).digest()[:20]).decode().lower()
 
 
 def _read_worker(entry: Entry, reading: _Reading) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from millrace.errors import LedgerError, StateError
-from millrace.ledger import peer_id_of, verify_ledger
+from millrace.ledger import verify_ledger
+from millrace.peer_id import peer_id_of
 from millrace.schedule.journal import JOURNAL_NAME, LEDGER_NAME, Journal
 from millrace.schedule.leases import Lease, LeaseLostError
 

@@ -17,11 +17,11 @@ from millrace.ledger import (
     count_coverage,
     decode_runs,
     encode_runs,
-    peer_id_of,
     read_entries,
     receipt_message,
     verify_ledger,
 )
+from millrace.peer_id import peer_id_of
 
 KEY = b"k" * 32
 WORKER_KEY = b"w" * 32

@@ -10,10 +10,8 @@ What the choice costs: one handshake is two Ed25519 signatures and two checks, u
 
 from __future__ import annotations
 
-import base64
 import datetime as dt
 import functools
-import hashlib
 import json
 import os
 import re
@@ -31,6 +29,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from millrace.errors import ProtocolViolation, UsageError
+from millrace.peer_id import peer_id_of
 
 ROOT_VALID_DAYS = 3650
 NODE_VALID_DAYS = 825
@@ -45,11 +44,6 @@ class Peer:
     peer_id: str
     public_key: bytes
     name: str
-
-
-def peer_id_of(public_key: bytes) -> str:
-    """The id of a peer with this public key (32 raw bytes): 32 characters of lower-case base32."""
-    return base64.b32encode(hashlib.sha256(public_key).digest()[:20]).decode().lower()
 
 
 @functools.lru_cache(maxsize=4096)

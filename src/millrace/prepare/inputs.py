@@ -156,7 +156,9 @@ def _row_groups(source: Source) -> Iterator[tuple[int, int]]:
         with pq.ParquetFile(source.path) as file:
             sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise PrepareError(f"{source.path}: expected a Parquet file, got {error}.") from error
+        raise PrepareError(
+            f"{source.path}: expected a Parquet file: {str(error).rstrip('.')}. Fetch the file again, or leave it out."
+        ) from error
     start, held = 0, 0
     for index, size in enumerate(sizes):
         held += size

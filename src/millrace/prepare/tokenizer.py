@@ -87,6 +87,8 @@ def _from_hub(spec: str) -> TokenizerFile:
         raise UsageError(
             f"tokenizer {spec!r}: there is no such file, and names on the hub need `pip install millrace[hf]`."
         ) from error
+    # Its retries speak on stderr; what matters of them is in our one line.
+    huggingface_hub.logging.set_verbosity(huggingface_hub.logging.CRITICAL)
     try:
         path = Path(huggingface_hub.hf_hub_download(spec, "tokenizer.json"))
     except Exception as error:
@@ -127,7 +129,10 @@ def parse(data: bytes, description: str) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(data.decode())
     except Exception as error:
-        raise PrepareError(f"tokenizer {description!r}: expected a tokenizer.json, got: {error}.") from error
+        raise PrepareError(
+            f"tokenizer {description!r}: expected a tokenizer.json: {str(error).rstrip('.')}. "
+            "Give the file that the tokenizers library saved, `bytes`, or `train:VOCAB`."
+        ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True

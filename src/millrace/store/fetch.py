@@ -53,7 +53,7 @@ def fetch_slice(
     Args:
         providers: Asked in random order, each up to `rounds` times.
         on_bad: Told of a provider that served wrong bytes or broke the protocol; it is not asked again here.
-        sleep: Waits between rounds; stubbed in tests.
+        sleep: Waits between rounds; an argument, as time is everywhere.
 
     Raises:
         NetworkError: If no provider gave the slice; names each and its reason.
