@@ -1,0 +1,144 @@
+"""Documents in flight: Arrow record batches, and what a stage says of them.
+
+Hides: nothing; this is the vocabulary that readers, stages and tasks share. A stage is a frozen dataclass whose fields
+are its configuration (the keys of its table in a recipe) and whose `apply` is a pure function of a batch.
+
+Each batch has at least the columns of `SCHEMA`. A stage may change `text`, and may add columns (`language`,
+`language_score`, `perplexity`) that later stages and the report read. It never adds, removes or moves rows: it marks
+them as dropped, and whoever runs it takes them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+SCHEMA = pa.schema(
+    [
+        ("place", pa.int64()),  # number of the line, row, record or file within its piece, from 0
+        ("id", pa.large_string()),  # the input's own id of the document; "" if it gives none
+        ("url", pa.large_string()),  # "" if none
+        ("html", pa.bool_()),  # whether text is HTML that still has to be extracted
+        ("text", pa.large_string()),
+    ]
+)
+BATCH_BYTES = 4 << 20
+"""UTF-8 bytes of text in a batch, about: one document larger than that is a batch alone."""
+BATCH_ROWS = 4096
+
+TURN_GIVEN, TURN_LEARNT = "\ufdd0", "\ufdd1"
+"""What begins a turn of a conversation whose tokens are masked (a prompt), or learnt (a response), inside `text`.
+Unicode keeps these noncharacters for internal use; readers take them out of what they read."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One document as a reader yields it, or what is wrong with it.
+
+    A record with a `problem` is malformed: it is counted, and kept aside with where it was, `problem` and the first
+    bytes of `text`. `problem="blank"` is no document and is not counted (an empty line).
+
+    `where` says where in its file it was, if that is not its line, row or record number `place` (from 0): `byte 5120`,
+    `page "Anarchism"`, `inner/file.txt`.
+    """
+
+    place: int
+    id: str = ""
+    text: str = ""
+    url: str = ""
+    html: bool = False
+    problem: str = ""
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a stage did to a batch.
+
+    Args:
+        batch: The same rows in the same order, perhaps with another text and more columns.
+        drop: int16 [rows]: -1 for a row that is kept, else an index into the stage's `reasons`.
+        counts: What was changed, by kind, over the rows that are kept: `{"email": 3}`.
+    """
+
+    batch: pa.RecordBatch
+    drop: NDArray[np.int16]
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+class Stage(Protocol):
+    """A pure function from batch to batch. Frozen, hashable and picklable: models are loaded where `apply` runs."""
+
+    name: ClassVar[str]
+    """Its table in a recipe, and its name in the report: `gopher_quality`."""
+    version: ClassVar[int]
+    """Raised when the same batch would give another verdict, so that old results are not taken up."""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it may drop a document; `drop` holds indices into this."""
+        ...
+
+    def files(self) -> tuple[str, ...]:
+        """Files (models, lists) that it reads: their contents are part of what the result depends on."""
+        ...
+
+    def apply(self, batch: pa.RecordBatch) -> Verdict:
+        """Its verdict on a batch; rows do not influence each other, so that batches may be cut anywhere."""
+        ...
+
+
+def keep_all(rows: int) -> NDArray[np.int16]:
+    """A `drop` that drops nothing."""
+    return np.full(rows, -1, np.int16)
+
+
+def replace_column(batch: pa.RecordBatch, name: str, column: pa.Array) -> pa.RecordBatch:
+    """The batch with that column in place of the one of the same name, or after the others."""
+    if name in batch.schema.names:
+        return batch.set_column(batch.schema.get_field_index(name), name, column)
+    return batch.append_column(name, column)
+
+
+def to_batches(records: Iterable[Record], batch_bytes: int = BATCH_BYTES) -> Iterator[pa.RecordBatch]:
+    """Batches of `SCHEMA` of the records without a problem, of about `batch_bytes` of text each."""
+    held: list[Record] = []
+    size = 0
+    for record in records:
+        held.append(record)
+        size += len(record.text)
+        if size >= batch_bytes or len(held) >= BATCH_ROWS:
+            yield _batch(held)
+            held, size = [], 0
+    if held:
+        yield _batch(held)
+
+
+def _batch(records: list[Record]) -> pa.RecordBatch:
+    columns = [pa.array([getattr(r, f.name) for r in records], f.type) for f in SCHEMA]
+    return pa.record_batch(columns, schema=SCHEMA)
+
+
+def text_buffers(column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """The offsets int64 [rows + 1] into the UTF-8 bytes uint8 [*] of a text column without nulls, without a copy.
+
+    Row i is `data[offsets[i]:offsets[i + 1]]`, also if the column is a slice of another.
+    """
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    if not pa.types.is_large_string(column.type):
+        column = column.cast(pa.large_string())
+    assert column.null_count == 0
+    _, offsets, data = column.buffers()
+    rows = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
+    return rows, np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)
+
+
+def text_column(offsets: NDArray[np.int64], data: NDArray[np.uint8]) -> pa.LargeStringArray:
+    """The inverse of `text_buffers`; `data` must be UTF-8, cut between characters."""
+    return pa.LargeStringArray.from_buffers(len(offsets) - 1, pa.py_buffer(offsets), pa.py_buffer(data))

@@ -1,0 +1,1 @@
+"""Rules that say which documents are worth training on; each is a stage."""

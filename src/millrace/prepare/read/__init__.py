@@ -1,0 +1,1 @@
+"""Raw input of any kind to records: files, URLs, archives and dumps."""
