@@ -1,0 +1,116 @@
+"""A Ray cluster of this machine does what the local engine does, deaths included."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'millrace[ray]'"
+)
+
+TASKS = """
+import os, signal
+from dataclasses import dataclass
+from millrace.errors import DatasetError
+
+@dataclass(frozen=True)
+class Piece:
+    number: int
+    label: str = "warc/x.gz"
+
+def square(piece, scale):
+    return piece.number ** 2
+
+def unlucky(piece, scale):
+    if piece.number == 3 and scale < 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if piece.number == 4 and scale < 2:
+        raise MemoryError("no room")
+    return scale
+
+def fail(piece, scale):
+    raise DatasetError(f"line {piece.number} is not JSON.")
+
+def doom(piece, scale):
+    os._exit(3)
+"""
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+import ray_tasks as tasks
+from millrace.errors import DatasetError, PrepareError
+from millrace.prepare.engines import local_engine
+from millrace.prepare.ray_engine import ray_engine
+
+def collect(engine, run, n):
+    found = {}
+    engine.map(run, [tasks.Piece(i) for i in range(n)], found.__setitem__)
+    return [found[i] for i in range(n)]
+
+if __name__ == "__main__":
+    said, facts = [], {}
+    with ray_engine(None, 2, shared=Path(sys.argv[1]) / "out", on_trouble=said.append) as engine:
+        facts["squares"] = collect(engine, tasks.square, 50)
+        facts["unlucky"] = collect(engine, tasks.unlucky, 6)
+        facts["unlucky_said"] = sorted(said)
+        try:
+            collect(engine, tasks.fail, 1)
+        except DatasetError as error:
+            facts["error"] = [type(error).__name__, str(error)]
+        try:
+            collect(engine, tasks.doom, 1)
+        except PrepareError as error:
+            facts["doom"] = str(error)
+    with local_engine(2) as engine:
+        facts["local"] = collect(engine, tasks.square, 50)
+    facts["left"] = sorted(path.name for path in (Path(sys.argv[1]) / "out").iterdir())
+    print(json.dumps(facts))
+"""
+
+
+def run_script(folder: Path, script: str, limit_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: Ray warns of things of its own, and warnings are errors here."""
+    (folder / "ray_tasks.py").write_text(textwrap.dedent(TASKS))
+    (folder / "script.py").write_text(script)
+    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, str(folder / "script.py"), str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=limit_s, check=False)
+
+
+def test_a_local_cluster_does_what_the_local_engine_does(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, SCRIPT)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    facts = json.loads(ended.stdout.splitlines()[-1])
+    assert facts["squares"] == facts["local"] == [i * i for i in range(50)]
+    assert facts["unlucky"] == [0, 0, 0, 1, 2, 0]
+    assert [text.split(":")[0] for text in facts["unlucky_said"]] == [
+        "task 3 (warc/x.gz) died with its worker (out of memory?)",
+        "task 4 (warc/x.gz) ran out of memory",
+        "task 4 (warc/x.gz) ran out of memory",
+    ]
+    assert facts["error"] == ["DatasetError", "line 0 is not JSON."]
+    assert facts["doom"].startswith("task 0 (warc/x.gz) died with its worker")
+    assert facts["left"] == []
+
+
+def test_a_cluster_that_is_not_there_is_told(tmp_path: Path) -> None:
+    script = """
+from millrace.errors import MillraceError
+from millrace.prepare.ray_engine import ray_engine
+import ray_tasks as tasks
+try:
+    ray_engine("auto").map(tasks.square, [tasks.Piece(1)], print)
+except MillraceError as error:
+    print(type(error).__name__, error)
+"""
+    ended = run_script(tmp_path, script)
+    assert ended.stdout.startswith("PrepareError engine ray: auto cannot be reached"), ended.stderr[-2000:]
