@@ -1,1 +1,38 @@
-"""Raw input of any kind to records: files, URLs, archives and dumps."""
+"""Reads raw text of any usual format: `find_sources`, `cut`, `read`.
+
+Hides: formats, compression, URLs. What is damaged becomes a Record with a problem, and what follows it is read as far
+as its format lets one find it; only what is not in the data raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from millrace.errors import PrepareError
+from millrace.prepare.documents import Record
+from millrace.prepare.read.base import Piece, ReadOptions, Source
+from millrace.prepare.read.formats import FORMATS
+from millrace.prepare.read.opening import Damaged
+from millrace.prepare.read.sources import Found, cut, find_sources
+
+__all__ = ["FORMATS", "Found", "Piece", "ReadOptions", "Source", "cut", "find_sources", "read"]
+
+
+def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
+    """The documents of a piece, one at a time, in order; memory is bounded by the largest document.
+
+    Raises:
+        PrepareError: If a source cannot be read at all: it is gone, has no text column of that name, or the package
+            that reads it is missing.
+    """
+    place = -1
+    try:
+        for record in FORMATS[piece.format].read(piece, options):
+            place = record.place
+            yield record
+    except Damaged as error:
+        yield Record(place + 1, problem=str(error))
+    except OSError as error:
+        raise PrepareError(
+            f"{piece.sources[0].path}: cannot read input: {error.strerror or error}. Check the disk, or leave it out."
+        ) from error

@@ -1,0 +1,199 @@
+"""What there is to read: finds input files, says what they are, and cuts them into pieces.
+
+Hides: directories, URLs, and how a format is known: by its first unpacked bytes; then by its suffix; then, if they are
+text, as text. Sources, pieces and their order depend on the inputs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from millrace.dataset.slices import hash_file
+from millrace.errors import PrepareError, UsageError
+from millrace.prepare.read.base import GROUP_BYTES, GROUP_FILES, Format, Piece, ReadOptions, Source
+from millrace.prepare.read.formats import FORMATS
+from millrace.prepare.read.hub import PREFIX, hub_source
+from millrace.prepare.read.lines import TEXT, is_text
+from millrace.prepare.read.opening import COMPRESSIONS, Damaged, open_packed, open_source, sniff_compression
+
+_HEAD = 4096
+_SIDECARS = ("dataset_info.json", "dataset_dict.json", "state.json", "_SUCCESS")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The sources behind some inputs, and the files that were passed over, each with the reason."""
+
+    sources: tuple[Source, ...]
+    skipped: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file before it is known: `given` if the user named it, rather than a directory above it."""
+
+    path: str
+    name: str
+    given: bool
+    bytes: int
+    version: str = ""
+
+
+def find_sources(
+    inputs: Sequence[str | Path] | str | Path,
+    options: ReadOptions,
+    *,
+    workers: int = 4,
+    leave_out: Path | None = None,
+) -> Found:
+    """The files behind the inputs, hashed: as given, directories in sorted order without hidden files.
+
+    A file in a directory that no reader knows (an image, a program) is passed over; one that the user names is an
+    error.
+
+    Args:
+        inputs: Paths of files and directories; URLs of http, https, s3, gs, az (also prefixes), hf and api.
+        options: A `format` other than `auto` is that of all inputs.
+        workers: Threads that hash and sniff.
+        leave_out: Files below are no input: a dataset may be written inside the directory that it is made of.
+
+    Raises:
+        PrepareError: If an input does not exist, cannot be read or is of no known format, or there is no file at all.
+        UsageError: If the forced format is none of ours.
+    """
+    if options.format != "auto" and options.format not in FORMATS:
+        names = ", ".join(FORMATS)
+        raise UsageError(f"read: expected a format among auto, {names}, got {options.format!r}. Choose one of them.")
+    if isinstance(inputs, str | Path):
+        inputs = [inputs]
+    files = [file for given in inputs for file in _files(given, leave_out)]
+    with ThreadPoolExecutor(workers) as pool:
+        known = list(pool.map(lambda file: file if isinstance(file, Source) else _known(file, options), files))
+    sources = tuple(source for source in known if isinstance(source, Source))
+    skipped = tuple(pair for pair in known if not isinstance(pair, Source))
+    if not sources:
+        seen = f" ({len(skipped)} files were passed over; the first: {': '.join(skipped[0])})" if skipped else ""
+        told = ", ".join(map(str, inputs)) or "no input"
+        raise PrepareError(f"prepare: expected input files, got none in {told}{seen}. Check the path.")
+    return Found(sources, skipped)
+
+
+def _files(given: str | Path, leave_out: Path | None) -> Iterator[_File | Source]:
+    if isinstance(given, str) and given.startswith(PREFIX):
+        yield hub_source(given)
+    elif isinstance(given, str) and given.startswith("api:"):
+        yield Source(given, given.removeprefix("api:"), "api", "", 0, "")
+    elif isinstance(given, str) and "://" in given:
+        from millrace.prepare.read.remote import find_urls
+
+        base = given if given.endswith("/") else given.rpartition("/")[0] + "/"
+        for found in find_urls(given):
+            name = found.url.removeprefix(base).partition("?")[0]
+            yield _File(found.url, name, found.url == given, found.size, found.version)
+    elif Path(given).is_dir():
+        yield from _below(Path(given), leave_out)
+    elif Path(given).is_file():
+        yield _File(str(given), Path(given).name, True, Path(given).stat().st_size)
+    else:
+        raise PrepareError(f"prepare: expected a file or directory, got {given}, which does not exist. Check the path.")
+
+
+def _below(directory: Path, leave_out: Path | None) -> Iterator[_File]:
+    root = directory.resolve().name
+    ours = leave_out.resolve() if leave_out is not None else None
+    for file in sorted(directory.rglob("*"), key=lambda path: path.relative_to(directory).parts):
+        relative = file.relative_to(directory)
+        hidden = any(part.startswith(".") for part in relative.parts)
+        if not hidden and file.is_file() and (ours is None or not file.resolve().is_relative_to(ours)):
+            yield _File(str(file), f"{root}/{relative.as_posix()}", False, file.stat().st_size)
+
+
+def _known(file: _File, options: ReadOptions) -> Source | tuple[str, str]:
+    """The file as a source; or, with the reason, one to pass over."""
+    try:
+        with open_packed(file.path, file.bytes) as packed:
+            head = packed.read(_HEAD)
+        compression = sniff_compression(head)
+        source = Source(file.path, file.name, "", compression, file.bytes, file.version)
+        why = ""
+        if options.format != "auto":
+            name = options.format
+        else:
+            name, why = _sniff(source, head, file.given, options)
+        if not name:
+            if file.given:
+                raise PrepareError(
+                    f"{file.path}: expected one of {', '.join(FORMATS)}, got {why} that begins with bytes "
+                    f"{head[:8].hex(' ')}. Force a format with --format, or leave the file out."
+                )
+            return file.path, why
+        version = file.version if "://" in file.path else hash_file(Path(file.path))
+        return Source(file.path, file.name, name, compression, file.bytes, version)
+    except OSError as error:
+        raise PrepareError(f"{file.path}: cannot read input: {error.strerror or error}.") from error
+
+
+def _sniff(source: Source, head: bytes, given: bool, options: ReadOptions) -> tuple[str, str]:
+    """The name of a file's format; or "" and why there is none."""
+    if not given and PurePosixPath(source.name).name in _SIDECARS:
+        return "", "a file that describes others"
+    if source.compression:
+        head = _unpacked_head(source, options)
+    suffix = _suffix(source.name)
+    sure = [known for known in FORMATS.values() if known.sniff(head)]
+    alike = [known for known in FORMATS.values() if suffix and suffix in known.suffixes]
+    for known in [known for known in sure if known in alike] + sure + alike:
+        return known.name, ""
+    if not head:
+        return "", "an empty file"
+    return (TEXT.name, "") if is_text(head) else ("", "binary data of no known format")
+
+
+def _unpacked_head(source: Source, options: ReadOptions) -> bytes:
+    try:
+        with open_source(source, options.max_unpacked_ratio) as file:
+            return file.read(_HEAD)
+    except Damaged:
+        return b""
+
+
+def _suffix(name: str) -> str:
+    suffixes = PurePosixPath(name.lower()).suffixes
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def cut(sources: Sequence[Source], options: ReadOptions) -> list[Piece]:
+    """All pieces, in the order of the sources: parts of large files, files, and groups of small ones."""
+    pieces: list[Piece] = []
+    group: list[Source] = []
+
+    def end_group() -> None:
+        if group:
+            pieces.append(Piece(tuple(group), bytes=sum(source.bytes for source in group)))
+            group.clear()
+
+    for source in sources:
+        known = FORMATS[source.format]
+        if not known.grouped:
+            end_group()
+            pieces += _parts(source, known, options)
+            continue
+        held = sum(member.bytes for member in group) + source.bytes
+        if group and (group[0].format != source.format or held > GROUP_BYTES or len(group) >= GROUP_FILES):
+            end_group()
+        group.append(source)
+    end_group()
+    return pieces
+
+
+def _parts(source: Source, known: Format, options: ReadOptions) -> Iterator[Piece]:
+    if known.cut is None or source.compression or not source.bytes:
+        yield Piece((source,), bytes=source.bytes)
+        return
+    for start, stop, size in known.cut(source, options):
+        yield Piece((source,), start, stop, size)

@@ -1,0 +1,252 @@
+"""Columns: Parquet by row groups, Arrow IPC files and streams, Feather.
+
+Hides: which columns are read (those that are asked for, no others), how many rows are held at a time, and how little
+a damaged file may be trusted. Memory is about 8 MiB of rows, their pages, and for IPC one record batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from millrace.errors import PrepareError
+from millrace.prepare.documents import Record
+from millrace.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source
+from millrace.prepare.read.fields import keys_of, to_record
+from millrace.prepare.read.opening import Damaged, open_packed, open_source
+
+_BATCH_BYTES = 8 << 20
+_BATCH_ROWS = 4096
+_DAMAGE = (pa.ArrowException, OSError, ValueError, OverflowError, EOFError, Damaged)
+
+
+def _parquet(source: Source, dictionary: Sequence[str] = ()) -> pq.ParquetFile:
+    if source.compression:
+        raise Damaged(f"a Parquet file inside {source.compression} cannot be read at random. Unpack it first.")
+    return pq.ParquetFile(
+        open_packed(source.path, source.bytes),
+        read_dictionary=list(dictionary),
+        buffer_size=1 << 20,  # read pages as they are needed, not whole column chunks
+        pre_buffer=False,
+        page_checksum_verification=True,
+    )
+
+
+def _cut_row_groups(source: Source, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
+    try:
+        with _parquet(source) as file:
+            sizes = [max(0, file.metadata.row_group(i).total_byte_size) for i in range(file.num_row_groups)]
+    except _DAMAGE:
+        yield 0, 0, source.bytes  # the reader says what is wrong
+        return
+    start, held = 0, 0
+    for index, size in enumerate(sizes):
+        held += size
+        if held >= PIECE_BYTES or index == len(sizes) - 1:
+            yield start, index + 1, source.bytes * held // max(1, sum(sizes))
+            start, held = index + 1, 0
+
+
+def _read_parquet(piece: Piece, options: ReadOptions) -> Iterator[Record]:
+    source = piece.sources[0]
+    place = -1
+    try:
+        with _parquet(source) as file:
+            found = _chosen(file.schema_arrow, options, source)
+            packed = _dictionaries(file, [key for key, kind in found.items() if _is_text(kind)])
+            groups = range(piece.start, piece.stop or file.num_row_groups)
+        with _parquet(source, packed) as file:
+            for group in groups:
+                try:
+                    for row in _group_rows(file, group, list(found)):
+                        place += 1
+                        yield to_record(place, row, options)
+                except _DAMAGE as error:
+                    place += 1
+                    problem = f"damaged Parquet: {_said(error)}"
+                    yield Record(place, problem=problem, where=f"row group {group}")
+    except PrepareError as error:
+        if not isinstance(error, Damaged):
+            raise
+        yield Record(place + 1, problem=str(error))
+    except _DAMAGE as error:
+        yield Record(place + 1, problem=f"damaged Parquet: {_said(error)}")
+
+
+def _group_rows(file: pq.ParquetFile, group: int, keys: list[str]) -> Iterator[dict[str, object]]:
+    rows = max(1, file.metadata.row_group(group).num_rows)
+    size = max(1, file.metadata.row_group(group).total_byte_size)
+    batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // size))
+    for batch in file.iter_batches(batch_rows, row_groups=[group], columns=keys, use_threads=False):
+        yield from _rows(batch, keys)
+
+
+def _dictionaries(file: pq.ParquetFile, keys: list[str]) -> list[str]:
+    """Text columns that are all dictionary: read as such, since a page of indices may stand for gigabytes of text."""
+    found = set()
+    for group in range(file.num_row_groups):
+        for index in range(file.metadata.num_columns):
+            column = file.metadata.row_group(group).column(index)
+            if column.path_in_schema in keys and column.has_dictionary_page:
+                found.add(column.path_in_schema)
+    return sorted(found)
+
+
+def _chosen(schema: pa.Schema, options: ReadOptions, source: Source) -> dict[str, pa.DataType]:
+    """The columns to read, by key; those that are needed must be there."""
+    needed, wanted = keys_of(options)
+    found = {key: kind for key in needed + wanted if (kind := _type_of(schema, key)) is not None}
+    for key in needed:
+        kind = found.get(key)
+        if kind is None or not (_is_text(kind) or key == options.messages_key):
+            got = ", ".join(f"{field.name}: {field.type}" for field in schema)
+            raise PrepareError(
+                f"{source.path}: expected a text column {key!r}, got columns {got[:1000]}. Name it with --text-key."
+            )
+    return found
+
+
+def _type_of(schema: pa.Schema, key: str) -> pa.DataType | None:
+    if schema.names.count(key) == 1:
+        return schema.field(key).type
+    parts = key.split(".")
+    if schema.names.count(parts[0]) != 1:
+        return None
+    kind = schema.field(parts[0]).type
+    for part in parts[1:]:
+        if not pa.types.is_struct(kind) or kind.get_field_index(part) < 0:
+            return None
+        kind = kind.field(part).type
+    return kind
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return any(
+        test(kind)
+        for test in (
+            pa.types.is_string,
+            pa.types.is_large_string,
+            pa.types.is_string_view,
+            pa.types.is_binary,
+            pa.types.is_large_binary,
+        )
+    )
+
+
+def _rows(batch: pa.RecordBatch, keys: list[str]) -> Iterator[dict[str, object]]:
+    columns = [_values(_column(batch, key)) for key in keys]
+    for values in zip(*columns, strict=True):
+        yield dict(zip(keys, values))
+
+
+def _column(batch: pa.RecordBatch, key: str) -> pa.Array:
+    if key in batch.schema.names:
+        return batch.column(key)
+    name, *parts = key.split(".")
+    column = batch.column(name)
+    for part in parts:
+        column = pa.compute.struct_field(column, part)
+    return column
+
+
+def _values(column: pa.Array) -> Iterable[object]:
+    if pa.types.is_dictionary(column.type) and _is_text(column.type):
+        words = list(_values(column.dictionary))
+        return (None if index is None else words[index] for index in column.indices.to_pylist())
+    try:
+        values: list[object] = column.to_pylist()
+        return values
+    except UnicodeDecodeError:
+        wide = pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()
+        if not _is_text(column.type):
+            raise
+        values = column.cast(wide).to_pylist()  # row by row: the reader of fields says which are no text
+        return values
+
+
+def _said(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".")
+
+
+def _open_ipc(source: Source, options: ReadOptions) -> Any:
+    """A reader of an IPC file, memory-mapped if it can be, or of a stream."""
+    if source.compression:
+        return pa.ipc.open_stream(open_source(source, options.max_unpacked_ratio))
+    file = pa.PythonFile(open_packed(source.path, source.bytes)) if "://" in source.path else pa.memory_map(source.path)
+    magic = file.read(6)
+    file.seek(0)
+    return pa.ipc.open_file(file) if magic == b"ARROW1" else pa.ipc.open_stream(file)
+
+
+def _cut_batches(source: Source, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
+    try:
+        reader = _open_ipc(source, options)
+    except _DAMAGE:
+        yield 0, 0, source.bytes
+        return
+    if not isinstance(reader, pa.ipc.RecordBatchFileReader) or not reader.num_record_batches:
+        yield 0, 0, source.bytes
+        return
+    number = reader.num_record_batches
+    step = max(1, number * PIECE_BYTES // max(1, source.bytes))
+    for start in range(0, number, step):
+        stop = min(start + step, number)
+        yield start, stop, source.bytes * stop // number - source.bytes * start // number
+
+
+def _read_arrow(piece: Piece, options: ReadOptions) -> Iterator[Record]:
+    source = piece.sources[0]
+    place = -1
+    try:
+        if source.path.endswith((".feather", ".ftr")) and open_packed(source.path).read(4) == b"FEA1":
+            raise Damaged("Feather of version 1 is no longer read. Write it again with pyarrow or pandas.")
+        reader = _open_ipc(source, options)
+        keys = list(_chosen(reader.schema, options, source))
+        for batch in _ipc_batches(reader, piece):
+            for row in _checked_rows(batch, keys):
+                place += 1
+                yield to_record(place, row, options)
+    except PrepareError as error:
+        if not isinstance(error, Damaged):
+            raise
+        yield Record(place + 1, problem=str(error), where=f"row {place + 1}")
+    except _DAMAGE as error:
+        yield Record(place + 1, problem=f"damaged Arrow: {_said(error)}", where=f"row {place + 1}")
+
+
+def _ipc_batches(reader: Any, piece: Piece) -> Iterator[pa.RecordBatch]:
+    if not isinstance(reader, pa.ipc.RecordBatchFileReader):
+        yield from reader
+        return
+    for index in range(piece.start, piece.stop or reader.num_record_batches):
+        yield reader.get_batch(index)
+
+
+def _checked_rows(batch: pa.RecordBatch, keys: list[str]) -> Iterator[dict[str, object]]:
+    """Rows of a batch whose offsets were checked: those of a damaged file could point anywhere in memory."""
+    batch.validate()
+    for key in keys:
+        column = _column(batch, key)
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            column = column.view(pa.binary() if pa.types.is_string(column.type) else pa.large_binary())
+        column.validate(full=True)
+    for start in range(0, batch.num_rows, 256):
+        yield from _rows(batch.slice(start, 256), keys)
+
+
+def _is_parquet(head: bytes) -> bool:
+    return head.startswith(b"PAR1")
+
+
+def _is_arrow(head: bytes) -> bool:
+    stream = head.startswith(b"\xff\xff\xff\xff") and 0 < int.from_bytes(head[4:8], "little") < 1 << 24
+    return head.startswith((b"ARROW1", b"FEA1")) or (stream and head[8:9] in b"\x0c\x10\x14\x18")
+
+
+PARQUET = Format("parquet", (".parquet", ".pq", ".parq"), _is_parquet, _read_parquet, _cut_row_groups)
+ARROW = Format("arrow", (".arrow", ".arrows", ".feather", ".ftr", ".ipc"), _is_arrow, _read_arrow, _cut_batches)
