@@ -6,7 +6,7 @@ a damaged file may be trusted. Memory is about 8 MiB of rows, their pages, and f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -20,15 +20,15 @@ from millrace.prepare.read.opening import Damaged, open_packed, open_source
 
 _BATCH_BYTES = 8 << 20
 _BATCH_ROWS = 4096
+_DICTIONARY_BYTES = 256 << 20
 _DAMAGE = (pa.ArrowException, OSError, ValueError, OverflowError, EOFError, Damaged)
 
 
-def _parquet(source: Source, dictionary: Sequence[str] = ()) -> pq.ParquetFile:
+def _parquet(source: Source) -> pq.ParquetFile:
     if source.compression:
         raise Damaged(f"a Parquet file inside {source.compression} cannot be read at random. Unpack it first.")
     return pq.ParquetFile(
-        open_packed(source.path, source.bytes),
-        read_dictionary=list(dictionary),
+        open_packed(source.path, source.bytes) if "://" in source.path else source.path,
         buffer_size=1 << 20,  # read pages as they are needed, not whole column chunks
         pre_buffer=False,
         page_checksum_verification=True,
@@ -56,12 +56,9 @@ def _read_parquet(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     try:
         with _parquet(source) as file:
             found = _chosen(file.schema_arrow, options, source)
-            packed = _dictionaries(file, [key for key, kind in found.items() if _is_text(kind)])
-            groups = range(piece.start, piece.stop or file.num_row_groups)
-        with _parquet(source, packed) as file:
-            for group in groups:
+            for group in range(piece.start, piece.stop or file.num_row_groups):
                 try:
-                    for row in _group_rows(file, group, list(found)):
+                    for row in _group_rows(file, source, group, list(found)):
                         place += 1
                         yield to_record(place, row, options)
                 except _DAMAGE as error:
@@ -76,23 +73,38 @@ def _read_parquet(piece: Piece, options: ReadOptions) -> Iterator[Record]:
         yield Record(place + 1, problem=f"damaged Parquet: {_said(error)}")
 
 
-def _group_rows(file: pq.ParquetFile, group: int, keys: list[str]) -> Iterator[dict[str, object]]:
-    rows = max(1, file.metadata.row_group(group).num_rows)
-    size = max(1, file.metadata.row_group(group).total_byte_size)
-    batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // size))
-    for batch in file.iter_batches(batch_rows, row_groups=[group], columns=keys, use_threads=False):
+def _group_rows(file: pq.ParquetFile, source: Source, group: int, keys: list[str]) -> Iterator[dict[str, object]]:
+    part = file.metadata.row_group(group)
+    columns = [part.column(i) for i in range(part.num_columns)]
+    columns = [column for column in columns if column.path_in_schema.startswith(tuple(keys))]
+    size = sum(max(0, column.total_uncompressed_size) for column in columns)
+    batch_rows = min(_BATCH_ROWS, _BATCH_BYTES * max(1, part.num_rows) // max(1, size))
+    for column in columns:
+        if column.has_dictionary_page:
+            largest = _dictionary_bytes(source, column.dictionary_page_offset or 0)
+            batch_rows = min(batch_rows, _DICTIONARY_BYTES // max(1, largest))
+    for batch in file.iter_batches(max(1, batch_rows), row_groups=[group], columns=keys, use_threads=False):
         yield from _rows(batch, keys)
 
 
-def _dictionaries(file: pq.ParquetFile, keys: list[str]) -> list[str]:
-    """Text columns that are all dictionary: read as such, since a page of indices may stand for gigabytes of text."""
-    found = set()
-    for group in range(file.num_row_groups):
-        for index in range(file.metadata.num_columns):
-            column = file.metadata.row_group(group).column(index)
-            if column.path_in_schema in keys and column.has_dictionary_page:
-                found.add(column.path_in_schema)
-    return sorted(found)
+def _dictionary_bytes(source: Source, position: int) -> int:
+    """The unpacked size of a dictionary page: no value is larger, and each of the rows may be that value.
+
+    A page of indices may thus stand for gigabytes of text. Source: parquet.thrift, PageHeader (field 1 is its type,
+    2 its size, two i32 in Thrift's compact protocol).
+    """
+    with open_packed(source.path, source.bytes) as file:
+        file.seek(position)
+        head = file.read(16)
+    if len(head) < 16 or head[0] != 0x15 or head[1] > 6 or head[2] != 0x15:
+        return 1 << 20
+    size = shift = 0
+    for byte in head[3:8]:
+        size |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            break
+    return size >> 1
 
 
 def _chosen(schema: pa.Schema, options: ReadOptions, source: Source) -> dict[str, pa.DataType]:
