@@ -1,0 +1,170 @@
+"""Find telephone numbers: groups of digits whose number, lengths and separators some country writes so.
+
+Hides: the shapes. `SURE` are those that little else has: a `+` or 00 and 8 to 15 digits, North America's 3-3-4, a
+prefix in brackets, a trunk 0 and 9 to 11 digits. The rest of 7 to 12 digits is `MAYBE`: the caller looks for a word such
+as `call` before it. What has neither shape nor word is missed: the tests say how many.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+SURE, MAYBE = 1, 2
+LENGTH, SEPARATOR, END = range(3)
+
+Bytes = NDArray[np.uint8]
+
+
+@njit(nogil=True, cache=True)
+def digit(b: int) -> bool:
+    return 48 <= b <= 57
+
+
+@njit(nogil=True, cache=True)
+def letter(b: int) -> bool:
+    return 97 <= (b | 32) <= 122
+
+
+@njit(nogil=True, cache=True)
+def alnum(b: int) -> bool:
+    return 48 <= b <= 57 or 97 <= (b | 32) <= 122
+
+
+@njit(nogil=True, cache=True)
+def ends(data: Bytes, stop: int, at: int) -> bool:
+    """Whether a number may end at `at`: no letter, digit or decimal follows."""
+    if at >= stop:
+        return at == stop
+    b = data[at]
+    if alnum(b) or b == 95 or b == 64 or b == 37:
+        return False
+    return not (at + 1 < stop and b in (44, 45, 46, 47, 58) and digit(data[at + 1]))
+
+
+@njit(nogil=True, cache=True)
+def _separated(data: Bytes, stop: int, at: int) -> tuple[int, int]:
+    """The separator at `at` and where the group after it begins; (0, at) if no group follows."""
+    sep, after = 0, at
+    if at < stop and (data[at] == 32 or 45 <= data[at] <= 47):
+        sep, after = int(data[at]), at + 1
+    elif at + 1 < stop and data[at] == 0xC2 and data[at + 1] == 0xA0:  # no-break space
+        sep, after = 32, at + 2
+    elif at + 2 < stop and data[at] == 0xE2 and data[at + 1] == 0x80 and 0x90 <= data[at + 2] <= 0x93:  # dashes
+        sep, after = 45, at + 3
+    if after + 2 < stop and data[after - 1] == 32 and data[after] == 45 and data[after + 1] == 32:  # " - "
+        sep, after = 45, after + 2
+    if after < stop and digit(data[after]):
+        return (sep if sep else 41), after  # 41: nothing stands between, but the end of brackets
+    if after + 1 < stop and sep and data[after] == 40 and digit(data[after + 1]):
+        return sep, after
+    return 0, at
+
+
+@njit(nogil=True, cache=True)
+def _groups(data: Bytes, stop: int, at: int, groups: NDArray[np.int64]) -> int:
+    """Writes up to 8 groups of digits from `at`, of 15 digits together: LENGTH, the SEPARATOR before, END."""
+    n, total, sep = 0, 0, 0
+    while n < 8:
+        bracket = at < stop and data[at] == 40
+        first = at = at + 1 if bracket else at
+        while at < stop and at - first < 16 and digit(data[at]):
+            at += 1
+        length = at - first
+        if length == 0 or total + length > 15:
+            break
+        if bracket:
+            if at >= stop or data[at] != 41 or length > 5:
+                break
+            at += 1
+        total += length
+        groups[LENGTH, n], groups[SEPARATOR, n], groups[END, n] = length, sep, at
+        n += 1
+        sep, at = _separated(data, stop, at)
+        if sep == 0:
+            break
+    return n
+
+
+@njit(nogil=True, cache=True)
+def _shape(data: Bytes, i: int, n: int, total: int, groups: NDArray[np.int64]) -> int:
+    """Whether the first n groups, of `total` digits, that begin at i make a number: 0, SURE or MAYBE."""
+    lengths, bracket = groups[LENGTH], data[i] == 40
+    first = i + 1 if bracket else i
+    zero = data[first] == 48
+    if data[i] == 43:
+        return SURE if 8 <= total <= 15 and data[i + 1] != 48 else 0
+    if zero and data[first + 1] == 48:
+        return SURE if 10 <= total <= 15 and n > 1 and not bracket else 0
+    for k in range(1, n):
+        if lengths[k] < 2 or (groups[SEPARATOR, k] == 41 and not (k == 1 and bracket)):
+            return 0
+    country = 1 if n == 4 and lengths[0] == 1 and data[i] == 49 else 0
+    if n - country == 3 and lengths[country] == 3 and lengths[country + 1] == 3 and lengths[country + 2] == 4:
+        area = groups[END, country] - 3 - (data[groups[END, country] - 1] == 41)
+        if data[area] >= 50 and data[groups[END, country + 1] - 3] >= 50:
+            return SURE
+    if bracket:
+        return SURE if 2 <= n <= 5 and 7 <= total <= 11 and 2 <= lengths[0] <= (5 if zero else 3) else 0
+    # 27.01.2023 and 2023-01-27, also before a time; 3-2-4 is how the United States write a social security number.
+    dated = n >= 3 and lengths[1] <= 2 and ((lengths[0] <= 3 and lengths[2] == 4) or (lengths[0] == 4 and total == 8))
+    same = True
+    for k in range(2, n):
+        same = same and groups[SEPARATOR, k] == groups[SEPARATOR, k - 1]
+    if dated or (not same and groups[SEPARATOR, 1] != 47):
+        return 0
+    if zero and 2 <= n <= 5 and 9 <= total <= 11 and lengths[0] >= 2:
+        return SURE
+    return MAYBE if n <= 5 and 7 <= total <= 12 else 0
+
+
+@njit(nogil=True, cache=True)
+def phone(data: Bytes, start: int, stop: int, i: int, groups: NDArray[np.int64]) -> tuple[int, int]:
+    """SURE, MAYBE or 0 for the number whose first digit, `+` or `(` is at i, and where it ends.
+
+    Args:
+        start, stop: Of the row.
+        groups: int64 [3, 8], written.
+    """
+    if i > start:
+        b = data[i - 1]
+        if alnum(b) or b == 43 or b == 45 or b == 46 or b == 47 or 35 <= b <= 38 or b == 61 or b == 64 or b == 95:
+            return 0, i
+        if b == 44 and i - 1 > start and digit(data[i - 2]):
+            return 0, i
+    at = i + 1 if data[i] == 43 else i
+    n = _groups(data, stop, at, groups)
+    total = 0
+    for k in range(n):
+        total += groups[LENGTH, k]
+    while n > 0:
+        end = groups[END, n - 1]
+        found = _shape(data, i, n, total, groups) if total >= 7 else 0
+        if found:
+            extended = _extension(data, stop, end)
+            if extended > end or ends(data, stop, end):
+                return found, extended
+        n -= 1
+        total -= groups[LENGTH, n]
+    return 0, i
+
+
+@njit(nogil=True, cache=True)
+def _extension(data: Bytes, stop: int, end: int) -> int:
+    """Where an extension (`x45`, ` ext. 45`) of the number that ends at `end` ends; `end` if there is none."""
+    at = end
+    while at < stop and at - end < 2 and (data[at] == 32 or data[at] == 44):
+        at += 1
+    if at + 3 < stop and data[at] | 32 == 101 and data[at + 1] | 32 == 120 and data[at + 2] | 32 == 116:  # ext
+        at += 3
+    elif at < stop and data[at] | 32 == 120:  # x
+        at += 1
+    else:
+        return end
+    while at < stop and at - end < 8 and (data[at] == 46 or data[at] == 32):
+        at += 1
+    first = at
+    while at < stop and at - first < 7 and digit(data[at]):
+        at += 1
+    return at if 1 <= at - first <= 6 and (at >= stop or not alnum(data[at])) else end
