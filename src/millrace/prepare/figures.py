@@ -1,0 +1,84 @@
+"""Figures as text: counts, bytes, shares, bars of characters, a recipe as TOML: for both forms of the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def count(value: float) -> str:
+    """All digits, in groups: `12,345`."""
+    return f"{value:,.0f}"
+
+
+def short(value: float) -> str:
+    """Three significant digits: `12.3 k`, `4.56 M`; all of it below 10 000."""
+    if abs(value) < 10_000:
+        return count(value)
+    return _scaled(value, ("", " k", " M", " G", " T", " P"))
+
+
+def size(value: float) -> str:
+    """Bytes in decimal units: `812 B`, `4.56 MB`."""
+    return f"{value:.0f} B" if abs(value) < 1000 else _scaled(value, (" B", " kB", " MB", " GB", " TB", " PB"))
+
+
+def _scaled(value: float, units: tuple[str, ...]) -> str:
+    step = 0
+    while abs(value) >= 999.5 and step < len(units) - 1:
+        value /= 1000
+        step += 1
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f}{units[step]}"
+
+
+def share(part: float, whole: float) -> str:
+    """`61.2 %`; a share that is neither none nor all never reads as such: `<0.1 %`, `>99.9 %`."""
+    if not whole:
+        return "–"
+    value = 100 * part / whole
+    if 0 < value < 0.1:
+        return "<0.1 %"
+    if 99.9 < value < 100:
+        return ">99.9 %"
+    return f"{value:.0f} %" if value in (0, 100) else f"{value:.1f} %"
+
+
+def bar(fraction: float, width: int) -> str:
+    """A bar of `width` characters, of which the fraction is filled, to an eighth of a character."""
+    eighths = round(8 * width * min(1.0, max(0.0, fraction)))
+    if fraction > 0:
+        eighths = max(1, eighths)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
+
+
+def toml(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
+    """A nested configuration as TOML."""
+    lines: list[str] = []
+    tables: list[str] = []
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            tables.append(f"[{'.'.join(map(_key, (*path, key)))}]\n{toml(value, (*path, key))}")
+        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            tables += [f"[[{'.'.join(map(_key, (*path, key)))}]]\n{toml(item, (*path, key))}" for item in value]
+        elif value is not None:
+            lines.append(f"{_key(key)} = {_toml_value(value)}\n")
+    return "".join(lines) + "".join("\n" * bool(lines or i) + text for i, text in enumerate(tables))
+
+
+def _key(key: str) -> str:
+    return key if key.replace("-", "_").isidentifier() and key.isascii() else json.dumps(key, ensure_ascii=False)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(key)} = {_toml_value(item)}" for key, item in value.items()) + " }"
+    return (
+        json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool, int, float)) else json.dumps(str(value))
+    )
