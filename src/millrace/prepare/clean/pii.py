@@ -56,7 +56,8 @@ FILE_SUFFIXES = frozenset((b"png", b"jpg", b"jpeg", b"gif", b"svg", b"webp", b"a
 CONTEXT_BYTES = 48
 CONTEXT = (
     r"(?i)\b(?:tele)?(?:phone|fone|fon|foon|ph)|\btel|\bt[eé]l[eé]|\b(?:call|dial|ring|fax|cell|mobile|whatsapp|sms|"
-    r"viber|handy|mobil|m[oó]vil|reach|contact|hotline|extension|answer(?:ing)? at|messages? (?:to|at)|text (?:me|us) at)|电话|電話|手机|тел|φων|هاتف"
+    r"viber|handy|mobil|m[oó]vil|reach|contact|hotline|extension|answer(?:ing)? at|messages? (?:to|at)|"
+    r"text (?:me|us) at)|电话|電話|手机|тел|φων|هاتف"
 )
 STARTS = (
     r"A[KS]IA|gh[pousr]_|github_pat_|xox[abeoprs]-|AIza|[rs]k_(?:live|test)_|sk-[A-Za-z0-9]|eyJ[A-Za-z0-9]|-----BEGIN "
