@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
+_WINDOW_S = 10.0
+"""Speeds are of the last this many seconds: long enough to be calm, short enough to show a slow file."""
+
 
 class StageProgress(Protocol):
-    """How far one stage has come; `total` may grow while the stage finds more to do."""
+    """How far one stage has come; `total` may grow while the stage finds more to do.
+
+    It may also have `documents`, `kept` and `bytes` (of text), as counted up to now; they are shown if they are there.
+    """
 
     @property
     def stage(self) -> str: ...
@@ -34,12 +42,46 @@ def bytes_bar(label: str, total: int | None, *, enabled: bool = True) -> Iterato
         yield advance
 
 
+class Speed:
+    """Documents and bytes a second over a moving window, and the part kept, as the words after a bar."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: deque[tuple[float, int, int]] = deque()
+
+    def words(self, documents: int, kept: int, size: int) -> str:
+        """`1,234 docs/s, 5.6 MB/s, kept 61.2 %`, of counts up to now; what is not known is left out.
+
+        What was counted at the first call is work of an earlier run: no speed is made of it.
+        """
+        now = self._clock()
+        self._seen.append((now, documents, size))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - _WINDOW_S:
+            self._seen.popleft()
+        then, documents_then, size_then = self._seen[0]
+        words = []
+        if now > then:
+            if documents > documents_then:
+                words.append(f"{_rate((documents - documents_then) / (now - then))} docs/s")
+            if size > size_then:
+                words.append(f"{(size - size_then) / (now - then) / 1e6:,.1f} MB/s")
+        if documents:
+            words.append(f"kept {100 * kept / documents:.1f} %")
+        return ", ".join(words)
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
 class PrepareBar:
     """One bar a stage of `prepare`, made when the stage first reports."""
 
-    def __init__(self, *, enabled: bool = True) -> None:
+    def __init__(self, *, enabled: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         self._enabled = enabled
+        self._clock = clock
         self._bars: dict[str, Any] = {}
+        self._speeds: dict[str, Speed] = {}
 
     def __enter__(self) -> PrepareBar:
         return self
@@ -52,8 +94,17 @@ class PrepareBar:
         bar = self._bars.get(progress.stage)
         if bar is None:
             bar = self._bars[progress.stage] = _bar(progress.stage, progress.total, progress.unit, self._enabled)
+            self._speeds[progress.stage] = Speed(self._clock)
         bar.total = progress.total
+        documents, kept, size = (getattr(progress, name, 0) for name in ("documents", "kept", "bytes"))
+        if documents or size:
+            bar.set_postfix_str(self._speeds[progress.stage].words(documents, kept, size), refresh=False)
         bar.update(progress.done - bar.n)
+
+    def note(self, text: str) -> None:
+        """A line of its own above the bars, or on a plain stderr: a worker that died, a file that is skipped."""
+        if self._enabled:
+            tqdm.write(text, file=sys.stderr)
 
 
 def _bar(label: str, total: int | None, unit: str, enabled: bool) -> Any:
@@ -64,6 +115,7 @@ def _bar(label: str, total: int | None, unit: str, enabled: bool) -> Any:
         unit_scale=True,
         unit_divisor=1000,
         file=sys.stderr,
+        dynamic_ncols=True,
         disable=not enabled or not sys.stderr.isatty(),
         leave=True,
     )

@@ -64,7 +64,7 @@ def _trimmed(
 
 def _rules(top: float, base: float) -> list[str]:
     parts = []
-    step = _round_step(top / 3)
+    step = _round_step(top / 5)
     for index in range(1, int(top / step) + 1):
         y = base - (base - _TOP) * step * index / top
         parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')

@@ -58,16 +58,31 @@ def bar(fraction: float, width: int) -> str:
 
 def toml(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
     """A nested configuration as TOML."""
-    lines: list[str] = []
-    tables: list[str] = []
+    blocks = [_toml_block(table, "")]
     for key, value in table.items():
+        place = (*path, key)
+        name = ".".join(map(_key, place))
         if isinstance(value, Mapping):
-            tables.append(f"[{'.'.join(map(_key, (*path, key)))}]\n{toml(value, (*path, key))}")
-        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-            tables += [f"[[{'.'.join(map(_key, (*path, key)))}]]\n{toml(item, (*path, key))}" for item in value]
-        elif value is not None:
-            lines.append(f"{_key(key)} = {_toml_value(value)}\n")
-    return "".join(lines) + "".join("\n" * bool(lines or i) + text for i, text in enumerate(tables))
+            own = _toml_block(value, f"[{name}]\n")
+            blocks += [own if own.count("\n") > 1 or not value else "", toml(_tables(value), place)]
+        elif _nested(value):
+            blocks += [_toml_block(item, f"[[{name}]]\n") + toml(_tables(item), place) for item in value]
+    return "\n".join(block for block in blocks if block)
+
+
+def _nested(value: Any) -> bool:
+    return isinstance(value, Mapping) or (
+        isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+    )
+
+
+def _tables(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if _nested(value)}
+
+
+def _toml_block(table: Mapping[str, Any], head: str) -> str:
+    pairs = [(key, value) for key, value in table.items() if value is not None and not _nested(value)]
+    return head + "".join(f"{_key(key)} = {_toml_value(value)}\n" for key, value in pairs)
 
 
 def _key(key: str) -> str:

@@ -176,7 +176,10 @@ def _funnel(report: Report) -> str:
     most = max((n for stage in funnel for n in stage.get("dropped", {}).values()), default=0)
     items = "".join(_stage(stage, whole, most, wrong) for stage, wrong in zip(funnel, sums(funnel)))
     key = '<p class="key"><span><i class="kept"></i>kept</span><span><i class="lost"></i>dropped here</span></p>'
-    lede = "Bars are measured against all documents read; the thin ones, which tell why documents were dropped, against the largest reason of all stages."
+    lede = (
+        "Bars are measured against all documents read; the thin ones, which tell why documents were dropped, "
+        "against the largest reason of all stages."
+    )
     return f'<p class="lede">{lede}</p>{key}<ol class="funnel">{items}</ol>'
 
 
@@ -184,17 +187,18 @@ def _stage(stage: Mapping[str, Any], whole: int, most: int, wrong: str) -> str:
     came, left = stage.get("documents_in", 0), stage.get("documents_out", 0)
     dropped = {k: v for k, v in sorted(stage.get("dropped", {}).items(), key=lambda kv: (-kv[1], kv[0])) if v}
     lost = sum(dropped.values())
-    told = f"{share(lost, came)} dropped here · " if lost else ""
+    told = f" · {share(lost, came)} dropped here" if lost else ""
     head = (
         f'<div class="stage"><b>{_bdi(stage.get("stage", ""))}</b><span><strong>{count(left)}</strong> left · '
-        f"{share(left, whole)} of all · {told}{size(stage.get('bytes_out', 0))}</span></div>"
+        f"{share(left, whole)} of all{told}<span class='extra'> · {size(stage.get('bytes_out', 0))}</span></span></div>"
         f'<div class="track" aria-hidden="true"><i class="kept" style="width:{_percent(left, whole)}"></i>'
         f'<i class="lost" style="width:{_percent(lost, whole)}"></i></div>'
     )
     alarm = f'<p class="alarm" role="alert">These figures do not add up: {escape(wrong)}.</p>' if wrong else ""
     changed = {k: v for k, v in sorted(stage.get("changed", {}).items(), key=lambda kv: (-kv[1], kv[0])) if v}
     chips = "".join(f"<span><bdi>{shown(k)}</bdi> <b>{count(v)}</b></span>" for k, v in changed.items())
-    return f"<li>{head}{alarm}{_reasons(dropped, came, most)}{f'<p class=chips>Changed: {chips}</p>' if chips else ''}</li>"
+    changes = f'<p class="chips">Changed: {chips}</p>' if chips else ""
+    return f"<li>{head}{alarm}{_reasons(dropped, came, most)}{changes}</li>"
 
 
 def _reasons(dropped: Mapping[str, int], came: int, most: int) -> str:

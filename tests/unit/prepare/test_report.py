@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -92,25 +93,61 @@ def example() -> dict[str, Any]:
             "tokenizer": "gpt2",
         },
         "totals": {
-            "documents_in": 1_284_113, "documents_out": documents, "bytes_in": 9_814_223_991, "bytes_out": size,
-            "tokens": 391_223_114, "slices": 12, "malformed": 412,
-            "subsets": {"train": {"documents": documents - 3_891, "tokens": 387_310_882}, "validation": {"documents": 3_891, "tokens": 3_912_232}},
+            "documents_in": 1_284_113,
+            "documents_out": documents,
+            "bytes_in": 9_814_223_991,
+            "bytes_out": size,
+            "tokens": 391_223_114,
+            "slices": 12,
+            "malformed": 412,
+            "subsets": {
+                "train": {"documents": documents - 3_891, "tokens": 387_310_882},
+                "validation": {"documents": 3_891, "tokens": 3_912_232},
+            },
         },
         "inputs": [
-            {"name": f"warc/CC-MAIN-{i:02d}.warc.gz", "format": "warc", "bytes": 98_142_239 + i, "documents": 12_841, "malformed": 4}
+            {"name": f"warc/CC-MAIN-{i:02d}.warc.gz", "format": "warc", "bytes": 98_142_239 + i}
+            | {"documents": 12_841, "malformed": 4}
             for i in range(64)
         ],
         "funnel": stages,
         "histograms": {
             "length (characters)": {"edges": edges, "read": read, "kept": kept, "log": True},
-            "perplexity": {"edges": [50 * 1.25**i for i in range(25)], "read": read[4:28], "kept": [n // 2 if i < 15 else 0 for i, n in enumerate(read[4:28])], "log": True},
-            "language score": {"edges": [i / 20 for i in range(21)], "read": [i**3 for i in range(20)], "kept": [0] * 13 + [i**3 for i in range(13, 20)], "log": False},
-            "duplicate cluster size": {"edges": [2, 3, 4, 5, 6, 8, 11, 16, 32, 64], "kept": [31_200, 9_004, 4_011, 2_001, 1_740, 911, 420, 88, 12], "log": True},
+            "perplexity": {
+                "edges": [50 * 1.25**i for i in range(25)],
+                "read": read[4:28],
+                "kept": [n // 2 if i < 15 else 0 for i, n in enumerate(read[4:28])],
+                "log": True,
+            },
+            "language score": {
+                "edges": [i / 20 for i in range(21)],
+                "read": [i**3 for i in range(20)],
+                "kept": [0] * 13 + [i**3 for i in range(13, 20)],
+                "log": False,
+            },
+            "duplicate cluster size": {
+                "edges": [2, 3, 4, 5, 6, 8, 11, 16, 32, 64],
+                "kept": [31_200, 9_004, 4_011, 2_001, 1_740, 911, 420, 88, 12],
+                "log": True,
+            },
         },
-        "languages": {k: {"read": n, "kept": n * 6 // 10 if k in ("en", "de") else 0} for k, n in [("en", 612_001), ("de", 180_332), ("ru", 121_002), ("fr", 80_123), ("zh", 61_200), ("ja", 44_021)]},
+        "languages": {
+            name: {"read": n, "kept": n * 6 // 10 if name in ("en", "de") else 0}
+            for name, n in {
+                "en": 612_001,
+                "de": 180_332,
+                "ru": 121_002,
+                "fr": 80_123,
+                "zh": 61_200,
+                "ja": 44_021,
+            }.items()
+        },
         "samples": samples,
-        "rejects": [{"where": f"warc/CC-MAIN-{i:02d}.warc.gz: byte {i * 5120}", "reason": "the gzip member ends early"} for i in range(9)],
-    }  # fmt: skip
+        "rejects": [
+            {"where": f"warc/CC-MAIN-{i:02d}.warc.gz: byte {i * 5120}", "reason": "the gzip member ends early"}
+            for i in range(9)
+        ],
+    }
 
 
 class Page(HTMLParser):
@@ -236,6 +273,17 @@ def test_the_terminal_form() -> None:
 )
 def test_any_recipe_is_shown(value: Any) -> None:
     assert Page(render({"recipe": {"a": value}})).open == []
+
+
+def test_a_recipe_can_be_read_again() -> None:
+    recipe = example()["recipe"] | {
+        "odd key": {"a.b": [1, 2.5, True, "x\n"]},
+        "empty": {},
+        "stage": [{"n": 1, "of": {"x": 2}}, {}],
+    }
+    text = figures.toml(recipe)
+    assert tomllib.loads(text) == recipe
+    assert "[dedup]" not in text and "[dedup.minhash]" in text
 
 
 def test_figures() -> None:

@@ -1,0 +1,88 @@
+"""Bars of prepare: what they say, and that they are silent without a terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from millrace.observe.progress import PrepareBar, Speed
+
+
+@dataclass(frozen=True)
+class Old:
+    stage: str
+    done: int
+    total: int
+    unit: str
+
+
+@dataclass(frozen=True)
+class New(Old):
+    documents: int = 0
+    kept: int = 0
+    bytes: int = 0
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_speeds_are_of_the_last_seconds(clock: Clock) -> None:
+    speed = Speed(clock)
+    assert speed.words(5000, 2500, 10**9) == "kept 50.0 %"  # an earlier run did these
+    clock.now += 2
+    assert speed.words(7000, 3000, 10**9 + 5_000_000) == "1,000 docs/s, 2.5 MB/s, kept 42.9 %"
+    clock.now += 100
+    assert speed.words(7100, 3100, 10**9 + 5_000_000) == "1.0 docs/s, kept 43.7 %"
+    clock.now += 5
+    assert speed.words(9100, 3100, 10**9 + 5_000_000) == "20 docs/s, kept 34.1 %"
+
+
+def test_nothing_known_is_nothing_said(clock: Clock) -> None:
+    speed = Speed(clock)
+    assert speed.words(0, 0, 0) == ""
+    clock.now += 1
+    assert speed.words(0, 0, 3_000_000) == "3.0 MB/s"
+
+
+def test_a_bar_shows_them(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with PrepareBar(clock=clock) as bar:
+        bar.update(New("filter", 0, 100, "B"))
+        bar.update(New("filter", 10, 100, "B", 0, 0, 1))
+        clock.now += 1
+        bar.update(New("filter", 100, 100, "B", 1000, 612, 2_000_001))
+        bar.update(Old("slice", 1, 2, " slices"))
+        bar.note("task 3 died")
+    shown = terminal.getvalue()
+    assert "1,000 docs/s, 2.0 MB/s, kept 61.2 %" in shown
+    assert "filter" in shown and "slice" in shown and "task 3 died\n" in shown
+
+
+def test_silent_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", plain)
+    with PrepareBar() as bar:
+        bar.update(New("filter", 10, 100, "B", 10, 5, 1))
+    assert plain.getvalue() == ""
+    with PrepareBar(enabled=False) as bar:
+        bar.note("task 3 died")
+    assert plain.getvalue() == ""
