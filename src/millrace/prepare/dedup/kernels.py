@@ -1,0 +1,355 @@
+"""The compiled loops over Arrow's UTF-8 buffers: normalise and hash texts, sign them with MinHash, cut units out.
+
+Hides: numba. Each function is compiled on its first call (about 6 s for all, then cached beside this file). They hold
+no lock and keep O(1) memory beyond what they are given.
+
+Choices and their cost. A min-wise hash is `a * x + b mod 2^32` of a well-mixed 32-bit `x`, with `a` odd: a bijection of
+one multiplication in 32-bit lanes, so that LLVM turns the loop over a block of shingles (vector of 16, minimum in a
+register) into load, multiply, add, min. 64-bit moduli cost four times that and give no better curve (measured in
+docs/deduplication.md). Blocks are filled up to a multiple of 64 with a shingle that they already have: a minimum does
+not see it twice, and no scalar remainder is left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+_BLOCK = 2048
+"""Words at a time: 16 KiB of word hashes and 8 KiB of shingles stay in the first-level cache."""
+_LANES = 64
+_GAP, _IGNORED = 0, 1
+_ALONE = np.uint32(1 << 31)
+_LAST = np.uint32(1 << 17)
+_SEED = np.uint64(0xCBF29CE484222325)
+_PRIME = np.uint64(0x100000001B3)
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+_MIX1, _MIX2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
+_C1, _C2 = np.uint64(0x87C37B91114253D5), np.uint64(0x4CF5AD432745937F)
+_ONE, _FIVE = np.uint64(1), np.uint64(5)
+_R27, _R31, _R33 = np.uint64(27), np.uint64(31), np.uint64(33)
+_B64 = np.uint64(64)
+_N1, _N2 = np.uint64(0x52DCE729), np.uint64(0x38495AB5)
+
+DOCUMENT, PARAGRAPH, LINE = 0, 1, 2
+
+jit = njit(nogil=True, cache=True)
+
+
+@jit
+def mix(h: Any) -> Any:
+    """A bijection of 64 bits after which each bit depends on all. Source: MurmurHash3's finalizer."""
+    h ^= h >> _R33
+    h *= _MIX1
+    h ^= h >> _R33
+    h *= _MIX2
+    h ^= h >> _R33
+    return h
+
+
+@jit
+def decode(data: Any, i: int, stop: int) -> Any:
+    """The code point whose first byte (not ASCII) is at i, and where the next one begins; damage is a gap of 1 byte."""
+    first = np.uint32(data[i])
+    if first >= 0xF0:
+        size = 4
+        code = first & np.uint32(0x07)
+    elif first >= 0xE0:
+        size = 3
+        code = first & np.uint32(0x0F)
+    elif first >= 0xC0:
+        size = 2
+        code = first & np.uint32(0x1F)
+    else:
+        return np.uint32(0), i + 1
+    if i + size > stop:
+        return np.uint32(0), i + 1
+    for j in range(i + 1, i + size):
+        code = (code << np.uint32(6)) | (np.uint32(data[j]) & np.uint32(0x3F))
+    return np.uint32(code), i + size
+
+
+@jit
+def read_words(data: Any, i: int, stop: int, table: Any, words: Any, have: int) -> Any:
+    """Append the hashes of the words from i on to `words[have:]`, until that is full or the text ends: (i, have)."""
+    room = len(words) - 1
+    h = _SEED
+    inside = False
+    while i < stop:
+        byte = data[i]
+        if byte < 128:
+            value = table[byte]
+            i += 1
+        else:
+            code, i = decode(data, i, stop)
+            value = table[code] if code < _LAST else code | (_ALONE if code < np.uint32(0x40000) else np.uint32(0))
+        if value == _IGNORED:
+            continue
+        if value != _GAP and value < _ALONE:
+            h = (h ^ np.uint64(value)) * _PRIME
+            inside = True
+            continue
+        if inside:
+            words[have] = mix(h)
+            have += 1
+            h = _SEED
+            inside = False
+        if value >= _ALONE:
+            words[have] = mix((_SEED ^ np.uint64(value)) * _PRIME)
+            have += 1
+        if have >= room:
+            return i, have
+    if inside:
+        words[have] = mix(h)
+        have += 1
+    return i, have
+
+
+@jit
+def make_shingles(words: Any, have: int, ngram: int, shingles: Any) -> int:
+    """32-bit hashes of all runs of `ngram` of the words (of the fewer that there are), filled up to whole lanes."""
+    n = min(ngram, have)
+    count = have - n + 1
+    power = _ONE
+    h = np.uint64(0)
+    for j in range(n):
+        h = h * _BASE + words[j]
+        if j:
+            power *= _BASE
+    shingles[0] = np.uint32(mix(h) >> np.uint64(32))
+    for j in range(1, count):
+        h = (h - words[j - 1] * power) * _BASE + words[j + n - 1]
+        shingles[j] = np.uint32(mix(h) >> np.uint64(32))
+    full = (count + _LANES - 1) // _LANES * _LANES
+    for j in range(count, full):
+        shingles[j] = shingles[0]
+    return full
+
+
+@jit
+def take_lowest(shingles: Any, count: int, factors: Any, terms: Any, lowest: Any) -> None:
+    """Lower each of `lowest` to the least hash of the shingles under its factor and term."""
+    for k in range(len(factors)):
+        a = factors[k]
+        b = terms[k]
+        least = lowest[k]
+        for j in range(count):
+            value = np.uint32(shingles[j] * a + b)
+            least = value if value < least else least
+        lowest[k] = least
+
+
+@jit
+def sign(data: Any, offsets: Any, table: Any, factors: Any, terms: Any, ngram: int, rows: int, out: Any) -> None:
+    """One 64-bit hash a band into `out` uint64 [documents, bands]; a row of zeros for a document without words.
+
+    Source: Broder 1997 (resemblance as the chance of equal minima); Leskovec et al., Mining of Massive Datasets, 3.4
+    (bands of rows).
+    """
+    words = np.empty(_BLOCK + 2, np.uint64)
+    shingles = np.empty(_BLOCK + 2 + _LANES, np.uint32)
+    lowest = np.empty(len(factors), np.uint32)
+    for d in range(len(offsets) - 1):
+        i, stop = offsets[d], offsets[d + 1]
+        lowest[:] = np.uint32(0xFFFFFFFF)
+        have = 0
+        seen = False
+        while i < stop:
+            i, have = read_words(data, i, stop, table, words, have)
+            if have == 0 or (seen and have < ngram):
+                continue
+            take_lowest(shingles, make_shingles(words, have, ngram, shingles), factors, terms, lowest)
+            seen = True
+            if have >= ngram:
+                for j in range(ngram - 1):
+                    words[j] = words[have - ngram + 1 + j]
+                have = ngram - 1
+        for band in range(out.shape[1]):
+            h = np.uint64(band + 1)
+            for k in range(band * rows, (band + 1) * rows):
+                h = mix(h * _BASE + np.uint64(lowest[k]))
+            out[d, band] = max(h, _ONE) if seen else np.uint64(0)
+
+
+@jit
+def normalise(data: Any, i: int, stop: int, table: Any, scratch: Any) -> Any:
+    """The text with each run of gaps as one space and none at its ends, into `scratch`: (bytes, characters).
+
+    Characters beyond ASCII are written as three bytes, the first with its high bit set: other texts, other bytes. An
+    empty table leaves the text as it is.
+    """
+    n = 0
+    characters = 0
+    if len(table) == 0:
+        for j in range(i, stop):
+            scratch[j - i] = data[j]
+            characters += (data[j] & 0xC0) != 0x80
+        return stop - i, characters
+    gap = False
+    while i < stop:
+        byte = data[i]
+        if byte < 128:
+            value = table[byte]
+            i += 1
+        else:
+            code, i = decode(data, i, stop)
+            value = table[code] if code < _LAST else code
+        if value == _GAP:
+            gap = n > 0
+            continue
+        if value == _IGNORED:
+            continue
+        if gap:
+            scratch[n] = 32
+            n += 1
+            gap = False
+        value &= ~_ALONE
+        characters += 1
+        if value < 128:
+            scratch[n] = value
+            n += 1
+        else:
+            scratch[n] = 0x80 | (value >> 16)
+            scratch[n + 1] = (value >> 8) & 0xFF
+            scratch[n + 2] = value & 0xFF
+            n += 3
+    return n, characters
+
+
+@jit
+def _word64(data: Any, i: int, n: int) -> Any:
+    word = np.uint64(0)
+    for j in range(n):
+        word |= np.uint64(data[i + j]) << np.uint64(8 * j)
+    return word
+
+
+@jit
+def _spread(k: Any, a: Any, r: Any, b: Any) -> Any:
+    k *= a
+    k = (k << r) | (k >> (_B64 - r))
+    return k * b
+
+
+@jit
+def hash128(data: Any, n: int) -> Any:
+    """128 bits of the first n bytes, as two uint64. Source: MurmurHash3_x64_128 (Appleby), seed 0."""
+    h1 = np.uint64(0)
+    h2 = np.uint64(0)
+    whole = n // 16 * 16
+    for i in range(0, whole, 16):
+        h1 ^= _spread(_word64(data, i, 8), _C1, _R31, _C2)
+        h1 = ((h1 << _R27) | (h1 >> (_B64 - _R27))) + h2
+        h1 = h1 * _FIVE + _N1
+        h2 ^= _spread(_word64(data, i + 8, 8), _C2, _R33, _C1)
+        h2 = ((h2 << _R31) | (h2 >> (_B64 - _R31))) + h1
+        h2 = h2 * _FIVE + _N2
+    rest = n - whole
+    if rest > 8:
+        h2 ^= _spread(_word64(data, whole + 8, rest - 8), _C2, _R33, _C1)
+    if rest > 0:
+        h1 ^= _spread(_word64(data, whole, min(rest, 8)), _C1, _R31, _C2)
+    h1 ^= np.uint64(n)
+    h2 ^= np.uint64(n)
+    h1 += h2
+    h2 += h1
+    h1 = mix(h1)
+    h2 = mix(h2)
+    h1 += h2
+    h2 += h1
+    return h1, h2
+
+
+@jit
+def next_unit(data: Any, i: int, stop: int, unit: int) -> Any:
+    """Where the unit that begins at i ends, and where the next one begins.
+
+    A line ends at a line feed; a paragraph at a line that is empty but for spaces, tabs and carriage returns.
+    """
+    if unit == DOCUMENT:
+        return stop, stop
+    while i < stop:
+        if data[i] != 10:
+            i += 1
+            continue
+        if unit == LINE:
+            return i, i + 1
+        end = i
+        after = i + 1
+        blank = 0
+        j = after
+        while j < stop and (data[j] == 10 or data[j] == 32 or data[j] == 9 or data[j] == 13):
+            if data[j] == 10:
+                blank += 1
+                after = j + 1
+            j += 1
+        if blank:
+            return end, after
+        i = j
+    return stop, stop
+
+
+@jit
+def hash_units(data: Any, offsets: Any, unit: int, table: Any, least: int, scratch: Any, out: Any, counts: Any) -> int:
+    """Hash the units of `least` characters or more into `out` uint64 [*, 2], their number by document into `counts`.
+
+    Of documents each has a row, of zeros if it is shorter than that. Returns the rows written.
+    """
+    rows = 0
+    for d in range(len(offsets) - 1):
+        i, stop = offsets[d], offsets[d + 1]
+        counts[d] = 0
+        if unit == DOCUMENT and i == stop:
+            out[rows, 0] = out[rows, 1] = np.uint64(0)
+            rows += 1
+        while i < stop:
+            end, after = next_unit(data, i, stop, unit)
+            n, characters = normalise(data, i, end, table, scratch)
+            i = after
+            if characters >= least:
+                out[rows, 0], out[rows, 1] = hash128(scratch, n)
+            elif unit == DOCUMENT:
+                out[rows, 0] = out[rows, 1] = np.uint64(0)
+            else:
+                continue
+            rows += 1
+            counts[d] += 1
+    return rows
+
+
+@jit
+def cut_units(
+    data: Any, offsets: Any, unit: int, table: Any, least: int, scratch: Any, cut: Any, out: Any, out_offsets: Any
+) -> Any:
+    """Copy the texts to `out` without the units that `cut` (uint8, one for each that `hash_units` hashed) marks.
+
+    A document that lost something also loses the line feeds at its end. Returns the marks used, and bytes cut.
+    """
+    used = 0
+    n = 0
+    lost = 0
+    for d in range(len(offsets) - 1):
+        i, stop = offsets[d], offsets[d + 1]
+        out_offsets[d] = n
+        before = used
+        whole = True
+        while i < stop:
+            end, after = next_unit(data, i, stop, unit)
+            keep = True
+            if normalise(data, i, end, table, scratch)[1] >= least:
+                keep = cut[used] == 0
+                used += 1
+            if keep:
+                for j in range(i, after):
+                    out[n] = data[j]
+                    n += 1
+            whole = whole and keep
+            i = after
+        if used > before and not whole:
+            while n > out_offsets[d] and out[n - 1] == 10:
+                n -= 1
+        lost += (stop - offsets[d]) - (n - out_offsets[d])
+    out_offsets[len(offsets) - 1] = n
+    return used, lost

@@ -1,0 +1,366 @@
+"""Decisions over a corpus: against plain references, for any cut, interrupted, incremental, hostile and large."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import PrepareError, UsageError
+from millrace.prepare.dedup import Cutter, Dedup, DedupResult, deduplicate, store_signatures
+from millrace.prepare.dedup.signer import sign_texts
+from millrace.prepare.documents import text_buffers
+
+WORDS = st.sampled_from(["a", "b", "a b", "a  b", "A b", "c\n", "\t", "é", "e\u0301", "}", ""])
+TEXTS = st.lists(st.lists(WORDS, max_size=4).map(" ".join), max_size=40)
+
+
+def codes_of(result: DedupResult) -> list[int]:
+    return [int(code) for flags in result.drop for code in flags.load()]
+
+
+def column(texts: list[str]) -> pa.LargeStringArray:
+    return pa.array(texts, pa.large_string())
+
+
+def plain(text: str, normalise: str) -> str:
+    """The reference: what `none` and `space` compare."""
+    return text if normalise == "none" else " ".join(text.split())
+
+
+@settings(max_examples=30, deadline=None)
+@given(texts=TEXTS, normalise=st.sampled_from(["none", "space"]), cut=st.integers(0, 40))
+def test_exact_finds_all_and_nothing_else(fresh: Callable[[], Any], texts: list[str], normalise: str, cut: int) -> None:
+    bench = fresh()
+    config = Dedup(exact=True, normalise=normalise)
+    parts = [bench.sign(some, config) for some in (texts[:cut], texts[cut:])]
+    seen: set[str] = set()
+    expected = []
+    for text in texts:
+        key = plain(text, normalise)
+        expected.append(int(key != "" and key in seen))
+        seen.add(key)
+    assert codes_of(bench.deduplicate(parts, config, 1 << 16)) == expected
+
+
+def test_planted_copies_among_many_runs_and_ranges(bench: Any) -> None:
+    rng = np.random.default_rng(2)
+    of = np.where(rng.random(20_000) < 0.3, rng.integers(0, 20_000, 20_000), np.arange(20_000))
+    config = Dedup(exact=True)
+    parts = [bench.sign([f"text {i}" for i in some], config) for some in np.array_split(of, 7)]
+    first = {int(value): index for index, value in reversed(list(enumerate(of.tolist())))}
+    expected = [int(first[value] != index) for index, value in enumerate(of.tolist())]
+    assert codes_of(bench.deduplicate(parts, config, 1 << 16)) == expected
+    assert codes_of(bench.deduplicate(parts, config)) == expected
+
+
+def reference_clusters(texts: list[str], config: Dedup) -> list[set[int]]:
+    """Components through equal texts and equal bands, by repeated merging."""
+    signatures = sign_texts(*text_buffers(column(texts)), config)
+    keys: dict[Any, set[int]] = {}
+    for index, row in enumerate(signatures.tolist()):
+        for key in {hash_ for hash_ in row if hash_} | ({plain(texts[index], "space")} - {""}):
+            keys.setdefault(key, set()).add(index)
+    clusters: list[set[int]] = []
+    for group in keys.values():
+        joined = group.union(*(c for c in clusters if c & group))
+        clusters = [c for c in clusters if not c & group] + [joined]
+    return [c for c in clusters if len(c) > 1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1000), keep=st.sampled_from(["first", "longest", "best"]), cut=st.integers(0, 60))
+def test_clusters_and_who_stays(fresh: Callable[[], Any], seed: int, keep: str, cut: int) -> None:
+    rng = np.random.default_rng(seed)
+    texts = [" ".join(rng.choice(["x", "y", "z"], rng.integers(0, 9))) + " " * int(rng.integers(3)) for _ in range(60)]
+    scores = [None if s == 0 else float(s) for s in rng.integers(0, 5, 60)]
+    config = Dedup(exact=True, minhash=True, bands=6, rows=2, ngram=2, keep=keep, score="s" if keep == "best" else "")
+    bench = fresh()
+    parts = [bench.sign(texts[a:b], config, scores[a:b]) for a, b in ((0, cut), (cut, 60))]
+    result = bench.deduplicate(parts, config, 1 << 16)
+    worth = {
+        "first": lambda i: (0, -i),
+        "longest": lambda i: (len(texts[i]), -i),
+        "best": lambda i: (scores[i] or -1, -i),
+    }[keep]
+    codes = [0] * 60
+    clusters = reference_clusters(texts, config)
+    for cluster in clusters:
+        kept = max(cluster, key=worth)
+        for member in cluster - {kept}:
+            equals = [i for i in cluster if texts[i].split() == texts[member].split()]
+            codes[member] = 1 if max(equals, key=worth) != member else 2
+    assert codes_of(result) == codes
+    assert (result.exact, result.near) == (codes.count(1), codes.count(2))
+    table = pq.read_table(result.clusters).to_pylist()
+    members = [row["document"] + (cut if row["part"] else 0) for row in table]
+    assert members == sorted(i for cluster in clusters for i in cluster)
+    assert [row["kept"] for row in table] == [codes[i] == 0 for i in members]
+    assert [row["near"] for row in table] == [codes[i] == 2 for i in members]
+    of = {i: row["cluster"] for i, row in zip(members, table)}
+    assert all({of[i] for i in cluster} == {max(cluster, key=worth)} for cluster in clusters)
+    sizes = [len(cluster) for cluster in clusters]
+    assert result.sizes == [[size, sizes.count(size)] for size in sorted(set(sizes))]
+
+
+def reference_cut(texts: list[str], drop: list[int], least: int, unit: str) -> list[str]:
+    """Lines (or paragraphs) that stood before, in documents that stay, cut out."""
+    split = r"[^\n]*\n|[^\n]+" if unit == "line" else r"(?s:.+?)(?:\n(?:[ \t\r]*\n)+|\Z)"
+    seen: set[str] = set()
+    out = []
+    for text, code in zip(texts, drop):
+        kept, whole = [], True
+        for piece in re.findall(split, text):
+            key = " ".join(piece.split())
+            if code == 0 and len(key) >= least and key in seen:
+                whole = False
+                continue
+            if code == 0:
+                seen.add(key)
+            kept.append(piece)
+        out.append("".join(kept) if whole else "".join(kept).rstrip("\n"))
+    return out
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    texts=st.lists(
+        st.lists(st.sampled_from(["same line", "other  line", "é line", "}", "", " ", "x\t"]), max_size=7).map(
+            "\n".join
+        ),
+        max_size=12,
+    ),
+    unit=st.sampled_from(["line", "paragraph"]),
+    cut=st.integers(0, 12),
+    exact=st.booleans(),
+)
+def test_lines_and_paragraphs_are_cut(
+    fresh: Callable[[], Any], texts: list[str], unit: str, cut: int, exact: bool
+) -> None:
+    bench = fresh()
+    config = Dedup(exact=exact, lines=unit == "line", paragraphs=unit == "paragraph", min_characters=2)
+    pieces = [texts[:cut], texts[cut:]]
+    result = bench.deduplicate([bench.sign(some, config) for some in pieces], config, 1 << 16)
+    found: list[str] = []
+    lost = 0
+    for some, flags in zip(pieces, result.cut):
+        cutter = Cutter(flags, config)
+        for start in range(0, len(some), 3):
+            found += cutter.cut(column(some).slice(start % max(len(some), 1), 3)).to_pylist()
+        lost += cutter.lost_bytes
+    codes = codes_of(result)
+    expected = reference_cut(texts, codes, 2, unit)
+    assert found == expected
+    assert lost == sum(len(t.encode()) for t in texts) - sum(len(t.encode()) for t in expected)
+    assert result.units_cut == sum(int(flags.load().sum()) for flags in result.cut)
+
+
+def test_cutting_other_texts_is_refused(bench: Any) -> None:
+    config = Dedup(lines=True, min_characters=1)
+    result = bench.deduplicate([bench.sign(["a\nb", "a"], config)], config)
+    with pytest.raises(PrepareError, match="have changed since"):
+        Cutter(result.cut[0], config).cut(column(["a\nb\nc\nd\ne"]))
+
+
+@pytest.fixture
+def corpus() -> list[str]:
+    """Texts of which some are equal, and some nearly, in chains."""
+    rng = np.random.default_rng(8)
+    texts: list[str] = []
+    for _ in range(700):
+        words = [f"w{i}" for i in rng.integers(0, 100_000, 60)]
+        if texts and rng.random() < 0.3:
+            words = texts[int(rng.integers(len(texts)))].split()
+            for at in rng.integers(0, len(words), int(rng.integers(0, 3))):
+                words[at] = "changed"
+        texts.append(" ".join(words))
+    return texts
+
+
+def test_the_same_files_for_any_parts_memory_and_scale(bench: Any, corpus: list[str], tmp_path: Path) -> None:
+    config = Dedup(exact=True, minhash=True)
+    whole = bench.deduplicate([bench.sign(corpus, config)], config)
+    assert whole.exact > 20 and whole.near > 20
+    parts = [bench.sign(corpus[i : i + 171], config) for i in range(0, len(corpus), 171)]
+    cut = bench.deduplicate(parts, config, 1 << 16)
+    assert codes_of(cut) == codes_of(whole) and cut.sizes == whole.sizes
+
+    def backwards_at_scale_2(run: Any, tasks: Any) -> list[Any]:
+        return [run(task, 2) for task in reversed(tasks)][::-1]
+
+    again = deduplicate(parts, config, tmp_path / "again", backwards_at_scale_2, memory_bytes=1 << 16)
+    for path in Path(cut.clusters).parent.iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+    assert len(list((tmp_path / "again").iterdir())) == 4
+    assert again.sizes == whole.sizes
+
+
+def test_the_steps_files_do_not_depend_on_scale(bench: Any, corpus: list[str], tmp_path: Path) -> None:
+    config = Dedup(exact=True, minhash=True)
+    part = bench.sign(corpus, config)
+    contents = []
+    for scale in (0, 3):
+        held: dict[str, bytes] = {}
+
+        def keep(run: Any, tasks: Any, scale: int = scale, held: dict[str, bytes] = held) -> list[Any]:
+            names = [run(task, scale) for task in tasks]
+            held |= {p.name: p.read_bytes() for p in (tmp_path / str(scale)).iterdir()}
+            return names
+
+        deduplicate([part], config, tmp_path / str(scale), keep, memory_bytes=1 << 16)
+        contents.append(held)
+    assert contents[0] == contents[1] and len(contents[0]) > 10
+
+
+KILLED = """
+import os, signal, sys, threading
+from pathlib import Path
+from millrace.prepare.dedup import Dedup, Part, deduplicate
+left = int(sys.argv[3])
+def map(run, tasks):
+    global left
+    done = []
+    for task in tasks:
+        left -= 1
+        if left == 0:
+            threading.Timer(float(sys.argv[4]), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        done.append(run(task, 0))
+    return done
+part = Part(sys.argv[1], int(sys.argv[5]))
+deduplicate([part], Dedup(exact=True, minhash=True), Path(sys.argv[2]), map, memory_bytes=1 << 16)
+"""
+
+
+@pytest.mark.parametrize("task, delay_s", [(3, 0.0), (16, 0.003)])
+def test_killed_and_run_again(bench: Any, corpus: list[str], tmp_path: Path, task: int, delay_s: float) -> None:
+    config = Dedup(exact=True, minhash=True)
+    part = bench.sign(corpus, config)
+    folder = tmp_path / "killed"
+    arguments = [part.prefix, str(folder), str(task), str(delay_s), str(part.documents)]
+    died = subprocess.run([sys.executable, "-c", KILLED, *arguments], timeout=60, check=False)
+    assert died.returncode == -signal.SIGKILL
+    before = {path.name: path.stat().st_ino for path in folder.glob("*.run")}
+    assert before
+    seen: dict[str, int] = {}
+
+    def map(run: Any, tasks: Any) -> list[Any]:
+        names = [run(t, 0) for t in tasks]
+        seen.update({path.name: path.stat().st_ino for path in folder.glob("*.run")})
+        return names
+
+    deduplicate([part], config, folder, map, memory_bytes=1 << 16)
+    assert {name: seen[name] for name in before} == before  # what was finished was not done again
+    undisturbed = bench.deduplicate([part], config, 1 << 16)
+    expected = {path.name: path.read_bytes() for path in Path(undisturbed.clusters).parent.iterdir()}
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
+
+
+def test_a_finished_result_is_taken_up(bench: Any, corpus: list[str], tmp_path: Path) -> None:
+    config = Dedup(exact=True, lines=True)
+    part = bench.sign(corpus, config)
+    steps: list[tuple[str, int, int]] = []
+    first = deduplicate(
+        [part], config, tmp_path / "out", lambda run, tasks: [run(t, 0) for t in tasks], lambda *s: steps.append(s)
+    )
+
+    def never(run: Any, tasks: Any) -> list[Any]:
+        raise AssertionError("nothing is left to do")
+
+    assert deduplicate([part], config, tmp_path / "out", never) == first
+    assert steps[-1][1] == steps[-1][2] == len(steps) - 1
+    with pytest.raises(UsageError, match="memory_bytes: expected at least 65536, got 1"):
+        deduplicate([part], config, tmp_path / "out", never, memory_bytes=1)
+
+
+def test_new_data_against_stored_signatures(bench: Any, corpus: list[str], tmp_path: Path) -> None:
+    config = Dedup(exact=True, minhash=True, lines=True, min_characters=1)
+    a, b = bench.sign(corpus[:400], config), bench.sign(corpus[400:], config)
+    whole = bench.deduplicate([a, b], config)
+    first = bench.deduplicate([a], config)
+    store_signatures([a], first, config, tmp_path / "stored")
+    later = Dedup(exact=True, minhash=True, lines=True, min_characters=1, against=(str(tmp_path / "stored"),))
+    second = bench.deduplicate([b], later)
+    assert codes_of(second) == codes_of(whole)[400:] and 1 in codes_of(second) and 2 in codes_of(second)
+    assert second.cut[0].load().tolist() == whole.cut[1].load().tolist()
+    assert second.documents == 300 and second.units == 300
+    stored = sum(path.stat().st_size for path in (tmp_path / "stored").iterdir() if path.suffix != ".units")
+    assert stored <= 128 * (400 - first.exact) + 1024
+
+
+def test_what_is_compared_against_always_stays(bench: Any, tmp_path: Path) -> None:
+    plain = Dedup(exact=True, minhash=True)
+    old = bench.sign(["a b c d e f"], plain)
+    store_signatures([old], bench.deduplicate([old], plain), plain, tmp_path / "old")
+    config = Dedup(exact=True, minhash=True, keep="longest", against=(str(tmp_path / "old"),) * 2)
+    result = bench.deduplicate([bench.sign(["a b   c d e f", "A, b, c, d, e, f!", "x y z"], config)], config)
+    assert codes_of(result) == [1, 2, 0]
+    rows = pq.read_table(result.clusters).to_pylist()
+    assert [(row["part"], row["kept"]) for row in rows] == [(-1, True), (-2, False), (0, False), (0, False)]
+
+
+def test_a_hundred_thousand_copies(bench: Any) -> None:
+    config = Dedup(exact=True, minhash=True, lines=True)
+    near = Dedup(minhash=True)
+    text = "one text that stands again and again and again in the corpus, as a footer would\n"
+    texts = column([text] * 100_000)
+    part = bench.sign(texts, config, batch=50_000)
+    result = bench.deduplicate([part], config)
+    assert (result.exact, result.near, result.sizes) == (99_999, 0, [[100_000, 1]])
+    assert bench.deduplicate([part], config, 4 << 20).exact == 99_999
+    assert bench.deduplicate([bench.sign(texts, near)], near).near == 99_999
+
+
+@pytest.mark.parametrize("filler", ["word ", "a", "\n \n", "漢"])
+def test_texts_of_30_megabytes(bench: Any, filler: str) -> None:
+    text = filler * ((30 << 20) // len(filler.encode()))
+    config = Dedup(exact=True, minhash=True, paragraphs=True)
+    texts = column(["good", text, "another", text + " end", "good"])
+    result = bench.deduplicate([bench.sign(texts, config)], config)
+    assert codes_of(result)[0::2] == [0, 0, 1] and codes_of(result)[1] == 0
+    assert Cutter(result.cut[0], config).cut(texts).slice(0, 1).to_pylist() == ["good"]
+
+
+LARGE = """
+import resource, sys, tempfile
+from pathlib import Path
+import numpy as np, pyarrow as pa
+from millrace.prepare.dedup import Dedup, Part, Signer, deduplicate
+config = Dedup(exact=True, minhash=True, lines=True, min_characters=4, keep="longest")
+rng = np.random.default_rng(0)
+def peak(documents):
+    with tempfile.TemporaryDirectory() as folder:
+        with Signer(Path(folder) / "p", config) as signer:
+            for start in range(0, documents, 1000):
+                chosen = rng.integers(0, documents, 1000).tolist()
+                signer.add(pa.array([f"{i} text {i % 977} of {i * i}" for i in chosen], pa.large_string()))
+        def map(run, tasks):
+            return [run(task, 0) for task in tasks]
+        result = deduplicate([Part(f"{folder}/p", documents)], config, Path(folder), map, memory_bytes=2 << 20)
+        assert result.exact > documents // 4
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+peak(1000)
+print(peak(10_000), peak(100_000))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in KiB on Linux")
+def test_ten_times_the_documents_take_the_same_memory() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE], capture_output=True, text=True, timeout=120, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stderr
+    small, large = (int(word) / 1024 for word in done.stdout.split())
+    # Signatures alone are 13 MB more, their records 22 MB, twice that while they are sorted at once.
+    assert large - small < 12, f"{small:.0f} MiB with 10 000 documents, {large:.0f} MiB with 100 000"

@@ -1,0 +1,116 @@
+"""MinHash finds what theory says: the S-curve, planted pairs, and nothing among strangers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from millrace.prepare.dedup import Dedup
+from millrace.prepare.dedup.signer import sign_texts
+from millrace.prepare.documents import text_buffers
+
+
+def share_that_meets(texts: Any, config: Dedup) -> float:
+    """The share of the pairs (rows 2i, 2i + 1) that have an equal band."""
+    signatures = sign_texts(*text_buffers(texts), config)
+    return float((signatures[::2] == signatures[1::2]).any(axis=1).mean())
+
+
+@pytest.mark.parametrize("bands, rows", [(14, 8), (16, 7), (20, 5)])
+def test_the_curve_is_that_of_theory(pairs_at: Callable[..., Any], bands: int, rows: int) -> None:
+    n = 3000
+    for seed, wanted in enumerate((0.5, 0.65, 0.75, 0.8, 0.9)):
+        texts, jaccard = pairs_at(np.random.default_rng(seed), np.full(n, wanted), 108)
+        p = 1 - (1 - float(jaccard[0]) ** rows) ** bands
+        error = 4 * (p * (1 - p) / n) ** 0.5 + 1 / n
+        assert share_that_meets(texts, Dedup(minhash=True, bands=bands, rows=rows)) == pytest.approx(p, abs=error)
+
+
+def test_sixteen_bands_of_seven_find_095_at_a_jaccard_of_08(pairs_at: Callable[..., Any]) -> None:
+    texts, jaccard = pairs_at(np.random.default_rng(3), np.full(4000, 0.8), 90)
+    assert (jaccard == 0.8).all()
+    assert share_that_meets(texts, Dedup(minhash=True, bands=16, rows=7)) >= 0.95
+
+
+def test_planted_near_duplicates_are_found(bench: Any, pairs_at: Callable[..., Any]) -> None:
+    rng = np.random.default_rng(11)
+    texts, jaccard = pairs_at(rng, rng.uniform(0.8, 1, 4000), 300)
+    assert jaccard.min() < 0.803 and jaccard.max() > 0.99
+    codes = np.array(bench.codes(texts, Dedup(minhash=True)))
+    assert not codes[::2].any() and set(codes[1::2]) == {0, 2}
+    assert (codes[1::2] == 2).mean() >= 0.97
+
+
+def test_no_two_of_100_000_strangers_are_merged(bench: Any) -> None:
+    rng = np.random.default_rng(5)
+    vocabulary = np.array([f"word{i}" for i in range(3000)])
+    # Some words are common (a Zipf-like draw), as in natural text.
+    drawn = vocabulary[(3000 ** rng.random((100_000, 30))).astype(np.int64) - 1]
+    texts = [" ".join(row) for row in drawn.tolist()]
+    result = bench.deduplicate([bench.sign(texts, Dedup(minhash=True))], Dedup(minhash=True))
+    assert (result.documents, result.near, result.sizes) == (100_000, 0, [])
+
+
+@pytest.mark.parametrize("count", ["100", "1000"])
+def test_articles_with_known_pairs(bench: Any, count: str) -> None:
+    given = os.environ.get("MILLRACE_TEST_DATA")
+    folder = (Path(given) if given else Path(__file__).parents[4] / "../shared/data") / "neardup"
+    if not folder.is_dir():
+        pytest.skip("no real data: set MILLRACE_TEST_DATA to a folder that holds neardup/")
+    lines = [line.split(" ", 1) for line in (folder / f"articles_{count}.train").read_text().splitlines()]
+    truth = [line.split() for line in (folder / f"articles_{count}.truth").read_text().splitlines()]
+    config = Dedup(minhash=True)
+    result = bench.deduplicate([bench.sign([text for _, text in lines], config)], config)
+    found: dict[int, set[str]] = {}
+    for row in pq.read_table(result.clusters).to_pylist():
+        found.setdefault(row["cluster"], set()).add(lines[row["document"]][0])
+    assert sorted(map(sorted, found.values())) == sorted(map(sorted, truth))
+
+
+def test_what_words_are() -> None:
+    def signature(text: str) -> list[int]:
+        data = np.frombuffer(text.encode(), np.uint8)
+        found: list[int] = sign_texts(np.array([0, len(data)], np.int64), data, Dedup(minhash=True))[0].tolist()
+        return found
+
+    plain = signature("the cafe was closed on monday 12 may")
+    assert signature("  The CAFÉ -- was closed; on Monday,\n\n12 May!") == plain
+    assert signature("The cafe\u0301 was clo\u00adsed on Monday １２ May") == plain
+    assert signature("the cafe was closed on monday 13 may") != plain
+    assert signature("天地玄黄宇宙洪荒") == signature("天地玄黄，宇宙洪荒。") != signature("天地玄黄宇宙洪")
+    assert signature("Ελλάδα") == signature("ελλαδα")
+    assert signature("one two") != signature("one") and signature("one two") != signature("two one")
+    for empty in ("", "   ", "...!?", "\n\t\x00", "😀 😀"):
+        assert not any(signature(empty))
+
+
+def test_short_and_empty_documents(bench: Any) -> None:
+    texts = ["", "", "!", "a b", "A  b.", "a", "b", "a b c d", "a b c d e", ""]
+    assert bench.codes(texts, Dedup(minhash=True)) == [0, 0, 0, 0, 2, 0, 0, 0, 0, 0]
+
+
+def test_damaged_text_is_signed() -> None:
+    # Arrow does not check UTF-8; what claims to be longer than its text must not be read past its end.
+    data = np.frombuffer(b"ab\xf0\x9fcd \xff\xfe\x80 ef\xe2", np.uint8)
+    offsets = np.array([0, 4, len(data)], np.int64)
+    assert sign_texts(offsets, data, Dedup(minhash=True)).all()
+
+
+def test_a_long_text_is_signed_in_blocks_like_any_other() -> None:
+    words = [f"w{i}" for i in range(30_000)]
+    config = Dedup(minhash=True, bands=128, rows=1)
+    pair = ["\n".join(words), " ".join(words[15_000:] + words[:15_000])]
+    signatures = sign_texts(*text_buffers(as_column(pair)), config)
+    # All shingles but 8 of 30 000 are shared, wherever the blocks are cut.
+    assert (signatures[0] == signatures[1]).mean() > 0.97
+
+
+def as_column(texts: list[str]) -> Any:
+    return pa.array(texts, pa.large_string())

@@ -1,0 +1,111 @@
+"""Signatures on disk: their bytes, their commit, and hashes of documents, lines and paragraphs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import PrepareError, UsageError
+from millrace.prepare.dedup import Dedup, Part, Signer
+from millrace.prepare.dedup.kernels import hash128
+
+
+def test_hash_has_the_published_vectors() -> None:
+    def hexed(data: bytes) -> str:
+        return "".join(f"{int(h):016x}" for h in hash128(np.frombuffer(data, np.uint8), len(data)))
+
+    assert hexed(b"") == "0" * 32
+    assert hexed(b"hello") == "cbd8a7b341bd9b025b1e906a48ae1d19"
+    assert hexed(b"The quick brown fox jumps over the lazy dog") == "e34bbc7bbc071b6c7a433ca9c49a9347"
+
+
+@settings(max_examples=20, deadline=None)
+@given(texts=st.lists(st.text(max_size=40), min_size=1, max_size=12), cut=st.integers(1, 12))
+def test_the_same_bytes_however_batches_are_cut(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], cut: int
+) -> None:
+    config = Dedup(exact=True, minhash=True, lines=True, min_characters=2, keep="longest")
+    folder = tmp_path_factory.mktemp("sign")
+    column = pa.array([t.encode("utf-8", "replace").decode() for t in texts], pa.large_string())
+    for name, step in (("whole", len(texts)), ("cut", cut)):
+        with Signer(folder / name, config) as signer:
+            for start in range(0, len(texts), step):
+                signer.add(column.slice(start, step))
+    for ending in ("exact", "minhash", "units", "counts", "weight", "signatures"):
+        assert (folder / f"whole.{ending}").read_bytes() == (folder / f"cut.{ending}").read_bytes()
+    assert (folder / "cut.exact").stat().st_size == 16 * len(texts)
+    assert (folder / "cut.minhash").stat().st_size == 112 * len(texts)
+
+
+def test_nothing_is_left_after_an_exception(tmp_path: Path) -> None:
+    def fail() -> None:
+        with Signer(tmp_path / "p", Dedup(exact=True, minhash=True)) as signer:
+            signer.add(pa.array(["a"], pa.large_string()))
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_close_commits_once_and_says_what(tmp_path: Path) -> None:
+    signer = Signer(tmp_path / "p", Dedup(exact=True, minhash=True))
+    signer.add(pa.array(["a b", "c"], pa.large_string()))
+    paths = signer.close()
+    assert signer.close() == paths == [tmp_path / "p.exact", tmp_path / "p.minhash", tmp_path / "p.signatures"]
+    assert sorted(tmp_path.iterdir()) == paths
+    assert json.loads(paths[-1].read_bytes())["documents"] == 2
+
+
+def test_a_part_without_documents(bench: Any) -> None:
+    config = Dedup(exact=True, minhash=True, paragraphs=True)
+    parts = [bench.sign([], config), bench.sign(["x"], config), bench.sign([], config)]
+    result = bench.deduplicate(parts, config)
+    assert [list(flags.load()) for flags in result.drop] == [[], [0], []]
+    nothing = bench.deduplicate([], config)
+    assert (nothing.documents, nothing.drop, nothing.sizes) == (0, (), [])
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"bands": 0}, "bands: expected 1 to 1024, got 0"),
+        ({"rows": -1}, "rows: expected 1 to 256, got -1"),
+        ({"bands": 1000, "rows": 100}, "bands: expected at most 4096 hashes"),
+        ({"ngram": 0}, "ngram: expected 1 to 256, got 0"),
+        ({"min_characters": 0}, "min_characters: expected at least 1, got 0"),
+        ({"seed": -1}, "seed: expected 0 to"),
+        ({"keep": "last"}, "keep: expected one of first, longest, best, got 'last'"),
+        ({"normalise": "x"}, "normalise: expected one of none, space, words, got 'x'"),
+        ({"keep": "best"}, "score: expected the name of a column, got ''"),
+        ({"score": "s"}, "score: expected none without keep = \"best\", got 's'"),
+        ({"lines": True, "paragraphs": True}, "lines: expected false where paragraphs is true"),
+    ],
+)
+def test_settings_that_cannot_be(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Dedup(**wrong)
+    assert str(caught.value).startswith(message)
+
+
+def test_signatures_that_do_not_serve(bench: Any, tmp_path: Path) -> None:
+    part = bench.sign(["a", "b"], Dedup(minhash=True, seed=2))
+    with pytest.raises(PrepareError, match="expected signatures of settings"):
+        bench.deduplicate([part], Dedup(minhash=True))
+    with pytest.raises(PrepareError, match="expected finished signatures"):
+        bench.deduplicate([Part(str(tmp_path / "none"), 1)], Dedup(minhash=True))
+    with pytest.raises(UsageError, match="expected 2 documents as signed, got 3"):
+        bench.deduplicate([Part(part.prefix, 3)], Dedup(minhash=True, seed=2))
+    with pytest.raises(UsageError, match="expected a column 'quality' of numbers"):
+        bench.sign(["a"], Dedup(exact=True, keep="best", score="quality"))
+    path = Path(f"{part.prefix}.minhash")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(PrepareError, match="Sign it again"):
+        bench.deduplicate([part], Dedup(minhash=True, seed=2))
