@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from millrace.prepare.read.base import Format
 from millrace.prepare.read.hub import HUB
 from millrace.prepare.read.lines import LINE_FORMATS
+from millrace.prepare.read.stackexchange import SEVENZIP, STACKEXCHANGE
 from millrace.prepare.read.tables import ARROW, PARQUET
 from millrace.prepare.read.tar import TAR
 from millrace.prepare.read.tfrecord import TFRECORD
+from millrace.prepare.read.warc import WARC, WET
+from millrace.prepare.read.wikipedia import WIKIPEDIA
 
-FORMATS: Mapping[str, Format] = {format.name: format for format in (PARQUET, ARROW, TFRECORD, TAR, HUB, *LINE_FORMATS)}
+_ALL = (WARC, WET, WIKIPEDIA, STACKEXCHANGE, SEVENZIP, PARQUET, ARROW, TFRECORD, TAR, HUB, *LINE_FORMATS)
+FORMATS: Mapping[str, Format] = {known.name: known for known in _ALL}

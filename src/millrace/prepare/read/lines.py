@@ -43,32 +43,29 @@ def _lines(piece: Piece, options: ReadOptions) -> Iterator[tuple[int, bytes, str
             file.seek(position - 1)
             position += _rest_of_line(file) - 1
         while not stop or position < stop:
-            line, size, problem = _next_line(file, options.max_document_bytes)
-            if not size:
-                if problem:
-                    yield position, b"", problem
-                return
-            yield position, line.removeprefix(_BOM) if position == 0 else line, problem
+            line, size, problem, ended = _next_line(file, options.max_document_bytes)
+            if size or problem:
+                yield position, line.removeprefix(_BOM) if position == 0 else line, problem
             position += size
+            if ended:
+                return
 
 
-def _next_line(file: BinaryIO, limit: int) -> tuple[bytes, int, str]:
-    """The next line, its size, and what is wrong with it; of one that is too long the first bytes only."""
+def _next_line(file: BinaryIO, limit: int) -> tuple[bytes, int, str, bool]:
+    """The next line (its beginning if it is too long), its size, what is wrong with it, whether it is the last."""
+    line, size = b"", 0
     try:
         line = file.readline(limit + 1)
-    except Damaged as error:
-        return b"", 0, str(error)
-    size = len(line)
-    if line.endswith(b"\n") or not line:
-        return line, size, ""
-    problem = ""
-    try:
+        size = len(line)
+        if line.endswith(b"\n"):
+            return line, size, "", False
         size += _rest_of_line(file)  # of the last line of a file there is none; of one that damage cut it raises
     except Damaged as error:
-        return line[:_SHOWN], size, str(error)
+        return line[:_SHOWN], size, str(error), True
     if size > limit:
-        line, problem = line[:_SHOWN], f"a line of {size} bytes is longer than max_document_bytes, {limit}"
-    return line, size, problem
+        problem = f"a line of {size} bytes is longer than max_document_bytes, {limit}"
+        return line[:_SHOWN], size, problem, False
+    return line, size, "", not line
 
 
 def _rest_of_line(file: BinaryIO) -> int:
@@ -119,14 +116,18 @@ def _parse_slowly(line: bytes) -> tuple[object, str]:
 
 def _object(place: int, value: object, options: ReadOptions, where: str) -> Record:
     if not isinstance(value, dict):
-        return Record(
-            place, text=str(value)[:_SHOWN], problem=f"expected an object, got {type(value).__name__}", where=where
-        )
+        problem = f"expected an object, got {type(value).__name__}"
+        return Record(place, text=_plain(str(value)), problem=problem, where=where)
     record = to_record(place, value, options)
     if record.problem or (not record.text.isascii() and surrogate_in(record.text)):
         problem = record.problem or "half a surrogate pair in the text"
-        return Record(place, record.id, record.text[:_SHOWN], problem=problem, where=where)
+        return Record(place, record.id, _plain(record.text), problem=problem, where=where)
     return record
+
+
+def _plain(text: str) -> str:
+    """The beginning of a text as something that can be written down."""
+    return text[:_SHOWN].encode("utf-8", "replace").decode()
 
 
 def _shown(line: bytes) -> str:
@@ -229,9 +230,8 @@ def _read_csv(piece: Piece, options: ReadOptions) -> Iterator[Record]:
         elif not row:
             yield Record(place, problem="blank")
         elif len(row) != len(names):
-            yield Record(
-                place, text=row[0][:_SHOWN], problem=f"expected {len(names)} fields, got {len(row)}", where=where
-            )
+            problem = f"expected {len(names)} fields, got {len(row)}"
+            yield Record(place, text=_plain(row[0]), problem=problem, where=where)
         else:
             yield _row(place, {key: row[index] for key, index in places.items()}, options, where)
     if wrong:
@@ -276,7 +276,7 @@ def _header(row: list[str], options: ReadOptions, source: Source) -> tuple[list[
     missing = [key for key in needed if key not in row]
     if missing:
         raise PrepareError(
-            f"{source.path}: expected a column {missing[0]!r}, got columns {', '.join(row)[:500]}. Name it with "
+            f"{source.path}: expected a column {missing[0]!r}, got columns {_plain(', '.join(row))}. Name it with "
             "--text-key; by its number from 0 if the file has no header."
         )
     return row, {key: row.index(key) for key in needed + wanted if key in row}, True
@@ -290,9 +290,7 @@ def _row(place: int, row: dict[str, str], options: ReadOptions, where: str) -> R
         return _object(place, {**row, options.messages_key: value}, options, where)
     record = to_record(place, row, options)
     if not record.text.isascii() and surrogate_in(record.text):
-        return Record(
-            place, record.id, _shown(record.text.encode("utf-8", "replace")), problem="not UTF-8", where=where
-        )
+        return Record(place, record.id, _plain(record.text), problem="not UTF-8", where=where)
     return record
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import http.client
 import io
 import os
+import re
 import time
 import urllib.error
 import urllib.parse
@@ -263,6 +264,11 @@ def _told(url: str, error: Exception) -> Exception:
     why = " ".join(str(error).split())[:300]
     lasting = ("NotFound", "Unauthenticated", "PermissionDenied", "Precondition", "InvalidPath", "NotSupported")
     name = type(error).__name__
-    if isinstance(error, FileNotFoundError) or name.startswith(lasting) or "credential" in why.lower():
+    if (
+        isinstance(error, FileNotFoundError)
+        or name.startswith(lasting)
+        or "credential" in why.lower()
+        or re.search(r": 40[0134] ", why)
+    ):
         return PrepareError(f"{url}: cannot read input: {why}. Check the URL and the credentials.")
     return _Passing(f"{name}: {why}")

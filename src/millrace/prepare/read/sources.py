@@ -89,14 +89,14 @@ def _files(given: str | Path, leave_out: Path | None) -> Iterator[_File | Source
     elif isinstance(given, str) and "://" in given:
         from millrace.prepare.read.remote import find_urls
 
-        base = given if given.endswith("/") else given.rpartition("/")[0] + "/"
+        base = given.partition("?")[0].rstrip("/").rpartition("/")[0] + "/"
         for found in find_urls(given):
             name = found.url.removeprefix(base).partition("?")[0]
             yield _File(found.url, name, found.url == given, found.size, found.version)
     elif Path(given).is_dir():
         yield from _below(Path(given), leave_out)
     elif Path(given).is_file():
-        yield _File(str(given), Path(given).name, True, Path(given).stat().st_size)
+        yield _File(str(given), _written(Path(given).name), True, Path(given).stat().st_size)
     else:
         raise PrepareError(f"prepare: expected a file or directory, got {given}, which does not exist. Check the path.")
 
@@ -108,7 +108,12 @@ def _below(directory: Path, leave_out: Path | None) -> Iterator[_File]:
         relative = file.relative_to(directory)
         hidden = any(part.startswith(".") for part in relative.parts)
         if not hidden and file.is_file() and (ours is None or not file.resolve().is_relative_to(ours)):
-            yield _File(str(file), f"{root}/{relative.as_posix()}", False, file.stat().st_size)
+            yield _File(str(file), _written(f"{root}/{relative.as_posix()}"), False, file.stat().st_size)
+
+
+def _written(name: str) -> str:
+    """A file name, which may be any bytes, as text."""
+    return name.encode("utf-8", "replace").decode()
 
 
 def _known(file: _File, options: ReadOptions) -> Source | tuple[str, str]:
@@ -142,9 +147,9 @@ def _sniff(source: Source, head: bytes, given: bool, options: ReadOptions) -> tu
         return "", "a file that describes others"
     if source.compression:
         head = _unpacked_head(source, options)
-    suffix = _suffix(source.name)
+    name = _without_compression(source.name)
     sure = [known for known in FORMATS.values() if known.sniff(head)]
-    alike = [known for known in FORMATS.values() if suffix and suffix in known.suffixes]
+    alike = [known for known in FORMATS.values() if known.suffixes and name.endswith(known.suffixes)]
     for known in [known for known in sure if known in alike] + sure + alike:
         return known.name, ""
     if not head:
@@ -160,11 +165,9 @@ def _unpacked_head(source: Source, options: ReadOptions) -> bytes:
         return b""
 
 
-def _suffix(name: str) -> str:
-    suffixes = PurePosixPath(name.lower()).suffixes
-    if suffixes and suffixes[-1] in COMPRESSIONS:
-        suffixes.pop()
-    return suffixes[-1] if suffixes else ""
+def _without_compression(name: str) -> str:
+    stem, dot, last = name.lower().rpartition(".")
+    return stem if dot + last in COMPRESSIONS else name.lower()
 
 
 def cut(sources: Sequence[Source], options: ReadOptions) -> list[Piece]:

@@ -1,0 +1,398 @@
+"""Reading: what each format gives, how it is known, and how it is cut."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import struct
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import google_crc32c
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import PrepareError, UsageError
+from millrace.prepare.documents import TURN_GIVEN, TURN_LEARNT, Record
+from millrace.prepare.read import ReadOptions, cut, find_sources, read
+from millrace.prepare.read import base as read_base
+
+DOCUMENTS = [("a", "First text."), ("b", "Zweiter Text, größer\nmit Zeile."), ("c", "")]
+
+
+def records(path: Path | list[Path], **options: object) -> list[Record]:
+    """All records of the inputs but blank ones."""
+    chosen = ReadOptions(**options)  # type: ignore[arg-type]
+    found = find_sources(path, chosen)
+    return [r for piece in cut(found.sources, chosen) for r in read(piece, chosen) if r.problem != "blank"]
+
+
+def texts(path: Path | list[Path], **options: object) -> list[str]:
+    return [r.text for r in records(path, **options) if not r.problem]
+
+
+def problems(path: Path | list[Path], **options: object) -> list[str]:
+    return [r.problem for r in records(path, **options) if r.problem]
+
+
+def jsonl(documents: list[tuple[str, str]]) -> bytes:
+    return b"".join(json.dumps({"id": name, "text": text}).encode() + b"\n" for name, text in documents)
+
+
+def frame(data: bytes) -> bytes:
+    """One TFRecord, by its specification."""
+
+    def masked(part: bytes) -> bytes:
+        crc = google_crc32c.value(part)
+        return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+    head = struct.pack("<Q", len(data))
+    return head + masked(head) + data + masked(data)
+
+
+def field(number: int, data: bytes) -> bytes:
+    """A protobuf field of bytes."""
+    size, varint = len(data), b""
+    while size > 127:
+        varint += bytes([size & 127 | 128])
+        size >>= 7
+    return bytes([number << 3 | 2]) + varint + bytes([size]) + data
+
+
+def example(**features: str) -> bytes:
+    """A tf.train.Example of bytes features."""
+    entries = [field(1, field(1, k.encode()) + field(2, field(1, field(1, v.encode())))) for k, v in features.items()]
+    return field(1, b"".join(entries))
+
+
+def tar(members: dict[str, bytes]) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+def arrow(path: Path, stream: bool = False) -> None:
+    table = pa.table({"id": [d[0] for d in DOCUMENTS], "text": [d[1] for d in DOCUMENTS]})
+    with path.open("wb") as file, (pa.ipc.new_stream if stream else pa.ipc.new_file)(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "d.jsonl": lambda p: p.write_bytes(jsonl(DOCUMENTS)),
+    "bom.jsonl": lambda p: p.write_bytes(b"\xef\xbb\xbf" + jsonl(DOCUMENTS).replace(b"\n", b"\r\n")),
+    "d.jsonl.gz": lambda p: p.write_bytes(b"".join(gzip.compress(jsonl([d])) for d in DOCUMENTS)),
+    "d.jsonl.zst": lambda p: p.write_bytes(b"".join(zstandard.compress(jsonl([d])) for d in DOCUMENTS)),
+    "d.jsonl.bz2": lambda p: p.write_bytes(b"".join(bz2.compress(jsonl([d])) for d in DOCUMENTS)),
+    "d.jsonl.xz": lambda p: p.write_bytes(b"".join(lzma.compress(jsonl([d])) for d in DOCUMENTS)),
+    "d.jsonl.lz4": lambda p: p.write_bytes(pa.Codec("lz4").compress(jsonl(DOCUMENTS), asbytes=True)),
+    "list.json": lambda p: p.write_text(json.dumps([{"id": i, "text": t} for i, t in DOCUMENTS], indent=1)),
+    "values.json": lambda p: p.write_text("\n".join(json.dumps({"id": i, "text": t}, indent=1) for i, t in DOCUMENTS)),
+    "d.csv": lambda p: p.write_text(
+        "id,more,text\n" + "".join(f'{i},1,"{t}"\n' for i, t in DOCUMENTS), encoding="utf-8", newline=""
+    ),
+    "d.tsv": lambda p: p.write_text("text\tid\n" + "".join(f'"{t}"\t{i}\n' for i, t in DOCUMENTS), encoding="utf-8"),
+    "d.parquet": lambda p: pq.write_table(
+        pa.table({"id": [d[0] for d in DOCUMENTS], "text": [d[1] for d in DOCUMENTS]}), p, row_group_size=2
+    ),
+    "d.arrow": arrow,
+    "stream.arrow": lambda p: arrow(p, True),
+    "d.tfrecord": lambda p: p.write_bytes(b"".join(frame(example(id=i, text=t)) for i, t in DOCUMENTS)),
+    "d.tfrecord.gz": lambda p: p.write_bytes(
+        gzip.compress(b"".join(frame(example(id=i, text=t)) for i, t in DOCUMENTS))
+    ),
+    "d.tar": lambda p: p.write_bytes(tar({f"{i}.txt": t.encode() for i, t in DOCUMENTS})),
+    "d.tgz": lambda p: p.write_bytes(
+        gzip.compress(tar({f"{i}.json": json.dumps({"text": t}).encode() for i, t in DOCUMENTS}))
+    ),
+    "x.tar": lambda p: p.write_bytes(
+        tar({"a.jpg": b"\xff", "a.jsonl.gz": gzip.compress(jsonl(DOCUMENTS)), "a.cls": b"1"})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("named", [True, False])
+def test_every_format_gives_the_same_documents(tmp_path: Path, name: str, named: bool) -> None:
+    """By its suffix or, but for CSV, without one."""
+    if not named and name.endswith((".csv", ".tsv")):
+        pytest.skip("nothing in a CSV file says that it is one")
+    path = tmp_path / (name if named else name.replace(".", "-"))
+    WRITERS[name](path)
+    assert [(r.id, r.text, r.problem) for r in records(path)] == [(i, t, "") for i, t in DOCUMENTS]
+
+
+def test_text_and_html_files_are_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfOne")
+    (tmp_path / "b.html").write_text("<!DOCTYPE html><p>Two")
+    (tmp_path / "c").write_text("<html>Three")
+    (tmp_path / "latin.txt").write_bytes("müde".encode("latin-1"))
+    (tmp_path / "main.rs").write_text("fn main() {}")
+    got = [(r.id.partition("/")[2], r.text, r.html) for r in records(tmp_path) if not r.problem]
+    assert got == [
+        ("a.txt", "One", False),
+        ("b.html", "<!DOCTYPE html><p>Two", True),
+        ("c", "<html>Three", True),
+        ("main.rs", "fn main() {}", False),
+    ]
+    assert problems(tmp_path) == ["not UTF-8: invalid start byte at byte 1"]
+
+
+def test_unknown_files_are_passed_over_unless_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / ".hidden.txt").write_text("b")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "b.txt").write_text("b")
+    found = find_sources(tmp_path, ReadOptions(), leave_out=tmp_path / "out")
+    assert [Path(s.path).name for s in found.sources] == ["a.txt"]
+    assert [(Path(path).name, why) for path, why in found.skipped] == [("image.png", "binary data of no known format")]
+    with pytest.raises(PrepareError, match=r"image\.png: expected one of"):
+        find_sources([tmp_path / "image.png"], ReadOptions())
+    assert find_sources([tmp_path / "image.png"], ReadOptions(format="text")).sources[0].format == "text"
+    with pytest.raises(UsageError, match="among auto"):
+        find_sources(tmp_path, ReadOptions(format="docx"))
+    with pytest.raises(PrepareError, match="does not exist"):
+        find_sources([tmp_path / "nothing"], ReadOptions())
+
+
+def test_content_is_believed_before_suffixes(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(jsonl(DOCUMENTS))
+    (tmp_path / "b.jsonl").write_bytes(b"broken\n" + jsonl(DOCUMENTS))
+    (tmp_path / "c.gz").write_bytes(gzip.compress(jsonl(DOCUMENTS)))
+    (tmp_path / "d.json").write_text('{"text": "one"}')
+    found = find_sources(tmp_path, ReadOptions())
+    assert [(s.format, s.compression) for s in found.sources] == [
+        ("jsonl", ""),
+        ("jsonl", ""),
+        ("jsonl", "gz"),
+        ("jsonl", ""),
+    ]
+    assert len(texts(tmp_path)) == 10
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 60), max_size=40),
+    piece=st.integers(1, 200),
+    end=st.sampled_from([b"\n", b"\r\n"]),
+    last=st.booleans(),
+)
+def test_pieces_cover_each_line_once(sizes: list[int], piece: int, end: bytes, last: bool) -> None:
+    """Any border may fall anywhere in a line, its newline, or a line that is too long."""
+    lines = [json.dumps({"id": i, "text": "x" * size}).encode() for i, size in enumerate(sizes)]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path = Path(folder) / "a.jsonl"
+        path.write_bytes(end.join(lines) + (end if last else b""))
+        patch.setattr("millrace.prepare.read.lines.PIECE_BYTES", piece)
+        got = records(path, format="jsonl", max_document_bytes=60)
+    ended = [last or i < len(lines) - 1 for i in range(len(lines))]
+    short = [len(line) + len(end) * newline <= 60 + newline for line, newline in zip(lines, ended)]
+    assert len(got) == len(sizes)
+    assert [r.id for r in got if not r.problem] == [str(i) for i, fits in enumerate(short) if fits]
+
+
+def test_bad_lines_cost_themselves_only(tmp_path: Path) -> None:
+    good = jsonl([("g", "good")])
+    bad = {
+        b'{"text": "\xff"}': "not UTF-8: invalid start byte at byte 10 of the line",
+        b'{"text": "a\0b"}': "not JSON: Invalid control character",
+        b"\0\0\0": "not JSON",
+        b'{"text": ': "not JSON",
+        b"[" * 100_000: "not JSON: nested too deeply",
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000: "not JSON: nested too deeply",
+        b'{"text": 5}': "expected a string under 'text', got int",
+        b'{"text": null}': "expected a string under 'text', got null",
+        b"{}": "expected a string under 'text', got nothing",
+        b"[1]": "expected an object, got list",
+        b'{"text": "\\ud800"}': "half a surrogate pair",
+        b'{"text": "' + b"x" * 200_000 + b'"}': "a line of 200013 bytes is longer than max_document_bytes",
+    }
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(good + b"".join(line + b"\n" + good for line in bad) + b"\n\n" + good)
+    got = records(path, max_document_bytes=150_000 * 6)
+    assert sum(not r.problem for r in got) == len(bad) + 2 + 1  # the longest line is allowed here
+    got = records(path, max_document_bytes=150_000)
+    assert [r.text for r in got if not r.problem] == ["good"] * (len(bad) + 2)
+    for record, told in zip([r for r in got if r.problem], bad.values(), strict=True):
+        long = "a line of" in record.problem
+        assert told in record.problem or long
+        assert record.where.startswith("byte ")
+        assert len(record.text) <= 200
+
+
+def test_numbers_and_absent_ids_and_dotted_keys(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [
+        {"id": 123456789012345678901234567890, "data": {"text": "a", "n": float("nan")}, "url": "u"},
+        {"data": {"text": "b"}, "id": 1.5},
+        {"data.text": "c", "id": 7},
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    got = records(path, text_key="data.text")
+    assert [(r.id, r.text, r.url) for r in got] == [
+        ("123456789012345678901234567890", "a", "u"),
+        ("", "b", ""),
+        ("7", "c", ""),
+    ]
+    table = pa.table({"data": [{"text": "a", "n": 1}, {"text": "b", "n": 2}], "id": [1, 2]})
+    pq.write_table(table, tmp_path / "b.parquet")
+    assert texts(tmp_path / "b.parquet", text_key="data.text") == ["a", "b"]
+
+
+def test_noncharacters_of_ours_are_taken_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl([("x", f"a{TURN_GIVEN}b{TURN_LEARNT}c")]))
+    (tmp_path / "b.txt").write_text(f"a{TURN_GIVEN}bc", encoding="utf-8")
+    assert texts(tmp_path) == ["abc", "abc"]
+
+
+def test_conversations(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Hi" + TURN_LEARNT}, {"role": "assistant", "content": "Ho"}]
+    wanted = f"{TURN_GIVEN}Hi{TURN_LEARNT}Ho"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"m": turns}) + "\n" + json.dumps({"m": [{"role": 1}]}))
+    assert texts(tmp_path / "a.jsonl", messages_key="m") == [wanted]
+    assert problems(tmp_path / "a.jsonl", messages_key="m") == [
+        "expected a role and a content, two strings, in message 0 under 'm'"
+    ]
+    pq.write_table(pa.table({"m": [turns]}), tmp_path / "b.parquet")
+    assert texts(tmp_path / "b.parquet", messages_key="m") == [wanted]
+    (tmp_path / "c.csv").write_text("p,r\nHi,Ho\n")
+    assert texts(tmp_path / "c.csv", prompt_key="p", response_key="r") == [wanted]
+    (tmp_path / "d.csv").write_text('m\n"' + json.dumps(turns).replace('"', '""') + '"\n')
+    assert texts(tmp_path / "d.csv", messages_key="m") == [wanted]
+    (tmp_path / "e.jsonl").write_text(
+        json.dumps({"c": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]})
+    )
+    assert texts(tmp_path / "e.jsonl", messages_key="c") == [wanted]
+
+
+def test_csv_rows_that_are_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'id,text\r\n1,"a\r\n""b"""\r\n2\r\n3,c,d\r\n4,\xff\r\n5,"' + b"x" * 5000 + b'"\r\n6,good\r\n')
+    got = records(path, max_document_bytes=1000)
+    assert [(r.id, r.text) for r in got if not r.problem] == [("1", 'a\r\n"b"'), ("6", "good")]
+    told = [r.problem for r in got if r.problem]
+    assert told[:3] == ["expected 2 fields, got 1", "expected 2 fields, got 3", "not UTF-8"]
+    assert "longer than max_document_bytes" in told[3]
+    with pytest.raises(PrepareError, match="expected a column 'body', got columns id, text"):
+        records(path, text_key="body")
+    (tmp_path / "b.csv").write_text("a;one\nb;two\n")
+    assert texts(tmp_path / "b.csv", text_key="1") == ["one", "two"]
+
+
+def test_csv_with_a_quote_that_never_ends_is_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'id,text\n1,"open\n' + b"2,x\n" * 5000)
+    got = records(path, max_document_bytes=1000)
+    assert "field larger than field limit" in got[0].problem
+    assert len([r for r in got if not r.problem]) > 4000
+
+
+def test_tables_say_which_columns_there_are(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"body": ["x"], "n": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(PrepareError, match="expected a text column 'text', got columns body: string, n: int64"):
+        records(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"text": [b"ok", None, b"\xff"]}), tmp_path / "b.parquet")
+    assert texts(tmp_path / "b.parquet") == ["ok"]
+    assert problems(tmp_path / "b.parquet") == [
+        "expected a string under 'text', got null",
+        "not UTF-8: invalid start byte at byte 0",
+    ]
+    raw = pa.StringArray.from_buffers(2, pa.py_buffer(struct.pack("<3i", 0, 1, 3)), pa.py_buffer(b"\xffok"))
+    pq.write_table(pa.table({"text": raw}), tmp_path / "c.parquet")
+    assert texts(tmp_path / "c.parquet") == ["ok"]
+
+
+def test_parquet_is_cut_by_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = pa.table({"text": [str(i) * 10 for i in range(100)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+    monkeypatch.setattr("millrace.prepare.read.tables.PIECE_BYTES", 300)
+    options = ReadOptions()
+    pieces = cut(find_sources(tmp_path, options).sources, options)
+    assert len(pieces) > 2
+    assert [r.text for piece in pieces for r in read(piece, options)] == table["text"].to_pylist()
+    assert sum(piece.bytes for piece in pieces) <= (tmp_path / "a.parquet").stat().st_size
+
+
+def test_dictionaries_do_not_take_memory(tmp_path: Path) -> None:
+    """A 2 MB string 4000 times over is 8 GB of text in a small file."""
+    words = pa.array(["x" * (2 << 20)])
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 4000, pa.int32()), words)
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", dictionary_pagesize_limit=1 << 30)
+    options = ReadOptions()
+    source = find_sources(tmp_path, options).sources[0]
+    before = pa.default_memory_pool().max_memory()
+    for index, record in enumerate(read(cut([source], options)[0], options)):
+        assert len(record.text) == 2 << 20
+        if index == 200:
+            break
+    assert pa.default_memory_pool().max_memory() <= max(before, 700 << 20)
+
+
+def test_tar_samples(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    long = "deep/" * 40 + "l.txt"
+    members = {
+        "a.txt": b"A",
+        "a.json": b'{"id": 5, "url": "u"}',
+        "b.cls": b"1",
+        "c.html": b"<p>C",
+        "d.tar": tar({"x.txt": b"hidden"}),
+        "e.txt.gz": gzip.compress(b"E"),
+        "f.txt": b"\xff",
+        "g.txt.gz": gzip.compress(b"G" * 5000),
+        "/abs/../h.txt": b"H",
+        long: b"L",
+        "i.txt": b"i" * 5000,
+        "j.txt": b"J",
+    }
+    path.write_bytes(tar(members))
+    got = records(path, max_document_bytes=1000)
+    assert [(r.id, r.text, r.html) for r in got if not r.problem] == [
+        ("5", "A", False),
+        ("c", "<p>C", True),
+        ("e", "E", False),
+        ("/abs/../h", "H", False),
+        (long[:-4], "L", False),
+        ("j", "J", False),
+    ]
+    assert [r.problem.partition(":")[0] for r in got if r.problem] == [
+        "no text member among b.cls",
+        "no text member among d.tar",
+        "not UTF-8",
+        "g.txt.gz",
+        "i.txt",
+    ]
+    assert [r.place for r in got] == list(range(len(got)))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar"]
+
+
+def test_text_by_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\r\n\ntwo\n\xff\nthree")
+    assert texts(tmp_path / "a.txt", format="lines") == ["one", "two", "three"]
+    assert problems(tmp_path / "a.txt", format="lines") == ["not UTF-8: invalid start byte at byte 0"]
+
+
+def test_small_files_share_a_piece(tmp_path: Path) -> None:
+    for index in range(20):
+        (tmp_path / f"{index:02}.txt").write_text(str(index))
+    options = ReadOptions()
+    found = find_sources(tmp_path, options)
+    assert len(cut(found.sources, options)) == 1
+    assert read_base.GROUP_FILES >= 20
+    again = find_sources(tmp_path, options)
+    assert again == found
+    assert len({source.sha256 for source in found.sources}) == 20
