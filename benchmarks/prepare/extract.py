@@ -1,0 +1,167 @@
+"""HTML to main text: word F1 and speed of the candidates on real pages; and archives read, MB a CPU second.
+
+Gold: thirteen pages of the sample archives, read by hand. What is main text is said by its first and last line (their
+beginnings), so that no page is copied here; the words between come from the page itself.
+
+Run: `MILLRACE_TEST_DATA=../shared/data python benchmarks/prepare/extract.py`. The peers (trafilatura, readability-lxml,
+jusText) run under the interpreter that MILLRACE_PEERS names (default `.venv-peers/bin/python`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+DATA = Path(os.environ.get("MILLRACE_TEST_DATA", Path(__file__).parents[3] / "shared/data"))
+PEERS = os.environ.get("MILLRACE_PEERS", ".venv-peers/bin/python")
+GOLD = [  # address, beginning of the first line of main text, of the last one
+    ("https://www.cs.washington.edu/people/faculty/weld", "Dan Weld", "Dan has taught"),
+    ("https://soldaini.net/", "Hello, visitor!", "Hop over the publications"),
+    ("https://maria-antoniak.github.io/2023/07/04/notes-on-mastodon.html", "Some things to know", "Updated: July 24"),
+    ("https://maria-antoniak.github.io/2023/04/11/paperpile-to-zotero.html", "Moving from", "April 11, 2023"),
+    ("https://maria-antoniak.github.io/2022/07/27/topic-modeling-for-the-people.html", "Topic Modeling", "July 27"),
+    ("https://maria-antoniak.github.io/2018/11/19/data-science-crash-course.html", "Data Science", "Updated: June"),
+    ("https://tomhoper.github.io/", "About Me", "My work has received"),
+    ("http://0900-hovenier.nl/gelderland/oosterbeek/", "Hovenier in Oosterbeek", "De Steeg"),
+    ("http://commoncrawl.org/", "We build and maintain", "Don't forget"),
+    ("http://www.iana.org/numbers", "Number Resources", "Locally Served DNS Zones"),
+    ("http://www.iana.org/domains", "Domain Name Services", "A number of special domains"),
+    ("http://www.iana.org/domains/reserved", "IANA-managed Reserved", "There is additionally"),
+    ("https://an.wikipedia.org/wiki/Escopete", "Escopete ye", "(es) Escopete"),
+]
+PEER_CODE = """
+import json, sys, time
+pages = json.load(sys.stdin)
+def trafilatura_(h):
+    import trafilatura
+    return trafilatura.extract(h) or ""
+def trafilatura_recall(h):
+    import trafilatura
+    return trafilatura.extract(h, favor_recall=True, include_comments=False) or ""
+def readability_(h):
+    import readability, lxml.html
+    return lxml.html.fromstring(readability.Document(h).summary()).text_content()
+def justext_(h):
+    import justext
+    found = justext.justext(h.encode(), justext.get_stoplist("English"))
+    return "\\n".join(p.text for p in found if not p.is_boilerplate)
+out = {}
+for f in (trafilatura_, trafilatura_recall, readability_, justext_):
+    texts = []
+    try:
+        f(pages[0])
+        t = time.process_time()
+        for page in pages:
+            try: texts.append(f(page))
+            except Exception as e: texts.append("")
+        out[f.__name__.strip("_")] = (time.process_time() - t, texts)
+    except ImportError as e:
+        print(e, file=sys.stderr)
+print(json.dumps(out))
+"""
+
+
+def words(text: str) -> Counter[str]:
+    """Its words, counted."""
+    return Counter(re.findall(r"\w+", text.lower()))
+
+
+def f1(found: str, gold: str) -> tuple[float, float, float]:
+    """Precision, recall and F1 over words."""
+    a, b = words(found), words(gold)
+    common = (a & b).total()
+    p, r = common / max(1, a.total()), common / max(1, b.total())
+    return p, r, 2 * p * r / max(1e-9, p + r)
+
+
+def all_pages() -> list[tuple[str, str]]:
+    """Address and HTML of each distinct page of the sample archives."""
+    from millrace.prepare.read.base import Piece, ReadOptions, Source
+    from millrace.prepare.read.warc import read
+
+    found: dict[str, str] = {}
+    for path in sorted((DATA / "warc").rglob("*")):
+        if path.is_file() and ".warc" in path.name and "paths" not in path.name:
+            packed = {".gz": "gz", ".bad": "gz", ".lz4": "lz4"}.get(path.suffix, "")
+            source = Source(str(path), path.name, "warc", packed, path.stat().st_size, "")
+            for record in read(Piece((source,)), ReadOptions()):
+                if record.html and not record.problem and len(record.text) > 1000:
+                    found.setdefault(record.url, record.text)
+    return list(found.items())
+
+
+def gold_of(html: str, first: str, last: str) -> str:
+    """The lines of the page's whole text from one that begins so to the last one that begins so."""
+    from resiliparse.extract.html2text import extract_plain_text
+
+    text = extract_plain_text(html, list_bullets=False, alt_texts=False)
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    start = [i for i, line in enumerate(lines) if line.startswith(first)]
+    stop = [i for i, line in enumerate(lines) if line.startswith(last)]
+    return "\n".join(lines[start[0] : stop[-1] + 1])
+
+
+def own_candidates() -> dict[str, Callable[[str], str]]:
+    """What is installed beside Millrace."""
+    from resiliparse.extract.html2text import extract_plain_text
+
+    from millrace.prepare.extract import extract_html
+
+    found: dict[str, Callable[[str], str]] = {
+        "millrace": extract_html,
+        "resiliparse main": lambda h: extract_plain_text(h, main_content=True),
+        "resiliparse all": lambda h: extract_plain_text(h),
+    }
+    try:
+        from selectolax.lexbor import LexborHTMLParser
+
+        def selectolax(html: str) -> str:
+            tree = LexborHTMLParser(html)
+            tree.strip_tags(["script", "style", "nav", "header", "footer", "aside", "noscript", "form"])
+            return tree.body.text(separator="\n") if tree.body else ""
+
+        found["selectolax, tags only"] = selectolax
+    except ImportError:
+        print("selectolax is not installed: left out")
+    return found
+
+
+def main() -> None:
+    """Prints the table of extractors."""
+    pages = all_pages()
+    by_url = dict(pages)
+    gold = [gold_of(by_url[url], first, last) for url, first, last in GOLD]
+    golden = [by_url[url] for url, _, _ in GOLD]
+    megabytes = sum(len(html.encode()) for _, html in pages) / 1e6
+    found: dict[str, tuple[float, list[str]]] = {}
+    for name, extract in own_candidates().items():
+        extract(pages[0][1])
+        start = time.process_time()
+        texts = [extract(html) for _, html in pages]
+        found[name] = (time.process_time() - start, texts)
+    if Path(PEERS).exists():
+        request = json.dumps([html for _, html in pages])
+        answer = subprocess.run([PEERS, "-c", PEER_CODE], input=request, capture_output=True, text=True, check=False)
+        found.update(json.loads(answer.stdout) if answer.stdout else {})
+        print(answer.stderr[-2000:] if not answer.stdout else "", end="", file=sys.stderr)
+    else:
+        print(f"{PEERS} is not there: peers left out. Set MILLRACE_PEERS.")
+    print(f"{len(pages)} pages, {megabytes:.1f} MB; gold {len(golden)} pages, {words(' '.join(gold)).total()} words")
+    print(f"{'':24}{'P':>7}{'R':>7}{'F1':>7}{'worst':>7}{'MB/s':>8}")
+    index = {url: i for i, (url, _) in enumerate(pages)}
+    for name, (seconds, texts) in sorted(found.items(), key=lambda item: item[1][0]):
+        scores = [f1(texts[index[url]], text) for (url, _, _), text in zip(GOLD, gold)]
+        mean = [sum(column) / len(scores) for column in zip(*scores)]
+        worst = min(score[2] for score in scores)
+        print(f"{name:24}{mean[0]:7.3f}{mean[1]:7.3f}{mean[2]:7.3f}{worst:7.3f}{megabytes / seconds:8.1f}")
+
+
+if __name__ == "__main__":
+    main()
