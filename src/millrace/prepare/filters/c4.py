@@ -111,7 +111,9 @@ def _cite(points, start, stop, line):  # type: ignore[no-untyped-def]
             skip = 0
             if _same(points, i + 1, stop, (101, 100, 105, 116, 93)):
                 skip = 6
-            elif _same(points, i + 1, stop, (99, 105, 116, 97, 116, 105, 111, 110, 32, 110, 101, 101, 100, 101, 100, 93)):
+            elif _same(
+                points, i + 1, stop, (99, 105, 116, 97, 116, 105, 111, 110, 32, 110, 101, 101, 100, 101, 100, 93)
+            ):
                 skip = 17
             if skip:
                 i += skip
@@ -137,7 +139,7 @@ def _copy(points, start, stop, line, n):  # type: ignore[no-untyped-def]
 def _same(points, start, stop, chars):  # type: ignore[no-untyped-def]
     if stop - start < len(chars):
         return False
-    for i, c in enumerate(chars):
+    for i, c in enumerate(chars):  # noqa: SIM110 - numba has no generators here
         if points[start + i] != c:
             return False
     return True

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from millrace.errors import UsageError
 from millrace.prepare.documents import Verdict
+from millrace.prepare.filters.exceptions import hash_table
 from millrace.prepare.filters.fields import (
     first_failing,
     measure,
@@ -29,7 +30,6 @@ from millrace.prepare.filters.fields import (
     read_only,
 )
 from millrace.prepare.filters.kernels import QUALITY, REPETITION, measure_quality, measure_repetition
-from millrace.prepare.filters.words import hash_table
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))
@@ -46,7 +46,8 @@ class GopherQuality:
         min_words, max_words: Words that are not all symbols: 50 to 100 000.
         min_word_chars, max_word_chars: Their mean length: 3 to 10.
         max_symbols_per_word: `#` signs a word, and ellipses a word: 0.1.
-        max_bullet_lines, max_ellipsis_lines: Shares of lines that begin with a bullet (0.9), end with an ellipsis (0.3).
+        max_bullet_lines, max_ellipsis_lines: Shares of lines that begin with a bullet (0.9), or end with
+            an ellipsis (0.3).
         min_alpha_words: Share of words with a letter: 0.8.
         min_stop_words, stop_words: How many different ones of the list must occur, in that spelling: 2. Give the list
             of another language for text in it.
@@ -78,7 +79,9 @@ class GopherQuality:
         need_order(self, "min_word_chars", "max_word_chars")
         if self.min_stop_words > len(set(self.stop_words)):
             got = f"got {self.min_stop_words}"
-            raise UsageError(f"min_stop_words: expected at most the number of stop_words ({len(self.stop_words)}), {got}")
+            raise UsageError(
+                f"min_stop_words: expected at most the number of stop_words ({len(self.stop_words)}), {got}"
+            )
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -178,7 +181,9 @@ class GopherRepetition:
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what fails a rule."""
         grams = (*self.top_ngrams, *self.duplicate_ngrams)
-        sizes = [read_only(np.array([n for n, _ in rule], np.int64)) for rule in (self.top_ngrams, self.duplicate_ngrams)]
+        sizes = [
+            read_only(np.array([n for n, _ in rule], np.int64)) for rule in (self.top_ngrams, self.duplicate_ngrams)
+        ]
         columns = measure(measure_repetition, batch, len(REPETITION) + len(grams), sizes)
         m = dict(zip(REPETITION, columns[: len(REPETITION)], strict=True))
         with np.errstate(divide="ignore", invalid="ignore"):

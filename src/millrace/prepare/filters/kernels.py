@@ -16,7 +16,18 @@ from numba import njit
 from millrace.prepare.filters.characters import BREAK, LETTER, SPACE, SYMBOL, TERMINAL
 from millrace.prepare.filters.words import cut_words, decode, hash_points, kind, look_up
 
-QUALITY = ("words", "text_words", "text_chars", "alpha_words", "hashes", "ellipses", "lines", "bullets", "trails", "stops")
+QUALITY = (
+    "words",
+    "text_words",
+    "text_chars",
+    "alpha_words",
+    "hashes",
+    "ellipses",
+    "lines",
+    "bullets",
+    "trails",
+    "stops",
+)
 """Columns of `measure_quality`: words; those that are not all symbols, and their characters; with a letter; # signs;
 ellipses; lines; lines that begin with a bullet; that end with an ellipsis; different stop words."""
 REPETITION = ("chars", "paragraphs", "same_paragraphs", "paragraph_chars", "lines", "same_lines", "line_chars")
@@ -101,7 +112,13 @@ def measure_quality(offsets, stops, data, table, keys, values, stop_keys, stop_v
             if stop >= 0 and seen[stop] != row:
                 seen[stop] = row
                 found += 1
-        out[row, 0], out[row, 1], out[row, 2], out[row, 3], out[row, 9] = words, text_words, text_chars, alpha_words, found
+        out[row, 0], out[row, 1], out[row, 2], out[row, 3], out[row, 9] = (
+            words,
+            text_words,
+            text_chars,
+            alpha_words,
+            found,
+        )
         hashes = ellipses = lines = bullets = trails = 0
         start, dots = 0, 0
         for i in range(n + 1):
@@ -172,7 +189,7 @@ def _top_chars(sums, lengths, words, n, slots, counts, firsts):  # type: ignore[
         if slots[slot] == 0:
             slots[slot], counts[slot], firsts[slot] = h, 0, i
         counts[slot] += 1
-        if counts[slot] > best or counts[slot] == best and firsts[slot] < first:
+        if counts[slot] > best or (counts[slot] == best and firsts[slot] < first):
             best, first = counts[slot], firsts[slot]
     if best == 0:
         return 0

@@ -10,8 +10,6 @@ Source: spaCy 3.8, `Tokenizer` and `lang/en`, whose decisions it follows in othe
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -29,81 +27,14 @@ from millrace.prepare.filters.characters import (
     UPPER,
     character_table,
 )
+from millrace.prepare.filters.exceptions import MIX, special_words
 
 LOOK_BYTES = 8 << 20
 """Longer documents are judged by their first so many bytes: bounded memory (about 300 MB in the worst case)."""
 
 _LAST = ROWS - 1
 _ALPHA = LOWER | UPPER
-_SPECIAL_SLOTS = 2048
 _SPECIAL_CHARS = 12
-_MIX = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
-
-_WHOLE = (
-    "Adm. Ak. Ala. Apr. Ariz. Ark. Aug. Bros. Calif. Co. Colo. Conn. Corp. D.C. Dec. Del. Dr. E.G. E.g. Feb. Fla. Ga. "
-    "Gen. Gov. I.E. I.e. Ia. Id. Ill. Inc. Ind. Jan. Jr. Jul. Jun. Kan. Kans. Ky. La. Ltd. Mar. Mass. Md. Messrs. "
-    "Mich. Minn. Miss. Mo. Mont. Mr. Mrs. Ms. Mt. N.C. N.D. N.H. N.J. N.M. N.Y. Neb. Nebr. Nev. Nov. Oct. Okla. Ore. "
-    "Pa. Ph.D. Prof. Rep. Rev. S.C. Sen. Sep. Sept. St. Tenn. Va. Wash. Wis. a.m. co. e.g. i.e. p.m. v.s. vs. and/or "
-    "w/o 'S 's ‘S ‘s ’S ’s 're ’re 'Cause 'cause 'cos 'Cos 'coz 'Coz 'cuz 'Cuz 'bout 'em 'll ’ll 'nuff 'd ’d ma'am "
-    "Ma'am ma’am Ma’am o'clock O'clock o’clock O’clock lovin' Lovin' havin' doin' goin' nothin' somethin' ol' y'all "
-    "'' ’’ (: (; ): :( :(( :() :) :)) :* :-( :-) :-)) :-* :-/ :-D :-P :-p :-| :/ :0 :1 :3 :> :D :O :P :X :o :p :x :| :} "
-    ";) ;-) ;-D ;D <3 <33 </3 =( =) =/ =3 =D =[ =] =| >.< >.> ^_^ @_@ -_- -__- 0.0 0_0 8) 8-) xD XD O.O O_O o_O o.o"
-)
-_PARTS = (
-    "ai|nt are|nt can|not ca|nt could|nt could|ve dare|nt did|nt does|nt do|nt gon|na got|ta had|nt has|nt have|nt he|d "
-    "he|s how|d how|ll how|re how|s how|ve i|d i|m is|nt it|d it|ll i|ve may|nt might|nt might|ve must|nt must|ve "
-    "need|nt not|ve ought|nt sha|nt she|s should|nt should|ve that|d that|ll that|s there|d there|ll there|re there|s "
-    "there|ve these|d these|ll these|re these|ve they|d they|ll they|re they|ve this|d this|ll this|s those|d those|ll "
-    "those|re those|ve was|nt we|d were|nt we|ve what|d what|ll what|re what|s what|ve when|d when|ll when|re when|s "
-    "when|ve where|d where|ll where|re where|s where|ve who|d who|ll who|s who|ve why|d why|ll why|re why|s why|ve "
-    "wo|nt would|nt would|ve y|all you|d you|ll you|re you|ve c'm|on let|'s"
-)
-_CONTRACTED = (
-    "ai|n't are|n't ca|n't could|n't dare|n't did|n't does|n't do|n't had|n't has|n't have|n't is|n't may|n't might|n't "
-    "must|n't need|n't ought|n't sha|n't should|n't was|n't were|n't wo|n't would|n't i|'m i|'d i|'ll i|'ve could|'ve "
-    "might|'ve must|'ve should|'ve would|'ve not|'ve let|'s"
-)
-_PRONOUNS = "he she it that there this these they those we who what when where why how you"
-"""Source: spaCy's exceptions for English."""
-
-
-def hash_word(text: str) -> int:
-    """The hash that the compiled code gives to a word."""
-    h = 0
-    for char in text:
-        h = ((h ^ ord(char)) * _MIX) & _MASK
-        h ^= h >> 29
-    return (h * _MIX) & _MASK or 1
-
-
-def hash_table(values: dict[str, int], slots: int) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
-    """An open-addressed table of words for the compiled code: hashes uint64 [slots] (0: free), values int32 [slots]."""
-    keys, found = np.zeros(slots, np.uint64), np.zeros(slots, np.int32)
-    for word, value in values.items():
-        h = hash_word(word)
-        slot = h & (slots - 1)
-        while keys[slot] not in (0, h):
-            slot = (slot + 1) & (slots - 1)
-        keys[slot], found[slot] = h, value
-    keys.flags.writeable = found.flags.writeable = False
-    return keys, found
-
-
-@lru_cache(1)
-def special_words() -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
-    """Chunks that are not cut by rule, and after how many characters they are cut instead (0: not at all)."""
-    specials = dict.fromkeys(_WHOLE.split(), 0)
-    specials |= dict.fromkeys([f"{letter}." for letter in "abcdefghijklmnopqrstuvwxyzäöü"], 0)
-    specials |= {f"{hour}{half}": len(str(hour)) for hour in range(1, 13) for half in ("am", "pm", "a.m.", "p.m.")}
-    parts = _PARTS.split() + _CONTRACTED.split()
-    parts += [f"{word}|'{end}" for word in _PRONOUNS.split() for end in ("s", "d", "ll", "re", "ve")]
-    for part in parts:
-        for form in (part, part[0].upper() + part[1:]):
-            for variant in (form, form.replace("'", "’")):
-                if variant.replace("|", "") not in ("Ill", "ill", "Well", "well", "Shell", "Wed", "wed", "Were"):
-                    specials.setdefault(variant.replace("|", ""), variant.index("|"))
-    return hash_table(specials, _SPECIAL_SLOTS)
 
 
 def tables() -> tuple[NDArray[np.uint16], NDArray[np.uint64], NDArray[np.int32]]:
@@ -157,9 +88,9 @@ def hash_points(points, start, stop):  # type: ignore[no-untyped-def]
     """`hash_word` of `points[start:stop]`."""
     h = np.uint64(0)
     for i in range(start, stop):
-        h = (h ^ np.uint64(points[i])) * np.uint64(_MIX)
+        h = (h ^ np.uint64(points[i])) * np.uint64(MIX)
         h ^= h >> np.uint64(29)
-    h *= np.uint64(_MIX)
+    h *= np.uint64(MIX)
     return h if h != 0 else np.uint64(1)
 
 
@@ -263,7 +194,7 @@ def _unit(points, start, stop, table):  # type: ignore[no-untyped-def]
         return 2 if pair in (0x6861, 0x7964, 0x696E, 0x6674, 0x6F7A, 0x5061) else 0
     c = points[i + 2]
     if n == 3:
-        return 3 if c == 104 and (a == 109 and b == 112 or a == 107 and b == 109) else 0  # mph, kmh
+        return 3 if c == 104 and ((a == 109 and b == 112) or (a == 107 and b == 109)) else 0  # mph, kmh
     return 4 if a == 107 and b == 109 and c == 47 and points[i + 3] == 104 else 0  # km/h
 
 
@@ -328,7 +259,7 @@ def _between(points, i, stop, table):  # type: ignore[no-untyped-def]
         return 1 if after & _ALPHA else 0
     if c == 45 or c == 0x2014:
         for n in range(1, 4):
-            if i + n >= stop or n == 3 and c == 0x2014:
+            if i + n >= stop or (n == 3 and c == 0x2014):
                 return 0
             if kind(table, points[i + n]) & _ALPHA:
                 return n

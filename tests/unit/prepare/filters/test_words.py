@@ -1,0 +1,163 @@
+"""Words as they are cut, and what holds for any text."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.prepare.documents import SCHEMA, Record, to_batches
+from millrace.prepare.filters import C4, FineWeb, GopherQuality, GopherRepetition, Length, fields
+from millrace.prepare.filters import words as module
+from millrace.prepare.filters.characters import SPACE, character_table
+from millrace.prepare.filters.exceptions import hash_word
+from millrace.prepare.filters.spacing import spaced
+from millrace.prepare.filters.words import cut_words, decode, hash_points, tables
+
+STAGES = (Length(), GopherQuality(), GopherRepetition(), C4(), FineWeb())
+
+
+def words(text: str) -> list[str]:
+    data = np.frombuffer(text.encode(), np.uint8)
+    room = len(data) + 1
+    points = np.empty(room, np.uint32)
+    begins, ends, tail = (np.empty(room, np.int32) for _ in range(3))
+    n = decode(data, 0, len(data), points)
+    count = cut_words(points, 0, n, *tables(), begins, ends, tail)
+    return [text[a:b] for a, b in zip(begins[:count].tolist(), ends[:count].tolist(), strict=True)]
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        "Hello , world !",
+        "( Mr. Smith ) said : “ No … ”",
+        "I do n't know ; she 's John 's",
+        "we 'll go - there at 5 pm",
+        "U.S.A. e.g. 3.14 1,000 10 % a.b",
+        "http://www.foo-bar.com/A-b?x=1 me@example.org .",
+        "3 km 5 kg $ 5 8 + word -word",
+        "end . Next and/or this / that",
+        "wait ... what .. :) ;-)",
+        "naïve 日本語のテキスト 。 שלום ، 🎉 🎉",
+    ],
+)
+def test_words_are_cut_as_written(cut: str) -> None:
+    """The examples have a space where spaCy cuts; glued together where it would cut anyway."""
+    assert words(cut) == cut.split()
+
+
+@pytest.mark.parametrize(
+    ("glued", "cut"),
+    [
+        ("(Hello,world!)", "( Hello , world ! )"),
+        ("don't won’t cannot I'm John's dogs'", "do n't wo n’t can not I 'm John 's dogs '"),
+        ("well-known mother-in-law 10-12 a--b", "well - known mother - in - law 10 - 12 a -- b"),
+        ("end.Next e.g., $5.00 50% 3km.", "end . Next e.g. , $ 5.00 50 % 3 km ."),
+        ("yes/no a:b x=y 1:30", "yes / no a : b x = y 1:30"),
+        ("«Oui»—non “quoted.”", "« Oui»—non “ quoted . ”"),
+        ("hi🎉there foo:)", "hi 🎉 there foo :)"),
+        ("end....", "end ...."),
+    ],
+)
+def test_glued_words_are_cut(glued: str, cut: str) -> None:
+    assert words(glued) == cut.split()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=200))
+def test_words_hold_all_but_white_space(text: str) -> None:
+    assert "".join(words(text)) == "".join(text.split())
+
+
+def test_hash_in_both_languages() -> None:
+    for word in ("the", "é", "🎉🎉", "don't"):
+        assert int(hash_points(np.array([ord(c) for c in word], np.uint32), 0, len(word))) == hash_word(word)
+
+
+def test_table_knows_pythons_white_space() -> None:
+    table = character_table()
+    assert [c for c in range(len(table) - 1) if (table[c] & SPACE != 0) != chr(c).isspace()] == []
+
+
+TEXTS = st.lists(
+    st.one_of(
+        st.text(max_size=60),
+        st.text("ab. \n-•…#[1]{", max_size=300),
+        st.lists(st.sampled_from(["the", "and", "word.", "🎉", "日本", "\n", "\n\n", "...", "שלום"]), max_size=200).map(
+            " ".join
+        ),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(TEXTS, st.integers(0, 12))
+def test_batches_may_be_cut_anywhere(texts: list[str], cut: int) -> None:
+    batch = (
+        pa.record_batch([pa.array([getattr(r, f.name) for r in rows], f.type) for f in SCHEMA], schema=SCHEMA)
+        if (rows := [Record(i, text=t) for i, t in enumerate(texts)])
+        else pa.RecordBatch.from_pylist([], SCHEMA)
+    )
+    for stage in STAGES:
+        whole = stage.apply(batch)
+        parts = [stage.apply(batch.slice(0, cut)), stage.apply(batch.slice(cut))]
+        assert np.array_equal(whole.drop, np.concatenate([p.drop for p in parts]))
+        column = whole.batch.column("text")
+        column.validate(full=True)
+        assert column.to_pylist() == [t for p in parts for t in p.batch.column("text").to_pylist()]
+        assert sum(whole.counts.values()) == sum(sum(p.counts.values()) for p in parts)
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "x",
+        "!",
+        ".",
+        "#",
+        "[1",
+        "(",
+        "'",
+        "a-",
+        "a.",
+        "-",
+        "日",
+        "🎉",
+        "ש",
+        "\n",
+        "\r\n",
+        "\x00",
+        "a@",
+        "://",
+        "x/",
+        " ",
+        "3k",
+    ],
+)
+def test_a_megabyte_of_anything_takes_linear_time(unit: str) -> None:
+    text = (unit * (1 << 20))[: 1 << 20]
+    (batch,) = to_batches([Record(0, text=text)])
+    begun = time.process_time()
+    for stage in STAGES:
+        assert len(stage.apply(batch).drop) == 1
+    assert time.process_time() - begun < 5  # about 0.3 s; quadratic would be hours
+
+
+def test_long_documents_are_judged_by_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fields, "clip", lambda offsets, data: module.clip(offsets, data, 1001))
+    (batch,) = to_batches([Record(0, text="é" * 600 + " the and" * 60)])
+    assert GopherQuality().reasons[GopherQuality().apply(batch).drop[0]] == "gopher_short"
+
+
+def test_spaced_lines() -> None:
+    texts = pa.array(["Hello, WORLD!\n\n\tIt's é🎉.\x00x", "", "<s> </s>\rß"], pa.large_string())
+    ends, data = spaced(texts, 1 << 20)
+    rows = [data[a:b].tobytes().decode() for a, b in itertools.pairwise(ends)]
+    assert rows == ["hello , world !\nit 's é 🎉 . x\n", "", "< s > < /s >\nß\n"]
