@@ -299,7 +299,7 @@ class Boilerplate:
         kept = left[np.searchsorted(offsets, starts[:n], side="right") - 1]
         counts = {name: int((kept & (kinds[:n] == kind)).sum()) for kind, name in enumerate(KINDS)}
         moved = real[0] - offsets[0]
-        column = splice(column, starts[:n] + moved, stops[:n] + moved, [b""] * n)
+        column = splice(column, starts[:n] + moved, stops[:n] + moved, (b"",), np.zeros(n, np.int64))
         return Verdict(
             replace_column(batch, "text", column), drop, {kind: count for kind, count in counts.items() if count}
         )

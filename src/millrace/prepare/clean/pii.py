@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import re2
+from numpy.typing import NDArray
 
 from millrace.errors import UsageError
 from millrace.prepare.clean.pii_scan import (
@@ -86,7 +87,7 @@ base64 cannot be met by 16 characters)."""
 PEM = r"-----BEGIN (?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----"
 MAX_PEM_BYTES = 1 << 14
 
-Span = tuple[int, int, int]
+Spans = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 
 @functools.cache
@@ -145,55 +146,52 @@ class Pii:
         """The batch with its texts masked, and how many of each kind."""
         column = batch.column("text")
         offsets, _ = text_buffers(column)
-        spans = self.find(column)
-        puts_of, seen, row, puts = self._masks(), Counter[int](), -1, []
-        rows = np.searchsorted(offsets, np.array([start for start, _, _ in spans], np.int64), side="right")
-        for (_, _, kind), at in zip(spans, rows.tolist()):
-            if at != row:
-                row = at
-                seen.clear()
-            puts.append(puts_of[kind][seen[kind] % len(puts_of[kind])])
-            seen[kind] += 1
-        starts, stops = (np.array([span[i] for span in spans], np.int64) for i in (0, 1))
-        column = splice(column, starts, stops, puts)
-        counts = Counter(KINDS[kind] for _, _, kind in spans)
+        starts, stops, kinds = self.find(column)
+        masks = self._masks()
+        first = np.cumsum([0, *map(len, masks)])
+        puts = [mask for of_kind in masks for mask in of_kind]
+        rows = np.searchsorted(offsets, starts, side="right")
+        which = first[kinds]
+        for kind in np.flatnonzero(np.diff(first) > 1).tolist():  # the masks of a kind in turn, from the first in a row
+            mine = np.flatnonzero(kinds == kind)
+            turn = np.arange(len(mine)) - np.searchsorted(rows[mine], rows[mine], side="left")
+            which[mine] += turn % len(masks[kind])
+        column = splice(column, starts, stops, puts, which)
+        counts = {KINDS[kind]: n for kind, n in enumerate(np.bincount(kinds, minlength=len(KINDS)).tolist()) if n}
         return Verdict(replace_column(batch, "text", column), keep_all(len(batch)), counts)
 
-    def find(self, column: pa.LargeStringArray) -> list[Span]:
-        """`(start, stop, kind)` of all spans, ascending, not overlapping: bytes of the data buffer, index of KINDS."""
-        found = self._scanned(column)
-        keys = list(_keys(column)) if "key" in self.kinds else []
+    def find(self, column: pa.LargeStringArray) -> Spans:
+        """Starts and stops in the data buffer and indices of KINDS; ascending, not overlapping."""
+        starts, stops, kinds = self._scanned(column)
+        keys = _apart(_keys(column)) if "key" in self.kinds else []
         if not keys:
-            return found
-        # A key wins over what seems to be within it, and an earlier key over a later one.
-        merged: list[Span] = []
-        for span in sorted([*found, *keys], key=lambda span: (span[0], -span[2])):
-            if merged and span[0] < merged[-1][1]:
-                if span[2] == KINDS.index("key") != merged[-1][2]:
-                    merged[-1] = span
-                continue
-            merged.append(span)
-        return merged
+            return starts, stops, kinds
+        # A key wins over what seems to be within it.
+        first, last = (np.array([key[i] for key in keys], np.int64) for i in (0, 1))
+        free = np.searchsorted(last, starts, side="right") == np.searchsorted(first, stops, side="left")
+        starts, stops = np.concatenate((starts[free], first)), np.concatenate((stops[free], last))
+        kinds = np.concatenate((kinds[free], np.full(len(keys), KINDS.index("key"), np.int64)))
+        order = np.argsort(starts, kind="stable")
+        return starts[order], stops[order], kinds[order]
 
-    def _scanned(self, column: pa.LargeStringArray) -> list[Span]:
+    def _scanned(self, column: pa.LargeStringArray) -> Spans:
         offsets, data = text_buffers(column)
         wanted = sum(1 << KINDS.index(kind) for kind in set(self.kinds) - {"key"})
         size = int(offsets[-1] - offsets[0]) // MIN_SPAN_BYTES + 1
-        starts, stops, kinds = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.uint8)
+        starts, stops, found = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.uint8)
         wanted |= PUBLIC_ONLY if self.public_only else 0
-        n = scan(offsets, data, wanted, _iban_table(), starts, stops, kinds)
-        spans = []
-        context = _compiled(CONTEXT)
-        for start, stop, kind in zip(starts[:n].tolist(), stops[:n].tolist(), kinds[:n].tolist()):
-            if kind == EMAIL and data[start:stop].tobytes().rpartition(b".")[2].lower() in FILE_SUFFIXES:
-                continue
-            if kind == MAYBE_PHONE:
-                row = offsets[np.searchsorted(offsets, start, side="right") - 1]
-                if not context.search(data[max(int(row), start - CONTEXT_BYTES) : start].tobytes()):
-                    continue
-                kind = PHONE
-            spans.append((start, stop, kind))
-        return spans
+        n = scan(offsets, data, wanted, _iban_table(), starts, stops, found)
+        starts, stops, kinds = starts[:n].copy(), stops[:n].copy(), found[:n].astype(np.int64)
+        context, keep = _compiled(CONTEXT), np.ones(n, bool)
+        for i in np.flatnonzero(kinds == EMAIL).tolist():
+            keep[i] = data[starts[i] : stops[i]].tobytes().rpartition(b".")[2].lower() not in FILE_SUFFIXES
+        maybe = np.flatnonzero(kinds == MAYBE_PHONE)
+        rows = offsets[np.searchsorted(offsets, starts[maybe], side="right") - 1]
+        froms = np.maximum(rows, starts[maybe] - CONTEXT_BYTES)
+        for i, a, b in zip(maybe.tolist(), froms.tolist(), starts[maybe].tolist()):
+            keep[i] = context.search(data[a:b].tobytes()) is not None
+        kinds[maybe] = PHONE
+        return starts[keep], stops[keep], kinds[keep]
 
     def _masks(self) -> list[tuple[bytes, ...]]:
         given = {kind: (mask.encode(),) for kind, mask in self.masks}
@@ -206,24 +204,33 @@ def _iban_table() -> Any:
     return iban_table()
 
 
-def _keys(column: pa.LargeStringArray) -> Iterator[Span]:
+def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those that begin where no earlier one is."""
+    apart: list[tuple[int, int]] = []
+    for span in sorted(spans):
+        if not apart or span[0] >= apart[-1][1]:
+            apart.append(span)
+    return apart
+
+
+def _keys(column: pa.LargeStringArray) -> Iterator[tuple[int, int]]:
     """The spans of keys, which may overlap, row by row."""
     offsets, data = text_buffers(column)
-    starts, kind = _compiled(STARTS), KINDS.index("key")
+    starts = _compiled(STARTS)
     for first, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
         text = data[first:stop].tobytes()
         if not starts.search(text):
             continue
         for start, end in _pem_blocks(text):
-            yield first + start, first + end, kind
+            yield first + start, first + end
         for match in _compiled("|".join(KEYS)).finditer(text):
-            yield first + match.start(), first + match.end(), kind
+            yield first + match.start(), first + match.end()
         for pattern in RANDOM_KEYS:
             for match in _compiled(pattern).finditer(text):
                 if _random(match.group(1)):
-                    whole = 1 if b"=" in match.group()[: match.start(1) - match.start()] else 0
-                    begin = match.start(1) if whole or b'"' in match.group() or b"'" in match.group() else match.start()
-                    yield first + begin, first + match.end(1), kind
+                    quoted = match.group()[-1:] in b"\"'"  # then what was assigned, else with its beginning
+                    begin = match.start(1) if quoted else match.start()
+                    yield first + begin, first + match.end(1)
 
 
 def _pem_blocks(text: bytes) -> Iterator[tuple[int, int]]:

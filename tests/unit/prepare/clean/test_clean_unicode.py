@@ -1,0 +1,132 @@
+import unicodedata
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import ftfy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import UsageError
+from millrace.prepare.clean.unicode import MAX_MARKS, Unicode
+from millrace.prepare.documents import TURN_GIVEN, TURN_LEARNT, Record, Stage, to_batches
+
+TextsOf = Callable[[Stage, Sequence[str]], list[str]]
+Growth = Callable[[Stage, str, int], float]
+
+
+def clean(text: str, stage: Unicode) -> str:
+    (batch,) = to_batches([Record(0, text=text)])
+    return str(stage.apply(batch).batch.column("text")[0].as_py())
+
+
+@pytest.mark.parametrize(
+    ("dirty", "wanted"),
+    [
+        ("plain\ttext\nof two lines", "plain\ttext\nof two lines"),
+        ("schÃ¶n, voilÃ\xa0 le travail", "schön, voilà le travail"),
+        ("it\xe2\x80\x99s read as Latin-1", "it’s read as Latin-1"),
+        ("РџСЂРёРІРµС‚ РјРёСЂ", "Привет мир"),
+        ("one good Ärger\nand one bad cafÃ©", "one good Ärger\nand one bad café"),
+        ("e\u0301 and \u1100\u1161", "é and 가"),
+        ("a\x00b\x07c\x7fd", "abcd"),
+        ("x\r\ny\rz", "x\ny\nz"),
+        ("\ufeffzero\u200b width\u2060, soft\u00adhyphen", "zero width, softhyphen"),
+        ("نمی\u200cخواهم 👨\u200d👩\u200d👧", "نمی\u200cخواهم 👨\u200d👩\u200d👧"),
+        ("trail  \t\nends ", "trail\nends"),
+        ("a\n\n\n\n\n\nb", "a\n\n\nb"),
+        ("a\n \n\t\n \x00\n\r\nb", "a\n\n\nb"),
+        (f"{TURN_GIVEN}ask\r\n{TURN_LEARNT}say\x01", f"{TURN_GIVEN}ask\n{TURN_LEARNT}say"),
+        ("", ""),
+    ],
+)
+def test_repairs(dirty: str, wanted: str, texts_of: TextsOf) -> None:
+    assert texts_of(Unicode(), [dirty, "between", dirty]) == [wanted, "between", wanted]
+
+
+def test_counts_by_kind() -> None:
+    (batch,) = to_batches([Record(0, text="schÃ¶n \r\n\n\n\n\u200ba\x00e\u0301"), Record(1, text="fine")])
+    verdict = Unicode().apply(batch)
+    assert verdict.counts == {
+        "mojibake": 1,
+        "normalised": 1,
+        "controls": 1,
+        "zero_width": 1,
+        "newlines": 1,
+        "trailing_spaces": 1,
+        "blank_lines": 1,
+    }
+    assert verdict.drop.tolist() == [-1, -1]
+
+
+def test_options(texts_of: TextsOf) -> None:
+    text = "ﬁne  \n\n\n\nschÃ¶n\u200b\u00ad\x01\u202e e\u0301"
+    off = Unicode(False, "none", False, False, False, False, False, -1)
+    assert texts_of(off, [text]) == [text]
+    assert texts_of(Unicode(form="NFKC", bidi_marks=True, max_blank_lines=0), [text]) == ["fine\nschön é"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"form": "NFD"}, "form: expected one of NFC, NFKC, none, got 'NFD'"),
+        ({"max_blank_lines": -2}, "max_blank_lines: expected -1 or more, got -2"),
+        ({"controls": 1}, "controls: expected true or false, got 1"),
+    ],
+)
+def test_refuses(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Unicode(**options)  # type: ignore[arg-type]
+
+
+PIECES = st.sampled_from(
+    [
+        *"aé Ãâ€™\u0301\u0327\u0344\u200b\ufeff\xa0\u00ad\r\n\t\x00\x85\x92ﬁ½\u1100\u1161\u11a8ΓÇ√Р\u09c7\u09be漢",
+        "Ã©",
+        "â€™",
+    ]
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(PIECES | st.characters(codec="utf-8"), max_size=60).map("".join), st.sampled_from(["NFC", "NFKC"]))
+def test_is_idempotent_and_normal(text: str, form: str) -> None:
+    stage = Unicode(form=form)
+    once = clean(text, stage)
+    assert clean(once, stage) == once
+    assert unicodedata.is_normalized(form, once)  # type: ignore[arg-type]
+
+
+def test_long_runs_of_marks_are_cut(texts_of: TextsOf) -> None:
+    text = "x" + "\u0316\u0301" * 50 + "algo"
+    (cut,) = texts_of(Unicode(), [text])
+    assert sum(unicodedata.combining(c) > 0 for c in cut) == MAX_MARKS
+    assert cut.endswith("algo") and unicodedata.is_normalized("NFC", cut)
+
+
+def test_gate_misses_little_that_ftfy_repairs(data: Path) -> None:
+    archive = zipfile.ZipFile(data / "lang/udhr2.zip")
+    lines = [
+        line
+        for name in sorted(archive.namelist())[::6]
+        if name.endswith(".txt")
+        for line in archive.read(name).decode("utf-8", "ignore").split("\n")[5:12]
+        if len(line) > 60 and not line.isascii()
+    ]
+    broken = [line.encode().decode("latin-1") for line in lines]
+    broken += [line.encode().decode("sloppy-windows-1252") for line in lines]
+    stage = Unicode(form="none", controls=False, zero_width=False, soft_hyphens=False, trailing_spaces=False)
+    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate([*lines, *broken])])
+    ours = stage.apply(batch).batch.column("text").to_pylist()
+    theirs = [ftfy.fix_encoding(text) for text in [*lines, *broken]]
+    changed = sum(a != b for a, b in zip(theirs, [*lines, *broken]))
+    assert changed > 300
+    assert sum(a != b for a, b in zip(ours, theirs)) <= 0.002 * changed
+
+
+@pytest.mark.parametrize(
+    "piece", ["a", " ", " \n", "\r", "\x00", "a\u0301\u0327", "\u0301\u0327", "Ã¶", "\u09c7\u09be", "Ã\x82", "\u0344"]
+)
+def test_time_is_linear(piece: str, growth: Growth) -> None:
+    assert growth(Unicode(), piece, 10_000_000 if piece.isascii() else 1_000_000) < 8
