@@ -396,3 +396,36 @@ def test_small_files_share_a_piece(tmp_path: Path) -> None:
     again = find_sources(tmp_path, options)
     assert again == found
     assert len({source.sha256 for source in found.sources}) == 20
+
+
+def test_any_flipped_byte_of_a_tfrecord_is_noticed(tmp_path: Path) -> None:
+    """One in the data costs its record; one in a length or its checksum, what follows."""
+    frames = [frame(example(id=str(i), text=f"text {i}")) for i in range(4)]
+    data = b"".join(frames)
+    path = tmp_path / "a.tfrecord"
+    for at in range(len(data)):
+        changed = bytearray(data)
+        changed[at] ^= 0x10
+        path.write_bytes(changed)
+        got = records(path, format="tfrecord")
+        index, within = divmod(at, len(frames[0]))
+        lost = range(index, 4) if within < 12 else [index]
+        assert [r.text for r in got if not r.problem] == [f"text {i}" for i in range(4) if i not in lost]
+        assert ["checksum" in r.problem and r.where for r in got if r.problem] == [f"byte {index * len(frames[0])}"]
+    for stop in range(len(data)):
+        path.write_bytes(data[:stop])
+        got = records(path, format="tfrecord")
+        whole, rest = divmod(stop, len(frames[0]))
+        assert [bool(r.problem) for r in got] == [False] * whole + [True] * bool(rest)
+    path.write_bytes(frames[0] + frame(example(id="1", text="x" * 5000)) + frames[2])
+    got = records(path, max_document_bytes=1000)
+    assert [r.problem[:8] for r in got] == ["", "a record", ""]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_may_stand_in_a_tfrecord(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.tfrecord"
+        path.write_bytes(frame(data) + frame(example(text="good")))
+        assert [r.text for r in records(path, format="tfrecord") if not r.problem][-1:] == ["good"]

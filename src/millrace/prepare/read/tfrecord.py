@@ -61,7 +61,7 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
                 yield Record(place, text=data[:200].decode("utf-8", "replace"), problem=problem, where=where)
                 continue
             try:
-                yield to_record(place, _features(data), options, where)
+                yield to_record(place, parse_example(data), options, where)
             except _NotExample as error:
                 shown = data[:200].decode("utf-8", "replace")
                 yield Record(place, text=shown, problem=f"not a tf.train.Example: {error}", where=where)
@@ -118,7 +118,7 @@ def _skip(file: BinaryIO, size: int) -> str:
     return ""
 
 
-def _features(data: bytes) -> dict[str, object]:
+def parse_example(data: bytes) -> dict[str, object]:
     """The features of an Example or SequenceExample by name: bytes, a number, or the steps of a sequence in lines."""
     row: dict[str, object] = {}
     for number, features in _fields(data):
