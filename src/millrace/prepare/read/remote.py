@@ -66,7 +66,7 @@ def find_urls(url: str) -> list[Found]:
         PrepareError: If there is none, or it cannot be read.
     """
     if urllib.parse.urlsplit(url).scheme not in _SCHEMES:
-        raise PrepareError(f"{url}: expected a URL of {', '.join(_SCHEMES)}, hf or api, or a path. Check the input.")
+        raise PrepareError(f"{url}: expected a URL of {', '.join(_SCHEMES)} or hf, or a path. Check the input.")
     if url.startswith("http"):
         opened = _retried(url, lambda: _open_http(url, 0, ""))
         opened.chunks.close()

@@ -55,7 +55,7 @@ def find_sources(
     error.
 
     Args:
-        inputs: Paths of files and directories; URLs of http, https, s3, gs, az (also prefixes), hf and api.
+        inputs: Paths of files and directories; URLs of http, https, s3, gs, az (also prefixes) and hf.
         options: A `format` other than `auto` is that of all inputs.
         workers: Threads that hash and sniff.
         leave_out: Files below are no input: a dataset may be written inside the directory that it is made of.
@@ -84,8 +84,6 @@ def find_sources(
 def _files(given: str | Path, leave_out: Path | None) -> Iterator[_File | Source]:
     if isinstance(given, str) and given.startswith(PREFIX):
         yield hub_source(given)
-    elif isinstance(given, str) and given.startswith("api:"):
-        yield Source(given, given.removeprefix("api:"), "api", "", 0, "")
     elif isinstance(given, str) and "://" in given:
         from millrace.prepare.read.remote import find_urls
 
