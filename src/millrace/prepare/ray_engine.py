@@ -213,8 +213,9 @@ class _RayEngine:
             except (ConnectionError, RuntimeError, ValueError, OSError) as error:
                 where = self._address or "a cluster of this machine"
                 raise PrepareError(
-                    f"engine ray: {where} cannot be reached or started: {error}. Look at it with `ray status`; Ray "
-                    "and Python must have the same versions on all nodes."
+                    f"engine ray: {where} cannot be reached or started: {str(error).rstrip('.')}. Look at it with "
+                    "`ray status`. Ray and Python must be of the same versions on all nodes; a cluster that asks for "
+                    "a token needs RAY_AUTH_MODE=token here, too."
                 ) from error
         # Ray's own retries would repeat an attempt that ran out of memory as it was.
         self._remote = self._ray.remote(max_retries=0, num_cpus=1)(_attempt)

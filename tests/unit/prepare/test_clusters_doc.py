@@ -1,0 +1,39 @@
+"""What docs/clusters.md tells people to run is at least well-formed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def test_scripts_are_bash() -> None:
+    scripts = blocks("bash")
+    assert len(scripts) == 3
+    for script in scripts:
+        checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+        assert checked.returncode == 0, checked.stderr
+    assert sum("#SBATCH" in script for script in scripts) == 2
+
+
+def test_the_job_of_kuberay_is_whole() -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    (text,) = blocks("yaml")
+    job: dict[str, Any] = yaml.safe_load(text)
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    for pod in pods:
+        spec = pod["template"]["spec"]
+        mounts = {mount["name"] for container in spec["containers"] for mount in container["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in spec["volumes"]} == {"shared"}
+        assert all(isinstance(value, str) for value in pod["rayStartParams"].values())
