@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import struct
 import tarfile
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import google_crc32c
 import pyarrow as pa
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import zstandard
@@ -109,6 +111,10 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     ),
     "d.arrow": arrow,
     "stream.arrow": lambda p: arrow(p, True),
+    "d.feather": lambda p: feather.write_feather(
+        pa.table({"id": [d[0] for d in DOCUMENTS], "text": [d[1] for d in DOCUMENTS]}), str(p), compression="zstd"
+    ),
+    "d.arrow.gz": lambda p: (arrow(p, True), p.write_bytes(gzip.compress(p.read_bytes()))),
     "d.tfrecord": lambda p: p.write_bytes(b"".join(frame(example(id=i, text=t)) for i, t in DOCUMENTS)),
     "d.tfrecord.gz": lambda p: p.write_bytes(
         gzip.compress(b"".join(frame(example(id=i, text=t)) for i, t in DOCUMENTS))
@@ -429,3 +435,10 @@ def test_any_bytes_may_stand_in_a_tfrecord(data: bytes) -> None:
         path = Path(folder) / "a.tfrecord"
         path.write_bytes(frame(data) + frame(example(text="good")))
         assert [r.text for r in records(path, format="tfrecord") if not r.problem][-1:] == ["good"]
+
+
+def test_a_file_name_may_be_any_bytes(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xfcde.txt"))
+    path.write_text("a")
+    assert [r.id.encode() for r in records(tmp_path)] == [f"{tmp_path.name}/m?de.txt".encode()]
+    assert texts([path]) == ["a"]

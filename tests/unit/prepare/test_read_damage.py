@@ -225,3 +225,13 @@ def test_files_that_vanish_are_told(tmp_path: Path) -> None:
     with pytest.raises(PrepareError, match="cannot read input"):
         list(read(Piece((source,)), ReadOptions()))
     assert "jsonl" in FORMATS
+
+
+def test_zstd_windows_of_2_gib_are_read(tmp_path: Path) -> None:
+    """As of `zstd --long=31`; the libraries' own limit is 128 MiB."""
+    long = zstandard.ZstdCompressionParameters.from_level(1, window_log=31)
+    packer = zstandard.ZstdCompressor(compression_params=long).compressobj()
+    packed = packer.compress(LINES) + packer.flush()
+    assert packed[5] >> 3 == 31 - 10
+    (tmp_path / "a.jsonl.zst").write_bytes(packed)
+    assert [r.problem for r in records(tmp_path / "a.jsonl.zst")] == [""] * 300

@@ -7,6 +7,7 @@ a damaged file may be trusted. Memory is about 8 MiB of rows, their pages, and f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pyarrow as pa
@@ -185,26 +186,31 @@ def _said(error: BaseException) -> str:
     return " ".join(str(error).split())[:300].rstrip(".")
 
 
-def _open_ipc(source: Source, options: ReadOptions) -> Any:
+@contextmanager
+def _open_ipc(source: Source, options: ReadOptions) -> Iterator[Any]:
     """A reader of an IPC file, memory-mapped if it can be, or of a stream."""
-    if source.compression:
-        return pa.ipc.open_stream(open_source(source, options.max_unpacked_ratio))
-    file = pa.PythonFile(open_packed(source.path, source.bytes)) if "://" in source.path else pa.memory_map(source.path)
-    magic = file.read(6)
-    file.seek(0)
-    return pa.ipc.open_file(file) if magic == b"ARROW1" else pa.ipc.open_stream(file)
+    with ExitStack() as opened:
+        if source.compression:
+            yield pa.ipc.open_stream(opened.enter_context(open_source(source, options.max_unpacked_ratio)))
+            return
+        if "://" in source.path:
+            file = pa.PythonFile(opened.enter_context(open_packed(source.path, source.bytes)))
+        else:
+            file = opened.enter_context(pa.memory_map(source.path))
+        magic = file.read(6)
+        file.seek(0)
+        if magic[:4] == b"FEA1":
+            raise Damaged("Feather of version 1 is no longer read. Write it again with pyarrow or pandas.")
+        yield pa.ipc.open_file(file) if magic == b"ARROW1" else pa.ipc.open_stream(file)
 
 
 def _cut_batches(source: Source, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
-    try:
-        reader = _open_ipc(source, options)
-    except _DAMAGE:
+    number = 0
+    with suppress(*_DAMAGE), _open_ipc(source, options) as reader:
+        if isinstance(reader, pa.ipc.RecordBatchFileReader):
+            number = reader.num_record_batches
+    if not number:  # a stream, or damaged: the reader says what is wrong
         yield 0, 0, source.bytes
-        return
-    if not isinstance(reader, pa.ipc.RecordBatchFileReader) or not reader.num_record_batches:
-        yield 0, 0, source.bytes
-        return
-    number = reader.num_record_batches
     step = max(1, number * PIECE_BYTES // max(1, source.bytes))
     for start in range(0, number, step):
         stop = min(start + step, number)
@@ -215,14 +221,12 @@ def _read_arrow(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     source = piece.sources[0]
     place = -1
     try:
-        if source.path.endswith((".feather", ".ftr")) and open_packed(source.path).read(4) == b"FEA1":
-            raise Damaged("Feather of version 1 is no longer read. Write it again with pyarrow or pandas.")
-        reader = _open_ipc(source, options)
-        keys = list(_chosen(reader.schema, options, source))
-        for batch in _ipc_batches(reader, piece):
-            for row in _checked_rows(batch, keys):
-                place += 1
-                yield to_record(place, row, options)
+        with _open_ipc(source, options) as reader:
+            keys = list(_chosen(reader.schema, options, source))
+            for batch in _ipc_batches(reader, piece):
+                for row in _checked_rows(batch, keys):
+                    place += 1
+                    yield to_record(place, row, options)
     except PrepareError as error:
         if not isinstance(error, Damaged):
             raise
