@@ -3,13 +3,21 @@
 A text task signs its documents with a `Signer`; `deduplicate` compares all parts' signatures in tasks of bounded
 memory; whoever reads the parts again leaves out what `DedupResult.drop` marks and cuts with a `Cutter`.
 `store_signatures` keeps what later data is compared against.
+
+All but the settings is imported when it is first asked for: the compiled loops need numba, which preparation without
+deduplication does without.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from millrace.prepare.dedup.config import Dedup
-from millrace.prepare.dedup.corpus import DedupResult, Flags, Mapper, Part, deduplicate
-from millrace.prepare.dedup.cut import Cutter
-from millrace.prepare.dedup.signer import Signer
-from millrace.prepare.dedup.store import store_signatures
+
+if TYPE_CHECKING:
+    from millrace.prepare.dedup.corpus import DedupResult, Flags, Mapper, Part, deduplicate
+    from millrace.prepare.dedup.cut import Cutter
+    from millrace.prepare.dedup.signer import Signer
+    from millrace.prepare.dedup.store import store_signatures
 
 __all__ = [
     "Cutter",
@@ -22,3 +30,11 @@ __all__ = [
     "deduplicate",
     "store_signatures",
 ]
+
+_MODULES = {"Cutter": "cut", "Signer": "signer", "store_signatures": "store"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'corpus')}"), name)

@@ -24,13 +24,12 @@ _GAP, _IGNORED = 0, 1
 _ALONE = np.uint32(1 << 31)
 _LAST = np.uint32(1 << 17)
 _SEED = np.uint64(0xCBF29CE484222325)
-_PRIME = np.uint64(0x100000001B3)
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _MIX1, _MIX2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _C1, _C2 = np.uint64(0x87C37B91114253D5), np.uint64(0x4CF5AD432745937F)
 _ONE, _FIVE = np.uint64(1), np.uint64(5)
 _R27, _R31, _R33 = np.uint64(27), np.uint64(31), np.uint64(33)
-_B64 = np.uint64(64)
+_R8, _R40, _B64 = np.uint64(8), np.uint64(40), np.uint64(64)
 _N1, _N2 = np.uint64(0x52DCE729), np.uint64(0x38495AB5)
 
 DOCUMENT, PARAGRAPH, LINE = 0, 1, 2
@@ -73,36 +72,60 @@ def decode(data: Any, i: int, stop: int) -> Any:
 
 @jit
 def read_words(data: Any, i: int, stop: int, table: Any, words: Any, have: int) -> Any:
-    """Append the hashes of the words from i on to `words[have:]`, until that is full or the text ends: (i, have)."""
+    """Append the hashes of the words from i on to `words[have:]`, until that is full or the text ends: (i, have).
+
+    Up to eight ASCII characters at a time enter a word's hash, so that most words cost one chain of multiplications;
+    each other character enters alone.
+    """
     room = len(words) - 1
     h = _SEED
-    inside = False
+    held = np.uint64(0)
+    size = 0
     while i < stop:
-        byte = data[i]
+        byte = data[np.uint64(i)]
         if byte < 128:
             value = table[byte]
             i += 1
+            if value > _IGNORED:
+                held = (held << _R8) | np.uint64(value)
+                size += 1
+                if size & 7 == 0:
+                    h = (h ^ held) * _BASE
+                    h ^= h >> _R33
+                    held = np.uint64(0)
+                continue
         else:
             code, i = decode(data, i, stop)
             value = table[code] if code < _LAST else code | (_ALONE if code < np.uint32(0x40000) else np.uint32(0))
+            if value > 127 and value < _ALONE:
+                h = (h ^ held ^ (np.uint64(value) << _R40)) * _BASE
+                h ^= h >> _R33
+                held = np.uint64(0)
+                size = 8
+                continue
+            if value > _IGNORED and value < _ALONE:
+                held = (held << _R8) | np.uint64(value)
+                size += 1
+                if size & 7 == 0:
+                    h = (h ^ held) * _BASE
+                    h ^= h >> _R33
+                    held = np.uint64(0)
+                continue
         if value == _IGNORED:
             continue
-        if value != _GAP and value < _ALONE:
-            h = (h ^ np.uint64(value)) * _PRIME
-            inside = True
-            continue
-        if inside:
-            words[have] = mix(h)
+        if size:
+            words[np.uint64(have)] = mix(h ^ held)
             have += 1
             h = _SEED
-            inside = False
+            held = np.uint64(0)
+            size = 0
         if value >= _ALONE:
-            words[have] = mix((_SEED ^ np.uint64(value)) * _PRIME)
+            words[np.uint64(have)] = mix(_SEED ^ np.uint64(value))
             have += 1
         if have >= room:
             return i, have
-    if inside:
-        words[have] = mix(h)
+    if size:
+        words[np.uint64(have)] = mix(h ^ held)
         have += 1
     return i, have
 
@@ -189,7 +212,7 @@ def normalise(data: Any, i: int, stop: int, table: Any, scratch: Any) -> Any:
         return stop - i, characters
     gap = False
     while i < stop:
-        byte = data[i]
+        byte = data[np.uint64(i)]
         if byte < 128:
             value = table[byte]
             i += 1
@@ -202,18 +225,18 @@ def normalise(data: Any, i: int, stop: int, table: Any, scratch: Any) -> Any:
         if value == _IGNORED:
             continue
         if gap:
-            scratch[n] = 32
+            scratch[np.uint64(n)] = 32
             n += 1
             gap = False
         value &= ~_ALONE
         characters += 1
         if value < 128:
-            scratch[n] = value
+            scratch[np.uint64(n)] = value
             n += 1
         else:
-            scratch[n] = 0x80 | (value >> 16)
-            scratch[n + 1] = (value >> 8) & 0xFF
-            scratch[n + 2] = value & 0xFF
+            scratch[np.uint64(n)] = 0x80 | (value >> 16)
+            scratch[np.uint64(n + 1)] = (value >> 8) & 0xFF
+            scratch[np.uint64(n + 2)] = value & 0xFF
             n += 3
     return n, characters
 

@@ -145,10 +145,10 @@ def _ranges(low: int, high: int, pieces: int) -> Iterator[tuple[int, int]]:
 
 
 def _within(key: U64, low: int, high: int) -> NDArray[np.bool_]:
-    inside = key >= np.uint64(low)
+    inside: NDArray[np.bool_] = key >= np.uint64(low)
     if high < 1 << 64:
         inside &= key < np.uint64(high)
-    return np.asarray(inside)
+    return inside
 
 
 def _rows(task: Sort) -> Iterator[list[U64]]:
@@ -176,7 +176,7 @@ def _unit_ends(span: Span) -> U64:
 def _is_kept(drop: str, span: Span, start: int, stop: int, ends: U64 | None) -> NDArray[np.bool_]:
     """Whether the documents of rows [start, stop) are kept."""
     if ends is None:
-        return read_flags(drop, span.document + start, stop - start) == 0
+        return np.asarray(read_flags(drop, span.document + start, stop - start) == 0)
     if start == stop:
         return np.empty(0, np.bool_)
     of = np.searchsorted(ends, np.arange(start, stop, dtype=np.uint64), side="right")

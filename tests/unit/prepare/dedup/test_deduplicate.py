@@ -40,7 +40,7 @@ def plain(text: str, normalise: str) -> str:
     return text if normalise == "none" else " ".join(text.split())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(texts=TEXTS, normalise=st.sampled_from(["none", "space"]), cut=st.integers(0, 40))
 def test_exact_finds_all_and_nothing_else(fresh: Callable[[], Any], texts: list[str], normalise: str, cut: int) -> None:
     bench = fresh()
@@ -80,7 +80,7 @@ def reference_clusters(texts: list[str], config: Dedup) -> list[set[int]]:
     return [c for c in clusters if len(c) > 1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1000), keep=st.sampled_from(["first", "longest", "best"]), cut=st.integers(0, 60))
 def test_clusters_and_who_stays(fresh: Callable[[], Any], seed: int, keep: str, cut: int) -> None:
     rng = np.random.default_rng(seed)
@@ -134,7 +134,7 @@ def reference_cut(texts: list[str], drop: list[int], least: int, unit: str) -> l
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     texts=st.lists(
         st.lists(st.sampled_from(["same line", "other  line", "é line", "}", "", " ", "x\t"]), max_size=7).map(

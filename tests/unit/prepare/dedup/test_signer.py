@@ -109,3 +109,16 @@ def test_signatures_that_do_not_serve(bench: Any, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(PrepareError, match="Sign it again"):
         bench.deduplicate([part], Dedup(minhash=True, seed=2))
+
+
+def test_signatures_are_those_of_version_1(bench: Any) -> None:
+    """Stored signatures are compared with later ones: these numbers change only with SIGNATURE_VERSION."""
+    config = Dedup(exact=True, minhash=True, lines=True, bands=2, rows=2)
+    text = "The quick brown fox jumps over the lazy dog; Größe, 東京 and a-very-long-wordthatdoesnotend.\n"
+    part = bench.sign([text], config)
+    found = {e: np.fromfile(f"{part.prefix}.{e}", "<u8").tolist() for e in ("exact", "minhash", "units")}
+    assert found == {
+        "exact": [3859748195517182933, 17436956826617955823],
+        "minhash": [11400825445508586488, 12099480372904924213],
+        "units": [3859748195517182933, 17436956826617955823],
+    }
