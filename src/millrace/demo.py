@@ -304,7 +304,7 @@ def _print_summary(s: dict[str, Any]) -> None:
 def _prepare(sources: Sequence[Path], out: Path, tokenizer: str) -> dict[str, Any]:
     from millrace.dataset.reader import open_dataset
     from millrace.observe.progress import PrepareBar
-    from millrace.prepare.recipe import prepare
+    from millrace.prepare import prepare
 
     size = sum(f.stat().st_size for s in sources for f in ([s] if s.is_file() else s.rglob("*")) if f.is_file())
     # Forty slices or so, whatever the input: enough for leases to move between workers.

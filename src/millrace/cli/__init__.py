@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.cli import data, network
+from millrace.cli import data, network, prepare
 from millrace.cli.running import Verb
 from millrace.errors import MillraceError, UsageError
 
@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     def group(name: str, about: str) -> Any:
         return verbs.add_parser(name, help=about, description=about).add_subparsers(metavar="COMMAND", required=True)
 
+    prepare.add_verbs(verb, group)
     data.add_verbs(verb, group)
     network.add_verbs(verb, group)
     return parser

@@ -1,4 +1,4 @@
-"""Commands on data: prepare, inspect, verify, adopt, ledger, demo."""
+"""Commands on data: inspect, verify, adopt, ledger, demo."""
 
 from __future__ import annotations
 
@@ -9,37 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from millrace.cli.arguments import positive, show, size
-
-
-def _prepare(args: argparse.Namespace) -> int:
-    from millrace.observe.progress import PrepareBar
-    from millrace.prepare.recipe import prepare
-
-    with PrepareBar(enabled=not args.quiet) as bar:
-        summary = prepare(
-            args.inputs,
-            args.out,
-            tokenizer=args.tokenizer,
-            name=args.name,
-            slice_bytes=args.slice_bytes,
-            workers=args.workers,
-            seed=args.seed,
-            keep_ids=args.keep_ids,
-            text_key=args.text_key,
-            max_bad_fraction=args.max_bad,
-            on_progress=bar.update,
-        )
-    result = summary.to_json()
-    if not args.json:
-        dropped = ", ".join(f"{n} {reason}" for reason, n in result["dropped"].items()) or "none"
-        print(
-            f"{result['documents_out']:,} of {result['documents_in']:,} documents, {result['tokens']:,} tokens "
-            f"in {result['slices']:,} slices (dropped: {dropped})\n{args.out}  id {result['id']}"
-        )
-    else:
-        print(json.dumps(result))
-    return 0
+from millrace.cli.arguments import show, size
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -110,25 +80,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--trainer", choices=["auto", "gpt", "count", "none"], default="auto")
     p.add_argument("--max-bytes", type=size, default=None, help="use at most this much of the default text")
     p.add_argument("--tokenizer", default="train:4096")
-
-    p = verb("prepare", _prepare, "raw text to a dataset")
-    p.add_argument("inputs", nargs="+", metavar="INPUT", help="JSONL (.gz, .zst), Parquet, text files, directories")
-    p.add_argument("--out", required=True, type=Path, metavar="DIR")
-    p.add_argument(
-        "--tokenizer",
-        required=True,
-        metavar="T",
-        help="a tokenizer.json, a hub name, `bytes` or `train:VOCAB`",
-    )
-    p.add_argument("--name", help="the dataset's name (default: the directory's)")
-    p.add_argument("--slice-bytes", type=size, default=64 << 20, metavar="N")
-    p.add_argument("--workers", type=positive, default=None, metavar="N")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--keep-ids", type=Path, metavar="FILE", help="write each kept document's source id here")
-    p.add_argument("--text-key", default="text", help="the field or column that holds the text")
-    p.add_argument("--max-bad", type=float, default=0.05, metavar="FRACTION", help="more bad records than this: stop")
-    p.add_argument("--quiet", action="store_true")
-    p.add_argument("--json", action="store_true")
 
     for name, run, about in (
         ("inspect", _inspect, "what is in a dataset"),

@@ -24,6 +24,9 @@ from millrace.dataset.slices import Slice, hash_file, open_slice
 from millrace.errors import DatasetError, UsageError
 
 _OPEN_SLICES = 64
+# What preparation leaves beside a dataset for people and for later data; nothing in it decides a byte of a slice.
+_COMPANIONS = ("report.html", "rejects.jsonl", "clusters.parquet")
+_SIGNATURES = "signatures"
 
 
 @dataclass(frozen=True)
@@ -162,8 +165,14 @@ class Dataset:
         return _state_of(self.path / TABLE_FILE, None, self.manifest.table_sha256) != ""
 
     def _extra(self) -> list[str]:
-        known = {MANIFEST_FILE, TABLE_FILE, *_listed_files(self.manifest)}
-        found = sorted(p.relative_to(self.path).as_posix() for p in self.path.rglob("*") if not p.is_dir())
+        known = {MANIFEST_FILE, TABLE_FILE, *_COMPANIONS, *_listed_files(self.manifest)}
+        # What lies in a dataset below this one (a named subset) is that dataset's.
+        others = {p.parent for p in self.path.rglob(MANIFEST_FILE)} - {self.path}
+        found = sorted(
+            p.relative_to(self.path).as_posix()
+            for p in self.path.rglob("*")
+            if not p.is_dir() and others.isdisjoint(p.parents) and p.parent.name != _SIGNATURES
+        )
         unlisted = pc.invert(pc.is_in(pa.array(found, pa.string()), value_set=self.table.names)).to_pylist()
         return [name for name, other in zip(found, unlisted) if other and name not in known]
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,9 @@ from millrace.errors import PrepareError
 from millrace.prepare.coders import CoderSpec, encode_column
 from millrace.prepare.shuffle import KINDS, Shuffle, TokenPart, document_keys, sort_part
 from millrace.prepare.subsets import Subsets
+
+if TYPE_CHECKING:
+    from millrace.prepare.dedup import Flags
 
 TASK_VERSION = 1
 """Raised when the same piece would give other tokens: old results are then not taken up."""
@@ -63,7 +66,10 @@ class Rendering(Protocol):
 
 @dataclass(frozen=True)
 class TextPart:
-    """Kept documents of a piece: an Arrow file of `documents` rows, and a hash of all that they depend on."""
+    """Kept documents of a piece: an Arrow file of `documents` rows, named by all that they depend on.
+
+    `name` is what random choices hang on: a hash of the input and the recipe, not of the versions that read it.
+    """
 
     arrow: str
     documents: int
@@ -75,7 +81,7 @@ class EncodeTask:
     """One part to be encoded.
 
     Args:
-        drop: A file of uint8 [documents]: 0 keeps. None keeps all.
+        drop: A byte a document, by a file of them or where in one: 0 keeps. None keeps all.
         cut: Takes duplicated lines out, if given.
         dedup_name: A hash of all that `drop` and `cut` depend on.
         shuffle: If given, documents are written in the order of their keys.
@@ -87,7 +93,7 @@ class EncodeTask:
     spec: CoderSpec
     folder: str
     subsets: Subsets = field(default_factory=Subsets)
-    drop: str | None = None
+    drop: str | Flags | None = None
     cut: Cut | None = None
     dedup_name: str = ""
     shuffle: Shuffle | None = None
@@ -104,7 +110,7 @@ class EncodeTask:
         """A hash of all that the result depends on, and of nothing else (no path)."""
         library = version("tokenizers") if self.spec.kind != "bytes" else ""
         rendering = self.rendering.facts if self.rendering else None
-        facts = [TASK_VERSION, library, self.part.name, self.spec.facts, asdict(self.subsets), self.dedup_name]
+        facts = [TASK_VERSION, library, self.part.name, Path(self.part.arrow).name, self.spec.facts, asdict(self.subsets), self.dedup_name]
         facts += [asdict(self.shuffle) if self.shuffle else None, self.with_ids, rendering]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -201,9 +207,10 @@ def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: p
     rows = np.arange(first_row, first_row + len(batch))
     result.documents_in += len(batch)
     if task.drop is not None:
-        drop = np.fromfile(task.drop, np.uint8, count=len(batch), offset=first_row)
+        path, start = (task.drop, 0) if isinstance(task.drop, str) else (task.drop.path, task.drop.start)
+        drop = np.fromfile(path, np.uint8, count=len(batch), offset=start + first_row)
         if len(drop) != len(batch):
-            raise PrepareError(f"{task.drop}: expected {task.part.documents} bytes of an earlier run, got fewer.")
+            raise PrepareError(f"{path}: expected {task.part.documents} bytes of an earlier run, got fewer.")
         _count(result.dropped, {"duplicate": int((drop != 0).sum())})
     texts = batch.column("text")
     if task.cut is not None:

@@ -1,485 +1,453 @@
-"""Raw text to a dataset: find, cut, encode, slice, and say what was done.
+"""The recipe: everything that decides what a dataset is made of, from one TOML file.
 
-Hides: the working directory `OUT/.work`, in which finished tasks outlive a killed run. The same inputs and recipe
-give the same bytes for any number of workers and any number of interruptions. Needs room for the tokens twice while
-it runs.
+Hides: how tables become frozen dataclasses, and where in the file a wrong key stands. Each table is one dataclass, whose
+fields are its keys; a table of a stage (`[gopher_quality]`) switches the stage on, and stages run in the order of their
+tables. `[[length]]` twice is that stage twice.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import hashlib
+import dataclasses
+import difflib
+import importlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from functools import cache
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from millrace.dataset.manifest import (
-    FORMAT_VERSION,
-    MANIFEST_FILE,
-    TABLE_FILE,
-    TOKEN_DTYPES,
-    Manifest,
-    SliceInfo,
-    SliceTable,
-    dataset_id,
-)
-from millrace.dataset.reader import open_dataset
-from millrace.dataset.slices import TOKEN_HEADER_BYTES, atomic_write, sync_directory
-from millrace.errors import PrepareError, UsageError
-from millrace.prepare.inputs import Piece, Source, cut, find_sources
-from millrace.prepare.tasks import (
-    Encoded,
-    EncodeTask,
-    SliceTask,
-    encode,
-    finished,
-    finished_slice,
-    map_tasks,
-    write_slice,
-)
-from millrace.prepare.tokenizer import TokenizerFile, load_tokenizer, train_tokenizer, vocab_to_train
+from millrace.errors import MillraceError, UsageError
+from millrace.prepare.dedup import Dedup
+from millrace.prepare.documents import Stage
+from millrace.prepare.read.base import ReadOptions
+from millrace.prepare.rows import TEMPLATES, Conversations
+from millrace.prepare.subsets import Subsets
 
 MIN_SLICE_BYTES = 4096
-TOKENIZER_FILE = "tokenizer.json"
-REJECTS_FILE = "rejects.jsonl"
+
+STAGES = {
+    "extract": "millrace.prepare.extract:Extract",
+    "unicode": "millrace.prepare.clean.unicode:Unicode",
+    "pii": "millrace.prepare.clean.pii:Pii",
+    "toxic": "millrace.prepare.clean.toxic:Toxic",
+    "boilerplate": "millrace.prepare.clean.boilerplate:Boilerplate",
+    "length": "millrace.prepare.filters.length:Length",
+    "gopher_quality": "millrace.prepare.filters.gopher:GopherQuality",
+    "gopher_repetition": "millrace.prepare.filters.gopher:GopherRepetition",
+    "c4": "millrace.prepare.filters.c4:C4",
+    "code": "millrace.prepare.filters.code:Code",
+    "fineweb": "millrace.prepare.filters.fineweb:FineWeb",
+    "language": "millrace.prepare.filters.language:Language",
+    "perplexity": "millrace.prepare.filters.perplexity:Perplexity",
+}
+GROUPS = {"gopher": ("gopher_repetition", "gopher_quality")}
+"""Names that `--filter` takes for several stages."""
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far one stage (`encode` in bytes of input, `slice` in slices) has come."""
+class Tokenize:
+    """`[tokenize]`: which tokenizer, and what stands between documents.
 
-    stage: str
-    done: int
-    total: int
-    unit: str
+    Args:
+        tokenizer: A tokenizer.json, a directory, a hub name, `bytes`, `train:VOCAB`, `tiktoken:NAME`.
+        eos, bos: Whether the tokenizer's own end and beginning of text stand after and before each document, or the
+            name of the token that does.
+    """
+
+    tokenizer: str = ""
+    eos: bool | str = True
+    bos: bool | str = False
 
 
 @dataclass(frozen=True)
-class PrepareSummary:
-    """What came of it. `already_there` if the directory held this very dataset before."""
+class Slicing:
+    """`[slice]`: the size of slices and the order of documents in them.
 
-    dataset: str
-    id: str
-    documents_in: int
-    documents_out: int
-    tokens: int
-    slices: int
-    dropped: dict[str, int] = field(default_factory=dict)
-    already_there: bool = False
+    Args:
+        bytes: No slice file is larger; all but the last are within 1 % of it, 64 KiB and up.
+        tokens: Tokens in each slice but the last, instead of a size in bytes.
+        shuffle: Documents are permuted over the whole dataset before they are cut into slices.
+        seed: Of the permutation, and of the sample that `train:` learns from.
+    """
+
+    bytes: int = 64 << 20
+    tokens: int | None = None
+    shuffle: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bytes < MIN_SLICE_BYTES:
+            raise UsageError(f"bytes: expected at least {MIN_SLICE_BYTES}, got {self.bytes}")
+        if self.tokens is not None and self.tokens < 1:
+            raise UsageError(f"tokens: expected at least 1, got {self.tokens}")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`[rows]`: conversations to rows of one length, for fine-tuning, in place of a stream of tokens.
+
+    Args:
+        max_tokens: The length of a row.
+        template: What stands around turns: `plain` or `chatml`.
+        too_long: A longer conversation is `cut` at its end, or `drop`ped.
+        labels: `I64`, as PyTorch wants it, or `I32`.
+        packed: Several whole conversations share a row, told apart by `position_ids` and `segment_ids`.
+    """
+
+    max_tokens: int = 2048
+    template: Literal["plain", "chatml"] = "plain"
+    too_long: Literal["cut", "drop"] = "cut"
+    labels: Literal["I32", "I64"] = "I64"
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 2:
+            raise UsageError(f"max_tokens: expected at least 2, got {self.max_tokens}")
+
+    def conversations(self) -> Conversations:
+        """What encodes them."""
+        return Conversations(self.max_tokens, TEMPLATES[self.template], self.too_long)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides the bytes of a dataset. `inputs` are what is read if the command line names none."""
+
+    inputs: tuple[str, ...] = ()
+    name: str = ""
+    max_bad: float = 0.05
+    sample: float = 1.0
+    read: ReadOptions = field(default_factory=ReadOptions)
+    stages: tuple[Stage, ...] = ()
+    dedup: Dedup = field(default_factory=Dedup)
+    tokenize: Tokenize = field(default_factory=Tokenize)
+    slice: Slicing = field(default_factory=Slicing)
+    subsets: Subsets = field(default_factory=Subsets)
+    rows: Rows | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_bad <= 1:
+            raise UsageError(f"max_bad: expected a fraction from 0 to 1, got {self.max_bad}")
+        if not 0 < self.sample <= 1:
+            raise UsageError(f"sample: expected a fraction above 0, at most 1, got {self.sample}")
 
     def to_json(self) -> dict[str, Any]:
-        """What `millrace prepare --json` prints: the same for the same inputs and recipe."""
-        names = ("dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped")
-        return {name: getattr(self, name) for name in names}
+        """Every setting, defaults too, as the lineage keeps it: `stages` is a list of [name, settings]."""
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("inputs", "stages")]
+        found = {name: _plain(getattr(self, name)) for name in names}
+        return {**found, "stages": [[s.name, _plain(s)] for s in self.stages]}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(member) for key, member in value.items()}
+    if isinstance(value, (tuple, list, frozenset, set)):
+        return [_plain(member) for member in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with the package."""
+    return sorted(f.name.removesuffix(".toml") for f in _shipped().iterdir() if f.name.endswith(".toml"))
+
+
+def _shipped() -> Any:
+    return resources.files("millrace.prepare") / "recipes"
+
+
+def load_recipe(
+    name: str | None = None, config: Path | str | None = None, settings: Mapping[str, Any] | None = None
+) -> Recipe:
+    """A recipe: the shipped one of that name, changed by a file's tables, changed by single settings.
+
+    Args:
+        name: One of `recipe_names()`.
+        config: A TOML file. Its tables are laid over the recipe's, key by key.
+        settings: The same as nested tables: what the command line says.
+
+    Raises:
+        UsageError: If a file is missing or no TOML, or a key or value cannot be: with file, line and key.
+    """
+    layers: list[_Layer] = []
+    if name is not None:
+        if name not in recipe_names():
+            raise UsageError(f"recipe {name!r}: expected one of {', '.join(recipe_names())}; a file goes with --config.")
+        layers.append(_parse(_shipped().joinpath(f"{name}.toml").read_bytes(), f"{name}.toml"))
+    if config is not None:
+        try:
+            data = Path(config).read_bytes()
+        except OSError as error:
+            raise UsageError(f"{config}: cannot read the recipe: {error.strerror or error}.") from error
+        layers.append(_parse(data, str(config)))
+    layers.append(_Layer("", dict(settings or {}), {}))
+    return _build_recipe(layers)
 
 
 @dataclass(frozen=True)
-class _Recipe:
-    out: Path
-    tokenizer: str
-    name: str
-    slice_bytes: int
-    workers: int
-    seed: int
-    keep_ids: Path | None
-    text_key: str
-    max_bad_fraction: float
-    report: Callable[[Progress], None]
+class _Layer:
+    """One source of settings: its tables, and the line of each key."""
 
-    @property
-    def work(self) -> Path:
-        return self.out / ".work"
+    file: str
+    tables: dict[str, Any]
+    lines: dict[tuple[str, ...], int]
 
 
-def prepare(
-    inputs: Sequence[str | Path],
-    out: Path | str,
-    *,
-    tokenizer: str,
-    name: str | None = None,
-    slice_bytes: int = 64 << 20,
-    workers: int | None = None,
-    seed: int = 0,
-    keep_ids: Path | None = None,
-    text_key: str = "text",
-    max_bad_fraction: float = 0.05,
-    on_progress: Callable[[Progress], None] | None = None,
-) -> PrepareSummary:
-    """Make a dataset of layout `tokens` of raw text; run again after a crash, it goes on where it was.
+def _parse(data: bytes, file: str) -> _Layer:
+    try:
+        text = data.decode()
+        return _Layer(file, tomllib.loads(text), dict(_key_lines(text)))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file}: expected TOML in UTF-8: {error.reason} at byte {error.start}.") from error
+    except tomllib.TOMLDecodeError as error:
+        where = re.search(r"\(at line (\d+), column \d+\)", str(error))
+        line = f":{where.group(1)}" if where else ""
+        raise UsageError(f"{file}{line}: expected TOML: {error}.") from error
 
-    Args:
-        inputs: JSONL (plain, .gz, .zst), Parquet, UTF-8 text files (one document each), directories of these.
-        out: The dataset's directory; made if need be.
-        tokenizer: A tokenizer.json, a directory with one, a hub name, `bytes`, or `train:VOCAB`.
-        name: The dataset's name; by default that of `out`.
-        slice_bytes: No slice file is larger; all but the last are within 1 % of it, 64 KiB and up.
-        workers: Processes; by default one a core. The bytes do not depend on it.
-        seed: For the sample that `train:` learns from.
-        keep_ids: If given, the source id of each kept document goes here, one a line: its `id` in the input,
-            else `path:line` (or row), or the path of a text file.
-        text_key: The field or column with the text.
-        max_bad_fraction: Share of malformed documents above which nothing is made. Below it they are left out,
-            counted, and listed in `rejects.jsonl`.
-        on_progress: Called in this thread.
+
+def _key_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Where each key stands; tomllib does not say. A key of a table in an array counts for the array's name."""
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[{1,2}\s*([\w\-. \"']+?)\s*\]{1,2}", line):
+            table = tuple(part.strip(" \"'") for part in header.group(1).split("."))
+            yield table, number
+        elif key := re.match(r"\s*([\w\-.\"']+)\s*=", line):
+            yield (*table, *(part.strip("\"'") for part in key.group(1).split("."))), number
+
+
+class _Problem(Exception):
+    """A wrong setting at a path of keys."""
+
+    def __init__(self, path: tuple[str, ...], message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+def _build_recipe(layers: Sequence[_Layer]) -> Recipe:
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged = merge(merged, layer.tables)
+    try:
+        return _recipe(merged)
+    except _Problem as problem:
+        key = ".".join(problem.path)
+        raise UsageError(f"{_place(layers, problem.path)}{key}: {str(problem).rstrip('.')}.") from problem
+
+
+def _place(layers: Sequence[_Layer], path: tuple[str, ...]) -> str:
+    """`file:line: ` of the setting that came last, or of the nearest table around it."""
+    for length in range(len(path), 0, -1):
+        for layer in reversed(layers):
+            if _holds(layer.tables, path[:length]):
+                line = layer.lines.get(path[:length])
+                if not layer.file:
+                    return ""
+                return f"{layer.file}:{line}: " if line else f"{layer.file}: "
+    return ""
+
+
+def _holds(tables: Any, path: tuple[str, ...]) -> bool:
+    for key in path:
+        if isinstance(tables, list):
+            tables = {k: v for table in tables if isinstance(table, dict) for k, v in table.items()}
+        if not isinstance(tables, dict) or key not in tables:
+            return False
+        tables = tables[key]
+    return True
+
+
+def merge(below: Any, above: Any) -> Any:
+    """Nested tables with those of `above` laid over them, key by key."""
+    if isinstance(below, dict) and isinstance(above, dict):
+        return {**below, **{key: merge(below.get(key), value) for key, value in above.items()}}
+    return above
+
+
+def _recipe(tables: dict[str, Any]) -> Recipe:
+    plain: dict[str, Any] = {}
+    stages: list[Stage] = []
+    known = {f.name for f in dataclasses.fields(Recipe)} - {"stages"}
+    for name, value in tables.items():
+        if name in STAGES or (isinstance(value, dict) and "use" in value):
+            for table in value if isinstance(value, list) else [value]:
+                if table is not False:
+                    stages.append(_stage(name, {} if table is True else table))
+        elif name in known:
+            plain[name] = value
+        else:
+            near = difflib.get_close_matches(name, [*known, *STAGES], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted([*known, *STAGES]))}"
+            raise _Problem((name,), f"unknown key{hint}")
+    subsets = plain.pop("subsets", {})
+    recipe: Recipe = _build(Recipe, plain, ())
+    recipe = dataclasses.replace(recipe, subsets=_subsets(subsets))
+    return dataclasses.replace(recipe, stages=tuple(stages))
+
+
+def _subsets(table: Any) -> Subsets:
+    """`validation = 0.01`, and perhaps `salt = "…"`."""
+    if not isinstance(table, dict):
+        raise _Problem(("subsets",), f"expected a table of names and shares, got {table!r}")
+    shares = {key: _fit(float, value, ("subsets", key)) for key, value in table.items() if key != "salt"}
+    try:
+        return Subsets.of(shares, _fit(str, table.get("salt", ""), ("subsets", "salt")))
+    except UsageError as error:
+        raise _Problem(("subsets",), str(error)) from error
+
+
+def _stage(name: str, table: Any) -> Stage:
+    if not isinstance(table, dict):
+        raise _Problem((name,), f"expected a table of settings, true or false, got {table!r}")
+    target = STAGES.get(name) or str(table["use"])
+    module, _, attribute = target.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        if name in STAGES:
+            raise UsageError(
+                f"{name}: {error.name or error} is not installed. Install it: pip install 'millrace[prepare]'."
+            ) from error
+        raise _Problem((name, "use"), f"cannot import {target!r}: {error}") from error
+    except (AttributeError, ValueError) as error:
+        raise _Problem((name, "use"), f"expected module:Class, got {target!r}") from error
+    stage: Stage = _build(cls, {key: value for key, value in table.items() if key != "use"}, (name,))
+    return stage
+
+
+def _build(cls: Any, table: Any, path: tuple[str, ...]) -> Any:
+    """The dataclass from a table, each value checked against its field's type."""
+    if not isinstance(table, dict):
+        raise _Problem(path, f"expected a table of settings, got {table!r}")
+    types_of = _field_types(cls)
+    values = {}
+    for key, value in table.items():
+        if key not in types_of:
+            near = difflib.get_close_matches(key, list(types_of), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(types_of)) or 'none'}"
+            raise _Problem((*path, key), f"unknown key{hint}")
+        values[key] = _fit(types_of[key], value, (*path, key))
+    try:
+        return cls(**values)
+    except MillraceError as error:
+        key, _, message = str(error).partition(": ")
+        if key in types_of:
+            raise _Problem((*path, key), message) from error
+        raise _Problem(path, str(error)) from error
+
+
+@cache
+def _field_types(cls: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+
+
+def _fit(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
+    """`value` as TOML or the command line gave it, as the field's type wants it."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        for choice in arguments:
+            try:
+                return _fit(choice, value, path)
+            except _Problem:
+                continue
+        raise _Problem(path, f"expected {_say(kind)}, got {value!r}")
+    if dataclasses.is_dataclass(kind):
+        return _build(kind, value, path)
+    if kind is Any or kind is object:
+        return value
+    if kind is type(None):
+        if value is None:
+            return None
+    elif origin in (tuple, list, frozenset, Sequence) or origin is typing.get_origin(Sequence[int]):
+        member = arguments[0] if arguments else Any
+        if isinstance(value, dict) and typing.get_origin(member) is tuple:
+            value = list(value.items())
+        if isinstance(value, (list, tuple)):
+            if origin is tuple and len(arguments) > 1 and arguments[1] is not Ellipsis:
+                if len(value) != len(arguments):
+                    raise _Problem(path, f"expected {len(arguments)} values, got {value!r}")
+                return tuple(_fit(a, v, path) for a, v in zip(arguments, value))
+            made = [_fit(member, v, path) for v in value]
+            return frozenset(made) if origin is frozenset else tuple(made)
+    elif origin is not None and isinstance(value, dict):
+        member = arguments[1] if len(arguments) > 1 else Any
+        return {str(k): _fit(member, v, (*path, str(k))) for k, v in value.items()}
+    elif origin is typing.Literal:
+        if value in arguments:
+            return value
+    elif kind is bool:
+        if isinstance(value, bool):
+            return value
+    elif kind is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if isinstance(value, str) and "bytes" in path[-1]:
+            return parse_size(value, path)
+    elif kind is float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(value, str) and (percent := re.fullmatch(r"([\d.]+)%", value)):
+            return float(percent.group(1)) / 100
+    elif kind is str:
+        if isinstance(value, str):
+            return value
+    elif kind is Path and isinstance(value, str):
+        return Path(value)
+    raise _Problem(path, f"expected {_say(kind)}, got {value!r}")
+
+
+def parse_size(text: str, path: tuple[str, ...] = ()) -> int:
+    """Bytes from `64MiB`, `1 GB` or `4096`.
 
     Raises:
-        UsageError: If an argument cannot be, or `out` holds another dataset or is in use.
-        PrepareError: If an input is missing or damaged, there is no document, the disk is full, or a worker dies.
+        UsageError: If it is none of these.
     """
-    out = Path(out)
-    if slice_bytes < MIN_SLICE_BYTES:
-        raise UsageError(f"slice_bytes: expected at least {MIN_SLICE_BYTES}, got {slice_bytes}.")
-    if workers is not None and workers < 1:
-        raise UsageError(f"workers: expected at least 1, got {workers}.")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    recipe = _Recipe(
-        out=out,
-        tokenizer=tokenizer,
-        name=name or out.resolve().name or "dataset",
-        slice_bytes=slice_bytes,
-        workers=workers or cores,
-        seed=seed,
-        keep_ids=keep_ids,
-        text_key=text_key,
-        max_bad_fraction=max_bad_fraction,
-        report=on_progress or (lambda progress: None),
-    )
-    vocab = vocab_to_train(tokenizer)
-    known = load_tokenizer(tokenizer) if vocab is None else None
-    sources = find_sources(inputs, recipe.workers, leave_out=out)
-    lineage = _lineage(recipe, sources, known)
-    with _errors(out), _locked(recipe):
-        done = _already_there(recipe, lineage)
-        if done is not None:
-            shutil.rmtree(recipe.work, ignore_errors=True)
-            return done
-        pieces = cut(sources)
-        used = known or _trained(recipe, pieces, vocab or 0)
-        return _make(recipe, pieces, used, lineage)
+    units = {"": 1, "B": 1} | {f"{u}{s}": 1 << 10 * i for i, u in enumerate("KMGT", 1) for s in ("", "IB")}
+    units |= {f"{u}B": 1000**i for i, u in enumerate("KMGT", 1)}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if not found or found.group(2).upper() not in units:
+        if path:
+            raise _Problem(path, f"expected a size such as 64MiB, got {text!r}")
+        raise UsageError(f"{text!r} is not a size: try 64MiB, 1GB or 4096")
+    return int(float(found.group(1)) * units[found.group(2).upper()])
 
 
-def _lineage(recipe: _Recipe, sources: Sequence[Source], known: TokenizerFile | None) -> dict[str, Any]:
-    return {
-        "inputs": [{"name": s.name, "bytes": s.bytes, "sha256": s.sha256} for s in sources],
-        "recipe": {
-            "tokenizer": known.description if known else recipe.tokenizer,
-            "tokenizer_sha256": known.sha256 if known else None,
-            "slice_bytes": recipe.slice_bytes,
-            "seed": recipe.seed,
-            "text_key": recipe.text_key,
-        },
-        "versions": {package: version(package) for package in ("millrace", "tokenizers", "pyarrow")},
-    }
+def _say(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "nothing"}
+    if kind in names:
+        return names[kind]
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_say(a) for a in arguments if a is not type(None))
+    if origin is typing.Literal:
+        return "one of " + ", ".join(json.dumps(a) for a in arguments)
+    return "a list" if origin in (tuple, list, frozenset) else "a table" if origin is not None else str(kind)
 
 
-@contextmanager
-def _errors(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise PrepareError(
-                f"{out}: no space left on the device. Finished work is kept: make room (the tokens twice), "
-                "then run the same command again."
-            ) from error
-        raise PrepareError(f"{error.filename or out}: cannot write the dataset: {error.strerror or error}.") from error
+def parse_setting(text: str) -> dict[str, Any]:
+    """`gopher_quality.min_words=20` as nested tables; the value is TOML, or else a string.
 
-
-@contextmanager
-def _locked(recipe: _Recipe) -> Iterator[None]:
-    if recipe.out.exists() and not recipe.out.is_dir():
-        raise UsageError(f"prepare: expected --out to be a directory, got {recipe.out}, which is a file.")
-    recipe.out.mkdir(parents=True, exist_ok=True)
-    # On the directory itself: a lock file would have to be left or be removed while another waits for it.
-    descriptor = os.open(recipe.out, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(
-                f"prepare: another prepare writes to {recipe.out}. Wait for it, or choose another."
-            ) from error
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _already_there(recipe: _Recipe, lineage: dict[str, Any]) -> PrepareSummary | None:
-    if not (recipe.out / MANIFEST_FILE).exists():
-        if (recipe.out / "slices").exists() and not recipe.work.exists():
-            raise UsageError(
-                f"prepare: {recipe.out / 'slices'} is not from an unfinished run. Choose another directory."
-            )
-        return None
-    dataset = open_dataset(recipe.out)
-    theirs = dataset.manifest.lineage
-    same = all(theirs.get(key) == lineage[key] for key in ("inputs", "recipe"))
-    if not same or dataset.name != recipe.name or (recipe.keep_ids is not None and not recipe.keep_ids.exists()):
-        raise UsageError(
-            f"prepare: expected an empty directory, got {recipe.out}, which holds dataset {dataset.name!r} "
-            f"({dataset.id[:12]}…). A dataset never changes: choose another directory, or remove this one."
-        )
-    m = dataset.manifest
-    counts = theirs["counts"]
-    return PrepareSummary(
-        m.name, dataset.id, counts["documents_in"], m.documents, m.tokens, m.slices, counts["dropped"], True
-    )
-
-
-def _trained(recipe: _Recipe, pieces: Sequence[Piece], vocab: int) -> TokenizerFile:
-    facts = json.dumps([[[s.sha256 for s in p.sources], p.start, p.stop] for p in pieces])
-    key = hashlib.sha256(f"{vocab} {recipe.seed} {recipe.text_key} {version('tokenizers')} {facts}".encode())
-    path = recipe.work / f"trained-{key.hexdigest()[:32]}" / TOKENIZER_FILE
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, train_tokenizer(pieces, recipe.text_key, vocab, recipe.seed).data)
-    found = load_tokenizer(str(path))
-    return TokenizerFile(recipe.tokenizer, found.data, found.vocab_size, found.eos_id)
-
-
-def _make(recipe: _Recipe, pieces: list[Piece], used: TokenizerFile, lineage: dict[str, Any]) -> PrepareSummary:
-    tasks_folder = recipe.work / "tasks"
-    tasks_folder.mkdir(parents=True, exist_ok=True)
-    (recipe.out / "slices").mkdir(exist_ok=True)
-    atomic_write(recipe.out / TOKENIZER_FILE, used.data)
-    tasks = [
-        EncodeTask(
-            piece=piece,
-            tokenizer=str(recipe.out / TOKENIZER_FILE),
-            tokenizer_sha256=used.sha256,
-            description=used.description,
-            dtype=used.dtype,
-            eos_id=used.eos_id,
-            text_key=recipe.text_key,
-            with_ids=recipe.keep_ids is not None,
-            folder=str(tasks_folder),
-        )
-        for piece in pieces
-    ]
-    encoded = _encode_all(recipe, tasks)
-    dropped = _check(recipe, tasks, encoded)
-    table = _slice_all(recipe, tasks, encoded)
-    if recipe.keep_ids is not None:
-        atomic_write(recipe.keep_ids, _kept_ids(tasks, encoded))
-    documents_in = sum(result.documents_in for result in encoded)
-    data = table.to_parquet()
-    manifest = Manifest(
-        format=FORMAT_VERSION,
-        name=recipe.name,
-        layout="tokens",
-        dtype=used.dtype,
-        tokenizer=used.description,
-        vocab_size=used.vocab_size,
-        eos_id=used.eos_id,
-        tokens=sum(result.tokens for result in encoded),
-        rows=0,
-        documents=sum(result.documents_out for result in encoded),
-        slices=len(table),
-        bytes=int(table.bytes.sum()),
-        table_sha256=hashlib.sha256(data).hexdigest(),
-        lineage={
-            **lineage,
-            "counts": {"documents_in": documents_in, "dropped": dropped},
-            "files": {TOKENIZER_FILE: used.sha256},
-        },
-    )
-    _forget_other_slices(recipe, len(table))
-    atomic_write(recipe.out / TABLE_FILE, data)
-    whole = manifest.to_json()
-    atomic_write(recipe.out / MANIFEST_FILE, whole)
-    shutil.rmtree(recipe.work)
-    return PrepareSummary(
-        recipe.name, dataset_id(whole), documents_in, manifest.documents, manifest.tokens, len(table), dropped
-    )
-
-
-def _encode_all(recipe: _Recipe, tasks: list[EncodeTask]) -> list[Encoded]:
-    results: list[Encoded | None] = [finished(task) for task in tasks]
-    sizes = [
-        task.piece.stop - task.piece.start if task.piece.kind == "jsonl" else sum(s.bytes for s in task.piece.sources)
-        for task in tasks
-    ]
-    done = sum(size for size, result in zip(sizes, results) if result is not None)
-    recipe.report(Progress("encode", done, sum(sizes), "B"))
-    # Two pieces with the same contents are one task: run it once.
-    first: dict[str, int] = {}
-    for index, task in enumerate(tasks):
-        if results[index] is None:
-            first.setdefault(task.name, index)
-    todo = list(first.values())
-
-    def note(position: int, result: Encoded) -> None:
-        nonlocal done
-        results[todo[position]] = result
-        done += sizes[todo[position]]
-        recipe.report(Progress("encode", done, sum(sizes), "B"))
-
-    map_tasks(encode, [tasks[index] for index in todo], recipe.workers, note)
-    return [result or results[first[task.name]] or Encoded() for task, result in zip(tasks, results)]
-
-
-def _places(tasks: Sequence[EncodeTask], encoded: Sequence[Encoded]) -> Iterator[tuple[EncodeTask, Encoded, int]]:
-    """Each task with the number, in its file, of its first line or row."""
-    base, path = 0, ""
-    for task, result in zip(tasks, encoded):
-        here = task.piece.sources[0].path
-        base, path = (base if here == path and task.piece.start else 0), here
-        yield task, result, base
-        base += result.places
-
-
-def _where(task: EncodeTask, place: int, base: int) -> str:
-    if task.piece.kind == "text":
-        return task.piece.sources[place].path
-    return f"{task.piece.sources[0].path}:{base + place + 1}"
-
-
-def _check(recipe: _Recipe, tasks: Sequence[EncodeTask], encoded: Sequence[Encoded]) -> dict[str, int]:
-    """What was dropped, by reason; rejects.jsonl is written."""
-    rejects = [
-        {"where": _where(task, place, base), "reason": reason}
-        for task, result, base in _places(tasks, encoded)
-        for place, reason in result.rejects
-    ]
-    path = recipe.out / REJECTS_FILE
-    if rejects:
-        atomic_write(path, b"".join(json.dumps(r, ensure_ascii=False).encode() + b"\n" for r in rejects))
-    else:
-        path.unlink(missing_ok=True)
-    documents_in = sum(result.documents_in for result in encoded)
-    if len(rejects) > recipe.max_bad_fraction * documents_in:
-        first = "; ".join(f"{r['where']}: {r['reason']}" for r in rejects[:3])
-        raise PrepareError(
-            f"prepare: expected at most {recipe.max_bad_fraction:.1%} malformed documents, got {len(rejects)} of "
-            f"{documents_in}: {first}. All are in {path}. Mend them, or raise --max-bad."
-        )
-    if not sum(result.documents_out for result in encoded):
-        raise PrepareError(
-            f"prepare: expected documents with text, got none ({documents_in} read, all empty or malformed)."
-        )
-    dropped: dict[str, int] = {}
-    for result in encoded:
-        for reason, n in result.dropped.items():
-            dropped[reason] = dropped.get(reason, 0) + n
-    return dict(sorted(dropped.items()))
-
-
-def _kept_ids(tasks: Sequence[EncodeTask], encoded: Sequence[Encoded]) -> Iterator[bytes]:
-    for task, _, base in _places(tasks, encoded):
-        with task.file("ids").open("rb") as file:
-            for line in file:
-                place, name = json.loads(line)
-                name = task.piece.sources[place].path if task.piece.kind == "text" else name
-                text = name or _where(task, place, base)
-                yield text.replace("\n", " ").encode("utf-8", "backslashreplace") + b"\n"
-
-
-def _slice_all(recipe: _Recipe, tasks: Sequence[EncodeTask], encoded: Sequence[Encoded]) -> SliceTable:
-    todo = list(_plan_slices(recipe, tasks, encoded))
-    found: list[tuple[int, str] | None] = [finished_slice(task) for task in todo]
-    missing = [index for index, result in enumerate(found) if result is None]
-    done = len(todo) - len(missing)
-    recipe.report(Progress("slice", done, len(todo), " slices"))
-
-    def note(position: int, result: tuple[int, str]) -> None:
-        nonlocal done
-        found[missing[position]] = result
-        done += 1
-        recipe.report(Progress("slice", done, len(todo), " slices"))
-
-    # A process costs half a second to start: below 256 MiB one is as quick.
-    workers = recipe.workers if len(missing) * recipe.slice_bytes > 256 << 20 else 1
-    map_tasks(write_slice, [todo[index] for index in missing], workers, note)
-    rows = []
-    for task, result in zip(todo, found):
-        assert result is not None
-        count = sum(stop - start for _, start, stop in task.parts)
-        rows.append(SliceInfo(task.index, task.name, *result, count, task.last_end - task.first_end))
-    sync_directory(recipe.out / "slices")
-    return SliceTable.from_rows(rows)
-
-
-def _plan_slices(recipe: _Recipe, tasks: Sequence[EncodeTask], encoded: Sequence[Encoded]) -> Iterator[SliceTask]:
-    starts = np.concatenate([[0], np.cumsum([result.tokens for result in encoded])]).astype(np.int64)
-    ends_path = recipe.work / "ends"
-    with ends_path.open("wb") as file:
-        for task, start in zip(tasks, starts.tolist()):
-            file.write((np.fromfile(task.file("ends"), "<u8") + np.uint64(start)).data)
-    ends = np.memmap(ends_path, "<u8", "r").view(np.ndarray)
-    itemsize = TOKEN_DTYPES[tasks[0].dtype].itemsize
-    plan = hashlib.sha256(json.dumps([[t.name for t in tasks], recipe.slice_bytes]).encode()).hexdigest()[:32]
-    start, first_end, index = 0, 0, 0
-    while start < starts[-1]:
-        stop, last_end = next_cut(ends, start, first_end, int(starts[-1]), itemsize, recipe.slice_bytes)
-        yield SliceTask(
-            plan=plan,
-            index=index,
-            start=start,
-            parts=tuple(_parts(tasks, starts, start, stop)),
-            dtype=tasks[0].dtype,
-            ends=str(ends_path),
-            first_end=first_end,
-            last_end=last_end,
-            out=str(recipe.out),
-            work=str(recipe.work),
-        )
-        start, first_end, index = stop, last_end, index + 1
-
-
-def next_cut(
-    ends: NDArray[np.uint64], start: int, first_end: int, total: int, itemsize: int, slice_bytes: int
-) -> tuple[int, int]:
-    """Where the slice that begins at token `start` stops: as late as header, tokens and ends fit in `slice_bytes`.
-
-    Args:
-        ends: U64 [D], exclusive ends of all documents in the whole stream, rising.
-        first_end: Index of the first end after `start`.
-        total: Tokens in the whole stream.
-
-    Returns:
-        The stop, and the index after the last document end in (start, stop].
+    Raises:
+        UsageError: If there is no `=`.
     """
-    budget = slice_bytes - TOKEN_HEADER_BYTES
-    low, high = start + 1, min(total, start + budget // itemsize)
-    # All ends that can matter, so that each probe searches a short run.
-    near = ends[first_end : first_end + budget // 8 + 1]
-    while low < high:
-        middle = (low + high + 1) // 2
-        inside = int(np.searchsorted(near, np.uint64(middle), "right"))
-        if (middle - start) * itemsize + 8 * inside <= budget:
-            low = middle
-        else:
-            high = middle - 1
-    return low, first_end + int(np.searchsorted(near, np.uint64(low), "right"))
-
-
-def _parts(
-    tasks: Sequence[EncodeTask], starts: NDArray[np.int64], start: int, stop: int
-) -> Iterator[tuple[str, int, int]]:
-    index = int(np.searchsorted(starts, start, "right")) - 1
-    while index < len(tasks) and starts[index] < stop:
-        base = int(starts[index])
-        first, last = max(start, base) - base, min(stop, int(starts[index + 1])) - base
-        if last > first:
-            yield str(tasks[index].file("tokens")), first, last
-        index += 1
-
-
-def _forget_other_slices(recipe: _Recipe, count: int) -> None:
-    """Remove what an earlier, unfinished run left: slices of another plan, temporary files."""
-    wanted = {f"{index:06d}.safetensors" for index in range(count)}
-    for path in (recipe.out / "slices").iterdir():
-        if path.name not in wanted:
-            path.unlink()
-    for path in recipe.out.glob(".*.tmp"):
-        path.unlink()
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise UsageError(f"--set {text!r}: expected KEY=VALUE, such as gopher_quality.min_words=20.")
+    try:
+        found: Any = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        found = value.strip()
+    for part in reversed(key.strip().split(".")):
+        found = {part: found}
+    return dict(found)

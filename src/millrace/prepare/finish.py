@@ -1,0 +1,250 @@
+"""From kept documents to datasets: encode, shuffle, slice, and the manifests, the main one last.
+
+Hides: that each named subset is a dataset of its own, and that fine-tuning has rows where pre-training has tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from millrace.dataset.manifest import FORMAT_VERSION, MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable, dataset_id
+from millrace.dataset.slices import atomic_write, sync_directory
+from millrace.errors import PrepareError
+from millrace.prepare.coders import CoderSpec
+from millrace.prepare.collect import Corpus, collect
+from millrace.prepare.encode import Encoded, EncodeTask, encode, finished
+from millrace.prepare.report import write_report
+from millrace.prepare.rows import RowShape, RowSliceTask, plan_row_slices, shape_of, write_row_slice
+from millrace.prepare.shuffle import Shuffle, TokenPart, finished_shuffle, plan_shuffle, shuffle
+from millrace.prepare.slicing import finished_slice, plan_slices, write_slice
+from millrace.prepare.stats import CLUSTER, Tally
+from millrace.prepare.subsets import TRAIN
+from millrace.prepare.tokenizers import TokenizerFile
+
+if TYPE_CHECKING:
+    from millrace.prepare.dedup import DedupResult
+    from millrace.prepare.pipeline import PrepareSummary, Run
+
+TOKENIZER_FILE, REPORT_FILE, CLUSTERS_FILE, SIGNATURES = "tokenizer.json", "report.html", "clusters.parquet", "signatures"
+DUPLICATES = {1: "exact_duplicate", 2: "near_duplicate"}
+
+
+@dataclass(frozen=True)
+class Made:
+    """One dataset that was written, but for its manifest."""
+
+    name: str
+    folder: Path
+    documents: int
+    tokens: int
+    table: SliceTable
+
+    def facts(self, whole: bytes) -> dict[str, Any]:
+        """What the summary says of a subset."""
+        found = {"id": dataset_id(whole), "documents": self.documents, "tokens": self.tokens}
+        return {**found, "slices": len(self.table)}
+
+
+def finish(run: Run, corpus: Corpus, used: TokenizerFile, tally: Tally, lineage: dict[str, Any]) -> PrepareSummary:
+    """Write all datasets of the run, and what people look at; the main manifest makes it final."""
+    from millrace.prepare.pipeline import PrepareSummary
+
+    encoded = _encode(run, corpus, used)
+    _count(tally, corpus.dedup, encoded)
+    made = [_slice(run, encoded, used, name) for name in run.recipe.subsets.names]
+    main, others = made[0], [one for one in made[1:] if one.documents]
+    if not main.documents:
+        raise PrepareError("prepare: expected documents with text, got none that was kept. See the report's reasons.")
+    collect(run, corpus, tally)
+    if corpus.dedup is not None:
+        from millrace.prepare.dedup import store_signatures
+
+        store_signatures(corpus.signed, corpus.dedup, run.recipe.dedup, run.out / SIGNATURES)
+    documents_in = sum(text.documents_in for text in corpus.texts)
+    dropped: dict[str, int] = {}
+    for count in tally.funnel.values():
+        for reason, n in count.dropped.items():
+            dropped[reason] = dropped.get(reason, 0) + n
+    counts: dict[str, Any] = {
+        "documents_in": documents_in,
+        "documents_out": sum(one.documents for one in made),
+        "tokens": sum(one.tokens for one in made),
+        "slices": sum(len(one.table) for one in made),
+        "dropped": dict(sorted(dropped.items())),
+    }
+    subsets = {one.name: one.facts(_write_manifest(run, one, used, {**lineage, "counts": counts})) for one in others}
+    lineage = {**lineage, "counts": {**counts, "subsets": subsets}}
+    whole = _manifest(run, main, used, lineage).to_json()
+    if subsets:
+        subsets = {TRAIN: main.facts(whole), **subsets}
+    report = corpus.report(run, tally, dataset_id(whole), counts, subsets)
+    write_report(run.out / REPORT_FILE, report)
+    _write_manifest(run, main, used, lineage)
+    shutil.rmtree(run.work)
+    summary = {key: value for key, value in counts.items() if key != "dropped"}
+    return PrepareSummary(run.recipe.name, dataset_id(whole), **summary, dropped=counts["dropped"], subsets=subsets)
+
+
+def _encode(run: Run, corpus: Corpus, used: TokenizerFile) -> list[Encoded]:
+    from millrace.prepare.pipeline import Progress
+
+    atomic_write(run.out / TOKENIZER_FILE, used.data)
+    recipe = run.recipe
+    spec = CoderSpec.of(used, run.out / TOKENIZER_FILE)
+    rendering = recipe.rows.conversations() if recipe.rows else None
+    seen: dict[str, int] = {}
+    tasks = []
+    for index, text in enumerate(corpus.texts):
+        part = text.part(str(run.tasks))
+        occurrence = seen.get(part.name, 0)
+        seen[part.name] = occurrence + 1
+        drop, cut, name = corpus.marks(index, recipe.dedup)
+        tasks.append(
+            EncodeTask(
+                part=part,
+                spec=spec,
+                folder=str(run.tasks),
+                subsets=recipe.subsets,
+                drop=drop,
+                cut=cut,
+                dedup_name=name,
+                shuffle=Shuffle(recipe.slice.seed, occurrence) if recipe.slice.shuffle else None,
+                rendering=rendering,
+            )
+        )
+    sizes = [text.bytes_out for text in corpus.texts]
+    done = documents = kept = 0
+
+    def note(index: int, result: Encoded) -> None:
+        nonlocal done, documents, kept
+        done += sizes[index]
+        documents += result.documents_in
+        kept += result.documents_out
+        run.report(Progress("encode", done, sum(sizes), "B", documents, kept, done))
+
+    run.report(Progress("encode", 0, sum(sizes), "B"))
+    return run.map(encode, tasks, finished, note, sizes)
+
+
+def _count(tally: Tally, dedup: DedupResult | None, encoded: Sequence[Encoded]) -> None:
+    """The last two steps of the funnel."""
+    documents_in = sum(result.documents_in for result in encoded)
+    bytes_out = sum(result.text_bytes for result in encoded)
+    last = next(reversed(tally.funnel.values()))
+    left = documents_in
+    if dedup is not None:
+        count = tally.stage("dedup")
+        count.documents_in, count.bytes_in = documents_in, last.bytes_out
+        dropped = {DUPLICATES[1]: dedup.exact, DUPLICATES[2]: dedup.near}
+        count.dropped = {reason: n for reason, n in dropped.items() if n}
+        left -= dedup.exact + dedup.near
+        count.documents_out, count.bytes_out = left, bytes_out
+        if dedup.units_cut:
+            count.changed["lines or paragraphs cut"] = dedup.units_cut
+        for size, number in dedup.sizes:
+            tally.histograms.setdefault(CLUSTER, {})
+            tally.observe(CLUSTER, "read", [size], number)
+    count = tally.stage("tokenize")
+    count.documents_in, count.bytes_in = left, bytes_out
+    count.documents_out, count.bytes_out = sum(result.documents_out for result in encoded), bytes_out
+    for result in encoded:
+        for reason, n in result.dropped.items():
+            if reason != "duplicate":
+                count.dropped[reason] = count.dropped.get(reason, 0) + n
+        for kind, n in result.changed.items():
+            count.changed[kind] = count.changed.get(kind, 0) + n
+
+
+def _slice(run: Run, encoded: Sequence[Encoded], used: TokenizerFile, subset: str) -> Made:
+    from millrace.prepare.pipeline import Progress
+
+    folder = run.out if subset == TRAIN else run.out / subset
+    (folder / "slices").mkdir(parents=True, exist_ok=True)
+    parts = [result.subsets[subset] for result in encoded if subset in result.subsets]
+    documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
+    if run.recipe.slice.shuffle:
+        parts = _shuffle(run, parts)
+    plans = run.work / "plans"
+    plans.mkdir(exist_ok=True)
+    size = run.recipe.slice
+    rows, shape = run.recipe.rows, None
+    if rows is not None:
+        shape = shape_of(CoderSpec.of(used, ""), rows.max_tokens, labels=rows.labels, packed=rows.packed)
+        plan = plan_row_slices(parts, plans, shape, slice_bytes=size.bytes)
+    else:
+        plan = plan_slices(parts, plans, slice_bytes=size.bytes, slice_tokens=size.tokens or 0)
+    done = 0
+
+    def note(_: int, info: SliceInfo) -> None:
+        nonlocal done
+        done += 1
+        run.report(Progress("slice", done, plan.slices, " slices"))
+
+    tasks = plan.tasks(folder)
+    if shape is None:
+        infos = run.map(write_slice, tasks, finished_slice, note)
+    else:
+        infos = run.map(write_row_slice, [RowSliceTask(task, shape) for task in tasks], lambda t: finished_slice(t.task), note)
+    sync_directory(folder / "slices")
+    _forget_other_slices(folder, len(infos))
+    return Made(subset, folder, documents, tokens, SliceTable.from_rows(infos))
+
+
+def _shuffle(run: Run, parts: Sequence[TokenPart]) -> list[TokenPart]:
+    from millrace.prepare.pipeline import Progress
+
+    tasks = plan_shuffle(parts, run.tasks)
+    done = 0
+
+    def note(_: int, part: TokenPart) -> None:
+        nonlocal done
+        done += 1
+        run.report(Progress("shuffle", done, len(tasks), " buckets"))
+
+    return run.map(shuffle, tasks, finished_shuffle, note)
+
+
+def _manifest(run: Run, made: Made, used: TokenizerFile, lineage: dict[str, Any]) -> Manifest:
+    rows = run.recipe.rows is not None
+    data = made.table.to_parquet()
+    atomic_write(made.folder / TABLE_FILE, data)
+    name = run.recipe.name if made.name == TRAIN else f"{run.recipe.name}-{made.name}"
+    return Manifest(
+        format=FORMAT_VERSION,
+        name=name,
+        layout="rows" if rows else "tokens",
+        dtype="" if rows else used.dtype,
+        tokenizer=used.description,
+        vocab_size=used.vocab_size,
+        eos_id=used.eos_id,
+        tokens=0 if rows else made.tokens,
+        rows=int(made.table.count.sum()) if rows else 0,
+        documents=0 if rows else made.documents,
+        slices=len(made.table),
+        bytes=int(made.table.bytes.sum()),
+        table_sha256=hashlib.sha256(data).hexdigest(),
+        lineage={**lineage, "subset": made.name, "files": {TOKENIZER_FILE: used.sha256}},
+    )
+
+
+def _write_manifest(run: Run, made: Made, used: TokenizerFile, lineage: dict[str, Any]) -> bytes:
+    """The manifest of a dataset, on disk: from here on it is one."""
+    whole = _manifest(run, made, used, lineage).to_json()
+    atomic_write(made.folder / TOKENIZER_FILE, used.data)
+    for path in made.folder.glob(".*.tmp"):
+        path.unlink()
+    atomic_write(made.folder / MANIFEST_FILE, whole)
+    return whole
+
+
+def _forget_other_slices(folder: Path, count: int) -> None:
+    """Remove what an earlier, unfinished run left: slices of another plan, temporary files."""
+    wanted = {f"{index:06d}.safetensors" for index in range(count)}
+    for path in (folder / "slices").iterdir():
+        if path.name not in wanted:
+            path.unlink()
