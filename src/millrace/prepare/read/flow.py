@@ -35,10 +35,10 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Break:
-    """Damage: what follows continues elsewhere. `checksum` says that it was found only by a member's checksum."""
+    """Damage: what follows continues elsewhere. `unsound` is where a member begins whose checksum was wrong, or -1."""
 
     reason: str
-    checksum: bool = False
+    unsound: int = -1
 
 
 Pieces = Iterator[Bytes | Break]
@@ -58,6 +58,7 @@ class Flow:
         self._base = 0  # how many unpacked bytes stood before the buffer
         self._marks: deque[tuple[int, int, bool]] = deque()  # unpacked offset, offset in the file, whether a member's
         self._break: Break | None = None
+        self.told = False
         self.skipped_start = b""
 
     @property
@@ -105,18 +106,20 @@ class Flow:
 
     def unsound(self) -> bool:
         """Whether the next byte is of a member whose checksum was wrong."""
-        if self._break is None or not self._break.checksum:
+        if self._break is None or self._break.unsound < 0:
             return False
-        return self._base + self._at >= self._marks[-1][0]
+        start, offset, _ = self._marks[-1]
+        return offset == self._break.unsound and self._base + self._at >= start
 
-    def reason(self) -> str:
-        """What the break is."""
+    def tell(self) -> str:
+        """What the break is; from now on it is told."""
+        self.told = True
         return self._break.reason if self._break else ""
 
     def mend(self) -> str:
         """Drops what stands before the break and goes on after it; says what was damaged."""
         assert self._break is not None
-        reason, self._break = self._break.reason, None
+        reason, self._break, self.told = self._break.reason, None, False
         self._at = len(self._buffer)
         return reason
 
@@ -215,7 +218,7 @@ def gzip_members(stream: BinaryIO, max_ratio: int, begins: Callable[[bytes], boo
             yield Bytes(start, data, member=True)
         seen = max(seen, start + member.fed)
         if member.failure:
-            yield Break(f"gzip member: {member.failure}", member.checksum)
+            yield Break(f"gzip member: {member.failure}", start if member.checksum else -1)
             rewound += member.fed
             # Members within members could be unpacked again and again: past this, what was read is left.
             back = start + 1 if rewound < _REWIND_FLOOR + seen else seen
@@ -253,7 +256,7 @@ class _Member:
                 unpacked = decoder.decompress(data, _UNPACKED)
             except zlib.error as error:
                 self.failure = str(error).partition(": ")[2] or str(error)
-                self.checksum = "check" in self.failure
+                self.checksum = self.failure in ("incorrect data check", "incorrect length check")
                 yield from self._up_to_damage(given)
                 return
             if unpacked:

@@ -29,9 +29,8 @@ MAX_STRAY_BYTES = 64 << 10
 """A record may run on this far past its length until the next begins; beyond that, what is there is no record."""
 
 _WARC = re.compile(rb"WARC/\d\.\d{1,2}[ \t\r]{0,8}\n(?=[A-Za-z-]{1,64}[ \t]{0,8}:)")
-_NEXT_WARC = re.compile(rb"\n(?=" + _WARC.pattern + rb")")
 _ARC = re.compile(rb"[a-z][a-z0-9+.-]{1,20}:[^\n]{10,8000}\n")
-_NEXT_ARC = re.compile(rb"\n(?=" + _ARC.pattern + rb")")
+_NEXT = re.compile(rb"\n(?=" + _WARC.pattern + rb"|" + _ARC.pattern + rb")")
 _HEAD_END = re.compile(rb"\n\r{0,4}\n")
 _LINE_END = re.compile(rb"\n")
 _DATE = re.compile(rb"\d{8,20}")
@@ -139,7 +138,9 @@ def _records(flow: Flow, options: ReadOptions) -> Iterator[RawRecord]:
     while flow.need(1) or flow.broken:
         if not flow.skip_any(_BLANK):
             if flow.broken:
-                yield RawRecord(flow.where(), {}, b"", flow.mend())
+                told, where, problem = flow.told, flow.where(), flow.mend()
+                if not told:
+                    yield RawRecord(where, {}, b"", problem)
             continue
         flow.need(MAX_HEAD_BYTES)
         if flow.sees(_WARC):
@@ -155,12 +156,10 @@ def _records(flow: Flow, options: ReadOptions) -> Iterator[RawRecord]:
 
 def _next_start(data: bytearray, start: int, stop: int) -> int:
     """Where the next record begins at a line of data[start:stop]; or -1."""
-    before = max(0, start - 1)
-    warc = _NEXT_WARC.search(data, before, stop)
-    for arc in _NEXT_ARC.finditer(data, before, warc.start() + 1 if warc else stop):
-        if _begins(data, arc.end()):
-            return arc.end()
-    return warc.end() if warc else -1
+    for found in _NEXT.finditer(data, max(0, start - 1), stop):
+        if _begins(data, found.end()):
+            return found.end()
+    return -1
 
 
 def _warc_record(flow: Flow, cap: int) -> Iterator[RawRecord]:
@@ -220,7 +219,7 @@ def _with_block(flow: Flow, where: str, headers: dict[str, str], size: int, cap:
     size = max(size, 0)
     there = min(flow.need(size), size)
     if there == size and _ends_well(flow, size):
-        problem = flow.reason() if flow.unsound() else ""
+        problem = flow.tell() if flow.unsound() else ""
         yield RawRecord(where, headers, flow.take(size), problem)
         return
     limit = size + MAX_STRAY_BYTES if there == size else there

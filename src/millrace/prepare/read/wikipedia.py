@@ -84,6 +84,7 @@ class _Parser:
         self._text: list[str] = []
         self._key = ""
         self._in_revision = False
+        self.awaited = False  # whether bytes were fed that begin a page
         self.page: _Page | None = None
         self.done: list[_Page] = []
         if head:
@@ -103,12 +104,18 @@ class _Parser:
             raise _Failure(self._base + self._expat.ErrorByteIndex, f"damaged XML: {reason}") from error
         return self.done
 
+    @property
+    def stuck(self) -> bool:
+        """Whether another page cannot begin here: one is open, or something that swallows markup."""
+        return self.page is not None or self.awaited
+
     def _refuse(self, *_: object) -> None:
         raise _Failure(self._base + self._expat.CurrentByteIndex, "an entity declaration, which no dump has")
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:
         if name == "page":
             self.page = _Page(self._base + self._expat.CurrentByteIndex)
+            self.awaited = False
             self._in_revision = False
         elif name == "namespace":
             self._key = attributes.get("key", "")
@@ -210,45 +217,60 @@ def _learn_site(stream: BinaryIO, site: _Site, cap: int) -> None:
 def _pages(stream: BinaryIO, offset: int, site: _Site, cap: int) -> Iterator[_Page | _Failure]:
     """The pages from an offset on; after each damage, those from the next `<page>` on."""
     parser = None if offset else _Parser(0, b"", site, cap)
-    held = b""
-    while True:
-        try:
-            data = stream.read(_CHUNK)
-        except Damaged as error:
-            if parser is not None:
-                with suppress(_Failure):
-                    yield from parser.feed(held, False)
-            yield _Failure(offset + len(held), str(error))
+    position = offset
+    for part in _parts(stream, offset):
+        if isinstance(part, _Failure):
+            yield part
             return
-        last = not data
-        held += data
+        position, data, begins = part
+        if begins and parser is not None and parser.stuck:
+            yield _Failure(position, "damaged XML: a page begins within another")
+            parser = None
+        if begins and parser is None:
+            parser = _Parser(position, b"<mediawiki>", site, cap)
         if parser is None:
-            found = _PAGE.search(held)
-            if found is None:
-                if last:
-                    return
-                offset += max(0, len(held) - 6)
-                held = held[-6:]
-                continue
-            offset += found.start()
-            held = held[found.start() :]
-            parser = _Parser(offset, b"<mediawiki>", site, cap)
+            continue
+        parser.awaited = parser.awaited or begins
         try:
-            pages = parser.feed(held, last)
-            yield from pages
+            yield from parser.feed(data, False)
         except _Failure as failure:
             yield from parser.done
             yield failure
-            # The next page may begin in what was read; the one that failed must not begin again.
-            skip = min(max(failure.offset - offset, 1), len(held))
-            offset, held, parser = offset + skip, held[skip:], None
-            if last and not held:
-                return
-            continue
-        offset += len(held)
-        held = b""
-        if last:
-            return
+            parser = None
+    if parser is not None:
+        try:
+            parser.feed(b"", True)
+        except _Failure as failure:
+            yield failure
+
+
+def _parts(stream: BinaryIO, offset: int) -> Iterator[tuple[int, bytes, bool] | _Failure]:
+    """The stream in parts that end before each `<page>`: offset, bytes, and whether they begin with one.
+
+    Text holds no `<`, so that each is the beginning of a page, whatever damage stands before it.
+    """
+    held, begins, ended = b"", False, False
+    while not ended:
+        failure = None
+        try:
+            data = stream.read(_CHUNK)
+        except Damaged as error:
+            data, failure = b"", str(error)
+        ended = not data
+        held += data
+        start = 0
+        for found in _PAGE.finditer(held):
+            if found.start() > start:
+                yield offset + start, held[start : found.start()], begins
+            start, begins = found.start(), True
+        open_mark = held.rfind(b"<", max(start + 1, len(held) - 6))
+        stop = len(held) if ended or open_mark < 0 else open_mark
+        if stop > start:
+            yield offset + start, held[start:stop], begins
+            begins = False
+        offset, held = offset + stop, held[stop:]
+        if failure is not None:
+            yield _Failure(offset, failure)
 
 
 def _document(page: _Page, site: _Site, options: ReadOptions, namespaces: frozenset[str]) -> Record | None:

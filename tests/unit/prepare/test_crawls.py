@@ -1,0 +1,269 @@
+"""WARC, WET and ARC: the sample archives against independent readers, and archives damaged on purpose."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.prepare.documents import Record
+from millrace.prepare.read.base import Piece, ReadOptions, Source
+from millrace.prepare.read.http_message import body_text, parse_http
+from millrace.prepare.read.warc import WARC, RawRecord, read_raw
+
+
+def real(name: str) -> Path:
+    given_folder = os.environ.get("MILLRACE_TEST_DATA")
+    folder = (Path(given_folder) if given_folder else Path(__file__).parents[3] / "../shared/data") / name
+    if not folder.is_dir():
+        pytest.skip(f"no real data: set MILLRACE_TEST_DATA to a folder that holds {name}/")
+    return folder
+
+
+def source(path: Path) -> Source:
+    packed = {".gz": "gz", ".bad": "gz", ".lz4": "lz4"}.get(path.suffix, "")
+    return Source(str(path), path.name, "warc", packed, path.stat().st_size, "")
+
+
+def raw(path: Path, **options: Any) -> list[RawRecord]:
+    return list(read_raw(source(path), ReadOptions(**options)))
+
+
+def documents(path: Path, **options: Any) -> list[Record]:
+    return list(WARC.read(Piece((source(path),)), ReadOptions(**options)))
+
+
+# What our reader makes of the archives that others stumble over: sound records, problems.
+DAMAGED = {
+    "aut/badexample.arc.gz": (5, 0),  # one gzip member; its last record has as much as HTTP says
+    "cc_net/sample.warc.txt": (4, 0),  # lengths in characters, not bytes
+    "fastwarc/block-sized-records.warc.lz4": (3, 0),
+    "fastwarc/clipped.warc.gz": (0, 1),  # ends within its only record
+    "fastwarc/warcfile.warc.lz4": (50, 0),
+    "pywb/bad.arc": (2, 2),  # lengths -1 and abc
+    "pywb/example-bad.warc.gz.bad": (6, 0),
+    "pywb/example.warc": (6, 0),
+    "warcio/bad.arc": (2, 2),
+    "warcio/example-bad-non-chunked.warc.gz": (6, 0),
+    "warcio/example-bad.warc.gz.bad": (6, 0),
+    "warcio/example-trunc.warc": (4, 0),
+    "warcio/example-wrong-chunks.warc.gz": (2, 0),
+    "webarchive-commons/IAH-20080430204825-00000-blackbook-truncated.arc": (9, 0),
+    "webarchive-commons/link-extraction-test.warc": (8, 0),
+    "whirlwind/CC-MAIN-2024-22.warc.paths.gz": (0, 1),  # no archive
+}
+
+
+def test_every_sample_archive_has_as_many_records_as_warcio_reads() -> None:
+    warcio = pytest.importorskip("warcio.archiveiterator")
+    folder, compared = real("warc"), 0
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if not path.is_file():
+            continue
+        found = raw(path)
+        problems = [record for record in found if record.problem]
+        if name in DAMAGED:
+            assert (len(found) - len(problems), len(problems)) == DAMAGED[name], name
+            continue
+        with path.open("rb") as file:
+            expected = Counter(record.rec_type for record in warcio.ArchiveIterator(file))
+        expected["warcinfo"] += expected.pop("arc_header", 0)
+        assert Counter(record.kind for record in found) == +expected, name
+        assert not problems, name
+        compared += 1
+    assert compared == 46
+
+
+def test_blocks_are_those_of_warcio() -> None:
+    warcio = pytest.importorskip("warcio.archiveiterator")
+    for name in ("dolma/sample-0000.warc.gz", "pywb/iana.warc.gz", "fastwarc/warcfile.warc", "pywb/example.arc.gz"):
+        path = real("warc") / name
+        with path.open("rb") as file:
+            expected = [r.raw_stream.read() for r in warcio.ArchiveIterator(file, no_record_parse=True)]
+        skipped = 1 if ".arc" in name else 0  # warcio reads an ARC's first block in part
+        assert [r.block for r in raw(path)][skipped:] == expected[skipped:], name
+
+
+def test_documents_of_the_samples() -> None:
+    folder = real("warc")
+    counts = {
+        "dolma/sample-0000.warc.gz": 22,
+        "fastwarc/clueweb-quirk.warc.gz": 29,
+        "fastwarc/warcfile.warc.lz4": 16,
+        "pywb/iana.warc.gz": 16,
+        "webarchive-commons/link-extraction-test.warc": 7,
+        "whirlwind/whirlwind.warc.wet.gz": 1,
+        "cc_net/sample.warc.txt": 3,
+        "pywb/example.arc": 1,
+        "warcio/example-space-in-url.arc": 1,
+    }
+    for name, count in counts.items():
+        found = documents(folder / name)
+        assert [record.problem for record in found] == [""] * count, name
+        assert all(record.text for record in found)
+    (wet,) = documents(folder / "whirlwind/whirlwind.warc.wet")
+    assert not wet.html
+    assert wet.url == "https://an.wikipedia.org/wiki/Escopete"
+    japanese = documents(folder / "fastwarc/clueweb-quirk.warc.gz")[0]
+    assert "ショッピング" in japanese.text or "商品" in japanese.text  # EUC-JP
+    assert len(documents(folder / "pywb/iana.warc.gz", options={"statuses": []})) > 16
+
+
+def warc_record(
+    body: bytes, kind: str = "conversion", mime: str = "text/plain", length: int | None = None, url: str = "http://a/"
+) -> bytes:
+    size = len(body) if length is None else length
+    head = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Record-ID: <urn:uuid:1>\r\nWARC-Target-URI: {url}\r\n"
+    return f"{head}Content-Type: {mime}\r\nContent-Length: {size}\r\n\r\n".encode() + body + b"\r\n\r\n"
+
+
+def texts(records: list[Record]) -> list[str]:
+    return [record.text for record in records if not record.problem]
+
+
+def test_a_damaged_member_costs_itself_alone(tmp_path: Path) -> None:
+    members = [gzip.compress(warc_record(f"text {i} ".encode() * 500), mtime=0) for i in range(5)]
+    for index in (0, 2, 4):
+        for place in (12, len(members[index]) // 2, len(members[index]) - 6):  # deflate data, and the checksum
+            broken = list(members)
+            broken[index] = members[index][:place] + b"\xff\xfe" + members[index][place + 2 :]
+            path = tmp_path / "a.warc.gz"
+            path.write_bytes(b"".join(broken))
+            found = documents(path)
+            good = [f"text {i} " * 500 for i in range(5) if i != index]
+            assert texts(found) == good, (index, place)
+            assert [r.problem != "" for r in found].count(True) == 1
+            problem = next(r for r in found if r.problem)
+            assert problem.where.startswith("byte ")
+
+
+def test_a_truncated_archive_gives_what_stands_before(tmp_path: Path) -> None:
+    whole = b"".join(gzip.compress(warc_record(f"text {i} ".encode() * 50), mtime=0) for i in range(3))
+    path = tmp_path / "a.warc.gz"
+    for cut in range(len(whole) - 60, len(whole), 7):
+        path.write_bytes(whole[:cut])
+        found = documents(path)
+        assert texts(found)[:2] == ["text 0 " * 50, "text 1 " * 50]
+        assert texts(found)[2:] in ([], ["text 2 " * 50])  # it may be whole when only the checksum is not
+        assert "ends" in found[-1].problem
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("length", [0, 5, 40, 10_000, None])
+def test_wrong_lengths(tmp_path: Path, length: int | None, packed: bool) -> None:
+    data = warc_record(b"the first text", length=length) + warc_record(b"the second")
+    path = tmp_path / ("a.warc.gz" if packed else "a.warc")
+    path.write_bytes(gzip.compress(data) if packed else data)
+    assert texts(documents(path)) == ["the first text", "the second"]
+
+
+def test_garbage_between_records(tmp_path: Path) -> None:
+    path = tmp_path / "a.warc"
+    path.write_bytes(b"\0garbage" * 30_000 + b"\n" + warc_record(b"one") + b"x" * 100_000 + b"\n" + warc_record(b"two"))
+    found = documents(path)
+    assert texts(found)[-1] == "two"
+    assert found[0].problem.endswith("begin no record")
+    assert len(texts(found)) == 2
+
+
+def test_caps(tmp_path: Path) -> None:
+    bomb = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Encoding: gzip\r\n\r\n"
+    bomb += gzip.compress(b"<html>" + b"a" * 3_000_000)
+    path = tmp_path / "a.warc"
+    path.write_bytes(
+        warc_record(b"x" * 200_000) + warc_record(bomb, "response", "application/http") + warc_record(b"after")
+    )
+    found = documents(path, max_document_bytes=100_000)
+    assert [("max_document_bytes" in r.problem) for r in found] == [True, True, False]
+    assert texts(found) == ["after"]
+
+
+def test_http_bodies() -> None:
+    page = "<html><p>grün</p></html>".encode()
+    chunked = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (page[:10], page[10:])) + b"0\r\n\r\n"
+    deflate = zlib.compressobj(wbits=-15)
+    encodings = {
+        "gzip": gzip.compress(page),
+        "deflate": zlib.compress(page),
+        "deflate ": deflate.compress(page) + deflate.flush(),
+        "br": pytest.importorskip("brotli").compress(page),
+        "gzip\t": page,  # already undone by the crawler
+        "identity": page,
+    }
+    for name, body in encodings.items():
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\nContent-Encoding: {name}\r\n\r\n".encode()
+        answer = parse_http(head + body, 1 << 20)
+        assert (answer.status, answer.charset, answer.body) == (200, "utf-8", page), name
+    head = b"HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\n"
+    assert parse_http(head + chunked, 1 << 20).body == page
+    assert parse_http(head + page, 1 << 20).body == page
+    assert parse_http(head, 1 << 20).status == 404
+
+
+def test_character_sets() -> None:
+    text = "naïve café – Ελληνικά"
+    assert body_text(text.encode(), "iso-8859-1", True) == text  # valid UTF-8 is believed before a header
+    assert body_text("café".encode("latin-1"), "iso-8859-1", True) == "café"
+    assert body_text(b"\x93quoted\x94", "iso-8859-1", True) == "“quoted”"  # as browsers read it
+    assert body_text(b"\xff\xfe" + "hé".encode("utf-16-le"), "", True) == "hé"
+    assert body_text('<meta charset="shift_jis">日本'.encode("shift_jis"), "", True).endswith("日本")
+    assert body_text("日本語".encode("iso-2022-jp"), "iso-2022-jp", False) == "日本語"
+    assert body_text("<html>日本語のテキストです。これは長い文です。".encode("euc-jp"), "no-such", True).endswith(
+        "文です。"
+    )
+
+
+def test_arc_versions(tmp_path: Path) -> None:
+    head = b"filedesc://a.arc 0.0.0.0 20080430204825 text/plain 3\nabc\n"
+    body = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html>hello"
+    one = b"http://a.b/with a blank 1.2.3.4 20080430204825 text/html %d\n%s\n" % (len(body), body)
+    two = b"http://a.b/2 1.2.3.4 20080430204825 text/html 200 - - 99 a.arc %d\n%s\n" % (len(body), body)
+    path = tmp_path / "a.arc"
+    path.write_bytes(head + one + two)
+    assert [(r.url, r.text) for r in documents(path)] == [
+        ("http://a.b/with a blank", "<html>hello"),
+        ("http://a.b/2", "<html>hello"),
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.binary(max_size=400), st.integers(0, 3), st.booleans())
+def test_no_garbage_hides_what_follows(garbage: bytes, at: int, packed: bool) -> None:
+    if b"WARC/" in garbage or b"\x1f\x8b" in garbage:
+        return
+    parts = [gzip.compress(warc_record(b"text %d" % i)) if packed else warc_record(b"text %d" % i) for i in range(3)]
+    parts.insert(at, garbage if packed else garbage + b"\n")
+    given_source = Source("memory", "memory", "warc", "gz" if packed else "", 0, "")
+    data = io.BytesIO(b"".join(parts))
+    from unittest import mock
+
+    with mock.patch("millrace.prepare.read.warc.open_source", lambda *_: data):
+        found = list(WARC.read(Piece((given_source,)), ReadOptions()))
+    good = [text.split("\n")[0].strip() for text in texts(found)]
+    assert [text[:6] for text in good] == ["text 0", "text 1", "text 2"]
+
+
+def test_hostile_archives_take_linear_time(tmp_path: Path) -> None:
+    path = tmp_path / "a.warc"
+    for part in (
+        b"WARC/1.0\r\n",
+        b"WARC/1.0\nA:\n\n",
+        b"http://a 1.1.1.1 20080101 a 5\n",
+        b"\n\n",
+        b"a:b 1 2 3\n",
+        b"\r",
+    ):
+        path.write_bytes(part * (200_000 // len(part)))
+        assert isinstance(sum(1 for _ in WARC.read(Piece((source(path),)), ReadOptions())), int)
+    path = tmp_path / "b.warc.gz"
+    path.write_bytes(b"\x1f\x8b\x08\0\0\0\0\0\0\0" * 20_000)
+    assert [r.problem[:11] for r in documents(path)] == ["gzip member"]

@@ -1,0 +1,231 @@
+"""Wikitext by hand-made cases, properties and real articles; dumps whole, cut, damaged and hostile."""
+
+from __future__ import annotations
+
+import bz2
+import os
+import re
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.prepare.documents import Record
+from millrace.prepare.read import wikipedia
+from millrace.prepare.read.base import Piece, ReadOptions, Source
+from millrace.prepare.read.wikitext import to_text
+
+MARKUP = ("[[", "]]", "{{", "}}", "<ref", "{|", "|}", "'''")
+
+
+def real(name: str) -> Path:
+    given_folder = os.environ.get("MILLRACE_TEST_DATA")
+    folder = (Path(given_folder) if given_folder else Path(__file__).parents[3] / "../shared/data") / name
+    if not folder.is_dir():
+        pytest.skip(f"no real data: set MILLRACE_TEST_DATA to a folder that holds {name}/")
+    return folder
+
+
+def read(path: Path, start: int = 0, stop: int = 0, **options: Any) -> list[Record]:
+    packed = "bz2" if path.suffix == ".bz2" else ""
+    source = Source(str(path), path.name, "wikipedia", packed, path.stat().st_size, "")
+    return list(wikipedia.WIKIPEDIA.read(Piece((source,), start, stop), ReadOptions(**options)))
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("'''Bold''' and ''italic'' and '''''both'''''", "Bold and italic and both"),
+        ("a [[link]], a [[Target page|label]], [[bus]]es, [[:Category:X]]", "a link, a label, buses, Category:X"),
+        ("x[[File:a.jpg|thumb|A [[nested]] caption {{here}}]]y [[Category:Z]][[fr:Autre]]", "xy"),
+        ("[http://a.b label ''one''] [http://a.b] http://c.d", "label one http://c.d"),
+        ("a<ref>note {{cite}}</ref>b<ref name=x />c<!-- hidden [[ -->d", "abcd"),
+        ("{{Infobox|a={{b|c}}|d=[[e|f]]}}Text", "Text"),
+        ("Toronto ({{IPA-en|t}}, {{lang|fr|Toronte}}) is", "Toronto (Toronte) is"),
+        ("{{convert|5|km|mi}} of {{nowrap|free text}}, {{circa|1500}}", "5 km of free text, c. 1500"),
+        ("before\n{| class=x\n|-\n| cell || {{t|1}}\n{|\n| inner\n|}\n|}\nafter", "before\n\nafter"),
+        ("== Head ==\ntext\n=== Empty ===\n== Last ==", "Head\ntext"),
+        ("* one\n** two\n# three\n: indented\n; term", "- one\n- two\n- three\nindented\nterm"),
+        ("<nowiki>[[kept]]</nowiki> <math>\\frac{{a}}{b}</math>", "[[kept]] $\\frac{ {a} }{b}$"),
+        ("<gallery>\nFile:x.jpg|y\n</gallery>H<sub>2</sub>O&nbsp;&amp; <br/>next", "H2O &\nnext"),
+        ("__NOTOC__\n{{unclosed [[a]] text", "unclosed a text"),
+        ("[[unclosed\n\nnext [[b]]", "unclosed\n\nnext b"),
+        ("a }} b ]] c |} d ] e", "a b c d ] e"),
+        ("", ""),
+    ],
+)
+def test_markup(source: str, text: str) -> None:
+    assert to_text(source) == text
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from([*MARKUP, "<!--", "-->", "</ref>", "|", "\n", "=", "word ", "<math>", "http://", "[", "]", "*"])
+    )
+)
+def test_any_markup_ends_and_keeps_no_more_than_was_there(parts: list[str]) -> None:
+    source = "".join(parts)
+    assert to_text(source).count("word") <= source.count("word")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "[[",
+        "{{",
+        "{|\n",
+        "<ref>",
+        "<!--",
+        "<math>",
+        "[http://a ",
+        "[[a|",
+        "{{a|",
+        "{{lang|x|",
+        "'",
+        "<a ",
+        "[[ {{",
+        "\n=",
+    ],
+)
+def test_hostile_wikitext_takes_linear_time(part: str) -> None:
+    source = part * (200_000 // len(part))
+    for closed in (source, source + "]]" * 20_000, source + "}}" * 20_000):
+        start = time.process_time()
+        to_text(closed)
+        assert time.process_time() - start < 2.0
+
+
+def words(text: str) -> Counter[str]:
+    return Counter(re.findall(r"\w+", text.lower()))
+
+
+def test_real_articles() -> None:
+    """All pages of the dump but redirects, none with markup left; the words that mwparserfromhell finds."""
+    (path,) = real("wikipedia").glob("enwiki-latest*.bz2")
+    found = read(path)
+    tree = ElementTree.fromstring(bz2.decompress(path.read_bytes()))
+    name = "{http://www.mediawiki.org/xml/export-0.10/}"
+    pages = {
+        page.findtext(f"{name}id"): page
+        for page in tree.iter(f"{name}page")
+        if page.findtext(f"{name}ns") == "0" and page.find(f"{name}redirect") is None
+    }
+    assert [record.id for record in found] == list(pages)
+    assert len(found) == 106
+    assert sum(any(mark in record.text for mark in MARKUP) for record in found) == 0
+    assert found[0].url == "https://en.wikipedia.org/wiki/Anarchism"
+    assert found[0].text.startswith("Anarchism\n\n")
+    mwparserfromhell = pytest.importorskip("mwparserfromhell")
+    shared = ours = theirs = 0
+    for record in found[2:4]:
+        code = mwparserfromhell.parse(pages[record.id].findtext(f"{name}revision/{name}text"))
+        for node in [*code.ifilter_tags(matches=lambda n: n.tag in ("ref", "table", "gallery"))]:
+            if code.contains(node):
+                code.remove(node)
+        for link in [
+            *code.ifilter_wikilinks(matches=lambda n: re.match("(?i)file:|image:|category:|[a-z-]+:", str(n.title)))
+        ]:
+            if code.contains(link):
+                code.remove(link)
+        a, b = words(record.text), words(code.strip_code())
+        shared, ours, theirs = shared + (a & b).total(), ours + a.total(), theirs + b.total()
+    assert 2 * shared / (ours + theirs) >= 0.97
+
+
+def test_small_dumps() -> None:
+    folder = real("wikipedia")
+    (page,) = read(folder / "dump.xml")
+    assert page.text == "Foo\n\nRevision 2 text"
+    assert page.url == "http://en.wikipedia.org/wiki/Foo"
+    tiny = read(folder / "tinywiki-latest-pages-articles.xml")
+    assert "Toronto is the most populous city in Canada" in tiny[1].text
+    assert "1813" in tiny[1].text
+    assert len(read(folder / "enwiki-table-markup.xml.bz2")) == 5
+
+
+def page(number: int, text: str, extra: str = "", ns: int = 0) -> str:
+    return (
+        f"  <page>\n    <title>Page {number}</title>\n    <ns>{ns}</ns>\n    <id>{number}</id>\n{extra}"
+        f"    <revision><id>9</id><model>wikitext</model><text>{text}</text></revision>\n  </page>\n"
+    )
+
+
+HEAD = (
+    '<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/">\n  <siteinfo><base>https://x.org/wiki/Main</base>'
+    '<namespaces><namespace key="6">Dosye</namespace></namespaces></siteinfo>\n'
+)
+
+
+def test_what_is_no_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.xml"
+    pages = [
+        page(1, "one [[Dosye:x.jpg|thumb]]"),
+        page(2, "#REDIRECT [[Page 1]]"),
+        page(3, "#WEITERLEITUNG [[Page 1]]"),
+        page(4, "x", '<redirect title="y" />'),
+        page(5, "talk", ns=1),
+        page(6, "{{only|template}}"),
+        page(7, "two"),
+    ]
+    path.write_text(HEAD + "".join(pages) + "</mediawiki>")
+    assert [(r.place, r.id, r.text) for r in read(path)] == [(0, "1", "Page 1\n\none"), (6, "7", "Page 7\n\ntwo")]
+    everything = read(path, options={"namespaces": [], "redirects": True})
+    assert [r.id for r in everything] == ["1", "2", "3", "4", "5", "7"]
+    assert read(path)[0].url == "https://x.org/wiki/Page_1"
+
+
+@pytest.mark.parametrize("size", [1000, 3000, 100_000])
+def test_pieces_give_each_page_once(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "a.xml"
+    path.write_text(HEAD + "".join(page(i, f"text {i} " * (i % 50)) for i in range(1, 200)) + "</mediawiki>")
+    whole, total = read(path), path.stat().st_size
+    cut = [r for start in range(0, total, size) for r in read(path, start, min(start + size, total))]
+    assert [(r.id, r.text, r.url) for r in cut] == [(r.id, r.text, r.url) for r in whole]
+
+
+def test_damage_costs_a_page(tmp_path: Path) -> None:
+    good = [page(i, f"text {i}") for i in range(6)]
+    for damage in ("<text>\x01</text>", "</revision></oops>", "&undefined;", "<page>", "\x00", "<![CDATA["):
+        pages = list(good)
+        pages[2] = pages[2].replace("text 2", f"text 2 {damage}")
+        path = tmp_path / "a.xml"
+        path.write_text(HEAD + "".join(pages) + "</mediawiki>")
+        found = read(path)
+        ids = [r.id for r in found if not r.problem]
+        assert [i for i in ids if i != "2"] == ["0", "1", "3", "4", "5"], damage
+        assert any("damaged XML" in r.problem for r in found), damage
+
+
+def test_truncated_and_broken_dumps(tmp_path: Path) -> None:
+    whole = (HEAD + "".join(page(i, f"text {i} " * 200) for i in range(50)) + "</mediawiki>").encode()
+    path = tmp_path / "a.xml"
+    path.write_bytes(whole[: len(whole) // 2])
+    found = read(path)
+    assert [r.id for r in found if not r.problem] == [str(i) for i in range(len(found) - 1)]
+    assert found[-1].problem
+    packed = tmp_path / "a.xml.bz2"
+    packed.write_bytes(bz2.compress(whole)[:-20] + b"garbage")
+    assert [r.problem != "" for r in read(packed)][-1]
+
+
+def test_hostile_xml(tmp_path: Path) -> None:
+    path = tmp_path / "a.xml"
+    laughs = "".join(f'<!ENTITY l{i} "{f"&l{i - 1};" * 10 if i else "lol"}">' for i in range(12))
+    path.write_text(f"<!DOCTYPE x [{laughs}]>" + HEAD + page(1, "&l11;") + page(2, "fine") + "</mediawiki>")
+    found = read(path)
+    assert [r.id for r in found if not r.problem] == ["2"]
+    assert "entity declaration" in found[0].problem
+    path.write_text(HEAD + page(1, "x" * 300_000) + page(2, "after") + "</mediawiki>")
+    found = read(path, max_document_bytes=100_000)
+    assert [(r.id, "max_document_bytes" in r.problem) for r in found] == [("1", True), ("2", False)]
+
+
+def test_sniff() -> None:
+    assert wikipedia.WIKIPEDIA.sniff(HEAD.encode())
+    assert not wikipedia.WIKIPEDIA.sniff(b"<html><body>")
