@@ -2,7 +2,9 @@
 
 Hides: the rules by which a chunk between white space is cut. They follow spaCy's rule-based tokenizer for English
 (prefixes, suffixes, infixes, contractions, abbreviations, addresses), which datatrove's filters measure with, in one
-scan without a regular expression: on Wikipedia text 99.9 % of the words are the same. Time is linear in the text.
+scan without a regular expression: on 15 MB of crawled pages, Wikipedia, forums and books 99.9 % of the words are the
+same, and all Gopher, C4 and FineWeb decisions. Time is linear in the text, about 60 MB/s.
+Whoever edits this file must delete `__pycache__/*.nbi` beside it: numba keeps kernels of other files that call it.
 Languages written without spaces are not segmented: a chunk is a word.
 
 Source: spaCy 3.8, `Tokenizer` and `lang/en`, whose decisions it follows in other code.
@@ -269,10 +271,28 @@ def _between(points, i, stop, table):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
+def _join(points, keys, values, begins, ends, first, n):  # type: ignore[no-untyped-def]
+    """Words [first, n) of a chunk with two or three in a row that are one special word put together: `: -)`, `Mrs .`."""
+    if n - first < 2:
+        return n
+    at, i = first, first
+    while i < n:
+        size = 1
+        for more in (3, 2):
+            if i + more <= n and _special(points, begins[i], ends[i + more - 1], keys, values) == 0:
+                size = more
+                break
+        begins[at], ends[at] = begins[i], ends[i + size - 1]
+        at += 1
+        i += size
+    return at
+
+
+@njit(nogil=True, cache=True)
 def _cut_chunk(points, start, stop, table, keys, values, begins, ends, n, tail):  # type: ignore[no-untyped-def]
     """The words of a chunk without white space, after the first n; how many there are then."""
     cut = np.int32(-1)
-    tails = 0
+    first, tails = n, 0
     while start < stop:
         cut = _special(points, start, stop, keys, values)
         if cut >= 0:
@@ -291,7 +311,7 @@ def _cut_chunk(points, start, stop, table, keys, values, begins, ends, n, tail):
             stop -= suffix
         if prefix == 0 and suffix == 0:
             break
-    first, rest = n, stop
+    rest = stop
     if start < stop and cut > 0:
         begins[n], ends[n] = start, start + cut
         n += 1
@@ -312,13 +332,10 @@ def _cut_chunk(points, start, stop, table, keys, values, begins, ends, n, tail):
         begins[n], ends[n] = start, stop
         n += 1
     for t in range(tails - 1, -1, -1):
-        begin, rest = rest, tail[t]
-        if n > first and _special(points, begins[n - 1], rest, keys, values) == 0:
-            ends[n - 1] = rest
-            continue
-        begins[n], ends[n] = begin, rest
+        begins[n], ends[n] = rest, tail[t]
+        rest = tail[t]
         n += 1
-    return n
+    return _join(points, keys, values, begins, ends, first, n)
 
 
 @njit(nogil=True, cache=True)
@@ -333,9 +350,23 @@ def cut_words(points, start, stop, table, keys, values, begins, ends, tail):  # 
         if kind(table, points[i]) & SPACE:
             i += 1
             continue
-        j = i + 1
-        while j < stop and kind(table, points[j]) & SPACE == 0:
+        j, bits, plain = i, np.uint16(0), np.uint16(_ALPHA)
+        while j < stop:
+            k = kind(table, points[j])
+            if k & SPACE:
+                break
+            bits |= k
+            plain = plain if k & _ALPHA else np.uint16(0)
             j += 1
-        n = _cut_chunk(points, i, j, table, keys, values, begins, ends, n, tail)
+        if plain and bits & (EDGE | OPENING) == 0:  # letters alone: four words of five are cut by no rule
+            cut = _special(points, i, j, keys, values)
+            if cut > 0:
+                begins[n], ends[n] = i, i + cut
+                n += 1
+                i += cut
+            begins[n], ends[n] = i, j
+            n += 1
+        else:
+            n = _cut_chunk(points, i, j, table, keys, values, begins, ends, n, tail)
         i = j
     return n

@@ -1,0 +1,155 @@
+"""Filters against datatrove's on the same texts: CPU seconds of one process each, and whether they decide alike.
+
+    python -m benchmarks.prepare.filters          about 3 MB of real text (under a minute)
+    python -m benchmarks.prepare.filters --all    all of it, about 15 MB
+
+The texts: crawled pages, Wikipedia, Stack Exchange, news, books and plays cut into 3 kB; and as many made from them
+that lie near a threshold on purpose (about 50 words, about 80 % of words with a letter, lines and phrases repeated).
+datatrove keeps the words of the last text, so that its repetition and FineWeb filters find them cut, while each of ours
+cuts for itself: the ratio to look at is that of both Gopher filters. The peer runs with the interpreter in MILLRACE_PEERS, which has datatrove and spaCy installed.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.prepare.corpus import data_folder, passages
+from millrace.prepare.documents import Record, Stage, to_batches
+from millrace.prepare.filters import C4, FineWeb, GopherQuality, GopherRepetition
+
+PEERS = os.environ.get("MILLRACE_PEERS", ".venv-peers/bin/python")
+STAGES: tuple[Stage, ...] = (GopherQuality(), GopherRepetition(), FineWeb(), C4())
+
+PEER = r"""
+import json, sys, time
+from datatrove.data import Document
+from datatrove.pipeline.filters import (
+    C4QualityFilter, FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter)
+texts = json.load(open(sys.argv[1]))
+filters = [f(language="eng") for f in (
+    GopherQualityFilter, GopherRepetitionFilter, FineWebQualityFilter, C4QualityFilter)]
+for f in filters:
+    f.filter(Document(text="It is warm.", id="0"))
+reasons, spent = [], [0.0] * len(filters)
+for text in texts:
+    row = []
+    for i, f in enumerate(filters):
+        begun = time.process_time()
+        try:
+            result = f.filter(Document(text=text, id="0"))
+        except ZeroDivisionError:
+            result = (False, "zero division")
+        spent[i] += time.process_time() - begun
+        row.append("" if result is True else result[1])
+    reasons.append(row)
+json.dump([reasons, spent], open(sys.argv[2], "w"))
+"""
+
+
+def real_texts() -> list[str]:
+    """Documents of a few kB, in a fixed order."""
+    folder = data_folder()
+    texts: list[str] = []
+    for path in sorted(folder.glob("jsonl/cc_en*.jsonl")):
+        texts += [json.loads(line)["text"] for line in path.read_text("utf-8").splitlines()]
+    for path in sorted([*folder.glob("books/gutenberg_en/*.txt"), *folder.glob("shakespeare/works/*")]):
+        whole = path.read_text("utf-8", errors="replace")
+        texts += [whole[i : i + 3000] for i in range(0, min(len(whole), 300_000), 3000)]
+    texts += [
+        line.split(" ", 1)[-1] for line in (folder / "neardup/articles_1000.train").read_text("utf-8").splitlines()
+    ]
+    chance = random.Random(0)
+    pool = passages(folder)
+    while len(texts) < 5000:
+        at = chance.randrange(len(pool))
+        texts.append("\n\n".join(pool[at : at + chance.randrange(1, 12)])[:6000])
+    chance.shuffle(texts)
+    return texts
+
+
+def borderline(text: str, chance: random.Random) -> str:
+    """A text made of this one that lies near some threshold."""
+    words = text.split(" ")
+    match chance.randrange(4):
+        case 0:
+            return " ".join(words[: chance.randrange(35, 60)])
+        case 1:
+            share = chance.uniform(0.05, 0.15)
+            return " ".join(str(chance.randrange(9999)) if chance.random() < share else word for word in words)
+        case 2:
+            lines = text.splitlines() or [text]
+            return "\n".join([*lines, *chance.choices(lines, k=max(1, int(len(lines) * chance.uniform(0.1, 0.6))))])
+        case _:
+            phrase = words[: chance.randrange(3, 14)]
+            return " ".join([*words, *(phrase * chance.randrange(1, 2 + len(words) // 60))])
+
+
+def ours(texts: list[str]) -> tuple[list[list[str]], list[float]]:
+    """Reasons by text and stage ("" for a kept one), and CPU seconds by stage."""
+    batches = list(to_batches([Record(i, text=text) for i, text in enumerate(texts)]))
+    columns, spent = [], []
+    for stage in STAGES:
+        stage.apply(batches[0].slice(0, 1))
+        begun = time.process_time()
+        drops = [drop for batch in batches for drop in stage.apply(batch).drop]
+        spent.append(time.process_time() - begun)
+        columns.append([stage.reasons[drop] if drop >= 0 else "" for drop in drops])
+    return [list(row) for row in zip(*columns, strict=True)], spent
+
+
+def theirs(texts: list[str]) -> tuple[list[list[str]], list[float]]:
+    """The same of datatrove."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, taken = Path(folder, "texts.json"), Path(folder, "reasons.json")
+        given.write_text(json.dumps(texts))
+        subprocess.run([PEERS, "-c", PEER, str(given), str(taken)], check=True)
+        reasons, spent = json.loads(taken.read_text())
+    return reasons, spent
+
+
+def show(title: str, mine: list[list[str]], peer: list[list[str]]) -> None:
+    """How many decisions are equal, and the rules by which the others differ."""
+    both = sum(
+        bool(m) == bool(p) for a, b in zip(mine, peer, strict=True) for m, p in [("".join(a[:2]), "".join(b[:2]))]
+    )
+    print(f"\n{title}: {len(mine)} documents; kept or dropped alike by both Gopher filters: {both / len(mine):.3%}")
+    for i, stage in enumerate(STAGES):
+        pairs = collections.Counter((a[i], b[i]) for a, b in zip(mine, peer, strict=True) if bool(a[i]) != bool(b[i]))
+        differ = sum(pairs.values())
+        dropped = sum(bool(b[i]) for b in peer)
+        print(f"  {stage.name:18} alike {1 - differ / len(mine):.3%} ({dropped} dropped by datatrove)")
+        for (m, p), count in pairs.most_common(4):
+            print(f"      {count:4} ours: {m or 'kept'}; theirs: {p or 'kept'}")
+
+
+def main() -> None:
+    """Print the table."""
+    chance = random.Random(1)
+    texts = real_texts() if "--all" in sys.argv else real_texts()[:900]
+    made = [borderline(text, chance) for text in texts[: len(texts) // 3]]
+    mine, spent = ours(texts + made)
+    if not Path(PEERS).exists():
+        raise SystemExit(
+            f"benchmarks: no interpreter at {PEERS}; set MILLRACE_PEERS to one that has datatrove[processing]"
+        )
+    peer, peer_spent = theirs(texts + made)
+    megabytes = sum(len(text.encode()) for text in texts + made) / 1e6
+    print(f"{megabytes:.1f} MB; MB/s of one core: ours, datatrove, ratio")
+    for stage, a, b in zip(STAGES, spent, peer_spent, strict=True):
+        print(f"  {stage.name:18} {megabytes / a:8.2f} {megabytes / b:8.2f} {b / a:6.1f}x")
+    a, b = sum(spent[:2]), sum(peer_spent[:2])
+    print(f"  {'both Gopher':18} {megabytes / a:8.2f} {megabytes / b:8.2f} {b / a:6.1f}x")
+    show("Real text", mine[: len(texts)], peer[: len(texts)])
+    show("Near a threshold on purpose", mine[len(texts) :], peer[len(texts) :])
+
+
+if __name__ == "__main__":
+    main()
