@@ -130,7 +130,7 @@ def deduplicate(
     result = folder / f"{corpus.stem}.result"
     if result.exists():
         return _load(corpus, json.loads(result.read_bytes()))
-    for left in folder.glob(".*.tmp"):
+    for left in folder.glob(f".{corpus.stem}*.tmp"):
         left.unlink()
     facts = _run(corpus, map, on_progress or (lambda step, done, total: None))
     atomic_write(result, json.dumps(facts).encode())
