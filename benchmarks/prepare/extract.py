@@ -3,7 +3,7 @@
 Gold: thirteen pages of the sample archives, read by hand. What is main text is said by its first and last line (their
 beginnings), so that no page is copied here; the words between come from the page itself.
 
-Run: `MILLRACE_TEST_DATA=../shared/data python benchmarks/prepare/extract.py`. The peers (trafilatura, readability-lxml,
+Run: `MILLRACE_TEST_DATA=../shared/data python -m benchmarks.prepare.extract`. The peers (trafilatura, readability-lxml,
 jusText) run under the interpreter that MILLRACE_PEERS names (default `.venv-peers/bin/python`).
 """
 
@@ -133,8 +133,72 @@ def own_candidates() -> dict[str, Callable[[str], str]]:
     return found
 
 
+def timed(run: Callable[[], int]) -> tuple[float, int]:
+    """CPU seconds of a second run, and what it counted."""
+    run()
+    start = time.process_time()
+    counted = run()
+    return time.process_time() - start, counted
+
+
+def archives() -> None:
+    """Prints how fast archives are read: our documents as text, both libraries' raw blocks."""
+    import tempfile
+
+    from fastwarc.warc import ArchiveIterator
+    from warcio.archiveiterator import ArchiveIterator as WarcioIterator
+
+    from millrace.prepare.read.base import Piece, ReadOptions, Source
+    from millrace.prepare.read.warc import read, read_raw
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.warc.gz"
+        path.write_bytes((DATA / "warc/fastwarc/warcfile.warc.gz").read_bytes() * 50)
+        source, options = Source(str(path), "a", "warc", "gz", path.stat().st_size, ""), ReadOptions()
+
+        def warcio() -> int:
+            with path.open("rb") as file:
+                return sum(len(record.content_stream().read()) for record in WarcioIterator(file))
+
+        def fastwarc() -> int:
+            with path.open("rb") as file:
+                return sum(len(record.reader.read()) for record in ArchiveIterator(file))
+
+        runs: dict[str, Callable[[], int]] = {
+            "millrace, decoded text": lambda: sum(len(r.text) for r in read(Piece((source,)), options)),
+            "millrace, raw blocks": lambda: sum(len(r.block) for r in read_raw(source, options)),
+            "fastwarc, raw blocks": fastwarc,
+            "warcio, raw blocks": warcio,
+        }
+        print("\nArchives (.warc.gz), unpacked MB a CPU second")
+        for name, run in runs.items():
+            seconds, _ = timed(run)
+            print(f"{name:24}{0.5278 * 50 / seconds:8.0f}")
+
+
+def wikitext() -> None:
+    """Prints how fast wikitext becomes text; mwparserfromhell on the first articles only."""
+    import bz2
+    import html
+
+    import mwparserfromhell
+
+    from millrace.prepare.read.wikitext import to_text
+
+    (path,) = (DATA / "wikipedia").glob("enwiki-latest*.bz2")
+    dump = bz2.decompress(path.read_bytes()).decode()
+    pages = [html.unescape(found) for found in re.findall(r"<text[^>]*>([^<]*)</text>", dump)]
+    pages = [page for page in pages if not page.lower().startswith("#redirect")]
+    first = pages[:10]
+    own, _ = timed(lambda: sum(len(to_text(page)) for page in pages))
+    peer, _ = timed(lambda: sum(len(mwparserfromhell.parse(page).strip_code()) for page in first))
+    size = [sum(len(page.encode()) for page in some) / 1e6 for some in (pages, first)]
+    print("\nWikitext, MB a CPU second")
+    print(f"{'millrace':24}{size[0] / own:8.1f}\n{'mwparserfromhell':24}{size[1] / peer:8.1f}")
+
+
 def main() -> None:
-    """Prints the table of extractors."""
+    """Prints the table of extractors, and the speed of reading archives and wikitext."""
     pages = all_pages()
     by_url = dict(pages)
     gold = [gold_of(by_url[url], first, last) for url, first, last in GOLD]
@@ -161,6 +225,8 @@ def main() -> None:
         mean = [sum(column) / len(scores) for column in zip(*scores)]
         worst = min(score[2] for score in scores)
         print(f"{name:24}{mean[0]:7.3f}{mean[1]:7.3f}{mean[2]:7.3f}{worst:7.3f}{megabytes / seconds:8.1f}")
+    archives()
+    wikitext()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+"""HTML to main text: real pages by what must and must not be in it, and pages that attack."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from millrace.errors import PrepareError
+from millrace.prepare.documents import SCHEMA
+from millrace.prepare.extract import Extract, all_text, extract_file, extract_html
+
+PAGE = """<html><head><title>T</title><style>x{}</style></head><body class="has-sidebar">
+<header>Site name</header><nav><a href=/>Home</a></nav><div class="cookie-notice">We use cookies</div>
+<main><article><h1>The title</h1><p>First <b>bold</b> words.</p><ul><li>one</li><li>two</li></ul></article></main>
+<div id=sidebar>Related</div><script>var x = "evil"</script><footer>Copyright</footer></body></html>"""
+EXPECTED = {  # what must, and what must not be in the main text
+    "maria-antoniak.github.io/2023/04/11/paperpile-to-zotero.html": ("Organize your Paperpile files", "Resources /"),
+    "www.cs.washington.edu/people/faculty/weld": ("Professor Emeritus", "Drupal Login"),
+    "www.iana.org/numbers": ("RIPE NCC", "Excellence"),
+    "commoncrawl.org/": ("open repository of web crawl data", "Skip to content"),
+    "an.wikipedia.org/wiki/Escopete": ("d'estilo romanico", "Politica de privacidat"),
+    "0900-hovenier.nl/gelderland/oosterbeek/": ("uw tuinspecialist", "Algemene voorwaarden"),
+    "soldaini.net/": ("Processing scientific PDFs", "Publications / Facts"),
+}
+
+
+def real(name: str) -> Path:
+    given_folder = os.environ.get("MILLRACE_TEST_DATA")
+    folder = (Path(given_folder) if given_folder else Path(__file__).parents[3] / "../shared/data") / name
+    if not folder.is_dir():
+        pytest.skip(f"no real data: set MILLRACE_TEST_DATA to a folder that holds {name}/")
+    return folder
+
+
+def test_main_text() -> None:
+    text = extract_html(PAGE)
+    assert text.startswith("The title")
+    assert "First bold words." in text
+    assert not any(word in text for word in ("Site name", "Home", "cookies", "Related", "evil", "Copyright"))
+    assert "Copyright" in all_text(PAGE)
+    assert extract_html("") == extract_html("<html></html>") == ""
+
+
+def test_real_pages() -> None:
+    folder = real("warc")
+    pages: dict[str, str] = {}
+    for name in ("dolma/sample-0000", "pywb/iana", "jwarc/cc", "whirlwind/whirlwind", "fastwarc/warcfile"):
+        pages.update((url.partition("://")[2], text) for url, text in extract_file(folder / f"{name}.warc.gz"))
+    for url, (wanted, unwanted) in EXPECTED.items():
+        assert wanted in pages[url], url
+        assert unwanted not in pages[url], url
+
+
+def test_a_name_that_misleads_does_not_lose_the_page() -> None:
+    words = "Many words of a real article. " * 40
+    page = f'<html><body><div class="content-with-sidebar menu-open"><p>{words}</p></div></body></html>'
+    assert extract_html(page) == words.strip()
+
+
+@pytest.mark.parametrize(
+    "html",
+    [
+        "<div>" * 100_000 + "hello" + "</div>" * 100_000,
+        "<table><tr><td>" * 30_000 + "hello",
+        "<b><p>" * 30_000 + "hello",
+        "<p " + "a=b " * 100_000 + ">hello",
+        "<!--" * 50_000,
+        "&" * 100_000 + "hello",
+        "\0" * 50_000 + "<p>hel\0lo",
+        "<svg><math>" * 20_000,
+        "<![CDATA[" * 50_000,
+        "<div class='" + "nav " * 50_000 + "'>hello",
+        "<html><body>" + "<p>Some words in a paragraph " * 100_000,
+    ],
+    ids=range(11),
+)
+def test_hostile_pages(html: str) -> None:
+    start = time.process_time()
+    text = extract_html(html)
+    assert time.process_time() - start < 4
+    assert "\0" not in text
+    assert len(text) <= len(html)
+
+
+def test_stage() -> None:
+    rows = [
+        {"place": 0, "id": "", "url": "", "html": True, "text": PAGE},
+        {"place": 1, "id": "", "url": "", "html": False, "text": "<b>plain</b>"},
+        {"place": 2, "id": "", "url": "", "html": True, "text": "<nav>only</nav>"},
+    ]
+    batch = pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
+    verdict = Extract().apply(batch)
+    assert verdict.drop.tolist() == [-1, -1, 0]
+    assert verdict.batch.schema == SCHEMA
+    texts = verdict.batch.column("text").to_pylist()
+    assert texts[0].startswith("The title")
+    assert texts[1] == "<b>plain</b>"
+    assert verdict.counts == {"extracted": 1}
+    assert Extract().reasons[verdict.drop[2]] == "no_text"
+    assert verdict.batch.column("html").to_pylist() == [False] * 3
+    plain = batch.slice(1, 1)
+    assert Extract().apply(plain).batch.equals(plain)
+
+
+def test_files(tmp_path: Path) -> None:
+    page = tmp_path / "a.html"
+    page.write_bytes(PAGE.encode("utf-16"))
+    ((url, text),) = extract_file(page)
+    assert (url, text[:9]) == (str(page), "The title")
+    page.write_bytes(gzip.compress(PAGE.encode()))
+    ((_, packed),) = extract_file(page)
+    assert packed == text
+    with pytest.raises(PrepareError, match="cannot read"):
+        list(extract_file(tmp_path / "missing.html"))

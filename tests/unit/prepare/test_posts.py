@@ -1,0 +1,173 @@
+"""StackExchange dumps, also in .7z, and Reddit dumps."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from millrace.errors import UsageError
+from millrace.prepare.documents import Record
+from millrace.prepare.read.base import Format, Piece, ReadOptions, Source
+from millrace.prepare.read.reddit import REDDIT
+from millrace.prepare.read.stackexchange import SEVENZIP, STACKEXCHANGE
+
+
+def real(name: str) -> Path:
+    given_folder = os.environ.get("MILLRACE_TEST_DATA")
+    folder = (Path(given_folder) if given_folder else Path(__file__).parents[3] / "../shared/data") / name
+    if not folder.is_dir():
+        pytest.skip(f"no real data: set MILLRACE_TEST_DATA to a folder that holds {name}/")
+    return folder
+
+
+def read(format: Format, path: Path, compression: str = "", **options: Any) -> list[Record]:
+    source = Source(str(path), path.name, format.name, compression, path.stat().st_size, "")
+    return list(format.read(Piece((source,)), ReadOptions(**options)))
+
+
+def row(
+    number: int,
+    body: str = "&lt;p&gt;Some &lt;b&gt;text&lt;/b&gt; &amp;amp; more&lt;/p&gt;",
+    kind: int = 1,
+    more: str = "",
+) -> str:
+    return f'  <row Id="{number}" PostTypeId="{kind}" Score="{number}" Body="{body}" {more}/>\n'
+
+
+def posts(tmp_path: Path, *rows: str) -> Path:
+    path = tmp_path / "Posts.xml"
+    path.write_text('\ufeff<?xml version="1.0"?>\n<posts>\n' + "".join(rows) + "</posts>")
+    return path
+
+
+def test_real_posts() -> None:
+    path = real("stackexchange") / "coffee/Posts.xml"
+    found = read(STACKEXCHANGE, path, options={"site": "coffee.stackexchange.com"})
+    rows = [r.attrib for r in ElementTree.parse(path).getroot() if r.get("PostTypeId") in ("1", "2")]
+    assert [r.id for r in found] == [r["Id"] for r in rows]
+    assert len(found) == 552
+    assert not any(r.problem for r in found)
+    assert [r.text.startswith(r2["Title"]) for r, r2 in zip(found, rows) if "Title" in r2].count(False) == 0
+    assert (found[0].url, rows[0]["PostTypeId"]) == ("https://coffee.stackexchange.com/q/1", "1")
+    assert not any("<p>" in r.text for r in found)
+    liked = read(STACKEXCHANGE, path, options={"min_score": 10, "post_types": [2]})
+    assert len(liked) == sum(int(r["Score"]) >= 10 and r["PostTypeId"] == "2" for r in rows) > 10
+
+
+def test_posts_and_damage(tmp_path: Path) -> None:
+    path = posts(
+        tmp_path,
+        row(1, more='Title="How &amp;lt; why"'),
+        '  <row Id="2" PostTypeId="1" Body="cut off\n',
+        row(3, kind=2),
+        '  <row PostTypeId="1" Body="x" />\n',
+        row(4, kind=5),
+        row(5, body="x" * 3000),
+        row(6),
+    )
+    found = read(STACKEXCHANGE, path, max_document_bytes=2000)
+    assert [(r.id, r.text) for r in found if not r.problem] == [
+        ("1", "How &lt; why\n\nSome text & more"),
+        ("3", "Some text & more"),
+        ("6", "Some text & more"),
+    ]
+    assert [r.problem for r in found if r.problem] == [
+        "a row that does not end",
+        "a row without Id or Body",
+        "a post of more than max_document_bytes = 2000",
+    ]
+    path.write_bytes(path.read_bytes().replace(b"text", b"\xff\xfe", 1))
+    assert "not UTF-8" in read(STACKEXCHANGE, path)[0].problem
+    with pytest.raises(UsageError, match="min_score"):
+        read(STACKEXCHANGE, path, options={"min_score": "many"})
+
+
+def test_7z_of_real_posts(tmp_path: Path) -> None:
+    py7zr = pytest.importorskip("py7zr")
+    plain = real("stackexchange") / "coffee/Posts.xml"
+    path = tmp_path / "coffee.stackexchange.com.7z"
+    with py7zr.SevenZipFile(path, "w") as archive:
+        archive.writestr("<users></users>" * 100_000, "Users.xml")
+        archive.write(plain, "Posts.xml")
+    found, expected = read(SEVENZIP, path), read(STACKEXCHANGE, plain)
+    assert [(r.id, r.text) for r in found] == [(r.id, r.text) for r in expected]
+    assert found[0].url == "https://coffee.stackexchange.com/q/1"
+    data = path.read_bytes()
+    for broken in (data[: len(data) // 2], data[:40_000] + b"damage" + data[40_006:], b"7z\xbc\xaf\x27\x1c"):
+        path.write_bytes(broken)
+        assert read(SEVENZIP, path)[-1].problem.startswith("damaged 7z")
+    source = Source(str(path), path.name, "7z", "", len(data), "")
+    path.write_bytes(data)
+    before = threading.active_count()
+    reading = SEVENZIP.read(Piece((source,)), ReadOptions())
+    assert next(iter(reading)).id == "1"
+    reading.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == before
+
+
+def test_7z_of_other_formats(tmp_path: Path) -> None:
+    py7zr = pytest.importorskip("py7zr")
+    path = tmp_path / "a.7z"
+    with py7zr.SevenZipFile(path, "w") as archive:
+        archive.writestr('{"text": "one"}\n{"text": "two"}\n', "deep/a.jsonl")
+        archive.writestr(zstandard.ZstdCompressor().compress(b'{"text": "three"}\n'), "b.jsonl.zst")
+        archive.writestr(bytes(range(256)), "c.bin")
+    found = read(SEVENZIP, path)
+    assert [r.text for r in found if not r.problem] == ["one", "two", "three"]
+    assert [r.where for r in found if r.problem] == ["c.bin"]
+    assert found[0].where.startswith("deep/a.jsonl")
+
+
+def comment(number: int, body: str = "words", **more: object) -> dict[str, object]:
+    return {"id": f"c{number}", "body": body, "subreddit": "s", "link_id": "t3_x", "score": number, **more}
+
+
+def test_reddit_dump_with_a_long_window(tmp_path: Path) -> None:
+    things = [
+        comment(1, "a &gt; b"),
+        comment(2, "[deleted]"),
+        comment(3, "[removed]"),
+        comment(4, permalink="/r/s/comments/x/_/c4/", name="t1_c4"),
+        {"id": "x", "title": "Title", "selftext": "Body", "subreddit": "s", "score": 5},
+        {"id": "y", "title": "Link", "selftext": "", "subreddit": "s", "score": 5},
+        {"id": "z", "title": "Gone", "selftext": "[removed]", "subreddit": "s"},
+        {"id": "w", "subreddit": "s"},
+        comment(9, body=7),  # type: ignore[arg-type]
+    ]
+    lines = [json.dumps(thing).encode() for thing in things]
+    lines.insert(3, b'{"id": "broken')
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=31, enable_ldm=True)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    path = tmp_path / "RC_2020-01.zst"
+    data = b"\n".join(lines)
+    path.write_bytes(compressor.compress(data) + compressor.flush())
+    assert zstandard.get_frame_parameters(path.read_bytes()).window_size == 1 << 31
+    found = read(REDDIT, path, "zst")
+    assert [(r.id, r.text) for r in found if not r.problem] == [
+        ("c1", "a > b"),
+        ("t1_c4", "words"),
+        ("x", "Title\n\nBody"),
+        ("y", "Link"),
+    ]
+    assert [r.url for r in found if not r.problem][:2] == [
+        "https://www.reddit.com/r/s/comments/x/_/c1",
+        "https://www.reddit.com/r/s/comments/x/_/c4/",
+    ]
+    problems = [r.problem for r in found if r.problem]
+    assert [p[:8] for p in problems] == ["not JSON", "expected", "expected"]
+    assert [r.id for r in read(REDDIT, path, "zst", options={"min_score": 4}) if not r.problem] == ["t1_c4", "x", "y"]
+
+
+def test_sniffing() -> None:
+    assert REDDIT.sniff(json.dumps(comment(1)).encode())
+    assert not REDDIT.sniff(b'{"text": "x", "subreddit": "s", "body": "y"}')
+    assert STACKEXCHANGE.sniff('\ufeff<?xml version="1.0"?>\n<posts>\n'.encode())
+    assert SEVENZIP.sniff(b"7z\xbc\xaf\x27\x1c\0\4")
+    assert not STACKEXCHANGE.sniff(b"<html>")
