@@ -6,7 +6,8 @@
 The texts: crawled pages, Wikipedia, Stack Exchange, news, books and plays cut into 3 kB; and as many made from them
 that lie near a threshold on purpose (about 50 words, about 80 % of words with a letter, lines and phrases repeated).
 datatrove keeps the words of the last text, so that its repetition and FineWeb filters find them cut, while each of ours
-cuts for itself: the ratio to look at is that of both Gopher filters. The peer runs with the interpreter in MILLRACE_PEERS, which has datatrove and spaCy installed.
+cuts for itself: the ratio to look at is that of both Gopher filters. The peer runs with the interpreter in
+MILLRACE_PEERS, which has datatrove and spaCy installed.
 """
 
 from __future__ import annotations

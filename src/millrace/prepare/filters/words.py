@@ -272,7 +272,7 @@ def _between(points, i, stop, table):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _join(points, keys, values, begins, ends, first, n):  # type: ignore[no-untyped-def]
-    """Words [first, n) of a chunk with two or three in a row that are one special word put together: `: -)`, `Mrs .`."""
+    """Words [first, n) of a chunk with two or three in a row that are one exception put together: `: -)`, `Mrs .`."""
     if n - first < 2:
         return n
     at, i = first, first
