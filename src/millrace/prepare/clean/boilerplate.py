@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from millrace.errors import UsageError
 from millrace.prepare.clean.phrases import Automaton, apart, build, word_table
-from millrace.prepare.clean.spans import splice
-from millrace.prepare.documents import Verdict, keep_all, replace_column, text_buffers
+from millrace.prepare.clean.spans import frozen_buffers, splice
+from millrace.prepare.documents import Verdict, keep_all, replace_column
 
 ENGLISH = """
 we use cookies
@@ -285,8 +285,8 @@ class Boilerplate:
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """The batch without those lines; counts `phrase_lines` and `menu_lines` of the documents kept."""
         column = batch.column("text")
-        offsets, data = text_buffers(pc.ascii_lower(column))  # as long as it was
-        real, _ = text_buffers(column)
+        offsets, data = frozen_buffers(pc.ascii_lower(column))  # as long as it was
+        real, _ = frozen_buffers(column)
         rows = int(np.count_nonzero(data[offsets[0] : offsets[-1]] == 10)) + len(batch)
         starts, stops, kinds = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int8)
         left = np.zeros(len(batch), bool)

@@ -33,8 +33,8 @@ from millrace.prepare.clean.pii_scan import (
     iban_table,
     scan,
 )
-from millrace.prepare.clean.spans import splice
-from millrace.prepare.documents import Verdict, keep_all, replace_column, text_buffers
+from millrace.prepare.clean.spans import frozen_buffers, splice
+from millrace.prepare.documents import Verdict, keep_all, replace_column
 
 KINDS = ("email", "ipv4", "ipv6", "iban", "card", "phone", "key")
 """In the order of the numbers of `pii_scan`; `key` is ours."""
@@ -145,7 +145,7 @@ class Pii:
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """The batch with its texts masked, and how many of each kind."""
         column = batch.column("text")
-        offsets, _ = text_buffers(column)
+        offsets, _ = frozen_buffers(column)
         starts, stops, kinds = self.find(column)
         masks = self._masks()
         first = np.cumsum([0, *map(len, masks)])
@@ -175,7 +175,7 @@ class Pii:
         return starts[order], stops[order], kinds[order]
 
     def _scanned(self, column: pa.LargeStringArray) -> Spans:
-        offsets, data = text_buffers(column)
+        offsets, data = frozen_buffers(column)
         wanted = sum(1 << KINDS.index(kind) for kind in set(self.kinds) - {"key"})
         size = int(offsets[-1] - offsets[0]) // MIN_SPAN_BYTES + 1
         starts, stops, found = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.uint8)
@@ -183,12 +183,12 @@ class Pii:
         n = scan(offsets, data, wanted, _iban_table(), starts, stops, found)
         starts, stops, kinds = starts[:n].copy(), stops[:n].copy(), found[:n].astype(np.int64)
         context, keep = _compiled(CONTEXT), np.ones(n, bool)
-        for i in np.flatnonzero(kinds == EMAIL).tolist():
+        for i in _in_turn(np.flatnonzero(kinds == EMAIL)):
             keep[i] = data[starts[i] : stops[i]].tobytes().rpartition(b".")[2].lower() not in FILE_SUFFIXES
         maybe = np.flatnonzero(kinds == MAYBE_PHONE)
         rows = offsets[np.searchsorted(offsets, starts[maybe], side="right") - 1]
         froms = np.maximum(rows, starts[maybe] - CONTEXT_BYTES)
-        for i, a, b in zip(maybe.tolist(), froms.tolist(), starts[maybe].tolist()):
+        for i, a, b in zip(_in_turn(maybe), _in_turn(froms), _in_turn(starts[maybe])):
             keep[i] = context.search(data[a:b].tobytes()) is not None
         kinds[maybe] = PHONE
         return starts[keep], stops[keep], kinds[keep]
@@ -197,6 +197,12 @@ class Pii:
         given = {kind: (mask.encode(),) for kind, mask in self.masks}
         usual = {kind: (f"<{kind}>".encode(),) for kind in KINDS}
         return [{**usual, **(FINEWEB_MASKS if self.style == "fineweb" else {}), **given}[kind] for kind in KINDS]
+
+
+def _in_turn(numbers: NDArray[np.int64]) -> Iterator[int]:
+    """As Python's numbers, of which millions together would take hundreds of MB."""
+    for at in range(0, len(numbers), 4096):
+        yield from numbers[at : at + 4096].tolist()
 
 
 @functools.cache
@@ -215,7 +221,7 @@ def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _keys(column: pa.LargeStringArray) -> Iterator[tuple[int, int]]:
     """The spans of keys, which may overlap, row by row."""
-    offsets, data = text_buffers(column)
+    offsets, data = frozen_buffers(column)
     starts = _compiled(STARTS)
     for first, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
         text = data[first:stop].tobytes()

@@ -54,6 +54,11 @@ def iban_table() -> Bytes:
 
 
 @njit(nogil=True, cache=True)
+def _one_of(b: int, x: int, y: int, z: int) -> bool:
+    return b in (x, y, z)
+
+
+@njit(nogil=True, cache=True)
 def _hex(b: int) -> int:
     """The value of a hexadecimal digit, or -1."""
     if 48 <= b <= 57:
@@ -160,7 +165,7 @@ def _ipv6(data: Bytes, free: int, stop: int, colon: int, public: bool) -> tuple[
         start -= 1
     if colon - start == 0 or colon - start > 4:  # those that begin with :: are loopback, mapped, unspecified
         return colon, colon
-    if start > free and (alnum(data[start - 1]) or data[start - 1] in (46, 58, 95)):
+    if start > free and (alnum(data[start - 1]) or _one_of(data[start - 1], 46, 58, 95)):
         return colon, colon
     at, end, groups, gap, digits, first, second = start, start, 0, False, False, 0, 0
     while groups < 8:
@@ -190,7 +195,7 @@ def _ipv6(data: Bytes, free: int, stop: int, colon: int, public: bool) -> tuple[
     if end < stop and (
         alnum(data[end])
         or data[end] == 95
-        or (end + 1 < stop and data[end] in (46, 58) and (alnum(data[end + 1]) or data[end + 1] == 58))
+        or (end + 1 < stop and _one_of(data[end], 46, 58, 58) and (alnum(data[end + 1]) or data[end + 1] == 58))
     ):
         return colon, colon
     return (start, end) if whole and (not public or _public6(first, second)) else (colon, colon)
@@ -246,14 +251,14 @@ def _issued(four: int, two: int, n: int) -> bool:
     if two == 62 or four == 6011 or 6440 <= four <= 6599 or two == 60:  # UnionPay, Discover, RuPay
         return 16 <= n <= 19
     # Maestro
-    maestro = four in (5018, 5020, 5038, 5893, 6304, 6759, 6761, 6762, 6763) or 56 <= two <= 58 or two == 67
+    maestro = four == 5018 or four == 5020 or four == 5038 or four == 6304 or 56 <= two <= 58 or two == 67
     return maestro and 12 <= n <= 19
 
 
 @njit(nogil=True, cache=True)
 def _card(data: Bytes, start: int, stop: int, i: int) -> int:
     """Where the payment card number that begins at i ends, or i: 12 to 19 digits in one, or 4-4-4-4, 4-6-5, 4-6-4."""
-    if i > start and (alnum(data[i - 1]) or data[i - 1] in (43, 45, 46, 95)):
+    if i > start and (alnum(data[i - 1]) or data[i - 1] == 43 or _one_of(data[i - 1], 45, 46, 95)):
         return i
     at, n, group, groups, shape, sep, four = i, 0, 0, 0, 0, 0, 0
     odd, even = 0, 0  # Luhn's sums with the digits at odd, or even, places doubled

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from millrace.errors import UsageError
 from millrace.prepare.clean.phrases import Automaton, apart, build, fold, word_table
-from millrace.prepare.documents import Verdict, keep_all, replace_column, text_buffers
+from millrace.prepare.clean.spans import frozen_buffers
+from millrace.prepare.documents import Verdict, keep_all, replace_column
 
 UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "yue", "wuu", "bo"))
 """Languages written without spaces: a phrase is found anywhere."""
@@ -156,7 +157,7 @@ class Toxic:
         column, drop, counts = batch.column("text"), keep_all(len(batch)), Counter[str]()
         if self.lists:
             matches, covered, listed = self._matches(batch)
-            sizes = np.maximum(np.diff(text_buffers(column)[0]), 1)
+            sizes = np.maximum(np.diff(frozen_buffers(column)[0]), 1)
             over = covered / sizes > self.max_fraction
             if self.max_matches >= 0:
                 over |= matches > self.max_matches
@@ -185,7 +186,7 @@ class Toxic:
                 continue
             rows = np.flatnonzero(np.array([language == other for other in languages]))
             some = folded if len(rows) == len(batch) else folded.take(pa.array(rows))
-            offsets, data = text_buffers(some)
+            offsets, data = frozen_buffers(some)
             a, here = automaton, np.zeros((len(rows), 2), np.int64)
             bounded = language not in UNSPACED
             _count(offsets, data, a.columns, a.steps, a.phrase, a.shorter, a.lengths, word_table(), bounded, here)

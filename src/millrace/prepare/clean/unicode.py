@@ -23,8 +23,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from millrace.errors import UsageError
-from millrace.prepare.clean.spans import replace_rows
-from millrace.prepare.documents import Verdict, keep_all, replace_column, text_buffers, text_column
+from millrace.prepare.clean.spans import frozen_buffers, replace_rows
+from millrace.prepare.documents import Verdict, keep_all, replace_column, text_column
 
 FORMS = ("NFC", "NFKC", "none")
 ROUNDS = 8
@@ -271,7 +271,7 @@ class Unicode:
         self, column: pa.LargeStringArray, counts: Counter[str]
     ) -> tuple[pa.LargeStringArray, NDArray[np.int64]]:
         """Every step once, and the rows beyond ASCII that were changed and are not empty now."""
-        offsets, data = text_buffers(column)
+        offsets, data = frozen_buffers(column)
         flags = np.zeros(len(column), np.uint8)
         _gate(offsets, data, _pairs(), flags)
         changed = np.zeros(len(column), bool)
@@ -284,7 +284,7 @@ class Unicode:
             rows = np.flatnonzero((flags & ask != 0) | (changed & (flags != 0)))
             normalise = functools.partial(_normalise, self.form)
             column = self._edit(column, rows, normalise, "normalised", changed, counts)
-        sizes = np.diff(text_buffers(column)[0])
+        sizes = np.diff(frozen_buffers(column)[0])
         return column, np.flatnonzero(changed & (flags != 0) & (sizes > 0))
 
     def _edit(
@@ -308,7 +308,7 @@ class Unicode:
     def _tidied(
         self, column: pa.LargeStringArray, changed: NDArray[np.bool_], counts: Counter[str]
     ) -> pa.LargeStringArray:
-        offsets, data = text_buffers(column)
+        offsets, data = frozen_buffers(column)
         out = np.empty(int(offsets[-1] - offsets[0]), np.uint8)
         out_offsets = np.zeros(len(offsets), np.int64)
         by_row = np.zeros((len(column), len(KINDS)), np.int64)

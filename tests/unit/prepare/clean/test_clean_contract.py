@@ -1,0 +1,52 @@
+"""What every cleaning stage keeps to, whatever it is given."""
+
+import dataclasses
+import pickle
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.prepare.clean.boilerplate import Boilerplate
+from millrace.prepare.clean.pii import Pii
+from millrace.prepare.clean.toxic import Toxic
+from millrace.prepare.clean.unicode import Unicode
+from millrace.prepare.documents import SCHEMA, Record, Stage, to_batches
+
+WORDS = Path(__file__)  # any file of lines serves as a list
+STAGES: list[Stage] = [Unicode(), Unicode(form="NFKC"), Pii(), Pii(style="fineweb"), Toxic(str(WORDS)), Boilerplate()]
+
+
+def name(stage: Stage) -> str:
+    return stage.name
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=name)
+def test_is_plain_data(stage: Stage) -> None:
+    assert pickle.loads(pickle.dumps(stage)) == stage and hash(stage) == hash(stage)
+    assert dataclasses.is_dataclass(stage) and stage.version >= 1
+    assert all(Path(file).is_file() for file in stage.files())
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=name)
+def test_nothing_in_nothing_out(stage: Stage) -> None:
+    none = pa.record_batch([pa.array([], field.type) for field in SCHEMA], schema=SCHEMA)
+    assert len(stage.apply(none).batch) == 0
+    (empty,) = to_batches([Record(0), Record(1)])
+    assert stage.apply(empty).batch.column("text").to_pylist() == ["", ""]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.text(max_size=40), min_size=1, max_size=6), st.sampled_from(STAGES), st.data())
+def test_cuts_of_a_batch_make_no_difference(texts: list[str], stage: Stage, data: st.DataObject) -> None:
+    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)])
+    cut = data.draw(st.integers(0, len(texts)))
+    whole, *parts = (stage.apply(part) for part in (batch, batch.slice(0, cut), batch.slice(cut)))
+    column = [text for part in parts for text in part.batch.column("text").to_pylist()]
+    assert whole.batch.column("text").to_pylist() == column
+    assert whole.drop.tolist() == [index for part in parts for index in part.drop.tolist()]
+    total = {kind: sum(part.counts.get(kind, 0) for part in parts) for kind in whole.counts}
+    assert dict(whole.counts) == total
+    assert whole.batch.drop_columns("text").equals(batch.drop_columns("text"))
