@@ -27,6 +27,8 @@ _NODE_LOSSES = 3
 _SEEN_S = 30.0
 """How long a file may take to be seen by another node: NFS keeps its attributes for up to 60 s, new names for less."""
 _STOP_S = 10.0
+_CPUS_S = 5.0
+"""How often the cluster is asked for its size: nodes come and go."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -163,9 +165,12 @@ class _RayEngine:
         running: dict[Any, tuple[int, int]],
     ) -> None:
         function = pickle.dumps(run, pickle.HIGHEST_PROTOCOL)
-        limit = self._workers or 2 * self._cpus()  # a task waits at each CPU, so that none has to wait for the driver
         losses: dict[int, int] = {}
+        limit, asked_at = 0, -_CPUS_S
         while True:
+            if time.monotonic() - asked_at >= _CPUS_S:
+                # A task waits at each CPU, so that none has to wait for us.
+                limit, asked_at = self._workers or 2 * self._cpus(), time.monotonic()
             while len(running) < limit and (pair := attempts.next(len(running))) is not None:
                 task = pickle.dumps(tasks[pair[0]], pickle.HIGHEST_PROTOCOL)
                 running[self._remote.remote(function, task, pair[1])] = pair
