@@ -7,7 +7,7 @@ where it knows the tokenizer and agrees with the reference on a probe when it is
 eighth batch goes through both, and a difference ends the task.
 
 Costs: gigatoken remembers words for ever (8 bytes a byte of random text): it is loaded anew, in 0.1 s, when the process
-has grown by 256 MiB. A text above 16 MiB is cut before a space between two small ASCII letters where that
+has grown by 192 MiB. A text above 8 MiB is cut before a space between two small ASCII letters where that
 changes nothing (byte-level BPE that GPT-2's or tiktoken's patterns cut first); other tokenizers take it whole.
 """
 
@@ -32,8 +32,8 @@ from millrace.prepare.tokenizers import TokenizerFile, parse
 
 CODER_VERSION = 1
 """Raised when a text would get other ids."""
-LONG_BYTES = 16 << 20
-_GROWTH_BYTES = 256 << 20
+LONG_BYTES = 8 << 20
+_GROWTH_BYTES = 192 << 20
 _CALL_BYTES = 1 << 20  # The tokenizers library keeps some 100 bytes a token until a call ends.
 _CHECK_EVERY, _CHECK_CHARS = 8, 4096
 _PROBE = (
@@ -97,7 +97,7 @@ def _coder(path: str, sha256: str, kind: str, wanted: str) -> Coder:
     reference = reference_coder(data, kind)
     cut_long = _cuts_at_spaces(data, kind)
     fast = None if wanted == "reference" else fast_coder(data, kind, reference)
-    return _Cutting(fast or reference) if cut_long else fast or reference
+    return Cutting(fast or reference) if cut_long else fast or reference
 
 
 def reference_coder(data: bytes, kind: str) -> Coder:
@@ -130,6 +130,17 @@ def encode_column(spec: CoderSpec, texts: pa.LargeStringArray) -> tuple[NDArray[
             is_text[places[lengths > 0]] = False
     out[is_text] = ids
     return out, whole
+
+
+def encode_long(spec: CoderSpec, text: str) -> Iterator[NDArray[Any]]:
+    """The tokens of one long text as `encode_column` gives them, a stretch at a time."""
+    dtype = np.dtype("<u2" if spec.dtype == "U16" else "<u4")
+    coder = coder_for(spec)
+    if spec.bos_id is not None:
+        yield np.array([spec.bos_id], dtype)
+    for piece in cut_long(text) if isinstance(coder, Cutting | ByteCoder) else [text]:
+        yield coder.encode([piece])[0].astype(dtype)
+    yield np.array([] if spec.eos_id is None else [spec.eos_id], dtype)
 
 
 class ByteCoder:
@@ -257,7 +268,7 @@ def _load_ranks(data: bytes, kind: str) -> Any:
         return BPETokenizer.from_tiktoken(file.name, scheme, {})
 
 
-class _Cutting:
+class Cutting:
     """A coder to which no text longer than `LONG_BYTES` is given, where a cut is known to change nothing."""
 
     def __init__(self, coder: Coder) -> None:

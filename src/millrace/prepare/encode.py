@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from millrace.dataset.manifest import TOKEN_DTYPES
 from millrace.dataset.slices import atomic_write, sync_directory
 from millrace.errors import PrepareError
-from millrace.prepare.coders import CoderSpec, encode_column
+from millrace.prepare.coders import LONG_BYTES, CoderSpec, encode_column, encode_long
 from millrace.prepare.shuffle import KINDS, Shuffle, TokenPart, document_keys, sort_part
 from millrace.prepare.subsets import Subsets
 
@@ -110,7 +110,15 @@ class EncodeTask:
         """A hash of all that the result depends on, and of nothing else (no path)."""
         library = version("tokenizers") if self.spec.kind != "bytes" else ""
         rendering = self.rendering.facts if self.rendering else None
-        facts = [TASK_VERSION, library, self.part.name, Path(self.part.arrow).name, self.spec.facts, asdict(self.subsets), self.dedup_name]
+        facts = [
+            TASK_VERSION,
+            library,
+            self.part.name,
+            Path(self.part.arrow).name,
+            self.spec.facts,
+            asdict(self.subsets),
+            self.dedup_name,
+        ]
         facts += [asdict(self.shuffle) if self.shuffle else None, self.with_ids, rendering]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -219,6 +227,9 @@ def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: p
         keep = np.flatnonzero(drop == 0)
         texts, batch, rows = texts.take(pa.array(keep)), batch.take(pa.array(keep)), rows[keep]
     result.text_bytes += int(pc.sum(pc.binary_length(texts)).as_py() or 0)
+    if task.rendering is None and len(texts) == 1 and pc.binary_length(texts)[0].as_py() > LONG_BYTES:
+        _encode_long(task, outputs, batch, texts, rows)
+        return
     if task.rendering is not None:
         tokens, lengths, counts = task.rendering.encode(task.spec, texts)
         _count(result.changed, {kind: n for kind, n in counts.items() if kind == "truncated"})
@@ -233,6 +244,17 @@ def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: p
             mine = tokens if len(task.subsets.names) == 1 else tokens[np.repeat(sides == side, lengths)]
             ids = _id_lines(task, batch, chosen) if task.with_ids else []
             outputs.write(name, mine, lengths[chosen], rows[chosen], ids)
+
+
+def _encode_long(
+    task: EncodeTask, outputs: _Outputs, batch: pa.RecordBatch, texts: pa.LargeStringArray, rows: NDArray[np.int64]
+) -> None:
+    """One giant document, a stretch at a time: its tokens alone may be half a gigabyte."""
+    subset = task.subsets.names[int(task.subsets.of_texts(texts)[0])]
+    for tokens in encode_long(task.spec, texts[0].as_py()):
+        outputs.write(subset, tokens, np.empty(0, np.int64), rows[:0], [])
+    ids = _id_lines(task, batch, np.zeros(1, np.intp)) if task.with_ids else []
+    outputs.write(subset, tokens[:0], np.zeros(1, np.int64), rows, ids)
 
 
 def _id_lines(task: EncodeTask, batch: pa.RecordBatch, chosen: NDArray[np.intp]) -> list[bytes]:
@@ -282,8 +304,8 @@ class _Outputs:
         columns = {"tokens": tokens.astype(TOKEN_DTYPES[self._task.dtype], copy=False)}
         columns["ends"] = (np.cumsum(lengths) + sizes[1]).astype("<u8")
         if self._task.with_ids:
-            columns["ids"] = np.frombuffer(b"".join(ids), np.uint8)
-            columns["id_ends"] = (np.cumsum([len(line) for line in ids]) + sizes[2]).astype("<u8")
+            columns["ids"] = np.array(bytearray(b"".join(ids)), np.uint8)
+            columns["id_ends"] = (np.cumsum([len(line) for line in ids], dtype=np.int64) + sizes[2]).astype("<u8")
             sizes[2] += len(columns["ids"])
         if self._task.shuffle is not None:
             columns["keys"] = document_keys(self._task.shuffle, self._task.part.name, rows)

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from token_parts import coder, documents, text_part
 
 from millrace.errors import PrepareError, UsageError
+from millrace.prepare import coders
+from millrace.prepare import encode as encoding
 from millrace.prepare.encode import EncodeTask, encode, finished
 from millrace.prepare.shuffle import Shuffle
 from millrace.prepare.subsets import Subsets
@@ -72,6 +74,18 @@ def test_bytes_do_not_depend_on_batches(
             for name, part in result.subsets.items() for kind in part.kinds
         })  # fmt: skip
     assert found[0] == found[1]
+
+
+def test_a_giant_document_is_encoded_in_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["one", "some words and more " * 300_000, "two", "x" * 5_000_000]
+    task = EncodeTask(text_part(tmp_path, texts), coder(tmp_path), str(tmp_path), with_ids=True, shuffle=Shuffle(3))
+    wanted = encode(task).subsets["train"]
+    monkeypatch.setattr(encoding, "LONG_BYTES", 1000)
+    monkeypatch.setattr(coders.cut_long, "__defaults__", (1000,))
+    (tmp_path / "again").mkdir()
+    found = encode(replace(task, folder=str(tmp_path / "again"))).subsets["train"]
+    for kind in wanted.kinds:
+        assert found.file(kind).read_bytes() == wanted.file(kind).read_bytes()
 
 
 def test_a_finished_task_is_taken_up_and_a_moved_one_too(tmp_path: Path) -> None:

@@ -62,8 +62,6 @@ def test_the_slices_are_the_stream(
 
 
 def test_the_cut_is_the_one_of_format_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from millrace.prepare.recipe import next_cut as former
-
     rng = np.random.default_rng(0)
     groups = [rng.integers(1, 40, 3000).tolist(), [1] * 5000, [], rng.integers(1, 9000, 20).tolist()]
     parts = parts_of(tmp_path, groups)
@@ -74,7 +72,10 @@ def test_the_cut_is_the_one_of_format_version_1(tmp_path: Path, monkeypatch: pyt
     for task in plan.tasks(tmp_path):
         stretch = slicing.read_stretch(task)
         assert (stretch.start, stretch.first_end) == (start, first)
-        start, first = former(ends, start, first, int(ends[-1]), 2, 5000)
+        stops = np.arange(start + 1, min(int(ends[-1]), start + 2500) + 1)
+        inside = np.searchsorted(ends, stops.astype(np.uint64), "right") - first
+        fits = (stops - start) * 2 + 8 * inside + TOKEN_HEADER_BYTES <= 5000
+        start, first = int(stops[fits][-1]), first + int(inside[fits][-1])
     assert (start, first) == (int(ends[-1]), len(ends)) and plan.slices > 30
 
 

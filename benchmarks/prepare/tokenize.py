@@ -1,0 +1,135 @@
+"""ENCODE, SHUFFLE and SLICE against `tokenizers` and tiktoken alone, in CPU seconds of one process, with peak memory.
+
+The corpus is real prose (`corpus.py`); the vocabulary GPT-2's, from MILLRACE_TEST_DATA. All that is compared reads the
+same Arrow file of kept documents and runs in a fresh process with one thread; a process's own start and the loading of
+its tokenizer are not counted. The libraries alone write nothing; ours writes tokens and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from benchmarks.measure import Figure, median, show
+from benchmarks.prepare.corpus import data_folder, make_corpus
+
+TEXT_BYTES = 10 << 20
+_HEAD = """
+import json, os, sys, time
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+import pyarrow as pa
+folder, kind = sys.argv[1:]
+def batches():
+    with pa.OSFile(folder + "/part.arrow") as source:
+        reader = pa.ipc.open_file(source)
+        for i in range(reader.num_record_batches):
+            yield reader.get_batch(i).column("text").to_pylist()
+"""
+_TAIL = """
+cpu = time.process_time() - begin
+# Not ru_maxrss, which a process inherits from the one that started it.
+peak = [line for line in open("/proc/self/status") if line.startswith("VmHWM")][0].split()[1]
+print(json.dumps([cpu, int(peak)]))
+"""
+_LIBRARY = """
+from tokenizers import Tokenizer
+tokenizer = Tokenizer.from_file(folder + "/tokenizer.json")
+begin, total = time.process_time(), 0
+for texts in batches():
+    for start in range(0, len(texts), 300):
+        encodings = tokenizer.encode_batch_fast(texts[start:start + 300], add_special_tokens=False)
+        total += sum(len(encoding) for encoding in encodings)
+"""
+_TIKTOKEN = """
+import tiktoken
+from millrace.prepare.tiktokens import FAMILIES, ranks_of
+ranks = ranks_of(open(folder + "/tokenizer.json", "rb").read())
+encoding = tiktoken.Encoding("x", pat_str=FAMILIES["gpt2"].pattern, mergeable_ranks=ranks, special_tokens={})
+begin, total = time.process_time(), 0
+for texts in batches():
+    total += sum(len(encoding.encode_ordinary(text)) for text in texts)
+"""
+_OURS = """
+import shutil
+from pathlib import Path
+from millrace.prepare.coders import CoderSpec, coder_for
+from millrace.prepare.encode import EncodeTask, TextPart, encode
+from millrace.prepare.shuffle import Shuffle, plan_shuffle, shuffle
+from millrace.prepare.slicing import plan_slices, write_slice
+if kind == "reference":
+    os.environ["MILLRACE_CODER"] = "reference"
+facts = json.load(open(folder + "/facts.json"))
+spec = CoderSpec(folder + "/tokenizer.json", facts["sha256"], "json", "U16", 50256)
+out = Path(folder) / kind
+(out / "slices").mkdir(parents=True)
+print(coder_for(spec).name, file=sys.stderr)
+begin = time.process_time()
+part = TextPart(folder + "/part.arrow", facts["documents"], "part")
+found = encode(EncodeTask(part, spec, str(out), shuffle=Shuffle(1) if kind == "sliced" else None)).subsets["train"]
+if kind == "sliced":
+    parts = [shuffle(task) for task in plan_shuffle([found], out, 16 << 20)]
+    for task in plan_slices(parts, out, slice_bytes=16 << 20).tasks(out):
+        write_slice(task)
+shutil.rmtree(out)
+"""
+
+
+def _make(folder: Path) -> int:
+    """The Arrow part, the tokenizer and the facts; bytes of text."""
+    from millrace.prepare.tokenizers import load_tokenizer
+
+    documents = make_corpus(folder / "text.jsonl", TEXT_BYTES)
+    with (folder / "text.jsonl").open(encoding="utf-8") as file:
+        texts = pa.array([json.loads(line)["text"] for line in file], pa.large_string())
+    with pa.OSFile(str(folder / "part.arrow"), "wb") as sink:
+        schema = pa.schema([("text", pa.large_string())])
+        with pa.ipc.new_file(sink, schema) as writer:
+            for start in range(0, documents, 1000):
+                writer.write(pa.record_batch([pa.array(texts[start : start + 1000])], schema=schema))
+    found = load_tokenizer(str(data_folder() / "tokenizers/gpt2"))
+    (folder / "tokenizer.json").write_bytes(found.data)
+    (folder / "facts.json").write_text(json.dumps({"documents": documents, "sha256": found.sha256}))
+    return int(pc.sum(pc.binary_length(texts)).as_py())
+
+
+def measure(rounds: int = 3) -> list[Figure]:
+    """The figures. Takes about a minute."""
+    what = {
+        "tokenizers alone": (_LIBRARY, ""),
+        "tiktoken alone": (_TIKTOKEN, ""),
+        "encode, tokenizers as coder": (_OURS, "reference"),
+        "encode": (_OURS, "encoded"),
+        "encode, shuffle, slice": (_OURS, "sliced"),
+    }
+    costs: dict[str, list[list[float]]] = {name: [] for name in what}
+    with tempfile.TemporaryDirectory() as name:
+        size = _make(Path(name))
+        for _ in range(rounds):
+            for one, (script, kind) in what.items():
+                command = [sys.executable, "-c", _HEAD + script + _TAIL, name, kind]
+                done = subprocess.run(command, check=True, capture_output=True, text=True, env=dict(os.environ))
+                costs[one].append(json.loads(done.stdout))
+    cpu = {one: median([cost[0] for cost in found]) for one, found in costs.items()}
+    figures = [
+        Figure(one, size / cpu[one] / 1e6, "MB/CPU s", f"peak {max(cost[1] for cost in costs[one]) / 1024:.0f} MiB")
+        for one in what
+    ]
+    for one in ("encode, tokenizers as coder", "encode", "encode, shuffle, slice"):
+        figures.append(Figure(f"{one} / tokenizers", cpu["tokenizers alone"] / cpu[one], "x speed"))
+    return figures
+
+
+def main() -> None:
+    """Print the table."""
+    show("prepare: tokenize", measure())
+
+
+if __name__ == "__main__":
+    main()
