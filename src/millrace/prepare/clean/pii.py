@@ -108,7 +108,7 @@ class Pii:
         public_only: Leave private, loopback, documentation and multicast IP addresses, as FineWeb does: they are
             nobody's.
 
-    Source: FineWeb (Penedo et al. 2024, appendix) masks e-mail and public IP addresses alone; for that set
+    Source: FineWeb masks e-mail and public IP addresses alone (datatrove's PIIFormatter, its defaults); for that set
     `kinds = ["email", "ipv4", "ipv6"]` and `style = "fineweb"`. Cost: linear in any text.
     """
 
