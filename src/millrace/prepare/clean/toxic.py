@@ -29,8 +29,8 @@ from millrace.prepare.documents import Verdict, keep_all, replace_column
 UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "yue", "wuu", "bo"))
 """Languages written without spaces: a phrase is found anywhere."""
 ALLOWED = ("sm", "グロ", "女の子", "性")
-"""Entries of the Japanese and Chinese lists that are common parts of honest words. Source: datatrove's C4BadWordsFilter,
-which leaves them out since each alone would drop more than a tenth of its language."""
+"""Entries of the Japanese and Chinese lists that are common parts of honest words. Source: datatrove's
+C4BadWordsFilter, which leaves them out: each alone would drop more than a tenth of its language."""
 WORDS, SCORE = 0, 1
 
 
