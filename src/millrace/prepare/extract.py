@@ -1,11 +1,11 @@
 """HTML to the text that a reader came for.
 
 Hides: the HTML parser (resiliparse), and what tells an article from the menus and footers around it: elements that say
-what they are, by their HTML5 tag, their ARIA role or the words in their class and id. On pages read by hand that has a
-higher word F1 than trafilatura, readability, jusText and resiliparse's own search for main text, at ten times the
-speed of the first three; and unlike the last, whose time grows with the square of how deep elements are nested, it is
-linear (docs/decisions/0004-html-extraction.md). What it cannot see is boilerplate that says nothing of itself: lists of
-links in plain tables, as pages before 2010 have them. The line filters of C4 and FineWeb take those out.
+what they are, by their HTML5 tag, their ARIA role or the words in their class and id. On the few pages read by hand
+that keeps up with trafilatura at about ten times its speed (figures, and how little they prove:
+docs/decisions/0004-html-extraction.md). resiliparse's own search for main text is not used: its time grows with the
+square of how deep elements are nested; this is linear. What it cannot see is boilerplate that says nothing of itself:
+lists of links in plain tables, as pages before 2010 have them.
 """
 
 from __future__ import annotations
