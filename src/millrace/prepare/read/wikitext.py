@@ -23,7 +23,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 MAX_DEPTH = 40
-"""As deep as MediaWiki expands templates within templates (its `$wgMaxPPExpandDepth` is 100)."""
+"""Our choice: what is opened deeper is text. It bounds what a closing marker costs, and with that the whole."""
 FILES_AND_CATEGORIES = _words(
     "file image media category datei bild kategorie fichier catégorie archivo imagen categoría immagine categoria "
     "ficheiro imagem bestand afbeelding plik grafika файл "
