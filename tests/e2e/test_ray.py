@@ -77,13 +77,14 @@ if __name__ == "__main__":
 """
 
 
-def run_script(folder: Path, script: str, limit_s: float = 120) -> subprocess.CompletedProcess[str]:
+def run_script(folder: Path, script: str, **more: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: Ray warns of things of its own, and warnings are errors here."""
     (folder / "ray_tasks.py").write_text(textwrap.dedent(TASKS))
     (folder / "script.py").write_text(script)
-    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "ignore"}
+    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "ignore", **more}
+    env.pop("RAY_ADDRESS", None)
     command = [sys.executable, str(folder / "script.py"), str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=limit_s, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
 
 
 def test_a_local_cluster_does_what_the_local_engine_does(tmp_path: Path) -> None:
@@ -112,5 +113,5 @@ try:
 except MillraceError as error:
     print(type(error).__name__, error)
 """
-    ended = run_script(tmp_path, script)
+    ended = run_script(tmp_path, script, RAY_TMPDIR=str(tmp_path))  # where Ray would look for one of this machine
     assert ended.stdout.startswith("PrepareError engine ray: auto cannot be reached"), ended.stderr[-2000:]
