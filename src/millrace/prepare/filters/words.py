@@ -2,8 +2,9 @@
 
 Hides: the rules by which a chunk between white space is cut. They follow spaCy's rule-based tokenizer for English
 (prefixes, suffixes, infixes, contractions, abbreviations, addresses), which datatrove's filters measure with, in one
-scan without a regular expression: on 15 MB of crawled pages, Wikipedia, forums and books 99.9 % of the words are the
-same, and 99.9 % of the Gopher decisions or more. Time is linear in the text, about 60 MB/s.
+scan without a regular expression. Of 330 000 words in 600 real texts 99.87 % were the same; of 5000 texts 99.92 %
+were kept or dropped alike by both Gopher filters, of 1666 made to lie near a threshold 99.88 %: addresses glued to wiki
+markup are what was seen to differ. Time is linear in the text, about 60 MB/s.
 Whoever edits this file must delete `__pycache__/*.nbi` beside it: numba keeps kernels of other files that call it.
 Languages written without spaces are not segmented: a chunk is a word.
 
