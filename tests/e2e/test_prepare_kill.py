@@ -14,15 +14,21 @@ import pytest
 
 from millrace.dataset import open_dataset
 
+KILLS = int(os.environ.get("MILLRACE_PREPARE_KILLS", "4"))
 _SCRIPT = """
 import sys
-from millrace.prepare import inputs, prepare, recipe, tasks
+from millrace.prepare import load_recipe, pipeline, prepare, shuffle, text
+from millrace.prepare.read import sources
 
-inputs.TEXT_GROUP_BYTES = 1 << 15
+sources.GROUP_BYTES = 1 << 15
+RECIPE = {
+    "name": "d", "gopher_repetition": {"max_duplicate_lines": 1}, "unicode": {}, "tokenize": {"tokenizer": "train:600"},
+    "dedup": {"exact": True, "minhash": True}, "slice": {"bytes": 1 << 15, "shuffle": True},
+    "subsets": {"validation": 0.1},
+}
 if __name__ == "__main__":
     source, out, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    summary = prepare([source], out, tokenizer="train:600", name="d", slice_bytes=1 << 15, workers=workers)
-    print(summary.id)
+    print(prepare([source], out, recipe=load_recipe(settings=RECIPE), workers=workers).id)
 """
 
 
@@ -64,7 +70,7 @@ def finish(script: Path, source: Path, out: Path, workers: int = 1) -> str:
 def marks(out: Path) -> dict[Path, int]:
     """Each finished task's mark and when it was made."""
     found = {}
-    for path in [*(out / ".work").glob("tasks/*.json"), *(out / "slices").glob("0*.safetensors")]:
+    for path in [*(out / ".work").glob("tasks/*.json"), *out.glob("**/slices/0*.safetensors")]:
         try:
             found[path] = path.stat().st_mtime_ns
         except FileNotFoundError:
@@ -95,7 +101,7 @@ def wait_for_none(session: int) -> None:
 def test_killed_again_and_again(tmp_path: Path, source: Path, script: Path) -> None:
     wanted = finish(script, source, tmp_path / "whole")
     rng, out, kills = random.Random(11), tmp_path / "killed", 0
-    while kills < 4:
+    while kills < KILLS:
         before = marks(out)
         workers = rng.choice([1, 2])
         process = start(script, source, out, workers)
@@ -129,9 +135,9 @@ def test_finished_tasks_are_not_run_again(tmp_path: Path, source: Path, script: 
     assert done, "killed too early or too late to tell"
     code = _SCRIPT.replace(
         'if __name__ == "__main__":',
-        "original = tasks.encode\n"
-        "def noted(task):\n    print('ran', task.name, file=sys.stderr)\n    return original(task)\n"
-        'recipe.encode = noted\nif __name__ == "__main__":',
+        "original = text.sift\n"
+        "def noted(task, scale):\n    print('ran', task.name, file=sys.stderr)\n    return original(task, scale)\n"
+        'pipeline.sift = noted\nif __name__ == "__main__":',
     )
     path = tmp_path / "noted.py"
     path.write_text(code)
@@ -158,10 +164,10 @@ def test_a_worker_that_dies_is_told(tmp_path: Path, source: Path) -> None:
     script.write_text(
         _SCRIPT.replace(
             'if __name__ == "__main__":',
-            'import os\ndef die(task):\n    os._exit(9)\nrecipe.encode = die\nif __name__ == "__main__":',
+            'import os\ndef die(task, scale):\n    os._exit(9)\npipeline.sift = die\nif __name__ == "__main__":',
         )
     )
     process = start(script, source, tmp_path / "d", 2)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and "PrepareError: prepare: a worker process died" in errors
+    assert process.returncode == 1 and "also alone and with the smallest batches" in errors
     wait_for_none(process.pid)

@@ -41,12 +41,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"millrace: {_explain(error)}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        extra = _EXTRAS.get(package, "prepare")
         print(
-            f"millrace: this command needs the package {error.name!r}, which is not installed. "
-            "Install it with: pip install 'millrace[network]'",
+            f"millrace: this command needs the package {package!r}, which is not installed. "
+            f"Install it with: pip install 'millrace[{extra}]'",
             file=sys.stderr,
         )
         return 1
+
+
+_EXTRAS = {
+    "cryptography": "network", "libtorrent": "network", "torch": "torch", "huggingface_hub": "hf", "datasets": "hf",
+    "tiktoken": "tiktoken", "kenlm": "lm", "obstore": "remote", "ray": "ray",
+}  # fmt: skip
+"""Which extra brings a package; all others come with `prepare`."""
 
 
 def _explain(error: OSError) -> str:

@@ -159,7 +159,9 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--recipe", metavar="NAME", help="fineweb, gopher, c4, wikipedia, code or sft")
     p.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with settings of your own")
     p.add_argument("--set", action="append", metavar="KEY=VALUE", help="one setting: gopher_quality.min_words=20")
-    p.add_argument("--tokenizer", metavar="T", help="a tokenizer.json, a hub name, `bytes`, `train:VOCAB`, `tiktoken:NAME`")
+    p.add_argument(
+        "--tokenizer", metavar="T", help="a tokenizer.json, a hub name, `bytes`, `train:VOCAB`, `tiktoken:NAME`"
+    )
     p.add_argument("--filter", metavar="NAMES", help="stages to switch on: gopher,c4,fineweb,language,…")
     p.add_argument("--dedup", metavar="KINDS", help="exact,paragraphs,lines,minhash")
     p.add_argument("--format", metavar="NAME", help="read every input as this format, unsniffed")

@@ -2,7 +2,7 @@
 
 Hides: which library that is. The reference for a tokenizer.json is the tokenizers library, for a tiktoken encoding
 tiktoken. gigatoken, if installed, gave the same ids for each of 10 million texts made to tell them apart (all of
-Unicode in nine contexts, random mixtures, long runs), many times as fast: benchmarks/prepare/tokenize.py. It is used
+Unicode in nine contexts, random mixtures, long runs), many times as fast: benchmarks/prepare/tokens.py. It is used
 where it knows the tokenizer and agrees with the reference on a probe when it is loaded; then a piece of text of every
 eighth batch goes through both, and a difference ends the task.
 

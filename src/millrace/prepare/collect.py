@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("place", "id", "where", "chars", "language", "perplexity")
 _MAX_REJECTS, _MAX_INPUTS = 50, 200
-CLUSTERS = pa.schema(
-    [("cluster", pa.int64()), ("id", pa.large_string()), ("kept", pa.bool_()), ("near", pa.bool_())]
-)
+CLUSTERS = pa.schema([("cluster", pa.int64()), ("id", pa.large_string()), ("kept", pa.bool_()), ("near", pa.bool_())])
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,11 @@ def collect(run: Run, corpus: Corpus, tally: Tally) -> None:
                 tally.see("kept", batch.filter(pa.array(marks == 0)))
                 ids.write(_id(piece, batch, row, base) for row in np.flatnonzero(marks == 0).tolist())
                 clusters.write(index, start, batch, lambda row, p=piece, b=batch, n=base: _id(p, b, row, n))
-    for code, (stage, reason) in {0: ("", "kept"), 1: ("dedup", "exact_duplicate"), 2: ("dedup", "near_duplicate")}.items():
+    for code, (stage, reason) in {
+        0: ("", "kept"),
+        1: ("dedup", "exact_duplicate"),
+        2: ("dedup", "near_duplicate"),
+    }.items():
         found = sorted(_samples(corpus, chosen[code]))
         if found:
             tally.samples[stage, reason] = found
@@ -270,7 +272,14 @@ class _Clusters:
         found = []
         while self._next is not None and self._next["part"] == part and self._next["document"] < start + batch.num_rows:
             row = self._next
-            found.append({"cluster": row["cluster"], "id": id_of(row["document"] - start), "kept": row["kept"], "near": row["near"]})
+            found.append(
+                {
+                    "cluster": row["cluster"],
+                    "id": id_of(row["document"] - start),
+                    "kept": row["kept"],
+                    "near": row["near"],
+                }
+            )
             self._next = next(self._rows, None)
         if found:
             self._writer.write_table(pa.Table.from_pylist(found, schema=CLUSTERS))
@@ -283,4 +292,3 @@ class _Clusters:
             self._temporary.replace(self._path)
         else:
             self._temporary.unlink(missing_ok=True)
-

@@ -8,18 +8,26 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from millrace.dataset.manifest import FORMAT_VERSION, MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable, dataset_id
+from millrace.dataset.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    TABLE_FILE,
+    Manifest,
+    SliceInfo,
+    SliceTable,
+    dataset_id,
+)
 from millrace.dataset.slices import atomic_write, sync_directory
 from millrace.errors import PrepareError
 from millrace.prepare.coders import CoderSpec
 from millrace.prepare.collect import Corpus, collect
 from millrace.prepare.encode import Encoded, EncodeTask, encode, finished
 from millrace.prepare.report import write_report
-from millrace.prepare.rows import RowShape, RowSliceTask, plan_row_slices, shape_of, write_row_slice
+from millrace.prepare.rows import RowSliceTask, plan_row_slices, shape_of, write_row_slice
 from millrace.prepare.shuffle import Shuffle, TokenPart, finished_shuffle, plan_shuffle, shuffle
 from millrace.prepare.slicing import finished_slice, plan_slices, write_slice
 from millrace.prepare.stats import CLUSTER, Tally
@@ -30,7 +38,12 @@ if TYPE_CHECKING:
     from millrace.prepare.dedup import DedupResult
     from millrace.prepare.pipeline import PrepareSummary, Run
 
-TOKENIZER_FILE, REPORT_FILE, CLUSTERS_FILE, SIGNATURES = "tokenizer.json", "report.html", "clusters.parquet", "signatures"
+TOKENIZER_FILE, REPORT_FILE, CLUSTERS_FILE, SIGNATURES = (
+    "tokenizer.json",
+    "report.html",
+    "clusters.parquet",
+    "signatures",
+)
 DUPLICATES = {1: "exact_duplicate", 2: "near_duplicate"}
 
 
@@ -189,7 +202,9 @@ def _slice(run: Run, encoded: Sequence[Encoded], used: TokenizerFile, subset: st
     if shape is None:
         infos = run.map(write_slice, tasks, finished_slice, note)
     else:
-        infos = run.map(write_row_slice, [RowSliceTask(task, shape) for task in tasks], lambda t: finished_slice(t.task), note)
+        infos = run.map(
+            write_row_slice, [RowSliceTask(task, shape) for task in tasks], lambda t: finished_slice(t.task), note
+        )
     sync_directory(folder / "slices")
     _forget_other_slices(folder, len(infos))
     return Made(subset, folder, documents, tokens, SliceTable.from_rows(infos))

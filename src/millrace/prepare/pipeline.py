@@ -34,9 +34,9 @@ from millrace.prepare.finish import finish
 from millrace.prepare.plan import cores, sampled
 from millrace.prepare.read import Found, Piece, cut, find_sources, read
 from millrace.prepare.recipe import Recipe, load_recipe
+from millrace.prepare.sampling import sample_texts
 from millrace.prepare.stats import PERPLEXITY, Tally, percentile_threshold
 from millrace.prepare.text import TextResult, TextTask, finished_text, sift, stage_files, versions, write_rejects
-from millrace.prepare.sampling import sample_texts
 from millrace.prepare.tokenizers import TokenizerFile, load_tokenizer, train_tokenizer, vocab_to_train
 from millrace.prepare.trim import TrimTask, trim
 
@@ -194,15 +194,14 @@ def prepare(
     known = _load_tokenizer(whole) if vocab is None else None
     found = find_sources(inputs or whole.inputs, whole.read, workers=count, leave_out=out)
     trouble = on_trouble or (lambda message: None)
-    with _errors(out), _locked(out):
-        with _engine(engine, count, ray_address, trouble, out) as made:
-            run = Run(out, whole, made, keep_ids, on_progress or (lambda progress: None))
-            lineage = _lineage(run, found, known)
-            done = _already_there(run, lineage)
-            if done is not None:
-                shutil.rmtree(run.work, ignore_errors=True)
-                return done
-            return _make(run, found, known, vocab or 0, lineage)
+    with _errors(out), _locked(out), _engine(engine, count, ray_address, trouble, out) as made:
+        run = Run(out, whole, made, keep_ids, on_progress or (lambda progress: None))
+        lineage = _lineage(run, found, known)
+        done = _already_there(run, lineage)
+        if done is not None:
+            shutil.rmtree(run.work, ignore_errors=True)
+            return done
+        return _make(run, found, known, vocab or 0, lineage)
 
 
 def _with_settings(recipe: Recipe, out: Path, settings: dict[str, Any]) -> Recipe:
@@ -285,9 +284,7 @@ def _locked(out: Path) -> Iterator[None]:
 def _already_there(run: Run, lineage: dict[str, Any]) -> PrepareSummary | None:
     if not (run.out / MANIFEST_FILE).exists():
         if (run.out / "slices").exists() and not run.work.exists():
-            raise UsageError(
-                f"prepare: {run.out / 'slices'} is not from an unfinished run. Choose another directory."
-            )
+            raise UsageError(f"prepare: {run.out / 'slices'} is not from an unfinished run. Choose another directory.")
         return None
     dataset = open_dataset(run.out)
     theirs = dataset.manifest.lineage
@@ -319,9 +316,8 @@ def _make(run: Run, found: Found, known: TokenizerFile | None, vocab: int, linea
 
 def _texts(run: Run, pieces: Sequence[Piece], sample: float) -> list[TextResult]:
     recipe = run.recipe
-    trims = any(stage.name == "perplexity" and getattr(stage, "keep_percentile", None) for stage in recipe.stages)
     files = stage_files(recipe.stages)
-    sign = recipe.dedup.active and not trims
+    sign = recipe.dedup.active and not recipe.percentiles
     tasks = [
         TextTask(piece, recipe.read, recipe.stages, files, recipe.dedup, sign, sample, str(run.tasks))
         for piece in pieces
@@ -360,17 +356,13 @@ def _trimmed(run: Run, texts: list[TextResult], tally: Tally) -> list[TextResult
     """The tallies of all tasks go into `tally`; documents outside a perplexity percentile go out."""
     for result in texts:
         tally.add(result.tally(str(run.tasks)))
-    stage = next((s for s in run.recipe.stages if getattr(s, "keep_percentile", None)), None)
-    if stage is None or stage.name != "perplexity":
-        return texts
-    low, high = getattr(stage, "keep_percentile")
     seen = tally.histograms.get(PERPLEXITY, {}).get("read")
-    if seen is None:
+    if not run.recipe.percentiles or seen is None:
         return texts
-    bounds = percentile_threshold(seen, low), percentile_threshold(seen, high)
+    low, high = (percentile_threshold(seen, percentile) for percentile in run.recipe.percentiles)
     folder = str(run.tasks)
     tasks = [
-        TrimTask(result.part(folder), result, *bounds, run.recipe.dedup, run.recipe.dedup.active, folder)
+        TrimTask(result.part(folder), result, low, high, run.recipe.dedup, run.recipe.dedup.active, folder)
         for result in texts
     ]
     trimmed = run.map(trim, tasks)

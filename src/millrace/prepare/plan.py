@@ -75,7 +75,9 @@ class Plan:
             kinds = [kind for kind in ("exact", "paragraphs", "lines", "minhash") if getattr(dedup, kind)]
             lines.append(f"dedup\n  {', '.join(kinds)}; keeps the {dedup.keep}")
         made = f"{recipe.slice.tokens:,} tokens" if recipe.slice.tokens else show_bytes(recipe.slice.bytes)
-        shuffled = f", shuffled with seed {recipe.slice.seed}" if recipe.slice.shuffle else ", in the order of the input"
+        shuffled = (
+            f", shuffled with seed {recipe.slice.seed}" if recipe.slice.shuffle else ", in the order of the input"
+        )
         lines.append(f"tokenize\n  {recipe.tokenize.tokenizer or 'no tokenizer given'}")
         lines.append(f"slice\n  {made} each{shuffled}")
         for name, fraction in recipe.subsets.fractions:

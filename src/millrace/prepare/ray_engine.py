@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import millrace
 from millrace.errors import PrepareError, UsageError
 from millrace.prepare.engines import Attempts, Engine, Outcome, Trouble, attempt, result_of, use_one_core
 
@@ -233,7 +232,7 @@ class _RayEngine:
             local = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
             return quiet | local | {"address": "local", "num_cpus": self._workers or os.cpu_count() or 1}
         # The driver's own millrace goes with the job; what it depends on must be installed on the nodes.
-        package = str(Path(millrace.__file__).parent)
+        package = str(Path(__file__).parents[1])
         return quiet | {"address": self._address, "runtime_env": {"py_modules": [package]}}
 
     def _probe(self, folder: Path) -> None:

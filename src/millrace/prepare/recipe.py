@@ -1,8 +1,8 @@
 """The recipe: everything that decides what a dataset is made of, from one TOML file.
 
-Hides: how tables become frozen dataclasses, and where in the file a wrong key stands. Each table is one dataclass, whose
-fields are its keys; a table of a stage (`[gopher_quality]`) switches the stage on, and stages run in the order of their
-tables. `[[length]]` twice is that stage twice.
+Hides: how tables become frozen dataclasses, and where in the file a wrong key stands. Each table is one dataclass,
+whose fields are its keys; a table of a stage (`[gopher_quality]`) switches the stage on, and stages run in the order
+of their tables. `[[length]]` twice is that stage twice.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Tokenize:
     Args:
         tokenizer: A tokenizer.json, a directory, a hub name, `bytes`, `train:VOCAB`, `tiktoken:NAME`.
         eos, bos: Whether the tokenizer's own end and beginning of text stand after and before each document, or the
-            name of the token that does.
+            name of the token that does. `auto`: if the vocabulary has one.
     """
 
     tokenizer: str = ""
-    eos: bool | str = True
+    eos: bool | str = "auto"
     bos: bool | str = False
 
 
@@ -138,6 +138,12 @@ class Recipe:
         if not 0 < self.sample <= 1:
             raise UsageError(f"sample: expected a fraction above 0, at most 1, got {self.sample}")
 
+    @property
+    def percentiles(self) -> tuple[float, ...]:
+        """Between which percentiles of perplexity documents are kept; empty if that does not matter."""
+        found = [getattr(stage, "keep_percentile", ()) for stage in self.stages]
+        return next((pair for pair in found if pair), ())
+
     def to_json(self) -> dict[str, Any]:
         """Every setting, defaults too, as the lineage keeps it: `stages` is a list of [name, settings]."""
         names = [f.name for f in dataclasses.fields(self) if f.name not in ("inputs", "stages")]
@@ -182,7 +188,9 @@ def load_recipe(
     layers: list[_Layer] = []
     if name is not None:
         if name not in recipe_names():
-            raise UsageError(f"recipe {name!r}: expected one of {', '.join(recipe_names())}; a file goes with --config.")
+            raise UsageError(
+                f"recipe {name!r}: expected one of {', '.join(recipe_names())}; a file goes with --config."
+            )
         layers.append(_parse(_shipped().joinpath(f"{name}.toml").read_bytes(), f"{name}.toml"))
     if config is not None:
         try:
@@ -226,7 +234,7 @@ def _key_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
             yield (*table, *(part.strip("\"'") for part in key.group(1).split("."))), number
 
 
-class _Problem(Exception):
+class _Problem(Exception):  # noqa: N818 - it never leaves this file
     """A wrong setting at a path of keys."""
 
     def __init__(self, path: tuple[str, ...], message: str) -> None:

@@ -1,7 +1,7 @@
 """TEXT tasks: a piece of raw input to the documents of it that pass every stage.
 
-Hides: what a task leaves on disk: `NAME.arrow` (the documents that passed, Arrow IPC, LZ4), its signatures, `NAME.stats`
-(its tally), `NAME.rejects` (malformed records, a JSON line each) and `NAME.json` (its result), written last. A task
+Hides: what a task leaves on disk: `NAME.arrow` (the documents that passed, Arrow IPC, LZ4), its signatures,
+`NAME.stats` (its tally), `NAME.rejects` (malformed records, a JSON line each) and `NAME.json` (its result), written last. A task
 depends on what its name hashes, and on nothing else. Memory: a few batches of 4 MiB, and the largest document.
 """
 
@@ -40,6 +40,10 @@ REJECT_CHARACTERS = 200
 MAX_REJECTS = 10_000
 """Malformed records of one piece that are kept aside; the rest are counted."""
 ARROW_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
+_FILE_FORMATS = ("text", "html")
+"""Formats of one document a file: the file is its name."""
+_LINE_FORMATS = ("jsonl", "csv", "lines", "reddit")
+"""Formats whose places people find by line: the byte that their readers add is left out."""
 _USED_BY = {
     "warc": ("fastwarc", "resiliparse"), "wet": ("fastwarc",), "wikipedia": ("lxml",), "stackexchange": ("lxml",),
     "sevenzip": ("py7zr",), "extract": ("resiliparse",), "unicode": ("ftfy",), "pii": ("google-re2",),
@@ -129,7 +133,9 @@ def bases(pieces: Sequence[Piece], texts: Sequence[TextResult]) -> Iterator[int]
         base += text.places
 
 
-def write_rejects(path: Path, pieces: Sequence[Piece], texts: Sequence[TextResult], folder: str) -> list[dict[str, Any]]:
+def write_rejects(
+    path: Path, pieces: Sequence[Piece], texts: Sequence[TextResult], folder: str
+) -> list[dict[str, Any]]:
     """All that was malformed, a JSON line each with `where`, `reason` and the first of its text; returns three.
 
     No file is left if there is nothing.
@@ -351,10 +357,10 @@ class _Reader:
 
 def place_name(piece: Piece, place: int, inner: str, base: int) -> str:
     """`file:line` or `file (inner)`; `base` is how many lines or rows earlier pieces of the file have."""
-    if len(piece.sources) > 1:
+    if piece.format in _FILE_FORMATS or len(piece.sources) > 1:
         return piece.sources[place].path
     path = piece.sources[0].path
-    if inner:
+    if inner and not (piece.format in _LINE_FORMATS and inner.startswith("byte ")):
         return f"{path} ({inner})"
     return f"{path}:{base + place + 1}" if base or not piece.start else f"{path}: {place + 1} after {piece.start}"
 

@@ -26,6 +26,8 @@ from millrace.prepare.tiktokens import byte_alphabet, load_tiktoken
 SAMPLE_BYTES = 64 << 20
 """Text that `train:` learns from, at most: bounds its memory to about 1 GB."""
 EOS = "<|endoftext|>"
+AUTO = "auto"
+"""For `eos` and `bos`: the vocabulary's own token if it has one, else none."""
 _EOS_NAMES = (EOS, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "[EOS]", "[SEP]", "<|im_end|>")
 _BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|bos|>", "<|startoftext|>", "[BOS]", "[CLS]")
 _PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
@@ -80,7 +82,8 @@ def load_tokenizer(spec: str, *, eos: bool | str = True, bos: bool | str = False
         spec: `bytes`; a tokenizer.json; a directory with one, or with GPT-2's pair (vocab.json and merges.txt, or
             encoder.json and vocab.bpe); a name on the hub; `tiktoken:ENCODING` (which tiktoken downloads once) or
             `tiktoken:FILE.tiktoken`, the file named as its encoding, or `tiktoken:ENCODING:FILE.tiktoken`.
-        eos: Whether a token ends each document: the vocabulary's own, or the one of that name.
+        eos: Whether a token ends each document: the vocabulary's own, the one of that name, or (`auto`) the
+            vocabulary's own if it has one.
         bos: Whether one begins it, likewise.
 
     Raises:
@@ -177,9 +180,15 @@ def _describe(
             return None
         named = config.get(f"{what}_token")
         named = named.get("content") if isinstance(named, dict) else named
-        names = [wanted] if isinstance(wanted, str) else [*([named] if isinstance(named, str) else []), *usual]
+        names = (
+            [wanted]
+            if isinstance(wanted, str) and wanted != AUTO
+            else [*([named] if isinstance(named, str) else []), *usual]
+        )
         name = next((name for name in names if name in vocab), None)
         if name is None:
+            if wanted == AUTO:
+                return None
             got = ", ".join(special_names(found.data)[:12]) or "no special token at all"
             raise UsageError(
                 f"tokenizer {found.description!r}: expected {what} to be one of {', '.join(names)}; the vocabulary "

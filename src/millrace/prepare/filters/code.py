@@ -1,7 +1,7 @@
 """The rules by which corpora of source code leave out generated, minified and data files.
 
-Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", 3.1 (mean line above 100 characters, longest
-above 1000, few alphanumeric characters); the fraction 0.25 is that of The Stack's near-descendants (Kocetkov et al. 2022).
+Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", 3.1 (mean line above 100 characters,
+longest above 1000, a small share of alphanumeric characters); the share 0.25 is that of the CodeParrot dataset.
 """
 
 from __future__ import annotations

@@ -310,11 +310,11 @@ def _file(place: int, source: Source, options: ReadOptions, html: bool) -> Recor
             if len(data) <= limit:
                 data += file.read(1)  # nothing, or the damage that ended it
     except Damaged as error:
-        return Record(place, source.name, problem=str(error), where=source.name)
+        return Record(place, problem=str(error), where=source.name)
     if len(data) > limit:
         problem = f"larger than max_document_bytes, {limit}. For one document a line force the format `lines`"
-        return Record(place, source.name, _shown(data), problem=problem, where=source.name)
-    return _whole(place, source.name, data, source.name, html)
+        return Record(place, text=_shown(data), problem=problem, where=source.name)
+    return _whole(place, "", data, "", html)
 
 
 def _whole(place: int, name: str, data: bytes, where: str, html: bool = False) -> Record:
