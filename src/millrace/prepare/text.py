@@ -1,8 +1,9 @@
 """TEXT tasks: a piece of raw input to the documents of it that pass every stage.
 
 Hides: what a task leaves on disk: `NAME.arrow` (the documents that passed, Arrow IPC, LZ4), its signatures,
-`NAME.stats` (its tally), `NAME.rejects` (malformed records, a JSON line each) and `NAME.json` (its result), written last. A task
-depends on what its name hashes, and on nothing else. Memory: a few batches of 4 MiB, and the largest document.
+`NAME.stats` (its tally), `NAME.rejects` (malformed records, a JSON line each) and `NAME.json` (its result), written
+last. A task depends on what its name hashes, and on nothing else. Memory: a few batches of 4 MiB, and the largest
+document.
 """
 
 from __future__ import annotations
