@@ -42,4 +42,10 @@ if ! "$VENV/bin/python" -c 'import torch' 2>/dev/null; then
     retry install -c scripts/constraints.txt torch || echo "setup: PyTorch did not install; the demo trains its NumPy model instead" >&2
   fi
 fi
+# Ray (some 75 MB) and KenLM (built from source) are wanted by a few tests alone: they skip, saying so, without them.
+for extra in ray lm; do
+  name=$([ "$extra" = lm ] && echo kenlm || echo ray)
+  "$VENV/bin/python" -c "import $name" 2>/dev/null || retry install -c scripts/constraints.txt -e ".[$extra]" ||
+    echo "setup: $name did not install; its tests are skipped" >&2
+done
 echo "setup: ready ($("$VENV/bin/python" --version), $("$VENV/bin/python" -c 'import importlib.util as u; print("with PyTorch" if u.find_spec("torch") else "without PyTorch; to train with it: .venv/bin/pip install torch")'))"

@@ -78,6 +78,7 @@ def _prepare(args: argparse.Namespace) -> int:
             engine=args.engine,
             ray_address=args.ray_address,
             keep_ids=args.keep_ids,
+            to=args.to,
             on_progress=bar.update,
             on_trouble=lambda message: print(f"millrace: {message}", file=sys.stderr),
         )
@@ -85,10 +86,13 @@ def _prepare(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result))
         return 0
-    dropped = ", ".join(f"{n:,} {reason}" for reason, n in result["dropped"].items()) or "none"
+    reasons = sorted(result["dropped"].items(), key=lambda pair: -pair[1])
+    dropped = ", ".join(f"{n:,} {reason}" for reason, n in reasons[:6]) or "none"
+    dropped += f" and {len(reasons) - 6} other reasons" if len(reasons) > 6 else ""
+    made = f"{result['tokens']:,} tokens in {result['slices']:,} slices" if args.to == "dataset" else "as text"
     print(
-        f"{result['documents_out']:,} of {result['documents_in']:,} documents, {result['tokens']:,} tokens "
-        f"in {result['slices']:,} slices (dropped: {dropped})\n{args.out}  id {result['id']}"
+        f"{result['documents_out']:,} of {result['documents_in']:,} documents, {made} (dropped: {dropped})\n"
+        f"{args.out}  id {result['id']}"
     )
     for name, facts in result.get("subsets", {}).items():
         print(f"{args.out / name}  id {facts['id']}: {facts['documents']:,} documents, {facts['tokens']:,} tokens")
@@ -175,6 +179,9 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--workers", type=positive, default=None, metavar="N", help="processes (default: one a core)")
     p.add_argument("--engine", choices=["local", "ray"], default="local")
     p.add_argument("--ray-address", default=os.environ.get("RAY_ADDRESS"), metavar="ADDRESS", help="a Ray cluster")
+    p.add_argument(
+        "--to", choices=["dataset", "text"], default="dataset", help="text: Parquet of what is kept, no tokens"
+    )
     p.add_argument("--keep-ids", type=Path, metavar="FILE", help="write each kept document's source id here")
     p.add_argument("--text-key", help="the field or column that holds the text")
     p.add_argument("--max-bad", type=float, metavar="FRACTION", help="more malformed records than this: stop")

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from millrace.prepare.read import Found
 from millrace.prepare.read.base import Piece
-from millrace.prepare.stats import EDGES, SAMPLE_CHARACTERS, SAMPLES, Sample, Tally
+from millrace.prepare.stats import CLUSTER, EDGES, SAMPLE_CHARACTERS, SAMPLES, Sample, Tally
 from millrace.prepare.text import TextResult, bases, mix, place_name
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from millrace.prepare.pipeline import Run
 
 _COLUMNS = ("place", "id", "where", "chars", "language", "perplexity")
+EXACT, NEAR = "exact_duplicate", "near_duplicate"
 _MAX_REJECTS, _MAX_INPUTS = 50, 200
 CLUSTERS = pa.schema([("cluster", pa.int64()), ("id", pa.large_string()), ("kept", pa.bool_()), ("near", pa.bool_())])
 
@@ -48,6 +50,11 @@ class Corpus:
         from millrace.prepare.dedup import Part
 
         return [Part(f"{self.folder}/{text.name}", text.documents_out) for text in self.texts]
+
+    @property
+    def bases(self) -> list[int]:
+        """For each piece how many lines or rows its file has in earlier pieces."""
+        return list(bases(self.pieces, self.texts))
 
     def marks(self, index: int, config: Dedup) -> tuple[Flags | None, UnitCut | None, str]:
         """What is dropped and cut of a part, and a name for all that it depends on."""
@@ -143,28 +150,39 @@ class _Chosen:
 
 
 def collect(run: Run, corpus: Corpus, tally: Tally) -> None:
-    """Write the kept ids and the clusters; add distributions and samples of what was kept, and of duplicates."""
+    """Write the kept ids and the clusters; add the copies that were dropped, distributions, samples of what is kept."""
     chosen: dict[int, list[_Chosen]] = {0: [], 1: [], 2: []}
     ids = _Lines(run.keep_ids)
+    kept_bytes = 0
     with ids, _Clusters(run.out / "clusters.parquet", corpus.dedup) as clusters:
-        for index, (piece, text, base) in enumerate(
-            zip(corpus.pieces, corpus.texts, bases(corpus.pieces, corpus.texts))
-        ):
+        for index, (piece, text, base) in enumerate(zip(corpus.pieces, corpus.texts, corpus.bases)):
             drop = corpus.dedup.drop[index].load() if corpus.dedup else np.zeros(text.documents_out, np.uint8)
             _choose(chosen, text.key, index, drop)
             for start, batch in _batches(f"{corpus.folder}/{text.name}.arrow", text.documents_out):
                 marks = drop[start : start + batch.num_rows]
-                tally.see("kept", batch.filter(pa.array(marks == 0)))
-                ids.write(_id(piece, batch, row, base) for row in np.flatnonzero(marks == 0).tolist())
-                clusters.write(index, start, batch, lambda row, p=piece, b=batch, n=base: _id(p, b, row, n))
-    for code, (stage, reason) in {
-        0: ("", "kept"),
-        1: ("dedup", "exact_duplicate"),
-        2: ("dedup", "near_duplicate"),
-    }.items():
+                kept = batch.filter(pa.array(marks == 0))
+                tally.see("kept", kept)
+                kept_bytes += pc.sum(kept.column("chars")).as_py() or 0
+                ids.write(id_of(piece, batch, row, base) for row in np.flatnonzero(marks == 0).tolist())
+                clusters.write(index, start, batch, lambda row, p=piece, b=batch, n=base: id_of(p, b, row, n))
+    if corpus.dedup is not None:
+        _count_copies(corpus.dedup, tally, kept_bytes)
+    for code, (stage, reason) in {0: ("", "kept"), 1: ("dedup", EXACT), 2: ("dedup", NEAR)}.items():
         found = sorted(_samples(corpus, chosen[code]))
         if found:
             tally.samples[stage, reason] = found
+
+
+def _count_copies(result: DedupResult, tally: Tally, kept_bytes: int) -> None:
+    last = next(reversed(tally.funnel.values()))
+    count = tally.stage("dedup")
+    count.documents_in, count.bytes_in = result.documents, last.bytes_out
+    count.documents_out, count.bytes_out = result.documents - result.exact - result.near, kept_bytes
+    count.dropped = {reason: n for reason, n in ((EXACT, result.exact), (NEAR, result.near)) if n}
+    if result.units_cut:
+        count.changed["lines or paragraphs cut"] = result.units_cut
+    for size, number in result.sizes:
+        tally.observe(CLUSTER, "read", [size], number)
 
 
 def _choose(chosen: dict[int, list[_Chosen]], key: str, index: int, drop: NDArray[np.uint8]) -> None:
@@ -176,7 +194,7 @@ def _choose(chosen: dict[int, list[_Chosen]], key: str, index: int, drop: NDArra
 
 
 def _samples(corpus: Corpus, chosen: Sequence[_Chosen]) -> Iterator[Sample]:
-    starts = list(bases(corpus.pieces, corpus.texts))
+    starts = corpus.bases
     for one in chosen:
         piece, text = corpus.pieces[one.part], corpus.texts[one.part]
         with pa.OSFile(f"{corpus.folder}/{text.name}.arrow", "rb") as source:
@@ -211,7 +229,8 @@ def _batches(path: str, documents: int) -> Iterator[tuple[int, pa.RecordBatch]]:
             start += batch.num_rows
 
 
-def _id(piece: Piece, batch: pa.RecordBatch, row: int, base: int) -> str:
+def id_of(piece: Piece, batch: pa.RecordBatch, row: int, base: int) -> str:
+    """The source id of a document: the input's own, or where it stands."""
     given: str = batch.column("id")[row].as_py()
     if given:
         return given

@@ -30,12 +30,11 @@ from millrace.prepare.report import write_report
 from millrace.prepare.rows import RowSliceTask, plan_row_slices, shape_of, write_row_slice
 from millrace.prepare.shuffle import Shuffle, TokenPart, finished_shuffle, plan_shuffle, shuffle
 from millrace.prepare.slicing import finished_slice, plan_slices, write_slice
-from millrace.prepare.stats import CLUSTER, Tally
+from millrace.prepare.stats import Tally
 from millrace.prepare.subsets import TRAIN
 from millrace.prepare.tokenizers import TokenizerFile
 
 if TYPE_CHECKING:
-    from millrace.prepare.dedup import DedupResult
     from millrace.prepare.pipeline import PrepareSummary, Run
 
 TOKENIZER_FILE, REPORT_FILE, CLUSTERS_FILE, SIGNATURES = (
@@ -44,7 +43,6 @@ TOKENIZER_FILE, REPORT_FILE, CLUSTERS_FILE, SIGNATURES = (
     "clusters.parquet",
     "signatures",
 )
-DUPLICATES = {1: "exact_duplicate", 2: "near_duplicate"}
 
 
 @dataclass(frozen=True)
@@ -67,28 +65,24 @@ def finish(run: Run, corpus: Corpus, used: TokenizerFile, tally: Tally, lineage:
     """Write all datasets of the run, and what people look at; the main manifest makes it final."""
     from millrace.prepare.pipeline import PrepareSummary
 
+    collect(run, corpus, tally)
     encoded = _encode(run, corpus, used)
-    _count(tally, corpus.dedup, encoded)
+    _count(tally, encoded)
     made = [_slice(run, encoded, used, name) for name in run.recipe.subsets.names]
     main, others = made[0], [one for one in made[1:] if one.documents]
     if not main.documents:
         raise PrepareError("prepare: expected documents with text, got none that was kept. See the report's reasons.")
-    collect(run, corpus, tally)
     if corpus.dedup is not None:
         from millrace.prepare.dedup import store_signatures
 
         store_signatures(corpus.signed, corpus.dedup, run.recipe.dedup, run.out / SIGNATURES)
     documents_in = sum(text.documents_in for text in corpus.texts)
-    dropped: dict[str, int] = {}
-    for count in tally.funnel.values():
-        for reason, n in count.dropped.items():
-            dropped[reason] = dropped.get(reason, 0) + n
     counts: dict[str, Any] = {
         "documents_in": documents_in,
         "documents_out": sum(one.documents for one in made),
         "tokens": sum(one.tokens for one in made),
         "slices": sum(len(one.table) for one in made),
-        "dropped": dict(sorted(dropped.items())),
+        "dropped": tally.dropped(),
     }
     subsets = {one.name: one.facts(_write_manifest(run, one, used, {**lineage, "counts": counts})) for one in others}
     lineage = {**lineage, "counts": {**counts, "subsets": subsets}}
@@ -144,30 +138,16 @@ def _encode(run: Run, corpus: Corpus, used: TokenizerFile) -> list[Encoded]:
     return run.map(encode, tasks, finished, note, sizes)
 
 
-def _count(tally: Tally, dedup: DedupResult | None, encoded: Sequence[Encoded]) -> None:
-    """The last two steps of the funnel."""
-    documents_in = sum(result.documents_in for result in encoded)
-    bytes_out = sum(result.text_bytes for result in encoded)
+def _count(tally: Tally, encoded: Sequence[Encoded]) -> None:
+    """The last step of the funnel."""
     last = next(reversed(tally.funnel.values()))
-    left = documents_in
-    if dedup is not None:
-        count = tally.stage("dedup")
-        count.documents_in, count.bytes_in = documents_in, last.bytes_out
-        dropped = {DUPLICATES[1]: dedup.exact, DUPLICATES[2]: dedup.near}
-        count.dropped = {reason: n for reason, n in dropped.items() if n}
-        left -= dedup.exact + dedup.near
-        count.documents_out, count.bytes_out = left, bytes_out
-        if dedup.units_cut:
-            count.changed["lines or paragraphs cut"] = dedup.units_cut
-        for size, number in dedup.sizes:
-            tally.histograms.setdefault(CLUSTER, {})
-            tally.observe(CLUSTER, "read", [size], number)
     count = tally.stage("tokenize")
-    count.documents_in, count.bytes_in = left, bytes_out
-    count.documents_out, count.bytes_out = sum(result.documents_out for result in encoded), bytes_out
+    count.documents_in, count.bytes_in = last.documents_out, last.bytes_out
+    count.documents_out = sum(result.documents_out for result in encoded)
+    count.bytes_out = sum(result.text_bytes for result in encoded)
     for result in encoded:
         for reason, n in result.dropped.items():
-            if reason != "duplicate":
+            if reason != "duplicate":  # these are counted, by kind, where they were found
                 count.dropped[reason] = count.dropped.get(reason, 0) + n
         for kind, n in result.changed.items():
             count.changed[kind] = count.changed.get(kind, 0) + n

@@ -30,6 +30,7 @@ from millrace.dataset.slices import atomic_write
 from millrace.errors import PrepareError, UsageError
 from millrace.prepare.collect import Corpus
 from millrace.prepare.engines import Engine, local_engine
+from millrace.prepare.export import TEXT_FILE, finish_text
 from millrace.prepare.finish import finish
 from millrace.prepare.plan import cores, sampled
 from millrace.prepare.read import Found, Piece, cut, find_sources, read
@@ -90,6 +91,7 @@ class Run:
     recipe: Recipe
     engine: Engine
     keep_ids: Path | None
+    to: str
     report: Callable[[Progress], None]
 
     @property
@@ -150,6 +152,7 @@ def prepare(
     keep_ids: Path | None = None,
     text_key: str | None = None,
     max_bad_fraction: float | None = None,
+    to: str = "dataset",
     engine: str = "local",
     ray_address: str | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -165,6 +168,8 @@ def prepare(
         workers: Processes; by default one a core. The bytes do not depend on it.
         keep_ids: If given, the source id of each kept document goes here, one a line, in the order of the input: its
             `id` in the input, else `path:line` (or row), or the path of a text file.
+        to: `dataset`; or `text`: Parquet files of what is kept, in `out/text`, for which no tokenizer is needed. (It is
+            tokenized, shuffled and divided into subsets by another `prepare` of that folder.)
         engine: `local` (processes of this machine) or `ray`.
         ray_address: Of a Ray cluster; without one a cluster of this machine is started, and ended.
         on_progress, on_trouble: Called in this thread; trouble is a worker that died and is tried again.
@@ -184,6 +189,10 @@ def prepare(
     )  # fmt: skip
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
+    if to not in ("dataset", "text"):
+        raise UsageError(f"to: expected dataset or text, got {to!r}.")
+    if to == "text":
+        whole = dataclasses.replace(whole, tokenize=dataclasses.replace(whole.tokenize, tokenizer="bytes"))
     if not whole.tokenize.tokenizer:
         raise UsageError(
             "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
@@ -195,7 +204,7 @@ def prepare(
     found = find_sources(inputs or whole.inputs, whole.read, workers=count, leave_out=out)
     trouble = on_trouble or (lambda message: None)
     with _errors(out), _locked(out), _engine(engine, count, ray_address, trouble, out) as made:
-        run = Run(out, whole, made, keep_ids, on_progress or (lambda progress: None))
+        run = Run(out, whole, made, keep_ids, to, on_progress or (lambda progress: None))
         lineage = _lineage(run, found, known)
         done = _already_there(run, lineage)
         if done is not None:
@@ -282,6 +291,8 @@ def _locked(out: Path) -> Iterator[None]:
 
 
 def _already_there(run: Run, lineage: dict[str, Any]) -> PrepareSummary | None:
+    if (run.out / TEXT_FILE).exists():
+        return _text_already_there(run, lineage)
     if not (run.out / MANIFEST_FILE).exists():
         if (run.out / "slices").exists() and not run.work.exists():
             raise UsageError(f"prepare: {run.out / 'slices'} is not from an unfinished run. Choose another directory.")
@@ -302,6 +313,22 @@ def _already_there(run: Run, lineage: dict[str, Any]) -> PrepareSummary | None:
     )  # fmt: skip
 
 
+def _text_already_there(run: Run, lineage: dict[str, Any]) -> PrepareSummary:
+    data = (run.out / TEXT_FILE).read_bytes()
+    try:
+        facts = json.loads(data)
+        theirs, name = facts["lineage"], facts["name"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise PrepareError(f"{run.out / TEXT_FILE}: damaged. Choose another directory, or remove this one.") from error
+    same = all(theirs.get(key) == lineage[key] for key in ("inputs", "recipe", "models"))
+    if run.to != "text" or not same or name != run.recipe.name:
+        raise UsageError(
+            f"prepare: expected an empty directory, got {run.out}, which holds other prepared text. Choose another "
+            "directory, or remove this one."
+        )
+    return PrepareSummary(name, hashlib.sha256(data).hexdigest(), **theirs["counts"], already_there=True)
+
+
 def _make(run: Run, found: Found, known: TokenizerFile | None, vocab: int, lineage: dict[str, Any]) -> PrepareSummary:
     run.tasks.mkdir(parents=True, exist_ok=True)
     pieces, sample = sampled(cut(found.sources, run.recipe.read), run.recipe.sample)
@@ -310,6 +337,8 @@ def _make(run: Run, found: Found, known: TokenizerFile | None, vocab: int, linea
     _check(run, pieces, texts)
     texts = _trimmed(run, texts, tally)
     corpus = Corpus(found, pieces, texts, _deduplicated(run, texts), str(run.tasks))
+    if run.to == "text":
+        return finish_text(run, corpus, tally, lineage)
     used = known or _trained(run, texts, vocab)
     return finish(run, corpus, used, tally, lineage)
 

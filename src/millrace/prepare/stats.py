@@ -151,6 +151,14 @@ class Tally:
         for key, samples in other.samples.items():
             self.samples[key] = heapq.nsmallest(SAMPLES, [*self.samples.get(key, ()), *samples])
 
+    def dropped(self) -> dict[str, int]:
+        """Documents dropped by all stages, by reason."""
+        found: dict[str, int] = {}
+        for count in self.funnel.values():
+            for reason, n in count.dropped.items():
+                found[reason] = found.get(reason, 0) + n
+        return dict(sorted(found.items()))
+
     def to_json(self) -> dict[str, Any]:
         """For a task's result; `from_json` takes it back."""
         return {
