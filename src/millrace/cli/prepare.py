@@ -99,6 +99,17 @@ def _prepare(args: argparse.Namespace) -> int:
     return 0
 
 
+def _show_recipe(args: argparse.Namespace) -> int:
+    from millrace.prepare.recipe import STAGES, describe, recipe_names, recipe_text
+
+    if args.name is None:
+        print(f"recipes: {', '.join(recipe_names())}\nstages:  {', '.join(STAGES)}")
+        print("tables:  read, dedup, tokenize, slice, subsets, rows\n\n`millrace recipe NAME` shows any of these.")
+    else:
+        print(recipe_text(args.name) if args.name in recipe_names() else describe(args.name))
+    return 0
+
+
 def _report(args: argparse.Namespace) -> int:
     from millrace.prepare.report import load_report, render_text
 
@@ -187,6 +198,9 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--max-bad", type=float, metavar="FRACTION", help="more malformed records than this: stop")
     p.add_argument("--quiet", action="store_true")
     p.add_argument("--json", action="store_true")
+
+    p = verb("recipe", _show_recipe, "a recipe to copy, or what a table of one means")
+    p.add_argument("name", nargs="?", metavar="NAME")
 
     p = verb("report", _report, "what preparation kept and dropped, and why")
     p.add_argument("dataset", help="a dataset, or its report.html")

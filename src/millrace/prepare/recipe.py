@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import inspect
 import json
 import math
 import re
@@ -441,6 +442,43 @@ def _say(kind: Any) -> str:
     if origin is typing.Literal:
         return "one of " + ", ".join(json.dumps(a) for a in arguments)
     return "a list" if origin in (tuple, list, frozenset) else "a table" if origin is not None else str(kind)
+
+
+def describe(name: str) -> str:
+    """What a table of a recipe does, and its keys with their defaults, for people.
+
+    Raises:
+        UsageError: If there is no such table.
+    """
+    tables = {f.name: _field_types(Recipe)[f.name] for f in dataclasses.fields(Recipe)}
+    if name in STAGES:
+        module, _, attribute = STAGES[name].partition(":")
+        cls = getattr(importlib.import_module(module), attribute)
+    else:
+        found = tables.get(name)
+        choices = [c for c in (found, *typing.get_args(found)) if dataclasses.is_dataclass(c)]
+        if not choices:
+            known = [*(n for n, t in tables.items() if n != "stages"), *STAGES]
+            near = difflib.get_close_matches(name, [*known, *recipe_names()], 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"recipe {name!r}: expected a recipe or one of its tables: {', '.join(known)}.{hint}")
+        cls = choices[0]
+    about = inspect.cleandoc(cls.__doc__ or "").partition("\n\nRaises:")[0]
+    lines = [f"[{name}]", "", about, ""]
+    for one in dataclasses.fields(cls):
+        if one.default is not dataclasses.MISSING:
+            lines.append(f"{one.name} = {_toml(one.default)}")
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    plain = _plain(value)
+    return json.dumps(plain, ensure_ascii=False) if plain is not None else "(none)"
+
+
+def recipe_text(name: str) -> str:
+    """The file of a shipped recipe, to copy and change."""
+    return str(_shipped().joinpath(f"{name}.toml").read_text("utf-8"))
 
 
 def parse_setting(text: str) -> dict[str, Any]:
