@@ -72,7 +72,7 @@ class Corpus:
             "name": run.recipe.name,
             "id": id,
             "created_with": f"millrace {version('millrace')}",
-            "recipe": run.recipe.to_json(),
+            "recipe": run.recipe.to_tables(),
             "totals": {
                 **{key: counts[key] for key in ("documents_in", "documents_out", "tokens", "slices")},
                 "bytes_in": funnel[0][1].bytes_in,

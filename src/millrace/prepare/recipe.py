@@ -151,6 +151,25 @@ class Recipe:
         found = {name: _plain(getattr(self, name)) for name in names}
         return {**found, "stages": [[s.name, _plain(s)] for s in self.stages]}
 
+    def to_tables(self) -> dict[str, Any]:
+        """The same as the tables of a recipe's file, in their order: `load_recipe(settings=…)` takes them back."""
+        found: dict[str, Any] = {"name": self.name, "max_bad": self.max_bad, "sample": self.sample}
+        found["read"] = _plain(self.read)
+        for stage in self.stages:
+            target = f"{type(stage).__module__}:{type(stage).__qualname__}"
+            use = {} if STAGES.get(stage.name) == target else {"use": target}
+            held = found.get(stage.name, [])
+            found[stage.name] = [*(held if isinstance(held, list) else [held]), {**use, **_plain(stage)}]
+        found = {
+            key: value[0] if isinstance(value, list) and len(value) == 1 else value for key, value in found.items()
+        }
+        for name in ("dedup", "tokenize", "slice", "rows"):
+            if getattr(self, name) is not None:
+                found[name] = {k: v for k, v in _plain(getattr(self, name)).items() if v is not None}
+        if self.subsets.fractions:
+            found["subsets"] = {**dict(self.subsets.fractions), "salt": self.subsets.salt}
+        return found
+
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -405,6 +424,8 @@ def _fit(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
             return parse_size(value, path)
     elif kind is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        if value in ("inf", "-inf"):
             return float(value)
         if isinstance(value, str) and (percent := re.fullmatch(r"([\d.]+)%", value)):
             return float(percent.group(1)) / 100

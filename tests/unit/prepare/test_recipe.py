@@ -1,0 +1,85 @@
+"""Recipes: tables to settings and back, layers over each other, and wrong keys told with their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import UsageError
+from millrace.prepare import load_recipe
+from millrace.prepare.recipe import describe, parse_setting, parse_size, recipe_names
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_shipped_recipe_reads_back_from_its_settings(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name and recipe.tokenize.tokenizer
+    assert load_recipe(settings=recipe.to_tables()) == recipe
+
+
+def test_stages_run_in_the_order_of_their_tables(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text("[[length]]\nmin_chars = 3\n[unicode]\n[[length]]\nmax_chars = 9\n[code]\n")
+    recipe = load_recipe(config=path)
+    assert [stage.name for stage in recipe.stages] == ["length", "length", "unicode", "code"]
+    assert load_recipe(settings=recipe.to_tables()) == recipe
+
+
+def test_layers_lie_over_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('gopher_quality = false\n[language]\nkeep = ["de"]\n[slice]\nbytes = "1 MiB"\n')
+    settings = parse_setting("slice.seed=9") | {"language": {"min_score": 0.5}}
+    recipe = load_recipe("fineweb", path, {**settings, "slice": {"seed": 9}})
+    stages = {stage.name: stage for stage in recipe.stages}
+    assert "gopher_quality" not in stages and "gopher_repetition" in stages
+    assert (stages["language"].keep, stages["language"].min_score) == (("de",), 0.5)  # type: ignore[attr-defined]
+    assert (recipe.slice.bytes, recipe.slice.seed, recipe.slice.shuffle) == (1 << 20, 9, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[dedup]\nexact = "yes"', "2: dedup.exact: expected true or false, got 'yes'"),
+        ("[dedup]\n\nbands = 0", "3: dedup.bands: expected 1 to 1024, got 0"),
+        ("[gopher_quality]\nmin_word = 3", "2: gopher_quality.min_word: unknown key; did you mean 'min_words'?"),
+        ("\n[gofer_quality]", "2: gofer_quality: unknown key; did you mean 'gopher_quality'?"),
+        ("slice.bytes = '64 KB of'", "1: slice.bytes: expected a size such as 64MiB, got '64 KB of'"),
+        ("[subsets]\ntrain = 0.1", "1: subsets: subset 'train'"),
+        ("[subsets]\nheld = 'x'", "2: subsets.held: expected a number, got 'x'"),
+        ("a = \n", "1: expected TOML"),
+        ("[unicode]\nform = 'NFX'", "2: unicode.form: expected"),
+        ("[mine]\nuse = 'no.such:Thing'", "2: mine.use: cannot import"),
+        ("max_bad = 2", "1: max_bad: expected a fraction"),
+        ("unicode = 3", "1: unicode: expected a table of settings, true or false, got 3"),
+    ],
+)
+def test_a_wrong_setting_is_told_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        load_recipe(config=path)
+    assert str(caught.value).startswith(f"{path}:{message}")
+
+
+def test_a_setting_of_the_command_line_needs_no_file() -> None:
+    with pytest.raises(UsageError, match=r"^dedup\.rows: expected a whole number, got 'many'\.$"):
+        load_recipe("gopher", settings=parse_setting("dedup.rows=many"))
+    with pytest.raises(UsageError, match="expected KEY=VALUE"):
+        parse_setting("dedup.rows")
+    with pytest.raises(UsageError, match="expected one of c4"):
+        load_recipe("nosuch")
+
+
+def test_sizes() -> None:
+    assert [parse_size(text) for text in ("4096", "1K", "1kB", "1.5 MiB")] == [4096, 1024, 1000, 3 << 19]
+    with pytest.raises(UsageError, match="not a size"):
+        parse_size("large")
+
+
+def test_a_table_explains_itself() -> None:
+    text = describe("gopher_quality")
+    assert "min_words = 50" in text and "Rae et al. 2021" in text
+    assert "bands = 14" in describe("dedup") and "max_tokens = 2048" in describe("rows")
+    with pytest.raises(UsageError, match="Did you mean 'fineweb'"):
+        describe("finewebb")
