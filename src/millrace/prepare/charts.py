@@ -97,7 +97,7 @@ def _round_values(start: float, stop: float, log: bool) -> list[float]:
             values = [n * 10.0**power for power in powers for n in digits if start <= n * 10.0**power <= stop]
             if len(values) >= 4:
                 break
-        return values[:: math.ceil(len(values) / 7)] or [start, stop]
+        return values[:: max(1, math.ceil(len(values) / 7))] or [start, stop]
     if not stop > start:
         return [start]
     power = 10.0 ** math.floor(math.log10((stop - start) / 4))

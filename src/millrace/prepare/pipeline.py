@@ -198,6 +198,7 @@ def prepare(
             "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
             "`bytes`, `train:VOCAB` or `tiktoken:NAME`; got none."
         )
+    whole, against = _find_against(whole)
     count = workers or cores()
     vocab = vocab_to_train(whole.tokenize.tokenizer)
     known = _load_tokenizer(whole) if vocab is None else None
@@ -205,7 +206,7 @@ def prepare(
     trouble = on_trouble or (lambda message: None)
     with _errors(out), _locked(out), _engine(engine, count, ray_address, trouble, out) as made:
         run = Run(out, whole, made, keep_ids, to, on_progress or (lambda progress: None))
-        lineage = _lineage(run, found, known)
+        lineage = _lineage(run, found, known, against)
         done = _already_there(run, lineage)
         if done is not None:
             shutil.rmtree(run.work, ignore_errors=True)
@@ -223,6 +224,18 @@ def _with_settings(recipe: Recipe, out: Path, settings: dict[str, Any]) -> Recip
             value = dataclasses.replace(getattr(recipe, table), **{last: value})
         recipe = dataclasses.replace(recipe, **{table or last: value})
     return recipe if recipe.name else dataclasses.replace(recipe, name=out.resolve().name or "dataset")
+
+
+def _find_against(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """The recipe with the folders of signatures that it compares against, and a hash of what is in each."""
+    if not recipe.dedup.against:
+        return recipe, []
+
+    from millrace.prepare.dedup import find_stored
+
+    found = [find_stored(path, recipe.dedup) for path in recipe.dedup.against]
+    dedup = dataclasses.replace(recipe.dedup, against=tuple(folder for folder, _ in found))
+    return dataclasses.replace(recipe, dedup=dedup), [sha256 for _, sha256 in found]
 
 
 def _load_tokenizer(recipe: Recipe, spec: str = "") -> TokenizerFile:
@@ -246,10 +259,11 @@ def _engine(
         raise UsageError(f"engine: expected local or ray, got {name!r}.")
 
 
-def _lineage(run: Run, found: Found, known: TokenizerFile | None) -> dict[str, Any]:
+def _lineage(run: Run, found: Found, known: TokenizerFile | None, against: Sequence[str]) -> dict[str, Any]:
     recipe = run.recipe.to_json()
     name = recipe.pop("name")
     assert name
+    recipe["dedup"]["against"] = list(against)  # what is there, not where
     recipe["tokenize"]["tokenizer"] = known.description if known else run.recipe.tokenize.tokenizer
     recipe["tokenize"]["sha256"] = known.sha256 if known else None
     return {

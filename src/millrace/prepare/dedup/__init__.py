@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from millrace.prepare.dedup.corpus import DedupResult, Flags, Mapper, Part, deduplicate
     from millrace.prepare.dedup.cut import Cutter
     from millrace.prepare.dedup.signer import Signer
-    from millrace.prepare.dedup.store import store_signatures
+    from millrace.prepare.dedup.store import find_stored, store_signatures
 
 __all__ = [
     "Cutter",
@@ -28,10 +28,11 @@ __all__ = [
     "Part",
     "Signer",
     "deduplicate",
+    "find_stored",
     "store_signatures",
 ]
 
-_MODULES = {"Cutter": "cut", "Signer": "signer", "store_signatures": "store"}
+_MODULES = {"Cutter": "cut", "Signer": "signer", "find_stored": "store", "store_signatures": "store"}
 
 
 def __getattr__(name: str) -> Any:

@@ -36,8 +36,8 @@ class Dedup:
         normalise: What may differ in equal documents, lines and paragraphs. `none`: nothing. `space`: white space.
             `words`: also case, punctuation and accents. MinHash always compares words.
         min_characters: A line or paragraph with fewer characters is never cut: `}` is no duplicate.
-        against: Folders with signatures of other datasets, as `store_signatures` writes them. What is there comes first
-            in the corpus and always stays.
+        against: Other datasets that were prepared with these settings, or their folders of signatures. What is there
+            comes first in the corpus and always stays.
 
     Source: bands, rows and ngram as in FineWeb (Penedo et al. 2024), 3.4.
     """
@@ -75,6 +75,8 @@ class Dedup:
             raise UsageError(f"score: expected {wanted}, got {self.score!r}")
         if self.lines and self.paragraphs:
             raise UsageError("lines: expected false where paragraphs is true, got true")
+        if self.against and not self.active:
+            raise UsageError("against: expected one of exact, paragraphs, lines, minhash to be true, got none")
 
     @property
     def active(self) -> bool:

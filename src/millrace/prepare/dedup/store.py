@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.dataset.slices import atomic_write
+from millrace.errors import UsageError
 from millrace.prepare.dedup.config import Dedup
 from millrace.prepare.dedup.corpus import STORED, DedupResult, Part
 from millrace.prepare.dedup.links import committed, read_u64
 from millrace.prepare.dedup.settle import EXACT, KEPT
-from millrace.prepare.dedup.signer import Signed
+from millrace.prepare.dedup.signer import Signed, read_signed
 
 _CHUNK_ROWS = 1 << 15
 
@@ -51,6 +52,23 @@ def store_signatures(parts: Sequence[Part], result: DedupResult, config: Dedup, 
         documents, units = (documents, rows) if ending == "units" else (rows, units)
     signed = Signed(documents, units, settings, digest.hexdigest())
     atomic_write(folder / f"{STORED}.signatures", json.dumps(asdict(signed)).encode())
+
+
+def find_stored(path: str, config: Dedup) -> tuple[str, str]:
+    """The folder of signatures that a user names, by itself or by the dataset around it, and a hash of what is there.
+
+    Raises:
+        UsageError: If there are none.
+        PrepareError: If they are of other settings than `config`.
+    """
+    for folder in (Path(path), Path(path) / STORED):
+        if (folder / f"{STORED}.signatures").is_file():
+            signed = read_signed(str(folder / STORED), config, ignore=("weight",))
+            return str(folder), hashlib.sha256(json.dumps(asdict(signed)).encode()).hexdigest()
+    raise UsageError(
+        f"dedup.against: expected a dataset that was prepared with deduplication, or its {STORED!r} folder, got {path}, "
+        f"which holds no {STORED}. Check the path; a dataset without them is prepared again, with the same [dedup]."
+    )
 
 
 def _stored_rows(
