@@ -39,6 +39,7 @@ STAGES = {
     "pii": "millrace.prepare.clean.pii:Pii",
     "toxic": "millrace.prepare.clean.toxic:Toxic",
     "boilerplate": "millrace.prepare.clean.boilerplate:Boilerplate",
+    "url": "millrace.prepare.filters.url:Url",
     "length": "millrace.prepare.filters.length:Length",
     "gopher_quality": "millrace.prepare.filters.gopher:GopherQuality",
     "gopher_repetition": "millrace.prepare.filters.gopher:GopherRepetition",
