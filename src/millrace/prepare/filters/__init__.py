@@ -1,18 +1,26 @@
 """Rules that say which documents are worth training on; each is a stage.
 
-`FILTERS` maps the names of their tables in a recipe to the stages. Importing this compiles nothing; numba compiles a
-kernel at its first use and caches it.
+A stage is imported when it is first asked for: most need numba, which compiles a kernel at its first use and caches it.
 """
 
-from __future__ import annotations
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from millrace.prepare.filters.c4 import C4
-from millrace.prepare.filters.fineweb import FineWeb
-from millrace.prepare.filters.gopher import GopherQuality, GopherRepetition
-from millrace.prepare.filters.language import Language
-from millrace.prepare.filters.length import Length
-from millrace.prepare.filters.perplexity import Perplexity
+if TYPE_CHECKING:
+    from millrace.prepare.filters.c4 import C4
+    from millrace.prepare.filters.code import Code
+    from millrace.prepare.filters.fineweb import FineWeb
+    from millrace.prepare.filters.gopher import GopherQuality, GopherRepetition
+    from millrace.prepare.filters.language import Language
+    from millrace.prepare.filters.length import Length
+    from millrace.prepare.filters.perplexity import Perplexity
+    from millrace.prepare.filters.url import Url
 
-FILTERS = {stage.name: stage for stage in (Length, GopherQuality, GopherRepetition, C4, FineWeb, Language, Perplexity)}
+__all__ = ["C4", "Code", "FineWeb", "GopherQuality", "GopherRepetition", "Language", "Length", "Perplexity", "Url"]
 
-__all__ = ["C4", "FILTERS", "FineWeb", "GopherQuality", "GopherRepetition", "Language", "Length", "Perplexity"]
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "gopher" if name.startswith("Gopher") else name.lower()
+    return getattr(import_module(f"{__name__}.{module}"), name)

@@ -9,9 +9,18 @@ import pytest
 
 from millrace.errors import UsageError
 from millrace.prepare.documents import Record, Stage, to_batches
-from millrace.prepare.filters import C4, FILTERS, FineWeb, GopherQuality, GopherRepetition, Length
+from millrace.prepare.filters import (
+    C4,
+    FineWeb,
+    GopherQuality,
+    GopherRepetition,
+    Language,
+    Length,
+    Perplexity,
+)
 
 INF = math.inf
+FILTERS = {stage.name: stage for stage in (Length, GopherQuality, GopherRepetition, C4, FineWeb, Language, Perplexity)}
 
 
 def reason(stage: Stage, text: str) -> str:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.prepare.documents import SCHEMA, Record, to_batches
-from millrace.prepare.filters import C4, FineWeb, GopherQuality, GopherRepetition, Length, fields
+from millrace.prepare.filters import C4, FineWeb, GopherQuality, GopherRepetition, Length
+from millrace.prepare.filters import fields as fields
 from millrace.prepare.filters import words as module
 from millrace.prepare.filters.characters import SPACE, character_table
 from millrace.prepare.filters.exceptions import hash_word
