@@ -35,6 +35,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
         "tokenize.tokenizer": args.tokenizer,
         "slice.bytes": args.slice_bytes,
         "slice.tokens": args.slice_tokens,
+        "slice.rows": args.slice_rows,
         "slice.seed": args.seed,
         "slice.shuffle": True if args.shuffle else None,
     }
@@ -183,6 +184,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--name", help="the dataset's name (default: the directory's)")
     p.add_argument("--slice-bytes", type=size, metavar="N")
     p.add_argument("--slice-tokens", type=positive, metavar="N", help="tokens a slice, instead of bytes")
+    p.add_argument("--slice-rows", type=positive, metavar="N", help="rows a slice, with [rows]")
     p.add_argument("--shuffle", action="store_true", help="permute the documents over the whole dataset")
     p.add_argument("--seed", type=int)
     p.add_argument("--sample", metavar="1%", help="only this share of the input: to try a recipe")

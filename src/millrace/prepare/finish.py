@@ -168,7 +168,7 @@ def _slice(run: Run, encoded: Sequence[Encoded], used: TokenizerFile, subset: st
     rows, shape = run.recipe.rows, None
     if rows is not None:
         shape = shape_of(CoderSpec.of(used, ""), rows.max_tokens, labels=rows.labels, packed=rows.packed)
-        plan = plan_row_slices(parts, plans, shape, slice_bytes=size.bytes)
+        plan = plan_row_slices(parts, plans, shape, slice_bytes=size.bytes, slice_rows=size.rows or 0)
     else:
         plan = plan_slices(parts, plans, slice_bytes=size.bytes, slice_tokens=size.tokens or 0)
     done = 0

@@ -74,21 +74,24 @@ class Slicing:
 
     Args:
         bytes: No slice file is larger; all but the last are within 1 % of it, 64 KiB and up.
-        tokens: Tokens in each slice but the last, instead of a size in bytes.
+        tokens, rows: Tokens (or rows, with `[rows]`) in each slice but the last, instead of a size in bytes.
         shuffle: Documents are permuted over the whole dataset before they are cut into slices.
         seed: Of the permutation, and of the sample that `train:` learns from.
     """
 
     bytes: int = 64 << 20
     tokens: int | None = None
+    rows: int | None = None
     shuffle: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.bytes < MIN_SLICE_BYTES:
             raise UsageError(f"bytes: expected at least {MIN_SLICE_BYTES}, got {self.bytes}")
-        if self.tokens is not None and self.tokens < 1:
-            raise UsageError(f"tokens: expected at least 1, got {self.tokens}")
+        for name in ("tokens", "rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name}: expected at least 1, got {value}")
 
 
 @dataclass(frozen=True)

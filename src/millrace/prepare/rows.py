@@ -203,9 +203,10 @@ class RowSliceTask:
 
 
 def plan_row_slices(
-    parts: Sequence[TokenPart], folder: Path | str, shape: RowShape, *, slice_bytes: int = 64 << 20
+    parts: Sequence[TokenPart], folder: Path | str, shape: RowShape, *, slice_bytes: int = 64 << 20, slice_rows: int = 0
 ) -> SlicePlan:
-    """Cut conversations, in their order, into slices of as many rows as fit in `slice_bytes`; the last may have fewer.
+    """Cut conversations, in their order, into slices of `slice_rows` rows, or as many as fit in `slice_bytes`; the last
+    may have fewer.
 
     `plan.tasks(out)` are to be wrapped: `RowSliceTask(task, shape)`. Conversations stay whole.
 
@@ -213,7 +214,7 @@ def plan_row_slices(
         UsageError: If not even one row fits.
         PrepareError: If a part is not as it was written.
     """
-    rows = (slice_bytes - _HEADER_BYTES) // shape.row_bytes
+    rows = slice_rows or (slice_bytes - _HEADER_BYTES) // shape.row_bytes
     if rows < 1:
         raise UsageError(
             f"slice_bytes: expected at least a row ({shape.row_bytes + _HEADER_BYTES}), got {slice_bytes}."
@@ -226,7 +227,7 @@ def plan_row_slices(
         taken = len(near[:rows]) if not shape.packed else _pack(near, start, shape.max_tokens, rows)[1]
         return int(near[taken - 1]), ends.first + taken
 
-    return write_plan(parts, folder, ["rows", asdict(shape), slice_bytes], cut)
+    return write_plan(parts, folder, ["rows", asdict(shape), rows], cut)
 
 
 def _pack(ends: NDArray[np.int64], start: int, width: int, rows: int) -> tuple[NDArray[np.int64], int]:
