@@ -14,7 +14,7 @@ from millrace.prepare.recipe import describe, parse_setting, parse_size, recipe_
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_shipped_recipe_reads_back_from_its_settings(name: str) -> None:
     recipe = load_recipe(name)
-    assert recipe.name == name and recipe.tokenize.tokenizer
+    assert not recipe.name and recipe.tokenize.tokenizer
     assert load_recipe(settings=recipe.to_tables()) == recipe
 
 
