@@ -165,7 +165,7 @@ def prepare(
         out: The dataset's directory; made if need be. Named subsets are datasets in directories below it.
         recipe: What to do with the text; without one it is tokenized as it is. The other settings change it.
         tokenizer, name, slice_bytes, seed, text_key, max_bad_fraction: As in the recipe.
-        workers: Processes; by default one a core. The bytes do not depend on it.
+        workers: Processes; by default one a core (of all the cluster's, with Ray). The bytes do not depend on it.
         keep_ids: If given, the source id of each kept document goes here, one a line, in the order of the input: its
             `id` in the input, else `path:line` (or row), or the path of a text file.
         to: `dataset`; or `text`: Parquet files of what is kept, in `out/text`, for which no tokenizer is needed. (It is
@@ -245,10 +245,10 @@ def _load_tokenizer(recipe: Recipe, spec: str = "") -> TokenizerFile:
 
 @contextmanager
 def _engine(
-    name: str, workers: int, address: str | None, on_trouble: Callable[[str], None], out: Path
+    name: str, workers: int | None, address: str | None, on_trouble: Callable[[str], None], out: Path
 ) -> Iterator[Engine]:
     if name == "local":
-        with local_engine(workers, on_trouble=on_trouble) as engine:
+        with local_engine(workers or cores(), on_trouble=on_trouble) as engine:
             yield engine
     elif name == "ray":
         from millrace.prepare.ray_engine import ray_engine

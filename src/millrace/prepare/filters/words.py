@@ -117,7 +117,7 @@ def _special(points, start, stop, keys, values):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _is_address(points, start, stop, table):  # type: ignore[no-untyped-def]
+def _is_address(points, start, stop, kinds):  # type: ignore[no-untyped-def]
     """Whether it reads as a URL or an e-mail address: labels with points between, the last one of small letters."""
     begin = start
     first_slash = stop
@@ -145,9 +145,9 @@ def _is_address(points, start, stop, table):  # type: ignore[no-untyped-def]
                 return False
             dots += 1
             label, letters = 0, True
-        elif kind(table, c) & (_ALPHA | DIGIT) or c == 45 or c == 95 or c >= 0xA1:
+        elif KC & (_ALPHA | DIGIT) or c == 45 or c == 95 or c >= 0xA1:
             label += 1
-            letters = letters and kind(table, c) & LOWER != 0
+            letters = letters and KC & LOWER != 0
         else:
             break
         i += 1
@@ -157,7 +157,7 @@ def _is_address(points, start, stop, table):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _before(points, start, stop, table):  # type: ignore[no-untyped-def]
+def _before(points, start, stop, kinds):  # type: ignore[no-untyped-def]
     """How many characters are cut off before a word."""
     c = points[start]
     if c == 46:
@@ -165,21 +165,21 @@ def _before(points, start, stop, table):  # type: ignore[no-untyped-def]
         while i < stop and points[i] == 46:
             i += 1
         return i - start if i - start >= 2 else 0
-    if kind(table, c) & (EDGE | OPENING):
+    if KC & (EDGE | OPENING):
         return 1
     if c == 43:
-        return 0 if start + 1 < stop and kind(table, points[start + 1]) & DIGIT else 1
+        return 0 if start + 1 < stop and kinds[start + 1] & DIGIT else 1
     return 0
 
 
 @njit(nogil=True, cache=True)
-def _unit(points, start, stop, table):  # type: ignore[no-untyped-def]
+def _unit(points, start, stop, kinds):  # type: ignore[no-untyped-def]
     """How many characters of a unit of measure end a number."""
     i = stop
-    while i > start and stop - i < 4 and kind(table, points[i - 1]) & DIGIT == 0:
+    while i > start and stop - i < 4 and kinds[i - 1] & DIGIT == 0:
         i -= 1
     n = stop - i
-    if i == start or n == 0 or kind(table, points[i - 1]) & DIGIT == 0:
+    if i == start or n == 0 or kinds[i - 1] & DIGIT == 0:
         return 0
     a = points[i]
     b = points[i + 1] if n > 1 else np.uint32(0)
@@ -202,12 +202,12 @@ def _unit(points, start, stop, table):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _after(points, start, stop, table):  # type: ignore[no-untyped-def]
+def _after(points, start, stop, kinds):  # type: ignore[no-untyped-def]
     """How many characters are cut off after a word."""
     c = points[stop - 1]
-    k = kind(table, c)
+    k = KC
     p = points[stop - 2] if stop - start > 1 else np.uint32(32)
-    pk = kind(table, p)
+    pk = kind(kinds, p)
     if c == 46:
         if p == 46:
             i = stop
@@ -218,7 +218,7 @@ def _after(points, start, stop, table):  # type: ignore[no-untyped-def]
             return 1 if p != 0x2014 and p != 0x2013 else 0
         if p == 45 or p == 43:
             return 1
-        if pk & UPPER and stop - start > 2 and kind(table, points[stop - 3]) & UPPER:
+        if pk & UPPER and stop - start > 2 and kinds[stop - 3] & UPPER:
             return 1
         return 0
     if k & EDGE:
@@ -228,15 +228,15 @@ def _after(points, start, stop, table):  # type: ignore[no-untyped-def]
     if pk & DIGIT and (c == 43 or k & CURRENCY):
         return 1
     if (97 <= c <= 122) or (65 <= c <= 90) or c == 37:
-        return _unit(points, start, stop, table)
+        return _unit(points, start, stop, kinds)
     return 0
 
 
 @njit(nogil=True, cache=True)
-def _between(points, i, stop, table):  # type: ignore[no-untyped-def]
+def _between(points, i, stop, kinds):  # type: ignore[no-untyped-def]
     """How many characters at i, inside of a word, are a word of their own."""
     c = points[i]
-    k = kind(table, c)
+    k = KC
     if k & (_ALPHA | DIGIT) and k & ICON == 0:
         return 0
     if c == 0x2026 or k & ICON:
@@ -248,8 +248,8 @@ def _between(points, i, stop, table):  # type: ignore[no-untyped-def]
         return j - i
     if i + 1 >= stop:
         return 0
-    before = kind(table, points[i - 1])
-    after = kind(table, points[i + 1])
+    before = kinds[i - 1]
+    after = kinds[i + 1]
     if before & DIGIT and (c == 43 or c == 45 or c == 42 or c == 94) and (after & DIGIT or points[i + 1] == 45):
         return 1
     if c == 46:
@@ -264,7 +264,7 @@ def _between(points, i, stop, table):  # type: ignore[no-untyped-def]
         for n in range(1, 4):
             if i + n >= stop or (n == 3 and c == 0x2014):
                 return 0
-            if kind(table, points[i + n]) & _ALPHA:
+            if kinds[i + n] & _ALPHA:
                 return n
             if points[i + n] != c:
                 return 0
@@ -290,7 +290,7 @@ def _join(points, keys, values, begins, ends, first, n):  # type: ignore[no-unty
 
 
 @njit(nogil=True, cache=True)
-def _cut_chunk(points, start, stop, table, keys, values, begins, ends, n, tail):  # type: ignore[no-untyped-def]
+def _cut_chunk(points, start, stop, kinds, keys, values, begins, ends, n, tail):  # type: ignore[no-untyped-def]
     """The words of a chunk without white space, after the first n; how many there are then."""
     cut = np.int32(-1)
     first, tails = n, 0
@@ -298,14 +298,14 @@ def _cut_chunk(points, start, stop, table, keys, values, begins, ends, n, tail):
         cut = _special(points, start, stop, keys, values)
         if cut >= 0:
             break
-        prefix = _before(points, start, stop, table)
+        prefix = _before(points, start, stop, kinds)
         if prefix:
             begins[n], ends[n] = start, start + prefix
             n += 1
             start += prefix
             if _special(points, start, stop, keys, values) >= 0:
                 continue
-        suffix = _after(points, start, stop, table) if start < stop else 0
+        suffix = _after(points, start, stop, kinds) if start < stop else 0
         if suffix:
             tail[tails] = stop
             tails += 1
@@ -317,10 +317,10 @@ def _cut_chunk(points, start, stop, table, keys, values, begins, ends, n, tail):
         begins[n], ends[n] = start, start + cut
         n += 1
         start += cut
-    elif start < stop and cut < 0 and not _is_address(points, start, stop, table):
+    elif start < stop and cut < 0 and not _is_address(points, start, stop, kinds):
         i = start
         while i < stop:
-            infix = _between(points, i, stop, table) if i > start else 0
+            infix = _between(points, i, stop, kinds) if i > start else 0
             if infix == 0:
                 i += 1
                 continue
@@ -340,7 +340,7 @@ def _cut_chunk(points, start, stop, table, keys, values, begins, ends, n, tail):
 
 
 @njit(nogil=True, cache=True)
-def cut_words(points, start, stop, table, keys, values, begins, ends, tail):  # type: ignore[no-untyped-def]
+def cut_words(points, start, stop, kinds, keys, values, begins, ends, tail):  # type: ignore[no-untyped-def]
     """Word i of `points[start:stop]` is `points[begins[i]:ends[i]]`; how many there are.
 
     `begins`, `ends` and `tail` are int32 with room for one entry a character.
@@ -348,12 +348,12 @@ def cut_words(points, start, stop, table, keys, values, begins, ends, tail):  # 
     n = 0
     i = start
     while i < stop:
-        if kind(table, points[i]) & SPACE:
+        if kinds[i] & SPACE:
             i += 1
             continue
         j, bits, plain = i, np.uint16(0), np.uint16(_ALPHA)
         while j < stop:
-            k = kind(table, points[j])
+            k = kinds[j]
             if k & SPACE:
                 break
             bits |= k
@@ -368,6 +368,6 @@ def cut_words(points, start, stop, table, keys, values, begins, ends, tail):  # 
             begins[n], ends[n] = i, j
             n += 1
         else:
-            n = _cut_chunk(points, i, j, table, keys, values, begins, ends, n, tail)
+            n = _cut_chunk(points, i, j, kinds, keys, values, begins, ends, n, tail)
         i = j
     return n
