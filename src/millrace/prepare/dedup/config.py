@@ -12,7 +12,7 @@ from millrace.errors import UsageError
 
 SIGNATURE_VERSION = 1
 """Raised when the same text would get another signature, so that old ones are not compared with new ones."""
-NORMALISE = ("none", "space", "words")
+NORMALISE = ("", "none", "space", "words")
 KEEP = ("first", "longest", "best")
 
 
@@ -34,6 +34,7 @@ class Dedup:
             column `score`; the first of several equals.
         score: The column of numbers for `keep = "best"`; a missing one is the worst.
         normalise: What may differ in equal documents, lines and paragraphs. `none`: nothing. `space`: white space.
+            Empty: nothing in documents, white space in lines and paragraphs.
             `words`: also case, punctuation and accents. MinHash always compares words.
         min_characters: A line or paragraph with fewer characters is never cut: `}` is no duplicate.
         against: Other datasets that were prepared with these settings, or their folders of signatures. What is there
@@ -52,7 +53,7 @@ class Dedup:
     seed: int = 1
     keep: str = "first"
     score: str = ""
-    normalise: str = "space"
+    normalise: str = ""
     min_characters: int = 24
     against: tuple[str, ...] = ()
 
@@ -69,7 +70,7 @@ class Dedup:
             raise UsageError(f"seed: expected 0 to 2^63 - 1, got {self.seed}")
         for key, known in (("keep", KEEP), ("normalise", NORMALISE)):
             if getattr(self, key) not in known:
-                raise UsageError(f"{key}: expected one of {', '.join(known)}, got {getattr(self, key)!r}")
+                raise UsageError(f"{key}: expected one of {', '.join(filter(None, known))}, got {getattr(self, key)!r}")
         if (self.keep == "best") != bool(self.score):
             wanted = "the name of a column" if self.keep == "best" else 'none without keep = "best"'
             raise UsageError(f"score: expected {wanted}, got {self.score!r}")
@@ -88,15 +89,19 @@ class Dedup:
         """What is cut out of documents: `line`, `paragraph` or nothing."""
         return "line" if self.lines else "paragraph" if self.paragraphs else ""
 
+    def normalise_of(self, unit: str) -> str:
+        """What may differ in equal lines or paragraphs, or in documents for the unit ""."""
+        return self.normalise or ("space" if unit else "none")
+
     def signature(self) -> dict[str, Any]:
         """What decides the contents of each signature file, by its ending; the name of a task that signs hashes it."""
         found: dict[str, Any] = {}
         if self.exact:
-            found["exact"] = [SIGNATURE_VERSION, self.normalise]
+            found["exact"] = [SIGNATURE_VERSION, self.normalise_of("")]
         if self.minhash:
             found["minhash"] = [SIGNATURE_VERSION, self.bands, self.rows, self.ngram, self.seed]
         if self.unit:
-            found["units"] = [SIGNATURE_VERSION, self.unit, self.normalise, self.min_characters]
+            found["units"] = [SIGNATURE_VERSION, self.unit, self.normalise_of(self.unit), self.min_characters]
         if self.keep != "first":
             found["weight"] = [SIGNATURE_VERSION, self.keep, self.score]
         return found

@@ -40,7 +40,7 @@ class Cutter:
         offsets, data = text_buffers(texts)
         config = self._config
         self._scratch = scratch_for(offsets, self._scratch)
-        table = table_for(config.normalise)
+        table = table_for(config.normalise_of(config.unit))
         out, out_offsets = np.empty(int(offsets[-1] - offsets[0]), np.uint8), np.empty(len(offsets), np.int64)
         # A text of n bytes has at most n units; marks past the end are read only if these are other texts.
         marks = self._cut[self._used : self._used + len(out) + 1]

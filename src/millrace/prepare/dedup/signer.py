@@ -150,7 +150,7 @@ class Signer:
         if unit:
             rows += int(np.count_nonzero(data[offsets[0] : offsets[-1]] == 10))
         hashes, counts = np.empty((rows, 2), np.uint64), np.empty(len(offsets) - 1, np.int64)
-        table = table_for(self._config.normalise)
+        table = table_for(self._config.normalise_of(unit))
         n = kernels.hash_units(data, offsets, UNIT[unit], table, least, self._scratch, hashes, counts)
         return hashes[:n], counts
 

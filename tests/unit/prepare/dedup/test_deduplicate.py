@@ -86,7 +86,8 @@ def test_clusters_and_who_stays(fresh: Callable[[], Any], seed: int, keep: str, 
     rng = np.random.default_rng(seed)
     texts = [" ".join(rng.choice(["x", "y", "z"], rng.integers(0, 9))) + " " * int(rng.integers(3)) for _ in range(60)]
     scores = [None if s == 0 else float(s) for s in rng.integers(0, 5, 60)]
-    config = Dedup(exact=True, minhash=True, bands=6, rows=2, ngram=2, keep=keep, score="s" if keep == "best" else "")
+    score = "s" if keep == "best" else ""
+    config = Dedup(exact=True, minhash=True, bands=6, rows=2, ngram=2, keep=keep, score=score, normalise="space")
     bench = fresh()
     parts = [bench.sign(texts[a:b], config, scores[a:b]) for a, b in ((0, cut), (cut, 60))]
     result = bench.deduplicate(parts, config, 1 << 16)
@@ -300,10 +301,10 @@ def test_new_data_against_stored_signatures(bench: Any, corpus: list[str], tmp_p
 
 
 def test_what_is_compared_against_always_stays(bench: Any, tmp_path: Path) -> None:
-    plain = Dedup(exact=True, minhash=True)
+    plain = Dedup(exact=True, minhash=True, normalise="space")
     old = bench.sign(["a b c d e f"], plain)
     store_signatures([old], bench.deduplicate([old], plain), plain, tmp_path / "old")
-    config = Dedup(exact=True, minhash=True, keep="longest", against=(str(tmp_path / "old"),) * 2)
+    config = Dedup(exact=True, minhash=True, keep="longest", against=(str(tmp_path / "old"),) * 2, normalise="space")
     result = bench.deduplicate([bench.sign(["a b   c d e f", "A, b, c, d, e, f!", "x y z"], config)], config)
     assert codes_of(result) == [1, 2, 0]
     rows = pq.read_table(result.clusters).to_pylist()
