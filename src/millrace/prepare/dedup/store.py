@@ -67,7 +67,8 @@ def find_stored(path: str, config: Dedup) -> tuple[str, str]:
             return str(folder), hashlib.sha256(json.dumps(asdict(signed)).encode()).hexdigest()
     raise UsageError(
         f"dedup.against: expected a dataset that was prepared with deduplication, or its {STORED!r} folder, "
-        f"got {path}, which holds no {STORED}. Check the path; a dataset without them is prepared again, with the same [dedup]."
+        f"got {path}, which holds no {STORED}. Check the path; a dataset without them is prepared again, with the same "
+        "[dedup]."
     )
 
 
