@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -24,9 +24,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from millrace.dataset.slices import atomic_write, hash_file
-from millrace.errors import PrepareError
+from millrace.errors import MillraceError, PrepareError
 from millrace.prepare.dedup import Dedup
-from millrace.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage
+from millrace.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, Verdict
 from millrace.prepare.encode import TextPart
 from millrace.prepare.read import read
 from millrace.prepare.read.base import Piece, ReadOptions
@@ -257,7 +257,7 @@ def _through(stages: tuple[Stage, ...], batch: pa.RecordBatch, tally: Tally, rea
         def where(row: int, batch: pa.RecordBatch = batch) -> str:
             return reader.where(batch.column("place")[row].as_py(), batch.column("where")[row].as_py())
 
-        verdict = stage.apply(batch)
+        verdict = _verdict(stage, batch, where)
         tally.judge(name, stage.reasons, batch, verdict, keys, where)
         added = set(verdict.batch.schema.names) - set(batch.schema.names)
         batch = verdict.batch
@@ -275,6 +275,26 @@ def _through(stages: tuple[Stage, ...], batch: pa.RecordBatch, tally: Tally, rea
         tally.sample("", "kept", batch, np.arange(batch.num_rows), keys, place)
         batch = batch.append_column("chars", pa.array(text_bytes(batch)))
     return batch
+
+
+def _verdict(stage: Stage, batch: pa.RecordBatch, where: Callable[[int], str]) -> Verdict:
+    """What a stage says of a batch, in the form that the contract asks for."""
+    try:
+        verdict = stage.apply(batch)
+        rows, dropped = verdict.batch.num_rows, len(verdict.drop)
+    except (MillraceError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        raise PrepareError(
+            f"{where(0)}: stage {stage.name} failed here or up to {batch.num_rows} documents later: "
+            f"{type(error).__name__}: {error}. Mend the stage, or take it out of the recipe."
+        ) from error
+    if rows != batch.num_rows or dropped != rows:
+        raise PrepareError(
+            f"{where(0)}: stage {stage.name}: expected a verdict on each of {batch.num_rows} documents, got a batch of "
+            f"{rows} and {dropped} marks. A stage marks rows as dropped and takes none out."
+        )
+    return verdict
 
 
 def signer_of(prefix: str, dedup: Dedup) -> Signer:

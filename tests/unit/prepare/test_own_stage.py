@@ -1,0 +1,62 @@
+"""A stage of the user's own: named in a recipe, counted in the report, and told apart from ours when it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import PrepareError
+from millrace.prepare import load_recipe, prepare
+from millrace.prepare.report import load_report
+
+STAGE = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from millrace.prepare.documents import Verdict
+
+
+@dataclass(frozen=True)
+class Shout:
+    least: int = 1
+    name: ClassVar[str] = "shout"
+    version: ClassVar[int] = 1
+    reasons = ("quiet",)
+
+    def files(self):
+        return ()
+
+    def apply(self, batch):
+        texts = batch.column("text").to_pylist()
+        marks = [-1 if 10 // self.least and sum(map(str.isupper, text)) >= self.least else 0 for text in texts]
+        return Verdict(batch, np.array(marks[: 100 - self.least], np.int16))
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_stage.py").write_text(STAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("LOUD", "quiet", "Half")))
+    return path
+
+
+def test_it_runs_as_any_other(source: Path) -> None:
+    recipe = load_recipe(settings={"shout": {"use": "own_stage:Shout", "least": 2}})
+    assert load_recipe(settings=recipe.to_tables()) == recipe
+    summary = prepare([source], source.parent / "d", recipe=recipe, tokenizer="bytes", workers=1)
+    assert summary.dropped == {"quiet": 2} and summary.documents_out == 1
+    funnel = load_report(source.parent / "d")["funnel"]
+    assert [stage["stage"] for stage in funnel] == ["read", "shout", "tokenize"]
+
+
+@pytest.mark.parametrize(("least", "message"), [(0, "ZeroDivisionError"), (98, "expected a verdict on each of 3")])
+def test_its_failure_is_told(source: Path, least: int, message: str) -> None:
+    recipe = load_recipe(settings={"shout": {"use": "own_stage:Shout", "least": least}})
+    with pytest.raises(PrepareError, match=rf"a\.jsonl:1: stage shout.*{message}"):
+        prepare([source], source.parent / "d", recipe=recipe, tokenizer="bytes", workers=1)
