@@ -75,30 +75,36 @@ def _rate(value: float) -> str:
 
 
 class PrepareBar:
-    """One bar a stage of `prepare`, made when the stage first reports."""
+    """One bar a stage of `prepare`, made when the stage first reports and left as it is when another begins."""
 
     def __init__(self, *, enabled: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         self._enabled = enabled
         self._clock = clock
-        self._bars: dict[str, Any] = {}
-        self._speeds: dict[str, Speed] = {}
+        self._stage = ""
+        self._bar: Any = None
+        self._speed = Speed(clock)
 
     def __enter__(self) -> PrepareBar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for bar in self._bars.values():
-            bar.close()
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
 
     def update(self, progress: StageProgress) -> None:
-        bar = self._bars.get(progress.stage)
-        if bar is None:
-            bar = self._bars[progress.stage] = _bar(progress.stage, progress.total, progress.unit, self._enabled)
-            self._speeds[progress.stage] = Speed(self._clock)
+        if self._bar is None or progress.stage != self._stage or progress.done < self._bar.n:
+            self._close()
+            self._stage, self._speed = progress.stage, Speed(self._clock)
+            self._bar = _bar(progress.stage, progress.total, progress.unit, self._enabled)
+        bar = self._bar
         bar.total = progress.total
         documents, kept, size = (getattr(progress, name, 0) for name in ("documents", "kept", "bytes"))
         if documents or size:
-            bar.set_postfix_str(self._speeds[progress.stage].words(documents, kept, size), refresh=False)
+            bar.set_postfix_str(self._speed.words(documents, kept, size), refresh=False)
         bar.update(progress.done - bar.n)
 
     def note(self, text: str) -> None:
@@ -112,7 +118,7 @@ def _bar(label: str, total: int | None, unit: str, enabled: bool) -> Any:
         total=total,
         desc=f"{label:<10}",
         unit=unit,
-        unit_scale=True,
+        unit_scale=unit == "B" or (total or 0) >= 100_000,
         unit_divisor=1000,
         file=sys.stderr,
         dynamic_ncols=True,
