@@ -96,7 +96,8 @@ def _prepare(args: argparse.Namespace) -> int:
         f"{args.out}  id {result['id']}"
     )
     for name, facts in result.get("subsets", {}).items():
-        print(f"{args.out / name}  id {facts['id']}: {facts['documents']:,} documents, {facts['tokens']:,} tokens")
+        where = args.out if name == "train" else args.out / name
+        print(f"{name}: {where}  id {facts['id']}: {facts['documents']:,} documents, {facts['tokens']:,} tokens")
     return 0
 
 

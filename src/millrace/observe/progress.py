@@ -60,7 +60,7 @@ class Speed:
             self._seen.popleft()
         then, documents_then, size_then = self._seen[0]
         words = []
-        if now > then:
+        if now - then > 0.1:
             if documents > documents_then:
                 words.append(f"{_rate((documents - documents_then) / (now - then))} docs/s")
             if size > size_then:
