@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 def _recipe(args: argparse.Namespace) -> Recipe:
     """The recipe that the command line describes: shipped recipe, then file, then single settings, then flags."""
-    from millrace.prepare.recipe import GROUPS, STAGES, load_recipe, merge, parse_setting
+    from millrace.prepare.layers import merge
+    from millrace.prepare.recipe import GROUPS, STAGES, load_recipe, parse_setting
 
     settings: dict[str, Any] = {}
     for text in args.set or ():

@@ -17,7 +17,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -27,6 +27,7 @@ from typing import Any, Literal
 from millrace.errors import MillraceError, UsageError
 from millrace.prepare.dedup import Dedup
 from millrace.prepare.documents import Stage
+from millrace.prepare.layers import Keys, Layer, merge, parse_layer, place_of
 from millrace.prepare.read.base import ReadOptions
 from millrace.prepare.rows import TEMPLATES, Conversations
 from millrace.prepare.subsets import Subsets
@@ -209,101 +210,40 @@ def load_recipe(
     Raises:
         UsageError: If a file is missing or no TOML, or a key or value cannot be: with file, line and key.
     """
-    layers: list[_Layer] = []
+    layers: list[Layer] = []
     if name is not None:
         if name not in recipe_names():
             raise UsageError(
                 f"recipe {name!r}: expected one of {', '.join(recipe_names())}; a file goes with --config."
             )
-        layers.append(_parse(_shipped().joinpath(f"{name}.toml").read_bytes(), f"{name}.toml"))
+        layers.append(parse_layer(_shipped().joinpath(f"{name}.toml").read_bytes(), f"{name}.toml"))
     if config is not None:
         try:
             data = Path(config).read_bytes()
         except OSError as error:
             raise UsageError(f"{config}: cannot read the recipe: {error.strerror or error}.") from error
-        layers.append(_parse(data, str(config)))
-    layers.append(_Layer("", dict(settings or {}), {}))
+        layers.append(parse_layer(data, str(config)))
+    layers.append(Layer("", dict(settings or {}), {}))
     return _build_recipe(layers)
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """One source of settings: its tables, and the line of each key."""
-
-    file: str
-    tables: dict[str, Any]
-    lines: dict[tuple[str, ...], int]
-
-
-def _parse(data: bytes, file: str) -> _Layer:
-    try:
-        text = data.decode()
-        return _Layer(file, tomllib.loads(text), dict(_key_lines(text)))
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file}: expected TOML in UTF-8: {error.reason} at byte {error.start}.") from error
-    except tomllib.TOMLDecodeError as error:
-        where = re.search(r"\(at line (\d+), column \d+\)", str(error))
-        line = f":{where.group(1)}" if where else ""
-        raise UsageError(f"{file}{line}: expected TOML: {error}.") from error
-
-
-def _key_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Where each key stands; tomllib does not say. A key of a table in an array counts for the array's name."""
-    table: tuple[str, ...] = ()
-    for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*\[{1,2}\s*([\w\-. \"']+?)\s*\]{1,2}", line):
-            table = tuple(part.strip(" \"'") for part in header.group(1).split("."))
-            yield table, number
-        elif key := re.match(r"\s*([\w\-.\"']+)\s*=", line):
-            yield (*table, *(part.strip("\"'") for part in key.group(1).split("."))), number
 
 
 class _Problem(Exception):  # noqa: N818 - it never leaves this file
     """A wrong setting at a path of keys."""
 
-    def __init__(self, path: tuple[str, ...], message: str) -> None:
+    def __init__(self, path: Keys, message: str) -> None:
         super().__init__(message)
         self.path = path
 
 
-def _build_recipe(layers: Sequence[_Layer]) -> Recipe:
+def _build_recipe(layers: Sequence[Layer]) -> Recipe:
     merged: dict[str, Any] = {}
     for layer in layers:
         merged = merge(merged, layer.tables)
     try:
         return _recipe(merged)
     except _Problem as problem:
-        key = ".".join(problem.path)
-        raise UsageError(f"{_place(layers, problem.path)}{key}: {str(problem).rstrip('.')}.") from problem
-
-
-def _place(layers: Sequence[_Layer], path: tuple[str, ...]) -> str:
-    """`file:line: ` of the setting that came last, or of the nearest table around it."""
-    for length in range(len(path), 0, -1):
-        for layer in reversed(layers):
-            if _holds(layer.tables, path[:length]):
-                line = layer.lines.get(path[:length])
-                if not layer.file:
-                    return ""
-                return f"{layer.file}:{line}: " if line else f"{layer.file}: "
-    return ""
-
-
-def _holds(tables: Any, path: tuple[str, ...]) -> bool:
-    for key in path:
-        if isinstance(tables, list):
-            tables = {k: v for table in tables if isinstance(table, dict) for k, v in table.items()}
-        if not isinstance(tables, dict) or key not in tables:
-            return False
-        tables = tables[key]
-    return True
-
-
-def merge(below: Any, above: Any) -> Any:
-    """Nested tables with those of `above` laid over them, key by key."""
-    if isinstance(below, dict) and isinstance(above, dict):
-        return {**below, **{key: merge(below.get(key), value) for key, value in above.items()}}
-    return above
+        key = ".".join(part for part in problem.path if isinstance(part, str))
+        raise UsageError(f"{place_of(layers, problem.path)}{key}: {str(problem).rstrip('.')}.") from problem
 
 
 def _recipe(tables: dict[str, Any]) -> Recipe:
@@ -311,10 +251,11 @@ def _recipe(tables: dict[str, Any]) -> Recipe:
     stages: list[Stage] = []
     known = {f.name for f in dataclasses.fields(Recipe)} - {"stages"}
     for name, value in tables.items():
-        if name in STAGES or (isinstance(value, dict) and "use" in value):
-            for table in value if isinstance(value, list) else [value]:
+        listed = isinstance(value, list)
+        if name in STAGES or any(isinstance(t, dict) and "use" in t for t in (value if listed else [value])):
+            for index, table in enumerate(value if listed else [value]):
                 if table is not False:
-                    stages.append(_stage(name, {} if table is True else table))
+                    stages.append(_stage(name, {} if table is True else table, (name, index) if listed else (name,)))
         elif name in known:
             plain[name] = value
         else:
@@ -332,16 +273,21 @@ def _subsets(table: Any) -> Subsets:
     if not isinstance(table, dict):
         raise _Problem(("subsets",), f"expected a table of names and shares, got {table!r}")
     shares = {key: _fit(float, value, ("subsets", key)) for key, value in table.items() if key != "salt"}
+    for key, share in shares.items():
+        try:
+            Subsets.of({key: share})
+        except UsageError as error:
+            raise _Problem(("subsets", key), str(error).partition(": ")[2]) from error
     try:
         return Subsets.of(shares, _fit(str, table.get("salt", ""), ("subsets", "salt")))
     except UsageError as error:
         raise _Problem(("subsets",), str(error)) from error
 
 
-def _stage(name: str, table: Any) -> Stage:
+def _stage(name: str, table: Any, path: Keys) -> Stage:
     if not isinstance(table, dict):
-        raise _Problem((name,), f"expected a table of settings, true or false, got {table!r}")
-    target = STAGES.get(name) or str(table["use"])
+        raise _Problem(path, f"expected a table of settings, true or false, got {table!r}")
+    target = STAGES.get(name) or str(table.get("use", ""))
     module, _, attribute = target.partition(":")
     try:
         cls = getattr(importlib.import_module(module), attribute)
@@ -350,14 +296,14 @@ def _stage(name: str, table: Any) -> Stage:
             raise UsageError(
                 f"{name}: {error.name or error} is not installed. Install it: pip install 'millrace[prepare]'."
             ) from error
-        raise _Problem((name, "use"), f"cannot import {target!r}: {error}") from error
+        raise _Problem((*path, "use"), f"cannot import {target!r}: {error}") from error
     except (AttributeError, ValueError) as error:
-        raise _Problem((name, "use"), f"expected module:Class, got {target!r}") from error
-    stage: Stage = _build(cls, {key: value for key, value in table.items() if key != "use"}, (name,))
+        raise _Problem((*path, "use"), f"expected module:Class, got {target!r}") from error
+    stage: Stage = _build(cls, {key: value for key, value in table.items() if key != "use"}, path)
     return stage
 
 
-def _build(cls: Any, table: Any, path: tuple[str, ...]) -> Any:
+def _build(cls: Any, table: Any, path: Keys) -> Any:
     """The dataclass from a table, each value checked against its field's type."""
     if not isinstance(table, dict):
         raise _Problem(path, f"expected a table of settings, got {table!r}")
@@ -384,11 +330,13 @@ def _field_types(cls: Any) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
 
 
-def _fit(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
+def _fit(kind: Any, value: Any, path: Keys) -> Any:
     """`value` as TOML or the command line gave it, as the field's type wants it."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         for choice in arguments:
+            if dataclasses.is_dataclass(choice) and isinstance(value, dict):
+                return _build(choice, value, path)
             try:
                 return _fit(choice, value, path)
             except _Problem:
@@ -424,7 +372,7 @@ def _fit(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
     elif kind is int:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
-        if isinstance(value, str) and "bytes" in path[-1]:
+        if isinstance(value, str) and "bytes" in str(path[-1]):
             return parse_size(value, path)
     elif kind is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -441,7 +389,7 @@ def _fit(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
     raise _Problem(path, f"expected {_say(kind)}, got {value!r}")
 
 
-def parse_size(text: str, path: tuple[str, ...] = ()) -> int:
+def parse_size(text: str, path: Keys = ()) -> int:
     """Bytes from `64MiB`, `1 GB` or `4096`.
 
     Raises:
@@ -466,7 +414,9 @@ def _say(kind: Any) -> str:
         return " or ".join(_say(a) for a in arguments if a is not type(None))
     if origin is typing.Literal:
         return "one of " + ", ".join(json.dumps(a) for a in arguments)
-    return "a list" if origin in (tuple, list, frozenset) else "a table" if origin is not None else str(kind)
+    if origin in (tuple, list, frozenset):
+        return "a list"
+    return "a table" if origin is not None or dataclasses.is_dataclass(kind) else str(kind)
 
 
 def describe(name: str) -> str:
