@@ -7,19 +7,24 @@ where it knows the tokenizer and agrees with the reference on a probe when it is
 eighth batch goes through both, and a difference ends the task.
 
 Costs: gigatoken remembers words for ever (8 bytes a byte of random text): it is loaded anew, in 0.1 s, when the process
-has grown by 192 MiB. A text above 8 MiB is cut before a space between two small ASCII letters where that
-changes nothing (byte-level BPE that GPT-2's or tiktoken's patterns cut first); other tokenizers take it whole.
+has grown by 192 MiB. The tokenizers library takes some 100 bytes a character, so a text longer than 2 Mi characters
+goes to it in pieces: cut at a space between ASCII characters where that changes no id (byte-level BPE that GPT-2's or
+tiktoken's patterns cut first; BPE over `▁` as Llama's). Where there is no such place within 256 Ki characters (a wall
+of Chinese, a million dots), or the tokenizer is of another kind, it is cut all the same, and the tokens that would have
+reached over the cut are others than the library's: at most one place in 2 Mi characters.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -30,9 +35,12 @@ from millrace.prepare.documents import text_buffers
 from millrace.prepare.tiktokens import FAMILIES, ranks_of
 from millrace.prepare.tokenizers import TokenizerFile, parse
 
-CODER_VERSION = 1
+CODER_VERSION = 2
 """Raised when a text would get other ids."""
-LONG_BYTES = 8 << 20
+LONG_CHARS = 2 << 20
+_SLACK_CHARS = 256 << 10
+_CHECK_BYTES = 8 << 20
+_SPACE = re.compile("[!-~] (?=[!-~])")
 _GROWTH_BYTES = 192 << 20
 _CALL_BYTES = 1 << 20  # The tokenizers library keeps some 100 bytes a token until a call ends.
 _CHECK_EVERY, _CHECK_CHARS = 8, 4096
@@ -95,9 +103,8 @@ def _coder(path: str, sha256: str, kind: str, wanted: str) -> Coder:
         return ByteCoder()
     data = Path(path).read_bytes()
     reference = reference_coder(data, kind)
-    cut_long = _cuts_at_spaces(data, kind)
     fast = None if wanted == "reference" else fast_coder(data, kind, reference)
-    return Cutting(fast or reference) if cut_long else fast or reference
+    return Cutting(fast or reference, _safe_cut(data, kind))
 
 
 def reference_coder(data: bytes, kind: str) -> Coder:
@@ -138,7 +145,7 @@ def encode_long(spec: CoderSpec, text: str) -> Iterator[NDArray[Any]]:
     coder = coder_for(spec)
     if spec.bos_id is not None:
         yield np.array([spec.bos_id], dtype)
-    for piece in cut_long(text) if isinstance(coder, Cutting | ByteCoder) else [text]:
+    for piece in cut_long(text, coder.cut if isinstance(coder, Cutting) else ""):
         yield coder.encode([piece])[0].astype(dtype)
     yield np.array([] if spec.eos_id is None else [spec.eos_id], dtype)
 
@@ -225,7 +232,7 @@ class FastCoder:
                 )
         self._calls += 1
         found = []
-        for batch in _batches(texts, LONG_BYTES):
+        for batch in _batches(texts, _CHECK_BYTES):
             found += [self._engine.encode(text) for text in batch]
             if _resident_bytes() - self._base_bytes > _GROWTH_BYTES:
                 self._load()
@@ -268,47 +275,66 @@ def _load_ranks(data: bytes, kind: str) -> Any:
         return BPETokenizer.from_tiktoken(file.name, scheme, {})
 
 
-class Cutting:
-    """A coder to which no text longer than `LONG_BYTES` is given, where a cut is known to change nothing."""
+Cut = Literal["before", "at", ""]
+"""Which cut of a long text changes no id: before a space, at one that is left out, or none that is known."""
 
-    def __init__(self, coder: Coder) -> None:
-        self.coder, self.name = coder, coder.name
+
+class Cutting:
+    """A coder to which no text much longer than `LONG_CHARS` is given; `name` is that of the coder behind it."""
+
+    def __init__(self, coder: Coder, cut: Cut) -> None:
+        self.coder, self.name, self.cut = coder, coder.name, cut
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        if all(len(text) <= LONG_BYTES for text in texts):
+        """As `Coder` says."""
+        if all(len(text) <= LONG_CHARS for text in texts):
             return self.coder.encode(texts)
-        return [np.concatenate([self.coder.encode([piece])[0] for piece in cut_long(text)]) for text in texts]
+        return [np.concatenate([self.coder.encode([piece])[0] for piece in cut_long(text, self.cut)]) for text in texts]
 
 
-def cut_long(text: str, limit: int = LONG_BYTES) -> Iterator[str]:
-    """A text in pieces of about `limit` characters, cut before a space between two small ASCII letters.
+def cut_long(text: str, cut: Cut = "before") -> Iterator[str]:
+    """A text in pieces of about `LONG_CHARS` characters; they depend on it and on `cut` alone.
 
-    Searching for such a place begins `limit` characters on; a text without one is not cut.
+    With `cut` they end at a space, if there is one between two ASCII characters soon after; else anywhere but before a
+    combining mark.
     """
-    start, at = 0, limit
-    while at < len(text) - 2:
-        at = text.find(" ", at)
-        if not 0 < at < len(text) - 1:
-            break
-        if "a" <= text[at - 1] <= "z" and "a" <= text[at + 1] <= "z":
+    start = 0
+    while len(text) - start > LONG_CHARS + _SLACK_CHARS:
+        at = start + LONG_CHARS
+        space = _SPACE.search(text, at - 1, at + _SLACK_CHARS) if cut else None
+        if space is not None:
+            at = space.end() - 1
             yield text[start:at]
-            start, at = at, at + limit
-        else:
+            start = at + (cut == "at")
+            continue
+        while unicodedata.combining(text[at]) and at < start + LONG_CHARS + _SLACK_CHARS:
             at += 1
+        yield text[start:at]
+        start = at
     yield text[start:]
 
 
-def _cuts_at_spaces(data: bytes, kind: str) -> bool:
+def _safe_cut(data: bytes, kind: str) -> Cut:
     plain = json.loads(data)
-    added = plain.get("added_tokens") or []
-    if any(" " in token["content"].strip(" ") for token in added if not token.get("special")):
-        return False
+    added = [token for token in plain.get("added_tokens") or [] if not token.get("special")]
+    if any(" " in token["content"].strip(" ") for token in added):
+        return ""
     if kind.startswith("tiktoken:"):
-        return True
-    cut = plain.get("pre_tokenizer") or {}
-    normal = (plain.get("normalizer") or {"type": "NFC"})["type"]
-    byte_level = cut.get("type") == "ByteLevel" and cut.get("use_regex", True) and not cut.get("add_prefix_space")
-    return bool(byte_level and normal in ("NFC", "NFD", "NFKC", "NFKD") and plain["model"]["type"] == "BPE")
+        return "before"
+    model, first = plain["model"], plain.get("pre_tokenizer") or {}
+    if model["type"] != "BPE":
+        return ""
+    normal = plain.get("normalizer") or {"type": "NFC"}
+    byte_level = first.get("type") == "ByteLevel" and first.get("use_regex", True) and not first.get("add_prefix_space")
+    if byte_level and normal["type"] in ("NFC", "NFD", "NFKC", "NFKD"):
+        return "before"
+    # Each text gets a `▁` before it, each space becomes one, and no token holds one after anything else: then no merge
+    # reaches over a space, and the `▁` of the next piece stands for the space that is left out.
+    steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    marked = not first and normal.get("normalizers") == steps
+    names = [*model["vocab"], *(token["content"].replace(" ", "▁") for token in added)]
+    whole = all(token.get("normalized") and not re.match("[ ▁]", token["content"]) for token in added)
+    return "at" if marked and whole and not any(re.search("[^▁]▁", name) for name in names) else ""
 
 
 def _batches(texts: Sequence[str], limit: int = _CALL_BYTES) -> Iterator[Sequence[str]]:

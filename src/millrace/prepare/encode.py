@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 from millrace.dataset.manifest import TOKEN_DTYPES
 from millrace.dataset.slices import atomic_write, sync_directory
 from millrace.errors import PrepareError
-from millrace.prepare.coders import LONG_BYTES, CoderSpec, encode_column, encode_long
+from millrace.prepare.coders import LONG_CHARS, CoderSpec, encode_column, encode_long
 from millrace.prepare.shuffle import KINDS, Shuffle, TokenPart, document_keys, sort_part
 from millrace.prepare.subsets import Subsets
 
 if TYPE_CHECKING:
     from millrace.prepare.dedup import Flags
 
-TASK_VERSION = 1
+TASK_VERSION = 2
 """Raised when the same piece would give other tokens: old results are then not taken up."""
 _BATCH_BYTES = 4 << 20
 
@@ -221,14 +221,16 @@ def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: p
             raise PrepareError(f"{path}: expected {task.part.documents} bytes of an earlier run, got fewer.")
         _count(result.dropped, {"duplicate": int((drop != 0).sum())})
     texts = batch.column("text")
+    sides = task.subsets.of_texts(texts)  # before lines are cut: which ones are depends on other documents
     if task.cut is not None:
         texts = task.cut.apply(texts, first_row)
     if task.drop is not None and drop.any():
         keep = np.flatnonzero(drop == 0)
         texts, batch, rows = texts.take(pa.array(keep)), batch.take(pa.array(keep)), rows[keep]
+        sides = sides[keep]
     result.text_bytes += int(pc.sum(pc.binary_length(texts)).as_py() or 0)
-    if task.rendering is None and len(texts) == 1 and pc.binary_length(texts)[0].as_py() > LONG_BYTES:
-        _encode_long(task, outputs, batch, texts, rows)
+    if task.rendering is None and len(texts) == 1 and pc.binary_length(texts)[0].as_py() > LONG_CHARS:
+        _encode_long(task, outputs, task.subsets.names[int(sides[0])], batch, texts, rows)
         return
     if task.rendering is not None:
         tokens, lengths, counts = task.rendering.encode(task.spec, texts)
@@ -237,7 +239,6 @@ def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: p
     else:
         tokens, lengths = encode_column(task.spec, texts)
         _count(result.dropped, {"empty": int((lengths == 0).sum())})
-    sides = task.subsets.of_texts(texts)
     for side, name in enumerate(task.subsets.names):
         chosen = np.flatnonzero((lengths > 0) & (sides == side))
         if len(chosen):
@@ -247,10 +248,14 @@ def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: p
 
 
 def _encode_long(
-    task: EncodeTask, outputs: _Outputs, batch: pa.RecordBatch, texts: pa.LargeStringArray, rows: NDArray[np.int64]
+    task: EncodeTask,
+    outputs: _Outputs,
+    subset: str,
+    batch: pa.RecordBatch,
+    texts: pa.LargeStringArray,
+    rows: NDArray[np.int64],
 ) -> None:
     """One giant document, a stretch at a time: its tokens alone may be half a gigabyte."""
-    subset = task.subsets.names[int(task.subsets.of_texts(texts)[0])]
     for tokens in encode_long(task.spec, texts[0].as_py()):
         outputs.write(subset, tokens, np.empty(0, np.int64), rows[:0], [])
     ids = _id_lines(task, batch, np.zeros(1, np.intp)) if task.with_ids else []

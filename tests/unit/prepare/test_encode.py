@@ -80,8 +80,9 @@ def test_a_giant_document_is_encoded_in_stretches(tmp_path: Path, monkeypatch: p
     texts = ["one", "some words and more " * 300_000, "two", "x" * 5_000_000]
     task = EncodeTask(text_part(tmp_path, texts), coder(tmp_path), str(tmp_path), with_ids=True, shuffle=Shuffle(3))
     wanted = encode(task).subsets["train"]
-    monkeypatch.setattr(encoding, "LONG_BYTES", 1000)
-    monkeypatch.setattr(coders.cut_long, "__defaults__", (1000,))
+    monkeypatch.setattr(encoding, "LONG_CHARS", 1000)
+    monkeypatch.setattr(coders, "LONG_CHARS", 1000)
+    monkeypatch.setattr(coders, "_SLACK_CHARS", 100)
     (tmp_path / "again").mkdir()
     found = encode(replace(task, folder=str(tmp_path / "again"))).subsets["train"]
     for kind in wanted.kinds:

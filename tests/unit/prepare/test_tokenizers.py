@@ -124,18 +124,42 @@ def test_tiktoken_survives_what_its_regex_gives_up_on(tmp_path: Path) -> None:
         load_tokenizer(f"tiktoken:{path}")
 
 
-def test_long_texts_are_cut_where_nothing_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coders, "LONG_CHARS", 100)
+    monkeypatch.setattr(coders, "_SLACK_CHARS", 50)
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_long_texts_are_cut_where_nothing_changes(tmp_path: Path) -> None:
     text = "Some words, and 12 more: don't, x  y.\nÀ la carte " * 50
-    assert "".join(cut_long(text, 100)) == text and len(list(cut_long(text, 100))) > 10
-    assert list(cut_long("x" * 500, 100)) == ["x" * 500]
+    assert "".join(cut_long(text)) == " ".join(cut_long(text, "at")) == text
+    assert max(map(len, cut_long(text))) <= 150
     trained = train_tokenizer(iter([text]), 400)
-    (tmp_path / "t.json").write_bytes(trained.data)
-    spec = CoderSpec.of(trained, tmp_path / "t.json")
-    whole = encode_column(spec, pa.array([text], "large_string"))[0]
-    monkeypatch.setattr(coders, "LONG_BYTES", 100)
-    monkeypatch.setattr(coders, "_coder", coders._coder.__wrapped__)
-    monkeypatch.setattr(coders.cut_long, "__defaults__", (100,))
-    assert encode_column(spec, pa.array([text], "large_string"))[0].tolist() == whole.tolist()
+    path = tmp_path / "t.json"
+    path.write_bytes(trained.data)
+    ids = encode_column(CoderSpec.of(trained, path), pa.array([text], "large_string"))[0]
+    assert ids[:-1].tolist() == reference_coder(trained.data, "json").encode([text])[0].tolist()
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_a_text_without_a_space_is_cut_too() -> None:
+    assert list(cut_long("x" * 500)) == ["x" * 100] * 5
+    assert [len(piece) for piece in cut_long("é" * 99 + "e\u0301\u0301" + "é" * 200)] == [102, 100, 100]
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("name", ["llama-test-tokenizer.json", "gpt-neo-test-tokenizer.json"])
+def test_long_texts_have_the_ids_of_the_real_tokenizers(name: str, tmp_path: Path) -> None:
+    path = DATA / "tokenizers" / name
+    if not path.is_file():
+        pytest.skip(f"needs {path}")
+    found = load_tokenizer(str(path), eos=False)
+    text = "  He said: 'don't', 3.14  and\nnaïve 世界 a b c! -- \n\n x" * 60
+    spec = CoderSpec.of(found, path)
+    assert len(list(cut_long(text, coders._safe_cut(found.data, found.kind)))) > 10
+    ids = encode_column(spec, pa.array([text], "large_string"))[0]
+    assert ids.tolist() == reference_coder(found.data, "json").encode([text])[0].tolist()
 
 
 def test_ends_are_named_by_policy(tmp_path: Path) -> None:

@@ -175,18 +175,20 @@ def _lines(
     automaton: tuple[Any, ...],
     table: NDArray[np.bool_],
     limits: tuple[int, int, int],
-    starts: NDArray[np.int64],
-    stops: NDArray[np.int64],
+    starts: NDArray[Any],
+    stops: NDArray[Any],
     kinds: NDArray[np.int8],
     left: NDArray[np.bool_],
+    counts: NDArray[np.int64],
 ) -> int:
-    """Writes the lines to take out, and for each row whether any other is `left` that is not blank; how many lines."""
+    """Writes the lines to take out, for each row how many of each kind (int64 [rows, 2]), and whether any other is
+    `left` that is not blank; returns how many lines."""
     columns, steps, phrase, shorter, lengths, where = automaton
     max_line, min_run, max_words = limits
     n = 0
     for row in range(len(offsets) - 1):
         i, stop = offsets[row], offsets[row + 1]
-        lines_left, run, run_first, run_kept = 0, 0, n, 0
+        lines_left, run, run_first, run_kept, row_first = 0, 0, n, 0, n
         while i < stop:
             line, end = i, i
             while end < stop and data[end] != 10:
@@ -225,11 +227,13 @@ def _lines(
         else:
             lines_left -= run_kept
         left[row] = lines_left > 0
+        for k in range(row_first, n):
+            counts[row, kinds[k]] += 1
     return n
 
 
 @njit(nogil=True, cache=True)
-def _drop_menu(starts: NDArray[np.int64], stops: NDArray[np.int64], kinds: NDArray[np.int8], first: int, n: int) -> int:
+def _drop_menu(starts: NDArray[Any], stops: NDArray[Any], kinds: NDArray[np.int8], first: int, n: int) -> int:
     """Forgets the lines of a run that was too short from `first` on, but not those with a phrase; how many remain."""
     at = first
     for i in range(first, n):
@@ -288,21 +292,33 @@ class Boilerplate:
         offsets, data = frozen_buffers(pc.ascii_lower(column))  # as long as it was
         real, _ = frozen_buffers(column)
         rows = int(np.count_nonzero(data[offsets[0] : offsets[-1]] == 10)) + len(batch)
-        starts, stops, kinds = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int8)
-        left = np.zeros(len(batch), bool)
+        place = np.int32 if offsets[-1] < 1 << 31 else np.int64  # a giant of very short lines has millions
+        starts, stops, kinds = np.empty(rows, place), np.empty(rows, place), np.empty(rows, np.int8)
+        left, counts = np.zeros(len(batch), bool), np.zeros((len(batch), len(KINDS)), np.int64)
         automaton, where = _automaton(self.english, self.patterns)
         tables = (automaton.columns, automaton.steps, automaton.phrase, automaton.shorter, automaton.lengths, where)
         limits = (self.max_line_bytes, self.menu_lines, self.menu_words)
-        n = _lines(offsets, data, tables, word_table(), limits, starts, stops, kinds, left)
+        n = _lines(offsets, data, tables, word_table(), limits, starts, stops, kinds, left, counts)
         drop = keep_all(len(batch))
         drop[~left] = 0
-        kept = left[np.searchsorted(offsets, starts[:n], side="right") - 1]
-        counts = {name: int((kept & (kinds[:n] == kind)).sum()) for kind, name in enumerate(KINDS)}
+        first, after = _spans(offsets, starts[:n], stops[:n])
         moved = real[0] - offsets[0]
-        column = splice(column, starts[:n] + moved, stops[:n] + moved, (b"",), np.zeros(n, np.int64))
+        column = splice(column, first + moved, after + moved, (b"",), np.zeros(len(first), np.int64))
+        totals = dict(zip(KINDS, counts[left].sum(axis=0).tolist()))
         return Verdict(
-            replace_column(batch, "text", column), drop, {kind: count for kind, count in counts.items() if count}
+            replace_column(batch, "text", column), drop, {kind: count for kind, count in totals.items() if count}
         )
+
+
+def _spans(
+    offsets: NDArray[np.int64], starts: NDArray[Any], stops: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where runs of lines without another between them begin and end; none reaches from one row into the next."""
+    opens = np.ones(len(starts), bool)
+    opens[1:] = starts[1:] != stops[:-1]
+    first_of_row = np.searchsorted(starts, offsets[1:-1].astype(starts.dtype))
+    opens[first_of_row[first_of_row < len(starts)]] = True
+    return starts[opens].astype(np.int64), stops[np.append(opens[1:], opens[:1])].astype(np.int64)
 
 
 @functools.lru_cache(maxsize=16)

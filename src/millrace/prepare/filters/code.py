@@ -11,16 +11,11 @@ from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
+from numba import njit
 
 from millrace.prepare.documents import Verdict, text_buffers
 from millrace.prepare.filters.fields import first_failing, need_number
-
-_ALPHANUMERIC = np.zeros(256, np.int64)
-_ALPHANUMERIC[[c for c in range(128) if chr(c).isalnum()]] = 1
-_ALPHANUMERIC[0xC2:0xF5] = 1  # the first byte of a character beyond ASCII: nearly always a letter
-_CHARACTER = np.ones(256, np.int64)
-_CHARACTER[0x80:0xC0] = 0
+from millrace.prepare.filters.words import read_only
 
 
 @dataclass(frozen=True)
@@ -56,39 +51,35 @@ class Code:
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what fails a rule."""
         offsets, data = text_buffers(batch.column("text"))
-        base = offsets[0] if len(offsets) else 0
-        rows, data = offsets - base, data[base : offsets[-1]]
-        characters = _below(_CHARACTER[data])
-        sizes, newlines = _sums(characters, rows), _sums(_below(data == ord("\n")), rows)
+        m = np.zeros((4, batch.num_rows), np.int64)
+        _measure(read_only(offsets), read_only(data), m)
+        sizes, newlines, longest, alphanumeric = m
         with np.errstate(divide="ignore", invalid="ignore"):
             failed = (
                 (sizes - newlines) / (newlines + 1) > self.max_mean_line_chars,
-                _longest_lines(data, rows, characters) > self.max_line_chars,
-                _sums(_below(_ALPHANUMERIC[data]), rows) / sizes < self.min_alphanumeric,
+                longest > self.max_line_chars,
+                alphanumeric / sizes < self.min_alphanumeric,
             )
         return Verdict(batch, first_failing(*failed))
 
 
-def _longest_lines(
-    data: NDArray[np.uint8], rows: NDArray[np.int64], characters: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Characters in the longest line of each document."""
-    newlines = np.flatnonzero(data == ord("\n"))
-    stops = np.sort(np.concatenate([newlines, rows[1:]]))
-    # A line begins after a newline, or where a document does. Where a document begins with a newline, its end and that
-    # of the document before are one place: such a line is empty.
-    after = np.isin(stops, newlines).astype(np.int64)
-    starts = np.minimum(np.concatenate([[0], (stops + after)[:-1]])[: len(stops)], stops)
-    longest = np.zeros(len(rows) - 1, np.int64)
-    document = np.maximum(np.searchsorted(rows, stops, side="left") - 1, 0)
-    np.maximum.at(longest, document, characters[stops] - characters[starts])
-    return longest
+@njit(nogil=True, cache=True)
+def _measure(offsets, data, out):  # type: ignore[no-untyped-def]
+    """int64 [4, rows]: characters, newlines, characters of the longest line, letters and digits.
 
-
-def _below(values: NDArray[np.int64] | NDArray[np.bool_]) -> NDArray[np.int64]:
-    """How much lies before each position: int64 [n + 1]."""
-    return np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
-
-
-def _sums(below: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    return below[rows[1:]] - below[rows[:-1]]
+    A character beyond ASCII is nearly always a letter, and counts as one.
+    """
+    for row in range(len(offsets) - 1):
+        line = 0
+        for i in range(offsets[row], offsets[row + 1]):
+            byte = data[i]
+            if 0x80 <= byte < 0xC0:
+                continue
+            out[0, row] += 1
+            line += 1
+            if byte == 10:
+                out[1, row] += 1
+                line = 0
+            elif byte >= 0xC2 or 48 <= byte < 58 or 65 <= byte < 91 or 97 <= byte < 123:
+                out[3, row] += 1
+            out[2, row] = max(out[2, row], line)
