@@ -13,9 +13,8 @@ import numpy as np
 import pyarrow as pa
 from numba import njit
 
-from millrace.prepare.filters.fields import read_only
 from millrace.prepare.filters.spacing import spaced
-from millrace.prepare.filters.words import hash_points
+from millrace.prepare.filters.words import hash_points, read_only
 
 UNKNOWN, START, END = 0, 1, 2
 _BATCH_CHARS = 1 << 20

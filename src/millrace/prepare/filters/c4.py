@@ -17,8 +17,8 @@ from numba import njit
 
 from millrace.prepare.documents import Verdict, replace_column, text_buffers, text_column
 from millrace.prepare.filters.characters import BREAK, PUNCTUATION, SPACE, TERMINAL
-from millrace.prepare.filters.fields import need_count, need_flag, read_only
-from millrace.prepare.filters.words import cut_words, decode, kind, tables
+from millrace.prepare.filters.fields import need_count, need_flag
+from millrace.prepare.filters.words import cut_words, decode, kind, read_only, tables
 
 LINES = ("long_word", "unended", "few_words", "javascript", "policy")
 """Why a line is taken out, as it is counted: `lines_long_word`."""
@@ -167,9 +167,9 @@ def _phrases(line, n, ends, chars):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _sentences(line, n, table, keys, values, begins, ends, tail):  # type: ignore[no-untyped-def]
+def _sentences(line, n, table, keys, values, begins, ends, tail, kinds):  # type: ignore[no-untyped-def]
     """Sentences in a line: a new one begins with the first word that is not punctuation after one that ends it."""
-    words = cut_words(line, 0, min(n, _SENTENCE_CHARS), table, keys, values, begins, ends, tail)
+    words = cut_words(line, 0, min(n, _SENTENCE_CHARS), table, keys, values, begins, ends, tail, kinds)
     count, over = 1, False
     for w in range(words):
         k = kind(table, line[begins[w]])
@@ -256,7 +256,7 @@ def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, dr
     points, line = np.empty(room, np.uint32), np.empty(room, np.uint32)
     words_room = min(room, _SENTENCE_CHARS + 2)
     begins, ends = np.empty(words_room, np.int32), np.empty(words_room, np.int32)
-    tail = np.empty(words_room, np.int32)
+    tail, kinds = np.empty(words_room, np.int32), np.empty(words_room, np.uint16)
     removed = np.zeros(len(counts), np.int64)
     at = 0
     for row in range(len(drop)):
@@ -283,7 +283,7 @@ def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, dr
             if why >= 0:
                 removed[why] += 1
                 continue
-            sentences += _sentences(line, size, table, keys, values, begins, ends, tail)
+            sentences += _sentences(line, size, table, keys, values, begins, ends, tail, kinds)
             if at > first_out:
                 out[at] = 10
                 at += 1

@@ -10,8 +10,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from millrace.errors import UsageError
-from millrace.prepare.documents import text_buffers
-from millrace.prepare.filters.words import clip, tables
+from millrace.prepare.filters.characters import character_table
+from millrace.prepare.filters.word_table import word_table
 
 
 def need_number(stage: object, *names: str, low: float = 0, high: float = float("inf")) -> None:
@@ -61,14 +61,7 @@ def first_failing(*failed: NDArray[np.bool_]) -> NDArray[np.int16]:
 
 def measure(kernel: Any, batch: pa.RecordBatch, columns: int, extra: Sequence[object] = ()) -> NDArray[np.int64]:
     """What a kernel of `kernels.py` measures of each text: int64 [columns, rows]."""
-    offsets, data = text_buffers(batch.column("text"))
+    cut = word_table(batch.column("text"))
     out = np.zeros((batch.num_rows, columns), np.int64)
-    kernel(read_only(offsets), read_only(clip(offsets, data)), read_only(data), *tables(), *extra, out)
+    kernel(*cut.texts, *cut.words, character_table(), *extra, out)
     return out.T
-
-
-def read_only(array: NDArray[Any]) -> NDArray[Any]:
-    """The same memory, not writable: Arrow's buffers are, and kernels are compiled for one kind of array only."""
-    view = array.view()
-    view.flags.writeable = False
-    return view

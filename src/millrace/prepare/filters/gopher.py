@@ -27,9 +27,9 @@ from millrace.prepare.filters.fields import (
     need_number,
     need_order,
     need_strings,
-    read_only,
 )
 from millrace.prepare.filters.kernels import QUALITY, REPETITION, measure_quality, measure_repetition
+from millrace.prepare.filters.words import read_only
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))
@@ -181,10 +181,9 @@ class GopherRepetition:
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what fails a rule."""
         grams = (*self.top_ngrams, *self.duplicate_ngrams)
-        sizes = [
-            read_only(np.array([n for n, _ in rule], np.int64)) for rule in (self.top_ngrams, self.duplicate_ngrams)
-        ]
-        columns = measure(measure_repetition, batch, len(REPETITION) + len(grams), sizes)
+        sizes = sorted((n, len(REPETITION) + i, i < len(self.top_ngrams)) for i, (n, _) in enumerate(grams))
+        table = read_only(np.array(sizes, np.int64).reshape(-1, 3))
+        columns = measure(measure_repetition, batch, len(REPETITION) + len(grams), [table])
         m = dict(zip(REPETITION, columns[: len(REPETITION)], strict=True))
         with np.errstate(divide="ignore", invalid="ignore"):
             failed = (

@@ -13,8 +13,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from millrace.prepare.filters.characters import BREAK, LETTER, SPACE, SYMBOL, TERMINAL
-from millrace.prepare.filters.words import cut_words, decode, hash_points, kind, look_up
+from millrace.prepare.filters.characters import BREAK, SPACE, TERMINAL
+from millrace.prepare.filters.word_table import HAS_LETTER, IS_TEXT
+from millrace.prepare.filters.words import decode, hash_points, kind, look_up
 
 QUALITY = (
     "words",
@@ -63,7 +64,7 @@ def _trails(points, start, stop):  # type: ignore[no-untyped-def]
     return stop - start > 2 and points[stop - 1] == 46 and points[stop - 2] == 46 and points[stop - 3] == 46
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, forceinline=True)
 def _insert(slots, h):  # type: ignore[no-untyped-def]
     """Whether the table, of a power of two of slots, holds the hash already; it does then."""
     mask = np.uint64(len(slots) - 1)
@@ -86,44 +87,29 @@ def _table_size(entries):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def measure_quality(offsets, stops, data, table, keys, values, stop_keys, stop_values, out):  # type: ignore[no-untyped-def]
+def measure_quality(offsets, stops, data, starts, hashes, chars, flags, table, stop_keys, stop_values, out):  # type: ignore[no-untyped-def]
     """`QUALITY` int64 [rows, 10] of documents `data[offsets[i]:stops[i]]`."""
-    room = _longest(offsets, stops)
-    points = np.empty(room, np.uint32)
-    begins, ends, tail = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
+    points = np.empty(_longest(offsets, stops), np.uint32)
     seen = np.full(len(stop_keys), -1, np.int64)
     for row in range(len(stops)):
         n = decode(data, offsets[row], stops[row], points)
-        words = cut_words(points, 0, n, table, keys, values, begins, ends, tail)
         text_words = text_chars = alpha_words = found = 0
-        for w in range(words):
-            text, alpha = False, False
-            for i in range(begins[w], ends[w]):
-                k = kind(table, points[i])
-                text |= k & SYMBOL == 0
-                alpha |= k & LETTER != 0
-                if text and alpha:
-                    break
-            if text:
+        for w in range(starts[row], starts[row + 1]):
+            if flags[w] & IS_TEXT:
                 text_words += 1
-                text_chars += ends[w] - begins[w]
-            alpha_words += alpha
-            stop = look_up(stop_keys, stop_values, hash_points(points, begins[w], ends[w]))
+                text_chars += chars[w]
+            alpha_words += flags[w] & HAS_LETTER != 0
+            stop = look_up(stop_keys, stop_values, hashes[w])
             if stop >= 0 and seen[stop] != row:
                 seen[stop] = row
                 found += 1
-        out[row, 0], out[row, 1], out[row, 2], out[row, 3], out[row, 9] = (
-            words,
-            text_words,
-            text_chars,
-            alpha_words,
-            found,
-        )
-        hashes = ellipses = lines = bullets = trails = 0
+        out[row, 0] = starts[row + 1] - starts[row]
+        out[row, 1], out[row, 2], out[row, 3], out[row, 9] = text_words, text_chars, alpha_words, found
+        signs = ellipses = lines = bullets = trails = 0
         start, dots = 0, 0
         for i in range(n + 1):
             c = points[i] if i < n else np.uint32(10)
-            hashes += c == 35
+            signs += c == 35
             ellipses += c == 0x2026
             dots = dots + 1 if c == 46 else 0
             if dots == 3:
@@ -139,7 +125,7 @@ def measure_quality(offsets, stops, data, table, keys, values, stop_keys, stop_v
             bullets += b > a and (points[a] == 0x2022 or points[a] == 45)
             trails += _trails(points, a, b)
             start = i + 1
-        out[row, 4], out[row, 5], out[row, 6], out[row, 7], out[row, 8] = hashes, ellipses, lines, bullets, trails
+        out[row, 4], out[row, 5], out[row, 6], out[row, 7], out[row, 8] = signs, ellipses, lines, bullets, trails
 
 
 @njit(nogil=True, cache=True)
@@ -172,83 +158,113 @@ def _same_parts(points, start, stop, least, slots):  # type: ignore[no-untyped-d
     return parts, same, same_chars
 
 
+@njit(nogil=True, cache=True, forceinline=True)
+def _gram(sums, i, n, power):  # type: ignore[no-untyped-def]
+    """The hash of the n words from i on; not 0."""
+    return (sums[i + n] - sums[i] * power) | np.uint64(1)
+
+
 @njit(nogil=True, cache=True)
-def _top_chars(sums, lengths, words, n, slots, counts, firsts):  # type: ignore[no-untyped-def]
-    """Characters in all occurrences of the most frequent n-gram, joined by spaces; of several the first."""
-    slots[:] = 0
-    mask = np.uint64(len(slots) - 1)
-    power = np.uint64(1)
-    for _ in range(n):
-        power *= _FACTOR
-    best, first = 0, 0
-    for i in range(words - n + 1):
-        h = (sums[i + n] - sums[i] * power) | np.uint64(1)
+def _count(sums, places, held, n, power, slots, counts, slot_of):  # type: ignore[no-untyped-def]
+    """How often the n-gram at each of the first `held` places occurs there: `counts[slot_of[k]]`; the highest."""
+    size = _table_size(held + 1)
+    mask = np.uint64(size - 1)
+    slots[:size] = 0
+    best = 0
+    for k in range(held):
+        h = _gram(sums, places[k], n, power)
         slot = (h >> _SHIFT ^ h >> np.uint64(1)) & mask
         while slots[slot] != 0 and slots[slot] != h:
             slot = (slot + np.uint64(1)) & mask
         if slots[slot] == 0:
-            slots[slot], counts[slot], firsts[slot] = h, 0, i
+            slots[slot], counts[slot] = h, 0
         counts[slot] += 1
-        if counts[slot] > best or (counts[slot] == best and firsts[slot] < first):
-            best, first = counts[slot], firsts[slot]
-    if best == 0:
-        return 0
-    return best * (lengths[first + n] - lengths[first] + n - 1)
+        slot_of[k] = slot
+        best = max(best, counts[slot])
+    return best
 
 
 @njit(nogil=True, cache=True)
-def _same_chars(sums, lengths, words, n, slots):  # type: ignore[no-untyped-def]
+def _same_chars(sums, lengths, places, held, n, power, slots):  # type: ignore[no-untyped-def]
     """Characters of n-grams that came before, none counted in two of them."""
-    slots[:] = 0
-    power = np.uint64(1)
-    for _ in range(n):
-        power *= _FACTOR
-    chars, i = 0, 0
-    while i + n <= words:
-        if _insert(slots, sums[i + n] - sums[i] * power):
+    table = slots[: _table_size(held + 1)]
+    table[:] = 0
+    chars = free = 0
+    for k in range(held):
+        i = places[k]
+        if i >= free and _insert(table, _gram(sums, i, n, power)):
             chars += lengths[i + n] - lengths[i]
-            i += n
-        else:
-            i += 1
+            free = i + n
     return chars
 
 
 @njit(nogil=True, cache=True)
-def measure_repetition(offsets, stops, data, table, keys, values, top, same, out):  # type: ignore[no-untyped-def]
-    """`REPETITION` and one column for each n of `top` and of `same`: int64 [rows, 7 + len(top) + len(same)]."""
+def _measure_grams(sums, lengths, words, sizes, places, slots, counts, slot_of, out):  # type: ignore[no-untyped-def]
+    """Characters in the top or in the duplicate n-grams, for each (n, column, whether top) of `sizes`, n ascending.
+
+    An n-gram that occurs twice begins with a shorter one that does: only `places` of such are looked at again, few in
+    most texts. Those of any other are unique, and change neither measure but where no n-gram occurs twice.
+    """
+    held, narrowed = words, False
+    for i in range(words):
+        places[i] = i
+    for s in range(len(sizes)):
+        n, column, is_top = sizes[s, 0], sizes[s, 1], sizes[s, 2]
+        power = np.uint64(1)
+        for _ in range(n):
+            power *= _FACTOR
+        while held and places[held - 1] + n > words:
+            held -= 1
+        if is_top or not narrowed:
+            best = _count(sums, places, held, n, power, slots, counts, slot_of)
+            first, kept = 0, 0
+            for k in range(held - 1, -1, -1):
+                first = places[k] if counts[slot_of[k]] == best > 1 else first
+            for k in range(held):
+                if counts[slot_of[k]] > 1:
+                    places[kept] = places[k]
+                    kept += 1
+            held, narrowed = kept, True
+            if is_top:
+                out[column] = max(best, 1) * (lengths[first + n] - lengths[first] + n - 1) if words >= n else 0
+        if not is_top:
+            out[column] = _same_chars(sums, lengths, places, held, n, power, slots)
+
+
+@njit(nogil=True, cache=True)
+def measure_repetition(offsets, stops, data, starts, hashes, chars, flags, table, sizes, out):  # type: ignore[no-untyped-def]
+    """`REPETITION`, then what `sizes` asks for: int64 [rows, 7 + len(sizes)]."""
     room = _longest(offsets, stops)
     points = np.empty(room, np.uint32)
-    begins, ends, tail = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
     sums, lengths = np.zeros(room, np.uint64), np.zeros(room, np.int32)
+    places, slot_of = np.empty(room, np.int32), np.empty(room, np.int32)
+    slots, counts = np.empty(0, np.uint64), np.empty(0, np.int32)
     for row in range(len(stops)):
         n = decode(data, offsets[row], stops[row], points)
         breaks = 1
         for i in range(n):
             breaks += points[i] == 10
-        size = _table_size(breaks + 1)
+        words = starts[row + 1] - starts[row]
+        size = _table_size(max(breaks, words) + 1)
+        if size > len(slots):
+            slots, counts = np.empty(size, np.uint64), np.empty(size, np.int32)
+        parts = slots[: _table_size(breaks + 1)]
         a, b = _trim(points, 0, n, table)
         out[row, 0] = n
-        out[row, 1], out[row, 2], out[row, 3] = _same_parts(points, a, b, 2, np.zeros(size, np.uint64))
-        out[row, 4], out[row, 5], out[row, 6] = _same_parts(points, 0, n, 1, np.zeros(size, np.uint64))
-        words = cut_words(points, 0, n, table, keys, values, begins, ends, tail)
+        parts[:] = 0
+        out[row, 1], out[row, 2], out[row, 3] = _same_parts(points, a, b, 2, parts)
+        parts[:] = 0
+        out[row, 4], out[row, 5], out[row, 6] = _same_parts(points, 0, n, 1, parts)
         for w in range(words):
-            sums[w + 1] = sums[w] * _FACTOR + hash_points(points, begins[w], ends[w])
-            lengths[w + 1] = lengths[w] + ends[w] - begins[w]
-        size = _table_size(words + 1)
-        slots = np.empty(size, np.uint64)
-        counts, firsts = np.empty(size, np.int32), np.empty(size, np.int32)
-        for k in range(len(top)):
-            out[row, 7 + k] = _top_chars(sums, lengths, words, top[k], slots, counts, firsts)
-        for k in range(len(same)):
-            out[row, 7 + len(top) + k] = _same_chars(sums, lengths, words, same[k], slots)
+            sums[w + 1] = sums[w] * _FACTOR + hashes[starts[row] + w]
+            lengths[w + 1] = lengths[w] + chars[starts[row] + w]
+        _measure_grams(sums, lengths, words, sizes, places, slots, counts, slot_of, out[row])
 
 
 @njit(nogil=True, cache=True)
-def measure_lines(offsets, stops, data, table, keys, values, short, out):  # type: ignore[no-untyped-def]
+def measure_lines(offsets, stops, data, starts, hashes, chars, flags, table, short, out):  # type: ignore[no-untyped-def]
     """`FINEWEB` int64 [rows, 7]; a line is short with at most `short` characters."""
-    room = _longest(offsets, stops)
-    points = np.empty(room, np.uint32)
-    begins, ends, tail = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
+    points = np.empty(_longest(offsets, stops), np.uint32)
     for row in range(len(stops)):
         n = decode(data, offsets[row], stops[row], points)
         newlines = 0
@@ -268,7 +284,7 @@ def measure_lines(offsets, stops, data, table, keys, values, short, out):  # typ
                 if _insert(slots, hash_points(points, start, i)):
                     same_chars += i - start
             start = i + 1
-        words = cut_words(points, 0, n, table, keys, values, begins, ends, tail)
+        words = starts[row + 1] - starts[row]
         out[row, 0], out[row, 1], out[row, 2], out[row, 3] = lines, ended, shorts, same_chars
         out[row, 4], out[row, 5], out[row, 6] = n - newlines, newlines, words
 

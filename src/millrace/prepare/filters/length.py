@@ -13,8 +13,9 @@ import pyarrow as pa
 
 from millrace.prepare.documents import Verdict, text_buffers
 from millrace.prepare.filters.characters import character_table
-from millrace.prepare.filters.fields import first_failing, need_number, need_order, read_only
+from millrace.prepare.filters.fields import first_failing, need_number, need_order
 from millrace.prepare.filters.kernels import measure_length
+from millrace.prepare.filters.words import read_only
 
 BYTES_PER_TOKEN = 4
 """UTF-8 bytes of English text to a token of a vocabulary of 50 000, about; an estimate, before there is a tokenizer."""

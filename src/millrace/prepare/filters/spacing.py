@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from millrace.prepare.documents import text_buffers
 from millrace.prepare.filters.characters import BREAK
-from millrace.prepare.filters.fields import read_only
-from millrace.prepare.filters.words import clip, cut_words, decode, kind, tables
+from millrace.prepare.filters.words import clip, cut_words, decode, kind, read_only, tables
 
 
 def spaced(texts: pa.LargeStringArray, limit: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
@@ -55,6 +54,7 @@ def _space(offsets, stops, data, table, keys, values, out, out_ends):  # type: i
         room = max(room, stops[row] - offsets[row] + 2)
     points = np.empty(room, np.uint32)
     begins, ends, tail = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
+    kinds = np.empty(room, np.uint16)
     at = 0
     for row in range(len(stops)):
         n = decode(data, offsets[row], stops[row], points)
@@ -64,7 +64,7 @@ def _space(offsets, stops, data, table, keys, values, out, out_ends):  # type: i
                 if points[i] < 32 or points[i] == 127:
                     points[i] = 32
                 continue
-            words = cut_words(points, start, i, table, keys, values, begins, ends, tail)
+            words = cut_words(points, start, i, table, keys, values, begins, ends, tail, kinds)
             for w in range(words):
                 at = _put(points, begins[w], ends[w], out, at)
                 out[at] = 10 if w + 1 == words else 32

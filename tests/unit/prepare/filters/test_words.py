@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.prepare.documents import SCHEMA, Record, to_batches
-from millrace.prepare.filters import C4, FineWeb, GopherQuality, GopherRepetition, Length
-from millrace.prepare.filters import fields as fields
+from millrace.prepare.filters import C4, FineWeb, GopherQuality, GopherRepetition, Length, word_table
 from millrace.prepare.filters import words as module
 from millrace.prepare.filters.characters import SPACE, character_table
 from millrace.prepare.filters.exceptions import hash_word
@@ -29,7 +28,7 @@ def words(text: str) -> list[str]:
     points = np.empty(room, np.uint32)
     begins, ends, tail = (np.empty(room, np.int32) for _ in range(3))
     n = decode(data, 0, len(data), points)
-    count = cut_words(points, 0, n, *tables(), begins, ends, tail)
+    count = cut_words(points, 0, n, *tables(), begins, ends, tail, np.empty(room, np.uint16))
     return [text[a:b] for a, b in zip(begins[:count].tolist(), ends[:count].tolist(), strict=True)]
 
 
@@ -152,7 +151,7 @@ def test_a_megabyte_of_anything_takes_linear_time(unit: str) -> None:
 
 
 def test_long_documents_are_judged_by_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fields, "clip", lambda offsets, data: module.clip(offsets, data, 1001))
+    monkeypatch.setattr(word_table, "clip", lambda offsets, data: module.clip(offsets, data, 1001))
     (batch,) = to_batches([Record(0, text="é" * 600 + " the and" * 60)])
     assert GopherQuality().reasons[GopherQuality().apply(batch).drop[0]] == "gopher_short"
 

@@ -1,0 +1,74 @@
+"""Repetition counted beside a plain count of the same, and words that are cut once for several filters."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.prepare.documents import Record, to_batches
+from millrace.prepare.filters import FineWeb, GopherQuality, GopherRepetition
+from millrace.prepare.filters.fields import measure
+from millrace.prepare.filters.kernels import REPETITION, measure_repetition
+from millrace.prepare.filters.word_table import word_table
+from millrace.prepare.filters.words import read_only
+
+TOP, SAME = (1, 2, 3, 4), (2, 5, 6, 10)
+
+
+def plain_top(words: list[str], n: int) -> int:
+    grams = [" ".join(words[i : i + n]) for i in range(len(words) - n + 1)]
+    if not grams:
+        return 0
+    gram, count = collections.Counter(grams).most_common(1)[0]
+    return len(gram) * count
+
+
+def plain_same(words: list[str], n: int) -> int:
+    seen: set[str] = set()
+    chars = i = 0
+    while i + n <= len(words):
+        gram = " ".join(words[i : i + n])
+        if gram in seen:
+            chars += len(gram) - n + 1
+            i += n
+        else:
+            seen.add(gram)
+            i += 1
+    return chars
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.sampled_from(["ab", "cde", "f", "ghij"]), max_size=60), min_size=1, max_size=4))
+def test_ngrams_are_counted_as_a_plain_count_does(documents: list[list[str]]) -> None:
+    (batch,) = to_batches([Record(i, text=" ".join(words)) for i, words in enumerate(documents)])
+    asked = [*((n, True) for n in TOP), *((n, False) for n in SAME)]
+    first = len(REPETITION)
+    sizes = sorted((n, first + i, is_top) for i, (n, is_top) in enumerate(asked))
+    found = measure(measure_repetition, batch, first + len(asked), [read_only(np.array(sizes, np.int64))])
+    for row, words in enumerate(documents):
+        expected = [plain_top(words, n) if is_top else plain_same(words, n) for n, is_top in asked]
+        assert found[first:, row].tolist() == expected
+
+
+def test_words_are_cut_once_for_a_column_and_anew_for_another() -> None:
+    column = pa.array(["Hello, world. " * 40, "the and of " * 30], pa.large_string())
+    table = word_table(column)
+    assert word_table(column) is table
+    other = word_table(pa.array(["Good bye"], pa.large_string()))
+    assert other.starts.tolist() == [0, 2]
+    again = word_table(column)
+    assert again is not table
+    for mine, theirs in zip(again.words, table.words, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_slice_of_a_batch_is_judged_as_its_rows_are() -> None:
+    texts = ["It is a truth that the mill and the race have to be. " * 3, "a b " * 200, "The wheel of the mill.\n" * 9]
+    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)])
+    for stage in (GopherQuality(), GopherRepetition(), FineWeb()):
+        whole = stage.apply(batch).drop.tolist()
+        assert [stage.apply(batch.slice(i, 1)).drop.tolist()[0] for i in range(3)] == whole
