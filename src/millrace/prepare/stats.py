@@ -104,16 +104,27 @@ class Tally:
         sides[side] = sides.get(side, 0) + count
 
     def judge(
-        self, stage: str, reasons: tuple[str, ...], before: pa.RecordBatch, verdict: Verdict, keys: Keys, where: Where
+        self,
+        stage: str,
+        reasons: tuple[str, ...],
+        before: pa.RecordBatch,
+        verdict: Verdict,
+        keys: Keys,
+        where: Where,
+        alive: NDArray[np.bool_] | None = None,
     ) -> None:
-        """Count a stage's verdict on a batch, and keep samples of what it drops as it was before."""
+        """Count a stage's verdict on a batch, and keep samples of what it drops as it was before.
+
+        Rows that are not `alive` were dropped by an earlier stage, and do not count.
+        """
         count = self.stage(stage)
-        dropped = verdict.drop >= 0
+        seen = np.ones(before.num_rows, bool) if alive is None else alive
+        dropped = (verdict.drop >= 0) & seen
         sizes_in, sizes_out = text_bytes(before), text_bytes(verdict.batch)
-        count.documents_in += len(dropped)
-        count.documents_out += int(len(dropped) - dropped.sum())
-        count.bytes_in += int(sizes_in.sum())
-        count.bytes_out += int(sizes_out[~dropped].sum())
+        count.documents_in += int(seen.sum())
+        count.documents_out += int(seen.sum() - dropped.sum())
+        count.bytes_in += int(sizes_in[seen].sum())
+        count.bytes_out += int(sizes_out[seen & ~dropped].sum())
         for kind, n in verdict.counts.items():
             count.changed[kind] = count.changed.get(kind, 0) + int(n)
         if not dropped.any():
@@ -121,7 +132,7 @@ class Tally:
         per_reason = np.bincount(verdict.drop[dropped], minlength=len(reasons))
         for index in np.flatnonzero(per_reason).tolist():
             count.dropped[reasons[index]] = count.dropped.get(reasons[index], 0) + int(per_reason[index])
-            rows = np.flatnonzero(verdict.drop == index)
+            rows = np.flatnonzero(dropped & (verdict.drop == index))
             self.sample(stage, reasons[index], before, rows, keys, where)
 
     def sample(

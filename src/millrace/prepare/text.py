@@ -239,6 +239,7 @@ def sift(task: TextTask, scale: int) -> TextResult:
                 if signer is not None:
                     signer.add(kept.column("text"), scores(kept, task.dedup))
                 out.write(kept)
+            del batch, kept
     result = TextResult(task.name, task.key, reader.documents, documents, reader.malformed, reader.places, size)
     lines = b"".join(json.dumps(r, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for r in reader.rejects)
     atomic_write(Path(f"{task.prefix}.rejects"), lines)
@@ -248,25 +249,36 @@ def sift(task: TextTask, scale: int) -> TextResult:
 
 
 def _through(stages: tuple[Stage, ...], batch: pa.RecordBatch, tally: Tally, reader: _Reader) -> pa.RecordBatch:
-    """The rows that pass every stage."""
+    """The rows that pass every stage.
+
+    Rows that one stage drops are taken out before the next sees them, except between two that share the words of a
+    batch (`shares_words`): those are cut once, and looking at some rows in vain costs less than cutting again.
+    """
     keys = reader.keys(batch)
+    alive = np.ones(batch.num_rows, bool)
+    shared = False
     for stage, name in zip(stages, stage_names(stages)):
-        if not batch.num_rows:
+        shares = bool(getattr(stage, "shares_words", False))
+        if not alive.all() and not (shares and shared):
+            batch, keys = batch.filter(pa.array(alive)), keys[alive]
+            alive = np.ones(batch.num_rows, bool)
+        if not alive.any():
             break
+        shared = shares
 
         def where(row: int, batch: pa.RecordBatch = batch) -> str:
             return reader.where(batch.column("place")[row].as_py(), batch.column("where")[row].as_py())
 
-        verdict = _verdict(stage, batch, where)
-        tally.judge(name, stage.reasons, batch, verdict, keys, where)
+        verdict = stage.apply(batch)
+        tally.judge(name, stage.reasons, batch, verdict, keys, where, alive)
         added = set(verdict.batch.schema.names) - set(batch.schema.names)
         batch = verdict.batch
         seen = batch.select([n for n in batch.schema.names if n in added & {"language", "perplexity"}])
         if seen.num_columns:
             tally.see("read", seen)
-        kept = verdict.drop < 0
-        if not kept.all():
-            batch, keys = batch.filter(pa.array(kept)), keys[kept]
+        alive &= verdict.drop < 0
+    if not alive.all():
+        batch, keys = batch.filter(pa.array(alive)), keys[alive]
     if batch.num_rows:
 
         def place(row: int) -> str:
@@ -339,8 +351,11 @@ class _Reader:
             held.append(record)
             size += len(record.text)
             if size >= self._batch_bytes or len(held) >= BATCH_ROWS:
-                yield self._counted(held, tally)
+                batch = self._counted(held, tally)
                 held, size = [], 0
+                del record  # a giant must not be here and in the batch while the stages have it
+                yield batch
+                del batch
         if held:
             yield self._counted(held, tally)
 

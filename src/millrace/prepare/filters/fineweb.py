@@ -42,6 +42,7 @@ class FineWeb:
 
     name: ClassVar[str] = "fineweb"
     version: ClassVar[int] = 1
+    shares_words: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         need_number(self, "min_ended_lines", high=1)

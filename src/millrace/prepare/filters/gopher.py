@@ -68,6 +68,7 @@ class GopherQuality:
 
     name: ClassVar[str] = "gopher_quality"
     version: ClassVar[int] = 1
+    shares_words: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         need_number(self, "min_words", "max_words", "min_word_chars", "max_word_chars", "max_symbols_per_word")
@@ -154,6 +155,7 @@ class GopherRepetition:
 
     name: ClassVar[str] = "gopher_repetition"
     version: ClassVar[int] = 1
+    shares_words: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         need_number(self, "max_duplicate_paragraphs", "max_duplicate_paragraph_chars")
