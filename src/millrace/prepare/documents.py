@@ -36,6 +36,13 @@ TURN_GIVEN, TURN_LEARNT = "\ufdd0", "\ufdd1"
 Unicode keeps these noncharacters for internal use; readers take them out of what they read."""
 
 
+def without_turns(text: str) -> str:
+    """The text without the noncharacters that begin turns: they are ours, and no input may bring its own."""
+    if TURN_GIVEN in text or TURN_LEARNT in text:
+        return text.replace(TURN_GIVEN, "").replace(TURN_LEARNT, "")
+    return text
+
+
 @dataclass(frozen=True)
 class Record:
     """One document as a reader yields it, or what is wrong with it.

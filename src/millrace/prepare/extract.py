@@ -18,8 +18,7 @@ from typing import ClassVar
 
 import pyarrow as pa
 
-from millrace.prepare.documents import Verdict, keep_all, replace_column
-from millrace.prepare.read.fields import without_turns
+from millrace.prepare.documents import Verdict, keep_all, replace_column, without_turns
 
 _TAGS = (
     "nav",

@@ -96,8 +96,8 @@ def _load(path: str) -> Any:
         import kenlm
     except ImportError as error:
         raise UsageError(
-            "perplexity: expected the package kenlm, got none. Install millrace[prepare] (it is built from source: "
-            "a C++ compiler is needed), or take this filter out of the recipe."
+            "perplexity: the package kenlm is not installed. Install it: pip install 'millrace[lm]' (it is built from "
+            "source: a C++ compiler is needed), or take this filter out of the recipe."
         ) from error
     if not Path(path).is_file():
         raise UsageError(f"model: expected a KenLM model, got no file at {path}")

@@ -7,18 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from millrace.prepare.documents import TURN_GIVEN, TURN_LEARNT, Record
+from millrace.prepare.documents import TURN_GIVEN, TURN_LEARNT, Record, without_turns
 from millrace.prepare.read.base import ReadOptions
 
 _LEARNT_ROLES = ("assistant", "gpt", "model", "bot")
 _SHOWN = 200
-
-
-def without_turns(text: str) -> str:
-    """The text without the noncharacters that begin turns: they are ours, and no input may bring its own."""
-    if TURN_GIVEN in text or TURN_LEARNT in text:
-        return text.replace(TURN_GIVEN, "").replace(TURN_LEARNT, "")
-    return text
 
 
 def look_up(row: Mapping[str, object], key: str) -> object:

@@ -19,9 +19,9 @@ from typing import BinaryIO
 import orjson
 
 from millrace.errors import PrepareError
-from millrace.prepare.documents import Record
+from millrace.prepare.documents import Record, without_turns
 from millrace.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source
-from millrace.prepare.read.fields import keys_of, surrogate_in, to_record, without_turns
+from millrace.prepare.read.fields import keys_of, surrogate_in, to_record
 from millrace.prepare.read.opening import Damaged, open_source
 
 _BOM = b"\xef\xbb\xbf"

@@ -14,9 +14,9 @@ from dataclasses import replace
 import orjson
 
 from millrace.errors import UsageError
-from millrace.prepare.documents import Record
+from millrace.prepare.documents import Record, without_turns
 from millrace.prepare.read.base import Format, Piece, ReadOptions
-from millrace.prepare.read.fields import name_of, surrogate_in, without_turns
+from millrace.prepare.read.fields import name_of, surrogate_in
 from millrace.prepare.read.lines import LINES
 
 GONE = frozenset(("[deleted]", "[removed]", "[ Removed by Reddit ]", "[deleted by user]"))

@@ -23,10 +23,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from millrace.errors import PrepareError, UsageError
-from millrace.prepare.documents import Record
+from millrace.prepare.documents import Record, without_turns
 from millrace.prepare.extract import all_text
 from millrace.prepare.read.base import Format, Piece, ReadOptions, Source
-from millrace.prepare.read.fields import without_turns
 from millrace.prepare.read.opening import Damaged, open_source
 
 _ATTRIBUTE = re.compile(r'([A-Za-z]{1,40})="([^"]*)"')

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from millrace.prepare.documents import Record
+from millrace.prepare.documents import Record, without_turns
 from millrace.prepare.read.base import Format, Piece, ReadOptions
-from millrace.prepare.read.fields import without_turns
 from millrace.prepare.read.lines import parse_line
 from millrace.prepare.read.opening import COMPRESSIONS, Damaged, open_source, unpack
 
