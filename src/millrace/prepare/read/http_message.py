@@ -94,6 +94,8 @@ def _unpack(body: bytes, encodings: str, max_bytes: int) -> tuple[bytes, str]:
             continue
         try:
             unpacked = decode(body, max_bytes + 1)
+        except ModuleNotFoundError:
+            raise
         except Exception:  # noqa: BLE001 - each decoder has its own errors; the header did not tell the truth
             continue
         if len(unpacked) > max_bytes:

@@ -20,7 +20,7 @@ from millrace.prepare.read.lines import TEXT, is_text
 from millrace.prepare.read.opening import COMPRESSIONS, Damaged, open_packed, open_source, sniff_compression
 
 _HEAD = 4096
-_SIDECARS = ("dataset_info.json", "dataset_dict.json", "state.json", "_SUCCESS")
+_SIDECARS = ("dataset_info.json", "dataset_dict.json", "state.json", "cursor.json", "_SUCCESS")
 
 
 @dataclass(frozen=True)
