@@ -10,8 +10,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from millrace.errors import UsageError
-from millrace.prepare.filters.characters import character_table
-from millrace.prepare.filters.word_table import word_table
 
 
 def need_number(stage: object, *names: str, low: float = 0, high: float = float("inf")) -> None:
@@ -61,6 +59,9 @@ def first_failing(*failed: NDArray[np.bool_]) -> NDArray[np.int16]:
 
 def measure(kernel: Any, batch: pa.RecordBatch, columns: int, extra: Sequence[object] = ()) -> NDArray[np.int64]:
     """What a kernel of `kernels.py` measures of each text: int64 [columns, rows]."""
+    from millrace.prepare.filters.characters import character_table
+    from millrace.prepare.filters.word_table import word_table
+
     cut = word_table(batch.column("text"))
     out = np.zeros((batch.num_rows, columns), np.int64)
     kernel(*cut.texts, *cut.words, character_table(), *extra, out)

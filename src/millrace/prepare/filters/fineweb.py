@@ -13,7 +13,6 @@ import pyarrow as pa
 
 from millrace.prepare.documents import Verdict
 from millrace.prepare.filters.fields import first_failing, measure, need_count, need_flag, need_number
-from millrace.prepare.filters.kernels import FINEWEB, measure_lines
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,8 @@ class FineWeb:
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what fails a rule."""
+        from millrace.prepare.filters.kernels import FINEWEB, measure_lines
+
         m = dict(zip(FINEWEB, measure(measure_lines, batch, len(FINEWEB), [self.short_line_chars]), strict=True))
         with np.errstate(divide="ignore", invalid="ignore"):
             unended = (m["ended"] == 0) & self.keep_unended

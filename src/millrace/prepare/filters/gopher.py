@@ -1,7 +1,7 @@
 """The rules by which Gopher's training text was chosen: quality and repetition.
 
-Hides: that a rule is a comparison of two columns measured in compiled code; rules are tried in the published order and
-the first that fails is the reason.
+Hides: that a rule is a comparison of two columns measured in compiled code (whose compiler, 0.5 s to import, is left
+to the processes that measure); rules are tried in the published order and the first that fails is the reason.
 
 Source: Rae et al. 2021, "Scaling Language Models" (Gopher), section A.1.1 and table A1. What they leave open (what is
 a word, a duplicate, a top n-gram) is decided as datatrove 0.10 does.
@@ -28,8 +28,6 @@ from millrace.prepare.filters.fields import (
     need_order,
     need_strings,
 )
-from millrace.prepare.filters.kernels import QUALITY, REPETITION, measure_quality, measure_repetition
-from millrace.prepare.filters.words import read_only
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))
@@ -106,6 +104,8 @@ class GopherQuality:
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what fails a rule."""
+        from millrace.prepare.filters.kernels import QUALITY, measure_quality
+
         m = dict(zip(QUALITY, measure(measure_quality, batch, len(QUALITY), _stop_table(self.stop_words)), strict=True))
         with np.errstate(divide="ignore", invalid="ignore"):
             mean = m["text_chars"] / m["text_words"]  # of no words: no number, which no rule drops
@@ -182,6 +182,9 @@ class GopherRepetition:
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what fails a rule."""
+        from millrace.prepare.filters.kernels import REPETITION, measure_repetition
+        from millrace.prepare.filters.words import read_only
+
         grams = (*self.top_ngrams, *self.duplicate_ngrams)
         sizes = sorted((n, len(REPETITION) + i, i < len(self.top_ngrams)) for i, (n, _) in enumerate(grams))
         table = read_only(np.array(sizes, np.int64).reshape(-1, 3))

@@ -1,0 +1,164 @@
+"""The whole of preparation beside datatrove's: JSON lines → Gopher's filters → MinHash → tokens, on two processes.
+
+    python -m benchmarks.prepare.whole [--mb 12]
+
+Processor and wall seconds of the whole tree of processes, from start to exit, on the same corpus in one run, at two
+sizes: what the larger takes beyond the smaller is free of fixed costs (imports, kernels, models). Both have compiled
+their bytecode before; ours also its kernels, and what the first run of all costs is printed once. The peer runs with
+the interpreter in MILLRACE_PEERS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gzip
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.measure import Figure, show
+from benchmarks.prepare.corpus import data_folder, make_corpus
+
+PEERS = os.environ.get("MILLRACE_PEERS", ".venv-peers/bin/python")
+WORKERS = 2
+FILES = 4
+TARGET = 5.0
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run cost, and what it made: documents that passed the filters, those that are left, their tokens."""
+
+    cpu_s: float
+    wall_s: float
+    filtered: int
+    documents: int
+    tokens: int
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """As users have it: bytecode is written once; peers are not sent to a hub that may not be there."""
+    plain = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    return {**plain, "HF_HUB_OFFLINE": "1", **more}
+
+
+def timed(command: list[str], **more: str) -> tuple[float, float, str]:
+    """Processor seconds of the command and all that it started, wall seconds, and what it printed.
+
+    Raises:
+        SystemExit: If it fails.
+    """
+    # Processes whose parent ended before them (datatrove's workers: the fork server's) come to us, and are counted.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, env=clean_environment(**more))
+    wall = time.perf_counter() - begun
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise SystemExit(f"benchmarks: {command[:4]} failed:\n{done.stderr[-3000:]}")
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall, done.stdout
+
+
+def run_ours(corpus: Path, tokenizer: Path, **more: str) -> Outcome:
+    """One `millrace prepare` from nothing."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "-m", "millrace.cli", "prepare", str(corpus), "--out", f"{out}/dataset", "--json"]
+        command += ["--filter", "gopher", "--dedup", "minhash", "--tokenizer", str(tokenizer), "--quiet"]
+        cpu, wall, printed = timed([*command, "--workers", str(WORKERS)], **more)
+    found = json.loads(printed)
+    filtered = found["documents_out"] + found["dropped"].get("near_duplicate", 0)
+    return Outcome(cpu, wall, filtered, found["documents_out"], found["tokens"])
+
+
+def run_datatrove(corpus: Path, tokenizer: Path) -> Outcome:
+    """Its own pipeline; what it kept is counted in its files, where a token has two bytes and a document eight."""
+    with tempfile.TemporaryDirectory() as work:
+        script = Path(__file__).with_name("peer_datatrove.py")
+        cpu, wall, _ = timed([PEERS, str(script), str(corpus), work, str(tokenizer), str(WORKERS)])
+        tokens = sum(path.stat().st_size for path in Path(work, "tokens").glob("*.ds")) // 2
+        documents = sum(path.stat().st_size for path in Path(work, "tokens").glob("*.ds.index")) // 8
+        filtered = sum(gzip.decompress(path.read_bytes()).count(b"\n") for path in Path(work, "kept").glob("*.gz"))
+    return Outcome(cpu, wall, filtered, documents, tokens)
+
+
+def make_folder(folder: Path, megabytes: float) -> Path:
+    """The corpus in several files, so that the peer's tasks have one each."""
+    folder.mkdir()
+    whole = folder.with_suffix(".jsonl")
+    make_corpus(whole, int(megabytes * 1e6))
+    lines = whole.read_bytes().splitlines(keepends=True)
+    for i in range(FILES):
+        (folder / f"{i:02}.jsonl").write_bytes(b"".join(lines[i * len(lines) // FILES : (i + 1) * len(lines) // FILES]))
+    whole.unlink()
+    return folder
+
+
+def row(name: str, run: Outcome, megabytes: float) -> None:
+    counts = f"{run.filtered:10}{run.documents:11}{run.tokens:12}"
+    print(f"  {name:30}{run.cpu_s:9.2f}{run.wall_s:9.2f}{megabytes / run.cpu_s:10.2f}{counts}")
+
+
+def measure(megabytes: float = 12) -> list[Figure]:
+    """The table, printed, and the ratios; two to three minutes, nearly all of them the peer's."""
+    tokenizer = data_folder() / "tokenizers/gpt-neo-test-tokenizer.json"
+    sizes = (megabytes / 4, megabytes)
+    found: dict[str, list[Outcome]] = {"millrace": [], "millrace, tokenizers as coder": []}
+    with tempfile.TemporaryDirectory() as name:
+        folders = [make_folder(Path(name, str(i)), size) for i, size in enumerate(sizes)]
+        tiny = make_folder(Path(name, "tiny"), 0.05)
+        run_ours(tiny, tokenizer)
+        cold = run_ours(tiny, tokenizer, NUMBA_CACHE_DIR=f"{name}/kernels")
+        if Path(PEERS).exists():
+            run_datatrove(tiny, tokenizer)
+            found["datatrove"] = []
+        else:
+            print(f"No peer: expected an interpreter with datatrove at {PEERS} (MILLRACE_PEERS).")
+        for folder in folders:
+            found["millrace"].append(run_ours(folder, tokenizer))
+            found["millrace, tokenizers as coder"].append(run_ours(folder, tokenizer, MILLRACE_CODER="reference"))
+            if "datatrove" in found:
+                found["datatrove"].append(run_datatrove(folder, tokenizer))
+    for i, size in enumerate(sizes):
+        print(f"\n{size:.0f} MB of JSON lines, {WORKERS} processes")
+        print(f"  {'':30}{'CPU s':>9}{'wall s':>9}{'MB/CPU s':>10}{'filtered':>10}{'documents':>11}{'tokens':>12}")
+        for what, runs in found.items():
+            row(what, runs[i], size)
+    print(f"\nOurs for the first time of all, 0.05 MB, kernels compiled: {cold.cpu_s:.1f} CPU s, {cold.wall_s:.1f} s")
+    return _figures(found, sizes)
+
+
+def _figures(found: dict[str, list[Outcome]], sizes: tuple[float, float]) -> list[Figure]:
+    per_mb = {what: (runs[1].cpu_s - runs[0].cpu_s) / (sizes[1] - sizes[0]) for what, runs in found.items()}
+    figures = [Figure(f"{what}, beyond fixed costs", 1 / cost, "MB/CPU s") for what, cost in per_mb.items()]
+    fixed = found["millrace"][0].cpu_s - per_mb["millrace"] * sizes[0]
+    figures.append(Figure("millrace, fixed", fixed, "CPU s", "starts, imports, kernels and models of 3 processes"))
+    if "datatrove" in found:
+        theirs = found["datatrove"][1]
+        for what in ("millrace", "millrace, tokenizers as coder"):
+            ours, note = found[what][1], f"target {TARGET:g}; wall {theirs.wall_s / found[what][1].wall_s:.1f}x"
+            figures.append(Figure(f"{what} / datatrove", theirs.cpu_s / ours.cpu_s, "x CPU", note))
+            figures.append(Figure(f"{what} / datatrove, beyond fixed", per_mb["datatrove"] / per_mb[what], "x CPU"))
+    return figures
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=float, default=12, help="the larger of the two corpora")
+    show("prepare: the whole", measure(parser.parse_args().mb))
+
+
+if __name__ == "__main__":
+    main()
