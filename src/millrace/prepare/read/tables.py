@@ -18,10 +18,13 @@ from millrace.prepare.documents import Record
 from millrace.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source
 from millrace.prepare.read.fields import keys_of, to_record
 from millrace.prepare.read.opening import Damaged, open_packed, open_source
+from millrace.prepare.read.pages import most_rows, pages
 
 _BATCH_BYTES = 8 << 20
 _BATCH_ROWS = 4096
-_DICTIONARY_BYTES = 256 << 20
+_RUN_BYTES = 64 << 20
+_PAGE_BYTES = 512 << 20
+"""A page, as it is packed and unpacked: at most so many bytes at once (of a dictionary there is one more copy)."""
 _DAMAGE = (pa.ArrowException, OSError, ValueError, OverflowError, EOFError, Damaged)
 
 
@@ -64,8 +67,9 @@ def _read_parquet(piece: Piece, options: ReadOptions) -> Iterator[Record]:
                         yield to_record(place, row, options)
                 except _DAMAGE as error:
                     place += 1
+                    rows = file.metadata.row_group(group).num_rows
                     problem = f"damaged Parquet: {_said(error)}"
-                    yield Record(place, problem=problem, where=f"row group {group}")
+                    yield Record(place, problem=problem, where=f"row group {group}, of {rows} rows")
     except PrepareError as error:
         if not isinstance(error, Damaged):
             raise
@@ -81,31 +85,31 @@ def _group_rows(file: pq.ParquetFile, source: Source, group: int, keys: list[str
     size = sum(max(0, column.total_uncompressed_size) for column in columns)
     batch_rows = min(_BATCH_ROWS, _BATCH_BYTES * max(1, part.num_rows) // max(1, size))
     for column in columns:
-        if column.has_dictionary_page:
-            largest = _dictionary_bytes(source, column.dictionary_page_offset or 0)
-            batch_rows = min(batch_rows, _DICTIONARY_BYTES // max(1, largest))
+        batch_rows = min(batch_rows, _rows_at_once(source, column))
     for batch in file.iter_batches(max(1, batch_rows), row_groups=[group], columns=keys, use_threads=False):
         yield from _rows(batch, keys)
 
 
-def _dictionary_bytes(source: Source, position: int) -> int:
-    """The unpacked size of a dictionary page: no value is larger, and each of the rows may be that value.
+def _rows_at_once(source: Source, column: Any) -> int:
+    """How many rows of a column chunk may be held at once; each may be the largest value of its dictionary.
 
-    A page of indices may thus stand for gigabytes of text. Source: parquet.thrift, PageHeader (field 1 is its type,
-    2 its size, two i32 in Thrift's compact protocol).
+    Raises:
+        Damaged: If a page is larger than memory should hold.
     """
+    start, size = column.data_page_offset, column.total_compressed_size
+    if column.has_dictionary_page and column.dictionary_page_offset:
+        start = min(start, column.dictionary_page_offset)
     with open_packed(source.path, source.bytes) as file:
-        file.seek(position)
-        head = file.read(16)
-    if len(head) < 16 or head[0] != 0x15 or head[1] > 6 or head[2] != 0x15:
-        return 1 << 20
-    size = shift = 0
-    for byte in head[3:8]:
-        size |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            break
-    return size >> 1
+        found = list(pages(file, start, size))
+    for page in found:
+        held = page.packed_bytes + page.bytes * (2 if page.is_dictionary else 1)
+        if held > _PAGE_BYTES:
+            raise Damaged(
+                f"a page of {page.bytes} bytes ({page.packed_bytes} packed) is larger than can be held: at most "
+                f"{_PAGE_BYTES} bytes with both. Write the file with smaller pages: fewer rows in each"
+            )
+    largest = max((page.bytes for page in found if page.is_dictionary), default=1)
+    return min(most_rows(found, _RUN_BYTES, _BATCH_ROWS), _RUN_BYTES // max(1, largest))
 
 
 def _chosen(schema: pa.Schema, options: ReadOptions, source: Source) -> dict[str, pa.DataType]:
@@ -152,6 +156,11 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _rows(batch: pa.RecordBatch, keys: list[str]) -> Iterator[dict[str, object]]:
+    if batch.num_rows > 1 and batch.nbytes > 2 * _BATCH_BYTES:  # giants among others: fewer as Python's objects
+        half = batch.num_rows // 2
+        yield from _rows(batch.slice(0, half), keys)
+        yield from _rows(batch.slice(half), keys)
+        return
     columns = [_values(_column(batch, key)) for key in keys]
     for values in zip(*columns, strict=True):
         yield dict(zip(keys, values))
