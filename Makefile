@@ -5,7 +5,7 @@ PYTHON  ?= python3
 DEMO    ?=
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test lint check bench clean
+.PHONY: setup demo test lint check bench bench-prepare clean
 
 setup: $(VENV)/.ready
 
@@ -28,5 +28,9 @@ test: lint
 bench: setup
 	$(PY) -m benchmarks
 
+# What Millrace is measured against goes into .venv-peers, unless MILLRACE_PEERS names an interpreter that has it.
+bench-prepare: setup
+	$(PY) -m benchmarks.prepare
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """Signatures against datasketch, rensa and datatrove on the same texts; the steps after them; and the S-curve.
 
-    python benchmarks/prepare/dedup.py                    the table (about 40 s)
-    python benchmarks/prepare/dedup.py --curve FILE.svg   the S-curve against theory, as a table and as a picture
+    python -m benchmarks.prepare.dedup                    the table (about 40 s)
+    python -m benchmarks.prepare.dedup --curve FILE.svg   the S-curve against theory, as a table and as a picture
 
 CPU seconds of one process each, all with 112 hashes over 5-grams of words. The peers run with the interpreter in
 MILLRACE_PEERS, which has them installed. datasketch and rensa take their 5-grams as strings, joined by Python: each is
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from benchmarks.measure import Figure
 from millrace.prepare.dedup import Dedup, Part, Signer, deduplicate, kernels
 from millrace.prepare.dedup.signer import hash_functions, sign_texts
 from millrace.prepare.documents import text_buffers
@@ -136,7 +137,8 @@ def run_peers(texts: Sequence[str]) -> dict[str, float]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def print_signatures(texts: Sequence[str]) -> None:
+def print_signatures(texts: Sequence[str]) -> list[Figure]:
+    """The table of signatures, printed, and what the targets are set for; nothing without the peers."""
     ours, theirs = seconds_a_byte(texts), run_peers(texts)
     print(f"MinHash signatures, {sum(map(len, texts)) / 1e6:.1f} MB in {len(texts)} documents, one core")
     print(f"{'':40}{'MB/s':>10}{'millrace is':>14}")
@@ -156,6 +158,14 @@ def print_signatures(texts: Sequence[str]) -> None:
     line("millrace, shingle hashes given", ours["hashes"], ours["hashes"])
     if hashes:
         line("rensa R-MinHash, shingle hashes given", hashes, ours["hashes"])
+    if "datasketch" not in theirs:
+        return []
+    fastest = min(cost + shingles for name, cost in theirs.items() if name.startswith("rensa"))
+    return [
+        Figure("MinHash / datasketch", (theirs["datasketch"] + shingles) / ours["text"], "x CPU", "from text"),
+        Figure("MinHash / rensa", fastest / ours["text"], "x CPU", "its fastest, from text"),
+        Figure("MinHash / rensa, hashes given", (hashes or 0.0) / ours["hashes"], "x CPU", "min-wise hashes alone"),
+    ]
 
 
 def print_steps(documents: int = 200_000) -> None:
@@ -268,8 +278,14 @@ def main() -> None:
         print_curve(curve)
         draw_curve(curve, arguments.curve)
         return
-    print_signatures(corpus(4))
+    measure()
+
+
+def measure() -> list[Figure]:
+    """Both tables, printed, and the ratios."""
+    figures = print_signatures(corpus(4))
     print_steps()
+    return figures
 
 
 if __name__ == "__main__":

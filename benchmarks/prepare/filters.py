@@ -5,8 +5,8 @@
 
 The texts: crawled pages, Wikipedia, Stack Exchange, news, books and plays cut into 3 kB; and as many made from them
 that lie near a threshold on purpose (about 50 words, about 80 % of words with a letter, lines and phrases repeated).
-datatrove keeps the words of the last text, so that its repetition and FineWeb filters find them cut, while each of ours
-cuts for itself: the ratio to look at is that of both Gopher filters. The peer runs with the interpreter in
+Both keep the words that they cut last (datatrove of a text, ours of a batch), so that Gopher's first filter pays for
+all that look at words: the ratio to look at is that of both Gopher filters. The peer runs with the interpreter in
 MILLRACE_PEERS, which has datatrove and spaCy installed.
 """
 
@@ -22,6 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.measure import Figure, show
 from benchmarks.prepare.corpus import data_folder, passages
 from millrace.prepare.documents import Record, Stage, to_batches
 from millrace.prepare.filters import C4, FineWeb, GopherQuality, GopherRepetition
@@ -96,13 +97,16 @@ def borderline(text: str, chance: random.Random) -> str:
 def ours(texts: list[str]) -> tuple[list[list[str]], list[float]]:
     """Reasons by text and stage ("" for a kept one), and CPU seconds by stage."""
     batches = list(to_batches([Record(i, text=text) for i, text in enumerate(texts)]))
-    columns, spent = [], []
+    columns: list[list[str]] = [[] for _ in STAGES]
+    spent = [0.0] * len(STAGES)
     for stage in STAGES:
         stage.apply(batches[0].slice(0, 1))
-        begun = time.process_time()
-        drops = [drop for batch in batches for drop in stage.apply(batch).drop]
-        spent.append(time.process_time() - begun)
-        columns.append([stage.reasons[drop] if drop >= 0 else "" for drop in drops])
+    for batch in batches:
+        for i, stage in enumerate(STAGES):
+            begun = time.process_time()
+            drops = stage.apply(batch).drop.tolist()
+            spent[i] += time.process_time() - begun
+            columns[i] += [stage.reasons[drop] if drop >= 0 else "" for drop in drops]
     return [list(row) for row in zip(*columns, strict=True)], spent
 
 
@@ -116,8 +120,8 @@ def theirs(texts: list[str]) -> tuple[list[list[str]], list[float]]:
     return reasons, spent
 
 
-def show(title: str, mine: list[list[str]], peer: list[list[str]]) -> None:
-    """How many decisions are equal, and the rules by which the others differ."""
+def show_differences(title: str, mine: list[list[str]], peer: list[list[str]]) -> float:
+    """Print the rules by which decisions differ; the share of documents that both Gopher filters decide alike."""
     both = sum(
         bool(m) == bool(p) for a, b in zip(mine, peer, strict=True) for m, p in [("".join(a[:2]), "".join(b[:2]))]
     )
@@ -129,18 +133,18 @@ def show(title: str, mine: list[list[str]], peer: list[list[str]]) -> None:
         print(f"  {stage.name:18} alike {1 - differ / len(mine):.3%} ({dropped} dropped by datatrove)")
         for (m, p), count in pairs.most_common(4):
             print(f"      {count:4} ours: {m or 'kept'}; theirs: {p or 'kept'}")
+    return both / len(mine)
 
 
-def main() -> None:
-    """Print the table."""
+def measure(num_texts: int | None = 900) -> list[Figure]:
+    """The tables, printed, and what the targets are set for; nothing without the peer."""
+    if not Path(PEERS).exists():
+        print(f"No peer: expected an interpreter with datatrove[processing] at {PEERS} (MILLRACE_PEERS).")
+        return []
     chance = random.Random(1)
-    texts = real_texts() if "--all" in sys.argv else real_texts()[:900]
+    texts = real_texts()[:num_texts]
     made = [borderline(text, chance) for text in texts[: len(texts) // 3]]
     mine, spent = ours(texts + made)
-    if not Path(PEERS).exists():
-        raise SystemExit(
-            f"benchmarks: no interpreter at {PEERS}; set MILLRACE_PEERS to one that has datatrove[processing]"
-        )
     peer, peer_spent = theirs(texts + made)
     megabytes = sum(len(text.encode()) for text in texts + made) / 1e6
     print(f"{megabytes:.1f} MB; MB/s of one core: ours, datatrove, ratio")
@@ -148,8 +152,18 @@ def main() -> None:
         print(f"  {stage.name:18} {megabytes / a:8.2f} {megabytes / b:8.2f} {b / a:6.1f}x")
     a, b = sum(spent[:2]), sum(peer_spent[:2])
     print(f"  {'both Gopher':18} {megabytes / a:8.2f} {megabytes / b:8.2f} {b / a:6.1f}x")
-    show("Real text", mine[: len(texts)], peer[: len(texts)])
-    show("Near a threshold on purpose", mine[len(texts) :], peer[len(texts) :])
+    real = show_differences("Real text", mine[: len(texts)], peer[: len(texts)])
+    near = show_differences("Near a threshold on purpose", mine[len(texts) :], peer[len(texts) :])
+    return [
+        Figure("Gopher filters / datatrove", b / a, "x CPU"),
+        Figure("Gopher decisions alike", 100 * real, "%"),
+        Figure("Gopher decisions alike, near thresholds", 100 * near, "%"),
+    ]
+
+
+def main() -> None:
+    """Print the tables."""
+    show("prepare: filters", measure(None if "--all" in sys.argv else 900))
 
 
 if __name__ == "__main__":
