@@ -198,6 +198,8 @@ def prepare(
             "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
             "`bytes`, `train:VOCAB` or `tiktoken:NAME`; got none."
         )
+    if keep_ids is not None and not Path(keep_ids).parent.is_dir():
+        raise UsageError(f"keep_ids: expected a file in a directory that is there, got {keep_ids}.")
     whole, against = _find_against(whole)
     count = workers or cores()
     vocab = vocab_to_train(whole.tokenize.tokenizer)

@@ -62,13 +62,15 @@ def find_sources(
 
     Raises:
         PrepareError: If an input does not exist, cannot be read or is of no known format, or there is no file at all.
-        UsageError: If the forced format is none of ours.
+        UsageError: If there is no input, or the forced format is none of ours.
     """
     if options.format != "auto" and options.format not in FORMATS:
         names = ", ".join(FORMATS)
         raise UsageError(f"read: expected a format among auto, {names}, got {options.format!r}. Choose one of them.")
     if isinstance(inputs, str | Path):
         inputs = [inputs]
+    if not inputs:
+        raise UsageError("prepare: expected inputs (files, directories, URLs), named or in the recipe, got none.")
     files = [file for given in inputs for file in _files(given, leave_out)]
     with ThreadPoolExecutor(workers) as pool:
         known = list(pool.map(lambda file: file if isinstance(file, Source) else _known(file, options), files))
@@ -76,7 +78,7 @@ def find_sources(
     skipped = tuple(pair for pair in known if not isinstance(pair, Source))
     if not sources:
         seen = f" ({len(skipped)} files were passed over; the first: {': '.join(skipped[0])})" if skipped else ""
-        told = ", ".join(map(str, inputs)) or "no input"
+        told = ", ".join(map(str, inputs))
         raise PrepareError(f"prepare: expected input files, got none in {told}{seen}. Check the path.")
     return Found(sources, skipped)
 
