@@ -194,9 +194,9 @@ def test_wrong_settings_are_told_where_they_stand(tmp_path: Path) -> None:
     assert "KEY=VALUE" in refused(*arguments, "--set", "nonsense")
     assert "sample: expected a fraction" in refused(*arguments, "--sample", "200%")
     assert "tokenizer" in refused(*arguments[:-2])
-    assert "keep_ids: expected a file" in refused(*arguments, "--keep-ids", tmp_path / "none/ids")
+    assert "mine.toml" in refused(*arguments, "--keep-ids", config / "ids", code=1)
     assert "expected inputs" in refused("prepare", *arguments[2:])
-    assert not (tmp_path / "d").exists()
+    assert not (tmp_path / "d/.work").exists()
 
 
 BLOCK = """

@@ -198,8 +198,6 @@ def prepare(
             "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
             "`bytes`, `train:VOCAB` or `tiktoken:NAME`; got none."
         )
-    if keep_ids is not None and not Path(keep_ids).parent.is_dir():
-        raise UsageError(f"keep_ids: expected a file in a directory that is there, got {keep_ids}.")
     whole, against = _find_against(whole)
     count = workers or cores()
     vocab = vocab_to_train(whole.tokenize.tokenizer)
@@ -207,6 +205,8 @@ def prepare(
     found = find_sources(inputs or whole.inputs, whole.read, workers=count, leave_out=out)
     trouble = on_trouble or (lambda message: None)
     with _errors(out), _locked(out), _engine(engine, count, ray_address, trouble, out) as made:
+        if keep_ids is not None:  # now, not when all the work is done
+            Path(keep_ids).parent.mkdir(parents=True, exist_ok=True)
         run = Run(out, whole, made, keep_ids, to, on_progress or (lambda progress: None))
         lineage = _lineage(run, found, known, against)
         done = _already_there(run, lineage)
