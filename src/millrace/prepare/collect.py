@@ -150,11 +150,10 @@ class _Chosen:
 
 
 def collect(run: Run, corpus: Corpus, tally: Tally) -> None:
-    """Write the kept ids and the clusters; add the copies that were dropped, distributions, samples of what is kept."""
+    """Write the clusters; add the copies that were dropped, distributions, samples of what is kept."""
     chosen: dict[int, list[_Chosen]] = {0: [], 1: [], 2: []}
-    ids = _Lines(run.keep_ids)
     kept_bytes = 0
-    with ids, _Clusters(run.out / "clusters.parquet", corpus.dedup) as clusters:
+    with _Clusters(run.out / "clusters.parquet", corpus.dedup) as clusters:
         for index, (piece, text, base) in enumerate(zip(corpus.pieces, corpus.texts, corpus.bases)):
             drop = corpus.dedup.drop[index].load() if corpus.dedup else np.zeros(text.documents_out, np.uint8)
             _choose(chosen, text.key, index, drop)
@@ -163,7 +162,6 @@ def collect(run: Run, corpus: Corpus, tally: Tally) -> None:
                 kept = batch.filter(pa.array(marks == 0))
                 tally.see("kept", kept)
                 kept_bytes += pc.sum(kept.column("chars")).as_py() or 0
-                ids.write(id_of(piece, batch, row, base) for row in np.flatnonzero(marks == 0).tolist())
                 clusters.write(index, start, batch, lambda row, p=piece, b=batch, n=base: id_of(p, b, row, n))
     if corpus.dedup is not None:
         _count_copies(corpus.dedup, tally, kept_bytes)
@@ -171,6 +169,23 @@ def collect(run: Run, corpus: Corpus, tally: Tally) -> None:
         found = sorted(_samples(corpus, chosen[code]))
         if found:
             tally.samples[stage, reason] = found
+
+
+def write_ids(run: Run, corpus: Corpus, left_out: Sequence[Path]) -> None:
+    """Write the kept ids, in the order of the input.
+
+    Args:
+        left_out: For each part a file of u32: rows that deduplication kept, but that came to nothing later.
+    """
+    if run.keep_ids is None:
+        return
+    with _Lines(run.keep_ids) as ids:
+        for index, (piece, text, base) in enumerate(zip(corpus.pieces, corpus.texts, corpus.bases)):
+            drop = corpus.dedup.drop[index].load() if corpus.dedup else np.zeros(text.documents_out, np.uint8)
+            drop[np.fromfile(left_out[index], "<u4")] = 1
+            for start, batch in _batches(f"{corpus.folder}/{text.name}.arrow", text.documents_out):
+                kept = np.flatnonzero(drop[start : start + batch.num_rows] == 0)
+                ids.write(id_of(piece, batch, row, base) for row in kept.tolist())
 
 
 def _count_copies(result: DedupResult, tally: Tally, kept_bytes: int) -> None:
@@ -238,25 +253,21 @@ def id_of(piece: Piece, batch: pa.RecordBatch, row: int, base: int) -> str:
 
 
 class _Lines:
-    """Lines of text to a file that is there only when it is whole; nothing if there is no path."""
+    """Lines of text to a file that is there only when it is whole."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._temporary = path.with_name(f".{path.name}.tmp") if path else None
+        self._temporary = path.with_name(f".{path.name}.tmp")
         self._file: Any = None
 
     def __enter__(self) -> _Lines:
-        if self._temporary is not None:
-            self._file = self._temporary.open("wb")
+        self._file = self._temporary.open("wb")
         return self
 
     def write(self, lines: Iterator[str]) -> None:
-        if self._file is not None:
-            self._file.writelines(line.replace("\n", " ").encode("utf-8", "backslashreplace") + b"\n" for line in lines)
+        self._file.writelines(line.replace("\n", " ").encode("utf-8", "backslashreplace") + b"\n" for line in lines)
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if self._file is None or self._temporary is None or self._path is None:
-            return
         self._file.close()
         if kind is None:
             self._temporary.replace(self._path)

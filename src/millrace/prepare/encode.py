@@ -31,7 +31,7 @@ from millrace.prepare.subsets import Subsets
 if TYPE_CHECKING:
     from millrace.prepare.dedup import Flags
 
-TASK_VERSION = 2
+TASK_VERSION = 3
 """Raised when the same piece would give other tokens: old results are then not taken up."""
 _BATCH_BYTES = 4 << 20
 
@@ -185,6 +185,11 @@ def finished(task: EncodeTask) -> Encoded | None:
         return None
 
 
+def left_out_file(task: EncodeTask) -> Path:
+    """Where the rows are that were not dropped before and yet have no tokens: u32."""
+    return Path(task.folder) / f"{task.name}.left"
+
+
 def _mark(task: EncodeTask) -> Path:
     return Path(task.folder) / f"{task.name}.json"
 
@@ -239,6 +244,7 @@ def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: p
     else:
         tokens, lengths = encode_column(task.spec, texts)
         _count(result.dropped, {"empty": int((lengths == 0).sum())})
+    outputs.leave_out(rows[lengths == 0])
     for side, name in enumerate(task.subsets.names):
         chosen = np.flatnonzero((lengths > 0) & (sides == side))
         if len(chosen):
@@ -282,6 +288,7 @@ class _Outputs:
         self._parts: dict[str, TokenPart] = {}
         self._sizes: dict[str, list[int]] = {}  # Documents, tokens, bytes of ids.
         self._files: dict[tuple[str, str], Any] = {}
+        self._left_out: list[NDArray[np.int64]] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> _Outputs:
@@ -322,6 +329,10 @@ class _Outputs:
         sizes[0] += len(lengths)
         sizes[1] += len(tokens)
 
+    def leave_out(self, rows: NDArray[np.int64]) -> None:
+        """Note rows that came so far and have no tokens."""
+        self._left_out.append(rows)
+
     def commit(self) -> dict[str, TokenPart]:
         for file in self._files.values():
             file.flush()
@@ -335,5 +346,7 @@ class _Outputs:
             for kind in temporary.kinds:
                 temporary.file(kind).replace(part.file(kind))
             found[subset] = part
+        left_out = np.concatenate([np.empty(0, np.int64), *self._left_out])
+        atomic_write(left_out_file(self._task), left_out.astype("<u4").tobytes())
         sync_directory(Path(self._task.folder))
         return found

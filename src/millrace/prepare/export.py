@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from millrace.dataset.slices import atomic_write, hash_file, sync_directory
-from millrace.prepare.collect import Corpus, UnitCut, collect, id_of
+from millrace.prepare.collect import Corpus, UnitCut, collect, id_of, write_ids
 from millrace.prepare.read import Piece
 from millrace.prepare.report import write_report
 from millrace.prepare.stats import Tally
@@ -67,12 +67,18 @@ class Exported:
     sha256: str
 
 
+def left_out_file(task: ExportTask) -> Path:
+    """Where the rows are that were not dropped before and yet have no text: u32."""
+    return Path(task.arrow).with_name(f"{task.index:06d}.left")
+
+
 def export(task: ExportTask, scale: int = 0) -> Exported:
     """Write the file; a batch of a part, as it was written, is in memory at a time."""
     path = Path(task.out) / task.file
     temporary = path.with_name(f".{path.name}.tmp")
     drop = task.drop.load() if task.drop is not None else np.zeros(task.documents, np.uint8)
     documents, writer = 0, None
+    left_out = [np.empty(0, np.int64)]
     with pa.OSFile(task.arrow, "rb") as source:
         reader = pa.ipc.open_file(source)
         start = 0
@@ -80,18 +86,20 @@ def export(task: ExportTask, scale: int = 0) -> Exported:
             batch = reader.get_batch(number)
             ids = [id_of(task.piece, batch, row, task.base) for row in range(batch.num_rows)]
             texts = task.cut.apply(batch.column("text"), start) if task.cut is not None else batch.column("text")
-            kept = pa.array(drop[start : start + batch.num_rows] == 0)
+            kept = drop[start : start + batch.num_rows] == 0
+            empty = pc.equal(texts, "").to_numpy(zero_copy_only=False)  # all of whose lines stood elsewhere
+            left_out.append(start + np.flatnonzero(kept & empty))
             start += batch.num_rows
             columns = {"id": pa.array(ids, pa.large_string())}
             columns |= {name: batch.column(name) for name in _COLUMNS if name in batch.schema.names}
-            table = pa.table({**columns, "text": texts}).filter(kept)
-            table = table.filter(pc.not_equal(table.column("text"), ""))  # all of whose lines stood elsewhere
+            table = pa.table({**columns, "text": texts}).filter(pa.array(kept & ~empty))
             if writer is None:
                 writer = pq.ParquetWriter(temporary, table.schema, compression="zstd")
             writer.write_table(table)
             documents += table.num_rows
     if writer is not None:
         writer.close()
+    atomic_write(left_out_file(task), np.concatenate(left_out).astype("<u4").tobytes())
     if not documents:
         temporary.unlink(missing_ok=True)
         return Exported("", 0, 0, "")
@@ -114,6 +122,7 @@ def finish_text(run: Run, corpus: Corpus, tally: Tally, lineage: dict[str, Any])
         run.report(Progress("text out", done, len(tasks), " files"))
 
     files = [result for result in run.map(export, tasks, note=note) if result.documents]
+    write_ids(run, corpus, [left_out_file(task) for task in tasks])
     sync_directory(run.out / "text")
     for path in (run.out / "text").iterdir():
         if f"text/{path.name}" not in {file.file for file in files}:

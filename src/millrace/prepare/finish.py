@@ -24,8 +24,8 @@ from millrace.dataset.manifest import (
 from millrace.dataset.slices import atomic_write, sync_directory
 from millrace.errors import PrepareError
 from millrace.prepare.coders import CoderSpec
-from millrace.prepare.collect import Corpus, collect
-from millrace.prepare.encode import Encoded, EncodeTask, encode, finished
+from millrace.prepare.collect import Corpus, collect, write_ids
+from millrace.prepare.encode import Encoded, EncodeTask, encode, finished, left_out_file
 from millrace.prepare.report import write_report
 from millrace.prepare.rows import RowSliceTask, plan_row_slices, shape_of, write_row_slice
 from millrace.prepare.shuffle import Shuffle, TokenPart, finished_shuffle, plan_shuffle, shuffle
@@ -135,7 +135,9 @@ def _encode(run: Run, corpus: Corpus, used: TokenizerFile) -> list[Encoded]:
         run.report(Progress("encode", done, sum(sizes), "B", documents, kept, done))
 
     run.report(Progress("encode", 0, sum(sizes), "B"))
-    return run.map(encode, tasks, finished, note, sizes)
+    encoded = run.map(encode, tasks, finished, note, sizes)
+    write_ids(run, corpus, [left_out_file(task) for task in tasks])
+    return encoded
 
 
 def _count(tally: Tally, encoded: Sequence[Encoded]) -> None:
