@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from millrace.dataset import Dataset, open_dataset
 from millrace.errors import PrepareError, UsageError
-from millrace.prepare import PrepareSummary, Progress, prepare, slicing, tokenizers
+from millrace.prepare import PrepareSummary, Progress, load_recipe, prepare, slicing, tokenizers
 from millrace.prepare.read import lines, sources, tables
 
 TEXTS = [f"Document {i}: " + "grüße, 世界! \x00\r\n<|endoftext|> " * (i % 9) for i in range(300)]
@@ -326,3 +326,24 @@ def test_real_text(tmp_path: Path) -> None:
     assert summary.documents_out > 10 and dataset.verify().ok
     book = sorted((folder / "books/de").iterdir())[0].read_bytes().removeprefix(b"\xef\xbb\xbf")
     assert bytes(documents(dataset)[0][:-1]) == book
+
+
+def test_kept_ids_are_of_what_is_left_when_repeated_lines_are_cut(tmp_path: Path) -> None:
+    said = [f"This is line number {i}, and long enough to be compared." for i in range(5)]
+    first = jsonl([f"{said[0]}\n{said[1]}"], id="a0") + jsonl([said[0]], id="a1")
+    second = jsonl([said[1]], id="b0") + jsonl([said[2]], id="b1") + jsonl([said[2]], id="b2")
+    (tmp_path / "a.jsonl").write_bytes(first)
+    (tmp_path / "b.jsonl").write_bytes(second)
+
+    def run(name: str, inputs: str, **dedup: Any) -> tuple[list[str], PrepareSummary]:
+        recipe = load_recipe(settings={"dedup": {"lines": True, **dedup}, "tokenize": {"tokenizer": "bytes"}})
+        ids = tmp_path / f"{name}.ids"
+        paths = [tmp_path / f"{letter}.jsonl" for letter in inputs]
+        summary = prepare(paths, tmp_path / name, recipe=recipe, keep_ids=ids, workers=1)
+        assert len(ids.read_text().split()) == summary.documents_out
+        return ids.read_text().split(), summary
+
+    assert run("A", "a")[0] == ["a0"]
+    kept, summary = run("AB", "ab")
+    assert kept == ["a0", "b1"] and summary.dropped == {"empty": 3}
+    assert run("B", "b", against=[str(tmp_path / "A")])[0] == ["b1"]
