@@ -64,10 +64,8 @@ def test_plain_text(name: str) -> None:
     got = records(folder)
     files = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.relative_to(folder).parts)
     assert len(got) == len(files)
-    by_id = {record.id: record for record in got}
     latin = []
-    for path in files:
-        record = by_id[f"{name}/{path.relative_to(folder).as_posix()}"]
+    for path, record in zip(files, got, strict=True):
         try:
             assert record.text == path.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError:

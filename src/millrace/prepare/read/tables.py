@@ -25,6 +25,7 @@ _BATCH_ROWS = 4096
 _RUN_BYTES = 64 << 20
 _PAGE_BYTES = 512 << 20
 """A page, as it is packed and unpacked: at most so many bytes at once (of a dictionary there is one more copy)."""
+_SHOWN_COLUMNS = 12
 _DAMAGE = (pa.ArrowException, OSError, ValueError, OverflowError, EOFError, Damaged)
 
 
@@ -119,9 +120,11 @@ def _chosen(schema: pa.Schema, options: ReadOptions, source: Source) -> dict[str
     for key in needed:
         kind = found.get(key)
         if kind is None or not (_is_text(kind) or key == options.messages_key):
-            got = ", ".join(f"{field.name}: {field.type}" for field in schema)
+            fields = sorted(schema, key=lambda field: not _is_text(field.type))
+            got = ", ".join(f"{field.name}: {str(field.type)[:60]}" for field in fields[:_SHOWN_COLUMNS])
+            got += f" and {len(fields) - _SHOWN_COLUMNS} others" if len(fields) > _SHOWN_COLUMNS else ""
             raise PrepareError(
-                f"{source.path}: expected a text column {key!r}, got columns {got[:1000]}. Name it with --text-key."
+                f"{source.path}: expected a text column {key!r}, got columns {got}. Name it with --text-key."
             )
     return found
 
