@@ -72,8 +72,8 @@ class Engine(Protocol):
 def local_engine(workers: int, *, on_trouble: Trouble | None = None, memory_bytes: int | None = None) -> Engine:
     """Processes of this machine, started when a map first needs them and used for all maps until closed.
 
-    With one worker, or for one task, all runs in this process (where libraries may use all their threads), unless
-    `memory_bytes` is given.
+    With one worker, or for one task before any process was started, all runs in this process (where libraries may use
+    all their threads), unless `memory_bytes` is given.
 
     Args:
         workers: How many tasks run at once.
@@ -262,7 +262,8 @@ class _LocalEngine:
         weights: Sequence[int] | None = None,
     ) -> None:
         attempts = Attempts(tasks, weights, self._on_trouble)
-        if self._memory_bytes is None and min(self._num_workers, len(tasks)) <= 1:
+        here = self._memory_bytes is None and min(self._num_workers, len(tasks)) <= 1
+        if here and not self._workers:  # one that is warm has what the task needs loaded
             while (pair := attempts.next(0)) is not None:
                 trouble, result = _run_here(run, tasks[pair[0]], pair[1])
                 if trouble:

@@ -149,10 +149,13 @@ def test_processes_stay_for_all_maps_and_are_gone_when_closed(two: Engine) -> No
     two.close()
 
 
-def test_one_worker_or_one_task_runs_here(warm: Engine) -> None:
+def test_one_worker_or_one_task_runs_here_unless_a_process_is_warm(warm: Engine) -> None:
     with local_engine(1) as engine:
         assert set(collect(engine, process_id, pieces(2))) == {os.getpid()}
-    assert collect(warm, process_id, pieces(1)) == [os.getpid()]
+    with local_engine(2) as engine:
+        assert collect(engine, process_id, pieces(1)) == [os.getpid()]
+        assert os.getpid() not in collect(engine, process_id, pieces(2))
+        assert os.getpid() not in collect(engine, process_id, pieces(1))
     assert collect(warm, process_id, []) == []
 
 
