@@ -10,9 +10,11 @@ them as dropped, and whoever runs it takes them out.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, field, fields
+from pathlib import PurePath
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -98,6 +100,26 @@ class Stage(Protocol):
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Its verdict on a batch; rows do not influence each other, so that batches may be cut anywhere."""
         ...
+
+
+def portable(stage: Stage) -> Stage:
+    """The stage with the names of its files in place of their paths: what a result depends on besides their contents.
+
+    For looking at, not for use.
+    """
+    paths = [PurePath(path) for path in stage.files()]
+
+    def named(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(named(member) for member in value)
+        if isinstance(value, str) and value and any(path.is_relative_to(value) for path in paths):
+            return PurePath(value).name
+        return value
+
+    made = copy.copy(stage)
+    for field_of in fields(stage):  # type: ignore[arg-type]  # stages are dataclasses
+        object.__setattr__(made, field_of.name, named(getattr(stage, field_of.name)))
+    return made
 
 
 def keep_all(rows: int) -> NDArray[np.int16]:

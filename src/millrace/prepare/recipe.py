@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from millrace.errors import MillraceError, UsageError
 from millrace.prepare.dedup import Dedup
-from millrace.prepare.documents import Stage
+from millrace.prepare.documents import Stage, portable
 from millrace.prepare.layers import Keys, Layer, merge, parse_layer, place_of
 from millrace.prepare.read.base import ReadOptions
 from millrace.prepare.rows import TEMPLATES, Conversations
@@ -154,7 +154,7 @@ class Recipe:
         """Every setting, defaults too, as the lineage keeps it: `stages` is a list of [name, settings]."""
         names = [f.name for f in dataclasses.fields(self) if f.name not in ("inputs", "stages")]
         found = {name: _plain(getattr(self, name)) for name in names}
-        return {**found, "stages": [[s.name, _plain(s)] for s in self.stages]}
+        return {**found, "stages": [[s.name, _plain(portable(s))] for s in self.stages]}
 
     def to_tables(self) -> dict[str, Any]:
         """The same as the tables of a recipe's file, in their order: `load_recipe(settings=…)` takes them back."""

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from millrace.dataset.slices import atomic_write, hash_file
 from millrace.errors import MillraceError, PrepareError
 from millrace.prepare.dedup import Dedup
-from millrace.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, Verdict
+from millrace.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, Verdict, portable
 from millrace.prepare.encode import TextPart
 from millrace.prepare.read import read
 from millrace.prepare.read.base import Piece, ReadOptions
@@ -80,8 +80,8 @@ class TextTask:
                 [(s.sha256, s.format, s.compression) for s in self.piece.sources],
                 [self.piece.start, self.piece.stop],
                 repr(self.read),
-                [(s.name, s.version, repr(s)) for s in self.stages],
-                [sha256 for _, sha256 in self.files],
+                [(s.name, s.version, repr(portable(s))) for s in self.stages],
+                [(Path(path).name, sha256) for path, sha256 in self.files],
                 self.sample,
             ]
         )
@@ -269,7 +269,7 @@ def _through(stages: tuple[Stage, ...], batch: pa.RecordBatch, tally: Tally, rea
         def where(row: int, batch: pa.RecordBatch = batch) -> str:
             return reader.where(batch.column("place")[row].as_py(), batch.column("where")[row].as_py())
 
-        verdict = stage.apply(batch)
+        verdict = _verdict(stage, batch, where)
         tally.judge(name, stage.reasons, batch, verdict, keys, where, alive)
         added = set(verdict.batch.schema.names) - set(batch.schema.names)
         batch = verdict.batch

@@ -93,6 +93,14 @@ def committed(path: Path) -> Iterator[BinaryIO]:
     sync_directory(path.parent)
 
 
+def reserve(file: BinaryIO, size: int) -> None:
+    """Make a file that long, of zeros, with room on the disk: writing to a map of one without would end the process."""
+    if size and hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:
+        file.truncate(size)
+
+
 def sort_run(task: Sort, scale: int) -> str:
     """Run a Sort; its run is committed last, and one that is there is not made again. Returns its name."""
     out = Path(task.folder) / f"{task.name}.run"

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from millrace.dataset.slices import atomic_write
 from millrace.prepare.dedup.kernels import jit
-from millrace.prepare.dedup.links import committed, read_flags
+from millrace.prepare.dedup.links import committed, read_flags, reserve
 
 KEPT, EXACT, NEAR = 0, 1, 2
 _LINKS = 1 << 15
@@ -84,7 +84,7 @@ class _Mapped:
 
     def __init__(self, path: Path, dtype: str, rows: int) -> None:
         with path.open("wb") as file:
-            file.truncate(max(rows, 1) * np.dtype(dtype).itemsize)
+            reserve(file, max(rows, 1) * np.dtype(dtype).itemsize)
         self.array: NDArray[Any] = np.memmap(path, dtype, "r+", shape=(max(rows, 1),))
 
     def relax(self) -> None:
@@ -245,7 +245,7 @@ def mark(task: Mark, scale: int) -> str:
     if out.exists():
         return task.name
     with committed(out) as file:
-        file.truncate(task.rows)
+        reserve(file, task.rows)
         if task.rows:
             cut = np.memmap(file.name, np.uint8, "r+", shape=(task.rows,))
             for links in _read_links(Path(task.folder), task.links, _CHUNK >> (2 * scale)):

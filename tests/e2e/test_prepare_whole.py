@@ -1,0 +1,163 @@
+"""Whole preparations with everything on: the same bytes whoever makes them and whatever befalls them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import random
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import whole
+
+pytest.importorskip("numba")
+pytest.importorskip("resiliparse")
+KILLS = int(os.environ.get("MILLRACE_PREPARE_KILLS", "4"))
+PHASES = ("text", "dedup", "tokenizer", "encode", "shuffle", "slice")
+NAMED_BY_PATH = ("report.html", "rejects.jsonl", "clusters.parquet")
+"""These name documents without an id by where they lie."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    whole.make_inputs(folder / "in")
+    if importlib.util.find_spec("kenlm") is not None:
+        whole.make_model(folder / whole.MODEL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wanted(base: Path) -> tuple[str, dict[str, str]]:
+    """The dataset id and the files that one process makes."""
+    found = whole.run(base / "in", base / "one", 1)
+    made = whole.files(base / "one")
+    assert "validation/manifest.json" in made and "clusters.parquet" in made and "report.html" in made
+    return found, made | {".ids": whole.files(base)["one.ids"]}
+
+
+def check(out: Path, found: str, wanted: tuple[str, dict[str, str]]) -> None:
+    made = whole.files(out) | {".ids": whole.files(out.parent)[f"{out.name}.ids"]}
+    assert {name for name in wanted[1] | made if made.get(name) != wanted[1].get(name)} == set()
+    assert found == wanted[0]
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_any_number_of_processes(base: Path, wanted: tuple[str, dict[str, str]], workers: int) -> None:
+    out = base / f"by{workers}"
+    check(out, whole.run(base / "in", out, workers, PYTHONHASHSEED=str(workers)), wanted)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+def test_ray(base: Path, wanted: tuple[str, dict[str, str]]) -> None:
+    out = base / "ray"
+    check(out, whole.run(base / "in", out, 2, "ray", RAY_USAGE_STATS_ENABLED="0"), wanted)
+
+
+def test_another_place_of_the_same_input(base: Path, wanted: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    shutil.copytree(base / "in", tmp_path / "in")
+    if (base / whole.MODEL).exists():
+        shutil.copy(base / whole.MODEL, tmp_path)
+    found = whole.run(tmp_path / "in", tmp_path / "elsewhere", 1, MILLRACE_CODER="reference")
+    made = whole.files(tmp_path / "elsewhere")
+    assert found == wanted[0]
+    assert {name for name in made if made[name] != wanted[1][name]} <= set(NAMED_BY_PATH)
+    for path in (tmp_path / "elsewhere").rglob("*.json"):
+        assert str(tmp_path) not in path.read_text()
+
+
+def test_workers_that_die(base: Path, wanted: tuple[str, dict[str, str]]) -> None:
+    out = base / "unlucky"
+    done = subprocess.run(
+        whole.command(base / "in", out, 2), capture_output=True, text=True, timeout=300,
+        env=os.environ | {"WHOLE_UNLUCKY": "1"},
+    )  # fmt: skip
+    assert "died with signal 9" in done.stderr and "ran out of memory" in done.stderr
+    assert "retried alone with smaller batches (scale 1 of 3)" in done.stderr
+    check(out, done.stdout.strip(), wanted)
+
+
+def kill_in(phase: str, command: list[str], how: signal.Signals, rng: random.Random) -> bool:
+    """Start it and kill all its processes a moment after it told of that phase; whether it was still running."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    steps = rng.randint(1, 6)
+    assert process.stderr is not None and process.stdout is not None
+    for line in process.stderr:
+        steps -= line.startswith(f"{phase} ")
+        if steps <= 0 or line.partition(" ")[0] in PHASES[PHASES.index(phase) + 1 :]:
+            break
+    time.sleep(rng.random() * 0.05)
+    alive = process.poll() is None
+    reader = threading.Thread(target=process.stderr.read)  # so that it does not wait for us
+    reader.start()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, how)
+    process.wait(timeout=30)
+    reader.join()
+    process.stdout.close()
+    process.stderr.close()
+    deadline = time.monotonic() + 20
+    while members(process.pid):
+        assert time.monotonic() < deadline, "processes outlived the prepare that started them"
+        time.sleep(0.02)
+    return alive
+
+
+def members(session: int) -> list[int]:
+    found = []
+    for path in Path("/proc").iterdir():
+        try:
+            fields = (path / "stat").read_text().rpartition(")")[2].split() if path.name.isdigit() else []
+        except OSError:
+            continue
+        if fields and int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(path.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds left-over processes in /proc")
+def test_killed_in_every_phase(base: Path, wanted: tuple[str, dict[str, str]]) -> None:
+    out, rng, kills = base / "killed", random.Random(KILLS), 0
+    phases = [*PHASES] * (KILLS // len(PHASES) + 1)
+    for phase in sorted(rng.sample(phases, KILLS), key=PHASES.index):
+        how = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGINT])
+        kills += kill_in(phase, whole.command(base / "in", out, rng.choice([1, 2])), how, rng)
+    assert kills > KILLS // 2, "killed too late to tell"
+    check(out, whole.run(base / "in", out, 2), wanted)
+    assert not (out / ".work").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 200 kB that root may make larger."""
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", small], capture_output=True).returncode:
+        pytest.skip("this machine does not let us mount a small file system")
+    yield small
+    subprocess.run(["umount", "-l", small], check=True)
+
+
+def test_a_disk_that_is_full_again_and_again(base: Path, wanted: tuple[str, dict[str, str]], small_disk: Path) -> None:
+    out, size, reached = small_disk / "d", 200_000, []
+    while True:
+        done = subprocess.run(whole.command(base / "in", out, 2), capture_output=True, text=True, timeout=300)
+        if done.returncode == 0:
+            break
+        told = done.stderr.splitlines()
+        assert done.returncode == 1 and "no space left" in told[-1] and "Traceback" not in done.stderr, done.stderr
+        assert not (out / "manifest.json").exists()
+        reached += [line.partition(" ")[0] for line in told if line.partition(" ")[0] in PHASES][-1:]
+        size = size * 3 // 2
+        subprocess.run(["mount", "-o", f"remount,size={size}", small_disk], check=True)
+    assert len(set(reached)) >= 3, f"the disk was full only in {set(reached)}"
+    check(out, done.stdout.strip(), wanted)

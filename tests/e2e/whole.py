@@ -1,0 +1,175 @@
+"""A small corpus of many formats and a recipe with everything on: what the tests of whole preparations share.
+
+Run as a program it prepares: `python whole.py INPUTS OUT WORKERS [ENGINE]` prints the dataset id. Pieces, slices and
+buckets are small, so that each phase has several tasks.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+MODEL = "model.arpa"
+NUM_DOCUMENTS = 600
+
+
+def texts(count: int = NUM_DOCUMENTS, seed: int = 5) -> list[str]:
+    """Made-up prose that the usual filters keep; one in ten a copy, one in ten nearly."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(3, 9))) for _ in range(3000)]
+    common = ["the", "be", "to", "of", "and", "that", "have", "with"]
+    made: list[str] = []
+    for _ in range(count):
+        draw = rng.random()
+        if made and draw < 0.1:
+            made.append(rng.choice(made))
+            continue
+        if made and draw < 0.2:
+            made.append(rng.choice(made) + " And so it ends here.")
+            continue
+        lines = []
+        for _ in range(rng.randint(4, 12)):
+            line = " ".join(rng.choices(words, k=10) + rng.choices(common, k=6)).capitalize()
+            lines.append(line + rng.choice([".", ".", "!", " at 10.1.2.3.", " by someone@example.com."]))
+        made.append("\n".join(lines))
+    return made
+
+
+def make_inputs(folder: Path) -> Path:
+    """JSON lines (two files alike), plain text, Parquet, packed lines with damage, and a WARC of pages."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir(parents=True)
+    made = texts()
+    lines = [
+        json.dumps({"id": f"d{i}", "text": text, "url": f"http://x.org/{i}"}) + "\n" for i, text in enumerate(made)
+    ]
+    (folder / "a.jsonl").write_text("".join(lines[:300]))
+    (folder / "b.jsonl").write_text("".join(lines[200:300]))
+    (folder / "c.jsonl").write_text("".join(lines[200:300]))
+    for i, text in enumerate(made[300:360]):
+        (folder / f"t{i:02d}.txt").write_text(text)
+    pq.write_table(pa.table({"text": made[360:420]}), folder / "p.parquet", row_group_size=20)
+    (folder / "z.jsonl.gz").write_bytes(gzip.compress(("".join(lines[420:500]) + "no JSON\n{}\n").encode(), mtime=0))
+    (folder / "pages.warc").write_bytes(b"".join(page(f"http://y.org/{i}", text) for i, text in enumerate(made[500:])))
+    return folder
+
+
+def page(url: str, text: str) -> bytes:
+    """A WARC record of a page with that text and a menu."""
+    paragraphs = "".join(f"<p>{line}</p>" for line in text.split("\n"))
+    body = f"<html><head><title>x</title></head><body><nav><a href='/'>Home</a></nav>{paragraphs}</body></html>"
+    http = f"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\n\r\n{body}".encode()
+    head = (
+        f"WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: {url}\r\nWARC-Date: 2024-01-01T00:00:00Z\r\n"
+        f"WARC-Record-ID: <urn:uuid:{hashlib.md5(url.encode()).hexdigest()}>\r\n"
+        f"Content-Type: application/http; msgtype=response\r\nContent-Length: {len(http)}\r\n\r\n"
+    )
+    return head.encode() + http + b"\r\n\r\n"
+
+
+def make_model(path: Path) -> Path:
+    """A small language model."""
+    from millrace.prepare.lm import train_lm
+
+    train_lm(texts(60, seed=9), path, order=2)
+    return path
+
+
+def recipe(model: Path | None) -> dict[str, Any]:
+    """Settings with everything on that the corpus survives."""
+    stages: dict[str, Any] = {
+        "extract": {}, "unicode": {}, "pii": {}, "boilerplate": {}, "gopher_repetition": {}, "gopher_quality": {},
+        "c4": {"terminal_punctuation": False}, "fineweb": {},
+    }  # fmt: skip
+    if model is not None:
+        stages["perplexity"] = {"model": str(model), "keep_percentile": [5, 95]}
+    return {
+        "name": "whole", "max_bad": 0.2, **stages, "tokenize": {"tokenizer": "train:600"},
+        "dedup": {"exact": True, "minhash": True, "lines": True},
+        "slice": {"bytes": 1 << 14, "shuffle": True}, "subsets": {"validation": 0.1},
+    }  # fmt: skip
+
+
+def small_tasks() -> None:
+    """Small pieces and buckets, in this process, which plans."""
+    from millrace.prepare import finish, shuffle
+    from millrace.prepare.read import lines, sources
+
+    sources.GROUP_BYTES = lines.PIECE_BYTES = 1 << 15
+    finish.plan_shuffle = lambda parts, folder: shuffle.plan_shuffle(parts, folder, 1 << 16)
+
+
+def command(inputs: Path, out: Path, workers: int, engine: str = "local") -> list[str]:
+    """What prepares in a process of its own."""
+    return [sys.executable, __file__, str(inputs), str(out), str(workers), engine]
+
+
+def run(inputs: Path, out: Path, workers: int, engine: str = "local", **environment: str) -> str:
+    """Prepare in a process of its own; the dataset id."""
+    done = subprocess.run(
+        command(inputs, out, workers, engine), capture_output=True, text=True, timeout=300, env=os.environ | environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def files(out: Path) -> dict[str, str]:
+    """The hash of every file below a directory, by its path from there."""
+    found = sorted(path for path in out.rglob("*") if path.is_file())
+    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+def unlucky(run: Any, task: Any, scale: int) -> Any:
+    """Runs a task, but one in sixteen kills its worker when first tried, and one runs out of memory."""
+    draw = hashlib.sha256(str(task.name).encode()).digest()[0] % 16
+    if scale == 0 and multiprocessing.parent_process() is not None and draw < 2:
+        if draw:
+            raise MemoryError("none left")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return run(task, scale)
+
+
+def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
+    """Prepare; the model lies beside the inputs. With WHOLE_UNLUCKY set, by workers that die."""
+    from millrace.errors import MillraceError
+    from millrace.prepare import finish, load_recipe, pipeline, prepare
+
+    small_tasks()
+    if "WHOLE_UNLUCKY" in os.environ:
+        for module, name in ((pipeline, "sift"), (pipeline, "trim"), (finish, "encode"), (finish, "write_slice")):
+            setattr(module, name, functools.partial(unlucky, getattr(module, name)))
+    model = Path(inputs).parent / MODEL
+    settings = recipe(model if model.exists() else None)
+
+    def tell(message: object) -> None:
+        print(message, file=sys.stderr, flush=True)
+
+    try:
+        made = prepare(
+            [inputs], out, recipe=load_recipe(settings=settings), workers=int(workers), engine=engine,
+            keep_ids=Path(f"{out}.ids"), on_trouble=tell, on_progress=lambda p: tell(f"{p.stage} {p.done}"),
+        )  # fmt: skip
+    except MillraceError as error:
+        tell(f"millrace: {error}")
+        return 1
+    print(made.id)
+    return 0
+
+
+if __name__ in ("__main__", "__mp_main__"):  # here and in the workers
+    # A process that is killed loses nothing that it wrote, and a thousand small files would take ten seconds.
+    os.fsync = lambda file: None
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
