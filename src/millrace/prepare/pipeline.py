@@ -189,22 +189,12 @@ def prepare(
     )  # fmt: skip
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
-    if to not in ("dataset", "text"):
-        raise UsageError(f"to: expected dataset or text, got {to!r}.")
-    if to == "text":
-        whole = dataclasses.replace(whole, tokenize=dataclasses.replace(whole.tokenize, tokenizer="bytes"))
-    if not whole.tokenize.tokenizer:
-        raise UsageError(
-            "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
-            "`bytes`, `train:VOCAB` or `tiktoken:NAME`; got none."
-        )
-    whole, against = _find_against(whole)
-    count = workers or cores()
+    whole, against = _find_against(_for_output(whole, to))
     vocab = vocab_to_train(whole.tokenize.tokenizer)
     known = _load_tokenizer(whole) if vocab is None else None
-    found = find_sources(inputs or whole.inputs, whole.read, workers=count, leave_out=out)
+    found = find_sources(inputs or whole.inputs, whole.read, workers=workers or cores(), leave_out=out)
     trouble = on_trouble or (lambda message: None)
-    with _errors(out), _locked(out), _engine(engine, count, ray_address, trouble, out) as made:
+    with _errors(out), _locked(out), _engine(engine, workers, ray_address, trouble, out) as made:
         if keep_ids is not None:  # now, not when all the work is done
             Path(keep_ids).parent.mkdir(parents=True, exist_ok=True)
         run = Run(out, whole, made, keep_ids, to, on_progress or (lambda progress: None))
@@ -226,6 +216,24 @@ def _with_settings(recipe: Recipe, out: Path, settings: dict[str, Any]) -> Recip
             value = dataclasses.replace(getattr(recipe, table), **{last: value})
         recipe = dataclasses.replace(recipe, **{table or last: value})
     return recipe if recipe.name else dataclasses.replace(recipe, name=out.resolve().name or "dataset")
+
+
+def _for_output(recipe: Recipe, to: str) -> Recipe:
+    """The recipe with a tokenizer, which text does not need.
+
+    Raises:
+        UsageError: If there is none, or no such output.
+    """
+    if to not in ("dataset", "text"):
+        raise UsageError(f"to: expected dataset or text, got {to!r}.")
+    if to == "text":
+        return dataclasses.replace(recipe, tokenize=dataclasses.replace(recipe.tokenize, tokenizer="bytes"))
+    if not recipe.tokenize.tokenizer:
+        raise UsageError(
+            "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
+            "`bytes`, `train:VOCAB` or `tiktoken:NAME`; got none."
+        )
+    return recipe
 
 
 def _find_against(recipe: Recipe) -> tuple[Recipe, list[str]]:
