@@ -49,7 +49,7 @@ for texts in batches():
 """
 _TIKTOKEN = """
 import tiktoken
-from millrace.prepare.tiktokens import FAMILIES, ranks_of
+from millrace.prepare.tokens.tiktokens import FAMILIES, ranks_of
 ranks = ranks_of(open(folder + "/tokenizer.json", "rb").read())
 encoding = tiktoken.Encoding("x", pat_str=FAMILIES["gpt2"].pattern, mergeable_ranks=ranks, special_tokens={})
 begin, total = time.process_time(), 0
@@ -59,10 +59,10 @@ for texts in batches():
 _OURS = """
 import shutil
 from pathlib import Path
-from millrace.prepare.coders import CoderSpec, coder_for
-from millrace.prepare.encode import EncodeTask, TextPart, encode
-from millrace.prepare.shuffle import Shuffle, plan_shuffle, shuffle
-from millrace.prepare.slicing import plan_slices, write_slice
+from millrace.prepare.tokens.coders import CoderSpec, coder_for
+from millrace.prepare.tokens.encode import EncodeTask, TextPart, encode
+from millrace.prepare.tokens.shuffle import Shuffle, plan_shuffle, shuffle
+from millrace.prepare.tokens.slicing import plan_slices, write_slice
 if kind == "reference":
     os.environ["MILLRACE_CODER"] = "reference"
 facts = json.load(open(folder + "/facts.json"))
@@ -83,7 +83,7 @@ shutil.rmtree(out)
 
 def _make(folder: Path) -> int:
     """The Arrow part, the tokenizer and the facts; bytes of text."""
-    from millrace.prepare.tokenizers import load_tokenizer
+    from millrace.prepare.tokens.tokenizers import load_tokenizer
 
     documents = make_corpus(folder / "text.jsonl", TEXT_BYTES)
     with (folder / "text.jsonl").open(encoding="utf-8") as file:

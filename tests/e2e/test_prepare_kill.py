@@ -17,7 +17,7 @@ from millrace.dataset import open_dataset
 KILLS = int(os.environ.get("MILLRACE_PREPARE_KILLS", "4"))
 _SCRIPT = """
 import sys
-from millrace.prepare import load_recipe, pipeline, prepare, shuffle, text
+from millrace.prepare import load_recipe, pipeline, prepare, text
 from millrace.prepare.read import sources
 
 sources.GROUP_BYTES = 1 << 15

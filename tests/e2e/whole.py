@@ -104,8 +104,9 @@ def recipe(model: Path | None) -> dict[str, Any]:
 
 def small_tasks() -> None:
     """Small pieces and buckets, in this process, which plans."""
-    from millrace.prepare import finish, shuffle
+    from millrace.prepare import finish
     from millrace.prepare.read import lines, sources
+    from millrace.prepare.tokens import shuffle
 
     sources.GROUP_BYTES = lines.PIECE_BYTES = 1 << 15
     finish.plan_shuffle = lambda parts, folder: shuffle.plan_shuffle(parts, folder, 1 << 16)

@@ -21,8 +21,9 @@ from tokenizers import Tokenizer
 
 from millrace.dataset import Dataset, open_dataset
 from millrace.errors import PrepareError, UsageError
-from millrace.prepare import PrepareSummary, Progress, load_recipe, prepare, slicing, tokenizers
+from millrace.prepare import PrepareSummary, Progress, load_recipe, prepare
 from millrace.prepare.read import lines, sources, tables
+from millrace.prepare.tokens import slicing, tokenizers
 
 TEXTS = [f"Document {i}: " + "grüße, 世界! \x00\r\n<|endoftext|> " * (i % 9) for i in range(300)]
 

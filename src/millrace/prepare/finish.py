@@ -23,16 +23,16 @@ from millrace.dataset.manifest import (
 )
 from millrace.dataset.slices import atomic_write, sync_directory
 from millrace.errors import PrepareError
-from millrace.prepare.coders import CoderSpec
 from millrace.prepare.collect import Corpus, collect, write_ids
-from millrace.prepare.encode import Encoded, EncodeTask, encode, finished, left_out_file
 from millrace.prepare.report import write_report
-from millrace.prepare.rows import RowSliceTask, plan_row_slices, shape_of, write_row_slice
-from millrace.prepare.shuffle import Shuffle, TokenPart, finished_shuffle, plan_shuffle, shuffle
-from millrace.prepare.slicing import finished_slice, plan_slices, write_slice
 from millrace.prepare.stats import Tally
-from millrace.prepare.subsets import TRAIN
-from millrace.prepare.tokenizers import TokenizerFile
+from millrace.prepare.tokens.coders import CoderSpec
+from millrace.prepare.tokens.encode import Encoded, EncodeTask, encode, finished, left_out_file
+from millrace.prepare.tokens.rows import RowSliceTask, plan_row_slices, shape_of, write_row_slice
+from millrace.prepare.tokens.shuffle import Shuffle, TokenPart, finished_shuffle, plan_shuffle, shuffle
+from millrace.prepare.tokens.slicing import finished_slice, plan_slices, write_slice
+from millrace.prepare.tokens.subsets import TRAIN
+from millrace.prepare.tokens.tokenizers import TokenizerFile
 
 if TYPE_CHECKING:
     from millrace.prepare.pipeline import PrepareSummary, Run

@@ -35,10 +35,10 @@ from millrace.prepare.finish import finish
 from millrace.prepare.plan import cores, sampled
 from millrace.prepare.read import Found, Piece, cut, find_sources, read
 from millrace.prepare.recipe import Recipe, load_recipe
-from millrace.prepare.sampling import sample_texts
 from millrace.prepare.stats import PERPLEXITY, Tally, percentile_threshold
 from millrace.prepare.text import TextResult, TextTask, finished_text, sift, stage_files, versions, write_rejects
-from millrace.prepare.tokenizers import TokenizerFile, load_tokenizer, train_tokenizer, vocab_to_train
+from millrace.prepare.tokens.sampling import sample_texts
+from millrace.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer, train_tokenizer, vocab_to_train
 from millrace.prepare.trim import TrimTask, trim
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from millrace.prepare.dedup import Dedup
 from millrace.prepare.documents import Stage, portable
 from millrace.prepare.layers import Keys, Layer, merge, parse_layer, place_of
 from millrace.prepare.read.base import ReadOptions
-from millrace.prepare.rows import TEMPLATES, Conversations
-from millrace.prepare.subsets import Subsets
+from millrace.prepare.tokens.rows import TEMPLATES, Conversations
+from millrace.prepare.tokens.subsets import Subsets
 
 MIN_SLICE_BYTES = 4096
 

@@ -27,10 +27,10 @@ from millrace.dataset.slices import atomic_write, hash_file
 from millrace.errors import MillraceError, PrepareError
 from millrace.prepare.dedup import Dedup
 from millrace.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, Verdict, portable
-from millrace.prepare.encode import TextPart
 from millrace.prepare.read import read
 from millrace.prepare.read.base import Piece, ReadOptions
 from millrace.prepare.stats import StageCount, Tally, text_bytes
+from millrace.prepare.tokens.encode import TextPart
 
 if TYPE_CHECKING:
     from millrace.prepare.dedup import Signer

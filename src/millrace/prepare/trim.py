@@ -18,9 +18,9 @@ import pyarrow as pa
 from millrace.dataset.slices import atomic_write
 from millrace.prepare.dedup import Dedup
 from millrace.prepare.documents import Verdict
-from millrace.prepare.encode import TextPart
 from millrace.prepare.stats import Tally, text_bytes
 from millrace.prepare.text import DocumentWriter, TextResult, mix, scores, signer_of
+from millrace.prepare.tokens.encode import TextPart
 
 TRIM_VERSION = 1
 REASONS = ("below_percentile", "above_percentile")

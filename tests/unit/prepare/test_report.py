@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import DatasetError
-from millrace.prepare import charts, figures
-from millrace.prepare.report import load_report, render, render_text, write_report
+from millrace.prepare.report import charts, figures, load_report, render, render_text, write_report
 
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=alert(1)> \0 \x1b[31m &amp; ' \" \u202eRTL\u202d "

@@ -9,7 +9,7 @@ from html import escape
 from itertools import accumulate
 from typing import Any
 
-from millrace.prepare.figures import count, short
+from millrace.prepare.report.figures import count, short
 
 _WIDTH, _HEIGHT = 360, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 8, 12, 26

@@ -3,7 +3,7 @@
 Hides: where it comes from (a file, a pair of files, the hub, tiktoken, the corpus itself, none at all) and which of its
 tokens begin and end a document. The bytes are what a dataset carries along and what a task is named by; `kind` says
 which library is the reference for the ids: `json` is the tokenizers library's, `tiktoken:FAMILY` is tiktoken's, `bytes`
-needs none. `millrace.prepare.coders` encodes by them.
+needs none. `millrace.prepare.tokens.coders` encodes by them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from millrace.dataset.manifest import TOKEN_DTYPES
 from millrace.errors import PrepareError, UsageError
-from millrace.prepare.tiktokens import byte_alphabet, load_tiktoken
+from millrace.prepare.tokens.tiktokens import byte_alphabet, load_tiktoken
 
 SAMPLE_BYTES = 64 << 20
 """Text that `train:` learns from, at most: bounds its memory to about 1 GB."""

@@ -15,8 +15,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from millrace.prepare.charts import histogram, medians
-from millrace.prepare.figures import count, share, short, size, toml
+from millrace.prepare.report.charts import histogram, medians
+from millrace.prepare.report.figures import count, share, short, size, toml
 
 Report = Mapping[str, Any]
 JSON_OPENING = '<script type="application/json" id="millrace-report">'
@@ -68,7 +68,7 @@ def page(report: Report) -> str:
     )
     name = shown(report.get("name") or "dataset")
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_hash(_SCRIPT)}'; base-uri 'none'"
-    css = files("millrace.prepare").joinpath("report.css").read_text("utf-8")
+    css = files("millrace.prepare.report").joinpath("report.css").read_text("utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}; form-action \'none\'">'

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from millrace.errors import PrepareError
-from millrace.prepare.encode import TextPart
-from millrace.prepare.tokenizers import SAMPLE_BYTES
+from millrace.prepare.tokens.encode import TextPart
+from millrace.prepare.tokens.tokenizers import SAMPLE_BYTES
 
 _PART_BYTES = 4 << 20
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from millrace.dataset.slices import atomic_write
 from millrace.errors import DatasetError
-from millrace.prepare.figures import bar, count, share, short, size
-from millrace.prepare.report_page import JSON_OPENING, page, sums
+from millrace.prepare.report.figures import bar, count, share, short, size
+from millrace.prepare.report.page import JSON_OPENING, page, sums
 
 _WIDTH = 80
 _NAME, _COUNT = 20, 13

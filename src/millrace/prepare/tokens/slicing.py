@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from millrace.dataset.manifest import TOKEN_DTYPES, SliceInfo
 from millrace.dataset.slices import TOKEN_HEADER_BYTES, atomic_write, write_token_slice
 from millrace.errors import PrepareError, UsageError
-from millrace.prepare.shuffle import TokenPart
+from millrace.prepare.tokens.shuffle import TokenPart
 
 PLAN_VERSION = 1
 MIN_SLICE_BYTES = 4096

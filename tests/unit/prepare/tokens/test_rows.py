@@ -17,8 +17,8 @@ from millrace.dataset.manifest import FORMAT_VERSION, MANIFEST_FILE, TABLE_FILE,
 from millrace.errors import UsageError
 from millrace.prepare.documents import TURN_GIVEN as G
 from millrace.prepare.documents import TURN_LEARNT as L
-from millrace.prepare.encode import Encoded, EncodeTask, encode
-from millrace.prepare.rows import (
+from millrace.prepare.tokens.encode import Encoded, EncodeTask, encode
+from millrace.prepare.tokens.rows import (
     TEMPLATES,
     Conversations,
     RowShape,
@@ -29,7 +29,7 @@ from millrace.prepare.rows import (
     split_turns,
     write_row_slice,
 )
-from millrace.prepare.tokenizers import train_tokenizer
+from millrace.prepare.tokens.tokenizers import train_tokenizer
 
 BARE = Template(given_suffix="")
 

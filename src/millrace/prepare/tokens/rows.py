@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 from millrace.dataset.manifest import TOKEN_DTYPES, SliceInfo
 from millrace.dataset.slices import write_rows_slice
 from millrace.errors import UsageError
-from millrace.prepare.coders import CoderSpec, coder_for
 from millrace.prepare.documents import TURN_GIVEN, TURN_LEARNT
-from millrace.prepare.shuffle import TokenPart
-from millrace.prepare.slicing import (
+from millrace.prepare.tokens.coders import CoderSpec, coder_for
+from millrace.prepare.tokens.shuffle import TokenPart
+from millrace.prepare.tokens.slicing import (
     Ends,
     SlicePlan,
     SliceTask,
@@ -41,7 +41,7 @@ from millrace.prepare.slicing import (
     read_stretch,
     write_plan,
 )
-from millrace.prepare.tokenizers import parse, special_names
+from millrace.prepare.tokens.tokenizers import parse, special_names
 
 LEARNT = 1 << 31
 """The bit of a token that is learnt; ids lie below it."""

@@ -19,10 +19,10 @@ from token_parts import DATA, coder, text_part
 from tokenizers import Tokenizer
 
 from millrace.errors import PrepareError, UsageError
-from millrace.prepare import coders
-from millrace.prepare.coders import CoderSpec, cut_long, encode_column, fast_coder, reference_coder
-from millrace.prepare.sampling import sample_texts
-from millrace.prepare.tokenizers import TokenizerFile, byte_alphabet, load_tokenizer, train_tokenizer
+from millrace.prepare.tokens import coders
+from millrace.prepare.tokens.coders import CoderSpec, cut_long, encode_column, fast_coder, reference_coder
+from millrace.prepare.tokens.sampling import sample_texts
+from millrace.prepare.tokens.tokenizers import TokenizerFile, byte_alphabet, load_tokenizer, train_tokenizer
 
 needs_data = pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="no test data beside the repository")
 ALPHABET = [

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 
 from millrace.errors import PrepareError
 from millrace.prepare.documents import text_buffers
-from millrace.prepare.tiktokens import FAMILIES, ranks_of
-from millrace.prepare.tokenizers import TokenizerFile, parse
+from millrace.prepare.tokens.tiktokens import FAMILIES, ranks_of
+from millrace.prepare.tokens.tokenizers import TokenizerFile, parse
 
 CODER_VERSION = 2
 """Raised when a text would get other ids."""

@@ -1,7 +1,7 @@
 """ENCODE: the kept documents of one piece to tokens, a subset each.
 
 Hides: what is kept between runs, and how little of a piece is in memory: a record batch and its tokens. With a shuffle,
-the documents are then put in the order of their keys by `millrace.prepare.shuffle`, from the file.
+the documents are then put in the order of their keys by `millrace.prepare.tokens.shuffle`, from the file.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from millrace.dataset.manifest import TOKEN_DTYPES
 from millrace.dataset.slices import atomic_write, sync_directory
 from millrace.errors import PrepareError
-from millrace.prepare.coders import LONG_CHARS, CoderSpec, encode_column, encode_long
-from millrace.prepare.shuffle import KINDS, Shuffle, TokenPart, document_keys, sort_part
-from millrace.prepare.subsets import Subsets
+from millrace.prepare.tokens.coders import LONG_CHARS, CoderSpec, encode_column, encode_long
+from millrace.prepare.tokens.shuffle import KINDS, Shuffle, TokenPart, document_keys, sort_part
+from millrace.prepare.tokens.subsets import Subsets
 
 if TYPE_CHECKING:
     from millrace.prepare.dedup import Flags
@@ -45,7 +45,7 @@ class Cut(Protocol):
 
 
 class Rendering(Protocol):
-    """How texts become tokens where that is not `encode_column`: conversations with masks (`millrace.prepare.rows`)."""
+    """How texts become tokens where that is not `encode_column`: conversations with masks (`rows.py`)."""
 
     @property
     def dtype(self) -> str:

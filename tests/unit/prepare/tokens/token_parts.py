@@ -12,15 +12,15 @@ import numpy as np
 import pyarrow as pa
 
 from millrace.dataset.manifest import TOKEN_DTYPES
-from millrace.prepare.coders import CoderSpec
-from millrace.prepare.encode import EncodeTask, TextPart, encode
-from millrace.prepare.shuffle import TokenPart
-from millrace.prepare.tokenizers import load_tokenizer
+from millrace.prepare.tokens.coders import CoderSpec
+from millrace.prepare.tokens.encode import EncodeTask, TextPart, encode
+from millrace.prepare.tokens.shuffle import TokenPart
+from millrace.prepare.tokens.tokenizers import load_tokenizer
 
 SCHEMA = pa.schema(
     [("place", pa.int64()), ("id", pa.large_string()), ("url", pa.large_string()), ("text", pa.large_string())]
 )
-DATA = Path(os.environ.get("MILLRACE_TEST_DATA") or Path(__file__).parents[3] / "../shared/data")
+DATA = Path(os.environ.get("MILLRACE_TEST_DATA") or Path(__file__).parents[4] / "../shared/data")
 
 
 def text_part(folder: Path, texts: list[str], batch_rows: int = 1000, name: str = "") -> TextPart:

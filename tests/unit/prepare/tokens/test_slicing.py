@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from millrace.dataset.slices import TOKEN_HEADER_BYTES, open_slice
 from millrace.errors import PrepareError, UsageError
-from millrace.prepare import slicing
-from millrace.prepare.shuffle import TokenPart
-from millrace.prepare.slicing import finished_slice, plan_slices, write_slice
+from millrace.prepare.tokens import slicing
+from millrace.prepare.tokens.shuffle import TokenPart
+from millrace.prepare.tokens.slicing import finished_slice, plan_slices, write_slice
 
 
 def part_of(folder: Path, stem: str, lengths: list[int], first: int) -> TokenPart:
