@@ -32,8 +32,8 @@ VERSION = 1
 """Raised when the same signatures would be settled in another way, so that old results are not taken up."""
 STORED = "signatures"
 """The prefix of a dataset's own signatures within their folder."""
-_RUN_RECORDS = 1 << 22
-"""At most this many records a run: about 2 s of work, so that small corpora use several processes too."""
+_RUN_RECORDS = 1 << 21
+"""At most this many records a run: about 1 s of work, so that small corpora use several processes too."""
 
 Mapper = Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]
 """Calls `run(task, scale)` for each task and returns the results in the order of the tasks."""
@@ -106,7 +106,7 @@ def deduplicate(
     folder: Path,
     map: Mapper,
     on_progress: Progress | None = None,
-    memory_bytes: int = 512 << 20,
+    memory_bytes: int = 256 << 20,
 ) -> DedupResult:
     """Which documents and lines of the corpus are copies. Depends on the parts' signatures and their order alone.
 

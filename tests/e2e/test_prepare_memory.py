@@ -1,0 +1,139 @@
+"""The memory that a whole preparation takes, of each of its processes: bounded, and the same for ten times the input.
+
+Peaks are `VmHWM` of /proc, seen 50 times a second. The figures for 30 and 300 MB of real text are in the documentation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import whole
+
+pytest.importorskip("numba")
+pytest.importorskip("resiliparse")
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peaks of memory are read in /proc")
+GIGABYTE = 10**9
+GIANT_BYTES = 31 << 20
+TOKENIZERS = Path(os.environ.get("MILLRACE_TEST_DATA", Path(__file__).parents[2] / "../shared/data")) / "tokenizers"
+SCRIPT = """
+import functools, json, sys
+from millrace.prepare import finish, load_recipe, prepare
+from millrace.prepare.tokens import shuffle
+from millrace.prepare.dedup import corpus
+from millrace.prepare.read import lines
+
+# Constants as much smaller as the input is: it is many pieces and many runs.
+lines.PIECE_BYTES = 2 << 20
+corpus._RUN_RECORDS = 1 << 16
+corpus.deduplicate.__defaults__ = (None, 8 << 20)
+finish.plan_shuffle = functools.partial(shuffle.plan_shuffle, bucket_bytes=1 << 20)
+if __name__ == "__main__":
+    made = prepare([sys.argv[1]], sys.argv[2], recipe=load_recipe(settings=json.loads(sys.argv[3])), workers=2)
+    print(json.dumps([made.documents_in, made.documents_out, made.dropped]))
+"""
+INFINITE = 10.0**12
+LAX = {
+    "gopher_repetition": {
+        "max_duplicate_paragraphs": INFINITE, "max_duplicate_paragraph_chars": INFINITE,
+        "max_duplicate_lines": INFINITE, "max_duplicate_line_chars": INFINITE,
+        "top_ngrams": [[2, INFINITE]], "duplicate_ngrams": [[5, INFINITE]],
+    },
+    "gopher_quality": {
+        "min_words": 0, "max_words": 1 << 40, "min_word_chars": 0, "max_word_chars": INFINITE,
+        "max_symbols_per_word": INFINITE, "min_alpha_words": 0, "min_stop_words": 0,
+    },
+    "code": {"max_mean_line_chars": INFINITE, "max_line_chars": INFINITE, "min_alphanumeric": 0},
+}  # fmt: skip
+
+
+def peaks(folder: Path, source: Path, settings: dict[str, object]) -> tuple[list[object], list[int]]:
+    """What was made, and the peak of each process, the main one first, in bytes."""
+    script = folder / "run.py"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, script, source, folder / "out", json.dumps(settings)],
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    found: dict[int, int] = {process.pid: 0}
+    with process:
+        while process.poll() is None:
+            for path in Path("/proc").iterdir():
+                if path.name.isdigit() and _session(path) == process.pid:
+                    found[int(path.name)] = max(found.get(int(path.name), 0), _peak(path))
+            time.sleep(0.02)
+        assert process.stdout is not None
+        printed = process.stdout.read()
+    assert process.returncode == 0
+    return json.loads(printed), list(found.values())
+
+
+def _session(path: Path) -> int:
+    try:
+        return int((path / "stat").read_text().rpartition(")")[2].split()[3])
+    except (OSError, IndexError):
+        return -1
+
+
+def _peak(path: Path) -> int:
+    try:
+        return 1024 * int((path / "status").read_text().partition("VmHWM:")[2].split()[0])
+    except (OSError, IndexError):
+        return 0
+
+
+def test_ten_times_the_input_takes_the_same(tmp_path: Path) -> None:
+    made = {}
+    for name, megabytes in (("small", 3), ("large", 30)):
+        folder = tmp_path / name
+        folder.mkdir()
+        with (folder / "x.jsonl").open("w") as file:
+            for seed in range(megabytes * 2):
+                for text in whole.texts(600, seed=seed):
+                    file.write(json.dumps({"text": text}) + "\n")
+        settings = {
+            **whole.recipe(None),
+            "tokenize": {"tokenizer": "bytes"},
+            "slice": {"bytes": 1 << 20, "shuffle": True},
+        }
+        made[name] = peaks(folder, folder / "x.jsonl", settings)
+    (few, small), (many, large) = made["small"], made["large"]
+    assert many[0] == 10 * few[0] and few[1] > 1000
+    assert max(small + large) < GIGABYTE / 2
+    assert large[0] < 1.25 * small[0] and max(large[1:]) < 1.25 * max(small[1:]), (small, large)
+
+
+def giants(folder: Path) -> Path:
+    rng = random.Random(3)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 10))) for _ in range(50_000)]
+    folder.mkdir()
+    (folder / "words.txt").write_text("".join(" ".join(rng.choices(words, k=20)) + "\n" for _ in range(210_000)))
+    (folder / "letter.txt").write_text("a" * GIANT_BYTES)
+    (folder / "cjk.txt").write_text("".join(map(chr, rng.choices(range(0x4E00, 0x9FA5), k=GIANT_BYTES // 3))))
+    (folder / "line.txt").write_text("x" * (100 << 20))
+    pq.write_table(pa.table({"text": ["before", "ab cd " * (17 << 20), "after"]}), folder / "cell.parquet")
+    with (folder / "line.jsonl").open("w") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in ("before", "x" * (100 << 20), "after it"))
+    return folder
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt-neo-test-tokenizer.json", "llama-test-tokenizer.json"])
+def test_giant_documents(tmp_path: Path, tokenizer: str) -> None:
+    if not (TOKENIZERS / tokenizer).is_file():
+        pytest.skip(f"needs {TOKENIZERS / tokenizer}")
+    settings = {
+        "name": "g", "max_bad": 1.0, "unicode": {}, "pii": {}, "boilerplate": {"menu_lines": 0}, **LAX,
+        "tokenize": {"tokenizer": str(TOKENIZERS / tokenizer)}, "slice": {"shuffle": True},
+        "dedup": {"exact": True, "lines": True, "minhash": True, "ngram": 1},
+    }  # fmt: skip
+    (documents_in, kept, dropped), seen = peaks(tmp_path, giants(tmp_path / "in"), settings)
+    assert (documents_in, kept, dropped) == (10, 6, {"exact_duplicate": 1, "malformed": 3})
+    assert max(seen) < GIGABYTE, f"peaks {[peak // 10**6 for peak in seen]} MB"
