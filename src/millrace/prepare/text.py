@@ -294,7 +294,7 @@ def _verdict(stage: Stage, batch: pa.RecordBatch, where: Callable[[int], str]) -
     try:
         verdict = stage.apply(batch)
         rows, dropped = verdict.batch.num_rows, len(verdict.drop)
-    except (MillraceError, MemoryError, OSError):
+    except (MillraceError, MemoryError, OSError, ImportError):
         raise
     except Exception as error:
         raise PrepareError(
