@@ -69,7 +69,7 @@ def train_lm(
 
     Args:
         texts: Documents; each line is a sentence.
-        order: 1 to 8; KenLM as it is usually built reads 2 to 6.
+        order: 1 to 8, or fewer if no line has so many words; KenLM as it is usually built reads 2 to 6.
         prune: By order, n-grams seen at most so often are left out (`(0, 0, 1)`); the last value holds for the orders
             after it. Must not fall, and not begin above 0.
         vocab_limit: The most frequent words are known, up to this; the others are `<unk>`. At most 2 000 000.
@@ -87,9 +87,8 @@ def train_lm(
         if lines == 0:
             raise PrepareError("lm train: expected text, got no word in it. Give other inputs.")
         unknown = number_words(work / "hashes", work / "rank1", vocabulary, chunk)
-        levels = [_unigrams(len(vocabulary) + 3)]
-        for n in range(2, order + 1):
-            levels.append(_count(work, n, levels[-1], n < order, chunk))
+        levels = _levels(work, order, len(vocabulary) + 3, chunk)
+        order = len(levels)
         if order == 1:
             levels[0].adjusted[:] = _raw_unigrams(work / "rank1", len(vocabulary) + 3, chunk)
         discounts = [_estimate(work, levels, n, limits, chunk) for n in range(1, order + 1)]
@@ -141,6 +140,17 @@ def _unigrams(words: int) -> _Level:
     )
 
 
+def _levels(work: Path, order: int, words: int, chunk: int) -> list[_Level]:
+    """The n-grams of all orders, up to the longest that the text has."""
+    levels = [_unigrams(words)]
+    for n in range(2, order + 1):
+        level = _count(work, n, levels[-1], n < order, chunk)
+        if level is None:  # the last order counts in another way: again, with the one before as the last
+            return _levels(work, n - 1, words, chunk)
+        levels.append(level)
+    return levels
+
+
 def _raw_unigrams(ids: Path, words: int, chunk: int) -> Ints:
     total = np.zeros(words, np.int64)
     for _, part in _parts(np.memmap(ids, np.int64, "r"), chunk):
@@ -154,8 +164,8 @@ def _parts(array: NDArray[np.int64], chunk: int) -> Iterator[tuple[int, Ints]]:
         yield start, np.asarray(array[start : start + chunk])
 
 
-def _count(work: Path, n: int, below: _Level, number: bool, chunk: int) -> _Level:
-    """The n-grams of order n; with `number`, also the file of their numbers at each place of the text."""
+def _count(work: Path, n: int, below: _Level, number: bool, chunk: int) -> _Level | None:
+    """The n-grams of order n, None if there are none; with `number`, also the file of their numbers at each place of the text."""
     ids, ranks = np.memmap(work / "rank1", np.int64, "r"), np.memmap(work / f"rank{n - 1}", np.int64, "r")
     runs: list[tuple[Path, int]] = []
     for start in range(1, len(ids), chunk):
@@ -165,6 +175,8 @@ def _count(work: Path, n: int, below: _Level, number: bool, chunk: int) -> _Leve
         with runs[-1][0].open("wb") as file:
             file.write(np.stack([unique, times], 1).data)
     size = _merge(runs, work / f"keys{n}", work / f"counts{n}", chunk)
+    if not size:
+        return None
 
     def array(name: str, dtype: type, mode: Literal["r", "w+"] = "w+") -> NDArray[Any]:
         return np.memmap(work / f"{name}{n}", dtype, mode, shape=(size,))

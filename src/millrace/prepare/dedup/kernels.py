@@ -348,7 +348,8 @@ def cut_units(
 ) -> Any:
     """Copy the texts to `out` without the units that `cut` (uint8, one for each that `hash_units` hashed) marks.
 
-    A document that lost something also loses the line feeds at its end. Returns the marks used, and bytes cut.
+    A document that lost something also loses the line feeds at its end, and all that is left if that is white space.
+    Returns the marks used, and bytes cut.
     """
     used = 0
     n = 0
@@ -373,6 +374,11 @@ def cut_units(
         if used > before and not whole:
             while n > out_offsets[d] and out[n - 1] == 10:
                 n -= 1
+            last = n
+            while last > out_offsets[d] and (out[last - 1] == 32 or 9 <= out[last - 1] <= 13):
+                last -= 1
+            if last == out_offsets[d]:
+                n = last
         lost += (stop - offsets[d]) - (n - out_offsets[d])
     out_offsets[len(offsets) - 1] = n
     return used, lost

@@ -118,7 +118,7 @@ def test_clusters_and_who_stays(fresh: Callable[[], Any], seed: int, keep: str, 
 
 def reference_cut(texts: list[str], drop: list[int], least: int, unit: str) -> list[str]:
     """Lines (or paragraphs) that stood before, in documents that stay, cut out."""
-    split = r"[^\n]*\n|[^\n]+" if unit == "line" else r"(?s:.+?)(?:\n(?:[ \t\r]*\n)+|\Z)"
+    split = r"[^\n]*\n|[^\n]+" if unit == "line" else r"(?s:.*?)(?:\n(?:[ \t\r]*\n)+|\Z)"
     seen: set[str] = set()
     out = []
     for text, code in zip(texts, drop):
@@ -131,7 +131,8 @@ def reference_cut(texts: list[str], drop: list[int], least: int, unit: str) -> l
             if code == 0:
                 seen.add(key)
             kept.append(piece)
-        out.append("".join(kept) if whole else "".join(kept).rstrip("\n"))
+        left = "".join(kept)
+        out.append(left if whole else left.rstrip("\n") if left.strip() else "")
     return out
 
 
