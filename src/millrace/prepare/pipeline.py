@@ -396,7 +396,7 @@ def _check(run: Run, pieces: Sequence[Piece], texts: Sequence[TextResult]) -> No
     malformed = sum(result.malformed for result in texts)
     documents = sum(result.documents_in for result in texts)
     if malformed > run.recipe.max_bad * documents:
-        told = "; ".join(f"{r['where']}: {r['reason']}" for r in first)
+        told = "; ".join(f"{r['where']}: {r['reason'].rstrip('.')}" for r in first)
         raise PrepareError(
             f"prepare: expected at most {run.recipe.max_bad:.1%} malformed documents, got {malformed} of {documents}: "
             f"{told}. They are listed in {path}. Mend them, or raise --max-bad."
