@@ -165,7 +165,7 @@ def _parts(array: NDArray[np.int64], chunk: int) -> Iterator[tuple[int, Ints]]:
 
 
 def _count(work: Path, n: int, below: _Level, number: bool, chunk: int) -> _Level | None:
-    """The n-grams of order n, None if there are none; with `number`, also the file of their numbers at each place of the text."""
+    """The n-grams of order n, None if there are none; with `number`, also the file of their numbers by place."""
     ids, ranks = np.memmap(work / "rank1", np.int64, "r"), np.memmap(work / f"rank{n - 1}", np.int64, "r")
     runs: list[tuple[Path, int]] = []
     for start in range(1, len(ids), chunk):
