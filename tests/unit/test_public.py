@@ -22,10 +22,10 @@ def test_the_names() -> None:
 
 def test_importing_is_light() -> None:
     code = (
-        "import sys, time; began = time.perf_counter(); import millrace; took = time.perf_counter() - began\n"
+        "import sys, time; began = time.process_time(); import millrace; took = time.process_time() - began\n"
         "heavy = {'numpy', 'pyarrow', 'torch', 'tokenizers', 'libtorrent', 'cryptography'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "print(took)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 0.5  # About 10 ms; the bound leaves room for a busy machine.
+    assert float(done.stdout) < 0.5  # CPU seconds: about 10 ms; a clock on the wall tells how busy the machine is.

@@ -89,6 +89,7 @@ def train_lm(
         unknown = number_words(work / "hashes", work / "rank1", vocabulary, chunk)
         levels = _levels(work, order, len(vocabulary) + 3, chunk)
         order = len(levels)
+        limits = limits[:order]
         if order == 1:
             levels[0].adjusted[:] = _raw_unigrams(work / "rank1", len(vocabulary) + 3, chunk)
         discounts = [_estimate(work, levels, n, limits, chunk) for n in range(1, order + 1)]
