@@ -9,7 +9,7 @@ export PYTHONUNBUFFERED := 1
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml scripts/setup.sh scripts/constraints.txt
+$(VENV)/.ready: pyproject.toml scripts/setup.sh scripts/install.sh scripts/constraints.txt
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/setup.sh
 	@touch $@
 

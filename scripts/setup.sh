@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Makes $VENV with Millrace and all that its tests need. Networks are flaky, so every download is retried;
-# uv is used when it can be had (about ten times faster), pip otherwise.
+# Makes $VENV with Millrace and all that its tests need.
 set -euo pipefail
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
@@ -8,30 +7,8 @@ VENV=${VENV:-.venv}
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   { echo "setup: Python 3.11 or newer is needed, found $("$PYTHON" --version 2>&1). Try: make PYTHON=python3.12 setup" >&2; exit 1; }
 
-retry() {
-  local n
-  for n in 1 2 3 4 5; do
-    "$@" && return 0
-    echo "setup: attempt $n failed, trying again in $((n * 3)) s: $*" >&2
-    sleep $((n * 3))
-  done
-  return 1
-}
-
-[ -x "$VENV/bin/python" ] && "$VENV/bin/python" -c '' 2>/dev/null || "$PYTHON" -m venv "$VENV" ||
-  { echo "setup: cannot make a virtual environment; on Debian: apt-get install python3-venv" >&2; exit 1; }
-
-# uv does not read pip's settings: hand them on.
-[ -n "${PIP_FIND_LINKS:-}" ] && export UV_FIND_LINKS="$PIP_FIND_LINKS"
-[ -n "${PIP_INDEX_URL:-}" ] && export UV_DEFAULT_INDEX="$PIP_INDEX_URL"
-[ -n "${PIP_CERT:-}" ] && export SSL_CERT_FILE="$PIP_CERT"
-export UV_HTTP_TIMEOUT=300 UV_LINK_MODE=copy
-
-if "$VENV/bin/python" -m uv --version >/dev/null 2>&1 || retry "$VENV/bin/python" -m pip install -q uv; then
-  install() { "$VENV/bin/python" -m uv pip install -q --python "$VENV/bin/python" "$@"; }
-else
-  install() { "$VENV/bin/python" -m pip install -q --retries 10 "$@"; }
-fi
+. "$(dirname "$0")/install.sh"
+make_venv "$VENV"
 
 retry install -c scripts/constraints.txt -e '.[dev]' ||
   retry "$VENV/bin/python" -m pip install -q -c scripts/constraints.txt -e '.[dev]'

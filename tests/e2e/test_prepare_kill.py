@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import whole
 
 _SCRIPT = """
 import sys
@@ -68,25 +69,6 @@ def marks(out: Path) -> dict[Path, int]:
     return found
 
 
-def session_members(session: int) -> list[int]:
-    found = []
-    for path in Path("/proc").iterdir():
-        try:
-            fields = (path / "stat").read_text().rpartition(")")[2].split() if path.name.isdigit() else []
-        except OSError:
-            continue
-        if fields and int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(path.name))
-    return found
-
-
-def wait_for_none(session: int) -> None:
-    deadline = time.monotonic() + 15
-    while left := session_members(session):
-        assert time.monotonic() < deadline, f"processes {left} outlived the prepare that started them"
-        time.sleep(0.05)
-
-
 def test_finished_tasks_are_not_run_again(tmp_path: Path, source: Path, script: Path) -> None:
     out = tmp_path / "d"
     process = start(script, source, out, 1)
@@ -119,4 +101,4 @@ def test_interrupt_leaves_no_process(tmp_path: Path, source: Path, script: Path)
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=20)
     assert process.returncode != 0
-    wait_for_none(process.pid)
+    whole.wait_for_none(process.pid)

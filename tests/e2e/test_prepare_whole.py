@@ -105,23 +105,8 @@ def kill_in(phase: str, command: list[str], how: signal.Signals, rng: random.Ran
     reader.join()
     process.stdout.close()
     process.stderr.close()
-    deadline = time.monotonic() + 20
-    while members(process.pid):
-        assert time.monotonic() < deadline, "processes outlived the prepare that started them"
-        time.sleep(0.02)
+    whole.wait_for_none(process.pid)
     return alive
-
-
-def members(session: int) -> list[int]:
-    found = []
-    for path in Path("/proc").iterdir():
-        try:
-            fields = (path / "stat").read_text().rpartition(")")[2].split() if path.name.isdigit() else []
-        except OSError:
-            continue
-        if fields and int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(path.name))
-    return found
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds left-over processes in /proc")

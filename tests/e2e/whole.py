@@ -16,6 +16,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,27 @@ def texts(count: int = NUM_DOCUMENTS, seed: int = 5) -> list[str]:
             lines.append(line + rng.choice([".", ".", "!", " at 10.1.2.3.", " by someone@example.com."]))
         made.append("\n".join(lines))
     return made
+
+
+def session_members(session: int) -> list[int]:
+    """The processes of a session that are not zombies."""
+    found = []
+    for path in Path("/proc").iterdir():
+        try:
+            fields = (path / "stat").read_text().rpartition(")")[2].split() if path.name.isdigit() else []
+        except OSError:
+            continue
+        if fields and int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(path.name))
+    return found
+
+
+def wait_for_none(session: int) -> None:
+    """Fail unless all processes of a session end within 20 s."""
+    deadline = time.monotonic() + 20
+    while left := session_members(session):
+        assert time.monotonic() < deadline, f"processes {left} outlived the prepare that started them"
+        time.sleep(0.02)
 
 
 def make_inputs(folder: Path) -> Path:
