@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from millrace.errors import UsageError
+from millrace.sizes import parse_size
 
 
 def show(result: dict[str, Any], as_json: bool) -> None:
@@ -43,18 +44,10 @@ def address(text: str) -> tuple[str, int]:
 
 def size(text: str) -> int:
     """Bytes from `64MiB`, `1GB`, `4096` …; decimal and binary units."""
-    units = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-    units |= {f"{u}B": 1000 ** (i + 1) for i, u in enumerate("KMGT")}
-    units |= {f"{u}IB": 1024 ** (i + 1) for i, u in enumerate("KMGT")}
-    number = text.strip().rstrip("kmgtibKMGTIB")
-    unit = text.strip()[len(number) :].upper()
     try:
-        value = int(float(number) * units[unit])
-    except (KeyError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: try 64MiB, 1GB or 4096") from None
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: a size must be above zero")
-    return value
+        return parse_size(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def positive(text: str) -> int:

@@ -31,6 +31,7 @@ from millrace.prepare.layers import Keys, Layer, merge, parse_layer, place_of
 from millrace.prepare.read.base import ReadOptions
 from millrace.prepare.tokens.rows import TEMPLATES, Conversations
 from millrace.prepare.tokens.subsets import Subsets
+from millrace.sizes import parse_size
 
 MIN_SLICE_BYTES = 4096
 
@@ -373,7 +374,10 @@ def _fit(kind: Any, value: Any, path: Keys) -> Any:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
         if isinstance(value, str) and "bytes" in str(path[-1]):
-            return parse_size(value, path)
+            try:
+                return parse_size(value)
+            except UsageError as error:
+                raise _Problem(path, f"expected a size such as 64MiB, got {value!r}") from error
     elif kind is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
@@ -387,22 +391,6 @@ def _fit(kind: Any, value: Any, path: Keys) -> Any:
     elif kind is Path and isinstance(value, str):
         return Path(value)
     raise _Problem(path, f"expected {_say(kind)}, got {value!r}")
-
-
-def parse_size(text: str, path: Keys = ()) -> int:
-    """Bytes from `64MiB`, `1 GB` or `4096`.
-
-    Raises:
-        UsageError: If it is none of these.
-    """
-    units = {"": 1, "B": 1} | {f"{u}{s}": 1 << 10 * i for i, u in enumerate("KMGT", 1) for s in ("", "IB")}
-    units |= {f"{u}B": 1000**i for i, u in enumerate("KMGT", 1)}
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if not found or found.group(2).upper() not in units:
-        if path:
-            raise _Problem(path, f"expected a size such as 64MiB, got {text!r}")
-        raise UsageError(f"{text!r} is not a size: try 64MiB, 1GB or 4096")
-    return int(float(found.group(1)) * units[found.group(2).upper()])
 
 
 def _say(kind: Any) -> str:

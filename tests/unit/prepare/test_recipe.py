@@ -8,7 +8,8 @@ import pytest
 
 from millrace.errors import UsageError
 from millrace.prepare import load_recipe
-from millrace.prepare.recipe import describe, parse_setting, parse_size, recipe_names
+from millrace.prepare.recipe import describe, parse_setting, recipe_names
+from millrace.sizes import parse_size
 
 
 @pytest.mark.parametrize("name", recipe_names())
