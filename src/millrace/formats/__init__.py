@@ -1,0 +1,1 @@
+"""Datasets in formats of others, opened in place."""

@@ -1,0 +1,1 @@
+"""Other people's data, tokenized while it is streamed."""
