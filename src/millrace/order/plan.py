@@ -72,6 +72,17 @@ def default_lanes(global_batch: int) -> int:
     return min(candidates, key=lambda lanes: (min(global_batch % lanes, -global_batch % lanes), -lanes))
 
 
+def part_of(size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """A rank's part [low, high) of a batch of `size`: parts differ by at most one sample.
+
+    Raises:
+        UsageError: If the rank is outside the world.
+    """
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise UsageError(f"rank: expected 0 <= rank < world_size, got rank {rank} of {world_size}.")
+    return rank * size // world_size, (rank + 1) * size // world_size
+
+
 def lease_order(seed: int, epoch: int, slice_index: int, num_samples: int, start: int, stop: int) -> I64:
     """The in-slice sample indexes at [start, stop) of a leased slice's own shuffled order.
 
@@ -207,16 +218,27 @@ class Order:
 
     def positions(self, step: int, rank: int, world_size: int) -> I64:
         """The positions in the epoch, int64, that a rank takes at a step: sorted by lane, then by position."""
-        if world_size < 1 or not 0 <= rank < world_size:
-            raise UsageError(f"rank: expected 0 <= rank < world_size, got rank {rank} of {world_size}.")
-        size = self.batch_len(step)
-        first = step * self.global_batch
-        start, stop = rank * size // world_size, (rank + 1) * size // world_size
+        return self.share_of(step * self.global_batch, self.batch_len(step), rank, world_size)
+
+    def share_of(self, first: int, size: int, rank: int, world_size: int) -> I64:
+        """The positions, int64, of a rank's part of a batch of positions [first, first + size), sorted by lane."""
+        return self.shares_of(first, size, 1, rank, world_size).reshape(-1)
+
+    def shares_of(self, first: int, size: int, num_steps: int, rank: int, world_size: int) -> I64:
+        """`share_of` for batches of one size, one after another: int64 [num_steps, samples of the share].
+
+        Where the lanes divide the batch, all have one pattern, and it is computed once.
+        """
+        low, high = part_of(size, rank, world_size)
+        firsts = first + size * np.arange(num_steps, dtype=np.int64)
         if not self.shuffle:
-            return np.arange(first + start, first + stop, dtype=np.int64)
-        lanes = np.arange(first, first + size, dtype=np.int64) % self.num_lanes
+            return firsts[:, None] + np.arange(low, high, dtype=np.int64)
+        phases, which = np.unique(firsts % self.num_lanes, return_inverse=True)
+        lanes = (phases[:, None] + np.arange(size, dtype=np.int64)) % self.num_lanes
         kind = np.uint16 if self.num_lanes <= 1 << 16 else np.int64  # 16 bits are sorted by radix.
-        return np.argsort(lanes.astype(kind), kind="stable")[start:stop] + first
+        patterns = np.argsort(lanes.astype(kind), axis=1, kind="stable")[:, low:high]
+        shares: I64 = firsts[:, None] + patterns[which]
+        return shares
 
     def sample_ids_at(self, epoch: int, positions: I64) -> I64:
         """The global sample ids at positions of an epoch. int64, the positions' shape [K].
@@ -229,6 +251,10 @@ class Order:
         sequence = self._sequence_at(epoch, positions)
         placing = self._placing(epoch)
         return sequence + placing.shift[np.searchsorted(placing.ends, sequence, side="right")]
+
+    def places_at(self, epoch: int, positions: I64) -> tuple[I64, I64]:
+        """`sample_ids_at` as (slice index, sample within the slice), both int64 [K]."""
+        return self.locate(self.sample_ids_at(epoch, positions))
 
     def locate(self, sample_ids: I64) -> tuple[I64, I64]:
         """Global sample ids to (slice index, sample within the slice), both int64 of the same shape."""
