@@ -10,6 +10,7 @@ GET and HEAD with one range. Under `/bucket/` a request must carry a valid AWS s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import http.server
@@ -181,10 +182,8 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def cut(self) -> None:
         for connection in list(self.open):
-            try:
+            with contextlib.suppress(OSError):  # closed by the other side
                 connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # closed by the other side
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no error of the server's."""

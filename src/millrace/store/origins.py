@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 STEP_BYTES = 256 << 10  # as much as lies between two looks at the clock; 4 x this is no faster on loopback
 _SMALL_TRIES = 5
 _SMALL_WAIT_S = 0.25
-_SCHEMES = "a directory, file://, http(s)://, s3://, r2://, gs://, az://, hf://datasets/OWNER/NAME, millrace://NETWORK/NAME"
+_SCHEMES = (
+    "a directory, file://, http(s)://, s3://, r2://, gs://, az://, hf://datasets/OWNER/NAME, millrace://NETWORK/NAME"
+)
 
 
 class PassingError(NetworkError):

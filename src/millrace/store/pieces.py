@@ -1,0 +1,181 @@
+"""A slice on its way to disk: which bytes are there, who sent them, and its hash as far as they are contiguous.
+
+The partial file is `num_bytes` long plus a trailer: one byte that says the size of a piece (its power of two) and
+one a piece, 1 when the piece is complete. A piece is marked after it was written, so that whatever is killed, what
+is marked is there; where a power cut breaks that promise, the hash at the end tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+EARLIER = "an earlier run"
+_HASH_BYTES = 256 << 10
+
+
+@dataclass(eq=False, slots=True)
+class Span:
+    """What one connection fetches: bytes [start, stop) of one piece, of which [start, at) are written."""
+
+    start: int
+    stop: int
+    piece: int
+    at: int
+    sources: tuple[str, ...] = ()
+    tries: int = 0
+    not_before: float = 0.0
+
+
+class PartFile:
+    """The partial file of one slice. One lock: nobody writes after `close`.
+
+    Args:
+        path: Made if absent; one that fits is resumed, any other begun anew.
+        piece_bytes: A power of two.
+        num_spans: At least so many spans are made of it if they can be of 1 MiB, so that all connections have work.
+
+    Attributes:
+        spans: All of them by start; those of pieces that were there already are complete.
+        received: Bytes written, those that were there included.
+    """
+
+    def __init__(self, path: Path, num_bytes: int, piece_bytes: int, num_spans: int) -> None:
+        self.path = path
+        self.num_bytes = num_bytes
+        self.lock = threading.Lock()
+        self.received = 0
+        self.hashed = 0
+        self._digest = hashlib.sha256()
+        self._piece_bytes = piece_bytes
+        self._num_pieces = -(-num_bytes // piece_bytes)
+        self._span_bytes = piece_bytes
+        while self._span_bytes > 1 << 20 and num_bytes < num_spans * self._span_bytes:
+            self._span_bytes //= 2
+        self._file = -1
+        self._left: list[int] = []
+        self._first_open = 0
+        self.spans: list[Span] = []
+
+    def open(self) -> None:
+        """Make or resume it. Raises OSError."""
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        trailer = bytes([self._piece_bytes.bit_length() - 1]) + bytes(self._num_pieces)
+        held = os.pread(self._file, len(trailer) + 1, self.num_bytes)
+        if len(held) != len(trailer) or held[:1] != trailer[:1] or not set(held[1:]) <= {0, 1}:
+            os.ftruncate(self._file, 0)
+            self._write_all(trailer, self.num_bytes)
+            held = trailer
+        self._make_spans(held[1:])
+
+    def restart(self) -> None:
+        """Forget every byte: all spans anew. Those handed out before write no more. Raises OSError."""
+        with self.lock:
+            if self._file >= 0:
+                self._write_all(bytes(self._num_pieces), self.num_bytes + 1)
+                self._make_spans(bytes(self._num_pieces))
+                self._digest, self.hashed = hashlib.sha256(), 0
+
+    def _make_spans(self, complete: bytes) -> None:
+        self.spans, self._left, self._first_open, self.received = [], [], 0, 0
+        for piece, there in enumerate(complete):
+            first = piece * self._piece_bytes
+            last = min(first + self._piece_bytes, self.num_bytes)
+            starts = range(first, last, self._span_bytes)
+            self._left.append(0 if there else len(starts))
+            for start in starts:
+                stop = min(start + self._span_bytes, last)
+                self.spans.append(Span(start, stop, piece, stop if there else start, (EARLIER,) if there else ()))
+            self.received += last - first if there else 0
+
+    def write(self, span: Span, data: memoryview, source: str) -> bool:
+        """Put what came next of a span in its place; False if it is wanted no more. Raises OSError."""
+        with self.lock:
+            if self._file < 0 or not self.is_current(span):
+                return False
+            self._write_all(data, span.at)
+            span.at += len(data)
+            self.received += len(data)
+            if source not in span.sources:
+                span.sources = (*span.sources, source)
+            if span.at == span.stop:
+                self._left[span.piece] -= 1
+                if self._left[span.piece] == 0:
+                    self._write_all(b"\1", self.num_bytes + 1 + span.piece)
+            return True
+
+    def is_current(self, span: Span) -> bool:
+        """Whether it was not forgotten by `restart`."""
+        return self.spans[span.start // self._span_bytes] is span
+
+    def contiguous(self) -> int:
+        """Bytes from 0 on without a gap. Call with the lock held."""
+        while self._first_open < len(self.spans):
+            span = self.spans[self._first_open]
+            if span.at < span.stop:
+                return span.at
+            self._first_open += 1
+        return self.num_bytes
+
+    def hash_on(self) -> bool:
+        """Hash what is contiguous by now; whether all is. One thread at a time. Raises OSError."""
+        buffer = memoryview(bytearray(_HASH_BYTES))
+        file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while True:
+                with self.lock:
+                    stop, digest, at = self.contiguous(), self._digest, self.hashed
+                while at < stop and self._file >= 0:
+                    got = os.preadv(file, [buffer[: stop - at]], at)
+                    if got == 0:
+                        raise OSError(f"{self.path} was cut at byte {at} by another")
+                    digest.update(buffer[:got])
+                    at += got
+                with self.lock:
+                    if self._file < 0:
+                        return False
+                    if self._digest is not digest:
+                        continue  # begun anew meanwhile
+                    self.hashed = at
+                    if at == self.num_bytes:
+                        return True
+                    if self.contiguous() - at < _HASH_BYTES:
+                        return False
+        finally:
+            os.close(file)
+
+    def hexdigest(self) -> str:
+        """The sha256 of what was hashed."""
+        return self._digest.hexdigest()
+
+    def digest_of(self, start: int, stop: int) -> bytes:
+        """A digest of bytes [start, stop) as they lie there now. Raises OSError."""
+        digest = hashlib.sha256()
+        with self.path.open("rb") as file:
+            file.seek(start)
+            while start < stop and (data := file.read(min(_HASH_BYTES, stop - start))):
+                digest.update(data)
+                start += len(data)
+        return digest.digest()
+
+    def finish(self) -> None:
+        """Cut the trailer off and make the bytes last. Raises OSError."""
+        with self.lock:
+            os.ftruncate(self._file, self.num_bytes)
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        """Write no more, whoever holds a span. May be called twice."""
+        with self.lock:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+
+    def _write_all(self, data: bytes | memoryview, offset: int) -> None:
+        view = memoryview(data)
+        while len(view):
+            done = os.pwrite(self._file, view, offset)
+            view, offset = view[done:], offset + done
