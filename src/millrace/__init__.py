@@ -15,12 +15,14 @@ from millrace.errors import MillraceError
 if TYPE_CHECKING:
     from millrace.dataset.reader import open_dataset
     from millrace.load.loader import Loader
+    from millrace.stream.text_stream import TextStream
 
 __version__ = "0.1.0"
-__all__ = ["Loader", "MillraceError", "__version__", "open_dataset"]
+__all__ = ["Loader", "MillraceError", "TextStream", "__version__", "open_dataset"]
 
 _HOME = {
     "Loader": "millrace.load.loader",
+    "TextStream": "millrace.stream.text_stream",
     "open_dataset": "millrace.dataset.reader",
 }
 

@@ -11,7 +11,7 @@ import millrace
 
 
 def test_the_names() -> None:
-    assert set(millrace.__all__) == {"Loader", "MillraceError", "__version__", "open_dataset"}
+    assert set(millrace.__all__) == {"Loader", "MillraceError", "TextStream", "__version__", "open_dataset"}
     assert set(millrace.__all__) <= set(dir(millrace))
     for name in millrace.__all__:
         assert getattr(millrace, name) is not None

@@ -54,6 +54,9 @@ class Record:
 
     `where` says where in its file it was, if that is not its line, row or record number `place` (from 0): `byte 5120`,
     `page "Anarchism"`, `inner/file.txt`.
+
+    `start`, if not -1: a piece with this `start` begins with this record, so that reading may go on from here. In
+    unpacked bytes where a format is a stream of them.
     """
 
     place: int
@@ -63,6 +66,7 @@ class Record:
     html: bool = False
     problem: str = ""
     where: str = ""
+    start: int = field(default=-1, compare=False)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def keys_of(options: ReadOptions) -> tuple[list[str], list[str]]:
     return needed, [key for key in (options.id_key, options.url_key) if key and key not in needed]
 
 
-def to_record(place: int, row: Mapping[str, object], options: ReadOptions, where: str = "") -> Record:
+def to_record(place: int, row: Mapping[str, object], options: ReadOptions, where: str = "", start: int = -1) -> Record:
     """The document in a row, or what is wrong with it."""
     if options.messages_key:
         text, problem = _conversation(row, options.messages_key)
@@ -51,8 +51,8 @@ def to_record(place: int, row: Mapping[str, object], options: ReadOptions, where
     if len(text) > options.max_document_bytes:
         problem = f"larger than max_document_bytes, {options.max_document_bytes}"
     if problem:
-        return Record(place, name, text[:_SHOWN], problem=problem, where=where)
-    return Record(place, name, text, name_of(url) if isinstance(url, str) else "", where=where)
+        return Record(place, name, text[:_SHOWN], problem=problem, where=where, start=start)
+    return Record(place, name, text, name_of(url) if isinstance(url, str) else "", where=where, start=start)
 
 
 def name_of(value: object) -> str:

@@ -41,7 +41,7 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     url = piece.sources[0].path
     place = -1
     try:
-        for place, row in enumerate(_open(url)):
+        for place, row in enumerate(open_hub(url)):
             yield to_record(place, row, options) if isinstance(row, Mapping) else Record(place, problem="no row")
     except PrepareError:
         raise
@@ -52,7 +52,8 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
         ) from error
 
 
-def _open(url: str) -> Any:
+def open_hub(url: str) -> Any:
+    """The dataset that a URL of the hub stands for, as the library streams it."""
     try:
         import datasets
     except ImportError as error:

@@ -22,7 +22,7 @@ from millrace.errors import PrepareError
 from millrace.prepare.documents import Record, without_turns
 from millrace.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source
 from millrace.prepare.read.fields import keys_of, surrogate_in, to_record
-from millrace.prepare.read.opening import Damaged, open_source
+from millrace.prepare.read.opening import Damaged, open_source, skip_to
 
 _BOM = b"\xef\xbb\xbf"
 _SHOWN = 200
@@ -40,7 +40,7 @@ def _lines(piece: Piece, options: ReadOptions) -> Iterator[tuple[int, bytes, str
     with open_source(piece.sources[0], options.max_unpacked_ratio) as file:
         position, stop = piece.start, piece.stop
         if position:  # the line that crosses the border is the other piece's
-            file.seek(position - 1)
+            skip_to(file, position - 1)
             position += _rest_of_line(file) - 1
         while not stop or position < stop:
             line, size, problem, ended = _next_line(file, options.max_document_bytes)
@@ -80,21 +80,21 @@ def _rest_of_line(file: BinaryIO) -> int:
 def _read_jsonl(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     for place, (position, line, problem) in enumerate(_lines(piece, options)):
         if problem:
-            yield Record(place, text=_shown(line), problem=problem, where=f"byte {position}")
+            yield Record(place, text=_shown(line), problem=problem, where=f"byte {position}", start=position)
         else:
-            yield _parse(place, position, line, options)
+            yield _parse(place, position, line, options, position)
 
 
-def _parse(place: int, position: int, line: bytes, options: ReadOptions) -> Record:
+def _parse(place: int, position: int, line: bytes, options: ReadOptions, start: int = -1) -> Record:
     try:
         value = orjson.loads(line)
     except ValueError:
         if not line.strip():
-            return Record(place, problem="blank")
+            return Record(place, problem="blank", start=start)
         value, problem = _parse_slowly(line)
         if problem:
-            return Record(place, text=_shown(line), problem=problem, where=f"byte {position}")
-    return _object(place, value, options, f"byte {position}")
+            return Record(place, text=_shown(line), problem=problem, where=f"byte {position}", start=start)
+    return _object(place, value, options, f"byte {position}", start)
 
 
 def parse_line(place: int, line: bytes, options: ReadOptions) -> Record:
@@ -114,14 +114,14 @@ def _parse_slowly(line: bytes) -> tuple[object, str]:
         return None, f"not JSON: {error}"
 
 
-def _object(place: int, value: object, options: ReadOptions, where: str) -> Record:
+def _object(place: int, value: object, options: ReadOptions, where: str, start: int = -1) -> Record:
     if not isinstance(value, dict):
         problem = f"expected an object, got {type(value).__name__}"
-        return Record(place, text=_plain(str(value)), problem=problem, where=where)
-    record = to_record(place, value, options)
+        return Record(place, text=_plain(str(value)), problem=problem, where=where, start=start)
+    record = to_record(place, value, options, start=start)
     if record.problem or (not record.text.isascii() and surrogate_in(record.text)):
         problem = record.problem or "half a surrogate pair in the text"
-        return Record(place, record.id, _plain(record.text), problem=problem, where=where)
+        return Record(place, record.id, _plain(record.text), problem=problem, where=where, start=start)
     return record
 
 
@@ -138,11 +138,11 @@ def _read_lines(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     for place, (position, line, problem) in enumerate(_lines(piece, options)):
         line = line.rstrip(b"\r\n")
         if not problem and not line.strip():
-            yield Record(place, problem="blank")
+            yield Record(place, problem="blank", start=position)
         elif problem:
-            yield Record(place, text=_shown(line), problem=problem, where=f"byte {position}")
+            yield Record(place, text=_shown(line), problem=problem, where=f"byte {position}", start=position)
         else:
-            yield _whole(place, "", line, f"byte {position}")
+            yield _whole(place, "", line, f"byte {position}", start=position)
 
 
 def _read_json(piece: Piece, options: ReadOptions) -> Iterator[Record]:
@@ -317,12 +317,12 @@ def _file(place: int, source: Source, options: ReadOptions, html: bool) -> Recor
     return _whole(place, "", data, "", html)
 
 
-def _whole(place: int, name: str, data: bytes, where: str, html: bool = False) -> Record:
+def _whole(place: int, name: str, data: bytes, where: str, html: bool = False, start: int = -1) -> Record:
     try:
-        return Record(place, name, without_turns(data.decode("utf-8-sig")), html=html)
+        return Record(place, name, without_turns(data.decode("utf-8-sig")), html=html, start=start)
     except UnicodeDecodeError as error:
         problem = f"not UTF-8: {error.reason} at byte {error.start}"
-        return Record(place, name, _shown(data), problem=problem, where=where)
+        return Record(place, name, _shown(data), problem=problem, where=where, start=start)
 
 
 def is_text(head: bytes) -> bool:

@@ -106,6 +106,16 @@ def open_source(source: Source, max_unpacked_ratio: int) -> AbstractContextManag
     return unpack(raw, source.compression, max_unpacked_ratio)
 
 
+def skip_to(file: BinaryIO, position: int) -> None:
+    """Pass over the first bytes of an opened source: at once if it is not compressed, else by unpacking them."""
+    if file.seekable():
+        file.seek(position)
+        return
+    left = position
+    while left and (data := file.read(min(left, _BUFFER))):
+        left -= len(data)
+
+
 def open_packed(path: str, size: int = 0) -> BinaryIO:
     """The bytes as they lie at a path or URL, buffered and seekable; `size` spares asking a URL for it."""
     if "://" in path:

@@ -6,6 +6,7 @@ text, as text. Sources, pieces and their order depend on the inputs alone.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ def find_sources(
     *,
     workers: int = 4,
     leave_out: Path | None = None,
+    hashed: bool = True,
 ) -> Found:
     """The files behind the inputs, hashed: as given, directories in sorted order without hidden files.
 
@@ -59,6 +61,7 @@ def find_sources(
         options: A `format` other than `auto` is that of all inputs.
         workers: Threads that hash and sniff.
         leave_out: Files below are no input: a dataset may be written inside the directory that it is made of.
+        hashed: False reads no file whole: the `sha256` of a local one is then `head:` and that of its first 4 KiB.
 
     Raises:
         PrepareError: If an input does not exist, cannot be read or is of no known format, or there is no file at all.
@@ -73,7 +76,7 @@ def find_sources(
         raise UsageError("prepare: expected inputs (files, directories, URLs), named or in the recipe, got none.")
     files = [file for given in inputs for file in _files(given, leave_out)]
     with ThreadPoolExecutor(workers) as pool:
-        known = list(pool.map(lambda file: file if isinstance(file, Source) else _known(file, options), files))
+        known = list(pool.map(lambda file: file if isinstance(file, Source) else _known(file, options, hashed), files))
     sources = tuple(source for source in known if isinstance(source, Source))
     skipped = tuple(pair for pair in known if not isinstance(pair, Source))
     if not sources:
@@ -116,7 +119,7 @@ def _written(name: str) -> str:
     return name.encode("utf-8", "replace").decode()
 
 
-def _known(file: _File, options: ReadOptions) -> Source | tuple[str, str]:
+def _known(file: _File, options: ReadOptions, hashed: bool) -> Source | tuple[str, str]:
     """The file as a source; or, with the reason, one to pass over."""
     try:
         with open_packed(file.path, file.bytes) as packed:
@@ -135,7 +138,9 @@ def _known(file: _File, options: ReadOptions) -> Source | tuple[str, str]:
                     f"{head[:8].hex(' ')}. Force a format with --format, or leave the file out."
                 )
             return file.path, why
-        version = file.version if "://" in file.path else hash_file(Path(file.path))
+        version = file.version
+        if "://" not in file.path:
+            version = hash_file(Path(file.path)) if hashed else f"head:{hashlib.sha256(head).hexdigest()}"
         return Source(file.path, file.name, name, compression, file.bytes, version)
     except OSError as error:
         raise PrepareError(f"{file.path}: cannot read input: {error.strerror or error}.") from error

@@ -63,9 +63,11 @@ def _read_parquet(piece: Piece, options: ReadOptions) -> Iterator[Record]:
             found = _chosen(file.schema_arrow, options, source)
             for group in range(piece.start, piece.stop or file.num_row_groups):
                 try:
+                    start = group
                     for row in _group_rows(file, source, group, list(found)):
                         place += 1
-                        yield to_record(place, row, options)
+                        yield to_record(place, row, options, start=start)
+                        start = -1
                 except _DAMAGE as error:
                     place += 1
                     rows = file.metadata.row_group(group).num_rows
@@ -235,10 +237,11 @@ def _read_arrow(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     try:
         with _open_ipc(source, options) as reader:
             keys = list(_chosen(reader.schema, options, source))
-            for batch in _ipc_batches(reader, piece):
+            for start, batch in _ipc_batches(reader, piece):
                 for row in _checked_rows(batch, keys):
                     place += 1
-                    yield to_record(place, row, options)
+                    yield to_record(place, row, options, start=start)
+                    start = -1
     except PrepareError as error:
         if not isinstance(error, Damaged):
             raise
@@ -247,12 +250,13 @@ def _read_arrow(piece: Piece, options: ReadOptions) -> Iterator[Record]:
         yield Record(place + 1, problem=f"damaged Arrow: {_said(error)}", where=f"row {place + 1}")
 
 
-def _ipc_batches(reader: Any, piece: Piece) -> Iterator[pa.RecordBatch]:
+def _ipc_batches(reader: Any, piece: Piece) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Batches of a file with their numbers; of a stream, which is read from its beginning, with -1."""
     if not isinstance(reader, pa.ipc.RecordBatchFileReader):
-        yield from reader
+        yield from ((-1, batch) for batch in reader)
         return
     for index in range(piece.start, piece.stop or reader.num_record_batches):
-        yield reader.get_batch(index)
+        yield index, reader.get_batch(index)
 
 
 def _checked_rows(batch: pa.RecordBatch, keys: list[str]) -> Iterator[dict[str, object]]:

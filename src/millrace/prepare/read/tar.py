@@ -12,13 +12,13 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 from millrace.prepare.documents import Record, without_turns
 from millrace.prepare.read.base import Format, Piece, ReadOptions
 from millrace.prepare.read.lines import parse_line
-from millrace.prepare.read.opening import COMPRESSIONS, Damaged, open_source, unpack
+from millrace.prepare.read.opening import COMPRESSIONS, Damaged, open_source, skip_to, unpack
 
 _BLOCK = 512
 _STEP = 1 << 20
@@ -29,12 +29,16 @@ _SHOWN = 200
 
 @dataclass(frozen=True)
 class _Member:
-    """A member of text, or a problem at a place of the archive; `data` is empty if the member is no text."""
+    """A member of text, or a problem at a place of the archive; `data` is empty if the member is no text.
+
+    `start` is where the headers begin that belong to it, at or before `position`, its own.
+    """
 
     name: str
     position: int
     data: bytes = b""
     problem: str = ""
+    start: int = -1
 
     @property
     def key(self) -> str:
@@ -60,9 +64,11 @@ def _kind(name: str) -> tuple[str, str]:
 def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     places = itertools.count()
     with open_source(piece.sources[0], options.max_unpacked_ratio) as file:
-        members = _Members(file, options)
-        for _, sample in itertools.groupby(members.all(), lambda m: (m.key, m.problem and m.position)):
-            for record in _sample(list(sample), options):
+        skip_to(file, piece.start)
+        members = _Members(file, options, piece.start)
+        for _, group in itertools.groupby(members.all(), lambda m: (m.key, m.problem and m.position)):
+            sample = list(group)
+            for index, record in enumerate(_sample(sample, options)):
                 yield Record(
                     next(places),
                     record.id,
@@ -71,6 +77,7 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
                     record.html,
                     record.problem,
                     record.where,
+                    -1 if index else sample[0].start,
                 )
 
 
@@ -114,17 +121,17 @@ def _named(record: Record, name: str, where: str) -> Record:
 class _Members:
     """Walks through an archive; counts the bytes so that it can say where it is."""
 
-    def __init__(self, file: BinaryIO, options: ReadOptions) -> None:
+    def __init__(self, file: BinaryIO, options: ReadOptions, start: int) -> None:
         self._file = file
         self._options = options
         self._limit = options.max_document_bytes
-        self._at = 0
+        self._at = start
         self._long_name = ""
         self._long_size = -1
 
     def all(self) -> Iterator[_Member]:
         """Members in order: regular files, and problems. After a damaged header it seeks the next sound one."""
-        lost = False
+        lost, start = False, self._at
         while True:
             position = self._at
             try:
@@ -134,12 +141,13 @@ class _Members:
                         yield _Member("", position, problem="the archive ends within a header")
                     return
                 if not any(header):
+                    start = self._at
                     continue  # two such blocks are the end, but archives may be joined
                 size = _sound(header)
                 if size is None:
                     if not lost:
-                        yield _Member("", position, problem="a damaged header")
-                    lost = True
+                        yield _Member("", position, problem="a damaged header", start=position)
+                    lost, start = True, self._at
                     continue
                 lost = False
                 member = self._member(header, position, size)
@@ -147,9 +155,10 @@ class _Members:
                 yield _Member("", position, problem=str(error))
                 return
             if member is not None:
-                yield member
+                yield replace(member, start=start)
                 if member.problem.endswith(_ENDS):
                     return
+                start = self._at
 
     def _member(self, header: bytes, position: int, size: int) -> _Member | None:
         flag = header[156:157]

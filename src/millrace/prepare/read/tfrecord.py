@@ -17,7 +17,7 @@ from millrace.errors import PrepareError
 from millrace.prepare.documents import Record
 from millrace.prepare.read.base import Format, Piece, ReadOptions
 from millrace.prepare.read.fields import to_record
-from millrace.prepare.read.opening import Damaged, open_source
+from millrace.prepare.read.opening import Damaged, open_source, skip_to
 
 _STEP = 1 << 20
 _MASK = 0xA282EAD8
@@ -55,22 +55,25 @@ def _crc_bitwise(data: bytes) -> int:
 
 def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     with open_source(piece.sources[0], options.max_unpacked_ratio) as file:
-        for place, (position, data, problem) in enumerate(_frames(file, options.max_document_bytes)):
+        for place, (position, data, problem) in enumerate(_frames(file, options.max_document_bytes, piece.start)):
             where = f"byte {position}"
             if problem:
-                yield Record(place, text=data[:200].decode("utf-8", "replace"), problem=problem, where=where)
+                shown = data[:200].decode("utf-8", "replace")
+                yield Record(place, text=shown, problem=problem, where=where, start=position)
                 continue
             try:
-                yield to_record(place, parse_example(data), options, where)
+                yield to_record(place, parse_example(data), options, where, position)
             except _NotExample as error:
                 shown = data[:200].decode("utf-8", "replace")
-                yield Record(place, text=shown, problem=f"not a tf.train.Example: {error}", where=where)
+                problem = f"not a tf.train.Example: {error}"
+                yield Record(place, text=shown, problem=problem, where=where, start=position)
 
 
-def _frames(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes, str]]:
+def _frames(file: BinaryIO, limit: int, start: int) -> Iterator[tuple[int, bytes, str]]:
     """Where each record begins, its data, and what is wrong with it."""
     crc = _crc32c()
-    position = 0
+    position = start
+    skip_to(file, start)
     while True:
         head, problem = _take(file, 12)
         if problem or 0 < len(head) < 12:

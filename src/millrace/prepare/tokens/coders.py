@@ -99,9 +99,13 @@ def coder_for(spec: CoderSpec) -> Coder:
 
 @lru_cache(maxsize=2)
 def _coder(path: str, sha256: str, kind: str, wanted: str) -> Coder:
+    return make_coder(b"" if kind == "bytes" else Path(path).read_bytes(), kind, wanted)
+
+
+def make_coder(data: bytes, kind: str, wanted: str = "") -> Coder:
+    """The fastest coder for the bytes of a tokenizer.json of that kind; `wanted="reference"`: the reference itself."""
     if kind == "bytes":
         return ByteCoder()
-    data = Path(path).read_bytes()
     reference = reference_coder(data, kind)
     fast = None if wanted == "reference" else fast_coder(data, kind, reference)
     return Cutting(fast or reference, _safe_cut(data, kind))
