@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from millrace.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable, dataset_id
 from millrace.dataset.reader import Dataset, check_totals
 from millrace.dataset.slices import Slice
 from millrace.errors import DatasetError, UsageError
-from millrace.network.discovery import Discovery
-from millrace.network.identity import Identity
 from millrace.store.origins import Origin, Patience, open_origin, read_small
+
+if TYPE_CHECKING:
+    from millrace.network.discovery import Discovery
+    from millrace.network.identity import Identity
 
 MAX_TABLE_BYTES = 1 << 30
 

@@ -10,7 +10,6 @@ import contextlib
 import http.client
 import os
 import re
-import socket
 import ssl
 import threading
 import time
@@ -173,7 +172,7 @@ class _Body:
         try:
             if response.length is None or response.fp is None:  # chunked, or to the connection's end
                 return response.readinto(into)
-            got: int = response.fp.readinto1(into[: response.length])  # type: ignore[attr-defined]
+            got: int = response.fp.readinto1(into[: response.length])
             response.length -= got
             return got
         except TimeoutError as error:
@@ -209,11 +208,11 @@ class _Pool:
         while True:
             connection, kept, prefix = self._take(parts)
             try:
-                if connection.sock is None:
+                if not kept:
                     connection.timeout = self._patience.connect_s
-                    connection.connect()
-                    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    connection.sock.settimeout(self._patience.stall_s)
+                    connection.connect()  # sets TCP_NODELAY
+                    sock: Any = connection.sock
+                    sock.settimeout(self._patience.stall_s)
                 connection.request("GET", prefix + path, headers=headers)
                 return connection, connection.getresponse()
             except ssl.SSLCertVerificationError as error:

@@ -1,0 +1,242 @@
+"""A dataset that peers of a network announce by name: found by discovery, read by hash over mutual TLS.
+
+Each peer is a source of its own, so that the fastest is asked first and a liar is known by its id. A body comes in
+requests of 2 MiB over a kept connection, as the client below fills a buffer and gives nothing back before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import threading
+import time
+import urllib.parse
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millrace.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
+from millrace.errors import NetworkError, ProtocolViolation, UsageError
+from millrace.network.client import Client, RemoteError
+from millrace.network.discovery import Claim, Discovery, find_providers
+from millrace.network.identity import Identity
+from millrace.store.origins import Origin, PassingError, Patience, RefusedError
+
+REQUEST_BYTES = 2 << 20
+_FIND_S = 10.0
+_FRESH_S = 15.0
+_MAX_TABLE_BYTES = 1 << 30
+
+
+class PeerOrigin:
+    """A dataset of a network, by name, behind all peers that serve it.
+
+    Args:
+        discovery: None: the network's own DHT, joined at the first look-up.
+        expected_id: The dataset id; None: whatever all who announce the name agree on.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        name: str,
+        *,
+        expected_id: str | None = None,
+        discovery: Discovery | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self.url = f"millrace://{urllib.parse.quote(identity.network_name, safe='')}/{urllib.parse.quote(name)}"
+        self.name = name
+        self.id = expected_id
+        self.identity = identity
+        self.patience = patience or Patience()
+        self.client = Client(identity)
+        self._discovery = discovery
+        self._lock = threading.Lock()
+        self._table: SliceTable | None = None
+        self._found: list[Origin] = []
+        self._found_at = float("-inf")
+        self.sha256_of = lru_cache(maxsize=4096)(self._look_up)
+
+    def sources(self) -> Sequence[Origin]:
+        """The peers that serve it now, looked up at most every 15 s. See Origin."""
+        with self._lock:
+            if time.monotonic() - self._found_at >= _FRESH_S or not self._found:
+                claims = self._claims()
+                self._found = [PeerSource(self, claim) for claim in claims]
+                self._found_at = time.monotonic()
+            return list(self._found)
+
+    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        """From the first peer that has it. See Origin; a Transfer asks the peers one by one."""
+        fault: NetworkError = RefusedError(f"{self.url}: no peer has {name}")
+        for source in self.sources():
+            try:
+                for data in source.read(name, start, stop):
+                    start += len(data)
+                    yield data
+                return
+            except NetworkError as error:
+                fault = error
+        raise fault
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        """A companion of the dataset; manifest and table are verified. See Origin."""
+        fault: NetworkError = PassingError(f"{self.url}: no peer serves it now")
+        for source in self.sources():
+            try:
+                return source.get(name, max_bytes)
+            except NetworkError as error:
+                fault = error
+        raise fault
+
+    def _look_up(self, name: str) -> str:
+        """The hash of a slice by its name in the table, which is read when first needed."""
+        with self._lock:
+            table = self._table
+        if table is None:
+            manifest = Manifest.from_json(self.get(MANIFEST_FILE, MAX_MANIFEST_BYTES))
+            data = self.get(TABLE_FILE, _MAX_TABLE_BYTES)
+            if hashlib.sha256(data).hexdigest() != manifest.table_sha256:
+                raise ProtocolViolation(f"{self.url}: its {TABLE_FILE} is not the one that its manifest names")
+            table = SliceTable.from_parquet(data)
+            with self._lock:
+                self._table = table
+        index: int = pc.index(table.names, pa.scalar(name)).as_py()
+        if index < 0:
+            raise RefusedError(f"{self.url}: has no slice {name}")
+        return table.sha256[index].tobytes().hex()
+
+    def _claims(self) -> list[Claim]:
+        """Who serves it. With the lock held."""
+        if self._discovery is None:
+            self._discovery = _join(self.identity)
+            weakref.finalize(self, self._discovery.close)
+        try:
+            found = find_providers(self._discovery, self.client, self.identity.network_id, self.name, _FIND_S)
+        except (NetworkError, OSError) as error:
+            raise PassingError(f"{self.url}: cannot look for peers: {error}") from error
+        ids = sorted({claim.dataset_id for claim in found})
+        if self.id is None and len(ids) > 1:
+            raise UsageError(
+                f"{self.url}: expected one dataset of this name, got {len(ids)}: {', '.join(ids)}. They are never "
+                "mixed. Say which by its id."
+            )
+        self.id = self.id or (ids[0] if ids else None)
+        claims = [claim for claim in found if claim.dataset_id == self.id]
+        if not claims:
+            other = f"; those of this name serve {', '.join(ids)}" if ids else ""
+            raise PassingError(f"{self.url}: no peer serves {self.id or 'a dataset of this name'} now{other}")
+        return claims
+
+
+class PeerSource:
+    """One peer that serves a dataset."""
+
+    def __init__(self, origin: PeerOrigin, claim: Claim) -> None:
+        self.url = f"{origin.url}#{claim.peer_id}@{claim.address}"
+        self.claim = claim
+        self._origin = origin
+
+    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        """See Origin."""
+        path = f"/v1/slices/{self._origin.sha256_of(name)}"
+        client, claim, into = self._origin.client, self.claim, io.BytesIO()
+        while start < stop:
+            upto = min(stop, start + REQUEST_BYTES)
+            fault: NetworkError | None = None
+            try:
+                client.download(
+                    claim.address, path, into, start, upto, claim.peer_id, timeout_s=self._origin.patience.stall_s
+                )
+            except NetworkError as error:
+                fault = error
+            if into.tell():
+                yield into.getbuffer()
+            start += into.tell()
+            into = io.BytesIO()
+            if fault is not None:
+                raise _told(self.url, fault) from fault
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        """See Origin."""
+        claim = self.claim
+        try:
+            data = self._origin.client.get_bytes(
+                claim.address,
+                f"/v1/datasets/{claim.dataset_id}/{urllib.parse.quote(name)}",
+                max_bytes,
+                claim.peer_id,
+                self._origin.patience.stall_s,
+            )
+        except NetworkError as error:
+            raise _told(self.url, error) from error
+        if name == MANIFEST_FILE and hashlib.sha256(data).hexdigest() != claim.dataset_id:
+            raise ProtocolViolation(f"{self.url}: its {name} is not that of the dataset which it claims")
+        return data
+
+    def sources(self) -> Sequence[Origin]:
+        """See Origin."""
+        return [self]
+
+
+def open_peers(
+    url: str,
+    identity: str | Path | Identity | None,
+    dataset_id: str | None,
+    discovery: Discovery | None,
+    patience: Patience,
+) -> PeerOrigin:
+    """The origin behind `millrace://NETWORK/NAME`.
+
+    Args:
+        identity: A member, or its directory; by default `$MILLRACE_HOME/NETWORK` (`~/.millrace/NETWORK`).
+
+    Raises:
+        UsageError: If a part is missing, the identity cannot be read, or is of a network of another name.
+    """
+    parts = urllib.parse.urlsplit(url)
+    network, name = urllib.parse.unquote(parts.netloc), urllib.parse.unquote(parts.path.strip("/"))
+    if not network or not name:
+        raise UsageError(f"open an origin: expected millrace://NETWORK/NAME, got {url!r}. Name both.")
+    if identity is None:
+        home = Path(os.environ.get("MILLRACE_HOME") or Path.home() / ".millrace")
+        identity = Identity.load(home / urllib.parse.quote(network, safe=""))
+        return PeerOrigin(identity, name, expected_id=dataset_id, discovery=discovery, patience=patience)
+    identity = identity if isinstance(identity, Identity) else Identity.load(identity)
+    if identity.network_name != network:
+        raise UsageError(
+            f"{url}: expected an identity in the network {network!r}, got one in {identity.network_name!r}. "
+            "Give the node's directory of that network."
+        )
+    return PeerOrigin(identity, name, expected_id=dataset_id, discovery=discovery, patience=patience)
+
+
+def _join(identity: Identity) -> Discovery:
+    try:
+        from millrace.network.dht import LibtorrentDht
+    except ImportError as error:
+        raise UsageError(
+            "millrace://: finding peers needs the package libtorrent. Install it with: pip install 'millrace[network]'"
+        ) from error
+    if not identity.bootstrap:
+        raise UsageError(
+            f"millrace://: no DHT node is known for {identity.node_dir}: its network was made without --bootstrap. "
+            "Give a discovery of your own, or join a network that names one."
+        )
+    return LibtorrentDht("0.0.0.0", 0, identity.bootstrap)
+
+
+def _told(url: str, error: NetworkError) -> NetworkError:
+    """A client's error as one that says whether to ask again."""
+    if isinstance(error, (ProtocolViolation, RefusedError, PassingError)):
+        return error
+    text = f"{url}: {error}"
+    if isinstance(error, RemoteError) and error.status < 500 and error.status != 429:
+        return RefusedError(text)
+    return PassingError(text, throttled=isinstance(error, RemoteError) and error.status in (429, 503))
