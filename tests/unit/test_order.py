@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from millrace.errors import UsageError
 from millrace.order.bijection import derive_key, inverse, permute, permute_each, random_words, subkeys
 from millrace.order.plan import Order, default_lanes, lease_order, samples_per_slice
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "order_v1.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "order_v2.json"
 WORLDS = (1, 2, 3, 5, 7, 8, 13, 64, 100, 1000, 4095, 4096)
 
 law = settings(deadline=None, max_examples=60)  # A busy machine is no failure.
@@ -29,6 +30,7 @@ orders = st.builds(
     lanes=st.none() | st.integers(1, 90),
     window=st.none() | st.integers(1, 70),
     shuffle=st.booleans(),
+    head=st.none() | st.integers(0, 60),
 )
 
 
@@ -40,7 +42,7 @@ def whole_epoch(order: Order, epoch: int) -> list[int]:
 
 
 def vectors() -> dict[str, object]:
-    """What tests/golden/order_v1.json holds. It changes only with a new version of the order."""
+    """What tests/golden/order_v2.json holds. It changes only with a new version of the order."""
     big = (1 << 62, (1 << 62) - 1, (1 << 40) + 15)
     some = Order(np.array([30, 0, 17, 64, 5, 41]), 11, 12, lanes=5, window=9)
     return {
@@ -53,6 +55,7 @@ def vectors() -> dict[str, object]:
             str(n): permute(np.array([0, 1, n // 2, n - 1], np.uint64), n, derive_key(7)).tolist() for n in big
         },
         "global_batches": [some.global_batch_at(e, s).tolist() for e in (0, 1) for s in (0, 7, 13)],
+        "head": [Order(np.full(9, 50), 3, 12, head=h).global_batch_at(0, 2).tolist() for h in (None, 0, 30)],
         "default_order": Order(np.full(9, 50), 3, 96).global_batch_at(2, 1).tolist(),
         "lease_order": lease_order(5, 1, 3, 100, 90, 100).tolist(),
     }
@@ -191,7 +194,7 @@ def test_shares_of_any_world_make_the_global_batch(world_size: int) -> None:
 def test_promise_seek(order: Order, epoch: int, data: st.DataObject) -> None:
     """A step read alone, from a fresh order, is what it is in passing."""
     step = data.draw(st.integers(0, order.steps_per_epoch - 1))
-    again = Order(order.samples_per_slice, order.seed, order.global_batch, order.lanes, order.window, order.shuffle)
+    again = replace(order)
     whole = whole_epoch(order, epoch)
     alone = again.global_batch_at(epoch, step).tolist()
     assert alone == whole[step * order.global_batch :][: len(alone)]
@@ -222,16 +225,18 @@ def test_promise_local(num_slices: int, size: int, shape: tuple[int, int], world
 
     Bound: a rank's run of ceil(b / W) slots covers at most ceil((ceil(b / W) - 1) / k) + 1 lanes of k = b / C slots,
     and a lane of n samples lies in at most (n - 2) // m + 2 slices of m samples. The short last batch is left out.
+    Every rank reads the one slice of the first epoch's head too.
     """
     batch, lanes = shape
     order = Order(np.full(num_slices, size), 4, batch, lanes=lanes, drop_last=True)
     run, slots = -(-batch // world_size), batch // lanes
     most_lanes = min(lanes, -(-(run - 1) // slots) + 1)
     lane = -(-order.num_samples // lanes)
-    bound = min(num_slices, most_lanes * max(1, (lane - 2) // size + 2))
+    bound = most_lanes * max(1, (lane - 2) // size + 2)
     for rank in {0, world_size // 2, world_size - 1}:
-        slices, _ = order.future(0, 0, rank, world_size)
-        assert len(slices) <= bound
+        for epoch, of_head in ((0, 1), (1, 0)):
+            slices, _ = order.future(epoch, 0, rank, world_size)
+            assert len(slices) <= min(num_slices, bound + of_head)
 
 
 @pytest.mark.parametrize("batch", [1024, 96, 100, 97, 127, 67, 89, 158])
@@ -257,6 +262,21 @@ def test_promise_bounded(order: Order, epoch: int, data: st.DataObject) -> None:
         per_lane = -(-order.global_batch // order.num_lanes)
         windows = order.num_lanes * ((per_lane - 1 + order.window_samples - 1) // order.window_samples + 1)
         assert len(opened) <= windows * max(1, (order.window_samples - 2) // fewest + 2)
+
+
+@law
+@given(counts, st.integers(), st.integers(1, 50), st.none() | st.integers(0, 60))
+def test_a_run_begins_in_one_slice(sizes: list[int], seed: int, batch: int, head: int | None) -> None:
+    order = Order(np.array(sizes), seed, batch, head=head)
+    slices, within = order.places_at(0, np.arange(order.num_samples))
+    if order.head_samples:
+        assert len(set(slices[: order.head_samples].tolist())) == 1
+        assert order.head_samples == min(sizes[slices[0]], order.num_samples // 8 if head is None else head)
+    else:
+        assert head == 0 or order.num_samples < 8
+    assert sorted(zip(slices.tolist(), within.tolist())) == [(i, j) for i, n in enumerate(sizes) for j in range(n)]
+    later = [Order(np.array(sizes), seed, batch, head=h).global_batch_at(1, 0).tolist() for h in (0, head)]
+    assert later[0] == later[1]
 
 
 def test_over_an_epoch_few_slices_are_open_at_once() -> None:

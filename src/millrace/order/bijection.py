@@ -3,10 +3,10 @@
 Hides how an index is sent to another without a table: a generalised Feistel network over Z_a x Z_b with
 a = ceil(sqrt n), b = ceil(n / a), and a walk along the cycle for the at most a - 1 values of the grid that
 lie beyond n. Everything is 64-bit integer arithmetic of our own, so that the order never changes with a
-library's version; tests/golden/order_v1.json fixes it.
+library's version; tests/golden/order_v2.json fixes it.
 
-Costs: no memory per element; about 0.2 us an index for small batches, about 10 ns an index where one key is
-asked for many more indexes than sqrt n (the round functions are then tabulated; the values are the same).
+Costs: no memory per element; about 0.1 us an index, or 10 to 20 ns where few keys are asked for many more
+indexes than sqrt n each (the round functions are then tabulated; the values are the same).
 This is a shuffle, not a cipher: it has the statistics of a random order, and keeps no secret.
 
 Sources: Black and Rogaway 2002, "Ciphers with arbitrary finite domains" (the generalised Feistel network and
@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from millrace.errors import UsageError
 
 U64 = NDArray[np.uint64]
+I64 = NDArray[np.int64]
 
 ROUNDS = 8  # Eight pass the tests of position and of pairs for n from 2 up; six fail them for n from 5 to 10.
 MAX_N = 1 << 62  # So that a round's sum and a 32 x 32 bit product stay below 2**64.
@@ -132,6 +134,71 @@ def permute_each(index: U64, n: U64, keys: U64) -> U64:
         stop = at + _CHUNK
         out[at:stop] = _each_chunk(index[at:stop], n[at:stop], keys[at:stop])
     return out
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The round functions of G bijections, tabulated: 4 * ROUNDS * G * width bytes."""
+
+    n: NDArray[np.uint32]  # [G], the domain of each.
+    a: NDArray[np.uint32]  # [G], ceil(sqrt n).
+    b: NDArray[np.uint32]  # [G], ceil(n / a).
+    width: int  # The greatest a.
+    rounds: tuple[NDArray[np.uint32], ...]  # ROUNDS times [G * width].
+
+
+def table_entries(n: U64) -> int:
+    """How many entries `tabulate` would compute, at about 10 ns each."""
+    return ROUNDS * len(n) * math.isqrt(int(n.max()) - 1) + ROUNDS * len(n)
+
+
+def tabulate(n: U64, keys: U64) -> Tables:
+    """Tables for `permute_tabulated`. n: uint64 [G], each from 1 to 2**31; keys: uint64 [G]."""
+    a = _ceil_sqrt(n)
+    b = (n + a - np.uint64(1)) // a
+    width = int(a.max())
+    other = np.arange(width, dtype=np.uint64) * _GOLDEN
+    words = [mix64(keys + np.uint64((r + 1) * int(_GOLDEN) % 2**64)) for r in range(ROUNDS)]
+    rounds = (_scaled(word[:, None] + other, (a, b)[r % 2][:, None]) for r, word in enumerate(words))
+    flat = tuple(table.astype(np.uint32).reshape(-1) for table in rounds)
+    return Tables(n.astype(np.uint32), a.astype(np.uint32), b.astype(np.uint32), width, flat)
+
+
+def permute_tabulated(index: I64, group: I64, tables: Tables) -> I64:
+    """permute_each(index, n[group], keys[group]) by the tables of n and keys: the same values, five times as fast.
+
+    Args:
+        index: int64 [K], index[i] in [0, n[group[i]]); the caller vouches for that.
+        group: int64 [K], values in [0, G).
+
+    Returns:
+        int64 [K].
+    """
+    out = np.empty(len(index), np.int64)
+    for at in range(0, len(index), _CHUNK):
+        of_chunk = group[at : at + _CHUNK]
+        part = _by_tables(index[at : at + _CHUNK].astype(np.uint32), of_chunk, tables)
+        outside = np.flatnonzero(part >= tables.n[of_chunk])
+        while len(outside):
+            again = of_chunk[outside]
+            part[outside] = _by_tables(part[outside], again, tables)
+            outside = outside[part[outside] >= tables.n[again]]
+        out[at : at + _CHUNK] = part
+    return out
+
+
+def _by_tables(x: NDArray[np.uint32], group: I64, tables: Tables) -> NDArray[np.uint32]:
+    sides = (tables.a.take(group), tables.b.take(group))
+    base = group * tables.width
+    left = x // sides[1]
+    right = x - left * sides[1]
+    for r in range(ROUNDS):
+        moved, other = (left, right) if r % 2 == 0 else (right, left)
+        moved += tables.rounds[r].take(base + other)
+        np.minimum(moved, moved - sides[r % 2], out=moved)
+    left *= sides[1]
+    left += right
+    return left
 
 
 def _each_chunk(index: U64, n: U64, keys: U64) -> U64:

@@ -1,9 +1,10 @@
 """Which samples each step of a run takes: a pure function of counts, seed, epoch and step.
 
-Hides lanes and windows. The slices are permuted by a keyed bijection; the resulting sequence of N samples is
-cut into C lanes of ceil((N - c) / C) samples; inside each window of a lane the samples are permuted again; and
-position t of the epoch reads lane t mod C at index t div C. A global batch is the positions of its step, put in
-order of lane, so that a rank's share is a contiguous run of it and stays in few lanes.
+The slices are permuted by a keyed bijection; the resulting sequence of N samples is cut into C equal lanes;
+inside each window of a lane the samples are permuted again; and position t of the epoch reads lane t mod C. A global
+batch is the positions of its step, put in order of lane, so that a rank's share is a contiguous run of it and stays
+in few lanes. A run's first samples are an exception, its head: they all come from one slice, so that the first batch
+waits for one slice and not for one of every lane.
 
 What it costs: 16 bytes a slice for the current epoch and for the next (8 MB for 250 000 slices, built in a few
 milliseconds), and under a millisecond for a step of 1 024 samples. What it buys: any step of any epoch on any
@@ -23,21 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import UsageError
-from millrace.order.bijection import derive_key, permute, permute_each, subkeys
+from millrace.order.bijection import derive_key, permute
+from millrace.order.epoch import Epoch, Lanes
 
 I64 = NDArray[np.int64]
 
 MAX_LANES = 64  # More lanes mix more of the dataset into a batch, and open more windows at once.
+_KEPT_SLICES = 1 << 12  # Epochs are kept for so many slices in all, and two in any case.
 _FUTURE_CHUNK = 1 << 16  # Positions that `future` looks at in one go: a few MB.
-
-
-@dataclass(frozen=True)
-class Placing:
-    """An epoch's slices in permuted order. Arrays are [K], K the number of slices that have samples."""
-
-    slices: I64  # Slice index at each place.
-    ends: I64  # Exclusive end of each place in the epoch's sequence of samples.
-    shift: I64  # What to add to a position in the sequence to get the global sample id.
 
 
 def samples_per_slice(counts: I64, seq_len: int | None, layout: str = "tokens") -> I64:
@@ -114,6 +108,8 @@ class Order:
         window: w, in samples of one lane; by default two mean slices' worth, at least 1.
         shuffle: False reads the samples in the dataset's order, through the same methods.
         drop_last: Leave out the short batch that ends an epoch.
+        head: h, at most that many samples begin epoch 0 from one slice; by default that slice's, but no more
+            than an eighth of the epoch. 0: no head. Without shuffling there is none.
 
     Raises:
         UsageError: If an argument is out of range.
@@ -126,23 +122,25 @@ class Order:
     window: int | None = None
     shuffle: bool = True
     drop_last: bool = False
+    head: int | None = None
     num_samples: int = field(init=False)
     num_lanes: int = field(init=False)
     window_samples: int = field(init=False)
+    head_samples: int = field(init=False)
     _ends: I64 = field(init=False, repr=False, compare=False)
     _used: I64 | None = field(init=False, repr=False, compare=False)  # None: every slice has samples.
-    _placings: dict[int, Placing] = field(init=False, repr=False, compare=False)
+    _epochs: dict[int, Epoch] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         counts = np.array(self.samples_per_slice, dtype=np.int64)
         if counts.ndim != 1 or (len(counts) and int(counts.min()) < 0):
             raise UsageError("samples_per_slice: expected counts from 0 in one dimension.")
-        for name in ("global_batch", "lanes", "window"):
+        for name, least in (("global_batch", 1), ("lanes", 1), ("window", 1), ("head", 0)):
             value = getattr(self, name)
             if value is None and name != "global_batch":
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-                raise UsageError(f"{name}: expected an integer from 1, got {value!r}.")
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+                raise UsageError(f"{name}: expected an integer from {least}, got {value!r}.")
         counts.flags.writeable = False
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
@@ -156,9 +154,10 @@ class Order:
             "window_samples": window,
             "_ends": ends,
             "_used": used if len(used) < len(counts) else None,
-            "_placings": {},
+            "_epochs": {},
         }.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "head_samples", self._head_samples())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Order) and self._identity() == other._identity()
@@ -175,6 +174,7 @@ class Order:
             self.window_samples,
             self.shuffle,
             self.drop_last,
+            self.head_samples,
         )
 
     @property
@@ -210,11 +210,14 @@ class Order:
 
     def shares(self, epoch: int, start: int, stop: int, rank: int, world_size: int) -> list[I64]:
         """`share` of each step in [start, stop): a tenth of the cost of asking step by step for small batches."""
-        parts = [self.positions(step, rank, world_size) for step in range(start, stop)]
-        if not parts:
-            return []
-        ids = self.sample_ids_at(epoch, np.concatenate(parts))
-        return np.split(ids, np.cumsum([len(part) for part in parts])[:-1])
+        full = min(stop, self.num_samples // self.global_batch)  # Only the epoch's last batch may be short.
+        if start < full:
+            positions = self.shares_of(start * self.global_batch, self.global_batch, full - start, rank, world_size)
+            ids = self.sample_ids_at(epoch, positions.reshape(-1))
+            parts = list(ids.reshape(positions.shape))
+        else:
+            parts = []
+        return parts + [self.share(epoch, step, rank, world_size) for step in range(max(start, full), stop)]
 
     def positions(self, step: int, rank: int, world_size: int) -> I64:
         """The positions in the epoch, int64, that a rank takes at a step: sorted by lane, then by position."""
@@ -248,13 +251,12 @@ class Order:
         """
         if not self.shuffle:
             return positions
-        sequence = self._sequence_at(epoch, positions)
-        placing = self._placing(epoch)
-        return sequence + placing.shift[np.searchsorted(placing.ends, sequence, side="right")]
+        slices, samples = self.places_at(epoch, positions)
+        return self._ends[slices] - self.samples_per_slice[slices] + samples
 
     def places_at(self, epoch: int, positions: I64) -> tuple[I64, I64]:
-        """`sample_ids_at` as (slice index, sample within the slice), both int64 [K]."""
-        return self.locate(self.sample_ids_at(epoch, positions))
+        """`sample_ids_at` as (slice index, sample within the slice), both int64 [K]. Quickest for neighbours."""
+        return self._epoch(epoch).read(positions) if self.shuffle else self.locate(positions)
 
     def locate(self, sample_ids: I64) -> tuple[I64, I64]:
         """Global sample ids to (slice index, sample within the slice), both int64 of the same shape."""
@@ -304,65 +306,45 @@ class Order:
             slices, _ = self.locate(np.array([first, first + size - 1]))
             span = np.arange(slices[0], slices[1] + 1, dtype=np.int64)
             return span[self.samples_per_slice[span] > 0]
-        placing = self._placing(epoch)
-        found = []
-        for lane in range(min(self.num_lanes, self.num_samples)):
-            start, length = self._lane(lane)
-            low = -(-(first - lane) // self.num_lanes)
-            high = -(-(first + size - lane) // self.num_lanes)
-            if low >= high:
-                continue
-            from_index = low // self.window_samples * self.window_samples
-            to_index = min(length, ((high - 1) // self.window_samples + 1) * self.window_samples)
-            ends = np.array([start + from_index, start + to_index - 1])
-            places = np.searchsorted(placing.ends, ends, side="right")
-            found.append(placing.slices[places[0] : places[1] + 1])
-        return np.unique(np.concatenate(found))
+        one = self._epoch(epoch)
+        lane = np.arange(min(self.num_lanes, self.num_samples), dtype=np.int64)
+        low, high = one.lanes.taken(first, lane), one.lanes.taken(first + size, lane)
+        starts = one.lanes.start(lane) + low // self.window_samples * self.window_samples
+        stops = -(-high // self.window_samples) * self.window_samples
+        stops = one.lanes.start(lane) + np.minimum(stops, one.lanes.length(lane))
+        spans = [(0, 1)] if first < one.lanes.head else []
+        spans += [(starts[i], stops[i]) for i in np.flatnonzero(low < high)]
+        return np.unique(np.concatenate([one.slices_in(int(start), int(stop)) for start, stop in spans]))
 
-    def _lane(self, lane: int) -> tuple[int, int]:
-        """(start in the epoch's sequence, length) of a lane."""
-        base, extra = divmod(self.num_samples, self.num_lanes)
-        return lane * base + min(lane, extra), base + (lane < extra)
+    def _head_samples(self) -> int:
+        if not self.shuffle or self.num_samples == 0 or self.head == 0:
+            return 0
+        first = int(self.samples_per_slice[self._slices_at(0, 1)[0]])
+        return min(first, self.num_samples // 8 if self.head is None else self.head)
 
-    def _sequence_at(self, epoch: int, positions: I64) -> I64:
-        """Where in the epoch's sequence of samples each position reads: lanes and windows, vectorised."""
-        index, lane = np.divmod(positions, self.num_lanes)
-        base, extra = divmod(self.num_samples, self.num_lanes)
-        start = lane * base + np.minimum(lane, extra)
-        length = base + (lane < extra)
-        window, offset = np.divmod(index, self.window_samples)
-        low = window * self.window_samples
-        size = np.minimum(self.window_samples, length - low)
-        keys = subkeys(derive_key(self.seed, "window", epoch), lane.astype(np.uint64), window.astype(np.uint64))
-        mixed = permute_each(offset.astype(np.uint64), size.astype(np.uint64), keys)
-        sequence: I64 = start + low + mixed.astype(np.int64)
-        return sequence
-
-    def _placing(self, epoch: int) -> Placing:
+    def _epoch(self, epoch: int) -> Epoch:
         if epoch < 0:
             raise UsageError(f"epoch: expected an integer from 0, got {epoch}.")
-        placing = self._placings.get(epoch)
-        if placing is None:
-            placing = self._place(epoch)
-            for old in sorted(self._placings):
-                # The current epoch and the next are kept; two threads at once only build one twice.
-                if len(self._placings) > 1:
-                    self._placings.pop(old, None)
-            self._placings[epoch] = placing
-        return placing
+        found = self._epochs.get(epoch)
+        if found is None:
+            slices = self._slices_at(epoch)
+            head = self.head_samples if epoch == 0 else 0
+            lanes = Lanes(self.num_samples, head, self.num_lanes, self.window_samples)
+            keys = (derive_key(self.seed, "window", epoch), derive_key(self.seed, "head"))
+            found = Epoch(slices, self.samples_per_slice.take(slices), lanes, *keys)
+            # The current epoch and the next are kept, and more where they are small; two threads may build one twice.
+            spare = len(self._epochs) + 1 - max(2, _KEPT_SLICES // max(1, len(slices)))
+            for old in sorted(self._epochs)[: max(0, spare)]:
+                self._epochs.pop(old, None)
+            self._epochs[epoch] = found
+        return found
 
-    def _place(self, epoch: int) -> Placing:
-        counts = self.samples_per_slice
-        num_used = len(self._used) if self._used is not None else len(counts)
-        key = derive_key(self.seed, "slices", epoch)
-        slices = permute(np.arange(num_used, dtype=np.uint64), num_used, key).view(np.int64)
-        if self._used is not None:
-            slices = self._used[slices]
-        ends = counts.take(slices)
-        np.cumsum(ends, out=ends)
-        shift = self._ends.take(slices)
-        shift -= ends
-        return Placing(slices, ends, shift)
+    def _slices_at(self, epoch: int, num_places: int | None = None) -> I64:
+        """The slices that have samples, in the epoch's order: all, or the first few."""
+        num_used = len(self._used) if self._used is not None else len(self.samples_per_slice)
+        index = np.arange(num_used if num_places is None else num_places, dtype=np.uint64)
+        slices = permute(index, num_used, derive_key(self.seed, "slices", epoch)).view(np.int64)
+        return slices if self._used is None else self._used[slices]
 
     def _check_step(self, step: int) -> None:
         if not 0 <= step < self.steps_per_epoch:
