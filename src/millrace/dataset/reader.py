@@ -99,14 +99,14 @@ class Dataset:
                 return found
         row = self.table.row(index)
         found = open_slice(self.path / row.name)
-        self._check_slice(row, found)
+        self.check_slice(row, found)
         with self._lock:
             self._open[index] = found
             while len(self._open) > _OPEN_SLICES:
                 self._open.popitem(last=False)
         return found
 
-    def _check_slice(self, row: SliceInfo, found: Slice) -> None:
+    def check_slice(self, row: SliceInfo, found: Slice) -> None:
         size = found.path.stat().st_size
         if size != row.bytes:
             raise DatasetError(f"{found.path}: expected {row.bytes} bytes, got {size}. Fetch or prepare it again.")
@@ -187,7 +187,7 @@ def open_dataset(path: str | Path) -> Dataset:
         DatasetError: If there is none, or manifest or table are damaged or contradict each other.
         UsageError: If the URL is of another kind.
     """
-    folder = _local(path)
+    folder = local_path(path)
     manifest_bytes = _read(folder, MANIFEST_FILE)
     manifest = Manifest.from_json(manifest_bytes)
     table_bytes = _read(folder, TABLE_FILE)
@@ -229,7 +229,7 @@ def verify_dataset(
     Raises:
         DatasetError: If there is no manifest at all: the directory is no dataset.
     """
-    folder = _local(path)
+    folder = local_path(path)
     data = _read(folder, MANIFEST_FILE)
     try:
         manifest = Manifest.from_json(data)
@@ -245,7 +245,8 @@ def verify_dataset(
     return open_dataset(folder).verify(on_progress, workers)
 
 
-def _local(path: str | Path) -> Path:
+def local_path(path: str | Path) -> Path:
+    """The directory that a path or `file://` URL names. Raises UsageError for a URL of another kind."""
     text = str(path)
     if "://" not in text:
         return Path(path)

@@ -1,37 +1,41 @@
-"""The loader: batches of a dataset in the order's order, resumable at any of them. No framework, no network.
+"""The loader: batches of a dataset in the order's order, resumable at any of them. No framework.
 
-Hides: which slices are open (by the known future: those of the last few batches' lanes), the thread that makes
-batches ahead, and what is consumed as against merely made. State is (seed, epoch, samples taken), and what
-must agree for it to mean the same samples; no rank and no world size is in it.
+Hides the joints between its parts: what is opened (sources), which samples there are (samples), their order (the run),
+where slices come from (slices), how batches are made (blocks), what they waited for (stats), and what is consumed as
+against merely made. State is (epoch, samples taken, step), and what must agree for it to mean the same samples;
+no rank and no world size is in it.
 
-Memory: (prefetch + 2) batches, 16 bytes a slice of the table for the order, and the maps of at most
-max(64, 4 lanes) slices, which are the page cache's pages, not the process's own.
+Memory: a batch and what `prefetch` holds, 16 bytes a slice of the table for the order, some thousand sample numbers,
+and maps of at most 2 GiB of slices, which are the page cache's pages, not the process's own. Disk: `cache_bytes`.
 """
 
 from __future__ import annotations
 
-import os
-import queue
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from millrace.dataset.reader import Dataset, open_dataset
-from millrace.dataset.slices import Slice
-from millrace.errors import StateError, UsageError
-from millrace.load.batch import Batch, BufferPool, gather, gather_rows
-from millrace.order.plan import Order, samples_per_slice
+from millrace.dataset.reader import Dataset
+from millrace.errors import UsageError
+from millrace.load.ahead import run_ahead
+from millrace.load.arguments import batch_sizes, check_choice, check_integer, rank_of_world, token_dtype
+from millrace.load.batch import Batch
+from millrace.load.blocks import Blocks
+from millrace.load.makers import make_maker
+from millrace.load.packing import DocumentFilter
+from millrace.load.samples import plan_samples
+from millrace.load.slices import CacheSettings, Slices
+from millrace.load.sources import Given, Mixture, open_all, read_mixture
+from millrace.load.state import identity_of, make_state, step_of_state
+from millrace.load.stats import Bottleneck, Waits, find_bottleneck
+from millrace.order.plan import Order
+from millrace.order.run import Run
 
-STATE_VERSION = 1
-_STOP_POLL_S = 0.05
-_MOST_WORLD = 4096
-_PLAN_SAMPLES = 4096  # Sample numbers found in one go: 32 KiB, and a tenth of the cost of batches of 32.
+_READY_S = 1e-3  # A batch that a thread made ahead comes sooner than this, if it was ready.
+KEEPS = ("budget", "window", "all")
 
 
 class Loader:
@@ -42,132 +46,201 @@ class Loader:
     machine; the global batch of a step is the same for every world size with the same `global_batch_size`.
 
     Args:
-        dataset: A directory, a `file://` URL, or an open Dataset.
+        dataset: A directory or URL, in Millrace's format or one of `docs/formats.md`; an open Dataset; a `Mixture`, or
+            a TOML file that holds one.
         seq_len: Tokens of a sample, L. Needed for layout `tokens`; unused for `rows`.
         batch_size: Samples of a rank's batch; the global batch is batch_size * world_size.
-        global_batch_size: Samples of all ranks' batches together. Exactly one of the two is given. It need not
-            be a multiple of the world size: ranks' shares differ by at most one sample.
-        rank: By default the environment's RANK, or 0.
-        world_size: By default the environment's WORLD_SIZE, or 1.
+        global_batch_size: Samples of all ranks' batches together: a number, or `[(run step, number), …]` for a batch
+            that grows. Exactly one of the two is given. It need not be a multiple of the world size: ranks' shares
+            differ by at most one sample.
+        rank: By default the environment's (RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK), or 0.
+        world_size: By default the environment's, or 1.
         seed: Any integer.
         shuffle: False for the dataset's own order.
-        epochs: How many in all; None for no end.
+        epochs: How many in all; None for no end. A mixture has no epochs: it ends by `steps`, or never.
+        steps: At most this many, of the whole run.
         drop_last: Leave out the short global batch at an epoch's end. Without it a rank's last batch may be
             shorter, or even empty where fewer samples than ranks are left; every rank has as many steps.
         dtype: int64 or int32, of the batch's token ids.
-        cache_dir, cache_bytes: Where slices of a remote dataset are kept, and in how many bytes. A directory
-            needs neither, and says so.
-        prefetch: Batches made ahead by a thread; 0 makes them in the caller's.
-        lanes, window: As in `Order`.
+        packing: `chunk`: seq_len consecutive tokens are a sample, documents are cut where they fall. `fit`: whole
+            documents are fitted into samples, none cut unless longer than seq_len; what is left over is padding.
+        document_masks: Give each batch `position_ids`, `document_ids` and `cu_seqlens`; no label crosses a document.
+        documents: What to leave out.
+        split: `train` or `validation`, of which `validation` is the part, in (0, 1). By default all is one.
+        pad_id: What pads rows; by default EOS, or 0.
+        trim: Layout `rows`: cut the columns at a batch's end that are padding in all its rows.
+        cache_dir: Where slices that are fetched are kept; `ram` for memory. By default a directory of the user's.
+            A local dataset is read in place, unless this is given: then it is fetched like a remote one.
+        cache_bytes: What the cache may take, all loaders that share it together; by default a quarter of what is free,
+            up to 64 GiB.
+        keep: `budget`: a slice is deleted when room is needed. `window`: as soon as its last use in this epoch is
+            over. `all`: never; refused unless all fits.
+        connections: Requests at once to an origin.
+        identity: For `millrace://` URLs, the node's directory.
+        prefetch: Batches made ahead by a thread; 0 makes them in the caller's, which is faster for whole tokens
+            (a batch costs microseconds): slices are fetched ahead either way.
+        lanes, window, head: As in `Order`.
+        every: (k, n): only steps k, k + n, … from where iterating begins: what the k-th of n helper processes makes.
 
     Raises:
-        UsageError: If an argument is missing or out of range.
-        DatasetError: If the dataset is damaged; while iterating, if a slice is missing or truncated.
+        UsageError: If an argument is missing or out of range, or a slice does not fit the cache.
+        DatasetError: If a dataset is damaged; while iterating, if a slice is missing or damaged.
+        NetworkError: If a remote one cannot be reached; while iterating, if a slice cannot be had of any origin.
     """
 
     def __init__(
         self,
-        dataset: str | Path | Dataset,
+        dataset: Given | Mixture,
         *,
         seq_len: int | None = None,
         batch_size: int | None = None,
-        global_batch_size: int | None = None,
+        global_batch_size: int | Sequence[tuple[int, int]] | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         epochs: int | None = 1,
+        steps: int | None = None,
         drop_last: bool = False,
         dtype: Any = np.int64,
+        packing: str = "chunk",
+        document_masks: bool = False,
+        documents: DocumentFilter | None = None,
+        split: str | None = None,
+        validation: float = 0.0,
+        pad_id: int | None = None,
+        trim: bool = False,
         cache_dir: str | Path | None = None,
         cache_bytes: int | None = None,
-        prefetch: int = 2,
+        keep: str = "budget",
+        connections: int = 16,
+        identity: str | Path | None = None,
+        prefetch: int = 0,
         lanes: int | None = None,
         window: int | None = None,
+        head: int | None = None,
+        every: tuple[int, int] | None = None,
     ) -> None:
-        _check_integer("cache_bytes", cache_bytes, 1)
-        _check_integer("epochs", epochs, 1)
-        _check_integer("prefetch", prefetch, 0)
-        self.rank, self.world_size = _rank_of_world(rank, world_size)
+        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        check_integer("cache_bytes", cache_bytes, 1)
+        check_integer("epochs", epochs, 1)
+        check_integer("steps", steps, 1)
+        check_integer("prefetch", prefetch, 0)
+        check_integer("connections", connections, 1)
+        check_integer("seq_len", seq_len, 1)
+        check_choice("keep", keep, KEEPS)
+        self.rank, self.world_size = rank_of_world(rank, world_size)
+        sizes = batch_sizes(batch_size, global_batch_size, self.world_size)
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
             raise UsageError(f"seed: expected an integer, got {seed!r}.")
-        self.dataset = dataset if isinstance(dataset, Dataset) else open_dataset(dataset)
-        if cache_dir is not None or cache_bytes is not None:
-            raise UsageError(
-                f"cache_dir, cache_bytes: expected none for {self.dataset.path}, which is local and is read "
-                "in place. Leave them out."
-            )
-        manifest = self.dataset.manifest
-        self._tokens = manifest.layout == "tokens"
-        if self._tokens and seq_len is None:
+        self.mixture = read_mixture(dataset)
+        given = {"": dataset} if self.mixture is None else dict(self.mixture.datasets)
+        self.datasets = dict(zip(given, open_all(list(given.values()), identity)))  # type: ignore[arg-type]
+        opened = list(self.datasets.values())
+        manifest = opened[0].manifest
+        if manifest.layout == "tokens" and seq_len is None:
             raise UsageError("seq_len: needed for a dataset of layout 'tokens'. Say how long a sample is.")
-        _check_integer("seq_len", seq_len, 1)
-        self.seq_len = int(seq_len) if self._tokens and seq_len is not None else None
-        self._dtype = _token_dtype(dtype, manifest.dtype, manifest.vocab_size)
-        counts = samples_per_slice(self.dataset.table.count, self.seq_len, manifest.layout)
-        size = _global_batch(batch_size, global_batch_size, self.world_size)
-        self.order = Order(counts, int(seed), size, lanes, window, bool(shuffle), bool(drop_last))
-        if self.order.steps_per_epoch == 0:
+        self.seq_len = int(seq_len) if manifest.layout == "tokens" and seq_len is not None else None
+        self._views = [
+            plan_samples(one, self.seq_len, packing=packing, documents=documents, split=split, validation=validation)
+            for one in opened
+        ]
+        orders = [
+            Order(view.counts, int(seed), sizes.largest, lanes, window, bool(shuffle), bool(drop_last), head)
+            for view in self._views
+        ]
+        self.order = orders[0]
+        self._check_samples(sizes.largest, bool(drop_last))
+        weights = None if self.mixture is None else self.mixture.plan
+        self.run = Run(orders, sizes, weights=weights, epochs=epochs, num_steps=steps, drop_last=bool(drop_last))
+        maker = make_maker(
+            self._views,
+            dtype=token_dtype(dtype, manifest.dtype, manifest.vocab_size) if self.seq_len else np.int64,
+            document_masks=document_masks,
+            pad_id=pad_id,
+            trim=trim,
+        )
+        self._identity = identity_of(self.run, self.datasets, self._views, bool(drop_last))
+        cached = [cache_dir is not None or not _is_local(one) for one in opened]
+        settings = CacheSettings.of(cache_dir, cache_bytes, keep, int(connections)) if any(cached) else None
+        if settings is None and cache_bytes is not None:
             raise UsageError(
-                f"{self.dataset.path}: expected at least one batch an epoch, got {self.order.num_samples} samples "
-                f"of {self.seq_len} tokens for a global batch of {size}. Ask for shorter samples or smaller batches."
+                f"cache_bytes: expected none for {opened[0].path}, which is local and is read in place. Leave it out, "
+                "or give a cache_dir to keep slices in (of a slow mount, say)."
             )
-        self._epochs = epochs
+        self._slices = Slices(opened, cached, self._uses, self.run.num_steps, settings)
+        self._blocks = Blocks(self.run, self._views, maker, self._slices, self.rank, self.world_size, every)
+        self.waits = Waits()
         self._prefetch = int(prefetch)
-        self._epoch, self._step = 0, 0
-        self._slices: OrderedDict[int, Slice] = OrderedDict()
-        self._most_slices = max(64, min(4 * self.order.num_lanes, 256))
-        self._pool = BufferPool(self._prefetch + 3)
-        self._plan_steps = max(1, _PLAN_SAMPLES * self.world_size // size)
-        self._planned: dict[tuple[int, int], tuple[NDArray[np.int64], list[int], NDArray[np.int64]]] = {}
+        self._every = every or (0, 1)
+        self._step = self._began_step = 0
         self._turn = 0
         self._source: Generator[Batch, None, None] | None = None
-        self._seconds = {"wait_s": 0.0, "order_s": 0.0, "open_s": 0.0, "gather_s": 0.0}
-        self._done = {"batches": 0, "samples": 0, "slices_opened": 0}
+        self._done = {"batches": 0, "samples": 0}
 
     def __len__(self) -> int:
-        """Steps of all epochs (of one epoch, if they have no end)."""
-        return self.order.steps_per_epoch * (self._epochs or 1)
+        """Steps of the run (of one epoch, if it has no end)."""
+        if self.run.num_steps is not None:
+            return self.run.num_steps
+        return self.order.steps_per_epoch
+
+    @property
+    def dataset(self) -> Dataset:
+        """The dataset, or the first of a mixture."""
+        return next(iter(self.datasets.values()))
 
     @property
     def tail_tokens(self) -> int:
         """Tokens of an epoch that no sample reads as input, as they are fewer than seq_len at a slice's end."""
-        if self.seq_len is None:
-            return 0
-        return self.dataset.num_tokens - self.order.num_samples * self.seq_len
+        return sum(view.tail_tokens for view in self._views)
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
         self._turn += 1
         turn = self._turn
+        clock, waits, blocks, done = time.perf_counter, self.waits, self._blocks, self._done
+        seconds, after = waits.seconds, self._every[1] - self._every[0]
+        network_s, disk_s, ahead = blocks.network_s, blocks.disk_s, self._prefetch > 0
+        asked = clock()
         try:
             while True:
-                began = time.perf_counter()
                 if turn != self._turn:
                     raise UsageError("Loader: this iteration ended when another began. Open another Loader for two.")
                 if self._source is None:
-                    self._source = self._ahead() if self._prefetch else self._inline()
+                    self._source = self._batches()
                 batch = next(self._source, None)
-                self._seconds["wait_s"] += time.perf_counter() - began
+                got = clock()
+                # Almost every batch waits for nothing but its making: no more than one sum then.
+                if network_s == blocks.network_s and disk_s == blocks.disk_s:
+                    seconds["queue" if ahead and got - asked < _READY_S else "decode"] += got - asked
+                else:
+                    waits.add(got - asked, blocks.network_s - network_s, blocks.disk_s - disk_s, "decode")
+                    network_s, disk_s = blocks.network_s, blocks.disk_s
+                if got > waits.check_at:
+                    waits.check(got)
                 if batch is None:
                     return
-                self._epoch, self._step = self._after(batch.epoch, batch.step)
-                self._done["batches"] += 1
-                self._done["samples"] += len(batch)
+                self._step = batch.run_step + after
+                done["batches"] += 1
+                done["samples"] += len(batch.sample_ids)
                 yield batch
-                del batch  # So that its buffer is free for the next one.
+                del batch  # So that its memory is free for the next one.
+                asked = clock()
+                waits.busy_s += asked - got
         finally:
             if turn == self._turn:
                 self.close()
 
     def close(self) -> None:
-        """End the thread that makes batches ahead, and drop what it made. The state stays; iterating starts anew.
+        """End the threads that fetch and make ahead, and drop what they made. The state stays; iterating starts anew.
 
         Leaving a loop does it too. May be called twice.
         """
         source, self._source = self._source, None
         if source is not None:
             source.close()
+        self._slices.close()
+        self._blocks.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -175,18 +248,24 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        """Pickled as its arguments and its state: a helper process opens its own maps and threads."""
+        given = self._arguments["dataset"]
+        if isinstance(given, Dataset):
+            given = getattr(given, "url", None) or given.path
+        arguments = {**self._arguments, "dataset": given, "rank": self.rank, "world_size": self.world_size}
+        return _open_again, (arguments, self._step)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: after the last batch that iterating gave out. Plain JSON values.
 
         It may be loaded by a loader of any rank and world size with the same global batch.
         """
-        taken = min(self._step * self.order.global_batch, self.order.num_samples)
-        return {
-            "version": STATE_VERSION,
-            **self._identity(),
-            "epoch": self._epoch,
-            "samples_taken": taken,
-        }
+        return make_state(self._identity, self.run, self._step)
+
+    def state_at(self, steps: int) -> dict[str, Any]:
+        """The state as it will be `steps` steps after where this loader began: at 0, or at the state it loaded."""
+        return make_state(self._identity, self.run, self._began_step + steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where `state` was taken: the next batch is the one that followed it then. Nothing is replayed.
@@ -196,203 +275,56 @@ class Loader:
         Raises:
             StateError: If the state is not of this dataset, seed, seq_len, global batch, order, or is malformed.
         """
-        expected = {"version": STATE_VERSION, **self._identity()}
-        for name, value in expected.items():
-            got = state.get(name) if isinstance(state, dict) else None
-            if got != value or type(got) is not type(value):
-                raise StateError(
-                    f"loader state: expected {name} {value!r}, got {got!r}. Resuming would change the order of the "
-                    f"data. Open the loader with {name}={got!r}, or start anew."
-                )
-        epoch, taken = state.get("epoch"), state.get("samples_taken")
-        for name, number in (("epoch", epoch), ("samples_taken", taken)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise StateError(f"loader state: expected {name} an integer from 0, got {number!r}.")
-        assert isinstance(epoch, int) and isinstance(taken, int)
-        step, rest = divmod(taken, self.order.global_batch)
-        if rest or step >= self.order.steps_per_epoch:
-            raise StateError(
-                f"loader state: expected samples_taken a multiple of {self.order.global_batch} below "
-                f"{self.order.num_samples}, got {taken}. Take the state from state_dict()."
-            )
+        step = step_of_state(state, self._identity, self.run)
         self.close()
-        self._epoch, self._step = epoch, step
+        self._step = self._began_step = step
 
     def stats(self) -> dict[str, float]:
         """Where time went since the loader was made, in seconds and counts.
 
-        `wait_s`: the caller waited for a batch. `order_s`, `open_s`, `gather_s`: the making of batches computed
-        sample numbers, opened slices, copied and cast (and read from disk what was not in memory yet); with
-        prefetch these run beside the caller. `batches`, `samples`, `tokens` given out; `slices_opened`.
+        `wait_s`: the caller waited for a batch; of it `scheduler_s`, `network_s`, `disk_s`, `decode_s`, `queue_s`, as
+        in `millrace.load.stats`. `busy_s`: the caller did something else. `batches`, `samples`, `tokens` given out;
+        `slices_opened`. With a cache also `fetched_slices`, `fetched_bytes`, `repeated_fetches`, `evicted`, `late`,
+        `waited_s`, `held_bytes`.
         """
-        tokens = self._done["samples"] * (self.seq_len or 0)
-        return {**self._seconds, **self._done, "tokens": tokens}
-
-    def _identity(self) -> dict[str, Any]:
-        order = self.order
+        by_cause = {f"{cause}_s": seconds for cause, seconds in self.waits.seconds.items()}
         return {
-            "dataset_id": self.dataset.id,
-            "seed": order.seed,
-            "seq_len": self.seq_len,
-            "global_batch_size": order.global_batch,
-            "shuffle": order.shuffle,
-            "drop_last": order.drop_last,
-            "lanes": order.num_lanes,
-            "window": order.window_samples,
+            "wait_s": sum(by_cause.values()),
+            **by_cause,
+            "busy_s": self.waits.busy_s,
+            **self._done,
+            "tokens": self._done["samples"] * (self.seq_len or 0),
+            "slices_opened": self._blocks.opened,
+            **self._slices.stats(),
         }
 
-    def _after(self, epoch: int, step: int) -> tuple[int, int]:
-        if step + 1 < self.order.steps_per_epoch:
-            return epoch, step + 1
-        return epoch + 1, 0
+    def bottleneck(self) -> Bottleneck | None:
+        """What the caller waited for most since the loader was made; None if it hardly waited."""
+        return find_bottleneck(self.waits.seconds, time.perf_counter() - self.waits.began_at)
 
-    def _inline(self) -> Generator[Batch, None, None]:
-        epoch, step = self._epoch, self._step
-        while self._epochs is None or epoch < self._epochs:
-            yield self._make(epoch, step)
-            epoch, step = self._after(epoch, step)
+    def _check_samples(self, batch: int, drop_last: bool) -> None:
+        for view, dataset in zip(self._views, self.datasets.values()):
+            if view.num_samples < (batch if drop_last and self.mixture is None else 1):
+                raise UsageError(
+                    f"{dataset.path}: expected at least one batch an epoch, got {view.num_samples} samples of "
+                    f"{self.seq_len} tokens for a global batch of {batch}. Ask for shorter samples or smaller batches."
+                )
 
-    def _ahead(self) -> Generator[Batch, None, None]:
-        """`_inline`, made by a thread of its own at most `prefetch` batches ahead; closing ends the thread."""
-        made: queue.Queue[Batch | BaseException | None] = queue.Queue(self._prefetch)
-        stop = threading.Event()
+    def _batches(self) -> Generator[Batch, None, None]:
+        source = self._blocks.batches(self._step)
+        return run_ahead(source, self._prefetch, self._slices.close) if self._prefetch else source
 
-        def put(item: Batch | BaseException | None) -> None:
-            while not stop.is_set():
-                try:
-                    return made.put(item, timeout=_STOP_POLL_S)
-                except queue.Full:
-                    continue
-
-        def make() -> None:
-            try:
-                batches = self._inline()
-                while not stop.is_set():
-                    item = next(batches, None)
-                    put(item)
-                    if item is None:
-                        return
-                    del item
-            except BaseException as error:  # noqa: BLE001  The caller's thread raises it.
-                put(error)
-
-        thread = threading.Thread(target=make, name="millrace-loader", daemon=True)
-        thread.start()
-        try:
-            while True:
-                item = made.get()
-                if item is None:
-                    return
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-                del item
-        finally:
-            stop.set()
-            thread.join()
-
-    def _make(self, epoch: int, step: int) -> Batch:
-        times = [time.perf_counter()]
-        if (epoch, step) not in self._planned:
-            self._planned = self._plan(epoch, step)
-        ids, slice_indexes, samples = self._planned[epoch, step]
-        times.append(time.perf_counter())
-        slices = {i: self._slice(i) for i in dict.fromkeys(slice_indexes)}
-        times.append(time.perf_counter())
-        batch: Batch
-        if self._tokens:
-            assert self.seq_len is not None
-            sources = {i: one.tokens for i, one in slices.items()}
-            buffer = self._pool.take((len(ids), self.seq_len + 1), self._dtype)
-            inputs, labels = gather([sources[i] for i in slice_indexes], samples, buffer)
-            batch = Batch(inputs, labels, ids, epoch, step)
-        else:
-            rows = gather_rows([slices[i].tensors for i in slice_indexes], samples)
-            inputs_or_none = rows.get("input_ids", rows.get("images"))
-            batch = Batch(inputs_or_none, rows.get("labels"), ids, epoch, step, rows)
-        times.append(time.perf_counter())
-        for name, began, ended in zip(("order_s", "open_s", "gather_s"), times, times[1:]):
-            self._seconds[name] += ended - began
-        return batch
-
-    def _plan(
-        self, epoch: int, step: int
-    ) -> dict[tuple[int, int], tuple[NDArray[np.int64], list[int], NDArray[np.int64]]]:
-        """For some steps from this one on: sample ids, the slice of each, and the sample within its slice."""
-        stop = min(step + self._plan_steps, self.order.steps_per_epoch)
-        shares = self.order.shares(epoch, step, stop, self.rank, self.world_size)
-        slices, samples = self.order.locate(np.concatenate(shares))
-        planned, start = {}, 0
-        for i, ids in enumerate(shares):
-            mine = slice(start, start + len(ids))
-            planned[epoch, step + i] = (ids, slices[mine].tolist(), samples[mine])
-            start += len(ids)
-        return planned
-
-    def _slice(self, index: int) -> Slice:
-        """Slice `index`, open. Kept among as many as the windows of all lanes need; the map is dropped after."""
-        found = self._slices.get(index)
-        if found is None:
-            found = self.dataset.open_slice(index)
-            self._done["slices_opened"] += 1
-            self._slices[index] = found
-            while len(self._slices) > self._most_slices:
-                self._slices.popitem(last=False)
-        else:
-            self._slices.move_to_end(index)
-        return found
+    def _uses(self, start: int, stop: int) -> Any:
+        """Run steps [start, stop) to the distinct (step, key) of this rank, by step."""
+        steps, sources, slices = self.run.uses(start, stop, self.rank, self.world_size)
+        return steps, self._slices.first_key[sources] + slices
 
 
-def _check_integer(name: str, value: object, least: int) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise UsageError(f"{name}: expected an integer from {least}, got {value!r}.")
+def _open_again(arguments: dict[str, Any], step: int) -> Loader:
+    loader = Loader(**arguments)
+    loader._step = loader._began_step = step
+    return loader
 
 
-def _rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    found = []
-    for name, value, fallback in (("RANK", rank, 0), ("WORLD_SIZE", world_size, 1)):
-        text = os.environ.get(name, str(fallback)) if value is None else value
-        try:
-            if isinstance(text, (bool, float)):
-                raise ValueError
-            found.append(int(text))
-        except (TypeError, ValueError):
-            raise UsageError(
-                f"{name.lower()}: expected an integer, got {text!r} (the argument, or {name} in the environment)."
-            ) from None
-    if not 1 <= found[1] <= _MOST_WORLD or not 0 <= found[0] < found[1]:
-        raise UsageError(
-            f"rank, world_size: expected 0 <= rank < world_size <= {_MOST_WORLD}, got rank {found[0]} of {found[1]} "
-            "(arguments, or RANK and WORLD_SIZE in the environment)."
-        )
-    return found[0], found[1]
-
-
-def _global_batch(batch_size: int | None, global_batch_size: int | None, world_size: int) -> int:
-    if (batch_size is None) == (global_batch_size is None):
-        raise UsageError(
-            f"batch: expected batch_size (a rank's) or global_batch_size, one of them, got {batch_size!r} and "
-            f"{global_batch_size!r}."
-        )
-    _check_integer("batch_size", batch_size, 1)
-    _check_integer("global_batch_size", global_batch_size, 1)
-    if batch_size is not None:
-        return int(batch_size) * world_size
-    assert global_batch_size is not None
-    return int(global_batch_size)
-
-
-def _token_dtype(dtype: Any, stored: str, vocab_size: int) -> NDArray[Any] | Any:
-    try:
-        wanted = np.dtype(dtype)
-    except TypeError as error:
-        raise UsageError(f"dtype: expected int64 or int32, got {dtype!r}.") from error
-    if wanted not in (np.dtype(np.int64), np.dtype(np.int32)):
-        raise UsageError(f"dtype: expected int64 or int32, got {wanted}. Labels of -100 need a sign.")
-    if wanted == np.dtype(np.int32) and stored == "U32" and not 0 < vocab_size <= 1 << 31:
-        raise UsageError(
-            f"dtype: expected int64 for U32 tokens of a vocabulary of {vocab_size or 'unknown size'}, got int32."
-        )
-    return wanted
+def _is_local(dataset: Dataset) -> bool:
+    return getattr(dataset, "origin", None) is None

@@ -1,0 +1,57 @@
+"""An iterator run ahead by a thread of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import TypeVar
+
+_STOP_POLL_S = 0.05
+_T = TypeVar("_T")
+
+
+def run_ahead(source: Iterator[_T], depth: int, interrupt: Callable[[], None]) -> Generator[_T, None, None]:
+    """What `source` yields, made by a thread at most `depth` items ahead; what it raises is raised here.
+
+    Closing ends the thread and waits for it.
+
+    Args:
+        interrupt: Called when closing, so that a `source` that waits for something wakes up (by an error, say).
+    """
+    made: queue.Queue[tuple[_T] | BaseException | None] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def put(item: tuple[_T] | BaseException | None) -> None:
+        while not stop.is_set():
+            try:
+                return made.put(item, timeout=_STOP_POLL_S)
+            except queue.Full:
+                continue
+
+    def make() -> None:
+        try:
+            for item in source:
+                put((item,))
+                if stop.is_set():
+                    return
+                del item
+            put(None)
+        except BaseException as error:  # noqa: BLE001  The caller's thread raises it.
+            put(error)
+
+    thread = threading.Thread(target=make, name="millrace-loader", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item = made.get()
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item[0]
+            del item
+    finally:
+        stop.set()
+        interrupt()
+        thread.join()

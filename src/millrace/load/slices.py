@@ -1,0 +1,214 @@
+"""The slices of all datasets of a run, by key: read in place, or fetched by way of the cache before they are needed.
+
+Hides which is which. A key is a slice's number among the slices of all datasets, one dataset after another.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.dataset.manifest import SliceInfo
+from millrace.dataset.reader import Dataset
+from millrace.dataset.slices import Slice, open_slice
+from millrace.errors import UsageError
+from millrace.load.readahead import ReadAhead
+
+if TYPE_CHECKING:
+    from millrace.store.prefetch import SliceFeed
+    from millrace.store.transfer import Transfer, Transfers
+
+I64 = NDArray[np.int64]
+Uses = Callable[[int, int], tuple[I64, I64]]
+
+_MOST_DEFAULT_BYTES = 64 << 30
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Where fetched slices are kept: a directory (or `ram`), its budget, what is kept, how they are fetched."""
+
+    directory: str | Path
+    budget_bytes: int
+    keep: str = "budget"
+    connections: int = 16
+
+    @classmethod
+    def of(cls, directory: str | Path | None, budget_bytes: int | None, keep: str, connections: int) -> CacheSettings:
+        """The settings given; by default a directory of the user's, and a quarter of the free disk up to 64 GiB."""
+        if directory is None:
+            home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+            directory = os.environ.get("MILLRACE_CACHE") or Path(home) / "millrace" / "slices"
+        if budget_bytes is None:
+            near = Path("/dev/shm") if str(directory).partition(":")[0] == "ram" else Path(directory)
+            while not near.exists():
+                near = near.parent
+            budget_bytes = min(_MOST_DEFAULT_BYTES, shutil.disk_usage(near).free // 4)
+        return cls(directory, int(budget_bytes), keep, connections)
+
+
+class Slices:
+    """Opens slices by key. One consumer; its threads begin with the first `seek` and end with `close`.
+
+    Args:
+        datasets: Of the run.
+        cached: For each dataset, whether its slices come by way of the cache.
+        uses: Run steps [start, stop) to the distinct (step, key) of this rank, by step.
+        num_steps: Of the run; None for no end.
+        cache: Needed if any dataset is cached.
+
+    Attributes:
+        first_key: int64 [D + 1], the key of each dataset's slice 0.
+        cached: Whether any slice comes by way of the cache.
+        evicted: Keys whose files the cache has deleted; whoever takes them out closes their maps.
+
+    Raises:
+        UsageError: If a slice is larger than the cache's budget.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        cached: Sequence[bool],
+        uses: Uses,
+        num_steps: int | None,
+        cache: CacheSettings | None,
+    ) -> None:
+        self._datasets = datasets
+        self._cached = cached
+        self._uses = uses
+        self._num_steps = num_steps
+        self._cache = cache
+        counts = [len(dataset.table) for dataset in datasets]
+        self.first_key = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.num_keys = int(self.first_key[-1])
+        self.cached = any(cached)
+        self.evicted: deque[int] = deque()
+        self._feed: SliceFeed | None = None
+        self._transfers: Transfers | None = None
+        self._ahead = ReadAhead()
+        self._told: set[int] = set()
+        if cache is not None:
+            self._check_budget(cache)
+
+    def _check_budget(self, cache: CacheSettings) -> None:
+        for dataset, cached in zip(self._datasets, self._cached):
+            sizes = dataset.table.bytes
+            if cached and len(sizes) and int(sizes.max()) > cache.budget_bytes:
+                worst = dataset.table.row(int(sizes.argmax()))
+                raise UsageError(
+                    f"cache_bytes: expected at least the {worst.bytes:,} bytes of {worst.name} of {dataset.name}, got "
+                    f"{cache.budget_bytes:,}. Give the cache room for a few slices, or prepare smaller ones "
+                    "(--slice-bytes)."
+                )
+
+    def find(self, key: int) -> tuple[Dataset, int]:
+        """The dataset of a key, and the slice's index there."""
+        at = int(np.searchsorted(self.first_key, key, side="right")) - 1
+        return self._datasets[at], key - int(self.first_key[at])
+
+    def is_cached(self, key: int) -> bool:
+        """Whether this slice comes by way of the cache."""
+        return self.cached and self._cached[int(np.searchsorted(self.first_key, key, side="right")) - 1]
+
+    def seek(self, step: int) -> None:
+        """The consumer stands before `step`."""
+        if not self.cached:
+            return
+        if self._feed is None:
+            self._feed = self._begin()
+        self._feed.seek(step)
+
+    def advance(self, step: int) -> None:
+        """All before `step` is consumed."""
+        if self._feed is not None:
+            self._feed.advance(step)
+
+    def here(self, key: int) -> bool:
+        """Whether `open` would not wait."""
+        return not self.is_cached(key) or (self._feed is not None and self._feed.held(key))
+
+    def open(self, key: int, until: int) -> tuple[int, Slice]:
+        """(index in its dataset, the slice, mapped), kept until `advance(until)`. Waits until it is here.
+
+        Raises:
+            DatasetError: If a local one is missing or damaged.
+            NetworkError: If it could not be fetched, or nobody's bytes have its hash.
+        """
+        dataset, index = self.find(key)
+        if not self.is_cached(key):
+            return index, dataset.open_slice(index)
+        assert self._feed is not None
+        path = self._feed.acquire(key, until)
+        found = open_slice(path)
+        dataset.check_slice(dataset.table.row(index), found)
+        return index, found
+
+    def read_ahead(self, keys: Sequence[int]) -> None:
+        """These will be opened soon: let the kernel read those that are local files."""
+        new = [key for key in keys if key not in self._told and not self.is_cached(key)]
+        self._told = set(keys)
+        self._ahead.tell([dataset.slice_path(index) for dataset, index in map(self.find, new)])
+
+    def stats(self) -> dict[str, Any]:
+        """What the cache and the transfers counted; empty if all is local."""
+        return self._feed.stats() if self._feed is not None else {}
+
+    def close(self) -> None:
+        """End the threads. The next `seek` begins anew."""
+        self._ahead.close()
+        feed, self._feed = self._feed, None
+        transfers, self._transfers = self._transfers, None
+        if feed is not None:
+            feed.close()
+        if transfers is not None:
+            transfers.close()
+        self.evicted.clear()
+
+    def _begin(self) -> SliceFeed:
+        from millrace.store.cache import SliceCache
+        from millrace.store.prefetch import SliceFeed
+        from millrace.store.transfer import Transfers
+
+        assert self._cache is not None
+        transfers = Transfers(connections=self._cache.connections)
+        infos = [dataset.table for dataset in self._datasets]
+
+        def start(key: int, part: Path) -> Transfer:
+            dataset, index = self.find(key)
+            info: SliceInfo = dataset.table.row(index)
+            return transfers.start(info, part, self._origins(dataset))
+
+        feed = SliceFeed(
+            SliceCache(self._cache.directory, self._cache.budget_bytes),
+            np.concatenate([table.sha256 for table in infos]),
+            np.concatenate([table.bytes for table in infos]),
+            self._cached_uses,
+            self._num_steps,
+            start,
+            keep=self._cache.keep,
+            on_evict=self.evicted.append,
+        )
+        self._transfers = transfers
+        return feed
+
+    def _origins(self, dataset: Dataset) -> list[Any]:
+        from millrace.store.origins import open_origin
+
+        origin = getattr(dataset, "origin", None)
+        return [origin if origin is not None else open_origin(str(dataset.path))]
+
+    def _cached_uses(self, start: int, stop: int) -> tuple[I64, I64]:
+        steps, keys = self._uses(start, stop)
+        if all(self._cached):
+            return steps, keys
+        kept = np.array(self._cached)[np.searchsorted(self.first_key, keys, side="right") - 1]
+        return steps[kept], keys[kept]
