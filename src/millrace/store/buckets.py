@@ -128,7 +128,7 @@ class BucketOrigin:
 
     def _told(self, name: str, error: Exception) -> MillraceError:
         """A library's error as ours."""
-        kind, why = type(error).__name__, " ".join(str(error).split())[:300]
+        kind, why = type(error).__name__, " ".join(str(error).split()).split(" Debug source:")[0][:300]
         text = f"{self.url}/{name}: {kind}: {why}"
         if (
             isinstance(error, FileNotFoundError)

@@ -110,7 +110,7 @@ class PeerOrigin:
         index: int = pc.index(table.names, pa.scalar(name)).as_py()
         if index < 0:
             raise RefusedError(f"{self.url}: has no slice {name}")
-        return table.sha256[index].tobytes().hex()
+        return table.row(index).sha256
 
     def _claims(self) -> list[Claim]:
         """Who serves it. With the lock held."""

@@ -7,11 +7,14 @@ is marked is there; where a power cut breaks that promise, the hash at the end t
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+
+from millrace.errors import UsageError
 
 EARLIER = "an earlier run"
 _HASH_BYTES = 256 << 10
@@ -167,6 +170,11 @@ class PartFile:
             os.ftruncate(self._file, self.num_bytes)
             os.fsync(self._file)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still be written."""
+        return self._file >= 0
+
     def close(self) -> None:
         """Write no more, whoever holds a span. May be called twice."""
         with self.lock:
@@ -179,3 +187,13 @@ class PartFile:
         while len(view):
             done = os.pwrite(self._file, view, offset)
             view, offset = view[done:], offset + done
+
+
+def disk_error(part: Path, num_bytes: int, error: OSError) -> UsageError:
+    """A fault of the disk as ours; what was written stays for a later run."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return UsageError(
+            f"{part}: expected room for {num_bytes} bytes, got: {error.strerror}. Free space there, lower the "
+            "cache's budget, or choose another directory; what was fetched is kept and resumed."
+        )
+    return UsageError(f"{part}: cannot be written: {error}. Check the directory and its permissions.")
