@@ -2,7 +2,7 @@
 
 Hides: how a layout is recognised. `tokens` where every file has a U16 or U32 vector `tokens` and a U64 vector
 `document_ends`; otherwise `rows`, where every file holds the same tensors (type and shape but for the first
-dimension). Costs one reading of all bytes, for their hashes; writes two small files.
+dimension, and the second of two of integers: rows of other lengths, which a loader pads). Costs one reading of all bytes, for their hashes; writes two small files.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ def adopt(directory: str | Path, name: str | None = None) -> Dataset:
     rows: list[SliceInfo] = []
     for index, (relative, path) in enumerate(paths):
         one = open_slice(path)
-        if (one.layout, _signature(one)) != (layout, shared):
+        joined = _join(shared, _signature(one)) if one.layout == layout else None
+        if joined is None:
             raise DatasetError(
                 f"adopt: expected {relative} to hold {shared} as {paths[0][0]} does, got {_signature(one)}. "
                 "Adopt them as two datasets."
             )
+        shared = joined
         rows.append(_row(index, relative, one, layout))
     table = SliceTable.from_rows(rows)
     data = table.to_parquet()
@@ -107,3 +109,19 @@ def _signature(one: Slice) -> dict[str, Any]:
         kinds = {name: one.dtypes[name] for name in ("document_ends", "tokens")}
         return {name: [kind, *one.tensors[name].shape[1:]] for name, kind in kinds.items()}
     return {name: [one.dtypes[name], *one.tensors[name].shape[1:]] for name in sorted(one.tensors)}
+
+
+def _join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any] | None:
+    """What two files' tensors have in common, -1 where the lengths of rows differ; None if more than that does."""
+    if first == second:
+        return first
+    if first.keys() != second.keys():
+        return None
+    joined = {}
+    for name, (kind, *shape) in first.items():
+        other_kind, *other_shape = second[name]
+        padded = len(shape) == len(other_shape) == 1 and kind[0] in "UI"  # Ids and masks; numbers are never padded.
+        if kind != other_kind or (shape != other_shape and not padded):
+            return None
+        joined[name] = [kind, *(shape if shape == other_shape else [-1])]
+    return joined
