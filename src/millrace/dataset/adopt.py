@@ -2,7 +2,8 @@
 
 Hides: how a layout is recognised. `tokens` where every file has a U16 or U32 vector `tokens` and a U64 vector
 `document_ends`; otherwise `rows`, where every file holds the same tensors (type and shape but for the first
-dimension, and the second of two of integers: rows of other lengths, which a loader pads). Costs one reading of all bytes, for their hashes; writes two small files.
+dimension, and the second of two of integers: rows of other lengths, which a loader pads).
+Costs one reading of all bytes, for their hashes; writes two small files.
 """
 
 from __future__ import annotations
