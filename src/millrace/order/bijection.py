@@ -143,7 +143,8 @@ class Tables:
     n: NDArray[np.uint32]  # [G], the domain of each.
     a: NDArray[np.uint32]  # [G], ceil(sqrt n).
     b: NDArray[np.uint32]  # [G], ceil(n / a).
-    width: int  # The greatest a.
+    width: int  # The greatest a. G * width < 2**32.
+    alike: bool  # All domains are equal.
     rounds: tuple[NDArray[np.uint32], ...]  # ROUNDS times [G * width].
 
 
@@ -161,7 +162,8 @@ def tabulate(n: U64, keys: U64) -> Tables:
     words = [mix64(keys + np.uint64((r + 1) * int(_GOLDEN) % 2**64)) for r in range(ROUNDS)]
     rounds = (_scaled(word[:, None] + other, (a, b)[r % 2][:, None]) for r, word in enumerate(words))
     flat = tuple(table.astype(np.uint32).reshape(-1) for table in rounds)
-    return Tables(n.astype(np.uint32), a.astype(np.uint32), b.astype(np.uint32), width, flat)
+    alike = bool((n == n[0]).all())
+    return Tables(n.astype(np.uint32), a.astype(np.uint32), b.astype(np.uint32), width, alike, flat)
 
 
 def permute_tabulated(index: I64, group: I64, tables: Tables) -> I64:
@@ -178,7 +180,8 @@ def permute_tabulated(index: I64, group: I64, tables: Tables) -> I64:
     for at in range(0, len(index), _CHUNK):
         of_chunk = group[at : at + _CHUNK]
         part = _by_tables(index[at : at + _CHUNK].astype(np.uint32), of_chunk, tables)
-        outside = np.flatnonzero(part >= tables.n[of_chunk])
+        n: Any = tables.n[0] if tables.alike else tables.n.take(of_chunk)
+        outside = np.flatnonzero(part >= n)
         while len(outside):
             again = of_chunk[outside]
             part[outside] = _by_tables(part[outside], again, tables)
@@ -188,15 +191,20 @@ def permute_tabulated(index: I64, group: I64, tables: Tables) -> I64:
 
 
 def _by_tables(x: NDArray[np.uint32], group: I64, tables: Tables) -> NDArray[np.uint32]:
-    sides = (tables.a.take(group), tables.b.take(group))
-    base = group * tables.width
-    left = x // sides[1]
-    right = x - left * sides[1]
-    for r in range(ROUNDS):
-        moved, other = (left, right) if r % 2 == 0 else (right, left)
-        moved += tables.rounds[r].take(base + other)
-        np.minimum(moved, moved - sides[r % 2], out=moved)
-    left *= sides[1]
+    a: Any = tables.a[0] if tables.alike else tables.a.take(group)
+    b: Any = tables.b[0] if tables.alike else tables.b.take(group)
+    base = group.astype(np.uint32)
+    base *= np.uint32(tables.width)
+    left: NDArray[np.uint32] = x // b
+    right = x - left * b
+    spare = np.empty_like(x)
+    for r, table in enumerate(tables.rounds):
+        moved, other, side = (left, right, a) if r % 2 == 0 else (right, left, b)
+        np.add(base, other, out=spare)
+        moved += table.take(spare)
+        np.subtract(moved, side, out=spare)
+        np.minimum(moved, spare, out=moved)
+    left *= b
     left += right
     return left
 

@@ -176,7 +176,7 @@ class Calendar:
             per_epoch, left = self._steps_in(0, size), self._steps_in(place.samples_taken, size)
             if left == 0:
                 place, left = Place(place.epoch + 1, 0, 0), per_epoch
-            if left == 0 and (epochs is None or place.epoch < epochs):
+            if left == 0 and (i == 0 or epochs is None or place.epoch < epochs):
                 raise UsageError(
                     f"run: expected at least one batch an epoch, got {self._num_samples} samples for a global batch "
                     f"of {size} (from step {first}). Ask for shorter samples or smaller batches."

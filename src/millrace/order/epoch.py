@@ -29,6 +29,7 @@ from millrace.order.bijection import (
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
 
+_CHUNK = 1 << 13  # Positions at once: 64 KiB an array, which malloc keeps, and the processor's cache too.
 _MOST_ENTRIES = 1 << 20  # Of the tables of one group of windows: 4 MiB.
 _MOST_SIZE = 1 << 31  # Of a window that has tables.
 _ENTRIES_PER_SAMPLE = 6  # A table's entry costs a sixth of what it saves a sample.
@@ -127,15 +128,22 @@ class Epoch:
 
     def read(self, positions: I64) -> tuple[I64, I64]:
         """(slice index, sample within the slice) at positions of the epoch, each int64 [K]."""
+        places, samples = np.empty_like(positions), np.empty_like(positions)
+        for at in range(0, len(positions), _CHUNK):
+            stop = at + _CHUNK
+            places[at:stop], samples[at:stop] = self._read_chunk(positions[at:stop])
+        return self.slices.take(places), samples
+
+    def _read_chunk(self, positions: I64) -> tuple[I64, I64]:
         head = self.lanes.head
-        if not head or not len(positions) or int(positions.min()) >= head:
-            places, samples = self._read_lanes(positions)
-            return self.slices.take(places), samples
+        if not head or int(positions.min()) >= head:
+            return self._read_lanes(positions)
         places, samples = np.zeros_like(positions), np.empty_like(positions)
         inside = positions < head
         samples[inside] = permute(positions[inside].view(np.uint64), head, self._head_key).view(np.int64)
-        places[~inside], samples[~inside] = self._read_lanes(positions[~inside])
-        return self.slices.take(places), samples
+        if not inside.all():
+            places[~inside], samples[~inside] = self._read_lanes(positions[~inside])
+        return places, samples
 
     def slices_in(self, start: int, stop: int) -> I64:
         """The indexes of the slices under [start, stop) of the epoch's sequence of samples, start < stop."""
@@ -143,8 +151,6 @@ class Epoch:
         return self.slices[first : last + 1]
 
     def _read_lanes(self, positions: I64) -> tuple[I64, I64]:
-        if not len(positions):
-            return positions, positions
         width = self.lanes.window
         lane, index = self.lanes.split(positions)
         low, high = int(lane.min()), int(lane.max())

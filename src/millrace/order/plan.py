@@ -236,7 +236,9 @@ class Order:
         firsts = first + size * np.arange(num_steps, dtype=np.int64)
         if not self.shuffle:
             return firsts[:, None] + np.arange(low, high, dtype=np.int64)
-        phases, which = np.unique(firsts % self.num_lanes, return_inverse=True)
+        phases, which = firsts[:1] % self.num_lanes, np.zeros(1, np.int64)
+        if num_steps > 1 and size % self.num_lanes:
+            phases, which = np.unique(firsts % self.num_lanes, return_inverse=True)
         lanes = (phases[:, None] + np.arange(size, dtype=np.int64)) % self.num_lanes
         kind = np.uint16 if self.num_lanes <= 1 << 16 else np.int64  # 16 bits are sorted by radix.
         patterns = np.argsort(lanes.astype(kind), axis=1, kind="stable")[:, low:high]
