@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Any
 from millrace.errors import MillraceError
 
 if TYPE_CHECKING:
-    from millrace.dataset.reader import open_dataset
     from millrace.load.loader import Loader
+    from millrace.load.packing import DocumentFilter
+    from millrace.load.sources import Mixture, open_dataset
     from millrace.stream.text_stream import TextStream
 
 __version__ = "0.1.0"
-__all__ = ["Loader", "MillraceError", "TextStream", "__version__", "open_dataset"]
+__all__ = ["DocumentFilter", "Loader", "MillraceError", "Mixture", "TextStream", "__version__", "open_dataset"]
 
 _HOME = {
+    "DocumentFilter": "millrace.load.packing",
     "Loader": "millrace.load.loader",
+    "Mixture": "millrace.load.sources",
     "TextStream": "millrace.stream.text_stream",
-    "open_dataset": "millrace.dataset.reader",
+    "open_dataset": "millrace.load.sources",
 }
 
 

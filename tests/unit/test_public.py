@@ -11,7 +11,9 @@ import millrace
 
 
 def test_the_names() -> None:
-    assert set(millrace.__all__) == {"Loader", "MillraceError", "TextStream", "__version__", "open_dataset"}
+    assert set(millrace.__all__) == {
+        "DocumentFilter", "Loader", "MillraceError", "Mixture", "TextStream", "__version__", "open_dataset",
+    }  # fmt: skip
     assert set(millrace.__all__) <= set(dir(millrace))
     for name in millrace.__all__:
         assert getattr(millrace, name) is not None

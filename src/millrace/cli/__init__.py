@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.cli import data, network, prepare
+from millrace.cli import bench, data, network, prepare
 from millrace.cli.running import Verb
 from millrace.errors import MillraceError, UsageError
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 _EXTRAS = {
     "cryptography": "network", "libtorrent": "network", "torch": "torch", "huggingface_hub": "hf", "datasets": "hf",
-    "tiktoken": "tiktoken", "kenlm": "lm", "obstore": "remote", "ray": "ray",
+    "tiktoken": "tiktoken", "kenlm": "lm", "obstore": "remote", "ray": "ray", "prometheus_client": "metrics",
 }  # fmt: skip
 """Which extra brings a package; all others come with `prepare`."""
 
@@ -90,4 +90,5 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_verbs(verb, group)
     data.add_verbs(verb, group)
     network.add_verbs(verb, group)
+    bench.add_verbs(verb, group)
     return parser

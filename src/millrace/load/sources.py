@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from millrace.dataset.manifest import MANIFEST_FILE
-from millrace.dataset.reader import Dataset, local_path, open_dataset
+from millrace.dataset.reader import Dataset, local_path
+from millrace.dataset.reader import open_dataset as open_local
 from millrace.errors import DatasetError, UsageError
 from millrace.order.mixture import Weights
 
@@ -95,7 +96,7 @@ class Mixture:
             raise UsageError(f"{path}: expected `step` and `weights` in each [[change]], got {error!r}.") from error
 
 
-def open_any(given: Given, identity: Any = None) -> Dataset:
+def open_dataset(given: Given, identity: Any = None) -> Dataset:
     """A dataset wherever it lies and whoever wrote it. Reads its description, no slice.
 
     Args:
@@ -122,19 +123,19 @@ def open_any(given: Given, identity: Any = None) -> Dataset:
         found: Dataset | None = open_foreign(folder)
         if found is not None:
             return found
-    return open_dataset(given)
+    return open_local(given)
 
 
 def open_all(given: Sequence[Given], identity: Any = None) -> list[Dataset]:
-    """`open_any` of each, several at a time.
+    """`open_dataset` of each, several at a time.
 
     Raises:
         DatasetError, UsageError: Also if they differ in layout or in the type of their tokens.
     """
     if len(given) == 1:
-        return [open_any(given[0], identity)]
+        return [open_dataset(given[0], identity)]
     with ThreadPoolExecutor(min(_OPENERS, len(given))) as pool:
-        datasets = list(pool.map(lambda one: open_any(one, identity), given))
+        datasets = list(pool.map(lambda one: open_dataset(one, identity), given))
     first = datasets[0].manifest
     for dataset in datasets[1:]:
         found = (dataset.manifest.layout, dataset.manifest.dtype)
