@@ -111,7 +111,7 @@ class DocumentMaker:
             if key not in self._open:
                 raise DatasetError(f"sample of slice {key}: expected an open slice. Open it first.")
         held = tuple(self._open[key] for key in distinct.tolist())
-        types = list(dict.fromkeys(source.tokens.dtype for source in held))
+        types = list(dict.fromkeys(source.tokens.dtype for source in held)) or [np.dtype(np.uint16)]
         firsts, counts = np.zeros(len(keys), np.int64), np.zeros(len(keys), np.int64)
         parts = [np.empty((5, 0), np.int64)]
         total = 0

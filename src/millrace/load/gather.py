@@ -10,7 +10,7 @@ an address out of reach) are copied one by one, 2 us each.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +67,11 @@ class Span:
         self.base = max(_FIRST_BYTE, near - reach // 2)
         self.rows: NDArray[Any] = np.asarray(_At(self.base, (reach, width), (1, dtype.itemsize), dtype))
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "Span: expected to stay in its process, got a copy or pickle of it. Open the slices anew there."
+        )
+
     def holds(self, array: NDArray[Any]) -> bool:
         """Whether every row that begins in `array` is within reach."""
         return self.base <= array.ctypes.data and array.ctypes.data + array.nbytes - self.base < len(self.rows)
@@ -82,6 +87,11 @@ class Flat:
         self._width = dtype.itemsize
         self._aligned: NDArray[Any] = array_at(_FIRST_BYTE, reach // self._width, dtype)
         self._bytes: NDArray[Any] = np.asarray(_At(_FIRST_BYTE, (reach,), (1,), dtype))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "Flat: expected to stay in its process, got a copy or pickle of it. Open the slices anew there."
+        )
 
     def step_of(self, addresses: I64) -> int:
         """How far apart the places of neighbouring items are: 1, or an item's bytes if an address is not aligned."""
@@ -186,13 +196,14 @@ class Gather:
         Returns:
             dtype [B, L + 1].
         """
-        assert self._span is not None or not len(indexes)
+        if self._span is None:
+            return self._take_apart(indexes, out)
         try:
             if out is None:
-                return self._span.rows[indexes].astype(self.dtype)  # type: ignore[union-attr]
-            np.copyto(out, self._span.rows[indexes], casting="unsafe")  # type: ignore[union-attr]
+                return self._span.rows[indexes].astype(self.dtype)
+            np.copyto(out, self._span.rows[indexes], casting="unsafe")
             return out
-        except (IndexError, AttributeError):  # Some row is not in the view, or nothing is open.
+        except IndexError:  # Some row is not in the view.
             return self._take_apart(indexes, out)
 
     def _take_apart(self, indexes: I64, out: NDArray[Any] | None) -> NDArray[Any]:

@@ -52,7 +52,9 @@ class DocumentFilter:
 
     def __post_init__(self) -> None:
         numbers = np.asarray(self.exclude)
-        if numbers.ndim != 1 or (len(numbers) and (numbers.dtype.kind not in "iu" or int(numbers.min()) < 0)):
+        if numbers.ndim != 1 or (
+            len(numbers) and (numbers.dtype.kind not in "iu" or int(numbers.min()) < 0 or int(numbers.max()) >> 63)
+        ):
             raise UsageError(f"exclude: expected document numbers from 0 in one dimension, got {numbers!r:.100}.")
         for name, bound in (("min_tokens", self.min_tokens), ("max_tokens", self.max_tokens)):
             if bound is None and name == "max_tokens":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.dataset.slices import Slice
-from millrace.errors import DatasetError
+from millrace.errors import DatasetError, UsageError
 from millrace.load.batch import IGNORE_INDEX
 from millrace.load.samples import I64, Array, KeyedViews, Made, View
 
@@ -37,12 +37,16 @@ class RowMaker:
         self._pads = {"input_ids": views[0].pad_id if pad_id is None else pad_id, "labels": IGNORE_INDEX}
         self._trim = trim
         self._slices: dict[int, Mapping[str, Array]] = {}
+        self._none: dict[str, Array] = {}  # What a batch of no rows holds.
 
     def open(self, key: int, slice_index: int, one: Slice) -> None:
         """As `Maker.open`."""
         self._views.view_of(key, slice_index)
         self._views.check(key, one, one.num_rows)
+        if self._trim and "attention_mask" not in one.tensors:
+            raise UsageError(f"trim: expected a tensor 'attention_mask', got {sorted(one.tensors)} ({one.path}).")
         self._slices[key] = one.tensors
+        self._none = self._none or {name: np.empty((0, *a.shape[1:]), a.dtype) for name, a in one.tensors.items()}
 
     def close(self, key: int) -> None:
         """As `Maker.close`."""
@@ -60,9 +64,9 @@ class RowMaker:
     def make(self, plan: _RowPlan, start: int, stop: int) -> Made:
         """As `Maker.make`."""
         sources = [plan.slices[key] for key in plan.keys[start:stop]]
-        tensors = stack_rows(sources, plan.samples[start:stop], self._pads)
+        tensors = stack_rows(sources, plan.samples[start:stop], self._pads) if sources else dict(self._none)
         mask = tensors.get("attention_mask")
-        if self._trim and mask is not None and mask.ndim == 2:
+        if self._trim and mask is not None and mask.ndim == 2 and len(mask):
             tensors = _trimmed(tensors, mask)
             mask = tensors["attention_mask"]
         ids, labels = tensors.get("input_ids"), tensors.get("labels")
@@ -122,7 +126,10 @@ def _stacked(name: str, arrays: list[Array], rows: Sequence[int], pads: Mapping[
                 f"rows of a batch: expected {name} of {dtype} {list(shape)}, got {array.dtype} "
                 f"{list(array.shape[1:])}. Make the rows of all slices alike, but for the length of vectors."
             )
-    out = np.full((len(arrays), max(array.shape[1] for array in arrays)), pads.get(name, 0), dtype)
+    pad = pads.get(name, 0)
+    if np.issubdtype(dtype, np.integer) and not np.iinfo(dtype).min <= pad <= np.iinfo(dtype).max:
+        raise DatasetError(f"rows of a batch: expected {name} of a type that can hold {pad}, to pad with, got {dtype}.")
+    out = np.full((len(arrays), max(array.shape[1] for array in arrays)), pad, dtype)
     for i, (array, row) in enumerate(zip(arrays, rows)):
         out[i, : array.shape[1]] = array[row]
     return out

@@ -215,6 +215,11 @@ def plan_samples(
     offsets = np.zeros(len(counts), np.int64)
     if split is not None:
         counts, offsets = _split(counts, split, validation)
+    if not counts.any():
+        raise UsageError(
+            f"{dataset.name}: expected at least one sample, got none of {seq_len} tokens (packing {packing}, split "
+            f"{split}, {excluded} tokens left out). Ask for shorter samples, or leave out less."
+        )
     return View(
         layout, seq_len if layout == "tokens" else None, packing, documents, counts, offsets, bases, first_documents,
         before, after, dataset.manifest.eos_id or 0, None if split is None else (split, float(validation)),
@@ -233,7 +238,11 @@ def _check_settings(
         raise UsageError(f"documents: expected a DocumentFilter, got {type(documents).__name__}.")
     if split not in SPLITS:
         raise UsageError(f"split: expected 'train', 'validation' or None, got {split!r}.")
-    if isinstance(validation, bool) or not isinstance(validation, (int, float)) or not 0 <= validation <= 1:
+    if (
+        isinstance(validation, bool)
+        or not isinstance(validation, (int, float, np.floating))
+        or not 0 <= validation <= 1
+    ):
         raise UsageError(f"validation: expected a part in [0, 1], got {validation!r}.")
     if split is None and validation:
         raise UsageError(f"validation: expected a split with it, got {validation} and none. Say split='train'.")

@@ -1,0 +1,156 @@
+"""A batch's fields, and rows stacked into one."""
+
+from __future__ import annotations
+
+import timeit
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from millrace.dataset.adopt import adopt
+from millrace.dataset.slices import Slice, open_slice
+from millrace.errors import DatasetError, UsageError
+from millrace.load.batch import Batch, make_batch
+from millrace.load.makers import make_maker
+from millrace.load.rows import stack_rows
+from millrace.load.samples import Made, plan_samples
+
+Tensors = dict[str, NDArray[Any]]
+
+
+def test_the_order_of_a_batch_s_fields() -> None:
+    ids = np.arange(2)
+    inputs = np.zeros((2, 3), np.int64)
+    batch = Batch(inputs, None, ids, 4, 5, {"x": inputs})
+    assert (batch.inputs is inputs, batch.labels, batch.sample_ids is ids) == (True, None, True)
+    assert (batch.epoch, batch.step, batch.tensors, len(batch), batch.run_step) == (4, 5, {"x": inputs}, 2, 0)
+    assert batch.document_ids is batch.position_ids is batch.cu_seqlens is batch.sources is None
+    assert Batch(inputs, None, ids, 0, 0).tensors == {} and "inputs=(2, 3)" in repr(batch)
+    named = Batch(inputs, inputs, ids, epoch=1, step=2, cu_seqlens=np.zeros(1, np.int32), sources=ids, run_step=9)
+    assert (named.run_step, named.sources is ids) == (9, True)
+    with pytest.raises(AttributeError):
+        batch.other = 1  # type: ignore[attr-defined]
+
+
+def test_a_batch_costs_little() -> None:
+    ids = np.arange(2)
+    number = 20_000
+    best = min(
+        timeit.repeat(lambda: Batch(ids, ids, ids, 0, 1, {}, None, None, None, None, 1), number=number, repeat=9)
+    )
+    assert best / number < 3e-6  # 0.4 us where nothing else runs.
+
+
+def test_samples_of_one_slice() -> None:
+    inputs, labels = make_batch(np.arange(10, 19, dtype=np.uint16), np.array([2, 0]), 3)
+    assert inputs.tolist() == [[16, 17, 18], [10, 11, 12]]
+    assert labels.tolist() == [[17, 18, -100], [11, 12, 13]]
+    with pytest.raises(DatasetError, match="expected 3 tokens"):
+        make_batch(np.arange(9, dtype=np.uint16), np.array([3]), 3)
+
+
+def rows_of(folder: Path, slices: list[Tensors], **settings: Any) -> Made:
+    """All rows of several files as one batch, though they may differ where a dataset's may not."""
+    made = []
+    for i, tensors in enumerate(slices):
+        (folder / str(i)).mkdir()
+        save_file(tensors, folder / str(i) / "0.safetensors")
+        made.append(adopt(folder / str(i), str(i)))
+    maker = make_maker([plan_samples(one, None) for one in made], **settings)
+    for i, one in enumerate(made):
+        maker.open(i, 0, one.open_slice(0))
+    counts = [len(next(iter(tensors.values()))) for tensors in slices]
+    plan = maker.plan(np.repeat(np.arange(len(slices)), counts), np.concatenate([np.arange(n) for n in counts]))
+    return maker.make(plan, 0, sum(counts))
+
+
+def test_rows_of_several_lengths_are_padded_to_the_longest(tmp_path: Path) -> None:
+    short = {
+        "input_ids": np.array([[1, 2]], np.uint16),
+        "labels": np.array([[-100, 2]]),
+        "attention_mask": np.ones((1, 2), np.uint8),
+        "position_ids": np.array([[0, 1]], np.int32),
+    }
+    long = {name: np.concatenate([array, array], axis=1) for name, array in short.items()}
+    inputs, labels, tensors, *others = rows_of(tmp_path, [short, long], pad_id=9)
+    assert inputs is tensors["input_ids"] and labels is tensors["labels"] and others == [None, None, None]
+    assert {name: array.tolist() for name, array in tensors.items()} == {
+        "input_ids": [[1, 2, 9, 9], [1, 2, 1, 2]],
+        "labels": [[-100, 2, -100, -100], [-100, 2, -100, 2]],
+        "attention_mask": [[1, 1, 0, 0], [1, 1, 1, 1]],
+        "position_ids": [[0, 1, 0, 0], [0, 1, 0, 1]],
+    }
+    assert all(tensors[name].dtype == array.dtype for name, array in short.items())
+
+
+def test_trim_cuts_what_is_padding_in_every_row(tmp_path: Path) -> None:
+    tensors = {
+        "input_ids": np.arange(1, 13, dtype=np.int32).reshape(2, 6),
+        "attention_mask": np.array([[1, 1, 0, 0, 0, 0], [1, 0, 1, 1, 0, 0]], np.uint8),
+        "kind": np.array([3, 4]),
+        "scores": np.zeros((2, 5), np.float32),
+    }
+    inputs, labels, got, *_ = rows_of(tmp_path, [tensors], trim=True)
+    assert inputs is not None and inputs.tolist() == [[1, 2, 3, 4], [7, 8, 9, 10]]
+    assert got["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 0, 1, 1]]
+    assert got["kind"].tolist() == [3, 4] and got["scores"].shape == (2, 5)
+    assert labels is not None and labels.tolist() == [[1, 2, -100, -100], [7, -100, 9, 10]]
+
+
+def test_trim_leaves_a_column_and_needs_a_mask(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    empty = {"input_ids": np.ones((1, 3), np.uint16), "attention_mask": np.zeros((1, 3), np.uint8)}
+    inputs, labels, *_ = rows_of(tmp_path / "a", [empty], trim=True)
+    assert inputs is not None and labels is not None
+    assert inputs.tolist() == [[1]] and labels.tolist() == [[-100]] and labels.dtype == np.int64
+    with pytest.raises(UsageError, match="attention_mask"):
+        rows_of(tmp_path / "b", [{"input_ids": np.ones((1, 3), np.uint16)}], trim=True)
+
+
+def test_images_stay_as_they_are(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 255, (5, 4, 3, 2), dtype=np.uint8)
+    inputs, labels, tensors, *_ = rows_of(tmp_path, [{"images": images}])
+    assert inputs is tensors["images"] and labels is None and (images == inputs).all()
+
+
+def test_a_batch_of_no_rows_has_the_shape_of_one_of_some(tmp_path: Path) -> None:
+    save_file({"input_ids": np.ones((3, 4), np.uint16)}, tmp_path / "0.safetensors")
+    dataset = adopt(tmp_path, "rows")
+    maker = make_maker([plan_samples(dataset, None)])
+    none = np.empty(0, np.int64)
+    assert maker.make(maker.plan(none, none), 0, 0)[0] is None
+    maker.open(0, 0, dataset.open_slice(0))
+    inputs = maker.make(maker.plan(none, none), 0, 0)[0]
+    assert inputs is not None and inputs.shape == (0, 4) and inputs.dtype == np.uint16
+    maker.close(0)
+    with pytest.raises(DatasetError, match="open slice"):
+        maker.plan(np.zeros(1, np.int64), np.zeros(1, np.int64))
+
+
+def test_a_slice_with_fewer_rows_than_the_table_says_is_refused(tmp_path: Path) -> None:
+    save_file({"x": np.ones((3, 4))}, tmp_path / "0.safetensors")
+    view = plan_samples(adopt(tmp_path, "rows"), None)
+    save_file({"x": np.ones((2, 4))}, tmp_path / "0.safetensors")
+    one: Slice = open_slice(tmp_path / "0.safetensors")
+    with pytest.raises(DatasetError, match="at least 3 samples, got 2"):
+        make_maker([view]).open(0, 0, one)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"x": np.zeros((1, 2))}, {"y": np.zeros((1, 2))}),
+        ({"x": np.zeros((1, 2))}, {"x": np.zeros((1, 2), np.float32)}),
+        ({"x": np.zeros((1, 2, 2))}, {"x": np.zeros((1, 2, 3))}),
+        ({"x": np.zeros((1, 2))}, {"x": np.zeros(1)}),
+        ({"labels": np.zeros((1, 2), np.uint16)}, {"labels": np.zeros((1, 3), np.uint16)}),
+    ],
+)
+def test_rows_that_do_not_go_together(first: Tensors, second: Tensors) -> None:
+    with pytest.raises(DatasetError, match="rows of a batch"):
+        stack_rows([first, second], [0, 0], {"labels": -100})

@@ -1,0 +1,403 @@
+"""Views and makers against an oracle that reads all tokens of a dataset into lists."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from millrace.dataset.adopt import adopt
+from millrace.dataset.reader import Dataset
+from millrace.errors import DatasetError, UsageError
+from millrace.load.makers import ChunkMaker, DocumentMaker, RowMaker, make_maker
+from millrace.load.packing import DocumentFilter
+from millrace.load.samples import View, plan_samples
+
+law = settings(deadline=None, max_examples=60)
+SEQ_LEN = 6
+# Tokens of the documents that end in each slice, and of one that goes on. Document 6 lies in slices 1, 2 and 3.
+SLICES = (([5, 14, 1], 3), ([2, 6, 9], 7), ([], 11), ([4, 4, 30, 13], 0), ([8], 2))
+
+
+def write(folder: Path, dtype: Any = np.uint16, slices: Any = SLICES, first: int = 0) -> Dataset:
+    """Token k of the dataset is k + first: so every token is known by its value."""
+    folder.mkdir()
+    for i, (sizes, rest) in enumerate(slices):
+        ends = np.cumsum(np.array(sizes, np.uint64), dtype=np.uint64)
+        length = sum(sizes) + rest
+        tokens = np.arange(first, first + length, dtype=dtype)
+        save_file({"tokens": tokens, "document_ends": ends}, folder / f"{i}.safetensors")
+        first += length
+    return adopt(folder, folder.name)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return write(tmp_path_factory.mktemp("data") / "documents")
+
+
+def documents_of(slices: Any = SLICES) -> list[list[int]]:
+    """The document of each token, slice by slice."""
+    number, found = 0, []
+    for sizes, rest in slices:
+        mine = []
+        for size in sizes:
+            mine += [number] * size
+            number += 1
+        found.append([*mine, *[number] * rest])
+    return found
+
+
+def flat(lists: list[list[int]]) -> list[int]:
+    return list(chain.from_iterable(lists))
+
+
+def kept_tokens(documents: DocumentFilter | None) -> list[list[int]]:
+    """The tokens of each slice that a filter leaves, by the definition."""
+    owners = documents_of()
+    sizes: dict[int, int] = {}
+    for owner in flat(owners):
+        sizes[owner] = sizes.get(owner, 0) + 1
+    found, token = [], 0
+    for mine in owners:
+        kept = []
+        for owner in mine:
+            bad = documents is not None and (
+                owner in documents.numbers
+                or sizes[owner] < documents.min_tokens
+                or (documents.max_tokens is not None and sizes[owner] > documents.max_tokens)
+            )
+            if not bad:
+                kept.append(token)
+            token += 1
+        found.append(kept)
+    return found
+
+
+def everything(dataset: Dataset, view: View, **settings: Any) -> tuple[Any, ...]:
+    """All samples of a view as one batch, by slice."""
+    maker = make_maker([view], **settings)
+    for index in range(dataset.num_slices):
+        maker.open(index, index, dataset.open_slice(index))
+    keys = np.repeat(np.arange(len(view.counts)), view.counts)
+    samples = np.concatenate([np.arange(count) for count in view.counts])
+    plan = maker.plan(keys, samples)
+    for index in range(dataset.num_slices):
+        maker.close(index)
+    return maker.make(plan, 0, len(keys))
+
+
+filters = st.builds(
+    DocumentFilter, st.lists(st.integers(0, 13), max_size=5), st.integers(0, 15), st.none() | st.integers(15, 40)
+)
+
+
+@law
+@given(st.none() | filters, st.booleans())
+def test_chunk_is_the_kept_stream_of_each_slice(
+    dataset: Dataset, documents: DocumentFilter | None, masks: bool
+) -> None:
+    kept = kept_tokens(documents)
+    try:
+        view = plan_samples(dataset, SEQ_LEN, documents=documents)
+    except UsageError:
+        assert all(len(tokens) < SEQ_LEN for tokens in kept)
+        return
+    assert view.counts.tolist() == [len(tokens) // SEQ_LEN for tokens in kept]
+    assert view.excluded_tokens == dataset.num_tokens - sum(map(len, kept))
+    assert view.tail_tokens == sum(len(tokens) % SEQ_LEN for tokens in kept) and view.padding_tokens == 0
+    inputs, labels, _, numbers, positions, edges = everything(dataset, view, document_masks=masks)
+    owners = flat(documents_of())
+    row = 0
+    for tokens in kept:
+        for i in range(len(tokens) // SEQ_LEN):
+            chunk = tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN]
+            following = [*tokens, -100][i * SEQ_LEN + 1 : (i + 1) * SEQ_LEN + 1]
+            if masks:
+                following = [b if b >= 0 and owners[a] == owners[b] else -100 for a, b in zip(chunk, following)]
+            assert (inputs[row].tolist(), labels[row].tolist()) == (chunk, following)
+            row += 1
+    if masks:
+        check_masks(inputs, labels, numbers, positions, edges, pad_id=0)
+    else:
+        assert numbers is positions is edges is None
+
+
+def check_masks(inputs: Any, labels: Any, numbers: Any, positions: Any, edges: Any, pad_id: int) -> None:
+    """Document numbers, positions and edges tell the same of where documents are."""
+    owners = flat(documents_of())
+    assert edges.dtype == np.int32 and edges[0] == 0 and edges[-1] == inputs.size
+    assert numbers.dtype == np.int32 and positions.dtype == inputs.dtype == labels.dtype
+    begins = [
+        row * SEQ_LEN + at
+        for row in range(len(inputs))
+        for at in range(SEQ_LEN)
+        if at == 0 or numbers[row, at] != numbers[row, at - 1]
+    ]
+    assert edges[:-1].tolist() == begins
+    for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist()):
+        row, at = divmod(begin, SEQ_LEN)
+        run = slice(at, at + end - begin)
+        assert positions[row, run].tolist() == list(range(end - begin))
+        if numbers[row, at] < 0:
+            assert (inputs[row, run] == pad_id).all() and (labels[row, run] == -100).all()
+            continue
+        tokens = inputs[row, run].tolist()
+        assert tokens == list(range(tokens[0], tokens[0] + len(tokens)))
+        assert len({owners[token] for token in tokens}) == 1
+        assert labels[row, run][:-1].tolist() == tokens[1:]
+        last = labels[row, run][-1]
+        assert last == -100 or (last == tokens[-1] + 1 and owners[last] == owners[tokens[-1]])
+    for row in numbers.tolist():
+        real = [number for number in row if number >= 0]
+        assert sorted(set(real)) == list(range(max(real) + 1)) and row == [*real, *[-1] * (SEQ_LEN - len(real))]
+
+
+@law
+@given(st.none() | filters, st.sampled_from([None, 0, 7]), st.sampled_from([np.int64, np.int32]))
+def test_fit_has_every_kept_token_once(
+    dataset: Dataset, documents: DocumentFilter | None, pad_id: int | None, dtype: type
+) -> None:
+    kept = kept_tokens(documents)
+    try:
+        view = plan_samples(dataset, SEQ_LEN, packing="fit", documents=documents)
+    except UsageError:
+        assert not any(kept)
+        return
+    inputs, labels, _, numbers, positions, edges = everything(dataset, view, pad_id=pad_id, dtype=dtype)
+    assert sorted(inputs[numbers >= 0].tolist()) == flat(kept)
+    assert view.padding_tokens == int((numbers < 0).sum()) and view.tail_tokens == 0
+    assert view.excluded_tokens == dataset.num_tokens - sum(map(len, kept))
+    check_masks(inputs, labels, numbers, positions, edges, pad_id or 0)
+
+
+def test_fit_has_a_label_for_every_token_but_the_last_of_a_document(dataset: Dataset) -> None:
+    view = plan_samples(dataset, SEQ_LEN, packing="fit")
+    _, labels, _, numbers, _, _ = everything(dataset, view)
+    owners = documents_of()
+    # One token without a label for each document in each slice, also where it is cut into several rows.
+    assert (labels[numbers >= 0] == -100).sum() == sum(len(set(mine)) for mine in owners)
+    assert max(mine.count(owner) for mine in owners for owner in mine) > 3 * SEQ_LEN
+
+
+@law
+@given(st.floats(0, 1), st.sampled_from(["chunk", "fit"]), st.none() | filters)
+def test_splits_are_exact_disjoint_and_together_all(
+    dataset: Dataset, validation: float, packing: str, documents: DocumentFilter | None
+) -> None:
+    def ids(split: str | None) -> list[int]:
+        try:
+            settings: dict[str, Any] = {} if split is None else {"split": split, "validation": validation}
+            view = plan_samples(dataset, SEQ_LEN, packing=packing, documents=documents, **settings)
+        except UsageError:
+            return []
+        slices = np.repeat(np.arange(len(view.counts)), view.counts)
+        samples = np.concatenate([np.arange(count) for count in view.counts])
+        return view.sample_ids(slices, samples).tolist()
+
+    whole, train, held_out = ids(None), ids("train"), ids("validation")
+    assert whole == list(range(len(whole)))
+    assert len(held_out) == round(validation * len(whole))
+    assert sorted([*train, *held_out]) == whole
+
+
+def test_a_split_reads_few_slices_and_a_longer_one_contains_a_shorter(tmp_path: Path) -> None:
+    many = write(tmp_path / "many", slices=[([60], 0)] * 50)
+    taken: set[int] = set()
+    for part in (0.01, 0.1, 0.3):
+        view = plan_samples(many, SEQ_LEN, split="validation", validation=part)
+        used = set(np.flatnonzero(view.counts).tolist())
+        assert taken <= used and len(used) == -(-round(part * 500) // 10)
+        taken = used
+    assert taken != set(range(len(taken)))
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_split_gives_the_samples_that_its_numbers_say(dataset: Dataset, split: str) -> None:
+    whole = everything(dataset, plan_samples(dataset, SEQ_LEN))[0]
+    view = plan_samples(dataset, SEQ_LEN, split=split, validation=0.4)
+    slices = np.repeat(np.arange(len(view.counts)), view.counts)
+    ids = view.sample_ids(slices, np.concatenate([np.arange(count) for count in view.counts]))
+    assert (everything(dataset, view)[0] == whole[ids]).all()
+
+
+def test_only_the_ends_that_matter_are_read(dataset: Dataset) -> None:
+    read: list[int] = []
+
+    def read_ends(index: int) -> Any:
+        read.append(index)
+        return dataset.open_slice(index).document_ends
+
+    def asked(**settings: Any) -> list[int]:
+        read.clear()
+        plan_samples(dataset, SEQ_LEN, read_ends=read_ends, **settings)
+        return sorted(set(read))
+
+    assert asked() == asked(split="train", validation=0.1) == asked(documents=DocumentFilter()) == []
+    assert asked(documents=DocumentFilter([1])) == [0]
+    assert asked(documents=DocumentFilter([6])) == [1, 2, 3]  # It begins in 1, fills 2 and ends in 3.
+    assert asked(documents=DocumentFilter([8, 99])) == [3]
+    assert asked(packing="fit") == asked(documents=DocumentFilter(min_tokens=2)) == [0, 1, 2, 3, 4]
+
+
+def test_lengths_are_those_of_whole_documents(dataset: Dataset) -> None:
+    # Document 6 has 7 + 11 + 4 tokens; the last one, which never ends, 2.
+    assert 6 not in set(np.array(flat(documents_of()))[flat(kept_tokens(DocumentFilter((), 0, 21)))])
+    whole = plan_samples(dataset, 1)
+    assert whole.num_samples - plan_samples(dataset, 1, documents=DocumentFilter((), 0, 21)).num_samples == 22 + 30
+    assert whole.num_samples == plan_samples(dataset, 1, documents=DocumentFilter((), 0, 30)).num_samples
+    assert plan_samples(dataset, 1, documents=DocumentFilter((), 22, 29)).num_samples == 22
+
+
+@pytest.mark.parametrize(("packing", "masks"), [("chunk", False), ("chunk", True), ("fit", True)])
+@pytest.mark.parametrize("kinds", [(np.uint16, np.uint16), (np.uint16, np.uint32), (np.uint32, np.uint16)])
+def test_a_mixture_takes_rows_of_several_datasets(tmp_path: Path, packing: str, masks: bool, kinds: Any) -> None:
+    both = [write(tmp_path / f"{i}", kind, first=1000 * i) for i, kind in enumerate(kinds)]
+    views = [plan_samples(one, SEQ_LEN, packing=packing) for one in both]
+    alone = [everything(one, view, document_masks=masks) for one, view in zip(both, views)]
+    maker = make_maker(views, document_masks=masks)
+    for key in range(10):
+        maker.open(key, key % 5, both[key // 5].open_slice(key % 5))
+    counts = np.concatenate([view.counts for view in views])
+    keys = np.repeat(np.arange(10), counts)
+    samples = np.concatenate([np.arange(count) for count in counts])
+    mixed = np.random.default_rng(0).permutation(len(keys))
+    plan = maker.plan(keys[mixed], samples[mixed])
+    for part, made in enumerate(maker.make(plan, 0, len(keys))):
+        if part not in (2, 5) and made is not None:
+            assert (made == np.concatenate([one[part] for one in alone])[mixed]).all()
+    if masks:
+        for start, stop in ((0, 0), (3, 4), (5, 12)):
+            some = maker.make(plan, start, stop)
+            assert some[0].shape == (stop - start, SEQ_LEN)
+            assert some[5].tolist()[-1] == some[0].size
+
+
+@pytest.mark.parametrize("odd", [0, 1, 3])
+def test_alignment_does_not_matter(tmp_path: Path, odd: int) -> None:
+    """Others' files may have headers of any length."""
+    dataset = write(tmp_path / "aligned", np.uint32)
+    shifted = tmp_path / "shifted"
+    shifted.mkdir()
+    for path in sorted((tmp_path / "aligned").glob("*.safetensors")):
+        data = path.read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        header = data[8 : 8 + size].rstrip() + b" " * (8 + odd)
+        (shifted / path.name).write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
+    other = adopt(shifted, "shifted")
+    for masks in (False, True):
+        for one, two in zip(*(everything(d, plan_samples(d, SEQ_LEN), document_masks=masks) for d in (dataset, other))):
+            assert one is two is None or (isinstance(one, dict)) or (one == two).all()
+
+
+def test_a_plan_outlives_its_slices(tmp_path: Path) -> None:
+    write(tmp_path / "gone")
+    for masks in (False, True):
+        dataset = Dataset(*(lambda d: (d.path, d.manifest, d.table, d.id))(adopt(tmp_path / "gone")))
+        view = plan_samples(dataset, SEQ_LEN)
+        maker = make_maker([view], document_masks=masks)
+        maker.open(0, 0, dataset.open_slice(0))
+        plan = maker.plan(np.zeros(2, np.int64), np.arange(2))
+        maker.close(0)
+        del dataset
+        gc.collect()
+        assert maker.make(plan, 0, 2)[0].tolist() == [[*range(6)], [*range(6, 12)]]
+        with pytest.raises(DatasetError, match="open slice"):
+            maker.plan(np.zeros(1, np.int64), np.zeros(1, np.int64))
+
+
+def test_a_rank_without_samples_gets_empty_batches(dataset: Dataset) -> None:
+    none = np.empty(0, np.int64)
+    for masks in (False, True):
+        maker = make_maker([plan_samples(dataset, SEQ_LEN)], document_masks=masks)
+        inputs, labels, *_ = maker.make(maker.plan(none, none), 0, 0)
+        assert inputs is not None and labels is not None and inputs.shape == labels.shape == (0, SEQ_LEN)
+
+
+def test_makers_are_chosen_by_what_is_asked(dataset: Dataset, tmp_path: Path) -> None:
+    chunk, fit = plan_samples(dataset, SEQ_LEN), plan_samples(dataset, SEQ_LEN, packing="fit")
+    some = plan_samples(dataset, SEQ_LEN, documents=DocumentFilter([1]))
+    assert isinstance(make_maker([chunk, chunk]), ChunkMaker)
+    for views, masks in (([chunk], True), ([fit], False), ([chunk, some], False)):
+        assert isinstance(make_maker(views, document_masks=masks), DocumentMaker)
+    save_file({"images": np.zeros((4, 2))}, tmp_path / "0.safetensors")
+    rows = plan_samples(adopt(tmp_path, "rows"), None, split="train", validation=0.25)
+    assert rows.counts.tolist() == [3] and rows.offsets.tolist() == [1]
+    assert isinstance(make_maker([rows]), RowMaker)
+    wrong: list[Callable[[], Any]] = [
+        lambda: make_maker([chunk, rows]),
+        lambda: make_maker([chunk, fit]),
+        lambda: make_maker([rows], document_masks=True),
+        lambda: make_maker([chunk], trim=True),
+    ]
+    for one in wrong:
+        with pytest.raises(UsageError):
+            one()
+
+
+def test_a_slice_or_sample_that_is_not_of_the_view_is_refused(dataset: Dataset) -> None:
+    view = plan_samples(dataset, SEQ_LEN, split="train", validation=0.4)
+    for masks in (False, True):
+        maker = make_maker([view], document_masks=masks)
+        for key, index in ((1, 0), (5, 0), (-1, -1)):
+            with pytest.raises(UsageError, match="slice key"):
+                maker.open(key, index, dataset.open_slice(0))
+        with pytest.raises(DatasetError, match="verify"):
+            maker.open(3, 3, dataset.open_slice(0))
+        maker.open(3, 3, dataset.open_slice(3))
+        with pytest.raises(DatasetError, match="expected one of"):
+            maker.plan(np.array([3]), view.counts[3:4])
+    with pytest.raises(UsageError, match="pad_id"):
+        make_maker([view], document_masks=True, pad_id=1 << 16).open(3, 3, dataset.open_slice(3))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"packing": "best"},
+        {"split": "test", "validation": 0.1},
+        {"split": "train", "validation": 1.1},
+        {"split": "train", "validation": -0.1},
+        {"split": "train", "validation": float("nan")},
+        {"split": "train", "validation": "0.1"},
+        {"split": "train", "validation": 1.0},
+        {"split": "validation"},
+        {"validation": 0.1},
+        {"documents": [1, 2]},
+        {"documents": DocumentFilter(min_tokens=1000)},
+        {"seq_len": None},
+        {"seq_len": 0},
+        {"seq_len": 1000},
+    ],
+)
+def test_wrong_settings(dataset: Dataset, wrong: dict[str, Any]) -> None:
+    settings = {"seq_len": SEQ_LEN, **wrong}
+    with pytest.raises(UsageError):
+        plan_samples(dataset, settings.pop("seq_len"), **settings)
+
+
+def test_rows_take_no_packing(tmp_path: Path) -> None:
+    save_file({"x": np.zeros((4, 2))}, tmp_path / "0.safetensors")
+    rows = adopt(tmp_path, "rows")
+    for wrong in ({"packing": "fit"}, {"documents": DocumentFilter([1])}):
+        with pytest.raises(UsageError, match="layout 'tokens'"):
+            plan_samples(rows, None, **wrong)  # type: ignore[arg-type]
+
+
+def test_damaged_ends_are_named(dataset: Dataset) -> None:
+    with pytest.raises(DatasetError, match="document_ends"):
+        plan_samples(dataset, SEQ_LEN, packing="fit", read_ends=lambda _: np.array([9, 3], np.uint64))
+
+
+def test_what_decides_a_view_is_plain(dataset: Dataset) -> None:
+    one = plan_samples(dataset, SEQ_LEN, documents=DocumentFilter([1]), split="train", validation=0.25).describe()
+    assert one == {"packing": "chunk", "documents": DocumentFilter([1]).digest(), "split": ["train", 0.25]}
+    assert plan_samples(dataset, SEQ_LEN).describe() == {"packing": "chunk", "documents": None, "split": None}
