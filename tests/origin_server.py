@@ -70,6 +70,8 @@ class OriginServer:
         ranges: (name, start, stop) of each answered request, in order.
         statuses: Counter of statuses.
         most_at_once: The largest number of requests under way together.
+        connections: How many were opened.
+        paths, authorizations: Of each request, in order.
         auth: If set, the Authorization header that plain requests must carry (else 401).
     """
 
@@ -83,6 +85,9 @@ class OriginServer:
         self.statuses: Counter[int] = Counter()
         self.ranges: list[tuple[str, int, int]] = []
         self.paths: list[str] = []
+        self.authorizations: list[str] = []
+        self.connections = 0
+        self.shift_ranges = 0  # answers with a range that begins so much later than was asked for
         self.most_at_once = 0
         self._now = 0
         self.chance = random.Random(seed)
@@ -131,6 +136,7 @@ class OriginServer:
             self.statuses.clear()
             self.ranges.clear()
             self.paths.clear()
+            self.authorizations.clear()
             self.most_at_once = 0
 
     def happens(self, part: float) -> bool:
@@ -145,7 +151,7 @@ class OriginServer:
         with self.lock:
             while self._arrivals and self._arrivals[0] < now - 1:
                 self._arrivals.popleft()
-            if len(self._arrivals) >= self.faults.requests_per_s:
+            if len(self._arrivals) + 1 > self.faults.requests_per_s:
                 return True
             self._arrivals.append(now)
             return False
@@ -194,6 +200,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     owner: OriginServer
 
+    def setup(self) -> None:
+        super().setup()
+        with self.owner.lock:
+            self.owner.connections += 1
+
     def log_message(self, *args: Any) -> None:
         """Say nothing."""
 
@@ -215,6 +226,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         with owner.lock:
             owner.requests[name] += 1
             owner.paths.append(self.path)
+            owner.authorizations.append(self.headers.get("Authorization", ""))
         if faults.black_hole:
             owner.stopping.wait()
             self.close_connection = True
@@ -254,6 +266,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         size = file.stat().st_size
         asked = "" if faults.ignore_ranges else self.headers.get("Range", "")
         start, stop = _range(asked, size) if asked else (0, size)
+        start, stop = start + owner.shift_ranges, min(size, stop + owner.shift_ranges)
         if start >= stop and asked:
             return self._refuse(416)
         with owner.lock:

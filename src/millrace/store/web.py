@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -198,6 +199,7 @@ class _Pool:
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, str], list[tuple[http.client.HTTPConnection, float]]] = {}
         self._context: ssl.SSLContext | None = None
+        weakref.finalize(self, _close_all, self._idle)
 
     def ask(
         self, target: str, headers: dict[str, str], what: str
@@ -285,6 +287,12 @@ def hub_address(url: str) -> tuple[str, dict[str, str]]:
     address = f"{endpoint}/datasets/{found[1]}/resolve/{revision}/{urllib.parse.quote(found[3] or '')}"
     token = os.environ.get("HF_TOKEN", "")
     return address, {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _close_all(idle: dict[tuple[str, str], list[tuple[http.client.HTTPConnection, float]]]) -> None:
+    for connections in idle.values():
+        for connection, _ in connections:
+            connection.close()
 
 
 def _basic(parts: urllib.parse.SplitResult) -> str:

@@ -1,0 +1,336 @@
+"""Every kind of origin answers alike; a dataset at a URL is verified; peers are origins too."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace.dataset import Dataset, adopt
+from millrace.dataset.slices import write_token_slice
+from millrace.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
+from millrace.network.discovery import LocalDiscovery
+from millrace.network.identity import Identity
+from millrace.serve import DataNode
+from millrace.store.origins import Origin, PassingError, Patience, RefusedError, open_origin, read_small
+from millrace.store.peers import PeerOrigin
+from millrace.store.remote import open_remote
+from millrace.store.transfer import Transfers
+from origin_server import OriginServer
+
+NAME = "slices/a b+ü.bin"
+CONTENT = random.Random(3).randbytes(700_001)
+QUICK = Patience(connect_s=0.5, stall_s=0.5)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OriginServer]:
+    folder = tmp_path / "served" / "data"
+    (folder / "slices").mkdir(parents=True)
+    (folder / NAME).write_bytes(CONTENT)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with OriginServer(tmp_path / "served") as made:
+        for key, value in made.s3_environment.items():
+            monkeypatch.setenv(key, value)
+        yield made
+
+
+@pytest.fixture(params=["path", "file", "http", "s3", "r2", "hf"])
+def origin(request: pytest.FixtureRequest, server: OriginServer, monkeypatch: pytest.MonkeyPatch) -> Origin:
+    folder = server.directory / "data"
+    match request.param:
+        case "path":
+            return open_origin(folder)
+        case "file":
+            return open_origin(f"file://{folder}")
+        case "http":
+            return open_origin(f"{server.url}/data", patience=QUICK)
+        case "s3":
+            return open_origin(f"{server.s3_url}/data/", patience=QUICK)
+        case "r2":
+            set_r2(monkeypatch, server)
+            return open_origin("r2://", patience=QUICK)
+    shutil.copytree(folder, server.directory / "datasets/me/corpus/resolve/main/v1")
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    return open_origin("hf://datasets/me/corpus/v1", patience=QUICK)
+
+
+def set_r2(monkeypatch: pytest.MonkeyPatch, server: OriginServer) -> None:
+    monkeypatch.setenv("R2_DATASET_ACCOUNT_ID", "account")
+    monkeypatch.setenv("R2_DATASET_BUCKET_NAME", "bucket")
+    monkeypatch.setenv("R2_DATASET_READ_ACCESS_KEY_ID", server.s3_environment["AWS_ACCESS_KEY_ID"])
+    monkeypatch.setenv("R2_DATASET_READ_SECRET_ACCESS_KEY", server.s3_environment["AWS_SECRET_ACCESS_KEY"])
+    monkeypatch.setenv("DATASET_BINS_PATH", "data/")
+
+
+def read(origin: Origin, name: str, start: int, stop: int) -> bytes:
+    return b"".join(bytes(piece) for piece in origin.read(name, start, stop))
+
+
+def test_ranges(origin: Origin) -> None:
+    size = len(CONTENT)
+    for start, stop in [(0, size), (0, 1), (size - 1, size), (1000, 600_000)]:
+        assert read(origin, NAME, start, stop) == CONTENT[start:stop]
+    assert [each.url for each in origin.sources()] == [origin.url]
+
+
+def test_whole(origin: Origin) -> None:
+    assert origin.get(NAME, len(CONTENT)) == CONTENT
+    with pytest.raises(RefusedError, match="larger"):
+        origin.get(NAME, len(CONTENT) - 1)
+
+
+def test_absent(origin: Origin) -> None:
+    with pytest.raises(RefusedError):
+        read(origin, "none", 0, 5)
+    with pytest.raises(RefusedError):
+        origin.get("none", 5)
+    with pytest.raises(RefusedError):
+        read(origin, NAME, len(CONTENT) - 5, len(CONTENT) + 5)
+    with pytest.raises(DatasetError, match="Check the URL"):
+        read_small(origin, "none", 5)
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+def test_faults_that_pass(server: OriginServer, scheme: str) -> None:
+    origin = open_origin(f"{server.url if scheme == 'http' else server.s3_url}/data", patience=QUICK)
+    server.faults.requests_per_s, server.faults.retry_after = 1e-9, "7"
+    with pytest.raises(PassingError) as caught:
+        read(origin, NAME, 0, 5)
+    assert caught.value.throttled
+    assert caught.value.wait_s == (7 if scheme == "http" else 0)
+    server.faults.requests_per_s = 0
+    server.faults.drop = 1
+    with pytest.raises(PassingError):
+        read(origin, NAME, 0, 5)
+    server.faults.drop, server.faults.black_hole = 0, True
+    with pytest.raises(PassingError):
+        read(origin, NAME, 0, 5)
+
+
+def test_a_drip_is_a_stall(server: OriginServer) -> None:
+    server.faults.connection_bytes_per_s = 1e-3
+    with pytest.raises(PassingError, match=r"no byte for|stalled"):
+        read(open_origin(f"{server.url}/data", patience=QUICK), NAME, 0, 500_000)
+
+
+def test_short_bodies_keep_what_came(server: OriginServer) -> None:
+    server.faults.truncate = 1
+    got = bytearray()
+    origin = open_origin(f"{server.url}/data")
+    for piece in origin.read(NAME, 0, len(CONTENT)):
+        got += piece
+    assert 0 < len(got) < len(CONTENT)
+    assert CONTENT.startswith(bytes(got))
+
+
+def test_a_server_without_ranges(server: OriginServer) -> None:
+    server.faults.ignore_ranges = True
+    assert read(open_origin(f"{server.url}/data"), NAME, 300_000, 300_010) == CONTENT[300_000:300_010]
+
+
+def test_nobody_listens(server: OriginServer) -> None:
+    origin = open_origin(f"{server.url}/data", patience=QUICK)
+    server.close()
+    waits: list[float] = []
+    with pytest.raises(NetworkError, match=rf"127.0.0.1:{server.port}.*5 attempts in .* s") as caught:
+        read_small(origin, "manifest.json", 100, sleep=waits.append)
+    assert not isinstance(caught.value, PassingError)
+    assert waits == [0.25, 0.5, 1, 2]
+
+
+def test_connections_are_kept(server: OriginServer) -> None:
+    origin = open_origin(f"{server.url}/data")
+    for _ in range(5):
+        assert read(origin, NAME, 5, 10) == CONTENT[5:10]
+    assert server.connections == 1
+
+
+def test_the_query_goes_with_each_request_and_into_no_message(server: OriginServer) -> None:
+    origin = open_origin(f"{server.url}/data?signature=secret")
+    assert read(origin, NAME, 0, 5) == CONTENT[:5]
+    assert server.paths[-1].endswith("?signature=secret")
+    with pytest.raises(RefusedError) as caught:
+        origin.get("none", 1)
+    assert "secret" not in str(caught.value) + origin.url
+
+
+def test_a_password_in_the_url_is_sent_and_not_told(server: OriginServer) -> None:
+    server.auth = "Basic dTpw"
+    origin = open_origin(f"http://u:p@127.0.0.1:{server.port}/data")
+    assert read(origin, NAME, 0, 5) == CONTENT[:5]
+    assert "u:p" not in origin.url
+    with pytest.raises(RefusedError, match="401"):
+        read(open_origin(f"{server.url}/data"), NAME, 0, 5)
+
+
+def test_the_hub(server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token goes to the hub and not to the store it redirects to; where an object lies is remembered."""
+    monkeypatch.setenv("HF_ENDPOINT", f"{server.url}/")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    at = "datasets/me/corpus/resolve/refs%2Fpr%2F1/v1"
+    with OriginServer(tmp_path / "store") as store:
+        (tmp_path / "store" / "datasets/me/corpus/resolve/refs/pr/1/v1/slices").mkdir(parents=True)
+        shutil.copy(server.directory / "data" / NAME, tmp_path / "store" / at.replace("%2F", "/") / NAME)
+        server.redirect, server.auth = store.url, None
+        origin = open_origin("hf://datasets/me/corpus@refs%2Fpr%2F1/v1")
+        for _ in range(3):
+            assert read(origin, NAME, 9, 99) == CONTENT[9:99]
+        assert server.paths[0].startswith(f"/{at}/")
+        assert len(server.paths) == 1
+        assert server.authorizations == ["Bearer hf_secret"]
+        assert store.authorizations == ["", "", ""]
+        store.faults.forbidden.add(f"{at.replace('%2F', '/')}/{NAME}")
+        with pytest.raises(RefusedError, match="403"):
+            read(origin, NAME, 9, 99)
+        assert len(server.paths) == 2, "an address that is refused is asked for anew"
+    with pytest.raises(UsageError, match="hf://datasets/OWNER/NAME"):
+        open_origin("hf://datasets/me")
+
+
+def test_r2_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, server: OriginServer) -> None:
+    set_r2(monkeypatch, server)
+    names = [name for name in os.environ if name.startswith("R2_DATASET_")] + ["DATASET_BINS_PATH"]
+    assert len(names) == 5
+    for name in names:
+        with monkeypatch.context() as patched:
+            patched.delenv(name)
+            with pytest.raises(UsageError, match=name) as caught:
+                open_origin("r2://")
+            assert server.s3_environment["AWS_SECRET_ACCESS_KEY"] not in str(caught.value)
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    assert "account.r2.cloudflarestorage.com" in str(vars(open_origin("r2://bucket/prefix")))
+
+
+def test_a_wrong_key_is_refused_and_not_told(monkeypatch: pytest.MonkeyPatch, server: OriginServer) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
+    with pytest.raises(RefusedError, match="403") as caught:
+        open_origin(f"{server.s3_url}/data").get(NAME, 1 << 20)
+    assert "not-the-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://host/x", "http:///x", "s3:///x", "file://host/x", "millrace://net", "s3://b/x?secret_access_key=k"]
+)
+def test_bad_urls(url: str) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        open_origin(url)
+
+
+# A whole dataset.
+
+
+@pytest.fixture
+def dataset(server: OriginServer) -> Dataset:
+    folder = server.directory / "corpus"
+    (folder / "slices").mkdir(parents=True)
+    chance = np.random.default_rng(1)
+    for index in range(3):
+        ids = chance.integers(0, 60, 5000).astype(np.uint16)
+        write_token_slice(folder / "slices" / f"{index:06d}.safetensors", ids, np.array([5000], np.uint64))
+    return adopt(folder, "corpus")
+
+
+def test_open_remote(server: OriginServer, dataset: Dataset) -> None:
+    for url in (f"{server.url}/corpus", f"{server.s3_url}/corpus", str(dataset.path)):
+        found = open_remote(url, dataset_id=dataset.id)
+        assert (found.id, found.manifest, found.num_slices) == (dataset.id, dataset.manifest, 3)
+        assert found.table.names.equals(dataset.table.names)
+        assert found.origin.url == url
+    assert server.requests.keys() == {"corpus/manifest.json", "corpus/slices.parquet"}
+    with pytest.raises(UsageError, match="Loader"):
+        found.open_slice(0)
+    with pytest.raises(DatasetError, match=f"expected the dataset {'0' * 64}, got {dataset.id}"):
+        open_remote(f"{server.url}/corpus", dataset_id="0" * 64)
+    with pytest.raises(DatasetError, match=r"manifest\.json.*404"):
+        open_remote(f"{server.url}/nothing")
+
+
+def test_open_remote_survives_a_bad_network(server: OriginServer, dataset: Dataset) -> None:
+    server.faults.drop = server.faults.truncate = 0.2
+    assert open_remote(f"{server.url}/corpus").id == dataset.id
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "slices.parquet"])
+def test_a_flipped_byte_is_noticed(server: OriginServer, dataset: Dataset, name: str) -> None:
+    server.faults.corrupt[f"corpus/{name}"] = (dataset.path / name).stat().st_size // 2
+    with pytest.raises(DatasetError):
+        open_remote(f"{server.url}/corpus")
+
+
+Make = Callable[[str], Identity]
+
+
+def test_peers(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
+    """A dataset by name, from data nodes over mutual TLS; one that lies is named by its peer id."""
+    discovery, url = LocalDiscovery(), "millrace://test-network/corpus"
+    copy = tmp_path / "copy"
+    shutil.copytree(dataset.path, copy)
+    with (
+        DataNode(make_identity("honest"), [dataset], "127.0.0.1", 0, discovery) as honest,
+        DataNode(liar := make_identity("liar"), [Dataset(copy, dataset.manifest, dataset.table, dataset.id)],
+                 "127.0.0.1", 0, discovery),
+        Transfers(backoff_s=0.01) as transfers,
+    ):  # fmt: skip
+        reader = make_identity("reader")
+        remote = open_remote(url, identity=reader.node_dir, discovery=discovery)
+        assert remote.id == dataset.id
+        info = dataset.table.row(1)
+        data = dataset.slice_path(1).read_bytes()
+        assert read(remote.origin, info.name, 7, 70) == data[7:70]
+        assert len(remote.origin.sources()) == 2
+        wrong = bytearray((copy / info.name).read_bytes())
+        wrong[-1] ^= 1
+        (copy / info.name).write_bytes(wrong)
+        liars: list[str] = []
+        for turn in range(3):
+            part = tmp_path / f"part{turn}"
+            moved = transfers.start(info, part, [remote.origin], lambda bad, why: liars.append(bad.url))
+            assert moved.wait(10) and moved.error is None
+            assert part.read_bytes() == data
+        assert all(liar.peer_id in named for named in liars)
+        with pytest.raises(UsageError, match="expected an identity in the network 'other'"):
+            open_origin("millrace://other/corpus", identity=reader)
+        honest.stop()
+
+
+def test_peers_by_home(make_identity: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_identity("reader")
+    made.node_dir.rename(made.node_dir.with_name("net%2F1"))
+    monkeypatch.setenv("MILLRACE_HOME", str(made.node_dir.parent))
+    origin = open_origin("millrace://net%2F1/corpus", discovery=LocalDiscovery())
+    assert isinstance(origin, PeerOrigin) and origin.identity.peer_id == made.peer_id
+    with pytest.raises(PassingError, match="no peer serves a dataset of this name"):
+        origin.sources()
+    with pytest.raises(UsageError):
+        open_origin("millrace://absent/corpus", discovery=LocalDiscovery())
+
+
+def test_one_name_and_two_ids(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
+    other_folder = tmp_path / "other"
+    shutil.copytree(dataset.path / "slices", other_folder / "slices")
+    (other_folder / "slices/000002.safetensors").unlink()
+    other, discovery, reader = adopt(other_folder, "corpus"), LocalDiscovery(), make_identity("reader")
+    with (
+        DataNode(make_identity("a"), [dataset], "127.0.0.1", 0, discovery),
+        DataNode(make_identity("b"), [other], "127.0.0.1", 0, discovery),
+    ):
+        url = "millrace://test-network/corpus"
+        with pytest.raises(UsageError, match="expected one dataset of this name, got 2"):
+            open_remote(url, identity=reader, discovery=discovery)
+        for wanted in (dataset, other):
+            assert open_remote(url, identity=reader, discovery=discovery, dataset_id=wanted.id).id == wanted.id
+        with pytest.raises(NetworkError, match="no peer serves"):
+            open_origin(url, identity=reader, discovery=discovery, dataset_id="0" * 64).sources()
+
+
+def test_more_than_was_asked_for_is_a_violation(server: OriginServer) -> None:
+    server.shift_ranges = 1
+    with pytest.raises(ProtocolViolation, match="Content-Range"):
+        read(open_origin(f"{server.url}/data"), NAME, 10, 20)
