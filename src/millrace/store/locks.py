@@ -1,0 +1,108 @@
+"""Lock files between processes: the kernel lets go of them when their process dies, however it dies.
+
+A child made by fork would share its parent's locks and keep them alive after the parent's death: it closes its
+copies as it starts, and what registered with `at_fork` forgets what it held.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import weakref
+from pathlib import Path
+from typing import Protocol
+
+SHARED, EXCLUSIVE = fcntl.LOCK_SH, fcntl.LOCK_EX
+
+
+class Lock:
+    """One lock that is held. `release` may be called twice."""
+
+    __slots__ = ("__weakref__", "descriptor")
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        _held.add(self)
+
+    def release(self) -> None:
+        """Let go of it, also where a forked child has a copy."""
+        descriptor, self.descriptor = self.descriptor, -1
+        _held.discard(self)
+        if descriptor >= 0:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Forked(Protocol):
+    """What has state that a forked child must not share."""
+
+    def after_fork(self) -> None:
+        """Called in the child, which has one thread only."""
+
+
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+_forked: weakref.WeakSet[Forked] = weakref.WeakSet()
+
+
+def take(path: Path, kind: int = EXCLUSIVE) -> Lock:
+    """Hold a lock, waiting for it. The file is made if absent."""
+    lock = _take(path, kind, os.O_CREAT)
+    assert lock is not None
+    return lock
+
+
+def try_take(path: Path, kind: int = EXCLUSIVE) -> Lock | None:
+    """Hold a lock if nobody, in this process or another, holds one that excludes it."""
+    return _take(path, kind | fcntl.LOCK_NB, os.O_CREAT)
+
+
+def is_locked(path: Path, kind: int) -> bool:
+    """Whether anybody, in this process or another, holds a lock on this file that excludes one of this kind."""
+    try:
+        lock = _take(path, kind | fcntl.LOCK_NB, 0)
+    except FileNotFoundError:
+        return False
+    if lock is None:
+        return True
+    lock.release()
+    return False
+
+
+def at_fork(holder: Forked) -> None:
+    """Have `holder.after_fork` called in every child; kept weakly."""
+    _forked.add(holder)
+
+
+def _take(path: Path, operation: int, flags: int) -> Lock | None:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
+        try:
+            fcntl.flock(descriptor, operation)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if os.fstat(descriptor).st_nlink:
+            return Lock(descriptor)
+        os.close(descriptor)  # Cleaned away between the two calls: a lock that others would not see.
+
+
+def _after_fork() -> None:
+    for lock in list(_held):
+        if lock.descriptor >= 0:
+            os.close(lock.descriptor)  # Not unlocked: the parent still holds it.
+            lock.descriptor = -1
+    _held.clear()
+    for holder in list(_forked):
+        holder.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,507 @@
+"""Decides which slices to fetch and which to evict, from what a run will read. No thread, no waiting.
+
+What may push what out: at any time, what no live process will read again goes. For a slice of the step that is next,
+or within the horizon behind it, whatever is read later goes, the latest first (Belady). The horizon is what keeps
+fetching ahead from eating up what survives for the next epoch: with a budget of b bytes and a horizon of h, about
+b - h bytes survive a cyclic pass, where the least recently used would keep none.
+
+What it costs: 250 bytes a slice of the run; a look at every slice held each time the use of one begins or ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import MillraceError, UsageError
+from millrace.store.cache import Evict, Refusal, Reservation, SliceCache, part_bytes
+from millrace.store.uses import Uses, UsesOf
+
+I64 = NDArray[np.int64]
+Keep = Literal["budget", "window", "all"]
+NEVER = 1 << 62
+
+_MAX_FLIGHTS = 16
+_MAX_FLIGHT_BYTES = 1 << 30
+_LEAD_S = 30.0
+_POLL_S = 0.5
+_EAGER_S = 0.02
+_PUBLISH_S = 1.0
+_CLOSE_S = 0.4
+_RETRY_S = 1.0
+_MAX_RETRY_S = 60.0
+_TOLD = 256
+
+
+class Transfer(Protocol):
+    """One slice on its way into its partial file.
+
+    Attributes:
+        done: Set when it ended, well or not; from then on nothing is written.
+        error: Why it failed, or None: then the file is whole, verified, synced, and of exactly the slice's bytes.
+    """
+
+    done: threading.Event
+    error: Exception | None
+
+    @property
+    def received(self) -> int:
+        """Bytes there so far."""
+
+    def on_done(self, callback: Callable[[Any], None]) -> None:
+        """Call back once when it ended, from any thread; at once if it has."""
+
+
+T = TypeVar("T", bound=Transfer)
+
+
+@dataclass(eq=False)
+class Flight(Generic[T]):
+    """A transfer under way."""
+
+    transfer: T
+    reservation: Reservation
+    cancelled: bool = False
+
+    def release(self, _: Any = None) -> None:
+        """Give its room back."""
+        self.reservation.release()
+
+
+@dataclass
+class Outcome:
+    """What one look came to.
+
+    Attributes:
+        gone: Keys that were here and are no longer.
+        errors: Of keys that were asked for.
+        wake_at: Look again when the consumer stands before this step.
+        again_s: Look again after so long in any case.
+        starved: Why there is no room for what was asked for.
+    """
+
+    gone: list[int] = field(default_factory=list)
+    errors: dict[int, Exception] = field(default_factory=dict)
+    wake_at: int = NEVER
+    again_s: float = _POLL_S
+    starved: str = ""
+
+
+class Planner(Generic[T]):
+    """What a `SliceFeed` does between two waits; its arguments are explained there.
+
+    Attributes:
+        here: Keys known to be in the cache.
+        flights: Transfers under way, by key.
+        counts: What was done since the start.
+    """
+
+    def __init__(
+        self,
+        cache: SliceCache,
+        sha256s: Sequence[str],
+        sizes: Sequence[int],
+        keys: Mapping[str, int],
+        uses: UsesOf,
+        num_steps: int | None,
+        start_transfer: Callable[[int, Path], T],
+        cancel_transfer: Callable[[T], object],
+        on_done: Callable[[int], None],
+        *,
+        keep: Keep,
+        horizon_bytes: int | None,
+        pass_end: Callable[[int], int | None] | None,
+        patience_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.cache = cache
+        self.here: set[int] = set()
+        self.flights: dict[int, Flight[T]] = {}
+        self.counts = {"fetched_slices": 0, "fetched_bytes": 0, "repeated_fetches": 0, "evicted": 0, "failed": 0}
+        self.lead_s = _LEAD_S
+        self._sha256s, self._sizes = sha256s, sizes
+        self._keys = keys
+        self._uses_of, self._num_steps = uses, num_steps
+        self._start_transfer, self._cancel_transfer, self._on_done = start_transfer, cancel_transfer, on_done
+        self._keep, self._horizon_bytes, self._pass_end = keep, horizon_bytes, pass_end
+        self._patience_s, self._clock = patience_s, clock
+        self._now = 0
+        self._asked: Collection[int] = ()
+        self._uses = Uses(uses, 0, 0)
+        self._queue: list[tuple[int, int, int]] = []  # (next use, tie, key) of what is not here
+        self._queued: set[int] = set()
+        self._finished: list[int] = []
+        self._unread: dict[int, int] = {}  # fetched, and the step that reads it first
+        self._ties = 0
+        self._later: dict[int, float] = {}  # not to be tried before
+        self._failures: dict[int, int] = {}
+        self._fetched: set[int] = set()
+        self._first_read: dict[int, int] = {}  # of what is here: the step that reads it first
+        self._starved_at = 0.0
+        self._listed_at = self._published_at = -math.inf
+        self._told: object = None
+        self._rate: tuple[float, int, float] = (clock(), 0, math.inf)  # at, step, steps per second before
+
+    def seek(self, step: int, *, exact: bool = False) -> None:
+        """The consumer stands before `step`: plan anew from there."""
+        self._now = step
+        self._uses = Uses(self._uses_of, self._num_steps, step, exact=exact)
+        self._queue, self._queued = [], set()
+        self._first_read = {}
+        self._rate = (self._clock(), step, math.inf)
+        self._listed_at = self._published_at = -math.inf
+        self._extend()
+
+    def look(self, now: int, asked: Collection[int], finished: Iterable[int], lost: Iterable[int]) -> Outcome:
+        """Name what has arrived, evict, start what can be started.
+
+        Args:
+            now: The step before which the consumer stands.
+            asked: Keys it waits for.
+            finished: Keys whose transfers have ended.
+            lost: Keys that were thought to be here and are not.
+        """
+        outcome = Outcome()
+        began = time.perf_counter()
+        self._now, self._asked = now, asked
+        self._measure()
+        self._finished += finished
+        while self._finished:
+            self._finish(self._finished.pop(), outcome)
+        for key in lost:
+            self._forget(key, outcome)
+        self._list(outcome)
+        for key in [key for key, at in self._later.items() if at <= self._clock()]:
+            del self._later[key]
+            self._want(key)
+        if self._keep == "window":
+            self._drop_read(outcome)
+        if self._bring_asked(outcome):
+            self._bring_wanted(outcome)
+        self._publish()
+        outcome.wake_at = self._next_change()
+        if 0.0 < outcome.again_s < _POLL_S:  # a long look, in a large cache, less often
+            outcome.again_s = min(_POLL_S, max(outcome.again_s, 10 * (time.perf_counter() - began)))
+        return outcome
+
+    def close(self) -> None:
+        """Cancel what is under way. A reservation ends when nothing writes to it any more, at once or later."""
+        for flight in self.flights.values():
+            self._cancel_transfer(flight.transfer)
+        deadline = time.monotonic() + _CLOSE_S
+        for flight in self.flights.values():
+            flight.transfer.done.wait(max(0.0, deadline - time.monotonic()))
+            flight.transfer.on_done(flight.release)
+        self.flights.clear()
+        self.cache.retire()
+
+    def abandon(self) -> None:
+        """After a fork: what is under way is the parent's."""
+        self.flights.clear()
+
+    def steps_to(self, sha256: str) -> float:
+        """Steps from now until this run reads a slice; of one not seen ahead, at least."""
+        key = self._keys.get(sha256)
+        if key is None:
+            return math.inf
+        if self._keep == "all" or key in self._asked:
+            return 0.0
+        step = self._uses.next_use(key, self._now)
+        if step is None:
+            return math.inf if self._uses.ended else self._uses.known - self._now
+        return step - self._now
+
+    def _measure(self) -> None:
+        at, step, _ = self._rate
+        if (elapsed := self._clock() - at) >= 1.0:
+            self._rate = (self._clock(), self._now, max(0, self._now - step) / elapsed)
+
+    def _list(self, outcome: Outcome) -> None:
+        """What is here, of all that processes do in this directory."""
+        if self._clock() - self._listed_at < _POLL_S:
+            return
+        self._listed_at = self._clock()
+        here = {self._keys[sha256] for sha256 in self.cache.held() if sha256 in self._keys}
+        for key in self.here - here:
+            self._forget(key, outcome)
+        for key in here:
+            self._arrive(key)
+
+    def _arrive(self, key: int) -> None:
+        self.here.add(key)
+        if key not in self._first_read and (step := self._uses.next_use(key, self._now)) is not None:
+            self._first_read[key] = step
+
+    def _forget(self, key: int, outcome: Outcome) -> None:
+        self.here.discard(key)
+        self._first_read.pop(key, None)
+        outcome.gone.append(key)
+        self._want(key)
+
+    def _want(self, key: int) -> None:
+        """Put a key that is not here into the queue, if it is seen to be read again."""
+        step = self._uses.next_use(key, self._now)
+        if step is not None and key not in self._queued:
+            self._push(step, key)
+
+    def _push(self, step: int, key: int) -> None:
+        self._ties += 1
+        self._queued.add(key)
+        heapq.heappush(self._queue, (step, self._ties, key))
+
+    def _extend(self) -> None:
+        """Look further ahead."""
+        for step, key in self._uses.extend():
+            if key in self.here:
+                self._first_read.setdefault(key, step)
+            elif key not in self._queued and key not in self._later:
+                self._push(step, key)
+
+    def _finish(self, key: int, outcome: Outcome) -> None:
+        flight = self.flights.pop(key)
+        error = flight.transfer.error
+        if error is None:
+            try:
+                flight.reservation.commit()
+            except OSError as reason:
+                error = UsageError(f"cache: cannot name a slice in {self.cache.directory}: {reason}.")
+        flight.release()
+        if error is None:
+            self._arrive(key)
+            self._unread[key] = self._first_read.get(key, 0)
+            self._failures.pop(key, None)
+            self.counts["fetched_slices"] += 1
+            self.counts["fetched_bytes"] += self._sizes[key]
+            self.counts["repeated_fetches"] += key in self._fetched
+            self._fetched.add(key)
+        elif flight.cancelled:
+            self._want(key)
+        else:
+            self._fail(key, error, outcome)
+
+    def _fail(self, key: int, error: Exception, outcome: Outcome) -> None:
+        """Try a slice again later, longer each time; who waits for it is told."""
+        self.counts["failed"] += 1
+        self._failures[key] = tries = self._failures.get(key, 0) + 1
+        self._later[key] = self._clock() + min(_MAX_RETRY_S, _RETRY_S * 2 ** min(tries - 1, 10))
+        if key in self._asked:
+            outcome.errors[key] = error
+
+    def _bring_asked(self, outcome: Outcome) -> bool:
+        """Start what the consumer waits for; whether there is room to go on with what it will want."""
+        missing = [key for key in self._asked if key not in self.here and key not in outcome.errors]
+        absent = [key for key in missing if key not in self.flights]
+        starved = ""
+        started = False
+        for key in absent:
+            self._later.pop(key, None)
+            refusal = self._start(key, 0, outcome)
+            started |= refusal is None
+            if refusal is not None and refusal.why == "no room":
+                starved = refusal.detail
+        outcome.again_s = _EAGER_S if absent else outcome.again_s
+        if started or starved:
+            for key, flight in self.flights.items():
+                if key not in self._asked and not flight.cancelled and self.steps_to(self._sha256s[key]) > 0:
+                    flight.cancelled = True
+                    self._cancel_transfer(flight.transfer)
+        if not starved:
+            self._starved_at = 0.0
+            return True
+        outcome.starved = starved
+        if self._uses.bridged:
+            self.seek(self._now, exact=True)
+            outcome.again_s = 0.0
+            return False
+        self._starved_at = self._starved_at or self._clock()
+        since = self._clock() - self._patience_s
+        if self._starved_at <= since and not self.flights and self.cache.is_stuck(since):
+            self._starved_at = 0.0
+            for key in missing:
+                outcome.errors[key] = UsageError(
+                    f"cache: slice {self._sha256s[key][:12]}… was needed at step {self._now} and found no room in "
+                    f"{self._patience_s:.0f} s: {starved} All processes that share it wait for each other. Raise the "
+                    "budget to the slices that they read at once."
+                )
+        return False
+
+    def _bring_wanted(self, outcome: Outcome) -> None:
+        """Start what is read next, the nearest first, while there is room."""
+        extended = False
+        while len(self.flights) < _MAX_FLIGHTS:
+            key = self._next_wanted()
+            if key is None:
+                if len(self.here) + len(self.flights) >= len(self._keys) or self._uses.is_full(self._now):
+                    return
+                if extended:
+                    outcome.again_s = min(outcome.again_s, _EAGER_S)
+                    return
+                extended = True
+                self._extend()
+                continue
+            steps = self._queue[0][0] - self._now
+            under_way = sum(self._sizes[other] for other in self.flights)
+            if len(self.flights) > 1 and under_way + self._sizes[key] > _MAX_FLIGHT_BYTES:
+                return
+            if self._keep == "window" and not self._is_in_pass(self._now + steps) and not self._is_near(key, steps):
+                return
+            refusal = self._start(key, steps, outcome)
+            if refusal is not None and refusal.why == "no room":
+                return
+            heapq.heappop(self._queue)
+            self._queued.discard(key)
+            if refusal is not None and refusal.why == "busy":
+                self._later[key] = self._clock() + _POLL_S
+
+    def _next_wanted(self) -> int | None:
+        """The key at the head of the queue, which is put right first."""
+        while self._queue:
+            step, _, key = self._queue[0]
+            at = self._uses.next_use(key, self._now)
+            if at == step and key not in self.here and key not in self.flights and key not in self._later:
+                return key
+            heapq.heappop(self._queue)
+            self._queued.discard(key)
+            if at is not None and key not in self.here and key not in self.flights and key not in self._later:
+                self._push(at, key)
+        return None
+
+    def _start(self, key: int, steps: int, outcome: Outcome) -> Refusal | None:
+        """Begin to fetch a slice, evicting what may go; None, or why it could not be begun."""
+        reserved = self._reserve(key, steps, "unwanted")
+        is_full = isinstance(reserved, Refusal) and reserved.why == "no room" and self._keep != "all"
+        if is_full and (steps <= 0 or self._is_near(key, steps)):
+            self._know_held(once=steps <= 0)
+            reserved = self._reserve(key, steps, "later")
+        if isinstance(reserved, Refusal):
+            if reserved.why == "here":
+                self._arrive(key)
+            return reserved
+        try:
+            transfer = self._start_transfer(key, reserved.part)
+        except Exception as error:  # noqa: BLE001 - whoever waits for the slice gets it
+            reserved.release()
+            self._fail(key, error, outcome)
+            return None
+        self.flights[key] = Flight(transfer, reserved)
+        transfer.on_done(lambda _: self._on_done(key))
+        return None
+
+    def _reserve(self, key: int, steps: int, evict: Evict) -> Reservation | Refusal:
+        reserved = self.cache.try_reserve(
+            self._sha256s[key], part_bytes(self._sizes[key]), steps=steps, next_use=self.steps_to, evict=evict
+        )
+        if isinstance(reserved, Reservation) and reserved.evicted:
+            self.counts["evicted"] += len(reserved.evicted)
+            self._listed_at = -math.inf  # the next look takes note, and tells
+        return reserved
+
+    def _know_held(self, *, once: bool) -> None:
+        """Look ahead until it is known which of the slices held is read last."""
+        while not self._uses.is_full(self._now):
+            unknown = sum(self._uses.next_use(key, self._now) is None for key in self.here)
+            if unknown <= 1:
+                return
+            self._extend()
+            if once:
+                return
+
+    def _is_near(self, key: int, steps: int) -> bool:
+        """Whether a slice that is needed in so many steps lies within the horizon."""
+        if self._horizon_bytes is None:
+            self._unread = {key: at for key, at in self._unread.items() if at > self._now and key in self.here}
+            if not self.flights and not self._unread:
+                return True
+            if steps > self._rate[2] * self.lead_s:
+                return False
+        most = self.cache.budget_bytes // 2 if self._horizon_bytes is None else self._horizon_bytes
+        ahead = self._sizes[key]
+        for other in (*self.here, *self.flights):
+            at = self._uses.next_use(other, self._now)
+            if other != key and at is not None and 0 < at - self._now <= steps:
+                ahead += self._sizes[other]
+        return ahead <= most
+
+    def _is_in_pass(self, step: int) -> bool:
+        end = None if self._pass_end is None else self._pass_end(self._now)
+        return end is None or step < end
+
+    def _drop_read(self, outcome: Outcome) -> None:
+        """Delete what was read and is not read again in this epoch, unless it is near."""
+        read = []
+        end = None if self._pass_end is None else self._pass_end(self._now)
+        for key in self.here:
+            if self._first_read.get(key, NEVER) >= self._now or key in self._asked:
+                continue
+            step = self._uses.next_use(key, self._now)
+            while step is None and not self._uses.is_full(self._now) and (end is None or self._uses.known < end):
+                self._extend()
+                step = self._uses.next_use(key, self._now)
+            known = self._uses.ended or (end is not None and self._uses.known >= end)
+            if (step is None and known) or (
+                step is not None and not self._is_in_pass(step) and not self._is_near(key, step - self._now)
+            ):
+                read.append(key)
+        if read:
+            for sha256 in self.cache.drop([self._sha256s[key] for key in read]):
+                self.counts["evicted"] += 1
+                self._forget(self._keys[sha256], outcome)
+
+    def _publish(self) -> None:
+        """Tell the other processes what this one will read, and where it stands."""
+        if self._clock() - self._published_at >= _PUBLISH_S:
+            self._published_at = self._clock()
+            soon = [key for _, _, key in heapq.nsmallest(_TOLD, self._queue)]
+            uses = {self._sha256s[key]: self._uses.use(key, self._now) for key in (*self.here, *self.flights, *soon)}
+            told = {sha256: use for sha256, use in uses.items() if use is not None}
+            end = None if self._pass_end is None else self._pass_end(self._now)
+            if (told, end) != self._told:
+                self._told = (told, end)
+                self.cache.publish(told, end)
+        self.cache.stand(self._now, self._starved_at)
+
+    def _next_change(self) -> int:
+        """The first step at which the use of a slice that is here begins or ends, if that matters."""
+        if not self._queue and self._keep != "window":
+            return NEVER
+        soonest = self._queue[0][0] if self._queue else NEVER
+        for key in self.here:
+            use = self._uses.use(key, self._now)
+            if use is not None:
+                soonest = min(soonest, use[0] if use[0] > self._now else use[1] + 1)
+        return max(soonest, self._now + 1)
+
+
+def check(sha256s: Sequence[str], sizes: Sequence[int], keep: str, budget_bytes: int) -> None:
+    """Refuse slices that could never be brought. Raises UsageError."""
+    if keep not in ("budget", "window", "all"):
+        raise UsageError(f"keep: expected 'budget', 'window' or 'all', got {keep!r}.")
+    if len(sha256s) != len(sizes):
+        raise UsageError(f"slices: expected a size for each of {len(sha256s)}, got {len(sizes)}.")
+    largest = max(sizes, default=0)
+    if part_bytes(largest) > budget_bytes:
+        raise UsageError(
+            f"cache: the largest slice takes {part_bytes(largest)} bytes as it is fetched, the budget is "
+            f"{budget_bytes}. Raise the budget: to two slices at least, to fetch one while another is read."
+        )
+    whole = sum(dict(zip(sha256s, sizes)).values()) + part_bytes(largest) - largest
+    if keep == "all" and whole > budget_bytes:
+        raise UsageError(
+            f"cache: to keep all slices takes {whole} bytes, the budget is {budget_bytes}. Raise the budget, or let "
+            "the cache evict (keep='budget')."
+        )
+
+
+def named(error: Exception, sha256: str, key: int) -> Exception:
+    """An error of a transfer as the consumer gets it: its kind, naming the slice."""
+    text = f"slice {key} ({sha256[:12]}…) did not come: {error}"
+    return type(error)(text) if isinstance(error, MillraceError) else UsageError(text)
