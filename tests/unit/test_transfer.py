@@ -1,0 +1,547 @@
+"""Transfers from servers that drop, cut, lie, throttle, say nothing; killed and resumed; with a full disk."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.dataset.manifest import SliceInfo
+from millrace.errors import IntegrityError, NetworkError, ProtocolViolation, UsageError
+from millrace.store.origins import Origin, Patience, RefusedError, open_origin
+from millrace.store.pieces import PartFile
+from millrace.store.sources import Backoff, Source, choose
+from millrace.store.transfer import Transfer, TransferCancelledError, Transfers
+from origin_server import OriginServer
+
+MIB = 1 << 20
+CONTENT = random.Random(7).randbytes(3_500_001)
+QUICK = {"piece_bytes": 1 << 18, "backoff_s": 0.005, "max_backoff_s": 0.05}
+
+
+def info_of(data: bytes, name: str = "slice") -> SliceInfo:
+    return SliceInfo(0, name, len(data), hashlib.sha256(data).hexdigest(), 1, 1)
+
+
+INFO = info_of(CONTENT)
+
+
+@pytest.fixture
+def make_server(tmp_path: Path) -> Iterator[Callable[..., OriginServer]]:
+    made: list[OriginServer] = []
+
+    def make(data: bytes = CONTENT) -> OriginServer:
+        folder = tmp_path / f"server{len(made)}"
+        folder.mkdir()
+        (folder / "slice").write_bytes(data)
+        made.append(OriginServer(folder, seed=len(made)).__enter__())
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.close()
+
+
+@pytest.fixture
+def server(make_server: Callable[..., OriginServer]) -> OriginServer:
+    return make_server()
+
+
+def fetch(
+    transfers: Transfers, part: Path, *urls: str, info: SliceInfo = INFO, bad: list[str] | None = None
+) -> Transfer:
+    moved = transfers.start(
+        info,
+        part,
+        [open_origin(url, patience=Patience(0.5, 0.5)) for url in urls],
+        None if bad is None else lambda origin, reason: bad.append(origin.url),
+    )
+    assert moved.wait(60)
+    if moved.error is None:
+        assert part.stat().st_size == info.bytes
+        assert hashlib.sha256(part.read_bytes()).hexdigest() == info.sha256
+        assert moved.received == info.bytes
+    return moved
+
+
+@pytest.mark.parametrize("size", [1, 1000, (1 << 18) - 1, 1 << 18, (1 << 18) + 1, 1_000_000])
+@pytest.mark.parametrize("kind", ["path", "http"])
+def test_whole(make_server: Callable[..., OriginServer], tmp_path: Path, size: int, kind: str) -> None:
+    data = CONTENT[:size]
+    server = make_server(data)
+    with Transfers(**QUICK) as transfers:
+        url = str(server.directory) if kind == "path" else server.url
+        assert fetch(transfers, tmp_path / "part", url, info=info_of(data)).error is None
+        assert transfers.stats()["bytes"] == size
+
+
+@pytest.mark.parametrize("kind", ["http", "s3"])
+def test_drops_and_cuts(server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A fifth of the connections dropped, a fifth of the bodies cut: exact, and nothing fetched twice."""
+    for key, value in server.s3_environment.items():
+        monkeypatch.setenv(key, value)
+    server.faults.drop = server.faults.truncate = 0.2
+    with Transfers(**QUICK, chance=random.Random(1)) as transfers:
+        for turn in range(5):
+            assert (
+                fetch(transfers, tmp_path / f"part{turn}", server.url if kind == "http" else server.s3_url).error
+                is None
+            )
+        stats = transfers.stats()
+    assert stats["retries"] > 5
+    assert stats["bytes"] == 5 * INFO.bytes
+    if kind == "http":  # the other reads ahead of what it hands out
+        assert server.bytes_sent["slice"] == 5 * INFO.bytes
+
+
+def test_retries_in_the_middle_of_a_piece(server: OriginServer, tmp_path: Path) -> None:
+    server.faults.truncate = 0.9
+    with Transfers(connections=2, **QUICK) as transfers:
+        assert fetch(transfers, tmp_path / "part", server.url).error is None
+    assert len(server.ranges) > 40
+    assert server.bytes_sent["slice"] == INFO.bytes, "what came was not asked for again"
+
+
+def test_too_many_requests(server: OriginServer, tmp_path: Path) -> None:
+    server.faults.requests_per_s = 12
+    with Transfers(connections=16, **QUICK) as transfers:
+        began = time.monotonic()
+        assert fetch(transfers, tmp_path / "part", server.url).error is None
+        took = time.monotonic() - began
+        (source,) = transfers.stats()["sources"].values()
+    assert server.statuses[503] > 0
+    assert source["limit"] < 16, "fewer connections for who says that it is too busy"
+    assert sum(server.requests.values()) < 14 + 16 + 40 * took, "it is not hammered"
+
+
+def test_retry_after_is_honoured(server: OriginServer, tmp_path: Path) -> None:
+    server.faults.requests_per_s, server.faults.retry_after = 1e-9, "1"
+    threading.Timer(0.3, lambda: setattr(server.faults, "requests_per_s", 0)).start()
+    with Transfers(connections=4, **QUICK) as transfers:
+        began = time.monotonic()
+        assert fetch(transfers, tmp_path / "part", server.url).error is None
+        assert 1 <= time.monotonic() - began < 3
+    assert server.statuses[503] <= 4
+
+
+def test_more_connections_are_faster(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
+    """Where each connection is throttled, 16 move 10 times as much as one."""
+    rate = 1_500_000
+    seconds = {}
+    for connections, size in ((1, 1_500_000), (16, 24_000_000)):
+        data = os.urandom(size)
+        server = make_server(data)
+        server.faults.connection_bytes_per_s = rate
+        with Transfers(connections) as transfers:
+            began = time.monotonic()
+            assert fetch(transfers, tmp_path / f"part{connections}", server.url, info=info_of(data)).error is None
+            seconds[connections] = (time.monotonic() - began) / size
+    assert seconds[1] / seconds[16] >= 10
+
+
+def test_a_black_hole_is_named(server: OriginServer, tmp_path: Path) -> None:
+    server.faults.black_hole = True
+    with Transfers(connections=2, patience_s=0.8, tries=2, **QUICK) as transfers:
+        error = fetch(transfers, tmp_path / "part", server.url).error
+    assert type(error) is NetworkError
+    for word in (f"127.0.0.1:{server.port}", "failed attempts in", "no answer", "0.5 s", "Check the network"):
+        assert word in str(error)
+
+
+def test_an_outage_is_waited_for(server: OriginServer, tmp_path: Path) -> None:
+    server.faults.drop = 1
+    threading.Timer(0.5, lambda: setattr(server.faults, "drop", 0)).start()
+    with Transfers(patience_s=30, tries=2, **QUICK) as transfers:
+        assert fetch(transfers, tmp_path / "part", server.url).error is None
+
+
+def test_refused_everywhere(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
+    one, other = make_server(), make_server()
+    one.faults.missing.add("slice")
+    other.faults.forbidden.add("slice")
+    with Transfers(**QUICK) as transfers:
+        error = fetch(transfers, tmp_path / "part", one.url, other.url).error
+    assert type(error) is NetworkError
+    assert one.url in str(error) and "404" in str(error) and other.url in str(error) and "403" in str(error)
+
+
+def test_one_of_several_refuses(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
+    one, other = make_server(), make_server()
+    one.faults.missing.add("slice")
+    with Transfers(**QUICK) as transfers:
+        assert fetch(transfers, tmp_path / "part", one.url, other.url).error is None
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+def test_the_liar_is_named(make_server: Callable[..., OriginServer], tmp_path: Path, connections: int) -> None:
+    """Whoever gave what, the slice is right at the end, and only the liar is ever named."""
+    liar, honest = make_server(), make_server()
+    liar.faults.corrupt["slice"] = 5  # of the first span, which goes to whoever is named first
+    named: list[str] = []
+    with Transfers(connections, chance=random.Random(connections), **QUICK) as transfers:
+        for turn in range(6):
+            moved = fetch(transfers, tmp_path / f"{turn}", liar.url, honest.url, bad=named)
+            assert moved.error is None
+    assert named and set(named) == {liar.url}
+    assert transfers.stats()["sources"][liar.url]["lies"] == len(named)
+
+
+def test_a_lie_among_several_is_traced(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
+    """Three gave bytes together: fetched anew from one alone, and what differs names who lied."""
+    servers = [make_server() for _ in range(3)]
+    for server in servers:
+        server.faults.connection_bytes_per_s = 3_000_000
+    servers[0].faults.corrupt = {"slice": 100}
+    named: list[str] = []
+    with Transfers(3, chance=random.Random(1), **QUICK) as transfers:
+        for turn in range(4):
+            assert fetch(transfers, tmp_path / f"{turn}", *(s.url for s in servers), bad=named).error is None
+            if named:
+                break
+    assert named == [servers[0].url]
+
+
+def test_only_liars(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
+    servers = [make_server(), make_server()]
+    for server in servers:
+        server.faults.corrupt["slice"] = 5
+    named: list[str] = []
+    with Transfers(**QUICK) as transfers:
+        error = fetch(transfers, tmp_path / "part", *(s.url for s in servers), bad=named).error
+    assert type(error) is IntegrityError
+    assert sorted(named) == sorted(s.url for s in servers)
+    assert "slice slice" in str(error) and all(s.url in str(error) for s in servers)
+
+
+def test_a_wrong_resumed_part_blames_nobody(server: OriginServer, tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    file = PartFile(part, INFO.bytes, 1 << 18, 1)
+    file.open()
+    file.write(file.spans[0], memoryview(bytes(1 << 18)), "x")
+    file.close()
+    named: list[str] = []
+    with Transfers(**QUICK) as transfers:
+        assert fetch(transfers, part, server.url, bad=named).error is None
+    assert named == []
+
+
+def test_the_fastest_is_asked_most(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
+    slow, fast = make_server(), make_server()
+    slow.faults.connection_bytes_per_s = 1_000_000
+    with Transfers(2, **QUICK) as transfers:
+        assert fetch(transfers, tmp_path / "part", slow.url, fast.url).error is None
+    assert fast.bytes_sent["slice"] > 3 * slow.bytes_sent["slice"]
+
+
+def test_first_started_first_moved(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
+    server = make_server()
+    server.faults.bytes_per_s = 20_000_000
+    ended: list[int] = []
+    with Transfers(4, **QUICK) as transfers:
+        origins = [open_origin(server.url)]
+        moved = [transfers.start(INFO, tmp_path / f"{i}", origins) for i in range(4)]
+        for index, each in enumerate(moved):
+            each.on_done(lambda _, index=index: ended.append(index))
+        assert all(each.wait(30) and each.error is None for each in moved)
+        moved[0].on_done(lambda _: ended.append(9))
+    assert ended[:2] == [0, 1] and ended[-1] == 9
+
+
+def test_cancel_and_resume(server: OriginServer, tmp_path: Path) -> None:
+    server.faults.bytes_per_s = 4_000_000
+    part = tmp_path / "part"
+    with Transfers(2, **QUICK) as transfers:
+        moved = transfers.start(INFO, part, [open_origin(server.url)])
+        while moved.received < 1_500_000:
+            time.sleep(0.005)
+        transfers.cancel(moved)
+        assert moved.done.is_set() and isinstance(moved.error, TransferCancelledError)
+        left = part.read_bytes()
+        transfers.cancel(moved)
+        time.sleep(0.1)
+        assert part.read_bytes() == left, "nothing is written after the end"
+        pieces = left[INFO.bytes + 1 :].count(1)
+        assert pieces >= 3
+        server.faults.bytes_per_s = 0
+        server.reset()
+        assert fetch(transfers, part, server.url).error is None
+        assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - pieces * (1 << 18)
+
+
+def test_close(server: OriginServer, tmp_path: Path) -> None:
+    server.faults.black_hole = True
+    transfers = Transfers(4, **QUICK)
+    moved = transfers.start(INFO, tmp_path / "part", [open_origin(server.url, patience=Patience(0.2, 0.2))])
+    transfers.close()
+    assert moved.done.is_set() and isinstance(moved.error, TransferCancelledError)
+    transfers.close()
+    with pytest.raises(UsageError, match="closed"):
+        transfers.start(INFO, tmp_path / "part2", [open_origin(server.url)])
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from millrace.dataset.manifest import SliceInfo
+from millrace.store.origins import open_origin
+from millrace.store.transfer import Transfers
+url, part, size, sha256 = sys.argv[1:]
+moved = Transfers(4, 1 << 18).start(SliceInfo(0, "slice", int(size), sha256, 1, 1), Path(part), [open_origin(url)])
+print("started", flush=True)
+moved.wait()
+"""
+
+
+def test_killed_at_any_moment(server: OriginServer, tmp_path: Path) -> None:
+    """kill -9 again and again: each run fetches only what is missing, and a piece for each connection at most."""
+    part, chance = tmp_path / "part", random.Random(5)
+    server.faults.bytes_per_s = 5_000_000
+    for _ in range(3):
+        command = [sys.executable, "-c", KILLED, server.url, str(part), str(INFO.bytes), INFO.sha256]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(0.05 + 0.2 * chance.random())
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+    kept = part.read_bytes()[INFO.bytes + 1 :].count(1) << 18
+    assert kept > 0
+    server.faults.bytes_per_s = 0
+    time.sleep(0.1)
+    server.reset()
+    with Transfers(**QUICK) as transfers:
+        assert fetch(transfers, part, server.url).error is None
+    assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - kept
+
+
+def test_a_full_disk(server: OriginServer, tmp_path: Path) -> None:
+    """The part stays and is resumed when there is room. A tmpfs where that may be mounted, else a limit."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = (
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True).returncode == 0
+    )
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    part = disk / "part"
+    try:
+        with Transfers(2, **QUICK) as transfers:
+            if not mounted:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MIB, old[1]))
+            error = fetch(transfers, part, server.url).error
+            assert isinstance(error, UsageError)
+            assert str(part) in str(error) and f"{INFO.bytes} bytes" in str(error) and "Free space" in str(error)
+            if mounted:
+                subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+            kept = part.read_bytes()[INFO.bytes + 1 :].count(1) << 18
+            assert kept > MIB or not mounted
+            server.reset()
+            assert fetch(transfers, part, server.url).error is None
+            assert server.bytes_sent["slice"] == INFO.bytes - kept
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, ignored)
+        if mounted:
+            subprocess.run(["umount", disk], check=True)
+
+
+def test_memory_is_bounded(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
+    """16 connections x 256 KiB, whatever the slice's size."""
+    data = os.urandom(1 << 20) * 96
+    server = make_server(data)
+    info = info_of(data)
+    del data
+    process, most, stop = psutil.Process(), [0], threading.Event()
+    with Transfers(16) as transfers:
+        fetch(transfers, tmp_path / "warm", server.url, info=info)
+        before = process.memory_info().rss
+
+        def watch() -> None:
+            while not stop.wait(0.002):
+                most[0] = max(most[0], process.memory_info().rss)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        moved = transfers.start(info, tmp_path / "part", [open_origin(server.url)])
+        assert moved.wait(60) and moved.error is None
+        stop.set()
+        watcher.join()
+    assert most[0] - before < 32 * MIB
+
+
+class Fake:
+    """An origin made of a function."""
+
+    def __init__(self, url: str, answer: Callable[[int, int], Iterator[memoryview]]) -> None:
+        self.url = url
+        self._answer = answer
+
+    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        return self._answer(start, stop)
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        raise RefusedError("not asked for")
+
+    def sources(self) -> Sequence[Origin]:
+        return [self]
+
+
+def raising(error: Exception) -> Callable[[int, int], Iterator[memoryview]]:
+    def answer(start: int, stop: int) -> Iterator[memoryview]:
+        raise error
+
+    return answer
+
+
+def honest(start: int, stop: int) -> Iterator[memoryview]:
+    yield memoryview(CONTENT)[start:stop]
+
+
+def too_much(start: int, stop: int) -> Iterator[memoryview]:
+    yield memoryview(bytes(stop - start + 1))
+
+
+@pytest.mark.parametrize("fault", [raising(ProtocolViolation("nonsense")), too_much])
+def test_a_violation_is_told(tmp_path: Path, fault: Callable[[int, int], Iterator[memoryview]]) -> None:
+    told: list[str] = []
+    with Transfers(4, **QUICK) as transfers:
+        origins = [Fake("bad", fault), Fake("good", honest)]
+        moved = transfers.start(INFO, tmp_path / "part", origins, lambda origin, why: told.append(origin.url))
+        assert moved.wait(20) and moved.error is None
+        assert set(told) == {"bad"}
+        moved = transfers.start(INFO, tmp_path / "part2", [Fake("bad", fault)])
+        assert moved.wait(20) and type(moved.error) is NetworkError
+
+
+def test_our_own_fault_is_not_hidden(tmp_path: Path) -> None:
+    with Transfers(1, **QUICK) as transfers:
+        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", raising(ValueError("a bug")))])
+        assert moved.wait(20) and isinstance(moved.error, ValueError)
+        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", raising(OSError(errno.EDQUOT, "quota")))])
+        assert moved.wait(20) and isinstance(moved.error, UsageError) and "quota" in str(moved.error)
+        moved = transfers.start(INFO, tmp_path / "absent" / "part", [Fake("x", honest)])
+        assert moved.wait(20) and isinstance(moved.error, UsageError)
+        assert transfers.start(INFO, tmp_path / "part", [Fake("x", honest)]).wait(20), "the pool lives on"
+
+
+def test_a_callback_that_fails_harms_nobody(tmp_path: Path) -> None:
+    def fails(moved: Transfer) -> None:
+        raise ValueError("theirs")
+
+    hold = threading.Event()
+
+    def held(start: int, stop: int) -> Iterator[memoryview]:
+        assert hold.wait(20)
+        yield from honest(start, stop)
+
+    with Transfers(1, **QUICK) as transfers:
+        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", held)])
+        after: list[Transfer] = []
+        moved.on_done(fails)
+        moved.on_done(after.append)
+        hold.set()
+        assert moved.wait(20) and moved.error is None
+        assert fetch(transfers, tmp_path / "other", str(tmp_path / "none")).error is not None
+        assert after == [moved]
+
+
+@pytest.mark.parametrize("wrong", [{"connections": 0}, {"piece_bytes": 100_000}, {"piece_bytes": 1024}, {"tries": 0}])
+def test_bad_arguments(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        Transfers(**wrong)  # type: ignore[arg-type]
+
+
+# The pure parts.
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    num_bytes=st.integers(1, 5_000_000),
+    spans=st.integers(1, 40),
+    power=st.integers(16, 22),
+    order=st.randoms(use_true_random=False),
+)
+def test_a_part_file(
+    tmp_path_factory: pytest.TempPathFactory, num_bytes: int, spans: int, power: int, order: random.Random
+) -> None:
+    """Spans cover the file once; in any order of writing, broken off anywhere, what is marked is there."""
+    path = tmp_path_factory.mktemp("part") / "part"
+    data = CONTENT * 2
+    file = PartFile(path, num_bytes, 1 << power, spans)
+    file.open()
+    assert [span.start for span in file.spans] == [0, *(span.stop for span in file.spans[:-1])]
+    assert file.spans[-1].stop == num_bytes
+    todo = list(file.spans)
+    order.shuffle(todo)
+    for span in todo[: order.randint(0, len(todo) - 1)]:
+        assert file.write(span, memoryview(data)[span.start : span.stop], "x")
+    marked = [index for index, flag in enumerate(path.read_bytes()[num_bytes + 1 :]) if flag]
+    file.close()
+    assert not file.write(todo[-1], memoryview(b"x"), "x")
+    again = PartFile(path, num_bytes, 1 << power, 1)
+    again.open()
+    assert sorted({span.piece for span in again.spans if span.at == span.stop}) == marked
+    for span in again.spans:
+        if span.at < span.stop:
+            assert again.write(span, memoryview(data)[span.start : span.stop], "y")
+    assert again.hash_on() and again.received == num_bytes
+    again.finish()
+    again.close()
+    assert path.read_bytes() == data[:num_bytes]
+    assert again.hexdigest() == hashlib.sha256(data[:num_bytes]).hexdigest()
+
+
+def test_backoff_doubles_and_jitters() -> None:
+    backoff = Backoff(0.2, 15, random.Random(1))
+    for times in range(1, 40):
+        waits = [backoff.after(times) for _ in range(20)]
+        middle = min(15, 0.2 * 2 ** (times - 1))
+        assert all(0.5 * middle <= wait <= 1.5 * middle for wait in waits)
+        assert len(set(waits)) == 20
+
+
+def test_choice() -> None:
+    def source(**known: float) -> Source:
+        made = Source(Fake("x", honest), 4.0)
+        for key, value in known.items():
+            setattr(made, key, value)
+        return made
+
+    fast, slow = source(speed=9.0), source(speed=1.0)
+    assert choose([slow, fast], 0)[0] is fast
+    assert choose([slow, source(speed=9.0, avoid_until=5)], 0)[0] is slow
+    assert choose([slow, source(speed=9.0, lies=1)], 0)[0] is slow
+    assert choose([slow, source(speed=9.0, active=4)], 0)[0] is slow
+    assert choose([new := source(), fast], 0)[0] is new, "one connection tries it"
+    assert choose([source(active=1), fast], 0)[0] is fast
+    assert choose([source(wait_until=7.0), source(wait_until=3.0)], 0) == (None, 3.0)
+    assert choose([source(active=4)], 0) == (None, float("inf"))
+
+
+def test_a_busy_source_gets_fewer_connections_and_then_more() -> None:
+    made, backoff = Source(Fake("x", honest), 16.0), Backoff(1, 10, random.Random(1))
+    made.throttle(10, 9, 5, backoff)
+    assert (made.limit, made.wait_until) == (8, 15)
+    made.throttle(10.5, 9, 0, backoff)
+    assert made.limit == 8, "what was asked before counts once"
+    made.throttle(20, 19, 0, backoff)
+    assert made.limit == 4
+    for _ in range(200):
+        made.finished(16)
+    assert made.limit == 16
