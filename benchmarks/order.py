@@ -1,4 +1,4 @@
-"""A step of 15 trillion tokens in 250 000 slices: how long to find its samples, and how much memory.
+"""A step of 15 trillion tokens in 250 000 slices: how long to find its samples, how many a second, and in what memory.
 
 Cold: the first step asked of an epoch (the slices are permuted). Warm: any later one.
 """
@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.measure import Figure, percentile, show
 from millrace.order.plan import Order, samples_per_slice
+from millrace.order.run import BatchSizes, Run, Weights
 
 NUM_SLICES = 250_000
 TOKENS_PER_SLICE = 60_000_000
@@ -21,6 +22,22 @@ GLOBAL_BATCH = 1024
 
 def _rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def _run_figures(counts: np.ndarray, rounds: int = 60) -> list[Figure]:
+    """Samples a second of a run read in blocks, one process that takes whole global batches of 8. CPU seconds."""
+    one = Run([Order(counts, 0, 8)], BatchSizes.of(8), epochs=None)
+    two = Run([Order(counts, seed, 8) for seed in (0, 1)], BatchSizes.of(8), weights=Weights(((0, (3, 1)),)))
+    figures = []
+    for name, run, block in (("run", one, 4096), ("run", one, 16384), ("mixture", two, 16384)):
+        steps, spent = block // 8, []
+        for start in range(10**8, 10**8 + rounds * steps, steps):  # Beyond the head.
+            began = time.thread_time()
+            run.steps(start, start + steps, 0, 1)
+            spent.append(time.thread_time() - began)
+        rate = block / percentile(spent, 50)
+        figures.append(Figure(f"order {name} {block}", rate / 1e6, "M samples/s", f"in blocks of {block}"))
+    return figures
 
 
 def measure(cold_rounds: int = 100, warm_rounds: int = 2000) -> list[Figure]:
@@ -46,6 +63,7 @@ def measure(cold_rounds: int = 100, warm_rounds: int = 2000) -> list[Figure]:
         Figure("order cold p99", percentile(cold, 99), "ms"),
         Figure("order warm p50", percentile(warm, 50), "ms", "random steps, a rank of 8, global batch 1024"),
         Figure("order warm p99", percentile(warm, 99), "ms"),
+        *_run_figures(counts),
         Figure("order memory", grown / 1e6, "MB", "growth of RSS; promise < 100"),
     ]
 

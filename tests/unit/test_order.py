@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import UsageError
-from millrace.order.bijection import derive_key, inverse, permute, permute_each, random_words, subkeys
+from millrace.order.bijection import (
+    derive_key,
+    inverse,
+    permute,
+    permute_each,
+    permute_tabulated,
+    random_words,
+    subkeys,
+    table_entries,
+    tabulate,
+)
 from millrace.order.plan import Order, default_lanes, lease_order, samples_per_slice
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "order_v2.json"
@@ -99,6 +110,19 @@ def test_permute_each_is_a_bijection_for_every_domain_and_key(sizes: list[int], 
         mine = sent[which == i]
         assert len(np.unique(mine)) == len(mine)
         assert size > 60 or np.array_equal(np.sort(mine), index[i])
+
+
+@law
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=6), st.integers(0, 2**60), st.booleans())
+def test_tabulated_rounds_give_the_same_values(sizes: list[int], seed: int, alike: bool) -> None:
+    n = np.array(sizes[:1] * len(sizes) if alike else sizes, np.uint64)
+    keys = subkeys(derive_key(seed), n, np.arange(len(n), dtype=np.uint64))
+    group = np.repeat(np.arange(len(n)), 40)
+    index = np.arange(len(group)) * 7919 % n[group].astype(np.int64)
+    tables = tabulate(n, keys)
+    assert tables.rounds[0].size * 8 <= table_entries(n)
+    expected = permute_each(index.astype(np.uint64), n[group], keys[group])
+    assert np.array_equal(permute_tabulated(index, group, tables), expected.astype(np.int64))
 
 
 def test_shapes_and_wrong_arguments() -> None:
@@ -277,6 +301,34 @@ def test_a_run_begins_in_one_slice(sizes: list[int], seed: int, batch: int, head
     assert sorted(zip(slices.tolist(), within.tolist())) == [(i, j) for i, n in enumerate(sizes) for j in range(n)]
     later = [Order(np.array(sizes), seed, batch, head=h).global_batch_at(1, 0).tolist() for h in (0, head)]
     assert later[0] == later[1]
+
+
+@law
+@given(orders, st.integers(0, 2), st.integers())
+def test_positions_read_together_or_alone_are_the_same(order: Order, epoch: int, seed: int) -> None:
+    """Whole blocks are read by tables, scattered positions one by one."""
+    whole = np.arange(order.num_samples)
+    reads = [np.array(order.places_at(epoch, whole)) for _ in range(12)]  # After some there are tables.
+    assert all(np.array_equal(reads[0], read) for read in reads[1:])
+    some = random_words(derive_key(seed), np.arange(9, dtype=np.uint64)) % np.uint64(order.num_samples)
+    at = some.astype(np.int64)
+    fresh = replace(order, head=order.head_samples)
+    assert np.array_equal(np.array(fresh.places_at(epoch, at)), reads[0][:, at])
+    assert np.array_equal(np.array(fresh.places_at(epoch, at[:1])), reads[0][:, at[:1]])
+
+
+def test_threads_may_share_an_order() -> None:
+    order = Order(np.full(300, 64), 3, 48, window=70)
+    blocks = [(epoch, start) for epoch in range(4) for start in range(0, order.num_samples - 4000, 1500)]
+
+    def read(turn: int) -> dict[tuple[int, int], np.ndarray]:
+        mine = blocks[turn * 7 :] + blocks[: turn * 7]
+        return {(e, s): order.sample_ids_at(e, np.arange(s, s + 4000)) for e, s in mine}
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(read, range(4)))
+    for one in found[1:]:
+        assert all(np.array_equal(one[block], found[0][block]) for block in blocks)
 
 
 def test_over_an_epoch_few_slices_are_open_at_once() -> None:

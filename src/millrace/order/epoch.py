@@ -128,6 +128,9 @@ class Epoch:
 
     def read(self, positions: I64) -> tuple[I64, I64]:
         """(slice index, sample within the slice) at positions of the epoch, each int64 [K]."""
+        if 0 < len(positions) <= _CHUNK:
+            places, samples = self._read_chunk(positions)
+            return self.slices.take(places), samples
         places, samples = np.empty_like(positions), np.empty_like(positions)
         for at in range(0, len(positions), _CHUNK):
             stop = at + _CHUNK
@@ -190,8 +193,8 @@ class Epoch:
         found = self._windows.get(key)
         if found is None:
             found = self._windows_of(low, high, first, last)
-            while len(self._windows) >= _KEPT:
-                self._windows.pop(next(iter(self._windows)), None)
+            for old in list(self._windows)[: max(0, len(self._windows) + 1 - _KEPT)]:
+                self._windows.pop(old, None)  # Another thread may have been quicker.
             self._windows[key] = found
         return found
 

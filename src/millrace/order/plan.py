@@ -239,11 +239,12 @@ class Order:
         phases, which = firsts[:1] % self.num_lanes, np.zeros(1, np.int64)
         if num_steps > 1 and size % self.num_lanes:
             phases, which = np.unique(firsts % self.num_lanes, return_inverse=True)
-        lanes = (phases[:, None] + np.arange(size, dtype=np.int64)) % self.num_lanes
+        patterns = np.empty((len(phases), high - low), np.int64)
         kind = np.uint16 if self.num_lanes <= 1 << 16 else np.int64  # 16 bits are sorted by radix.
-        patterns = np.argsort(lanes.astype(kind), axis=1, kind="stable")[:, low:high]
-        shares: I64 = firsts[:, None] + patterns[which]
-        return shares
+        for i, phase in enumerate(phases.tolist()):
+            lanes = np.arange(phase, phase + size) % self.num_lanes
+            patterns[i] = np.argsort(lanes.astype(kind), kind="stable")[low:high]
+        return firsts[:, None] + patterns[which]
 
     def sample_ids_at(self, epoch: int, positions: I64) -> I64:
         """The global sample ids at positions of an epoch. int64, the positions' shape [K].

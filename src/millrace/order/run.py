@@ -25,6 +25,8 @@ __all__ = ["BatchSizes", "Place", "Run", "Steps", "Weights"]
 
 I64 = NDArray[np.int64]
 
+_BLOCK = 1 << 16  # Samples of a mixture's global batches looked at in one go: 512 KiB an array.
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -130,37 +132,41 @@ class Run:
         bases = np.cumsum(self._num_slices) - self._num_slices
         use = steps * self._num_slices.sum() + bases[read.sources] + read.slices
         fresh = np.flatnonzero(np.diff(use, prepend=-1))  # Neighbours in a batch are mostly of one lane and slice.
-        _, first = np.unique(use[fresh], return_index=True)
-        kept = fresh[np.sort(first)]
-        return steps[kept] + start, read.sources[kept], read.slices[kept]
+        first = np.zeros(len(fresh), bool)
+        first[np.unique(use[fresh], return_index=True)[1]] = True
+        kept = fresh[first]
+        return steps.take(kept) + start, read.sources.take(kept), read.slices.take(kept)
 
     def _segments(self, start: int, stop: int) -> list[Segment]:
         self._calendar.check_range(start, stop)
         return list(self._calendar.segments(start, stop))
 
     def _single(self, segments: Sequence[Segment], rank: int, world_size: int) -> tuple[I64, I64, I64]:
-        order, slices, samples = self.orders[0], [_NONE], [_NONE]
+        order, slices, samples = self.orders[0], [], []
         for segment in segments:
             at = segment.place
             positions = order.shares_of(at.samples_taken, segment.size, segment.num_steps, rank, world_size)
             of_segment = order.places_at(at.epoch, positions.reshape(-1))
             slices.append(of_segment[0])
             samples.append(of_segment[1])
-        found = np.concatenate(slices)
-        return np.zeros_like(found), found, np.concatenate(samples)
+        found = _joined(slices)
+        return np.zeros_like(found), found, _joined(samples)
 
     def _mixed(self, segments: Sequence[Segment], rank: int, world_size: int) -> tuple[I64, I64, I64]:
         assert self._mixture is not None
-        all_sources, all_positions = [_NONE], [_NONE]
+        all_sources, all_positions = [], []
         for segment in segments:
-            size, count, taken = segment.size, segment.num_steps, segment.place.samples_taken
+            size, per_block = segment.size, max(1, _BLOCK // segment.size)
             low, high = part_of(size, rank, world_size)
-            of_batches, positions = self._mixture.at(taken, taken + size * count)
-            turn = np.argsort(self._lane_keys(of_batches, positions).reshape(count, size), axis=1, kind="stable")
-            chosen = (turn[:, low:high] + size * np.arange(count, dtype=np.int64)[:, None]).reshape(-1)
-            all_sources.append(of_batches[chosen])
-            all_positions.append(positions[chosen])
-        sources, positions = np.concatenate(all_sources), np.concatenate(all_positions)
+            for step in range(0, segment.num_steps, per_block):
+                count = min(per_block, segment.num_steps - step)
+                taken = segment.place.samples_taken + step * size
+                of_batches, positions = self._mixture.at(taken, taken + count * size)
+                turn = np.argsort(self._lane_keys(of_batches, positions).reshape(count, size), axis=1, kind="stable")
+                chosen = (turn[:, low:high] + size * np.arange(count, dtype=np.int64)[:, None]).reshape(-1)
+                all_sources.append(of_batches[chosen])
+                all_positions.append(positions[chosen])
+        sources, positions = _joined(all_sources), _joined(all_positions)
         slices, samples = np.empty_like(sources), np.empty_like(sources)
         for source, order in enumerate(self.orders):
             mine = np.flatnonzero(sources == source)
@@ -190,4 +196,7 @@ class Run:
         return Mixture(weights.quotas[: len(reached)], [self.place(step).samples_taken for step in reached])
 
 
-_NONE = np.empty(0, np.int64)
+def _joined(parts: list[I64]) -> I64:
+    if not parts:
+        return np.empty(0, np.int64)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
