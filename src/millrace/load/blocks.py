@@ -96,11 +96,13 @@ class Blocks:
             while at < len(plan.steps):
                 stop = self._open_block(plan, at)
                 yield from self._block(plan, at, stop)
-                self._slices.advance(plan.steps[stop - 1] + 1)
                 if at == 0:
                     following = self._plan(plan.steps[0] + self._plan_steps - self._every[0])
                     if following is not None:
                         self._slices.read_ahead(np.unique(following.keys).tolist())
+                if self._slices.cached:
+                    self._close_used(plan, stop, following)
+                self._slices.advance(plan.steps[stop - 1] + 1)
                 at = stop
             plan = following
 
@@ -170,28 +172,48 @@ class Blocks:
         evicted = self._slices.evicted
         while evicted:
             self._close_map(evicted.popleft())
-        low = plan.bounds[at]
+        low, must = plan.bounds[at], plan.bounds[at + 1] - plan.bounds[at]
         keys, first_use = np.unique(plan.keys[low:], return_index=True)
-        stop = len(plan.steps)
-        must = plan.bounds[at + 1] - low
-        used = []
-        for i in np.argsort(first_use, kind="stable").tolist():
-            key, row = int(keys[i]), int(first_use[i])
+        turn = np.argsort(first_use, kind="stable")
+        keys, first_use = keys[turn], first_use[turn]
+        self._bring([key for key in keys[first_use < must].tolist() if key not in self._open], plan.steps[at] + 1)
+        for i, (key, row) in enumerate(zip(keys.tolist(), first_use.tolist())):
+            if key in self._open:
+                continue
             step = at if row < must else int(np.searchsorted(plan.bounds, row + low, side="right")) - 1
-            if key not in self._open:
-                try:
-                    if row >= must and not self._slices.here(key):
-                        stop = step
-                        break
-                    self._open_map(key, plan.steps[step] + 1)
-                except MillraceError:
-                    if row < must:
-                        raise
-                    stop = step  # Raised when that step is asked for, not before.
-                    break
-            used.append(key)
-        self._close_surplus(used)
+            try:
+                if row >= must and not self._slices.here(key):
+                    return self._begin_block(keys[:i].tolist(), step)
+                self._open_map(key, plan.steps[step] + 1)
+            except MillraceError:
+                if row < must:
+                    raise
+                return self._begin_block(keys[:i].tolist(), step)  # Raised when that step is asked for, not before.
+        return self._begin_block(keys.tolist(), len(plan.steps))
+
+    def _begin_block(self, used: Sequence[int], stop: int) -> int:
+        """Close the least recently used maps beyond the bound, but none of `used`."""
+        for key in used:
+            self._open.move_to_end(key)
+        while self._open_bytes > _MOST_OPEN_BYTES and len(self._open) > len(used):
+            self._close_map(next(iter(self._open)))
         return stop
+
+    def _bring(self, keys: Sequence[int], until: int) -> None:
+        if keys and self._slices.cached:
+            began = time.perf_counter()
+            try:
+                self._slices.bring(keys, until)
+            finally:
+                self.network_s += time.perf_counter() - began
+
+    def _close_used(self, plan: _Plan, stop: int, following: _Plan | None) -> None:
+        """Close the maps of what will not be read soon: a file deleted while mapped takes its bytes all the same."""
+        soon = set(plan.keys[plan.bounds[stop] :].tolist())
+        if following is not None:
+            soon |= set(following.keys.tolist())
+        for key in [key for key in self._open if key not in soon]:
+            self._close_map(key)
 
     def _open_map(self, key: int, until: int) -> None:
         began = time.perf_counter()
@@ -211,13 +233,6 @@ class Blocks:
         if size is not None:
             self._open_bytes -= size
             self._maker.close(key)
-
-    def _close_surplus(self, used: Sequence[int]) -> None:
-        """Close the least recently used maps beyond the bound, but none of `used`."""
-        for key in used:
-            self._open.move_to_end(key)
-        while self._open_bytes > _MOST_OPEN_BYTES and len(self._open) > len(used):
-            self._close_map(next(iter(self._open)))
 
 
 def _major_faults() -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from millrace.load.state import identity_of, make_state, step_of_state
 from millrace.load.stats import Bottleneck, Waits, find_bottleneck
 from millrace.order.plan import Order
 from millrace.order.run import Run
+
+if TYPE_CHECKING:
+    from millrace.store.prefetch import Keep
 
 _READY_S = 1e-3  # A batch that a thread made ahead comes sooner than this, if it was ready.
 KEEPS = ("budget", "window", "all")
@@ -112,7 +115,7 @@ class Loader:
         trim: bool = False,
         cache_dir: str | Path | None = None,
         cache_bytes: int | None = None,
-        keep: str = "budget",
+        keep: Keep = "budget",
         connections: int = 16,
         identity: str | Path | None = None,
         prefetch: int = 0,
@@ -168,7 +171,7 @@ class Loader:
                 f"cache_bytes: expected none for {opened[0].path}, which is local and is read in place. Leave it out, "
                 "or give a cache_dir to keep slices in (of a slow mount, say)."
             )
-        self._slices = Slices(opened, cached, self._uses, self.run.num_steps, settings)
+        self._slices = Slices(opened, cached, self._uses, self.run.num_steps, self._pass_end, settings)
         self._blocks = Blocks(self.run, self._views, maker, self._slices, self.rank, self.world_size, every)
         self.waits = Waits()
         self._prefetch = int(prefetch)
@@ -313,6 +316,17 @@ class Loader:
     def _batches(self) -> Generator[Batch, None, None]:
         source = self._blocks.batches(self._step)
         return run_ahead(source, self._prefetch, self._slices.close) if self._prefetch else source
+
+    def _pass_end(self, step: int) -> int | None:
+        """The run step at which the epoch of `step` ends; None in a mixture, which has none."""
+        if self.mixture is not None or (self.run.num_steps is not None and step >= self.run.num_steps):
+            return None
+        place = self.run.place(step)
+        steps = self.run.num_steps
+        try:
+            return self.run.step_of(place.epoch + 1, 0)
+        except UsageError:
+            return steps  # The last epoch.
 
     def _uses(self, start: int, stop: int) -> Any:
         """Run steps [start, stop) to the distinct (step, key) of this rank, by step."""

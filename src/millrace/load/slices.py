@@ -23,7 +23,7 @@ from millrace.errors import UsageError
 from millrace.load.readahead import ReadAhead
 
 if TYPE_CHECKING:
-    from millrace.store.prefetch import SliceFeed
+    from millrace.store.prefetch import Keep, SliceFeed
     from millrace.store.transfer import Transfer, Transfers
 
 I64 = NDArray[np.int64]
@@ -38,11 +38,11 @@ class CacheSettings:
 
     directory: str | Path
     budget_bytes: int
-    keep: str = "budget"
+    keep: Keep = "budget"
     connections: int = 16
 
     @classmethod
-    def of(cls, directory: str | Path | None, budget_bytes: int | None, keep: str, connections: int) -> CacheSettings:
+    def of(cls, directory: str | Path | None, budget_bytes: int | None, keep: Keep, connections: int) -> CacheSettings:
         """The settings given; by default a directory of the user's, and a quarter of the free disk up to 64 GiB."""
         if directory is None:
             home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -63,6 +63,7 @@ class Slices:
         cached: For each dataset, whether its slices come by way of the cache.
         uses: Run steps [start, stop) to the distinct (step, key) of this rank, by step.
         num_steps: Of the run; None for no end.
+        pass_end: The run step at which the epoch of a step ends; None for never.
         cache: Needed if any dataset is cached.
 
     Attributes:
@@ -80,20 +81,23 @@ class Slices:
         cached: Sequence[bool],
         uses: Uses,
         num_steps: int | None,
+        pass_end: Callable[[int], int | None],
         cache: CacheSettings | None,
     ) -> None:
         self._datasets = datasets
         self._cached = cached
         self._uses = uses
         self._num_steps = num_steps
+        self._pass_end = pass_end
         self._cache = cache
         counts = [len(dataset.table) for dataset in datasets]
         self.first_key = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_keys = int(self.first_key[-1])
         self.cached = any(cached)
         self.evicted: deque[int] = deque()
-        self._feed: SliceFeed | None = None
+        self._feed: SliceFeed[Transfer] | None = None
         self._transfers: Transfers | None = None
+        self._counted: dict[str, Any] = {}
         self._ahead = ReadAhead()
         self._told: set[int] = set()
         if cache is not None:
@@ -136,19 +140,30 @@ class Slices:
         """Whether `open` would not wait."""
         return not self.is_cached(key) or (self._feed is not None and self._feed.held(key))
 
+    def bring(self, keys: Sequence[int], until: int) -> None:
+        """Wait until all of these are here, kept together until `advance(until)`.
+
+        Raises:
+            NetworkError: If one could not be fetched, or nobody's bytes have its hash.
+            UsageError: If the cache has no room for them together, or the disk is full.
+        """
+        wanted = [key for key in keys if self.is_cached(key)]
+        if wanted:
+            assert self._feed is not None
+            self._feed.acquire_all(wanted, until)
+
     def open(self, key: int, until: int) -> tuple[int, Slice]:
         """(index in its dataset, the slice, mapped), kept until `advance(until)`. Waits until it is here.
 
         Raises:
             DatasetError: If a local one is missing or damaged.
-            NetworkError: If it could not be fetched, or nobody's bytes have its hash.
+            NetworkError: As `bring`.
         """
         dataset, index = self.find(key)
         if not self.is_cached(key):
             return index, dataset.open_slice(index)
         assert self._feed is not None
-        path = self._feed.acquire(key, until)
-        found = open_slice(path)
+        found = open_slice(self._feed.acquire(key, until))
         dataset.check_slice(dataset.table.row(index), found)
         return index, found
 
@@ -159,8 +174,10 @@ class Slices:
         self._ahead.tell([dataset.slice_path(index) for dataset, index in map(self.find, new)])
 
     def stats(self) -> dict[str, Any]:
-        """What the cache and the transfers counted; empty if all is local."""
-        return self._feed.stats() if self._feed is not None else {}
+        """What the cache and the transfers counted since the loader was made; empty if all is local."""
+        if self._feed is None:
+            return self._counted
+        return {name: value + self._counted.get(name, 0) for name, value in self._feed.stats().items()}
 
     def close(self) -> None:
         """End the threads. The next `seek` begins anew."""
@@ -169,11 +186,13 @@ class Slices:
         transfers, self._transfers = self._transfers, None
         if feed is not None:
             feed.close()
+            counted = feed.stats() | {"held_bytes": 0, "in_flight": 0}  # Of now, not sums.
+            self._counted = {name: value + self._counted.get(name, 0) for name, value in counted.items()}
         if transfers is not None:
             transfers.close()
         self.evicted.clear()
 
-    def _begin(self) -> SliceFeed:
+    def _begin(self) -> SliceFeed[Transfer]:
         from millrace.store.cache import SliceCache
         from millrace.store.prefetch import SliceFeed
         from millrace.store.transfer import Transfers
@@ -194,8 +213,10 @@ class Slices:
             self._cached_uses,
             self._num_steps,
             start,
+            transfers.cancel,
             keep=self._cache.keep,
             on_evict=self.evicted.append,
+            pass_end=self._pass_end,
         )
         self._transfers = transfers
         return feed
