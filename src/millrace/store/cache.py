@@ -15,7 +15,6 @@ files of no bytes a slice, until the next start cleans them away.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import stat
@@ -27,14 +26,11 @@ from pathlib import Path
 from typing import Literal
 
 from millrace.errors import UsageError
-from millrace.store.futures import Future, Futures, Use
-from millrace.store.locks import EXCLUSIVE, SHARED, Lock, at_fork, is_locked, take, try_take
+from millrace.store.futures import Futures, Use
+from millrace.store.locks import SHARED, Lock, at_fork, take, try_take
+from millrace.store.room import SHA256, Evict, Room, never
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _RAM = Path("/dev/shm")
-_PIECE_BYTES = 8 << 20
-
-Evict = Literal["none", "unwanted", "later", "any"]
 
 
 @dataclass(frozen=True)
@@ -65,22 +61,6 @@ class Reservation:
     def release(self) -> None:
         """Give the room back, except for what is written: it stays, to be resumed or evicted."""
         _clear(self._lock)
-
-
-@dataclass(slots=True)
-class _Entry:
-    path: Path
-    sha256: str
-    is_part: bool
-    counted: int  # Bytes that count against the budget: a reservation in full.
-    written: int  # Bytes of the disk that it takes.
-    reserved: bool
-    used_at: float
-
-
-def part_bytes(num_bytes: int) -> int:
-    """What to reserve for a slice whose partial file says at its end which pieces of 8 MiB are there."""
-    return num_bytes + -(-num_bytes // _PIECE_BYTES) + 1
 
 
 def cache_directory(directory: str | Path) -> Path:
@@ -123,7 +103,8 @@ class SliceCache:
             raise UsageError(f"cache: expected a budget over 0 bytes, got {budget_bytes}")
         self.directory = cache_directory(directory)
         self.budget_bytes = budget_bytes
-        self._locks = self.directory / "locks"
+        self._room = Room(self.directory, budget_bytes)
+        self._locks = self._room.locks
         try:
             self._locks.mkdir(parents=True, exist_ok=True)
             (self.directory / "futures").mkdir(exist_ok=True)
@@ -141,7 +122,7 @@ class SliceCache:
 
     def path_of(self, sha256: str) -> Path:
         """Where a slice lies, or would."""
-        if not _SHA256.fullmatch(sha256):
+        if not SHA256.fullmatch(sha256):
             raise UsageError(f"cache: expected a sha256 in lower-case hex, got {sha256[:80]!r}")
         return self.directory / sha256
 
@@ -159,7 +140,7 @@ class SliceCache:
 
     def held(self) -> set[str]:
         """The slices that are here at this moment: one listing, no waiting."""
-        return {item.name for item in os.scandir(self.directory) if _SHA256.fullmatch(item.name)}
+        return {item.name for item in os.scandir(self.directory) if SHA256.fullmatch(item.name)}
 
     def hold(self, sha256s: Sequence[str]) -> list[Path] | None:
         """Pin slices and give their files, which can then be opened until `unpin`; None, and no pin, if one is absent.
@@ -167,7 +148,7 @@ class SliceCache:
         All or none: who waits for the missing one keeps nothing from the others meanwhile.
         """
         paths = [self.path_of(sha256) for sha256 in sha256s]
-        with self._lock, self._room():
+        with self._lock, self._room.lock():
             try:
                 for path in paths:
                     os.utime(path)
@@ -180,7 +161,7 @@ class SliceCache:
     def pin(self, sha256: str) -> None:
         """Keep a slice from eviction by any process until as many `unpin`, or this process's end."""
         self.path_of(sha256)
-        with self._lock, self._room():
+        with self._lock, self._room.lock():
             self._pin(sha256)
 
     def unpin(self, sha256: str) -> None:
@@ -194,7 +175,7 @@ class SliceCache:
 
     def used_bytes(self) -> int:
         """Bytes held and reserved: what counts against the budget."""
-        return sum(entry.counted for entry in self._entries())
+        return sum(entry.counted for entry in self._room.entries())
 
     def check_space(self, num_bytes: int) -> None:
         """Refuse at the start what could not end well.
@@ -206,8 +187,8 @@ class SliceCache:
             UsageError: If the disk has no room for it, with what the cache holds already.
         """
         needed = min(num_bytes, self.budget_bytes)
-        there = sum(entry.written for entry in self._entries())
-        free = self._free_bytes()
+        there = sum(entry.written for entry in self._room.entries())
+        free = self._room.free_bytes()
         if there + free < needed:
             raise UsageError(
                 f"cache: {self.directory} needs {needed} bytes (budget {self.budget_bytes}, slices {num_bytes}), but "
@@ -221,18 +202,18 @@ class SliceCache:
         Args:
             wanted: Slices whose partial files stay, to be resumed.
         """
-        with self._room():
+        with self._room.lock():
             futures = self._futures.others()
             here = set()
-            for entry in self._entries():
+            for entry in self._room.entries():
                 wants = entry.sha256 in wanted or any(entry.sha256 in future.uses for future in futures)
                 if entry.is_part and not wants and not entry.reserved:
-                    self._remove(entry.path, self._locks / f"{entry.sha256}.fetch")
+                    self._room.remove(entry.path, self._locks / f"{entry.sha256}.fetch")
                 else:
                     here.add(entry.sha256)
             for item in os.scandir(self._locks):
                 if item.name != "room" and item.name.partition(".")[0] not in here:
-                    self._remove(Path(item.path), Path(item.path))
+                    self._room.remove(Path(item.path), Path(item.path))
 
     @contextlib.contextmanager
     def fetching(self, sha256: str, num_bytes: int) -> Iterator[Path]:
@@ -248,7 +229,7 @@ class SliceCache:
         lock = take(self._locks / f"{sha256}.fetch")
         try:
             if not final.exists():
-                made = self._make_room(sha256, num_bytes, lock, 0.0, _never, "any")
+                made = self._room.make(sha256, num_bytes, lock, self._futures, 0.0, never, "any")
                 if isinstance(made, str):
                     raise UsageError(f"cache: {made} Raise the budget.")
             yield final.with_name(f"{sha256}.part")
@@ -285,7 +266,7 @@ class SliceCache:
             if final.exists():
                 _clear(lock)
                 return Refusal("here")
-            made = self._make_room(sha256, num_bytes, lock, steps, next_use or _never, evict)
+            made = self._room.make(sha256, num_bytes, lock, self._futures, steps, next_use or never, evict)
         except BaseException:
             _clear(lock)
             raise
@@ -308,10 +289,10 @@ class SliceCache:
     def drop(self, sha256s: Collection[str]) -> list[str]:
         """Delete slices which no other live process will read in its epoch and nobody has pinned: those deleted."""
         gone = []
-        with self._room():
+        with self._room.lock():
             futures = self._futures.others()
             for sha256 in sha256s:
-                if not any(future.wants_in_pass(sha256) for future in futures) and self._remove(
+                if not any(future.wants_in_pass(sha256) for future in futures) and self._room.remove(
                     self.path_of(sha256), self._locks / f"{sha256}.pin"
                 ):
                     gone.append(sha256)
@@ -322,7 +303,7 @@ class SliceCache:
 
         It holds until this process ends or calls `retire`.
         """
-        with self._lock, self._room():
+        with self._lock, self._room.lock():
             self._futures.publish(uses, pass_end)
 
     def stand(self, now: int, starved_at: float = 0.0) -> None:
@@ -331,19 +312,19 @@ class SliceCache:
 
     def retire(self) -> None:
         """Take back what was published. May be called twice."""
-        with self._lock, self._room():
+        with self._lock, self._room.lock():
             self._futures.close()
 
     def has_others(self) -> bool:
         """Whether another live process has published what it will read."""
-        with self._room():
+        with self._room.lock():
             return bool(self._futures.others())
 
     def is_stuck(self, since: float) -> bool:
         """Whether every other live process that published waits for room since then, and nobody is fetching."""
-        with self._room():
+        with self._room.lock():
             starved = all(0.0 < future.starved_at <= since for future in self._futures.others())
-            return starved and not self._reservations()
+            return starved and not self._room.reservations()
 
     def _check_size(self, sha256: str, num_bytes: int) -> None:
         if num_bytes > self.budget_bytes:
@@ -352,121 +333,10 @@ class SliceCache:
                 f"{self.budget_bytes}. Raise the cache's budget to a few slices at least."
             )
 
-    def _room(self) -> Lock:
-        return take(self._locks / "room")
-
     def _pin(self, sha256: str) -> None:
         if self._pins[sha256] == 0:
             self._pin_locks[sha256] = take(self._locks / f"{sha256}.pin", SHARED)
         self._pins[sha256] += 1
-
-    def _remove(self, path: Path, guard: Path) -> bool:
-        """Delete a file of the cache's unless its guard is locked; under the room lock, which every pin takes too."""
-        if is_locked(guard, EXCLUSIVE):
-            return False
-        path.unlink(missing_ok=True)
-        return True
-
-    def _free_bytes(self) -> int:
-        disk = os.statvfs(self.directory)
-        return disk.f_bavail * disk.f_frsize
-
-    def _entries(self) -> list[_Entry]:
-        """The cache's files, and the reservations of which no byte is written yet."""
-        reserved = self._reservations()
-        entries = []
-        for item in os.scandir(self.directory):
-            sha256 = item.name.removesuffix(".part")
-            if not _SHA256.fullmatch(sha256):
-                continue
-            try:
-                found = item.stat()
-            except FileNotFoundError:
-                continue  # evicted or renamed by another process meanwhile
-            is_part = item.name.endswith(".part")
-            room = reserved.pop(sha256, 0)
-            size = max(found.st_size, room) if is_part else found.st_size
-            written = found.st_blocks * 512
-            entries.append(_Entry(Path(item.path), sha256, is_part, size, written, room > 0, found.st_mtime))
-        for sha256, size in reserved.items():
-            entries.append(_Entry(self.directory / f"{sha256}.part", sha256, True, size, 0, True, math.inf))
-        return entries
-
-    def _reservations(self) -> dict[str, int]:
-        """What fetches under way have reserved; one whose process died holds no lock and counts no more."""
-        found = {}
-        for item in os.scandir(self._locks):
-            if item.name.endswith(".fetch") and item.stat().st_size:
-                path = Path(item.path)
-                if is_locked(path, SHARED) and (text := path.read_bytes()):
-                    found[item.name.removesuffix(".fetch")] = int(text)
-        return found
-
-    def _make_room(
-        self, sha256: str, num_bytes: int, lock: Lock, steps: float, next_use: Callable[[str], float], evict: Evict
-    ) -> list[str] | str:
-        """Evict until a slice fits, and reserve its bytes in its lock file: what was evicted, or why not."""
-        with self._room():
-            entries = self._entries()
-            own = sum(entry.written for entry in entries if entry.sha256 == sha256)
-            entries = [entry for entry in entries if entry.sha256 != sha256]
-            over = sum(entry.counted for entry in entries) + num_bytes - self.budget_bytes
-            unwritten = sum(max(0, entry.counted - entry.written) for entry in entries if entry.reserved)
-            short = unwritten + max(0, num_bytes - own) - self._free_bytes()
-            chosen: list[_Entry] = []
-            if over > 0 or short > 0:
-                for entry in self._victims(entries, steps, next_use, evict):
-                    guard = self._locks / f"{entry.sha256}.{'fetch' if entry.is_part else 'pin'}"
-                    if not is_locked(guard, EXCLUSIVE):
-                        chosen.append(entry)
-                        over, short = over - entry.counted, short - entry.written
-                        if over <= 0 and short <= 0:
-                            break
-            if over > 0:
-                used = self.budget_bytes + over - num_bytes
-                return (
-                    f"no room for {num_bytes} bytes in {self.directory}: budget {self.budget_bytes}, "
-                    f"{used} in use by slices that are pinned or being fetched, or needed sooner."
-                )
-            if short > 0:
-                return f"no room for {num_bytes} bytes in {self.directory}: its disk is full, {short} bytes short."
-            for entry in chosen:
-                entry.path.unlink(missing_ok=True)
-            part = self.directory / f"{sha256}.part"
-            with contextlib.suppress(FileNotFoundError):
-                if part.stat().st_size > num_bytes:
-                    os.truncate(part, 0)  # Not one of a download of these bytes.
-            # Reserved before the room is let go, so that no other process takes it.
-            os.ftruncate(lock.descriptor, 0)
-            os.pwrite(lock.descriptor, str(num_bytes).encode(), 0)
-            return [entry.sha256 for entry in chosen if not entry.is_part]
-
-    def _victims(
-        self, entries: list[_Entry], steps: float, next_use: Callable[[str], float], evict: Evict
-    ) -> list[_Entry]:
-        """What may go, in order: broken-off downloads and slices that nobody wants, longest unused first; then what
-        is read last."""
-        futures = [] if evict == "none" else self._futures.others()
-        ranked = []
-        for entry in entries:
-            own = next_use(entry.sha256)
-            soonest = min([own, *(future.steps_to(entry.sha256) for future in futures)])
-            allowed = evict == "any" or soonest == math.inf or (evict == "later" and soonest > steps)
-            if evict == "later" and steps <= 0.0 < own and not allowed:
-                allowed = not any(self._defers_to(future, entry.sha256) for future in futures)
-            if allowed and evict != "none":
-                ranked.append((-soonest, not entry.is_part, entry.used_at, entry))
-        ranked.sort(key=lambda rank: rank[:3])
-        return [rank[3] for rank in ranked]
-
-    def _defers_to(self, future: Future, sha256: str) -> bool:
-        """Whether an elder process needs a slice at once. Of two that cannot both go on, the elder does."""
-        return future.birth < self._futures.birth and future.steps_to(sha256) <= 0.0
-
-
-def _never(sha256: str) -> float:
-    del sha256
-    return math.inf
 
 
 def _clear(lock: Lock) -> None:

@@ -12,22 +12,19 @@ from __future__ import annotations
 
 import heapq
 import math
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Generic
 
-import numpy as np
-from numpy.typing import NDArray
+from millrace.errors import UsageError
+from millrace.store.cache import Refusal, Reservation, SliceCache
+from millrace.store.flights import Flights, T
+from millrace.store.room import Evict, part_bytes
+from millrace.store.run_slices import Keep, RunSlices
+from millrace.store.uses import Uses
 
-from millrace.errors import MillraceError, UsageError
-from millrace.store.cache import Evict, Refusal, Reservation, SliceCache, part_bytes
-from millrace.store.uses import Uses, UsesOf
-
-I64 = NDArray[np.int64]
-Keep = Literal["budget", "window", "all"]
 NEVER = 1 << 62
 
 _MAX_FLIGHTS = 16
@@ -36,45 +33,7 @@ _LEAD_S = 30.0
 _POLL_S = 0.5
 _EAGER_S = 0.02
 _PUBLISH_S = 1.0
-_CLOSE_S = 0.4
-_RETRY_S = 1.0
-_MAX_RETRY_S = 60.0
 _TOLD = 256
-
-
-class Transfer(Protocol):
-    """One slice on its way into its partial file.
-
-    Attributes:
-        done: Set when it ended, well or not; from then on nothing is written.
-        error: Why it failed, or None: then the file is whole, verified, synced, and of exactly the slice's bytes.
-    """
-
-    done: threading.Event
-    error: Exception | None
-
-    @property
-    def received(self) -> int:
-        """Bytes there so far."""
-
-    def on_done(self, callback: Callable[[Any], None]) -> None:
-        """Call back once when it ended, from any thread; at once if it has."""
-
-
-T = TypeVar("T", bound=Transfer)
-
-
-@dataclass(eq=False)
-class Flight(Generic[T]):
-    """A transfer under way."""
-
-    transfer: T
-    reservation: Reservation
-    cancelled: bool = False
-
-    def release(self, _: Any = None) -> None:
-        """Give its room back."""
-        self.reservation.release()
 
 
 @dataclass
@@ -102,17 +61,13 @@ class Planner(Generic[T]):
     Attributes:
         here: Keys known to be in the cache.
         flights: Transfers under way, by key.
-        counts: What was done since the start.
+        evicted: Slices that this process evicted since the start.
     """
 
     def __init__(
         self,
         cache: SliceCache,
-        sha256s: Sequence[str],
-        sizes: Sequence[int],
-        keys: Mapping[str, int],
-        uses: UsesOf,
-        num_steps: int | None,
+        slices: RunSlices,
         start_transfer: Callable[[int, Path], T],
         cancel_transfer: Callable[[T], object],
         on_done: Callable[[int], None],
@@ -125,26 +80,22 @@ class Planner(Generic[T]):
     ) -> None:
         self.cache = cache
         self.here: set[int] = set()
-        self.flights: dict[int, Flight[T]] = {}
-        self.counts = {"fetched_slices": 0, "fetched_bytes": 0, "repeated_fetches": 0, "evicted": 0, "failed": 0}
+        self.flights = Flights(slices.sizes, start_transfer, cancel_transfer, on_done, clock)
+        self.evicted = 0
         self.lead_s = _LEAD_S
-        self._sha256s, self._sizes = sha256s, sizes
-        self._keys = keys
-        self._uses_of, self._num_steps = uses, num_steps
-        self._start_transfer, self._cancel_transfer, self._on_done = start_transfer, cancel_transfer, on_done
+        self._slices = slices
+        self._sha256s, self._sizes, self._keys = slices.sha256s, slices.sizes, slices.keys
         self._keep, self._horizon_bytes, self._pass_end = keep, horizon_bytes, pass_end
         self._patience_s, self._clock = patience_s, clock
         self._now = 0
         self._asked: Collection[int] = ()
-        self._uses = Uses(uses, 0, 0)
+        self._uses = Uses(slices.uses, 0, 0)
         self._queue: list[tuple[int, int, int]] = []  # (next use, tie, key) of what is not here
         self._queued: set[int] = set()
         self._finished: list[int] = []
+        self._gone: list[int] = []
         self._unread: dict[int, int] = {}  # fetched, and the step that reads it first
         self._ties = 0
-        self._later: dict[int, float] = {}  # not to be tried before
-        self._failures: dict[int, int] = {}
-        self._fetched: set[int] = set()
         self._first_read: dict[int, int] = {}  # of what is here: the step that reads it first
         self._starved_at = 0.0
         self._listed_at = self._published_at = -math.inf
@@ -154,7 +105,7 @@ class Planner(Generic[T]):
     def seek(self, step: int, *, exact: bool = False) -> None:
         """The consumer stands before `step`: plan anew from there."""
         self._now = step
-        self._uses = Uses(self._uses_of, self._num_steps, step, exact=exact)
+        self._uses = Uses(self._slices.uses, self._slices.num_steps, step, exact=exact)
         self._queue, self._queued = [], set()
         self._first_read = {}
         self._rate = (self._clock(), step, math.inf)
@@ -178,35 +129,25 @@ class Planner(Generic[T]):
         while self._finished:
             self._finish(self._finished.pop(), outcome)
         for key in lost:
-            self._forget(key, outcome)
-        self._list(outcome)
-        for key in [key for key, at in self._later.items() if at <= self._clock()]:
-            del self._later[key]
+            self._forget(key)
+        self._list()
+        for key in self.flights.due():
             self._want(key)
         if self._keep == "window":
-            self._drop_read(outcome)
+            self._drop_read()
         if self._bring_asked(outcome):
             self._bring_wanted(outcome)
         self._publish()
+        outcome.gone, self._gone = self._gone, []
         outcome.wake_at = self._next_change()
         if 0.0 < outcome.again_s < _POLL_S:  # a long look, in a large cache, less often
             outcome.again_s = min(_POLL_S, max(outcome.again_s, 10 * (time.perf_counter() - began)))
         return outcome
 
     def close(self) -> None:
-        """Cancel what is under way. A reservation ends when nothing writes to it any more, at once or later."""
-        for flight in self.flights.values():
-            self._cancel_transfer(flight.transfer)
-        deadline = time.monotonic() + _CLOSE_S
-        for flight in self.flights.values():
-            flight.transfer.done.wait(max(0.0, deadline - time.monotonic()))
-            flight.transfer.on_done(flight.release)
-        self.flights.clear()
+        """Cancel what is under way, and take back what other processes were told."""
+        self.flights.close()
         self.cache.retire()
-
-    def abandon(self) -> None:
-        """After a fork: what is under way is the parent's."""
-        self.flights.clear()
 
     def steps_to(self, sha256: str) -> float:
         """Steps from now until this run reads a slice; of one not seen ahead, at least."""
@@ -225,14 +166,14 @@ class Planner(Generic[T]):
         if (elapsed := self._clock() - at) >= 1.0:
             self._rate = (self._clock(), self._now, max(0, self._now - step) / elapsed)
 
-    def _list(self, outcome: Outcome) -> None:
+    def _list(self) -> None:
         """What is here, of all that processes do in this directory."""
         if self._clock() - self._listed_at < _POLL_S:
             return
         self._listed_at = self._clock()
         here = {self._keys[sha256] for sha256 in self.cache.held() if sha256 in self._keys}
         for key in self.here - here:
-            self._forget(key, outcome)
+            self._forget(key)
         for key in here:
             self._arrive(key)
 
@@ -241,10 +182,10 @@ class Planner(Generic[T]):
         if key not in self._first_read and (step := self._uses.next_use(key, self._now)) is not None:
             self._first_read[key] = step
 
-    def _forget(self, key: int, outcome: Outcome) -> None:
+    def _forget(self, key: int) -> None:
         self.here.discard(key)
         self._first_read.pop(key, None)
-        outcome.gone.append(key)
+        self._gone.append(key)
         self._want(key)
 
     def _want(self, key: int) -> None:
@@ -263,37 +204,17 @@ class Planner(Generic[T]):
         for step, key in self._uses.extend():
             if key in self.here:
                 self._first_read.setdefault(key, step)
-            elif key not in self._queued and key not in self._later:
+            elif key not in self._queued and not self.flights.is_postponed(key):
                 self._push(step, key)
 
     def _finish(self, key: int, outcome: Outcome) -> None:
-        flight = self.flights.pop(key)
-        error = flight.transfer.error
-        if error is None:
-            try:
-                flight.reservation.commit()
-            except OSError as reason:
-                error = UsageError(f"cache: cannot name a slice in {self.cache.directory}: {reason}.")
-        flight.release()
-        if error is None:
+        is_here, error = self.flights.finish(key)
+        if is_here:
             self._arrive(key)
             self._unread[key] = self._first_read.get(key, 0)
-            self._failures.pop(key, None)
-            self.counts["fetched_slices"] += 1
-            self.counts["fetched_bytes"] += self._sizes[key]
-            self.counts["repeated_fetches"] += key in self._fetched
-            self._fetched.add(key)
-        elif flight.cancelled:
+        elif error is None:
             self._want(key)
-        else:
-            self._fail(key, error, outcome)
-
-    def _fail(self, key: int, error: Exception, outcome: Outcome) -> None:
-        """Try a slice again later, longer each time; who waits for it is told."""
-        self.counts["failed"] += 1
-        self._failures[key] = tries = self._failures.get(key, 0) + 1
-        self._later[key] = self._clock() + min(_MAX_RETRY_S, _RETRY_S * 2 ** min(tries - 1, 10))
-        if key in self._asked:
+        elif key in self._asked:
             outcome.errors[key] = error
 
     def _bring_asked(self, outcome: Outcome) -> bool:
@@ -303,17 +224,16 @@ class Planner(Generic[T]):
         starved = ""
         started = False
         for key in absent:
-            self._later.pop(key, None)
+            self.flights.hurry(key)
             refusal = self._start(key, 0, outcome)
             started |= refusal is None
             if refusal is not None and refusal.why == "no room":
                 starved = refusal.detail
         outcome.again_s = _EAGER_S if absent else outcome.again_s
         if started or starved:
-            for key, flight in self.flights.items():
-                if key not in self._asked and not flight.cancelled and self.steps_to(self._sha256s[key]) > 0:
-                    flight.cancelled = True
-                    self._cancel_transfer(flight.transfer)
+            for key in self.flights:
+                if key not in self._asked and self.steps_to(self._sha256s[key]) > 0:
+                    self.flights.cancel(key)
         if not starved:
             self._starved_at = 0.0
             return True
@@ -349,8 +269,7 @@ class Planner(Generic[T]):
                 self._extend()
                 continue
             steps = self._queue[0][0] - self._now
-            under_way = sum(self._sizes[other] for other in self.flights)
-            if len(self.flights) > 1 and under_way + self._sizes[key] > _MAX_FLIGHT_BYTES:
+            if len(self.flights) > 1 and self.flights.num_bytes() + self._sizes[key] > _MAX_FLIGHT_BYTES:
                 return
             if self._keep == "window" and not self._is_in_pass(self._now + steps) and not self._is_near(key, steps):
                 return
@@ -360,18 +279,19 @@ class Planner(Generic[T]):
             heapq.heappop(self._queue)
             self._queued.discard(key)
             if refusal is not None and refusal.why == "busy":
-                self._later[key] = self._clock() + _POLL_S
+                self.flights.postpone(key, _POLL_S)
 
     def _next_wanted(self) -> int | None:
         """The key at the head of the queue, which is put right first."""
         while self._queue:
             step, _, key = self._queue[0]
             at = self._uses.next_use(key, self._now)
-            if at == step and key not in self.here and key not in self.flights and key not in self._later:
+            is_wanted = key not in self.here and key not in self.flights and not self.flights.is_postponed(key)
+            if at == step and is_wanted:
                 return key
             heapq.heappop(self._queue)
             self._queued.discard(key)
-            if at is not None and key not in self.here and key not in self.flights and key not in self._later:
+            if at is not None and is_wanted:
                 self._push(at, key)
         return None
 
@@ -386,23 +306,20 @@ class Planner(Generic[T]):
             if reserved.why == "here":
                 self._arrive(key)
             return reserved
-        try:
-            transfer = self._start_transfer(key, reserved.part)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the slice gets it
-            reserved.release()
-            self._fail(key, error, outcome)
-            return None
-        self.flights[key] = Flight(transfer, reserved)
-        transfer.on_done(lambda _: self._on_done(key))
+        error = self.flights.start(key, reserved)
+        if error is not None and key in self._asked:
+            outcome.errors[key] = error
         return None
 
     def _reserve(self, key: int, steps: int, evict: Evict) -> Reservation | Refusal:
         reserved = self.cache.try_reserve(
             self._sha256s[key], part_bytes(self._sizes[key]), steps=steps, next_use=self.steps_to, evict=evict
         )
-        if isinstance(reserved, Reservation) and reserved.evicted:
-            self.counts["evicted"] += len(reserved.evicted)
-            self._listed_at = -math.inf  # the next look takes note, and tells
+        if isinstance(reserved, Reservation):
+            for sha256 in reserved.evicted:
+                self.evicted += 1
+                if sha256 in self._keys:
+                    self._forget(self._keys[sha256])
         return reserved
 
     def _know_held(self, *, once: bool) -> None:
@@ -435,7 +352,7 @@ class Planner(Generic[T]):
         end = None if self._pass_end is None else self._pass_end(self._now)
         return end is None or step < end
 
-    def _drop_read(self, outcome: Outcome) -> None:
+    def _drop_read(self) -> None:
         """Delete what was read and is not read again in this epoch, unless it is near."""
         read = []
         end = None if self._pass_end is None else self._pass_end(self._now)
@@ -453,8 +370,8 @@ class Planner(Generic[T]):
                 read.append(key)
         if read:
             for sha256 in self.cache.drop([self._sha256s[key] for key in read]):
-                self.counts["evicted"] += 1
-                self._forget(self._keys[sha256], outcome)
+                self.evicted += 1
+                self._forget(self._keys[sha256])
 
     def _publish(self) -> None:
         """Tell the other processes what this one will read, and where it stands."""
@@ -479,29 +396,3 @@ class Planner(Generic[T]):
             if use is not None:
                 soonest = min(soonest, use[0] if use[0] > self._now else use[1] + 1)
         return max(soonest, self._now + 1)
-
-
-def check(sha256s: Sequence[str], sizes: Sequence[int], keep: str, budget_bytes: int) -> None:
-    """Refuse slices that could never be brought. Raises UsageError."""
-    if keep not in ("budget", "window", "all"):
-        raise UsageError(f"keep: expected 'budget', 'window' or 'all', got {keep!r}.")
-    if len(sha256s) != len(sizes):
-        raise UsageError(f"slices: expected a size for each of {len(sha256s)}, got {len(sizes)}.")
-    largest = max(sizes, default=0)
-    if part_bytes(largest) > budget_bytes:
-        raise UsageError(
-            f"cache: the largest slice takes {part_bytes(largest)} bytes as it is fetched, the budget is "
-            f"{budget_bytes}. Raise the budget: to two slices at least, to fetch one while another is read."
-        )
-    whole = sum(dict(zip(sha256s, sizes)).values()) + part_bytes(largest) - largest
-    if keep == "all" and whole > budget_bytes:
-        raise UsageError(
-            f"cache: to keep all slices takes {whole} bytes, the budget is {budget_bytes}. Raise the budget, or let "
-            "the cache evict (keep='budget')."
-        )
-
-
-def named(error: Exception, sha256: str, key: int) -> Exception:
-    """An error of a transfer as the consumer gets it: its kind, naming the slice."""
-    text = f"slice {key} ({sha256[:12]}…) did not come: {error}"
-    return type(error)(text) if isinstance(error, MillraceError) else UsageError(text)

@@ -26,9 +26,11 @@ from numpy.typing import NDArray
 
 from millrace.errors import UsageError
 from millrace.store.cache import SliceCache
+from millrace.store.flights import T, Transfer, named
 from millrace.store.locks import at_fork
-from millrace.store.planner import I64, NEVER, Keep, Outcome, Planner, T, Transfer, check, named
-from millrace.store.uses import UsesOf
+from millrace.store.planner import NEVER, Outcome, Planner
+from millrace.store.run_slices import Keep, RunSlices
+from millrace.store.uses import I64, UsesOf
 
 __all__ = ["Keep", "SliceFeed", "Transfer"]
 
@@ -92,17 +94,12 @@ class SliceFeed(Generic[T]):
     ) -> None:
         self.cache = cache
         self.pid = os.getpid()
-        self._sha256s = [row if isinstance(row, str) else row.tobytes().hex() for row in sha256s]
-        self._sizes: list[int] = np.asarray(sizes, np.int64).tolist()
-        check(self._sha256s, self._sizes, keep, cache.budget_bytes)
-        first: dict[str, int] = {}
-        same = np.array([first.setdefault(sha256, key) for key, sha256 in enumerate(self._sha256s)], np.int64)
-        if len(first) < len(same):
-            uses = _first_keys(uses, same)
-        self._same: list[int] = same.tolist()
+        self._slices = RunSlices.of(sha256s, sizes, uses, num_steps)
+        self._slices.check(keep, cache.budget_bytes)
+        self._sha256s, self._sizes, self._same = self._slices.sha256s, self._slices.sizes, self._slices.same
         self._clock, self._on_evict, self._patience_s = clock, on_evict, patience_s
         self._planner = Planner(
-            cache, self._sha256s, self._sizes, first, uses, num_steps, start_transfer, cancel_transfer, _weakly(self),
+            cache, self._slices, start_transfer, cancel_transfer, _weakly(self),
             keep=keep, horizon_bytes=horizon_bytes, pass_end=pass_end, patience_s=patience_s, clock=clock,
         )  # fmt: skip
         self._waited_s, self._late = 0.0, 0
@@ -131,7 +128,7 @@ class SliceFeed(Generic[T]):
         """The thread and the transfers stay with the parent."""
         self._begin()
         self._closed, self._thread = True, None
-        self._planner.abandon()
+        self._planner.flights.abandon()
 
     def seek(self, step: int) -> None:
         """The consumer stands before `step`, forward or back: lets go of all that it acquired.
@@ -141,8 +138,8 @@ class SliceFeed(Generic[T]):
         """
         self._check_open()
         if self._thread is None:
-            self.cache.check_space(sum(size for key, size in enumerate(self._sizes) if self._same[key] == key))
-            self.cache.clean(set(self._sha256s))
+            self.cache.check_space(self._slices.num_bytes())
+            self.cache.clean(self._slices.keys)
         with self._changed:
             self._let_go(NEVER)
             self._now = self._seek_to = self._began_at = step
@@ -220,7 +217,8 @@ class SliceFeed(Generic[T]):
         """
         held = sum(self._sizes[key] for key in list(self._planner.here))
         waits = {"waited_s": self._waited_s, "late": self._late, "held_bytes": held}
-        return self._planner.counts | waits | {"in_flight": len(self._planner.flights)}
+        counts = self._planner.flights.counts | {"evicted": self._planner.evicted}
+        return counts | waits | {"in_flight": len(self._planner.flights)}
 
     def _check_open(self) -> None:
         if os.getpid() != self.pid:
@@ -302,7 +300,7 @@ class SliceFeed(Generic[T]):
         total = sum(self._sizes[key] for key in keys)
         received = 0
         for key in keys:
-            flight = self._planner.flights.get(key)
+            flight = self._planner.flights.under_way.get(key)
             if self.held(key):
                 received += self._sizes[key]
             elif flight is not None:
@@ -371,13 +369,3 @@ def _weakly(feed: SliceFeed[Any]) -> Callable[[int], None]:
             there._ended(key)
 
     return ended
-
-
-def _first_keys(uses: UsesOf, same: I64) -> UsesOf:
-    """Uses with one key for each slice, where the same slice has several."""
-
-    def first_keys(start: int, stop: int) -> tuple[I64, I64]:
-        steps, keys = uses(start, stop)
-        return steps, same[keys]
-
-    return first_keys
