@@ -1,0 +1,678 @@
+"""Datasets that other tools wrote: golden files of the real libraries, damage of every kind, sizes beyond memory."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import os
+import shutil
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millrace.dataset.slices import Slice
+from millrace.errors import DatasetError, MillraceError, UsageError
+from millrace.formats import ForeignDataset, open_foreign
+from millrace.formats.foreign import MOST_TOKENS, fingerprint
+from millrace.formats.npy import sample_id, write_shard
+from millrace.load.loader import Loader
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"
+PLAIN = json.loads((GOLDEN / "stream.json").read_text())
+STREAM = np.array(PLAIN["tokens"], np.int64)
+ENDS = np.cumsum(PLAIN["lengths"])
+FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def opened(path: Path | str, **options: Any) -> ForeignDataset:
+    found = open_foreign(path, **options)
+    assert found is not None
+    return found
+
+
+def whole(dataset: ForeignDataset) -> tuple[np.ndarray, np.ndarray]:
+    """All tokens, and the document ends counted over all slices."""
+    slices = [dataset.open_slice(i) for i in range(dataset.num_slices)]
+    bases = np.cumsum([0, *(len(one.tokens) for one in slices)])
+    tokens = np.concatenate([one.tokens for one in slices])
+    ends = np.concatenate([one.document_ends.astype(np.int64) + base for one, base in zip(slices, bases)])
+    return tokens.astype(np.int64), ends
+
+
+def is_view(one: Slice, dataset: ForeignDataset) -> bool:
+    """Whether a slice's tokens lie inside the map of its file."""
+    memory = dataset._maps.get(one.path)
+    if memory is None:
+        return False
+    first, last = memory.ctypes.data, memory.ctypes.data + memory.nbytes
+    return first <= one.tokens.ctypes.data and one.tokens.ctypes.data + one.tokens.nbytes <= last
+
+
+def copied(tmp_path: Path, name: str) -> Path:
+    return Path(shutil.copytree(GOLDEN / name, tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "dtype", "view", "slices"),
+    [
+        ("megatron_u16", {}, "U16", True, 1),
+        ("megatron_i32", {}, "U32", True, 1),
+        ("mds_raw", {}, "U16", False, 3),
+        ("mds_zstd", {}, "U32", False, 6),
+        ("mds_bytes", {"dtype": "int64"}, "U32", False, 2),
+        ("arrow", {}, "U32", False, 2),
+    ],
+)
+def test_golden_files_hold_the_documents_that_were_written(
+    name: str, options: dict[str, Any], dtype: str, view: bool, slices: int
+) -> None:
+    dataset = opened(GOLDEN / name, **options)
+    tokens, ends = whole(dataset)
+    assert tokens.tolist() == STREAM.tolist()
+    assert ends.tolist() == ENDS.tolist()
+    assert (dataset.manifest.dtype, dataset.num_tokens, dataset.manifest.documents) == (dtype, len(STREAM), len(ENDS))
+    assert (dataset.num_slices, dataset.table.count.sum()) == (slices, len(STREAM))
+    assert all(is_view(dataset.open_slice(i), dataset) is view for i in range(slices))
+    assert not any(dataset.open_slice(i).tokens.flags.writeable for i in range(slices))
+    assert dataset.verify().ok
+    assert dataset.describe()["format"] in name
+
+
+def test_a_fixed_shape_of_mds_is_a_view_and_arrow_batches_lie_in_their_file(tmp_path: Path) -> None:
+    dataset = opened(GOLDEN / "mds_fixed")
+    tokens, ends = whole(dataset)
+    assert tokens.tolist() == STREAM[: len(STREAM) // 16 * 16].tolist() and set(np.diff(ends)) == {16}
+    assert all(is_view(dataset.open_slice(i), dataset) for i in range(dataset.num_slices))
+    rows = opened(GOLDEN / "arrow")
+    with Path("/proc/self/maps").open() as maps:
+        spans = [line.split()[0].split("-") for line in maps if "arrow/data-" in line]
+    for i in range(rows.num_slices):
+        place = rows.open_slice(i).tokens.ctypes.data
+        assert any(int(a, 16) <= place < int(b, 16) for a, b in spans)
+
+
+@pytest.mark.parametrize(
+    "name", ["megatron_u16", "megatron_i32", "mds_raw", "mds_zstd", "mds_fixed", "arrow", "templar"]
+)
+def test_the_loader_reads_each_sample_once_and_resumes(name: str) -> None:
+    dataset = opened(GOLDEN / name)
+    tokens = [dataset.open_slice(i).tokens for i in range(dataset.num_slices)]
+    wanted = sorted(row.tolist() for one in tokens for row in one[: len(one) // 8 * 8].reshape(-1, 8).astype(int))
+    with Loader(dataset, seq_len=8, batch_size=4, seed=3) as loader:
+        batches = [(b.inputs.copy(), b.sample_ids.copy()) for b in loader if b.inputs is not None]
+    rows = [row for inputs, _ in batches for row in inputs.tolist()]
+    ids = np.concatenate([ids for _, ids in batches])
+    assert sorted(rows) == wanted
+    assert sorted(ids.tolist()) == list(range(len(wanted)))
+    with Loader(dataset, seq_len=8, batch_size=4, seed=3) as loader:
+        for _, _ in zip(range(2), loader):
+            pass
+        state = loader.state_dict()
+    with Loader(opened(GOLDEN / name), seq_len=8, batch_size=4, seed=3) as loader:
+        loader.load_state_dict(state)
+        assert [i for b in loader for i in b.sample_ids.tolist()] == ids[8:].tolist()
+
+
+def test_identity_is_of_the_content_and_not_of_the_place(tmp_path: Path) -> None:
+    for name in ("megatron_u16", "mds_raw", "templar", "arrow"):
+        copy = copied(tmp_path, name)
+        assert opened(copy).id == opened(GOLDEN / name).id
+        victim = next(p for p in sorted(copy.iterdir()) if p.suffix in (".bin", ".mds", ".arrow") or "train" in p.name)
+        data = bytearray(victim.read_bytes())
+        token = data.find(STREAM[1:3].astype("<i4").tobytes()) if name == "arrow" else len(data) - 1
+        data[token] ^= 1
+        victim.write_bytes(data)
+        if name == "mds_raw":  # Its hashes are in the index: the id is theirs, and reading finds the damage.
+            with pytest.raises(DatasetError, match="sha256"):
+                opened(copy).open_slice(0)
+        elif name == "templar":
+            with pytest.raises(DatasetError, match="sample 1"):
+                opened(copy)
+        else:
+            assert opened(copy).id != opened(GOLDEN / name).id
+
+
+def test_raw_and_compressed_shards_are_one_dataset(tmp_path: Path) -> None:
+    folder = copied(tmp_path, "mds_zstd")
+    before = opened(folder).id
+    for path in list(folder.glob("*.zstd")):
+        path.with_suffix("").write_bytes(zstandard.ZstdDecompressor().decompress(path.read_bytes()))
+        path.unlink()
+    after = opened(folder)
+    assert after.id == before
+    assert whole(after)[0].tolist() == STREAM.tolist()
+    assert after.verify().ok
+
+
+def test_other_compressions_of_mds(tmp_path: Path) -> None:
+    for name, pack in (
+        ("gz", gzip.compress),
+        ("bz2", bz2.compress),
+        ("br", lambda raw: pa.compress(raw, "brotli", asbytes=True)),
+        ("snappy", lambda raw: pa.compress(raw, "snappy", asbytes=True)),
+    ):
+        folder = Path(shutil.copytree(GOLDEN / "mds_raw", tmp_path / name))
+        index = json.loads((folder / "index.json").read_text())
+        for shard in index["shards"]:
+            raw = folder / shard["raw_data"]["basename"]
+            packed = pack(raw.read_bytes())
+            raw.unlink()
+            raw.with_name(raw.name + "." + name).write_bytes(packed)
+            shard["compression"] = name
+            shard["zip_data"] = {"basename": f"{raw.name}.{name}", "bytes": len(packed), "hashes": {}}
+        (folder / "index.json").write_text(json.dumps(index))
+        assert whole(opened(folder))[0].tolist() == STREAM.tolist()
+
+
+def test_mds_columns(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="dtype='int64'"):
+        open_foreign(GOLDEN / "mds_bytes")
+    with pytest.raises(DatasetError, match="column=…"):
+        open_foreign(GOLDEN / "mds_raw", column="text")
+    with pytest.raises(DatasetError, match="got 'str'"):
+        open_foreign(GOLDEN / "mds_zstd", column="source")
+
+
+def test_an_mds_index_cannot_name_files_outside_its_directory(tmp_path: Path) -> None:
+    folder = copied(tmp_path, "mds_raw")
+    good = json.loads((folder / "index.json").read_text())
+    outside = tmp_path / "outside.mds"
+    shutil.copy(folder / "shard.00000.mds", outside)  # Right in every byte: only its place is wrong.
+    (folder / "sub").mkdir()
+    for name in ("../outside.mds", str(outside), "sub/../../outside.mds", "./shard.00000.mds", "", "sub//x", "a\\b"):
+        index = json.loads(json.dumps(good))
+        index["shards"][0]["raw_data"]["basename"] = name
+        (folder / "index.json").write_text(json.dumps(index))
+        with pytest.raises(DatasetError, match="inside the directory"):
+            open_foreign(folder)
+    shutil.copy(outside, folder / "sub" / "x.mds")  # As merged datasets have it.
+    good["shards"][0]["raw_data"]["basename"] = "sub/x.mds"
+    (folder / "index.json").write_text(json.dumps(good))
+    assert whole(opened(folder))[0].tolist() == STREAM.tolist()
+
+
+def test_a_column_of_mds_cannot_reach_into_the_next_sample(tmp_path: Path) -> None:
+    folder = copied(tmp_path, "mds_zstd")
+    index = json.loads((folder / "index.json").read_text())
+    shard = index["shards"][0]
+    packed = folder / shard["zip_data"]["basename"]
+    raw = bytearray(zstandard.ZstdDecompressor().decompress(packed.read_bytes()))
+    packed.unlink()
+    shard["raw_data"]["hashes"] = {}
+    (folder / "index.json").write_text(json.dumps(index))
+    path = folder / shard["raw_data"]["basename"]
+    path.write_bytes(raw)
+    assert whole(opened(folder))[0].tolist() == STREAM.tolist()
+    at = int.from_bytes(raw[4:8], "little") + 4  # The size of `tokens` in sample 0, after that of `source`.
+    size = int.from_bytes(raw[at : at + 4], "little")
+    raw[at : at + 4] = (size + 4).to_bytes(4, "little")  # One token more: still well inside the shard.
+    path.write_bytes(raw)
+    with pytest.raises(DatasetError, match="inside its sample"):
+        open_foreign(folder)
+
+
+@pytest.mark.parametrize("extra", [b"x", b"x" * 4096])
+def test_a_compressed_shard_is_of_the_size_that_its_index_says(tmp_path: Path, extra: bytes) -> None:
+    folder = copied(tmp_path, "mds_raw")
+    index = json.loads((folder / "index.json").read_text())
+    shard = index["shards"][0]
+    raw = folder / shard["raw_data"]["basename"]
+    packed = gzip.compress(raw.read_bytes() + extra)
+    raw.unlink()
+    (folder / "a.gz").write_bytes(packed)
+    shard["compression"], shard["zip_data"] = "gz", {"basename": "a.gz", "bytes": len(packed), "hashes": {}}
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DatasetError, match="once decompressed"):
+        opened(folder).open_slice(0)
+
+
+def test_nothing_known_is_none_and_ours_is_not_theirs(tmp_path: Path) -> None:
+    assert open_foreign(tmp_path / "absent") is None
+    assert open_foreign(tmp_path) is None
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "index.json").write_text('{"weight_map": {}}')
+    assert open_foreign(tmp_path) is None
+    assert open_foreign(tmp_path / "a.jsonl") is None
+    np.save(tmp_path / "x.npy", np.arange(8, dtype=np.uint16))
+    assert open_foreign(tmp_path) is not None
+    (tmp_path / "manifest.json").write_text("{}")
+    assert open_foreign(tmp_path) is None
+
+
+def test_a_file_is_known_by_its_content_and_not_by_its_name(tmp_path: Path) -> None:
+    tokens = np.arange(100, dtype=np.uint16)
+    with (tmp_path / "tokens.dat").open("wb") as file:
+        np.save(file, tokens)
+    assert whole(opened(tmp_path / "tokens.dat"))[0].tolist() == tokens.tolist()
+    shutil.copy(GOLDEN / "megatron_u16" / "text_document.idx", tmp_path / "a.npy")
+    shutil.copy(GOLDEN / "megatron_u16" / "text_document.bin", tmp_path / "a.bin")
+    assert whole(opened(tmp_path / "a.npy"))[0].tolist() == STREAM.tolist()
+    (tmp_path / "a.npy").rename(tmp_path / "a.idx")
+    for name in ("a.idx", "a.bin", "a"):
+        assert whole(opened(tmp_path / name))[0].tolist() == STREAM.tolist()
+
+
+# Vectors: .npy, headerless, llm.c, Templar.
+
+
+def test_the_sample_ids_of_templar() -> None:
+    assert sample_id(np.arange(2048, dtype=np.uint32)) == 9727674481869147956
+    assert sample_id(np.arange(2048, dtype=np.uint16)) == 8057394794387743395
+    assert sample_id(np.empty(0, np.uint16)) == 13020603013274838756
+    dataset = opened(GOLDEN / "templar")
+    ids = dataset.sample_ids(0)  # type: ignore[attr-defined]
+    assert ids is not None and ids[0] == 9727674481869147956 and dataset.seq_len == 2048  # type: ignore[attr-defined]
+    assert whole(dataset)[0].tolist() == list(range(4096))
+    assert is_view(dataset.open_slice(0), dataset) and dataset.verify().ok
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32])
+@pytest.mark.parametrize("header", [True, False])
+@pytest.mark.parametrize("raw_ids", [True, False])
+def test_shards_with_and_without_a_header(tmp_path: Path, kind: Any, header: bool, raw_ids: bool) -> None:
+    streams = [np.random.default_rng(i).integers(0, 32000, 640).astype(kind) for i in range(3)]
+    for i, tokens in enumerate(streams):
+        path, ids_path = write_shard(tmp_path, i, tokens, 64)
+        assert (np.load(path) == tokens).all()
+        ids = np.fromfile(ids_path, "<u8")
+        if not header:
+            path.write_bytes(tokens.tobytes())
+        if not raw_ids:
+            ids_path.unlink()
+            np.save(ids_path.with_suffix(".npy"), ids)
+    for where in (tmp_path, tmp_path / "train_*.npy"):
+        dataset = opened(where)
+        assert dataset.seq_len == 64  # type: ignore[attr-defined]
+        assert whole(dataset)[0].tolist() == np.concatenate(streams).tolist()
+        assert all(is_view(dataset.open_slice(i), dataset) for i in range(3))
+    one = opened(tmp_path / "train_000001.npy")
+    assert one.num_tokens == 640 and one.num_slices == 1
+
+
+def test_the_older_pair_of_files(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 50000, 256).astype("<u2")
+    tokens.tofile(tmp_path / "tokens.bin")
+    np.array([sample_id(row) for row in tokens.reshape(-1, 32)], "<u8").tofile(tmp_path / "sample_ids.bin")
+    assert whole(opened(tmp_path))[0].tolist() == tokens.tolist()
+
+
+def test_headerless_tokens_need_their_type_said(tmp_path: Path) -> None:
+    tokens = np.arange(1000, dtype=np.uint16)
+    tokens.tofile(tmp_path / "train.bin")
+    with pytest.raises(UsageError, match="dtype='uint16'"):
+        open_foreign(tmp_path / "train.bin")
+    assert open_foreign(tmp_path) is None
+    for said in ("uint16", "U16", np.uint16, np.dtype("<u2")):
+        assert whole(opened(tmp_path / "train.bin", dtype=said))[0].tolist() == tokens.tolist()
+    assert opened(tmp_path, dtype="uint32").num_tokens == 500
+    for wrong in ("float32", "text", ">u2", "uint8", 7):
+        with pytest.raises(UsageError, match="dtype of tokens"):
+            open_foreign(tmp_path / "train.bin", dtype=wrong)
+    tokens.tofile(tmp_path / "val.bin")
+    with pytest.raises(UsageError, match=r"train\*\.bin, val\*\.bin"):
+        open_foreign(tmp_path, dtype="uint16")
+    assert opened(tmp_path / "val*.bin", dtype="uint16").num_tokens == 1000
+
+
+def test_the_files_of_llm_c(tmp_path: Path) -> None:
+    for magic, version, kind in ((20240520, 1, np.uint16), (20240801, 7, np.uint32)):
+        header = np.zeros(256, "<i4")
+        header[:3] = magic, version, 300
+        data = header.tobytes() + np.arange(300).astype(kind).tobytes()
+        (tmp_path / "x_train_000001.bin").write_bytes(data)
+        dataset = opened(tmp_path)
+        assert whole(dataset)[0].tolist() == list(range(300)) and is_view(dataset.open_slice(0), dataset)
+        (tmp_path / "x_train_000001.bin").write_bytes(data[:-1])
+        with pytest.raises(DatasetError, match="as its header says"):
+            open_foreign(tmp_path)
+
+
+def _npy(path: Path, array: Any) -> None:
+    with path.open("wb") as file:
+        np.save(file, array)
+
+
+@pytest.mark.parametrize(
+    ("array", "match"),
+    [
+        (np.zeros((4, 64), np.uint16), r"got shape \[4, 64\]"),
+        (np.zeros((), np.uint16), "got shape"),
+        (np.zeros(64, np.int32), "expected tokens of uint16 or uint32"),
+        (np.zeros(64, np.float32), "little-endian integers"),
+        (np.zeros(64, ">u2"), "little-endian integers"),
+        (np.zeros(64, [("a", "<u2")]), "one descr"),
+    ],
+)
+def test_arrays_that_are_no_vector_of_tokens(tmp_path: Path, array: Any, match: str) -> None:
+    _npy(tmp_path / "train_000000.npy", array)
+    with pytest.raises(DatasetError, match=match):
+        open_foreign(tmp_path)
+
+
+def test_files_and_ids_that_do_not_fit(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(1).integers(0, 32000, 640).astype(np.uint16)
+    path, ids_path = write_shard(tmp_path, 0, tokens, 64)
+    ids, good = np.fromfile(ids_path, "<u8"), path.read_bytes()
+
+    def fails(match: str, error: type[MillraceError] = DatasetError) -> None:
+        with pytest.raises(error, match=match):
+            open_foreign(tmp_path)
+
+    for short in (9, 7, 0):  # 640 tokens are no multiple of 9 and 7.
+        ids[:short].tofile(ids_path)
+        fails("whole number of tokens")
+    ids[:5].tofile(ids_path)  # A multiple: the ids themselves tell.
+    fails("expected id")
+    wrong = ids.copy()
+    wrong[0] = 13020603013274838756
+    wrong.tofile(ids_path)
+    fails("known fault")
+    ids_path.write_bytes(ids.tobytes()[:-3])
+    fails("whole number of 8-byte numbers")
+    _npy(ids_path, ids.astype(np.int64))
+    fails("uint64")
+    ids.tofile(ids_path)
+    path.write_bytes(good[:-1])
+    fails("truncated")
+    path.write_bytes(good + b"\0\0")
+    fails("appended")
+    path.write_bytes(tokens.tobytes() + b"\0")
+    fails("whole number of 2-byte")
+    path.write_bytes(good)
+    assert opened(tmp_path).num_tokens == 640
+    with pytest.raises(UsageError, match="n \\* 64"):
+        write_shard(tmp_path, 1, tokens[:-1], 64)
+
+
+def test_verify_names_what_opening_could_not_see(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(2).integers(0, 32000, 64 * 100).astype(np.uint32)
+    path, _ = write_shard(tmp_path, 0, tokens, 64)
+    write_shard(tmp_path, 1, tokens, 64)
+    dataset = opened(tmp_path)
+    assert dataset.verify().to_json() == {"ok": True, "bad": [], "changed": [], "missing": [], "extra": []}
+    tokens[64 * 3] += 1
+    path.write_bytes(path.read_bytes()[:128] + tokens.tobytes())
+    assert opened(tmp_path).verify().changed == ["train_000000.npy"]
+    path.unlink()
+    assert dataset.verify().missing == ["train_000000.npy"]
+    negative = tmp_path / "negative"
+    negative.mkdir()
+    np.full(100, -1, np.int32).tofile(negative / "a.bin")
+    assert opened(negative / "a.bin", dtype="int32").verify().bad == ["a.bin"]
+
+
+def test_a_file_that_shrinks_after_opening_is_not_read_beyond_its_end(tmp_path: Path) -> None:
+    for name, victim in (
+        ("megatron_u16", "text_document.bin"),
+        ("mds_raw", "shard.00000.mds"),
+        ("templar", "train_000000.npy"),
+    ):
+        folder = copied(tmp_path, name)
+        dataset = opened(folder)
+        os.truncate(folder / victim, 100)
+        with pytest.raises(DatasetError, match=r"expected \d+ bytes"):
+            dataset.open_slice(0)
+        assert not dataset.verify().ok
+
+
+# Megatron.
+
+
+def megatron(
+    folder: Path, lengths: list[int], pointers: list[int], bounds: list[int], data: bytes, code: int = 8, **header: Any
+) -> Path:
+    """A pair of files by the published layout, with whatever in it."""
+    raw = header.get("magic", b"MMIDIDX\x00\x00") + struct.pack("<Q", header.get("version", 1)) + bytes([code])
+    raw += struct.pack("<QQ", header.get("sequences", len(lengths)), header.get("bounds", len(bounds)))
+    raw += np.array(lengths, "<i4").tobytes() + np.array(pointers, "<i8").tobytes() + np.array(bounds, "<i8").tobytes()
+    (folder / "t.idx").write_bytes(raw + header.get("tail", b""))
+    (folder / "t.bin").write_bytes(data)
+    return folder
+
+
+def test_indexes_that_lie(tmp_path: Path) -> None:
+    data = np.arange(10, dtype="<u2").tobytes()
+    good = {"lengths": [4, 6], "pointers": [0, 8], "bounds": [0, 1, 2], "data": data}
+    assert opened(megatron(tmp_path, **good)).num_tokens == 10
+    assert opened(megatron(tmp_path, **good, tail=b"\0\1")).num_tokens == 10  # Modes.
+    assert opened(megatron(tmp_path, **{**good, "bounds": [0]})).manifest.documents == 2
+    for change, match in (
+        ({"pointers": [0, 10]}, "inside the 20 bytes"),
+        ({"pointers": [0, -2]}, "inside the 20 bytes"),
+        ({"pointers": [0, 1 << 62]}, "inside the 20 bytes"),
+        ({"pointers": [0, (1 << 63) - 4]}, "inside the 20 bytes"),
+        ({"lengths": [4, -6]}, "inside the 20 bytes"),
+        ({"lengths": [4, 2**31 - 1]}, "inside the 20 bytes"),
+        ({"bounds": [0, 3]}, "document bounds"),
+        ({"bounds": [0, 2, 1]}, "document bounds"),
+        ({"bounds": [1, 2]}, "document bounds"),
+        ({"bounds": [0, -1]}, "document bounds"),
+        ({"data": data + b"\0\0"}, "expected 20 bytes"),
+        ({"data": data[:-2]}, "truncated"),
+        ({"code": 6}, "integer type"),
+        ({"code": 99}, "integer type"),
+        ({"version": 2}, "version 1"),
+        ({"sequences": 2**64 - 1}, "truncated"),
+        ({"bounds": [0, 1, 2], "tail": b"\0"}, "truncated"),
+    ):
+        with pytest.raises(DatasetError, match=match):
+            open_foreign(megatron(tmp_path, **{**good, **change}))
+    (tmp_path / "t.bin").unlink()
+    with pytest.raises(DatasetError, match=r"t\.bin beside it"):
+        open_foreign(tmp_path)
+
+
+def test_sequences_out_of_order_are_put_together(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(0, 60000, 500).astype("<u2")
+    lengths = rng.integers(0, 12, 40).tolist()
+    places = [int(rng.integers(0, 500 - n)) for n in lengths]  # Overlapping, with gaps, in no order.
+    dataset = opened(megatron(tmp_path, lengths, [2 * p for p in places], list(range(41)), tokens.tobytes()))
+    wanted = [t for n, p in zip(lengths, places) for t in tokens[p : p + n].tolist()]
+    found, ends = whole(dataset)
+    assert found.tolist() == wanted and ends.tolist() == np.cumsum(lengths).tolist()
+
+
+@pytest.mark.parametrize("straight", [True, False])
+def test_a_long_file_is_cut_at_document_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, straight: bool) -> None:
+    monkeypatch.setattr("millrace.formats.megatron.MOST_TOKENS", 64)
+    monkeypatch.setattr("millrace.formats.megatron.MOST_COPIED_TOKENS", 64)
+    monkeypatch.setattr("millrace.formats.megatron._CHUNK", 7)
+    lengths = [5, 0, 30, 40, 64, 1, 200, 0, 0, 3, 60, 1, 0]
+    total = sum(lengths)
+    tokens = np.arange(total, dtype="<u2")
+    pointers = (2 * np.cumsum([0, *lengths[:-1]])).tolist()
+    tail = b"" if straight else b"\0\0"
+    pointers[0] += 0 if straight else 2
+    folder = megatron(tmp_path, lengths, pointers, list(range(len(lengths) + 1)), tokens.tobytes() + tail)
+    dataset = opened(folder)
+    found, ends = whole(dataset)
+    wanted = tokens if straight else np.concatenate([tokens[1:6], tokens[5:]])
+    assert found.tolist() == wanted.tolist()
+    assert ends.tolist() == np.cumsum(lengths).tolist()
+    counts = dataset.table.count.tolist()
+    assert max(counts) <= 64 and counts == [35, 40, 64, 1, 64, 64, 64, 11, 61]
+
+
+# Other saved datasets.
+
+
+def test_a_saved_dataset_that_was_shuffled_is_refused(tmp_path: Path) -> None:
+    folder = copied(tmp_path, "arrow")
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, "_indices_files": [{"filename": "indices.arrow"}]}))
+    with pytest.raises(DatasetError, match="flatten_indices"):
+        open_foreign(folder)
+    for name in ("../x", "", 7):
+        (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+        with pytest.raises(DatasetError, match="names of files"):
+            open_foreign(folder)
+    with pytest.raises(DatasetError, match="got input_ids"):
+        open_foreign(GOLDEN / "arrow", column="text")
+
+
+# Whatever the bytes, only a DatasetError comes out, or tokens that lie inside the file.
+
+
+def read_all(folder: Path, **options: Any) -> None:
+    try:
+        dataset = open_foreign(folder, **options)
+        if dataset is not None:
+            for i in range(min(dataset.num_slices, 8)):
+                one = dataset.open_slice(i)
+                int(one.tokens.astype(np.int64).sum())
+            dataset.verify(workers=1)
+    except DatasetError:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "victim"),
+    [
+        ("megatron_u16", "text_document.idx"),
+        ("mds_raw", "shard.00000.mds"),
+        ("mds_raw", "index.json"),
+        ("mds_zstd", "shard.00000.mds.zstd"),
+        ("mds_fixed", "shard.00001.mds"),
+        ("templar", "train_000000.npy"),
+        ("templar", "sample_ids_000000.npy"),
+        ("arrow", "data-00000-of-00002.arrow"),
+        ("arrow", "state.json"),
+    ],
+)
+def test_damaged_files_give_dataset_errors_only(tmp_path: Path, name: str, victim: str) -> None:
+    folder = copied(tmp_path, name)
+    good = (folder / victim).read_bytes()
+    head = st.integers(0, min(len(good), 700) - 1)
+
+    @FUZZ
+    @given(
+        st.lists(st.tuples(head, st.sampled_from([0, 1, 2, 127, 128, 255]) | st.integers(0, 255)), max_size=6),
+        st.none() | st.integers(0, len(good)),
+    )
+    def damage(changes: list[tuple[int, int]], cut: int | None) -> None:
+        data = bytearray(good)
+        for place, value in changes:
+            data[place] = value
+        (folder / victim).write_bytes(bytes(data if cut is None else data[:cut]))
+        read_all(folder)
+
+    damage()
+
+
+@FUZZ
+@given(
+    st.lists(st.integers(-5, 40) | st.integers(-(2**31), 2**31 - 1), max_size=6),
+    st.lists(st.integers(-8, 80) | st.integers(-(2**63), 2**63 - 1), min_size=6, max_size=6),
+    st.lists(st.integers(-1, 7) | st.integers(-(2**63), 2**63 - 1), max_size=6),
+    st.integers(0, 80),
+    st.integers(0, 9),
+)
+def test_any_index_stays_inside_its_data(
+    tmp_path: Path, lengths: list[int], pointers: list[int], bounds: list[int], num_bytes: int, code: int
+) -> None:
+    read_all(megatron(tmp_path, lengths, pointers[: len(lengths)], bounds, bytes(range(num_bytes)), code))
+
+
+@FUZZ
+@given(
+    st.sampled_from(["<u2", "<u4", "<u8", "|u1", ">u2", "<f4", "O", ""]),
+    st.sampled_from(["({},)", "({}, {})", "({})", "()", "(-1,)", "x"]),
+    st.integers(0, 40) | st.integers(0, 2**70),
+    st.sampled_from([1, 2, 3, 9]),
+    st.none() | st.integers(0, 2**32 - 1),
+)
+def test_any_npy_header(tmp_path: Path, descr: str, shape: str, count: int, version: int, length: int | None) -> None:
+    text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape.format(count, count)}, }}\n".encode()
+    width = 2 if version == 1 else 4
+    said = (len(text) if length is None else length) & ((1 << 8 * width) - 1)
+    raw = b"\x93NUMPY" + bytes([version, 0]) + said.to_bytes(width, "little") + text + bytes(80)
+    (tmp_path / "train_000000.npy").write_bytes(raw)
+    read_all(tmp_path)
+
+
+@FUZZ
+@given(st.binary(max_size=200), st.sampled_from(["", "MMIDIDX", "npy"]))
+def test_any_bytes(tmp_path: Path, data: bytes, head: str) -> None:
+    (tmp_path / "x.bin").write_bytes({"": b"", "MMIDIDX": b"MMIDIDX\0\0", "npy": b"\x93NUMPY\1\0"}[head] + data)
+    read_all(tmp_path, dtype="uint16")
+
+
+@FUZZ
+@given(st.data())
+def test_any_mds_index(tmp_path: Path, data: st.DataObject) -> None:
+    folder = tmp_path / "mds"
+    if not folder.exists():
+        shutil.copytree(GOLDEN / "mds_raw", folder)
+    index = json.loads((GOLDEN / "mds_raw" / "index.json").read_text())
+    shard = data.draw(st.sampled_from(index["shards"]))
+    where = data.draw(st.sampled_from([shard, shard["raw_data"]]))
+    values = st.sampled_from(
+        [None, 0, -1, 1, 2**40, 1.5, "x", "../../x", [], {}, ["ndarray"], ["ndarray:uint16:3"], [2]]
+    )
+    where[data.draw(st.sampled_from(sorted(where)))] = data.draw(values)
+    (folder / "index.json").write_text(json.dumps(index))
+    read_all(folder)
+
+
+# Sizes: sparse files, 64-bit arithmetic.
+
+
+def test_five_terabytes_of_npy_open_at_once_and_are_indexed_to_the_last_token(tmp_path: Path) -> None:
+    count = (5 << 40) // 2 + 12345
+    path = tmp_path / "train_000000.npy"
+    np.save(path, np.zeros(1, np.uint16))
+    head = path.read_bytes()[:-2]
+    text = head.decode("latin-1").replace("(1,), }", f"({count},), }}").rstrip()
+    raw = (text + " " * (127 - len(text)) + "\n").encode("latin-1")
+    with path.open("wb") as file:
+        file.write(raw)
+        file.seek(128 + 2 * (count - 3))
+        file.write(np.array([7, 8, 9], "<u2").tobytes())
+    began = time.perf_counter()
+    dataset = opened(path)
+    assert dataset.num_tokens == count and path.stat().st_blocks < 1000
+    assert dataset.num_slices == -(-count // MOST_TOKENS)
+    last = dataset.open_slice(dataset.num_slices - 1)
+    assert last.tokens[-3:].tolist() == [7, 8, 9] and is_view(last, dataset)
+    loader = Loader(dataset, seq_len=1 << 12, batch_size=2, shuffle=False, prefetch=0)
+    assert loader.order.num_samples * 4096 + loader.tail_tokens == count
+    assert time.perf_counter() - began < 5
+
+
+def test_five_terabytes_of_megatron_are_cut_and_indexed_to_the_last_token(tmp_path: Path) -> None:
+    lengths = [1_500_000_001] * 1833
+    total = sum(lengths)
+    pointers = [2 * 1_500_000_001 * i for i in range(len(lengths))]
+    megatron(tmp_path, lengths, pointers, list(range(len(lengths) + 1)), b"")
+    with (tmp_path / "t.bin").open("wb") as file:
+        file.seek(2 * (total - 2))
+        file.write(np.array([5, 6], "<u2").tobytes())
+    assert (tmp_path / "t.bin").stat().st_size > 5 << 40
+    began = time.perf_counter()
+    dataset = opened(tmp_path)
+    assert dataset.num_tokens == total and int(dataset.table.count.max()) <= MOST_TOKENS
+    last = dataset.open_slice(dataset.num_slices - 1)
+    assert last.tokens[-2:].tolist() == [5, 6] and last.document_ends.tolist() == [len(last.tokens)]
+    assert dataset.manifest.documents == len(lengths)
+    assert time.perf_counter() - began < 5
+
+
+def test_a_fingerprint_tells_size_and_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes(1 << 20))
+    before = fingerprint(path, 1)
+    for place in (0, (1 << 20) - 1):
+        path.write_bytes(bytes(place) + b"\1" + bytes((1 << 20) - place - 1))
+        assert fingerprint(path, 1) != before
+    path.write_bytes(bytes((1 << 20) + 1))
+    assert fingerprint(path, 1) != before
