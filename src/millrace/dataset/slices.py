@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,27 @@ def open_slice(path: Path | str) -> Slice:
         for name, kind, shape, first, last in entries
     }
     return Slice(path, tensors, {name: kind for name, kind, *_ in entries})
+
+
+def locate_tensors(read: Callable[[int], bytes], size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """Where the tensors of a SafeTensors file lie, from its first bytes alone.
+
+    Args:
+        read: Gives the next n bytes from the file's start on.
+        size: Of the file.
+
+    Returns:
+        By name: the container's type name, shape, and bytes [start, stop) of the file.
+
+    Raises:
+        DatasetError: If it is not SafeTensors in every respect.
+    """
+    try:
+        header, start = _read_header(read, size)
+        entries = _check_header(header, size - start)
+    except _HeaderError as error:
+        raise DatasetError(f"a slice: {error}. The file is no slice or is damaged; fetch it again.") from error
+    return {name: (kind, shape, start + first, start + last) for name, kind, shape, first, last in entries}
 
 
 class _HeaderError(ValueError):

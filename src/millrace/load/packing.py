@@ -20,6 +20,7 @@ import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -225,8 +226,7 @@ def count_fit(pieces: Pieces, seq_len: int) -> int:
     return int(whole.sum()) + sum(move.bins for move in _moves(rest[rest > 0], seq_len) if move.fresh)
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
+class _Move(NamedTuple):
     """`items` of one length into `bins` rows with `room` left, at most `each` to a row."""
 
     length: int

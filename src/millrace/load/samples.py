@@ -11,28 +11,31 @@ contains a shorter one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import hashlib
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.dataset.reader import Dataset
-from millrace.dataset.slices import Slice
+from millrace.dataset.slices import Slice, atomic_write
 from millrace.errors import DatasetError, UsageError
+from millrace.load.ends import ReadEnds, ends_reader
 from millrace.load.packing import DocumentFilter, Pieces, count_chunks, count_fit, kept_pieces
 from millrace.order.bijection import derive_key, permute
 from millrace.order.plan import samples_per_slice
 
 Array: TypeAlias = NDArray[Any]
 I64 = NDArray[np.int64]
-ReadEnds = Callable[[int], NDArray[np.uint64]]
-
 PACKINGS = ("chunk", "fit")
 SPLITS = (None, "train", "validation")
 _READERS = 8  # Threads: reading ends waits for disks and networks.
+_COUNTING_VERSION = 1  # Of what is remembered.
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,31 +112,59 @@ class _Counting:
         first_documents: I64,
         read_ends: ReadEnds | None,
     ) -> None:
+        self._id = dataset.id
         self._table = dataset.table
         self._seq_len = seq_len
         self._fit = packing == "fit"
         self._documents = documents
         self._first_documents = first_documents
-        self._read = read_ends or (lambda index: dataset.open_slice(index).document_ends)
+        self._read = read_ends or ends_reader(dataset)
         self.before: I64 | None = None
         self.after: I64 | None = None
 
-    def count(self, counts: I64) -> int:
+    def count(self, counts: I64, remember: Path | None) -> int:
         """Put the samples of slices that the table alone cannot tell into `counts`; all kept tokens."""
         chosen = self._concerned()
-        kept = int(self._table.count.sum())
         if not len(chosen):
-            return kept
-        with ThreadPoolExecutor(_READERS) as pool:
-            if self._documents is not None and self._documents.by_length:
-                self._lengths_beyond(pool)
-            for index, (samples, tokens) in zip(chosen.tolist(), pool.map(self._count_one, chosen.tolist())):
-                counts[index] = samples
-                kept += tokens - int(self._table.count[index])
-        return kept
+            return int(self._table.count.sum())
+        path = None if remember is None else remember / f"samples-{self._digest()}.counts"
+        found = self._remembered(path)
+        if found is None:
+            found = np.stack([counts, self._table.count, np.zeros_like(counts), np.zeros_like(counts)])
+            with ThreadPoolExecutor(_READERS) as pool:
+                if self._by_length:
+                    found[2], found[3] = self._lengths_beyond(pool)
+                    self.before, self.after = found[2], found[3]
+                found[:2, chosen] = np.array(list(pool.map(self._count_one, chosen.tolist()))).T
+            if path is not None:
+                with contextlib.suppress(OSError):  # Full or read-only: it is counted again next time.
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    atomic_write(path, found.astype("<i8").tobytes())
+        if self._by_length:
+            self.before, self.after = found[2], found[3]
+        counts[:] = found[0]
+        return int(found[1].sum())
+
+    @property
+    def _by_length(self) -> bool:
+        return self._documents is not None and self._documents.by_length
+
+    def _digest(self) -> str:
+        documents = "" if self._documents is None else self._documents.digest()
+        text = f"{_COUNTING_VERSION};{self._id};{self._seq_len};{self._fit};{documents}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _remembered(self, path: Path | None) -> I64 | None:
+        """Samples, kept tokens, tokens before and after of each slice, int64 [4, S], if they were counted before."""
+        try:
+            data = b"" if path is None else path.read_bytes()
+        except FileNotFoundError:
+            return None
+        size = len(self._table)
+        return np.frombuffer(data, "<i8").reshape(4, size).astype(np.int64) if len(data) == 32 * size else None
 
     def _concerned(self) -> I64:
-        if self._fit or (self._documents is not None and self._documents.by_length):
+        if self._fit or self._by_length:
             return np.arange(len(self._table), dtype=np.int64)
         if self._documents is None:
             return np.empty(0, np.int64)
@@ -142,7 +173,7 @@ class _Counting:
         high = np.searchsorted(self._documents.numbers, self._first_documents + self._table.documents, "right")
         return np.flatnonzero(high > low)
 
-    def _lengths_beyond(self, pool: ThreadPoolExecutor) -> None:
+    def _lengths_beyond(self, pool: ThreadPoolExecutor) -> tuple[I64, I64]:
         """Of the documents that a slice begins and ends in: the tokens in other slices."""
         size = len(self._table)
         edges = list(pool.map(self._edges, range(size)))
@@ -153,7 +184,7 @@ class _Counting:
         for index in range(size - 2, -1, -1):
             through = int(after[index + 1]) if self._table.documents[index + 1] == 0 else 0
             after[index] = edges[index + 1][0] + through
-        self.before, self.after = before, after
+        return before, after
 
     def _edges(self, index: int) -> tuple[int, int]:
         """Tokens until the first end of a slice, and after the last."""
@@ -179,6 +210,7 @@ def plan_samples(
     split: str | None = None,
     validation: float = 0.0,
     read_ends: ReadEnds | None = None,
+    remember: Path | None = None,
 ) -> View:
     """The view of a dataset that these settings ask for. A function of dataset and settings alone.
 
@@ -189,7 +221,8 @@ def plan_samples(
         documents: What to leave out.
         split: `train` or `validation`; None for all samples.
         validation: The part of all samples that is for validation: round(validation * N) of them, to the sample.
-        read_ends: The document ends of a slice, U64; called from several threads. By default, opens the slice.
+        read_ends: The document ends of a slice, U64; called from several threads. By default `ends_reader`'s.
+        remember: A directory in which what was counted is kept, 32 bytes a slice, for the next time.
 
     Raises:
         UsageError: If a setting is out of range, has no meaning for the layout, or leaves no sample.
@@ -206,7 +239,7 @@ def plan_samples(
         assert seq_len is not None
         counts = counts.copy()
         found = _Counting(dataset, seq_len, packing, documents, first_documents, read_ends)
-        kept = found.count(counts)
+        kept = found.count(counts, remember)
         before, after = found.before, found.after
         excluded = dataset.num_tokens - kept
         tail = max(0, kept - int(counts.sum()) * seq_len) if packing == "chunk" else 0

@@ -1,0 +1,117 @@
+"""Document ends of slices that lie elsewhere, and counts that are remembered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from millrace.dataset.adopt import adopt
+from millrace.dataset.reader import Dataset
+from millrace.dataset.slices import locate_tensors, write_token_slice
+from millrace.errors import DatasetError
+from millrace.load.ends import ends_reader
+from millrace.load.packing import DocumentFilter
+from millrace.load.samples import ReadEnds, plan_samples
+from millrace.store.remote import open_remote
+from origin_server import OriginServer
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    """Slices whose ends are in the head, beyond it, and behind a header longer than it; and one without any."""
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for i, (count, note) in enumerate(((100, 0), (20_000, 0), (300, 100_000), (0, 0))):
+        ends = np.arange(10, 10 * count + 1, 10, dtype=np.uint64)
+        tokens = np.zeros(400_000, np.uint16)
+        if note:
+            save_file({"tokens": tokens, "document_ends": ends}, folder / f"{i}.safetensors", {"note": "x" * note})
+        else:
+            write_token_slice(folder / f"{i}.safetensors", tokens, ends)
+    return adopt(folder, "documents")
+
+
+def test_ends_are_read_without_their_slices(dataset: Dataset) -> None:
+    with OriginServer(dataset.path) as server:
+        remote = open_remote(server.url)
+        read = ends_reader(remote)
+        server.reset()
+        for index in range(4):
+            assert (read(index) == ends_reader(dataset)(index)).all()
+            assert read(index).dtype == np.uint64 and len(read(index)) == dataset.table.documents[index]
+        for name, sent in server.bytes_sent.items():
+            assert sent / 3 <= 250_000 < dataset.table.bytes.min(), name
+        server.reset()
+        for settings in ({"packing": "fit"}, {"documents": DocumentFilter([3], 2, 90)}):
+            here, there = (plan_samples(one, 64, **settings) for one in (dataset, remote))  # type: ignore[arg-type]
+            assert here.counts.tolist() == there.counts.tolist()
+
+
+def test_a_passing_fault_is_passed_over_and_a_lasting_one_is_named(dataset: Dataset) -> None:
+    with OriginServer(dataset.path) as server:
+        read = ends_reader(open_remote(server.url))
+        server.faults.truncate = 0.5
+        assert (read(0) == ends_reader(dataset)(0)).all()
+        server.faults.truncate = 0
+        server.faults.missing.add("1.safetensors")
+        with pytest.raises(DatasetError, match=r"1\.safetensors"):
+            read(1)
+        # Another file under the name: as many bytes, with fewer documents.
+        size = dataset.table.row(0).bytes
+        write_token_slice(dataset.slice_path(0), np.zeros(400_004, np.uint16), np.arange(99, dtype=np.uint64))
+        assert dataset.slice_path(0).stat().st_size == size
+        with pytest.raises(DatasetError, match=r"expected document_ends U64 \[100\]"):
+            read(0)
+
+
+def test_where_tensors_lie() -> None:
+    header = b'{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}'
+    data = len(header).to_bytes(8, "little") + header + b"abc"
+    at = 0
+
+    def read(count: int) -> bytes:
+        nonlocal at
+        at += count
+        return data[at - count : at]
+
+    (kind, shape, start, stop), *others = locate_tensors(read, len(data)).values()
+    assert (kind, shape, data[start:stop], others) == ("U8", (3,), b"abc", [])
+    at = 0
+    with pytest.raises(DatasetError, match="expected 3 bytes of data"):
+        locate_tensors(read, len(data) + 1)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"packing": "fit"}, {"documents": DocumentFilter([1], 2, 90)}, {"documents": DocumentFilter([7])}]
+)
+def test_what_was_counted_is_remembered(dataset: Dataset, tmp_path: Path, settings: dict[str, Any]) -> None:
+    asked: list[int] = []
+
+    def counting(index: int) -> Any:
+        asked.append(index)
+        return dataset.open_slice(index).document_ends
+
+    def view(read_ends: ReadEnds = counting, seq_len: int = 64) -> Any:
+        return plan_samples(dataset, seq_len, **settings, read_ends=read_ends, remember=tmp_path / "counts")
+
+    first = view()
+    assert asked
+    asked.clear()
+    second = view()
+    assert asked == []
+    for name in ("counts", "offsets", "bases"):
+        assert (getattr(first, name) == getattr(second, name)).all()
+    for name in ("tail_tokens", "padding_tokens", "excluded_tokens"):
+        assert getattr(first, name) == getattr(second, name)
+    ends = dataset.open_slice(0).document_ends
+    assert first.pieces(0, ends, 400_000).num_tokens == second.pieces(0, ends, 400_000).num_tokens
+    view(seq_len=32)
+    assert asked
+    for path in (tmp_path / "counts").iterdir():
+        path.write_bytes(path.read_bytes()[:-8])  # Damaged: counted anew.
+    asked.clear()
+    assert (view().counts == first.counts).all() and asked
