@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import millrace
 from millrace.dataset.adopt import adopt
 from millrace.errors import DatasetError, StateError, UsageError
-from millrace.load.batch import Batch, BufferPool, make_batch
+from millrace.load.batch import Batch, make_batch
 from millrace.load.loader import Loader
 
 SEQ_LEN = 8
@@ -154,17 +154,6 @@ def test_batches_that_are_kept_are_not_overwritten(tokens_dir: Path) -> None:
     kept = [batch.labels for batch in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2, epochs=2)]
     again = [np.array(batch.labels) for batch in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2, epochs=2)]
     assert all(np.array_equal(a, b) for a, b in zip(kept, again))
-
-
-def test_buffers_are_used_again_when_nobody_holds_them() -> None:
-    pool = BufferPool(2)
-    first = pool.take((2, 3), np.int64)
-    view = first[:, 1:]
-    address = first.ctypes.data
-    del first
-    assert pool.take((2, 3), np.int64).ctypes.data != address
-    del view
-    assert pool.take((2, 3), np.int64).ctypes.data == address
 
 
 def test_drop_last_leaves_the_short_batch_out(tokens_dir: Path) -> None:

@@ -1,14 +1,12 @@
-"""One batch: tokens or rows of open slices, gathered into arrays of the batch's own.
+"""One batch: what a loader gives out, and how samples of one slice become one.
 
-Hides the one copy there is: from the map of a slice to a [B, L + 1] buffer, cast on the way. `inputs` is the
-buffer without its last column and `labels` the buffer without its first, so that the next token is written once.
-Cost: 8 bytes a token are written where 16 would be with two arrays; the views are not contiguous row to row.
+Inputs and labels are mostly two views of one [B, L + 1] array, so that a token is written once. Cost: 8 bytes a token
+are written where 16 would be with two arrays; the views are not contiguous row to row.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -90,83 +88,18 @@ def make_batch(
 
     Returns:
         Two overlapping views [B, L] of one new array. The label after the slice's last token is -100.
-    """
-    buffer = np.empty((len(sample_indexes), seq_len + 1), dtype)
-    return gather([slice_tokens] * len(sample_indexes), sample_indexes, buffer)
-
-
-def gather(
-    tokens: Sequence[NDArray[Any]], sample_indexes: NDArray[np.int64], buffer: NDArray[Any]
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Fill `buffer` [B, L + 1] with sample `sample_indexes[i]` of `tokens[i]` in row i; the two views of it.
 
     Raises:
         DatasetError: If a sample is not inside its slice.
     """
-    seq_len = buffer.shape[1] - 1
-    for row, source, start in zip(buffer, tokens, (sample_indexes * seq_len).tolist()):
-        piece = source[start : start + seq_len + 1]
-        if len(piece) > seq_len:
-            row[...] = piece  # Assignment casts as it copies; uint32 to int32 keeps every id below 2**31.
-        elif len(piece) == seq_len:
-            row[:seq_len] = piece
-            row[seq_len] = IGNORE_INDEX
-        else:
+    buffer = np.empty((len(sample_indexes), seq_len + 1), dtype)
+    for row, start in zip(buffer, (sample_indexes * seq_len).tolist()):
+        piece = slice_tokens[start : start + seq_len + 1]
+        if len(piece) < seq_len:
             raise DatasetError(
-                f"sample at token {start}: expected {seq_len} tokens, got {len(piece)} of a slice of {len(source)}. "
-                "The dataset changed while it was open; verify it."
+                f"sample at token {start}: expected {seq_len} tokens, got {len(piece)} of a slice of "
+                f"{len(slice_tokens)}. The dataset changed while it was open; verify it."
             )
+        row[seq_len] = IGNORE_INDEX
+        row[: len(piece)] = piece  # Assignment casts as it copies; uint32 to int32 keeps every id below 2**31.
     return buffer[:, :-1], buffer[:, 1:]
-
-
-def gather_rows(
-    tensors: Sequence[Mapping[str, NDArray[Any]]], row_indexes: NDArray[np.int64]
-) -> dict[str, NDArray[Any]]:
-    """Row `row_indexes[i]` of every tensor in `tensors[i]`, stacked in new arrays of the tensors' own types.
-
-    Raises:
-        DatasetError: If two slices disagree in names, or in a row's shape or type.
-    """
-    if not tensors:
-        return {}
-    first = tensors[0]
-    out = {name: np.empty((len(tensors), *array.shape[1:]), array.dtype) for name, array in first.items()}
-    for i, (source, row) in enumerate(zip(tensors, row_indexes.tolist())):
-        if source is not first and source.keys() != first.keys():
-            raise DatasetError(
-                f"rows of a batch: expected tensors {sorted(first)}, got {sorted(source)}. "
-                "All slices of a dataset must hold the same tensors."
-            )
-        for name, target in out.items():
-            array = source[name]
-            if array.dtype != target.dtype or array.shape[1:] != target.shape[1:]:
-                raise DatasetError(
-                    f"rows of a batch: expected {name} of {target.dtype} {list(target.shape[1:])}, got "
-                    f"{array.dtype} {list(array.shape[1:])}. Make the rows of all slices alike (pad them)."
-                )
-            target[i] = array[row]
-    return out
-
-
-class BufferPool:
-    """Batch buffers that nobody holds any more, used again.
-
-    A fresh array of half a megabyte costs more in page faults than in copying. A buffer is free again when no
-    view of it is referenced from anywhere, which the reference count tells; a batch that is kept stays whole.
-    """
-
-    def __init__(self, most: int = 8) -> None:
-        self._most = most
-        self._buffers: list[NDArray[Any]] = []
-
-    def take(self, shape: tuple[int, int], dtype: Any) -> NDArray[Any]:
-        """A buffer of undefined content: one given out before and dropped since, or a new one."""
-        for i in range(len(self._buffers)):
-            # Two references: the list's, and getrefcount's own argument.
-            if sys.getrefcount(self._buffers[i]) == 2 and self._buffers[i].shape == shape:
-                return self._buffers[i]
-        buffer = np.empty(shape, dtype)
-        if len(self._buffers) >= self._most:
-            self._buffers.pop(0)
-        self._buffers.append(buffer)
-        return buffer

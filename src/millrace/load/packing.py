@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -177,7 +178,9 @@ def chunk_rows(pieces: Pieces, seq_len: int, *, masks: bool) -> Rows:
     rows = int(stream_ends[-1]) // seq_len if len(stream_ends) else 0
     row_edges = np.arange(rows + 1, dtype=np.int64) * seq_len
     inside = stream_ends[: np.searchsorted(stream_ends, rows * seq_len)]
-    edges = np.union1d(row_edges, inside)
+    edges = np.concatenate([row_edges, inside])
+    edges.sort(kind="stable")  # Two rising runs: merged, not sorted.
+    edges = edges[np.append(True, edges[1:] != edges[:-1])]
     piece = np.searchsorted(stream_ends, edges[:-1], "right")
     shift = stops - stream_ends  # From a place in the stream to the token there.
     begins, ends = edges[:-1] + shift[piece], edges[1:] + shift[piece]
@@ -215,7 +218,7 @@ def fit_rows(pieces: Pieces, seq_len: int) -> Rows:
     lengths = np.concatenate([np.full(len(owner), seq_len), rest[short], room[padded]])
     goes_on = np.where(full_stops < pieces.stops[owner], full_stops, -1)
     follows = np.concatenate([goes_on, np.full(len(short) + len(padded), -1)])
-    order = np.argsort(rows, kind="stable")  # Pieces stay in their order, padding comes last.
+    order = _order(rows, len(number))  # Pieces stay in their order, padding comes last.
     firsts = np.searchsorted(rows[order], np.arange(len(number) + 1))
     return Rows(firsts, starts[order], lengths[order], follows[order])
 
@@ -274,9 +277,9 @@ def _moves(lengths: I64, seq_len: int) -> Sequence[_Move]:
 
 def _best_fit(lengths: I64, seq_len: int) -> tuple[I64, int]:
     """The row of each length, int64 [n], and how many rows: `_moves` with names given to rows."""
-    order = np.argsort(-lengths, kind="stable")
+    order = _order(seq_len - lengths, seq_len)
     placed = np.empty(len(lengths), np.int64)
-    pools: dict[int, list[I64]] = {}
+    pools: defaultdict[int, list[I64]] = defaultdict(list)
     at = num_bins = 0
     for move in _moves(lengths, seq_len):
         if move.fresh:
@@ -287,12 +290,22 @@ def _best_fit(lengths: I64, seq_len: int) -> tuple[I64, int]:
             every = pool[0] if len(pool) == 1 else np.concatenate(pool)
             bins = every[: move.bins]
             if move.bins < len(every):
-                pools[move.room] = [every[move.bins :]]
-        placed[at : at + move.items] = np.repeat(bins, move.each)[: move.items]
-        last = move.items - (move.bins - 1) * move.each
-        pools.setdefault(move.room - move.each * move.length, []).append(bins[:-1])
-        pools.setdefault(move.room - last * move.length, []).append(bins[-1:])
+                pools[move.room].append(every[move.bins :])
+        full = move.bins - 1  # Rows that take `each`; the last one may take fewer.
+        last = move.items - full * move.each
+        placed[at : at + move.items] = bins if move.each == 1 else bins.repeat(move.each)[: move.items]
+        if last == move.each:
+            pools[move.room - last * move.length].append(bins)
+        else:
+            pools[move.room - last * move.length].append(bins[full:])
+            if full:
+                pools[move.room - move.each * move.length].append(bins[:full])
         at += move.items
     out = np.empty(len(lengths), np.int64)
     out[order] = placed
     return out, num_bins
+
+
+def _order(values: I64, most: int) -> I64:
+    """The stable order of values in [0, most]."""
+    return np.argsort(values.astype(np.uint16) if most < 1 << 16 else values, kind="stable")  # 16 bits: by radix.
