@@ -170,6 +170,13 @@ def test_a_password_in_the_url_is_sent_and_not_told(server: OriginServer) -> Non
         read(open_origin(f"{server.url}/data"), NAME, 0, 5)
 
 
+def test_a_proxy(server: OriginServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", server.url)
+    monkeypatch.setenv("no_proxy", "")
+    assert read(open_origin("http://origin.invalid/data"), NAME, 4, 8) == CONTENT[4:8]
+    assert server.paths == ["http://origin.invalid/data/slices/a%20b%2B%C3%BC.bin"]
+
+
 def test_the_hub(server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token goes to the hub and not to the store it redirects to; where an object lies is remembered."""
     monkeypatch.setenv("HF_ENDPOINT", f"{server.url}/")

@@ -239,6 +239,16 @@ def test_a_wrong_resumed_part_blames_nobody(server: OriginServer, tmp_path: Path
     assert named == []
 
 
+def test_killed_before_the_rename(server: OriginServer, tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    with Transfers(**QUICK) as transfers:
+        for content, requests in ((CONTENT, 0), (bytes(INFO.bytes), 14)):
+            part.write_bytes(content)
+            server.reset()
+            assert fetch(transfers, part, server.url).error is None
+            assert server.requests["slice"] == requests
+
+
 def test_the_fastest_is_asked_most(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
     slow, fast = make_server(), make_server()
     slow.faults.connection_bytes_per_s = 1_000_000
@@ -505,6 +515,15 @@ def test_a_part_file(
     again.close()
     assert path.read_bytes() == data[:num_bytes]
     assert again.hexdigest() == hashlib.sha256(data[:num_bytes]).hexdigest()
+
+
+def test_chunks_of_a_large_shard(tmp_path: Path) -> None:
+    """215 GB in chunks of 2 GiB are 101 ranges; sizes are 64 bits wide."""
+    file = PartFile(tmp_path / "part", 215_000_000_000, 2 << 30, 16)
+    file.open()
+    file.close()
+    assert len(file.spans) == 101
+    assert file.spans[-1].stop == 215_000_000_000
 
 
 def test_backoff_doubles_and_jitters() -> None:

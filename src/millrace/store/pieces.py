@@ -68,6 +68,9 @@ class PartFile:
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         trailer = bytes([self._piece_bytes.bit_length() - 1]) + bytes(self._num_pieces)
         held = os.pread(self._file, len(trailer) + 1, self.num_bytes)
+        if os.fstat(self._file).st_size == self.num_bytes > 0:  # killed after the trailer was cut off
+            held = trailer[:1] + b"\1" * self._num_pieces
+            self._write_all(held, self.num_bytes)
         if len(held) != len(trailer) or held[:1] != trailer[:1] or not set(held[1:]) <= {0, 1}:
             os.ftruncate(self._file, 0)
             self._write_all(trailer, self.num_bytes)

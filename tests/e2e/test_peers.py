@@ -1,0 +1,33 @@
+"""A dataset by name alone: the network's own DHT leads from millrace://NETWORK/NAME to verified slices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
+
+from millrace.network.dht import LibtorrentDht
+from millrace.network.identity import Identity
+from millrace.serve import DataNode
+from millrace.store.remote import open_remote
+from millrace.store.transfer import Transfers
+
+
+def test_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bootstrap = Bootstrap()
+    members = make_network(tmp_path, ["node", "test"], bootstrap.at)
+    dataset = make_dataset(tmp_path / "data", 3, 50_000)
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    dht = LibtorrentDht(HOST, 0, bootstrap.at)
+    try:
+        with DataNode(Identity.load(members["node"]), [dataset], HOST, 0, dht), Transfers() as transfers:
+            remote = open_remote(f"millrace://test/{NAME}", dataset_id=dataset.id)
+            for index in range(3):
+                part = tmp_path / f"{index}.part"
+                moved = transfers.start(remote.table.row(index), part, [remote.origin])
+                assert moved.wait(30) and moved.error is None
+                assert part.read_bytes() == dataset.slice_path(index).read_bytes()
+    finally:
+        dht.close()
+        bootstrap.close()
