@@ -131,8 +131,9 @@ def test_single_items_by_address(dtype: type, odd: int, which: list[int]) -> Non
     items = raw[odd:].view(dtype)
     flat = Flat(items.dtype)
     addresses = items.ctypes.data + np.array(which, np.int64) * items.itemsize
-    step = flat.step_of(addresses)
-    assert flat.take(flat.places(addresses, step), step).tolist() == items[which].tolist()
+    for aligned in {False, flat.aligned(addresses)}:
+        assert flat.take(flat.places(addresses, aligned), aligned).tolist() == items[which].tolist()
+    assert flat.aligned(addresses) == all(int(address) % items.itemsize == 0 for address in addresses)
 
 
 def test_a_view_of_memory_is_never_copied() -> None:

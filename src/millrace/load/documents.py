@@ -38,7 +38,8 @@ class DocumentPlan:
         firsts: The first segment of each row, [K + 1].
         types: Of the tokens, by kind.
         kinds: Of each segment's tokens, an index of `types`; None if there is one type.
-        steps: From a token's place to the next one's: one number, or one a segment where there are kinds.
+        steps: From a token's place to the next one's: 1 where places count tokens, else the bytes of a token; one
+            number, or one a segment where there are kinds.
         places: Where a segment's first token is.
         lengths: Tokens.
         follows: Where the label of its last token is, or -1.
@@ -115,8 +116,8 @@ class DocumentMaker:
         firsts, counts = np.zeros(len(keys), np.int64), np.zeros(len(keys), np.int64)
         parts = [np.empty((5, 0), np.int64)]
         total = 0
-        for i, source in enumerate(held):
-            mine = np.flatnonzero(which == i)
+        by_slice = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which, minlength=1))[:-1])
+        for source, mine in zip(held, by_slice):
             first = source.rows.firsts.take(samples[mine])
             number = source.rows.firsts.take(samples[mine] + 1) - first
             firsts[mine] = total + np.cumsum(number) - number
@@ -132,17 +133,13 @@ class DocumentMaker:
         padded = bool((documents < 0).any())
         for kind in types:
             self._flats.setdefault(kind, Flat(kind))
-        steps: int | I64
-        if len(types) == 1:
-            flat, several = self._flats[types[0]], None
-            steps = flat.step_of(addresses)
-        else:
-            # Places in bytes, so that one sum makes the places of all.
-            several = kinds
-            steps = np.array([kind.itemsize for kind in types]).take(kinds)
-            flat = self._flats[next(kind for kind in types if kind.itemsize > 1)]
-        places = flat.places(addresses, 1 if isinstance(steps, int) and steps == 1 else 0)
-        follows = np.where(follows < 0, -1, flat.places(follows, 1 if isinstance(steps, int) and steps == 1 else 0))
+        widths = np.array([kind.itemsize for kind in types])
+        flat = self._flats[types[0]]
+        aligned = len(types) == 1 and flat.aligned(addresses)
+        several = kinds if len(types) > 1 else None
+        steps = 1 if aligned else int(widths[0]) if several is None else widths.take(kinds)
+        places = flat.places(addresses, aligned)
+        follows = np.where(follows < 0, -1, flat.places(follows, aligned))
         return DocumentPlan(edges.tolist(), types, several, steps, places, lengths, follows, numbers, padded, held)
 
     def make(self, plan: DocumentPlan, start: int, stop: int) -> Made:
@@ -192,12 +189,11 @@ class DocumentMaker:
     def _read(self, plan: DocumentPlan, places: I64, kinds: I64 | None) -> Array:
         """Tokens at places, each of its kind."""
         if kinds is None:
-            assert isinstance(plan.steps, int)
-            return self._flats[plan.types[0]].take(places, plan.steps)
+            return self._flats[plan.types[0]].take(places, plan.steps == 1)
         out = np.empty(len(places), self._dtype)
         for kind, dtype in enumerate(plan.types):
             at = np.flatnonzero(kinds == kind)
-            out[at] = self._flats[dtype].take(places[at], dtype.itemsize)
+            out[at] = self._flats[dtype].take(places[at], False)
         return out
 
 

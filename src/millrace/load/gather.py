@@ -93,17 +93,17 @@ class Flat:
             "Flat: expected to stay in its process, got a copy or pickle of it. Open the slices anew there."
         )
 
-    def step_of(self, addresses: I64) -> int:
-        """How far apart the places of neighbouring items are: 1, or an item's bytes if an address is not aligned."""
-        return self._width if bool((addresses % self._width).any()) else 1
+    def aligned(self, addresses: I64) -> bool:
+        """Whether all of these are multiples of an item's bytes."""
+        return not (addresses % self._width).any()
 
-    def places(self, addresses: I64, step: int) -> I64:
-        """What `take` wants for the items at these addresses."""
-        return (addresses - _FIRST_BYTE) // (self._width if step == 1 else 1)
+    def places(self, addresses: I64, aligned: bool) -> I64:
+        """What `take` wants for items at these addresses: counted in items where they are aligned, else in bytes."""
+        return (addresses - _FIRST_BYTE) // (self._width if aligned else 1)
 
-    def take(self, places: I64, step: int) -> NDArray[Any]:
-        """The items at places [n]. Where all are aligned (step 1) 1 ns each, else 4."""
-        return self._aligned.take(places) if step == 1 else self._bytes[places]
+    def take(self, places: I64, aligned: bool) -> NDArray[Any]:
+        """The items at places [n]. Where they are aligned 1 ns each, else 4."""
+        return self._aligned.take(places) if aligned else self._bytes[places]
 
 
 class Gather:
