@@ -34,6 +34,11 @@ def records_of(given: Any, options: ReadOptions) -> ObjectRecords:
     if isinstance(given, str):
         given = open_hub(given if given.startswith(PREFIX) else PREFIX + given.removeprefix(HUB))
     home = type(given).__module__.partition(".")[0]
+    if getattr(given, "_distributed", None) is not None:
+        raise UsageError(
+            "stream: expected a whole dataset, got one rank's part of it (split_dataset_by_node). Give the whole: "
+            "ranks part it here."
+        )
     if home == "streaming":
         return ObjectRecords(given, options, lambda start: _by_index(given, int(given.size), start), "index")
     if home == "datasets" and hasattr(given, "column_names") and hasattr(given, "__len__"):

@@ -84,6 +84,8 @@ class Moment:
         if not all(type(number) is int and number >= 0 for number in found):
             raise StateError(f"stream state: expected integers from 0, got {numbers} and counts {counts}.")
         assert isinstance(counts, dict)
+        if state.get("place") is None and (numbers["step"] or numbers["records"]):
+            raise StateError("stream state: expected a place in the input, got None. Take it from state_dict().")
         return cls(
             **numbers,
             place=state.get("place"),

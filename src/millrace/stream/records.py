@@ -108,17 +108,15 @@ class FileReading:
                         passed -= 1
                         continue
                     self._at = (index, number, start, first, given)
-                    if not record.where:
-                        record = replace(record, where=_where(record, first + given - 1, number))
+                    if record.problem and not record.where:
+                        record = replace(record, where=_where(first + given - 1, number))
                     yield record, source.name
                 number, start, first, given = number + 1, -1, 0, 0
             index, number = index + 1, 0
         self._at = (index, *_START[1:])
 
 
-def _where(record: Record, number: int, piece: int) -> str:
-    if not record.problem:
-        return ""
+def _where(number: int, piece: int) -> str:
     return f"record {number}" + (f" of piece {piece}" if piece else "")
 
 

@@ -52,7 +52,7 @@ class TextStream:
     Args:
         inputs: Paths, directories, globs, URLs, of any format that `millrace prepare` reads, compressed or not; or
             `hf:NAME[/CONFIG][:SPLIT]`; or an object: a dataset of Hugging Face, WebDataset or MosaicML Streaming, or
-            any iterable of strings or mappings that begins anew each time.
+            any iterable of mappings (or strings; but a list of strings is paths) that begins anew each time.
         tokenizer: As `millrace prepare --tokenizer` names it, or one that was loaded.
         seq_len: Tokens of a sample, L.
         batch_size: Samples of a rank's batch. Or `global_batch_size`: of all ranks' together; exactly one is given.
@@ -294,18 +294,17 @@ class TextStream:
     def _batch(self, moment: Moment, count: int) -> Batch:
         """This rank's part of the next `count` samples."""
         tokens, length = moment.tokens[moment.at :], self.seq_len
-        mine = np.arange(count, dtype=np.int64)
-        ids = moment.samples_taken + mine
-        if self.partition == "records":
-            ids = ids * self.world_size + self.rank
-        else:
-            mine, ids = mine[self.rank :: self.world_size], ids[self.rank :: self.world_size]
+        rank, world_size = (self.rank, self.world_size) if self.partition == "samples" else (0, 1)
+        mine = np.arange(rank, count, world_size)
         buffer = np.empty((len(mine), length + 1), self._dtype)
-        buffer[:, :length] = tokens[: count * length].reshape(count, length)[mine]
+        buffer[:, :length] = tokens[: count * length].reshape(count, length)[rank::world_size]
         ends = (mine + 1) * length
         inside = ends < len(tokens)  # Not so for the last sample of an epoch without a tail.
         buffer[inside, length] = tokens[ends[inside]]
         buffer[~inside, length] = IGNORE_INDEX
+        ids = moment.samples_taken + mine
+        if self.partition == "records":
+            ids = ids * self.world_size + self.rank
         inputs, labels = buffer[:, :-1], buffer[:, 1:]
         return Batch(inputs, labels, ids, moment.epoch, moment.step, run_step=moment.run_step)
 

@@ -1,0 +1,320 @@
+"""Streams: the packing against an oracle, the buffer's law, states that are refused, other libraries' datasets."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import millrace
+from millrace.errors import DatasetError, PrepareError, StateError, UsageError
+from millrace.order.bijection import derive_key
+from millrace.prepare.read import ReadOptions
+from millrace.stream import TextStream
+from millrace.stream.buffer import ShuffleBuffer, pack_texts, pack_tokens, unpack_texts, unpack_tokens
+from millrace.stream.hub import records_of
+
+EOS = 256
+TEXTS = [f"document {i} " + "ab" * (i * 7 % 19) for i in range(60)]
+
+
+def stream(inputs: Any, **changes: Any) -> TextStream:
+    defaults: dict[str, Any] = {
+        "tokenizer": "bytes", "seq_len": 16, "global_batch_size": 6, "rank": 0, "world_size": 1, "shuffle_buffer": 8,
+        "prefetch": 0,
+    }  # fmt: skip
+    rows = [{"text": one} if isinstance(one, str) else one for one in inputs] if isinstance(inputs, list) else inputs
+    return TextStream(rows, **{**defaults, **changes})
+
+
+def facts(given: Any) -> list[Any]:
+    return [(b.inputs.tolist(), b.labels.tolist(), b.sample_ids.tolist(), b.epoch, b.step, b.run_step) for b in given]
+
+
+def tokens_of(texts: list[str]) -> list[int]:
+    return [token for text in texts if text for token in (*text.encode(), EOS)]
+
+
+def test_it_is_at_the_door() -> None:
+    assert millrace.TextStream is TextStream
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=20),
+    seq_len=st.integers(1, 9),
+    size=st.integers(1, 5),
+)
+def test_packing_is_concatenation_and_chunks(texts: list[str], seq_len: int, size: int) -> None:
+    whole = tokens_of([text.replace("\ufdd0", "").replace("\ufdd1", "") for text in texts])
+    made = stream(texts, seq_len=seq_len, global_batch_size=size, shuffle_buffer=0)
+    if len(whole) < seq_len:
+        with pytest.raises(DatasetError, match="at least one batch an epoch"):
+            list(made)
+        return
+    inputs, labels, ids = [], [], []
+    for batch in made:
+        assert batch.inputs is not None and batch.labels is not None and batch.inputs.dtype == np.int64
+        inputs += batch.inputs.reshape(-1).tolist()
+        labels += batch.labels.reshape(-1).tolist()
+        ids += batch.sample_ids.tolist()
+    number = len(whole) // seq_len
+    assert inputs == whole[: number * seq_len]
+    assert labels == [*whole[1:], -100][: number * seq_len]
+    assert ids == list(range(number))
+    assert made.stats()["tail_tokens"] == len(whole) - number * seq_len
+    assert made.stats()["documents"] == len(texts) and made.stats()["empty"] == sum(not text for text in texts)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch: int) -> None:
+    settings = {"epochs": 3, "drop_last": drop_last, "seq_len": 32}
+    whole = stream(TEXTS, **settings)
+    expected = facts(whole)
+    assert len({str(epoch) for *_, epoch, _, _ in expected}) == 3
+    for stop in range(len(expected) + 1):
+        first = stream(TEXTS, prefetch=prefetch, **settings)
+        batches = iter(first)
+        for _ in range(stop):
+            next(batches)
+        state = json.loads(json.dumps(first.state_dict()))
+        batches.close()
+        second = stream(TEXTS, prefetch=prefetch, **settings)
+        second.load_state_dict(state)
+        assert facts(second) == expected[stop:]
+        assert second.stats() == whole.stats()
+        if stop % 5 == 0:
+            assert facts(first) == expected[stop:]  # leaving a loop and going on
+
+
+def test_epochs_differ_and_seeds_too() -> None:
+    def order(seed: int, epoch: int) -> list[Any]:
+        return [fact[0] for fact in facts(stream(TEXTS, epochs=2, seed=seed)) if fact[3] == epoch]
+
+    assert order(0, 0) != order(0, 1) != order(1, 1) != order(1, 0)
+    assert order(0, 1) == order(0, 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
+def test_ranks_part_each_global_batch(world_size: int) -> None:
+    whole = facts(stream(TEXTS))
+    ranks = [facts(stream(TEXTS, rank=rank, world_size=world_size)) for rank in range(world_size)]
+    assert {len(rank) for rank in ranks} == {len(whole)}
+    for step, expected in enumerate(whole):
+        for rank in range(world_size):
+            assert ranks[rank][step][2] == expected[2][rank::world_size]
+            assert ranks[rank][step][0] == expected[0][rank::world_size]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_records_are_parted_before_encoding(world_size: int) -> None:
+    settings = {"partition": "records", "world_size": world_size, "shuffle_buffer": 4}
+    seen: Counter[bytes] = Counter()
+    ids: list[int] = []
+    for rank in range(world_size):
+        one = stream(TEXTS, rank=rank, seq_len=1, **settings)
+        found = facts(one)
+        tokens = [token for fact in found for row in fact[0] for token in row]
+        seen.update(bytes(10 if token == EOS else token for token in tokens).split(b"\n"))
+        ids += [i for fact in found for i in fact[2]]
+        assert one.stats()["documents"] == len(TEXTS[rank::world_size])
+        half = stream(TEXTS, rank=rank, seq_len=1, **settings)
+        half.load_state_dict(_state_after(stream(TEXTS, rank=rank, seq_len=1, **settings), 7))
+        assert facts(half) == found[7:]
+    assert seen == Counter([text.encode() for text in TEXTS] + [b""] * world_size)
+    assert len(ids) == len(set(ids))
+
+
+def _state_after(made: TextStream, batches: int) -> dict[str, Any]:
+    iterator = iter(made)
+    for _ in range(batches):
+        next(iterator)
+    return made.state_dict()
+
+
+def test_steps_end_a_run() -> None:
+    assert len(facts(stream(TEXTS, epochs=None, steps=123))) == 123
+    rest = stream(TEXTS, epochs=None, steps=123)
+    rest.load_state_dict(_state_after(stream(TEXTS, epochs=None), 120))
+    assert len(facts(rest)) == 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), max_size=60),
+    size=st.integers(0, 12),
+    most=st.integers(0, 40),
+    stop=st.integers(0, 80),
+)
+def test_a_buffer_loses_nothing_and_resumes(lengths: list[int], size: int, most: int, stop: int) -> None:
+    key = derive_key(1, "test")
+    texts = [b"%d" % i + b"x" * length for i, length in enumerate(lengths)]
+
+    def run(interrupt: int) -> list[bytes]:
+        buffer, out = ShuffleBuffer(size, most, key), []
+        for text in texts:
+            buffer.push(text)
+            while buffer.full:
+                if len(out) == interrupt:
+                    buffer = ShuffleBuffer(size, most, key, buffer.draws, unpack_texts(pack_texts(buffer.held())))
+                out.append(buffer.pop())
+            assert len(buffer) <= size
+        while len(buffer):
+            out.append(buffer.pop())
+        return out
+
+    assert Counter(run(-1)) == Counter(texts)
+    assert run(stop) == run(-1)
+    if not size:
+        assert run(-1) == texts
+
+
+def test_any_document_may_come_next() -> None:
+    first = Counter()
+    for seed in range(3000):
+        buffer = ShuffleBuffer(9, 1 << 20, derive_key(seed, "test"))
+        for i in range(10):
+            buffer.push(b"%d" % i)
+        first[buffer.pop()] += 1
+    assert len(first) == 10 and all(210 < count < 390 for count in first.values())  # 300, 5.5 sigma
+
+
+def test_packed_tokens_and_texts() -> None:
+    tokens = np.array([0, 1, 65535, 1 << 31], np.uint32)
+    assert unpack_tokens(pack_tokens(tokens), np.uint32).tolist() == tokens.tolist()
+    texts = (b"", "ü".encode(), b"x" * 1000)
+    assert unpack_texts(pack_texts(texts)) == texts and unpack_texts(pack_texts(())) == ()
+    for damaged in (None, "", "!", "YQ==", pack_tokens(tokens[:1])[:-4], pack_tokens(np.array([7], np.uint32))):
+        with pytest.raises(StateError):
+            unpack_texts(damaged)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 1}, {"seq_len": 8}, {"global_batch_size": 5}, {"shuffle_buffer": 9}, {"partition": "records"},
+        {"eos": False}, {"drop_last": True}, {"text_key": "body"}, {"buffer_bytes": 9},
+    ],
+)  # fmt: skip
+def test_states_of_other_streams_are_refused(changes: dict[str, Any]) -> None:
+    state = _state_after(stream(TEXTS), 3)
+    with pytest.raises(StateError, match=r"expected .*, got"):
+        stream(TEXTS, **changes).load_state_dict(state)
+    with pytest.raises(StateError):
+        stream(TEXTS[:-1]).load_state_dict(state)
+
+
+def test_damaged_states_are_refused() -> None:
+    state = _state_after(stream(TEXTS), 3)
+    for name in state:
+        for value in (None, -1, "x", [1]):
+            if value == state[name]:
+                continue
+            damaged = {**copy.deepcopy(state), name: value}
+            with pytest.raises(StateError):
+                other = stream(TEXTS)
+                other.load_state_dict(damaged)
+                next(iter(other))
+    with pytest.raises(StateError):
+        stream(TEXTS).load_state_dict([])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seq_len": 0}, {"batch_size": 2}, {"global_batch_size": None}, {"partition": "files"}, {"dtype": np.uint16},
+        {"rank": 2}, {"shuffle_buffer": -1}, {"epochs": 0}, {"steps": 0},
+        {"partition": "records", "world_size": 7},
+    ],
+)  # fmt: skip
+def test_wrong_arguments(changes: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        stream(TEXTS, **changes)
+
+
+def test_wrong_inputs(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="match"):
+        stream(str(tmp_path / "*.jsonl"))
+    with pytest.raises(PrepareError, match="does not exist"):
+        stream(tmp_path / "none.jsonl")
+    with pytest.raises(UsageError, match="iterator"):
+        stream(iter(TEXTS))
+    with pytest.raises(UsageError, match="iterable"):
+        stream(7)
+    page = tmp_path / "page.html"
+    page.write_text("<!doctype html><html><body>Hello</body></html>")
+    with pytest.raises(DatasetError, match="HTML"):
+        list(stream(page))
+
+
+class Streamed:
+    """As `datasets.IterableDataset` keeps its state: taken while iterating, loaded before, told the epoch."""
+
+    __module__ = "datasets.fake"
+
+    def __init__(self, texts: list[str]) -> None:
+        self._texts, self._at, self._epoch = texts, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self._at, "epoch": self._epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._at = state["at"]
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        for text in self._texts[self._at :]:
+            self._at += 1
+            yield {"text": f"{self._epoch}{text}"}
+
+
+class Replayed:
+    """A re-iterable without a state, as a WebDataset is: some samples of text, some of JSON, one of neither."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for i, text in enumerate(TEXTS):
+            if i == 7:
+                yield {"__key__": "7", "jpg": b"\xff"}
+            elif i % 2:
+                yield {"__key__": str(i), "json": json.dumps({"text": text}).encode()}
+            else:
+                yield {"__key__": str(i), "txt": text.encode()}
+
+
+@pytest.mark.parametrize(("dataset", "kind"), [(lambda: Streamed(TEXTS), "own"), (Replayed, "replay")])
+def test_datasets_of_others_resume(dataset: Any, kind: str) -> None:
+    assert records_of(dataset(), ReadOptions()).kind == kind
+    expected = facts(stream(dataset(), epochs=2))
+    for stop in range(0, len(expected), 3):
+        second = stream(dataset(), epochs=2)
+        second.load_state_dict(json.loads(json.dumps(_state_after(stream(dataset(), epochs=2), stop))))
+        assert facts(second) == expected[stop:]
+
+
+def test_what_is_no_text_is_counted_with_its_place() -> None:
+    made = stream([*TEXTS, {"text": 3}, {"other": "x"}, "\ud800", 5])
+    list(made)
+    assert made.stats()["malformed"] == 4 and made.stats()["documents"] == len(TEXTS)
+    assert [bad.where for bad in made.malformed] == [f"record {i}" for i in range(60, 64)]
+
+
+def test_errors_of_the_caller_s_dataset_are_told() -> None:
+    class Broken:
+        def __iter__(self) -> Iterator[str]:
+            yield "x" * 1000
+            raise RuntimeError("the disk is gone")
+
+    for prefetch in (0, 2):
+        with pytest.raises(PrepareError, match="the disk is gone"):
+            list(stream(Broken(), prefetch=prefetch))
