@@ -6,7 +6,7 @@ against merely made. State is (epoch, samples taken, step), and what must agree 
 no rank and no world size is in it.
 
 Memory: a batch and what `prefetch` holds, 16 bytes a slice of the table for the order, some thousand sample numbers,
-and maps of at most 2 GiB of slices, which are the page cache's pages, not the process's own. Disk: `cache_bytes`.
+and maps of at most 1 GiB of slices, which are the page cache's pages, not the process's own. Disk: `cache_bytes`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 
 from millrace.dataset.reader import Dataset
 from millrace.errors import UsageError
+from millrace.formats.foreign import ForeignDataset
 from millrace.load.ahead import run_ahead
 from millrace.load.arguments import batch_sizes, check_choice, check_integer, rank_of_world, token_dtype
 from millrace.load.batch import Batch
@@ -27,7 +28,7 @@ from millrace.load.blocks import Blocks
 from millrace.load.makers import make_maker
 from millrace.load.packing import DocumentFilter
 from millrace.load.samples import plan_samples
-from millrace.load.slices import CacheSettings, Slices
+from millrace.load.slices import CacheSettings, Slices, user_cache
 from millrace.load.sources import Given, Mixture, open_all, read_mixture
 from millrace.load.state import identity_of, make_state, step_of_state
 from millrace.load.stats import Bottleneck, Waits, find_bottleneck
@@ -164,7 +165,7 @@ class Loader:
             trim=trim,
         )
         self._identity = identity_of(self.run, self.datasets, self._views, bool(drop_last))
-        cached = [cache_dir is not None or not _is_local(one) for one in opened]
+        cached = [_is_cached(one, cache_dir) for one in opened]
         settings = CacheSettings.of(cache_dir, cache_bytes, keep, int(connections)) if any(cached) else None
         if settings is None and cache_bytes is not None:
             raise UsageError(
@@ -340,5 +341,13 @@ def _open_again(arguments: dict[str, Any], step: int) -> Loader:
     return loader
 
 
-def _is_local(dataset: Dataset) -> bool:
-    return getattr(dataset, "origin", None) is None
+def _is_cached(dataset: Dataset, cache_dir: str | Path | None) -> bool:
+    """Whether a dataset's slices come by way of the cache."""
+    if getattr(dataset, "origin", None) is not None:
+        return True
+    if cache_dir is not None and isinstance(dataset, ForeignDataset):
+        raise UsageError(
+            f"cache_dir: expected none for {dataset.path}, a dataset of another format: it is read in place. "
+            "Leave it out."
+        )
+    return cache_dir is not None

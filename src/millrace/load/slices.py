@@ -30,6 +30,13 @@ I64 = NDArray[np.int64]
 Uses = Callable[[int, int], tuple[I64, I64]]
 
 _MOST_DEFAULT_BYTES = 64 << 30
+_LOOK_AT_STEPS = 256
+
+
+def user_cache() -> Path:
+    """Where a user's caches lie: `$MILLRACE_CACHE`, or `millrace` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    told = os.environ.get("MILLRACE_CACHE")
+    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millrace"
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,7 @@ class CacheSettings:
     def of(cls, directory: str | Path | None, budget_bytes: int | None, keep: Keep, connections: int) -> CacheSettings:
         """The settings given; by default a directory of the user's, and a quarter of the free disk up to 64 GiB."""
         if directory is None:
-            home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-            directory = os.environ.get("MILLRACE_CACHE") or Path(home) / "millrace" / "slices"
+            directory = user_cache() / "slices"
         if budget_bytes is None:
             near = Path("/dev/shm") if str(directory).partition(":")[0] == "ram" else Path(directory)
             while not near.exists():
@@ -114,6 +120,30 @@ class Slices:
                     "(--slice-bytes)."
                 )
 
+    def _check_steps(self) -> None:
+        """Look at steps here and there: the slices that one of them reads must fit the budget together.
+
+        Raises:
+            UsageError: If they do not. Later it would be found out after hours.
+        """
+        assert self._cache is not None
+        sizes = np.concatenate([dataset.table.bytes for dataset in self._datasets])
+        last = (self._num_steps or _LOOK_AT_STEPS) - 1
+        for start in sorted({0, last // 3, 2 * last // 3}):
+            stop = min(start + _LOOK_AT_STEPS, last + 1)
+            steps, keys = self._cached_uses(start, stop)
+            if not len(steps):
+                continue
+            needs = np.bincount(steps - start, weights=sizes[keys])
+            worst = int(needs.argmax())
+            if needs[worst] > self._cache.budget_bytes:
+                raise UsageError(
+                    f"cache_bytes: expected at least the {int(needs[worst]):,} bytes of the "
+                    f"{int((steps - start == worst).sum())} slices that step {start + worst} reads, got "
+                    f"{self._cache.budget_bytes:,}. Give the cache more room, or read fewer slices at once "
+                    "(lanes=…, window=…)."
+                )
+
     def find(self, key: int) -> tuple[Dataset, int]:
         """The dataset of a key, and the slice's index there."""
         at = int(np.searchsorted(self.first_key, key, side="right")) - 1
@@ -128,6 +158,7 @@ class Slices:
         if not self.cached:
             return
         if self._feed is None:
+            self._check_steps()
             self._feed = self._begin()
         self._feed.seek(step)
 
