@@ -10,6 +10,12 @@ import pytest
 from millrace.network.identity import Identity, create_network, join
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's caches."""
+    monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path_factory.getbasetemp() / "user-cache"))
+
+
 @pytest.fixture
 def network_dir(tmp_path: Path) -> Path:
     """The directory of a fresh network: root key, root certificate, network.json."""

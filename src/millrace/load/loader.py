@@ -146,7 +146,15 @@ class Loader:
             raise UsageError("seq_len: needed for a dataset of layout 'tokens'. Say how long a sample is.")
         self.seq_len = int(seq_len) if manifest.layout == "tokens" and seq_len is not None else None
         self._views = [
-            plan_samples(one, self.seq_len, packing=packing, documents=documents, split=split, validation=validation)
+            plan_samples(
+                one,
+                self.seq_len,
+                packing=packing,
+                documents=documents,
+                split=split,
+                validation=validation,
+                remember=user_cache() / "counts",
+            )
             for one in opened
         ]
         orders = [
