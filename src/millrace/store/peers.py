@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -147,20 +148,19 @@ class PeerSource:
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         """See Origin."""
         path = f"/v1/slices/{self._origin.sha256_of(name)}"
-        client, claim, into = self._origin.client, self.claim, io.BytesIO()
+        client, claim, into = self._origin.client, self.claim, _Into(min(REQUEST_BYTES, stop - start))
+        file, stall_s = cast(BinaryIO, into), self._origin.patience.stall_s
         while start < stop:
             upto = min(stop, start + REQUEST_BYTES)
             fault: NetworkError | None = None
+            into.held = 0
             try:
-                client.download(
-                    claim.address, path, into, start, upto, claim.peer_id, timeout_s=self._origin.patience.stall_s
-                )
+                client.download(claim.address, path, file, start, upto, claim.peer_id, timeout_s=stall_s)
             except NetworkError as error:
                 fault = error
-            if into.tell():
-                yield into.getbuffer()
-            start += into.tell()
-            into = io.BytesIO()
+            if into.held:
+                yield into.view[: into.held]
+            start += into.held
             if fault is not None:
                 raise _told(self.url, fault) from fault
 
@@ -184,6 +184,19 @@ class PeerSource:
     def sources(self) -> Sequence[Origin]:
         """See Origin."""
         return [self]
+
+
+class _Into(io.RawIOBase):
+    """One buffer that the client fills, again and again."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.view = memoryview(bytearray(num_bytes))
+        self.held = 0
+
+    def write(self, data: Any, /) -> int:
+        self.view[self.held : self.held + len(data)] = data
+        self.held += len(data)
+        return len(data)
 
 
 def open_peers(

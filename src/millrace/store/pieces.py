@@ -11,7 +11,7 @@ import errno
 import hashlib
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millrace.errors import UsageError
@@ -31,6 +31,8 @@ class Span:
     sources: tuple[str, ...] = ()
     tries: int = 0
     not_before: float = 0.0
+    byte_at: float = 0.0
+    taken_over: bool = False
 
 
 class PartFile:
@@ -172,6 +174,15 @@ class PartFile:
         with self.lock:
             os.ftruncate(self._file, self.num_bytes)
             os.fsync(self._file)
+
+    def take_over(self, span: Span) -> Span | None:
+        """The rest of a span for somebody else: whoever has it now writes no more. None if it is complete or old."""
+        with self.lock:
+            if self._file < 0 or not self.is_current(span) or span.at == span.stop:
+                return None
+            rest = replace(span, taken_over=True)
+            self.spans[span.start // self._span_bytes] = rest
+            return rest
 
     @property
     def is_open(self) -> bool:

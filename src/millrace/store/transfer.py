@@ -32,10 +32,8 @@ __all__ = ["PIECE_BYTES", "OnBad", "Transfer", "TransferCancelledError", "Transf
 
 PIECE_BYTES = 8 << 20
 _CLOSE_S = 1.0
-_TURN_TRIES = 3  # of a source that is asked alone, before another is asked alone
+_TURN_TRIES = 3  # of a source that is asked alone, before another is
 log = logging.getLogger("millrace.store")
-
-
 _Job: TypeAlias = tuple[Work, Span, Source | None]
 
 
@@ -47,6 +45,7 @@ class Transfers:
         piece_bytes: What is resumed after a kill as a whole, and the most asked for in one request; a power of two.
         patience_s, tries: A transfer fails when no byte came for so long and one place was tried so often.
         backoff_s, max_backoff_s: Before the second try of a place, and at most; times 0.5 to 1.5 by chance.
+        hedge_s: An idle connection takes over from one whose place got no byte for so long, once a place.
         hashers: Threads that hash, each some 1.5 GB/s; by default one a processor, 2 to 4.
         clock, chance: Time and chance, as arguments.
     """
@@ -60,6 +59,7 @@ class Transfers:
         tries: int = 6,
         backoff_s: float = 0.2,
         max_backoff_s: float = 15.0,
+        hedge_s: float = 5.0,
         hashers: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         chance: random.Random | None = None,
@@ -73,6 +73,8 @@ class Transfers:
         self.piece_bytes = piece_bytes
         self._patience_s = patience_s
         self._tries = tries
+        self._hedge_s = hedge_s
+        self._pid = os.getpid()
         self._clock = clock
         self._backoff = Backoff(backoff_s, max_backoff_s, chance or random.Random())
         self._changed = threading.Condition()
@@ -82,7 +84,7 @@ class Transfers:
         self._threads: list[threading.Thread] = []
         self._num_workers = 0
         self._idle = 0
-        self._counts = {"bytes": 0, "attempts": 0, "retries": 0, "finished": 0, "failed": 0}
+        self._counts = dict.fromkeys(("bytes", "attempts", "retries", "finished", "failed"), 0)
         self._closed = False
 
     def start(self, info: SliceInfo, part: Path, origins: Sequence[Origin], on_bad: OnBad | None = None) -> Transfer:
@@ -94,6 +96,8 @@ class Transfers:
         Raises:
             UsageError: If the pool is closed or there is no origin.
         """
+        if os.getpid() != self._pid:
+            raise UsageError("transfers: expected the process that made them, got a fork of it. Make new ones there.")
         if not origins:
             raise UsageError(f"fetch {info.name}: expected at least one origin, got none.")
         file = PartFile(part, info.bytes, self.piece_bytes, self.connections)
@@ -119,7 +123,7 @@ class Transfers:
 
     def cancel(self, transfer: Transfer) -> None:
         """Give a transfer up; its part stays for a later run. No harm if it ended."""
-        self._end(transfer._work, TransferCancelledError(f"{transfer.info.name}: the transfer was cancelled"))
+        self._end(transfer._work, _cancelled(transfer.info))
 
     def close(self) -> None:
         """Cancel all transfers and end the threads; one that waits for a dead peer ends later. May be repeated."""
@@ -128,7 +132,7 @@ class Transfers:
             active = list(self._active)
             self._changed.notify_all()
         for work in active:
-            self._end(work, TransferCancelledError(f"{work.info.name}: the transfer was cancelled"))
+            self._end(work, _cancelled(work.info))
         self._hashers.stop()
         until = time.monotonic() + _CLOSE_S
         for thread in [*self._threads, *self._hashers.threads]:
@@ -156,9 +160,8 @@ class Transfers:
             self._idle += 1
             thread.start()
 
-    # A worker: takes the first span that may be asked for, and asks.
-
     def _work(self) -> None:
+        """A worker: takes the first span that may be asked for, and asks."""
         while True:
             with self._changed:
                 while not self._closed:
@@ -205,9 +208,25 @@ class Transfers:
                     soonest = min(soonest, later)
                     break
                 del work.pending[index]
-                source.active += 1
-                return (work, span, source), soonest
+                return self._take(work, span, source, now), soonest
+        return self._hedge(now, soonest)
+
+    def _hedge(self, now: float, soonest: float) -> tuple[_Job | None, float]:
+        """Nothing else is to do: a span that is stuck, if another request may be sent. With the lock held."""
+        for work in self._active:
+            for span in work.flying:
+                if not span.taken_over:
+                    soonest = min(soonest, span.byte_at + self._hedge_s)
+            source, _ = choose(work.allowed(), now)
+            if source is not None and (rest := work.stuck(now - self._hedge_s)) is not None:
+                return self._take(work, rest, source, now), soonest
         return None, soonest
+
+    def _take(self, work: Work, span: Span, source: Source, now: float) -> _Job:
+        source.active += 1
+        span.byte_at = now
+        work.flying.add(span)
+        return work, span, source
 
     def _look_up(self, work: Work) -> None:
         """Find who stands behind the origins."""
@@ -216,8 +235,6 @@ class Transfers:
         for origin in work.origins:
             try:
                 found.update({source.url: source for source in origin.sources()})
-            except ProtocolViolation as error:
-                work.reasons[origin.url] = str(error)
             except NetworkError as error:
                 work.reasons[origin.url] = str(error)
                 fault = error
@@ -236,8 +253,7 @@ class Transfers:
             work.lookup.tries += 1
             work.attempts += 1
             work.lookup.not_before = now + self._backoff.after(work.lookup.tries)
-            hopeless = self._is_hopeless(work, work.lookup, now)
-        if hopeless:
+        if self._is_hopeless(work, work.lookup, now):
             self._end(work, work.unreachable(now), fault)
 
     def _ask(self, work: Work, span: Span, source: Source) -> None:
@@ -251,6 +267,7 @@ class Transfers:
         now, got = self._clock(), span.at - first
         with self._changed:
             source.active -= 1
+            work.flying.discard(span)
             source.attempts += 1
             source.bytes += got
             self._counts["attempts"] += 1
@@ -275,7 +292,7 @@ class Transfers:
                 if not work.file.write(span, data, url):
                     return
                 span.tries = 0
-                work.byte_at = self._clock()
+                span.byte_at = work.byte_at = self._clock()
                 self._hashers.look(work)
         finally:
             if isinstance(body, Generator):
@@ -308,10 +325,9 @@ class Transfers:
             turn = bool(others) and work.alone == url and (source not in left or span.tries >= _TURN_TRIES)
             if turn:
                 work.alone = others[0]
-            hopeless = self._is_hopeless(work, span, now)
         if not left:
             self._end(work, work.nobody(), fault)
-        elif hopeless:
+        elif self._is_hopeless(work, span, now):
             self._end(work, work.unreachable(now), fault)
         elif turn:
             self._restart(work, others[0])
@@ -376,3 +392,7 @@ class Transfers:
         if error is not None and cause is not None:
             error.__cause__ = cause
         work.finished(error)
+
+
+def _cancelled(info: SliceInfo) -> TransferCancelledError:
+    return TransferCancelledError(f"{info.name}: the transfer was cancelled; what was fetched is kept and resumed")

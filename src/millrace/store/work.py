@@ -25,7 +25,7 @@ class Work:
     """One transfer as the pool sees it; under the pool's lock, except `file`, which has one of its own.
 
     Attributes:
-        pending: Spans that nobody fetches now, by start.
+        pending: Spans that nobody fetches now, by start; `flying`: those that somebody does.
         sources: Whom it knows, by URL; `refused` and `reasons` say who will not give it, and who did not and why.
         alone: The only source that may be asked, after bytes of several did not verify together.
         lookup: Stands for looking up the sources, with its tries and when it may be tried again.
@@ -40,6 +40,7 @@ class Work:
     began_at: float
     byte_at: float
     finished: Callable[[Exception | None], object] = lambda error: None
+    flying: set[Span] = field(default_factory=set)
     pending: list[Span] = field(default_factory=list)
     sources: dict[str, Source] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -69,6 +70,15 @@ class Work:
 
     def _may_ask(self, url: str) -> bool:
         return url not in self.refused and self.alone in (None, url)
+
+    def stuck(self, before: float) -> Span | None:
+        """A span that nobody else took over yet and of which no byte came since a moment, taken over now."""
+        for span in self.flying:
+            if span.byte_at < before and not span.taken_over:
+                span.taken_over = True
+                if (rest := self.file.take_over(span)) is not None:
+                    return rest
+        return None
 
     def put_back(self, span: Span, not_before: float) -> None:
         """A span that nobody fetches any more; one that was begun anew meanwhile is forgotten."""
