@@ -224,7 +224,9 @@ class Loader:
                 got = clock()
                 # Almost every batch waits for nothing but its making: no more than one sum then.
                 if network_s == blocks.network_s and disk_s == blocks.disk_s:
-                    seconds["queue" if ahead and got - asked < _READY_S else "decode"] += got - asked
+                    rest = "queue" if ahead and got - asked < _READY_S else "decode"
+                    seconds[rest] += got - asked
+                    waits.last = (got - asked, 0.0, 0.0, rest)
                 else:
                     waits.add(got - asked, blocks.network_s - network_s, blocks.disk_s - disk_s, "decode")
                     network_s, disk_s = blocks.network_s, blocks.disk_s

@@ -77,13 +77,13 @@ class Waits:
 
     Attributes:
         seconds: By cause.
-        last: Of the last batch: the wait, and by cause what is above zero of it.
+        last: Of the last batch: the wait; of it for the network, and the disk; and what the rest was for.
         busy_s: What the caller did between its waits.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, every_s: float = 30.0) -> None:
         self.seconds = dict.fromkeys(CAUSES, 0.0)
-        self.last: tuple[float, dict[str, float]] = (0.0, {})
+        self.last: tuple[float, float, float, str] = (0.0, 0.0, 0.0, "decode")
         self.busy_s = 0.0
         self.began_at = self._told_at = clock()
         self.check_at = self.began_at + every_s
@@ -95,10 +95,15 @@ class Waits:
         """A batch was waited for: so long in all, of it for network and disk, and for `rest` what is left."""
         network_s = min(network_s, wait_s)
         disk_s = min(disk_s, wait_s - network_s)
-        parts = {"network": network_s, "disk": disk_s, rest: wait_s - network_s - disk_s}
-        for cause, seconds in parts.items():
-            self.seconds[cause] += seconds
-        self.last = (wait_s, {cause: seconds for cause, seconds in parts.items() if seconds > 0})
+        self.seconds["network"] += network_s
+        self.seconds["disk"] += disk_s
+        self.seconds[rest] += wait_s - network_s - disk_s
+        self.last = (wait_s, network_s, disk_s, rest)
+
+    def of_last(self) -> dict[str, float]:
+        """Seconds by cause that the last batch was waited for."""
+        wait_s, network_s, disk_s, rest = self.last
+        return dict.fromkeys(CAUSES, 0.0) | {"network": network_s, "disk": disk_s, rest: wait_s - network_s - disk_s}
 
     def check(self, now: float) -> Bottleneck | None:
         """Tell the bottleneck of the time since it was last looked for; None if there is none.

@@ -1,0 +1,113 @@
+"""A loader watched: words of progress, metrics over a real socket, the bottleneck that is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace.cli import main
+from millrace.dataset.adopt import adopt
+from millrace.dataset.slices import write_token_slice
+from millrace.load.loader import Loader
+from millrace.load.stats import CAUSES, Waits, find_bottleneck
+from millrace.observe.loading import progress, serve_metrics, words
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for i in range(3):
+        tokens = np.arange(1000, dtype=np.uint16)
+        write_token_slice(tmp_path / f"{i}.safetensors", tokens, np.array([1000], np.uint64))
+    adopt(tmp_path, "small")
+    return tmp_path
+
+
+def test_progress_gives_every_batch_and_is_silent_without_a_terminal(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    loader = Loader(folder, seq_len=10, batch_size=7)
+    assert sum(len(batch) for batch in progress(loader)) == 300
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_words_of_a_stretch() -> None:
+    before = {"tokens": 0.0, "samples": 0.0, **{f"{cause}_s": 0.0 for cause in CAUSES}}
+    after = {**before, "tokens": 302_000.0, "samples": 10.0, "network_s": 0.5, "disk_s": 0.1}
+    assert words(before, after, 2.0) == "151 k tokens/s, waits 30 % (network)"
+    assert words(before, {**before, "samples": 10.0}, 2.0) == "5 samples/s, never waits"
+
+
+def test_metrics_are_served(folder: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    loader = Loader(folder, seq_len=10, batch_size=7, rank=0, world_size=1)
+    server, thread = serve_metrics(loader, 0)
+    try:
+        assert sum(len(batch) for batch in loader) == 300
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert 'millrace_loader_tokens_total{rank="0"} 3000.0' in text
+    assert 'millrace_loader_epoch{rank="0"} 1.0' in text
+    for cause in CAUSES:
+        assert f'millrace_loader_wait_seconds_total{{cause="{cause}",rank="0"}}' in text
+
+
+def test_every_wait_is_attributed(folder: Path) -> None:
+    for prefetch in (0, 2):
+        loader = Loader(folder, seq_len=10, batch_size=7, prefetch=prefetch)
+        total = 0.0
+        for _ in loader:
+            assert sum(loader.waits.of_last().values()) == pytest.approx(loader.waits.last[0])
+            total += loader.waits.last[0]
+        stats = loader.stats()
+        assert (
+            stats["wait_s"] == pytest.approx(sum(stats[f"{cause}_s"] for cause in CAUSES))
+            and stats["wait_s"] >= total > 0
+        )
+        assert stats["scheduler_s"] == stats["network_s"] == 0
+
+
+def test_a_wait_goes_to_network_then_disk_then_the_rest() -> None:
+    waits = Waits()
+    waits.add(1.0, 0.5, 0.2, "decode")
+    assert waits.of_last() == dict.fromkeys(CAUSES, 0.0) | {"network": 0.5, "disk": 0.2, "decode": pytest.approx(0.3)}
+    waits.add(1.0, 4.0, 1.0, "queue")  # A thread waited longer than its consumer did.
+    assert waits.of_last() == dict.fromkeys(CAUSES, 0.0) | {"network": 1.0}
+
+
+def test_the_bottleneck_is_told_with_what_removing_it_gains(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    waits = Waits(lambda: now, every_s=30.0)
+    waits.add(20.0, 20.0, 0.0, "decode")
+    assert waits.check(30.0) is None  # The beginning.
+    waits.add(10.0, 9.0, 0.0, "decode")
+    with caplog.at_level(logging.WARNING, "millrace"):
+        found = waits.check(60.0)
+    assert found is not None and found.cause == "network" and found.speedup == pytest.approx(30 / 21)
+    assert "waits for data 33 % of the time, 90 % of that for the network" in caplog.text
+    assert "1.43 times as fast" in caplog.text
+    assert waits.check(90.0) is None
+
+
+def test_little_waiting_is_no_bottleneck() -> None:
+    assert find_bottleneck({"network": 0.4, "disk": 0.0}, 10.0) is None
+    found = find_bottleneck({"network": 0.1, "disk": 5.0}, 10.0)
+    assert found is not None and found.cause == "disk"
+
+
+def test_bench_loader(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    arguments = ["bench", "loader", str(folder), "--seq-len", "10", "--batch-size", "7", "--rounds", "1"]
+    assert main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["loader_tokens_per_s"] > 0 and report["of_bare"] > 0 and report["resume_s"] > 0
+    assert main(arguments) == 0
+    assert "of the bare gather" in capsys.readouterr().out
+    assert main(["bench", "loader", str(folder / "none")]) == 1
