@@ -5,7 +5,7 @@ PYTHON  ?= python3
 DEMO    ?=
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test lint check bench bench-prepare clean
+.PHONY: setup demo test lint check bench bench-prepare bench-loader clean
 
 setup: $(VENV)/.ready
 
@@ -32,5 +32,9 @@ bench: setup
 bench-prepare: setup
 	$(PY) -m benchmarks.prepare
 
+# The same for loading: .venv-peers-loaders, unless MILLRACE_LOADER_PEERS names a folder that has its environments.
+bench-loader: setup
+	$(PY) -m benchmarks.loading
+
 clean:
-	rm -rf $(VENV) .venv-peers .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .venv-peers-loaders .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,18 +1,60 @@
 #!/usr/bin/env bash
-# Makes $PEERS (.venv-peers), the environment of what Millrace is measured against: none of it is a dependency.
+# Makes the environments of what Millrace is measured against: none of it is a dependency. `peers.sh [prepare|loaders]`:
+#   prepare  $PEERS (.venv-peers): preparation
+#   loaders  $MILLRACE_LOADER_PEERS (.venv-peers-loaders), a folder of three: their pins of NumPy, pyarrow and
+#            transformers exclude one another
 set -euo pipefail
+cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
-PEERS=${PEERS:-.venv-peers}
-PACKAGES=('datatrove[processing,io]>=0.6' spacy datasketch rensa trafilatura readability-lxml lxml_html_clean jusText
-  tokenizers tiktoken orjson zstandard)
+. scripts/install.sh
 
-[ -f "$PEERS/.ready" ] && [ "$PEERS/.ready" -nt "$0" ] && exit 0
-. "$(dirname "$0")/install.sh"
-make_venv "$PEERS"
-retry install "${PACKAGES[@]}"
-# Not wheels everywhere: where one does not install, its line is missing from the tables.
-for package in hyperscan pyahocorasick ahocorasick-rs; do
-  install "$package" 2>/dev/null || echo "peers: $package did not install; it is not measured" >&2
-done
-touch "$PEERS/.ready"
-echo "peers: ready ($("$PEERS/bin/python" -c 'from importlib.metadata import version as v; print("datatrove", v("datatrove"), "rensa", v("rensa"), "datasketch", v("datasketch"))'))"
+# fresh VENV: whether it was made by this script as it is.
+fresh() { [ -f "$1/.ready" ] && [ "$1/.ready" -nt scripts/peers.sh ]; }
+
+# told VENV PACKAGE…: one line of what is there.
+told() {
+  local venv=$1
+  shift
+  echo "peers: $venv ready ($("$venv/bin/python" -c 'import sys; from importlib.metadata import version as v; print(*(f"{n} {v(n)}" for n in sys.argv[1:]))' "$@"))"
+}
+
+prepare() {
+  local peers=${PEERS:-.venv-peers} package
+  fresh "$peers" && return
+  make_venv "$peers"
+  retry install 'datatrove[processing,io]>=0.6' spacy datasketch rensa trafilatura readability-lxml lxml_html_clean \
+    jusText tokenizers tiktoken orjson zstandard
+  # Not wheels everywhere: where one does not install, its line is missing from the tables.
+  for package in hyperscan pyahocorasick ahocorasick-rs; do
+    install "$package" 2>/dev/null || echo "peers: $package did not install; it is not measured" >&2
+  done
+  touch "$peers/.ready"
+  told "$peers" datatrove rensa datasketch
+}
+
+# group NAME PACKAGE…: one environment of the loaders'. What does not install is missing from the tables.
+group() {
+  local venv=${MILLRACE_LOADER_PEERS:-.venv-peers-loaders}/$1
+  shift
+  fresh "$venv" && return
+  mkdir -p "$(dirname "$venv")"
+  make_venv "$venv"
+  retry install -c scripts/constraints.txt "$@" torch numpy ||
+    { echo "peers: $venv did not install; it is not measured" >&2; rm -rf "$venv"; return 1; }
+  touch "$venv/.ready"
+  told "$venv" $(printf '%s\n' "$@" | sed 's/[<>=].*//')
+}
+
+loaders() {
+  local failed=0
+  group general 'grain>=0.2.18' array-record litdata webdataset torchdata || failed=1
+  group hf 'datasets>=4' torchdata || failed=1
+  # Without the lower bound the resolver falls back to 0.10, the last without a pin of NumPy.
+  group mosaic 'mosaicml-streaming>=0.13' || failed=1
+  return $failed
+}
+
+case ${1:-prepare} in
+  prepare | loaders) "${1:-prepare}" ;;
+  *) echo "peers: expected prepare or loaders, got $1" >&2; exit 2 ;;
+esac
