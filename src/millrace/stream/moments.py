@@ -1,8 +1,8 @@
 """Where a stream stands, and how that is written down: plain JSON, exact, and the same for every rank.
 
 Hides: the spelling. A moment holds what was read and not yet given out (the shuffle buffer, the tokens of a part of a
-batch), so that going on reads nothing twice. Size: about a third of the buffer's text as base64, 10 MB for 10 000
-web pages; 0.2 s to write.
+batch), so that going on reads nothing twice. Size: 40 to 50 % of the text in the buffer (base64 of zstd): about 13 MB
+for 10 000 documents of 3 KB, written and read in 0.3 s. A buffer of 1000 has a tenth of it, one of 0 next to nothing.
 """
 
 from __future__ import annotations
