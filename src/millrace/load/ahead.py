@@ -1,20 +1,22 @@
-"""An iterator run ahead by a thread of its own."""
+"""A generator run ahead by a thread of its own."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 _STOP_POLL_S = 0.05
 _T = TypeVar("_T")
 
 
-def run_ahead(source: Iterator[_T], depth: int, interrupt: Callable[[], None]) -> Generator[_T, None, None]:
+def run_ahead(
+    source: Generator[_T, None, None], depth: int, interrupt: Callable[[], object] = lambda: None
+) -> Generator[_T, None, None]:
     """What `source` yields, made by a thread at most `depth` items ahead; what it raises is raised here.
 
-    Closing ends the thread and waits for it.
+    Closing ends the thread and closes `source`; what was made and not taken is dropped.
 
     Args:
         interrupt: Called when closing, so that a `source` that waits for something wakes up (by an error, say).
@@ -39,14 +41,13 @@ def run_ahead(source: Iterator[_T], depth: int, interrupt: Callable[[], None]) -
             put(None)
         except BaseException as error:  # noqa: BLE001  The caller's thread raises it.
             put(error)
+        finally:
+            source.close()
 
     thread = threading.Thread(target=make, name="millrace-loader", daemon=True)
     thread.start()
     try:
-        while True:
-            item = made.get()
-            if item is None:
-                return
+        while (item := made.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item[0]

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from millrace.errors import DatasetError, UsageError
+from millrace.load.ahead import run_ahead
 from millrace.load.arguments import check_choice, check_integer, rank_of_world, token_dtype
 from millrace.load.batch import IGNORE_INDEX, Batch
 from millrace.order.bijection import derive_key
 from millrace.prepare.read import ReadOptions
 from millrace.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer
-from millrace.stream.ahead import ahead
 from millrace.stream.buffer import ShuffleBuffer
 from millrace.stream.documents import Documents, Malformed, Tally, TextEncoder
 from millrace.stream.hub import HUB, records_of
@@ -186,7 +186,7 @@ class TextStream:
                     raise UsageError("TextStream: this iteration ended when another began. Open another for two.")
                 if self._source is None:
                     made = self._made(self._moment)
-                    self._source = ahead(made, self._prefetch) if self._prefetch else made
+                    self._source = run_ahead(made, self._prefetch) if self._prefetch else made
                 found = next(self._source, None)
                 if found is None:
                     return
