@@ -204,6 +204,21 @@ def test_promise_elastic(order: Order, epoch: int, world_size: int, data: st.Dat
         assert np.array_equal(share, batch[start : start + len(share)])
 
 
+@law
+@given(st.integers(0, 500), st.integers(1, 40), st.integers(0, 9), st.integers(1, 20), st.integers(1, 9), st.data())
+def test_shares_of_many_steps_are_sorted_by_lane(
+    first: int, size: int, num_steps: int, lanes: int, world_size: int, data: st.DataObject
+) -> None:
+    order = Order(np.full(10, 100), 1, size, lanes=lanes)
+    rank = data.draw(st.integers(0, world_size - 1))
+    shares = order.shares_of(first, size, num_steps, rank, world_size)
+    for step, share in enumerate(shares.tolist()):
+        positions = range(first + step * size, first + (step + 1) * size)
+        by_lane = sorted(positions, key=lambda position: (position % lanes, position))
+        assert share == by_lane[rank * size // world_size : (rank + 1) * size // world_size]
+    assert len(shares) == num_steps
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64, 4096])
 def test_shares_of_any_world_make_the_global_batch(world_size: int) -> None:
     order = Order(np.full(40, 1000), 1, 4097)
@@ -299,6 +314,8 @@ def test_a_run_begins_in_one_slice(sizes: list[int], seed: int, batch: int, head
     else:
         assert head == 0 or order.num_samples < 8
     assert sorted(zip(slices.tolist(), within.tolist())) == [(i, j) for i, n in enumerate(sizes) for j in range(n)]
+    for step in range(order.head_samples // batch):
+        assert order.open_slices(0, step).tolist() == [slices[0]]
     later = [Order(np.array(sizes), seed, batch, head=h).global_batch_at(1, 0).tolist() for h in (0, head)]
     assert later[0] == later[1]
 
