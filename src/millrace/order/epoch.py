@@ -57,6 +57,10 @@ class Lanes:
         """Samples of lanes."""
         return self.taken(self.num_samples, lane)
 
+    def in_head(self, lane: I64) -> I64:
+        """How many positions of the head would have been lanes' own."""
+        return self._share(self.head, lane)
+
     def split(self, positions: I64) -> tuple[I64, I64]:
         """Positions from the head's end on to (lane, index in the lane)."""
         turn = positions // self.num_lanes
@@ -152,6 +156,21 @@ class Epoch:
         """The indexes of the slices under [start, stop) of the epoch's sequence of samples, start < stop."""
         first, last = self._places([start, stop - 1])
         return self.slices[first : last + 1]
+
+    def places_under(self, starts: I64, stops: I64) -> tuple[I64, I64]:
+        """The places, in the order of slices, under each stretch [starts, stops) of the epoch's sequence.
+
+        Args:
+            starts, stops: int64 [K], starts < stops.
+
+        Returns:
+            (places, which stretch each is of), both int64 [P], stretch by stretch.
+        """
+        first, last = self._places(starts), self._places(stops - 1)
+        counts = last - first + 1
+        of_stretch = np.repeat(np.arange(len(starts), dtype=np.int64), counts)
+        skipped = np.cumsum(counts) - counts
+        return np.arange(int(counts.sum()), dtype=np.int64) + (first - skipped)[of_stretch], of_stretch
 
     def _read_lanes(self, positions: I64) -> tuple[I64, I64]:
         width = self.lanes.window

@@ -319,6 +319,14 @@ class Order:
         spans += [(starts[i], stops[i]) for i in np.flatnonzero(low < high)]
         return np.unique(np.concatenate([one.slices_in(int(start), int(stop)) for start, stop in spans]))
 
+    def epoch_at(self, epoch: int) -> Epoch:
+        """The tables of an epoch, shared by all who read it. Without shuffling there is none.
+
+        Raises:
+            UsageError: If the epoch is negative.
+        """
+        return self._epoch(epoch)
+
     def _head_samples(self) -> int:
         if not self.shuffle or self.num_samples == 0 or self.head == 0:
             return 0
