@@ -236,7 +236,7 @@ class Order:
         firsts = first + size * np.arange(num_steps, dtype=np.int64)
         if not self.shuffle:
             return firsts[:, None] + np.arange(low, high, dtype=np.int64)
-        phases, which = np.array([first % self.num_lanes]), np.zeros(num_steps, np.int64)
+        phases, which = np.array([first % self.num_lanes]), np.zeros(1, np.int64)
         if num_steps > 1 and size % self.num_lanes:
             phases, which = np.unique(firsts % self.num_lanes, return_inverse=True)
         patterns = np.empty((len(phases), high - low), np.int64)
