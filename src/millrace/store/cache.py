@@ -175,7 +175,8 @@ class SliceCache:
 
     def used_bytes(self) -> int:
         """Bytes held and reserved: what counts against the budget."""
-        return sum(entry.counted for entry in self._room.entries())
+        with self._room.lock():
+            return sum(entry.counted for entry in self._room.entries())
 
     def check_space(self, num_bytes: int) -> None:
         """Refuse at the start what could not end well.
@@ -187,8 +188,9 @@ class SliceCache:
             UsageError: If the disk has no room for it, with what the cache holds already.
         """
         needed = min(num_bytes, self.budget_bytes)
-        there = sum(entry.written for entry in self._room.entries())
-        free = self._room.free_bytes()
+        with self._room.lock():
+            there = sum(entry.written for entry in self._room.entries())
+            free = self._room.free_bytes()
         if there + free < needed:
             raise UsageError(
                 f"cache: {self.directory} needs {needed} bytes (budget {self.budget_bytes}, slices {num_bytes}), but "
@@ -287,24 +289,24 @@ class SliceCache:
         return final
 
     def drop(self, sha256s: Collection[str]) -> list[str]:
-        """Delete slices which no other live process will read in its epoch and nobody has pinned: those deleted."""
+        """Delete slices which no other live process asks to keep and nobody has pinned: those deleted."""
         gone = []
         with self._room.lock():
             futures = self._futures.others()
             for sha256 in sha256s:
-                if not any(future.wants_in_pass(sha256) for future in futures) and self._room.remove(
+                if not any(future.keeps(sha256) for future in futures) and self._room.remove(
                     self.path_of(sha256), self._locks / f"{sha256}.pin"
                 ):
                     gone.append(sha256)
         return gone
 
-    def publish(self, uses: Mapping[str, Use], pass_end: int | None = None) -> None:
+    def publish(self, uses: Mapping[str, Use], released: Collection[str] = ()) -> None:
         """Tell the other processes what this one will read: (first, last) steps of the next uses, and the one after.
 
-        It holds until this process ends or calls `retire`.
+        Those in `released` they need not keep for its sake. It holds until this process ends or calls `retire`.
         """
         with self._lock, self._room.lock():
-            self._futures.publish(uses, pass_end)
+            self._futures.publish(uses, released)
 
     def stand(self, now: int, starved_at: float = 0.0) -> None:
         """Tell them at which step this process is, and since when (`time.monotonic`) it waits for room in vain."""

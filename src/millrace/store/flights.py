@@ -113,19 +113,19 @@ class Flights(Generic[T]):
         """Name the slice of a transfer that has ended: whether it is here now, and why not unless it was cancelled."""
         flight = self.under_way.pop(key)
         error = flight.transfer.error
-        if error is None:
-            try:
-                flight.reservation.commit()
-            except OSError as reason:
-                error = UsageError(f"cache: cannot name {flight.reservation.part}: {reason}. Check the directory.")
-        flight.release()
         if error is not None:
+            flight.release()
             return False, None if flight.cancelled else self._fail(key, error)
         self._failures.pop(key, None)
-        self.counts["fetched_slices"] += 1
+        self.counts["fetched_slices"] += 1  # Before anybody can see it.
         self.counts["fetched_bytes"] += self._sizes[key]
         self.counts["repeated_fetches"] += key in self._fetched
         self._fetched.add(key)
+        try:
+            flight.reservation.commit()
+        except OSError as reason:
+            text = f"cache: cannot name {flight.reservation.part}: {reason}. Check the directory."
+            return False, self._fail(key, UsageError(text))
         return True, None
 
     def postpone(self, key: int, seconds: float) -> None:

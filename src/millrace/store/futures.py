@@ -14,7 +14,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,16 +32,16 @@ class Future:
         birth: Elder processes have the lower one.
         now: The step it stands before.
         starved_at: `time.monotonic()` since when it waits for room in vain, or 0.
-        pass_end: The step at which its next epoch begins, or None.
         uses: By sha256.
+        released: Slices that it does not ask others to keep, though it may read them again.
     """
 
     birth: int = 0
     now: int = 0
     version: int = -1
     starved_at: float = 0.0
-    pass_end: int | None = None
     uses: Mapping[str, Use] = field(default_factory=dict)
+    released: Collection[str] = ()
 
     def steps_to(self, sha256: str) -> float:
         """Steps from now until it reads a slice; infinite if it does not say that it will."""
@@ -53,10 +53,9 @@ class Future:
             return max(first - self.now, 0)
         return math.inf if after is None else max(after - self.now, 0)
 
-    def wants_in_pass(self, sha256: str) -> bool:
-        """Whether it will read a slice before its epoch ends."""
-        steps = self.steps_to(sha256)
-        return steps < math.inf and (self.pass_end is None or self.now + steps < self.pass_end)
+    def keeps(self, sha256: str) -> bool:
+        """Whether it asks others not to delete a slice for tidiness."""
+        return sha256 not in self.released and self.steps_to(sha256) < math.inf
 
 
 class Futures:
@@ -75,12 +74,12 @@ class Futures:
         self._stands: tuple[int, float] = (0, 0.0)
         self._read: dict[str, Future] = {}
 
-    def publish(self, uses: Mapping[str, Use], pass_end: int | None) -> None:
+    def publish(self, uses: Mapping[str, Use], released: Collection[str]) -> None:
         """Say what this process will read; under the room lock."""
         if self._lock is None:
             self._own = self.directory / f"{os.getpid()}-{secrets.token_hex(4)}.json"
             self._lock = take(self._own)
-        body = json.dumps({"pass_end": pass_end, "uses": uses}, separators=(",", ":")).encode()
+        body = json.dumps({"uses": uses, "released": list(released)}, separators=(",", ":")).encode()
         os.ftruncate(self._lock.descriptor, _HEADER)
         os.pwrite(self._lock.descriptor, body, _HEADER)
         self._version += 1
@@ -127,6 +126,6 @@ def _read(path: Path, known: Future | None) -> Future:
         if known is not None and known.birth == int(birth) and known.version == int(version):
             known.now, known.starved_at = int(now), float(starved_at)
             return known
-        told = json.loads(file.read() or b'{"pass_end": null, "uses": {}}')
+        told = json.loads(file.read() or b'{"uses": {}, "released": []}')
     uses = {sha256: (first, last, after) for sha256, (first, last, after) in told["uses"].items()}
-    return Future(int(birth), int(now), int(version), float(starved_at), told["pass_end"], uses)
+    return Future(int(birth), int(now), int(version), float(starved_at), uses, set(told["released"]))

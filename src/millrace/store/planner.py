@@ -96,7 +96,7 @@ class Planner(Generic[T]):
         self._gone: list[int] = []
         self._unread: dict[int, int] = {}  # fetched, and the step that reads it first
         self._ties = 0
-        self._first_read: dict[int, int] = {}  # of what is here: the step that reads it first
+        self._released: list[str] = []
         self._starved_at = 0.0
         self._listed_at = self._published_at = -math.inf
         self._told: object = None
@@ -107,7 +107,6 @@ class Planner(Generic[T]):
         self._now = step
         self._uses = Uses(self._slices.uses, self._slices.num_steps, step, exact=exact)
         self._queue, self._queued = [], set()
-        self._first_read = {}
         self._rate = (self._clock(), step, math.inf)
         self._listed_at = self._published_at = -math.inf
         self._extend()
@@ -128,7 +127,7 @@ class Planner(Generic[T]):
         self._finished += finished
         while self._finished:
             self._finish(self._finished.pop(), outcome)
-        for key in lost:
+        for key in self.here.intersection(lost):
             self._forget(key)
         self._list()
         for key in self.flights.due():
@@ -174,17 +173,11 @@ class Planner(Generic[T]):
         here = {self._keys[sha256] for sha256 in self.cache.held() if sha256 in self._keys}
         for key in self.here - here:
             self._forget(key)
-        for key in here:
-            self._arrive(key)
-
-    def _arrive(self, key: int) -> None:
-        self.here.add(key)
-        if key not in self._first_read and (step := self._uses.next_use(key, self._now)) is not None:
-            self._first_read[key] = step
+        self.here = here
 
     def _forget(self, key: int) -> None:
         self.here.discard(key)
-        self._first_read.pop(key, None)
+        self._unread.pop(key, None)
         self._gone.append(key)
         self._want(key)
 
@@ -202,16 +195,14 @@ class Planner(Generic[T]):
     def _extend(self) -> None:
         """Look further ahead."""
         for step, key in self._uses.extend():
-            if key in self.here:
-                self._first_read.setdefault(key, step)
-            elif key not in self._queued and not self.flights.is_postponed(key):
+            if key not in self.here and key not in self._queued and not self.flights.is_postponed(key):
                 self._push(step, key)
 
     def _finish(self, key: int, outcome: Outcome) -> None:
         is_here, error = self.flights.finish(key)
         if is_here:
-            self._arrive(key)
-            self._unread[key] = self._first_read.get(key, 0)
+            self.here.add(key)
+            self._unread[key] = self._uses.next_use(key, self._now) or 0
         elif error is None:
             self._want(key)
         elif key in self._asked:
@@ -271,7 +262,7 @@ class Planner(Generic[T]):
             steps = self._queue[0][0] - self._now
             if len(self.flights) > 1 and self.flights.num_bytes() + self._sizes[key] > _MAX_FLIGHT_BYTES:
                 return
-            if self._keep == "window" and not self._is_in_pass(self._now + steps) and not self._is_near(key, steps):
+            if self._keep == "window" and not self._is_near(key, steps):
                 return
             refusal = self._start(key, steps, outcome)
             if refusal is not None and refusal.why == "no room":
@@ -304,7 +295,7 @@ class Planner(Generic[T]):
             reserved = self._reserve(key, steps, "later")
         if isinstance(reserved, Refusal):
             if reserved.why == "here":
-                self._arrive(key)
+                self.here.add(key)
             return reserved
         error = self.flights.start(key, reserved)
         if error is not None and key in self._asked:
@@ -335,43 +326,51 @@ class Planner(Generic[T]):
     def _is_near(self, key: int, steps: int) -> bool:
         """Whether a slice that is needed in so many steps lies within the horizon."""
         if self._horizon_bytes is None:
-            self._unread = {key: at for key, at in self._unread.items() if at > self._now and key in self.here}
+            self._unread = {key: at for key, at in self._unread.items() if at > self._now}
             if not self.flights and not self._unread:
                 return True
             if steps > self._rate[2] * self.lead_s:
                 return False
         most = self.cache.budget_bytes // 2 if self._horizon_bytes is None else self._horizon_bytes
         ahead = self._sizes[key]
-        for other in (*self.here, *self.flights):
+        for other in {*self.here, *self.flights, *self._wanted_until(self._now + steps)} - {key}:
             at = self._uses.next_use(other, self._now)
-            if other != key and at is not None and 0 < at - self._now <= steps:
+            if at is not None and 0 < at - self._now <= steps:
                 ahead += self._sizes[other]
         return ahead <= most
 
-    def _is_in_pass(self, step: int) -> bool:
-        end = None if self._pass_end is None else self._pass_end(self._now)
-        return end is None or step < end
+    def _wanted_until(self, step: int) -> list[int]:
+        """The keys in the queue that are read at this step or before: as far down the heap as there are such."""
+        found, at = [], [0]
+        while at:
+            place = at.pop()
+            if place < len(self._queue) and self._queue[place][0] <= step:
+                found.append(self._queue[place][2])
+                at += (2 * place + 1, 2 * place + 2)
+        return found
 
     def _drop_read(self) -> None:
-        """Delete what was read and is not read again in this epoch, unless it is near."""
-        read = []
-        end = None if self._pass_end is None else self._pass_end(self._now)
-        for key in self.here:
-            if self._first_read.get(key, NEVER) >= self._now or key in self._asked:
-                continue
+        """Delete what was read and is not read again in the epoch that read it, unless it is near."""
+        read = [key for key in self.here if key not in self._asked and self._is_read(key)]
+        released = [self._sha256s[key] for key in read]
+        if released != self._released:
+            self._released, self._published_at = released, -math.inf
+        for sha256 in self.cache.drop(released) if released else ():
+            self.evicted += 1
+            self._forget(self._keys[sha256])
+
+    def _is_read(self, key: int) -> bool:
+        if self._unread.get(key, -1) > self._now:
+            return False  # fetched ahead
+        last = self._uses.last_use(key, self._now)
+        end = None if self._pass_end is None else self._pass_end(self._now if last is None else last)
+        step = self._uses.next_use(key, self._now)
+        while step is None and (end is None or self._uses.known < end) and not self._uses.is_full(self._now):
+            self._extend()
             step = self._uses.next_use(key, self._now)
-            while step is None and not self._uses.is_full(self._now) and (end is None or self._uses.known < end):
-                self._extend()
-                step = self._uses.next_use(key, self._now)
-            known = self._uses.ended or (end is not None and self._uses.known >= end)
-            if (step is None and known) or (
-                step is not None and not self._is_in_pass(step) and not self._is_near(key, step - self._now)
-            ):
-                read.append(key)
-        if read:
-            for sha256 in self.cache.drop([self._sha256s[key] for key in read]):
-                self.evicted += 1
-                self._forget(self._keys[sha256])
+        if step is None:
+            return self._uses.ended or (end is not None and self._uses.known >= end)
+        return step > self._now and end is not None and step >= end and not self._is_near(key, step - self._now)
 
     def _publish(self) -> None:
         """Tell the other processes what this one will read, and where it stands."""
@@ -380,10 +379,9 @@ class Planner(Generic[T]):
             soon = [key for _, _, key in heapq.nsmallest(_TOLD, self._queue)]
             uses = {self._sha256s[key]: self._uses.use(key, self._now) for key in (*self.here, *self.flights, *soon)}
             told = {sha256: use for sha256, use in uses.items() if use is not None}
-            end = None if self._pass_end is None else self._pass_end(self._now)
-            if (told, end) != self._told:
-                self._told = (told, end)
-                self.cache.publish(told, end)
+            if (told, self._released) != self._told:
+                self._told = (told, self._released)
+                self.cache.publish(told, self._released)
         self.cache.stand(self._now, self._starved_at)
 
     def _next_change(self) -> int:

@@ -62,8 +62,9 @@ class SliceFeed(Generic[T]):
         num_steps: Where the run ends; None for never.
         start_transfer: Begins to fetch a slice into its partial file, and returns at once.
         cancel_transfer: Makes one end soon; its `done` is set when it has.
-        keep: `budget` evicts when room is needed; `window` deletes a slice once this process and the others have
-            read it in their epochs, unless it lies within the horizon; `all` never evicts a slice of the run.
+        keep: `budget` evicts when room is needed; `window` fetches ahead within the horizon only, and deletes a
+            slice once this process and the others have read it in their epochs, unless it lies within the horizon;
+            `all` never evicts a slice of the run.
         horizon_bytes: Of slices not needed at once, how much may push out what is read later. By default what the
             next 30 s of training read (twice as much after each late slice), one slice at least, half the budget
             at most.
@@ -259,7 +260,6 @@ class SliceFeed(Generic[T]):
         with self._changed:
             self._late += 1
             self._asked.update(keys)
-            self._lost += [key for key in keys if key in self._planner.here and not self.held(key)]
             for key in keys:
                 self._errors.pop(key, None)
             self._wake()
@@ -272,6 +272,10 @@ class SliceFeed(Generic[T]):
                             error = self._errors[key]
                             raise named(error, self._sha256s[key], key) from error
                     self._check_open()
+                    lost = [key for key in keys if key in self._planner.here and not self.held(key)]
+                    if lost:  # evicted by another process
+                        self._lost += lost
+                        self._wake()
                     self._changed.wait(_GRACE_S)
                 self._say(wait, keys)
         finally:
@@ -322,8 +326,12 @@ class SliceFeed(Generic[T]):
             outcome = self._planner.look(now, asked, finished, lost)
         except Exception as error:  # noqa: BLE001 - who waits for a slice gets it; the thread tries again
             outcome = Outcome(errors=dict.fromkeys(asked, error), wake_at=now + 1)
+        else:
+            seek_to = None
         with self._changed:
             self._looking = False
+            if self._seek_to is None:
+                self._seek_to = seek_to  # what went wrong is done again
             if outcome.again_s == 0.0:
                 self._dirty = True
             self._errors |= outcome.errors

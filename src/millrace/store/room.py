@@ -72,7 +72,7 @@ class Room:
     def entries(self) -> list[Entry]:
         """The cache's files, and the reservations of which no byte is written yet."""
         reserved = self.reservations()
-        entries = []
+        entries: dict[str, Entry] = {}
         for item in os.scandir(self.directory):
             sha256 = item.name.removesuffix(".part")
             if not SHA256.fullmatch(sha256):
@@ -84,11 +84,14 @@ class Room:
             is_part = item.name.endswith(".part")
             room = reserved.pop(sha256, 0)
             size = max(found.st_size, room) if is_part else found.st_size
+            if sha256 in entries and entries[sha256].counted > size:
+                continue  # renamed meanwhile, and listed under both names
             written = found.st_blocks * 512
-            entries.append(Entry(Path(item.path), sha256, is_part, size, written, room > 0, found.st_mtime))
+            entries[sha256] = Entry(Path(item.path), sha256, is_part, size, written, room > 0, found.st_mtime)
         for sha256, size in reserved.items():
-            entries.append(Entry(self.directory / f"{sha256}.part", sha256, True, size, 0, True, math.inf))
-        return entries
+            part = self.directory / f"{sha256}.part"
+            entries.setdefault(sha256, Entry(part, sha256, True, size, 0, True, math.inf))
+        return list(entries.values())
 
     def reservations(self) -> dict[str, int]:
         """What fetches under way have reserved; one whose process died holds no lock and counts no more."""

@@ -50,6 +50,7 @@ class Uses:
         self._span = _FIRST_STEPS
         self._intervals: dict[int, deque[tuple[int, int]]] = {}
         self._chunks: deque[tuple[int, int]] = deque()  # (first step behind the chunk, uses in it)
+        self._last: dict[int, int] = {}
         self._num_intervals = 0
         self._num_uses = 0
         self.known = step
@@ -98,7 +99,7 @@ class Uses:
         if intervals is None:
             return None
         while intervals and intervals[0][1] < now:
-            intervals.popleft()
+            self._last[key] = intervals.popleft()[1]
             self._num_intervals -= 1
         if not intervals:
             del self._intervals[key]
@@ -110,6 +111,11 @@ class Uses:
         """The step from `now` on at which a slice is read next; None if not before `known`."""
         use = self.use(key, now)
         return None if use is None else use[0]
+
+    def last_use(self, key: int, now: int) -> int | None:
+        """The last step before `now` that read a slice; None if none did since the step that this began with."""
+        self.use(key, now)
+        return self._last.get(key)
 
     def _compress(self, steps: I64, keys: I64) -> list[tuple[int, int, int]]:
         """(key, first, last) of the intervals, by first step, then as given."""
