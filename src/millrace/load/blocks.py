@@ -29,7 +29,7 @@ except ImportError:  # Not on Windows: then no wait is counted as the disk's.
 
 I64 = NDArray[np.int64]
 
-PLAN_SAMPLES = 4096
+PLAN_SAMPLES = 8192
 _CACHED_PLAN_STEPS = 64  # With a cache: what a block uses cannot be evicted until the block ends.
 _MOST_OPEN_BYTES = 1 << 30  # Of maps that stay open: pages of the page cache, not the process's own.
 

@@ -32,6 +32,7 @@ from millrace.load.slices import CacheSettings, Slices, user_cache
 from millrace.load.sources import Given, Mixture, open_all, read_mixture
 from millrace.load.state import identity_of, make_state, step_of_state
 from millrace.load.stats import Bottleneck, Waits, find_bottleneck
+from millrace.order.bijection import derive_key
 from millrace.order.plan import Order
 from millrace.order.run import Run
 
@@ -158,8 +159,8 @@ class Loader:
             for one in opened
         ]
         orders = [
-            Order(view.counts, int(seed), sizes.largest, lanes, window, bool(shuffle), bool(drop_last), head)
-            for view in self._views
+            Order(view.counts, one_seed, sizes.largest, lanes, window, bool(shuffle), bool(drop_last), head)
+            for view, one_seed in zip(self._views, self._seeds(int(seed)))
         ]
         self.order = orders[0]
         self._check_samples(sizes.largest, bool(drop_last))
@@ -172,7 +173,7 @@ class Loader:
             pad_id=pad_id,
             trim=trim,
         )
-        self._identity = identity_of(self.run, self.datasets, self._views, bool(drop_last))
+        self._identity = identity_of(self.run, self.datasets, self._views, int(seed), bool(drop_last))
         cached = [_is_cached(one, cache_dir) for one in opened]
         settings = CacheSettings.of(cache_dir, cache_bytes, keep, int(connections)) if any(cached) else None
         if settings is None and cache_bytes is not None:
@@ -315,6 +316,12 @@ class Loader:
     def bottleneck(self) -> Bottleneck | None:
         """What the caller waited for most since the loader was made; None if it hardly waited."""
         return find_bottleneck(self.waits.seconds, time.perf_counter() - self.waits.began_at)
+
+    def _seeds(self, seed: int) -> list[int]:
+        """Of each dataset's order. In a mixture one of its own for each name: equal counts are no equal orders."""
+        if self.mixture is None:
+            return [seed]
+        return [int.from_bytes(derive_key(seed, "source", name), "little") for name in self.datasets]
 
     def _check_samples(self, batch: int, drop_last: bool) -> None:
         for view, dataset in zip(self._views, self.datasets.values()):

@@ -18,7 +18,9 @@ from millrace.order.run import Run
 STATE_VERSION = 2
 
 
-def identity_of(run: Run, datasets: Mapping[str, Dataset], views: Sequence[View], drop_last: bool) -> dict[str, Any]:
+def identity_of(
+    run: Run, datasets: Mapping[str, Dataset], views: Sequence[View], seed: int, drop_last: bool
+) -> dict[str, Any]:
     """What decides a run's samples whatever the step. Plain JSON values."""
     orders = run.orders
     first = orders[0]
@@ -26,7 +28,7 @@ def identity_of(run: Run, datasets: Mapping[str, Dataset], views: Sequence[View]
     return {
         "version": STATE_VERSION,
         "dataset_id": {name: one.id for name, one in datasets.items()} if mixed else next(iter(datasets.values())).id,
-        "seed": first.seed,
+        "seed": seed,
         "seq_len": views[0].seq_len,
         "shuffle": first.shuffle,
         "drop_last": drop_last,
