@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import UsageError
-from millrace.store.cache import SliceCache
+from millrace.store import cache as cache_module
+from millrace.store import locks
+from millrace.store.cache import Refusal, Reservation, SliceCache
+from millrace.store.room import Evict, Room
 
 
 def put(cache: SliceCache, content: bytes) -> str:
@@ -124,3 +127,173 @@ def test_the_directory_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UsageError, match="Choose another directory"):
         SliceCache(tmp_path / "file" / "cache", 10)
+
+
+def test_a_reservation_does_not_wait(tmp_path: Path) -> None:
+    cache, other = SliceCache(tmp_path, 30), SliceCache(tmp_path, 30)
+    first = cache.try_reserve("a" * 64, 20)
+    assert isinstance(first, Reservation) and cache.used_bytes() == 20
+    assert other.try_reserve("a" * 64, 20) == Refusal("busy")
+    refused = other.try_reserve("b" * 64, 11)
+    assert isinstance(refused, Refusal) and refused.why == "no room" and "20 in use" in refused.detail
+    first.part.write_bytes(b"x" * 20)
+    assert first.commit() == tmp_path / ("a" * 64)
+    assert other.try_reserve("a" * 64, 20) == Refusal("here")
+    second = other.try_reserve("b" * 64, 11)  # nobody wants the first any more
+    assert isinstance(second, Reservation) and second.evicted == ["a" * 64]
+    second.release()
+    second.release()
+    assert cache.used_bytes() == 0
+    with pytest.raises(UsageError, match="has 31 bytes"):
+        cache.try_reserve("c" * 64, 31)
+
+
+def test_eviction_goes_by_what_all_will_read(tmp_path: Path) -> None:
+    mine, theirs = SliceCache(tmp_path, 30), SliceCache(tmp_path, 30)
+    names = [put(mine, bytes([number]) * 10) for number in range(3)]
+    soon, late, unwanted = names
+    age(mine, unwanted, 1 << 33)  # used last, and yet the first to go
+    theirs.publish({soon: (4, 6, None), late: (20, 20, None)})
+    mine.publish({late: (40, 41, 60), soon: (50, 50, None)})
+    assert evicted(mine, "1" * 64, steps=2.0) == [unwanted]
+    put(mine, b"d" * 10)
+    assert evicted(mine, "1" * 64, steps=2.0, evict="none") is None
+    theirs.stand(1)
+    age(mine, names[0], 1)
+    pinned = SliceCache(tmp_path, 30)
+    put(mine, b"e" * 10)  # in the place of d, which nobody wants
+    pinned.pin(put(mine, b"e" * 10))
+    assert evicted(mine, "1" * 64, steps=2.0, evict="unwanted") is None
+    assert evicted(mine, "1" * 64, steps=19.0) is None  # none is read later than in 19 steps by both
+    assert evicted(mine, "1" * 64, steps=18.0) == [late]
+    pinned.pin(put(mine, b"f" * 10))
+    assert evicted(mine, "2" * 64, steps=2.0) == [soon]
+
+
+def evicted(cache: SliceCache, sha256: str, steps: float, evict: Evict = "later") -> list[str] | None:
+    reserved = cache.try_reserve(sha256, 10, steps=steps, evict=evict)
+    if isinstance(reserved, Refusal):
+        return None
+    reserved.part.write_bytes(b"x" * 10)
+    reserved.commit()
+    cache.path_of(sha256).unlink()
+    return reserved.evicted
+
+
+def test_of_two_that_need_room_at_once_the_elder_gets_it(tmp_path: Path) -> None:
+    elder, younger = SliceCache(tmp_path, 20), SliceCache(tmp_path, 20)
+    theirs, ours = put(younger, b"a" * 10), put(elder, b"b" * 10)
+    younger.publish({theirs: (0, 0, None)})
+    elder.publish({ours: (0, 0, None)})
+
+    def next_use(sha256: str) -> float:
+        return 0.0 if sha256 in (theirs, "c" * 64) else float("inf")
+
+    refused = younger.try_reserve("c" * 64, 10, next_use=next_use)
+    assert isinstance(refused, Refusal) and refused.why == "no room"
+    taken = elder.try_reserve("d" * 64, 10, next_use=lambda sha256: 0.0 if sha256 == ours else float("inf"))
+    assert isinstance(taken, Reservation) and taken.evicted == [theirs]
+    taken.release()
+
+
+def test_a_dead_process_wants_nothing(tmp_path: Path) -> None:
+    cache = SliceCache(tmp_path, 10)
+    name = put(cache, b"a" * 10)
+    code = (
+        "import os, signal; from millrace.store.cache import SliceCache\n"
+        f"cache = SliceCache({str(tmp_path)!r}, 10); cache.publish({{{name!r}: (0, 0, None)}})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9
+    assert len(list((tmp_path / "futures").iterdir())) == 1
+    reserved = cache.try_reserve("b" * 64, 10, evict="unwanted")
+    assert isinstance(reserved, Reservation) and reserved.evicted == [name]
+    assert not list((tmp_path / "futures").iterdir())
+    reserved.release()
+
+
+def test_hold_is_all_or_none(tmp_path: Path) -> None:
+    cache = SliceCache(tmp_path, 20)
+    first = put(cache, b"a" * 10)
+    assert cache.hold([first, "b" * 64]) is None
+    second = put(cache, b"b" * 10)
+    assert cache.hold([first, second]) == [tmp_path / first, tmp_path / second]
+    assert cache.held() == {first, second}
+    with pytest.raises(UsageError, match="pinned"):
+        put(SliceCache(tmp_path, 20), b"c")
+    cache.unpin(first)
+    put(SliceCache(tmp_path, 20), b"c")
+    assert cache.held() == {second, hashlib.sha256(b"c").hexdigest()}
+
+
+def test_drop_spares_what_others_keep(tmp_path: Path) -> None:
+    cache, other = SliceCache(tmp_path, 40), SliceCache(tmp_path, 40)
+    names = [put(cache, bytes([number]) * 10) for number in range(4)]
+    other.publish(dict.fromkeys(names[:2], (5, 5, None)), released=names[1:2])
+    cache.pin(names[3])
+    assert cache.drop(names) == [names[1], names[2]]
+    other.retire()
+    other.retire()
+    assert cache.drop(names) == [names[0]]
+
+
+def test_what_killed_processes_left_is_cleaned(tmp_path: Path) -> None:
+    cache, other = SliceCache(tmp_path, 100), SliceCache(tmp_path, 100)
+    kept, stale, wanted, under_way = put(cache, b"a"), "b" * 64, "c" * 64, "d" * 64
+    for sha256 in (stale, wanted):
+        with cache.fetching(sha256, 10) as part:
+            part.write_bytes(b"half")
+    other.pin(kept)
+    with other.fetching(under_way, 10) as part:
+        part.write_bytes(b"half")
+        cache.clean([wanted])
+        assert sorted(path.name for path in tmp_path.glob("*.part")) == [f"{wanted}.part", f"{under_way}.part"]
+        assert {path.name.partition(".")[0] for path in (tmp_path / "locks").iterdir()} == {
+            "room", kept, wanted, under_way,
+        }  # fmt: skip
+
+
+def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = SliceCache(tmp_path, 10_000)
+    cache.check_space(10_000)
+    monkeypatch.setattr(Room, "free_bytes", lambda room: 4096)
+    with pytest.raises(UsageError, match=r"needs 9000 bytes \(budget 10000, slices 9000\), but its disk has 4096 free"):
+        cache.check_space(9000)
+    old = put(cache, b"a" * 4000)
+    cache.check_space(8000)  # what is here already is reused
+    reserved = cache.try_reserve("b" * 64, 6000)  # within the budget, but not on this disk unless the old one goes
+    assert isinstance(reserved, Reservation) and reserved.evicted == [old]
+    refused = cache.try_reserve("c" * 64, 3000)
+    assert isinstance(refused, Refusal) and "its disk is full" in refused.detail
+    reserved.release()
+
+
+def test_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cache_module, "_RAM", tmp_path)
+    cache = SliceCache("ram:test", 100)
+    assert cache.directory == tmp_path / f"millrace-{os.getuid()}-test"
+    assert cache.directory.stat().st_mode & 0o777 == 0o700
+    assert SliceCache("ram", 100).directory == tmp_path / f"millrace-{os.getuid()}"
+    assert cache_module.cache_directory(Path("ram")) == Path("ram")
+    cache.directory.chmod(0o755)
+    with pytest.raises(UsageError, match="not a directory of this user's alone"):
+        SliceCache("ram:test", 100)
+    with pytest.raises(UsageError, match="expected ram or ram:NAME"):
+        SliceCache("ram:../x", 100)
+    monkeypatch.setattr(cache_module, "_RAM", tmp_path / "absent")
+    with pytest.raises(UsageError, match="Choose a directory on disk"):
+        SliceCache("ram", 100)
+
+
+def test_a_lock_file_that_was_cleaned_away_is_not_held(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    held = locks.take(path)
+    assert locks.try_take(path) is None and locks.is_locked(path, locks.SHARED)
+    path.unlink()
+    other = locks.try_take(path)
+    assert other is not None
+    held.release()
+    held.release()
+    assert locks.is_locked(path, locks.SHARED)
+    other.release()
+    assert not locks.is_locked(path, locks.SHARED) and not locks.is_locked(tmp_path / "none", locks.SHARED)

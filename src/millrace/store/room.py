@@ -63,11 +63,17 @@ class Room:
         return disk.f_bavail * disk.f_frsize
 
     def remove(self, path: Path, guard: Path) -> bool:
-        """Delete a file of the cache's unless its guard is locked; under the room lock, which every pin takes too."""
+        """Delete a file of the cache's unless its guard is locked; under the room's lock, which every pin takes too.
+
+        Returns:
+            Whether it was there, and is no longer.
+        """
         if is_locked(guard, EXCLUSIVE):
             return False
-        path.unlink(missing_ok=True)
-        return True
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+            return True
+        return False
 
     def entries(self) -> list[Entry]:
         """The cache's files, and the reservations of which no byte is written yet."""
