@@ -103,10 +103,11 @@ class Room:
         """What fetches under way have reserved; one whose process died holds no lock and counts no more."""
         found = {}
         for item in os.scandir(self.locks):
-            if item.name.endswith(".fetch") and item.stat().st_size:
+            if item.name.endswith(".fetch"):
                 path = Path(item.path)
-                if is_locked(path, SHARED) and (text := path.read_bytes()):
-                    found[item.name.removesuffix(".fetch")] = int(text)
+                with contextlib.suppress(FileNotFoundError):
+                    if (text := path.read_bytes()) and is_locked(path, SHARED):
+                        found[item.name.removesuffix(".fetch")] = int(text)
         return found
 
     def make(
@@ -163,6 +164,8 @@ class Room:
         others = [] if evict == "none" else futures.others()
         ranked = []
         for entry in entries:
+            if entry.reserved:
+                continue  # Under way when it was listed; by now it may have its name, and its partial file none.
             own = next_use(entry.sha256)
             soonest = min([own, *(future.steps_to(entry.sha256) for future in others)])
             allowed = evict == "any" or soonest == math.inf or (evict == "later" and soonest > steps)
