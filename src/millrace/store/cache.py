@@ -8,8 +8,8 @@ room evicts for all: first what no live process will read again, then what is re
 
 A path handed out by `get` may be evicted before it is opened; `hold` and `pin` say what may not.
 
-What the choice costs: a listing of the directory for each slice fetched (3 ms for 1,000 slices), and two lock
-files of no bytes a slice, until the next start cleans them away.
+What the choice costs: a listing of the directory for each slice fetched (4 ms for 1,000 slices), and a lock
+file of no bytes for each slice read, until the next start cleans it away.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class SliceCache:
             for entry in self._room.entries():
                 wants = entry.sha256 in wanted or any(entry.sha256 in future.uses for future in futures)
                 if entry.is_part and not wants and not entry.reserved:
-                    self._room.remove(entry.path, self._locks / f"{entry.sha256}.fetch")
+                    self._room.remove(self.directory / entry.name, self._locks / f"{entry.sha256}.fetch")
                 else:
                     here.add(entry.sha256)
             for item in os.scandir(self._locks):
@@ -345,4 +345,5 @@ def _clear(lock: Lock) -> None:
     """End a reservation. Nothing, if it has ended or a fork left it with the parent."""
     if lock.descriptor >= 0:
         os.ftruncate(lock.descriptor, 0)
+        lock.path.unlink(missing_ok=True)  # Whoever waits for it finds out, and makes another.
         lock.release()

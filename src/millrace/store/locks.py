@@ -18,9 +18,10 @@ SHARED, EXCLUSIVE = fcntl.LOCK_SH, fcntl.LOCK_EX
 class Lock:
     """One lock that is held. `release` may be called twice."""
 
-    __slots__ = ("__weakref__", "descriptor")
+    __slots__ = ("__weakref__", "descriptor", "path")
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
         self.descriptor = descriptor
         _held.add(self)
 
@@ -91,7 +92,7 @@ def _take(path: Path, operation: int, flags: int) -> Lock | None:
             os.close(descriptor)
             raise
         if os.fstat(descriptor).st_nlink:
-            return Lock(descriptor)
+            return Lock(path, descriptor)
         os.close(descriptor)  # Cleaned away between the two calls: a lock that others would not see.
 
 

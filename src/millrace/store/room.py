@@ -27,7 +27,7 @@ Evict = Literal["none", "unwanted", "later", "any"]
 class Entry:
     """A slice or partial file, or a reservation of which no byte is written yet."""
 
-    path: Path
+    name: str
     sha256: str
     is_part: bool
     counted: int  # Bytes that count against the budget: a reservation in full.
@@ -93,10 +93,9 @@ class Room:
             if sha256 in entries and entries[sha256].counted > size:
                 continue  # renamed meanwhile, and listed under both names
             written = found.st_blocks * 512
-            entries[sha256] = Entry(Path(item.path), sha256, is_part, size, written, room > 0, found.st_mtime)
+            entries[sha256] = Entry(item.name, sha256, is_part, size, written, room > 0, found.st_mtime)
         for sha256, size in reserved.items():
-            part = self.directory / f"{sha256}.part"
-            entries.setdefault(sha256, Entry(part, sha256, True, size, 0, True, math.inf))
+            entries.setdefault(sha256, Entry(f"{sha256}.part", sha256, True, size, 0, True, math.inf))
         return list(entries.values())
 
     def reservations(self) -> dict[str, int]:
@@ -146,7 +145,7 @@ class Room:
             if short > 0:
                 return f"no room for {num_bytes} bytes in {self.directory}: its disk is full, {short} bytes short."
             for entry in chosen:
-                entry.path.unlink(missing_ok=True)
+                (self.directory / entry.name).unlink(missing_ok=True)
             part = self.directory / f"{sha256}.part"
             with contextlib.suppress(FileNotFoundError):
                 if part.stat().st_size > num_bytes:
