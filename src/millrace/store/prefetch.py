@@ -123,7 +123,6 @@ class SliceFeed(Generic[T]):
         self._began_at = 0  # the step of the last seek
         self._starved = ""  # why there is no room for what is asked for
         self._dirty = False  # whether the thread has something to look at
-        self._looking = False
 
     def after_fork(self) -> None:
         """The thread and the transfers stay with the parent."""
@@ -319,7 +318,7 @@ class SliceFeed(Generic[T]):
             finished, self._finished = self._finished, []
             lost, self._lost = self._lost, []
             now, asked = self._now, list(self._asked)
-            self._dirty, self._looking = False, True
+            self._dirty = False
         try:
             if seek_to is not None:
                 self._planner.seek(seek_to)
@@ -329,7 +328,6 @@ class SliceFeed(Generic[T]):
         else:
             seek_to = None
         with self._changed:
-            self._looking = False
             if self._seek_to is None:
                 self._seek_to = seek_to  # what went wrong is done again
             if outcome.again_s == 0.0:

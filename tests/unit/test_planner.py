@@ -1,0 +1,125 @@
+"""What is fetched equals the fewest possible, by brute force; the next uses are the run's."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from feed_fakes import NAMES, SIZE, Origin, uses_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.store import uses as uses_module
+from millrace.store.cache import SliceCache
+from millrace.store.planner import Planner
+from millrace.store.run_slices import RunSlices
+from millrace.store.uses import Uses
+
+
+def needed(steps: list[list[int]], ahead: int) -> list[frozenset[int]]:
+    """What has to be here before each step: what it reads, and of the rest what is read next, `ahead` slices."""
+    sets = []
+    for step, keys in enumerate(steps):
+        following = {
+            key: next(at for at in range(step, len(steps)) if key in steps[at])
+            for key in {key for later in steps[step:] for key in later}
+        }
+        sets.append(
+            frozenset(keys)
+            | {
+                key
+                for key, at in following.items()
+                if at > step and sum(step < other <= at for other in following.values()) <= ahead
+            }
+        )
+    return sets
+
+
+def fewest_fetches(sets: list[frozenset[int]], slices: int) -> int:
+    """By trying everything: what is kept after each step is any subset that fits."""
+    best: dict[frozenset[int], int] = {frozenset(): 0}
+    for wanted in sets:
+        following: dict[frozenset[int], int] = {}
+        for held, fetched in best.items():
+            total = fetched + len(wanted - held)
+            others = held - wanted
+            for kept in itertools.combinations(sorted(others), min(len(others), slices - len(wanted))):
+                state = wanted | frozenset(kept)
+                following[state] = min(following.get(state, total), total)
+        best = following
+    return min(best.values())
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[list[list[int]], int, int]:
+    """Epochs of slices in some order, read in overlapping runs of steps, a few at a time."""
+    num_slices = draw(st.integers(2, 6))
+    steps: list[list[int]] = []
+    for _ in range(draw(st.integers(1, 3))):
+        for key in draw(st.permutations(range(num_slices))):
+            at = max(0, len(steps) - draw(st.integers(0, 1)))
+            for step in range(at, at + draw(st.integers(1, 2))):
+                if step == len(steps):
+                    steps.append([])
+                steps[step].append(key)
+    widest = max(len(set(keys)) for keys in steps)
+    ahead = draw(st.integers(0, 2))
+    return steps, draw(st.integers(widest + ahead, widest + ahead + 2)), ahead
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs())
+def test_no_order_of_fetching_needs_fewer(
+    tmp_path_factory: pytest.TempPathFactory, run: tuple[list[list[int]], int, int]
+) -> None:
+    steps, slices, ahead = run
+    origin, ended = Origin(), []
+    cache = SliceCache(tmp_path_factory.mktemp("cache"), slices * SIZE + SIZE // 2)
+    planner = Planner(
+        cache, RunSlices.of(NAMES[:6], np.full(6, SIZE), uses_of(steps), len(steps)), origin.start, origin.cancel,
+        ended.append, keep="budget", horizon_bytes=ahead * SIZE, pass_end=None, patience_s=1, clock=lambda: 0.0,
+    )  # fmt: skip
+    planner.seek(0)
+    sets = needed(steps, ahead)
+    for step, keys in enumerate(steps):
+        before = None
+        while before != (len(origin.started), len(ended)):
+            before = (len(origin.started), len(ended))
+            finished = ended.copy()
+            ended.clear()
+            planner.look(step, keys, finished, [])
+        assert sets[step] <= {NAMES.index(name) for name in cache.held()}
+        assert cache.used_bytes() <= cache.budget_bytes
+    planner.close()
+    assert len(origin.started) == fewest_fetches(sets, slices)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=40),
+    st.integers(0, 39),
+    st.booleans(),
+    st.integers(1, 8),
+)
+def test_next_uses_are_those_of_the_run(steps: list[list[int]], first: int, exact: bool, chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uses_module, "_FIRST_STEPS", chunk)
+        patch.setattr(uses_module, "_CHUNK_INTERVALS", 2)
+        patch.setattr(uses_module, "_CHUNK_USES", 8)
+        first = min(first, len(steps) - 1)
+        found = Uses(uses_of(steps), len(steps), first, exact=exact)
+        begun = []
+        while not found.ended:
+            begun += found.extend()
+        firsts = {key: at for at, key in reversed(begun)}
+        assert [at for at, _ in begun] == sorted(at for at, _ in begun)
+        for key in range(6):
+            true = [at for at in range(first, len(steps)) if key in steps[at]]
+            assert firsts.get(key) == (true[0] if true else None)
+            for now in range(first, len(steps)):
+                told, left = found.next_use(key, now), [at for at in true if at >= now]
+                if found.bridged and left:
+                    assert told is not None and now <= told <= left[0]
+                else:
+                    assert told == (left[0] if left else None)
