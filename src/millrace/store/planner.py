@@ -331,7 +331,9 @@ class Planner(Generic[T]):
                 return True
             if steps > self._rate[2] * self.lead_s:
                 return False
-        most = self.cache.budget_bytes // 2 if self._horizon_bytes is None else self._horizon_bytes
+        most = self._horizon_bytes
+        if most is None:
+            most = self.cache.budget_bytes // (4 if self.lead_s == _LEAD_S else 2)
         ahead = self._sizes[key]
         for other in {*self.here, *self.flights, *self._wanted_until(self._now + steps)} - {key}:
             at = self._uses.next_use(other, self._now)

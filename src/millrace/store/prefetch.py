@@ -66,8 +66,8 @@ class SliceFeed(Generic[T]):
             slice once this process and the others have read it in their epochs, unless it lies within the horizon;
             `all` never evicts a slice of the run.
         horizon_bytes: Of slices not needed at once, how much may push out what is read later. By default what the
-            next 30 s of training read (twice as much after each late slice), one slice at least, half the budget
-            at most.
+            next 30 s of training read (twice as much after each late slice), one slice at least, a quarter of the
+            budget at most (half after a late slice).
         on_evict: Told the key of a slice that is here no longer; from the feed's thread.
         pass_end: The run step at which the epoch of a step ends, None for never: what `window` goes by.
         patience_s: How long to wait for room when nobody can make any.
