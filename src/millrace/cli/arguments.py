@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from millrace.errors import UsageError
-from millrace.sizes import parse_size
+from millrace.sizes import parse_rate, parse_size
 
 
 def show(result: dict[str, Any], as_json: bool) -> None:
@@ -48,6 +48,25 @@ def size(text: str) -> int:
         return parse_size(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def rate(text: str) -> float:
+    """Bytes per second from `1Gb/s` (bits) or `125MB/s` (bytes)."""
+    try:
+        return parse_rate(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def seconds(text: str) -> float:
+    """Seconds above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a time above zero")
+    return value
 
 
 def positive(text: str) -> int:
