@@ -110,12 +110,14 @@ class Slices:
             self._check_budget(cache)
 
     def _check_budget(self, cache: CacheSettings) -> None:
+        from millrace.store.room import part_bytes
+
         for dataset, cached in zip(self._datasets, self._cached):
             sizes = dataset.table.bytes
-            if cached and len(sizes) and int(sizes.max()) > cache.budget_bytes:
+            if cached and len(sizes) and part_bytes(int(sizes.max())) > cache.budget_bytes:
                 worst = dataset.table.row(int(sizes.argmax()))
                 raise UsageError(
-                    f"cache_bytes: expected at least the {worst.bytes:,} bytes of {worst.name} of {dataset.name}, got "
+                    f"cache_bytes: expected at least {part_bytes(worst.bytes):,} for {worst.name} of {dataset.name}, got "
                     f"{cache.budget_bytes:,}. Give the cache room for a few slices, or prepare smaller ones "
                     "(--slice-bytes)."
                 )
@@ -157,6 +159,8 @@ class Slices:
         """The consumer stands before `step`."""
         if not self.cached:
             return
+        if self._feed is not None and self._feed.pid != os.getpid():
+            self._feed = self._transfers = None  # Another process's, come by a fork.
         if self._feed is None:
             self._check_steps()
             self._feed = self._begin()
@@ -240,7 +244,7 @@ class Slices:
         feed = SliceFeed(
             SliceCache(self._cache.directory, self._cache.budget_bytes),
             np.concatenate([table.sha256 for table in infos]),
-            np.concatenate([table.bytes for table in infos]),
+            np.concatenate([table.bytes * cached for table, cached in zip(infos, self._cached)]),  # Local: no room.
             self._cached_uses,
             self._num_steps,
             start,
