@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,11 +100,10 @@ class Blocks:
                     following = self._plan(plan.steps[0] + self._plan_steps - self._every[0])
                     if following is not None:
                         self._slices.read_ahead(np.unique(following.keys).tolist())
-                if self._slices.cached:
-                    self._close_used(plan, stop, following)
-                self._slices.advance(plan.steps[stop - 1] + 1)
-                at = stop
+                at, step = stop, plan.steps[stop - 1] + 1
             plan = following
+        self._close_but(())
+        self._slices.advance(step)
 
     def close(self) -> None:
         """Close all maps."""
@@ -169,50 +168,57 @@ class Blocks:
 
     def _open_block(self, plan: _Plan, at: int) -> int:
         """Open the slices of as many steps from `at` on as are here: at least one step's. Where the block stops."""
-        evicted = self._slices.evicted
-        while evicted:
-            self._close_map(evicted.popleft())
         low, must = plan.bounds[at], plan.bounds[at + 1] - plan.bounds[at]
         keys, first_use = np.unique(plan.keys[low:], return_index=True)
         turn = np.argsort(first_use, kind="stable")
         keys, first_use = keys[turn], first_use[turn]
-        self._bring([key for key in keys[first_use < must].tolist() if key not in self._open], plan.steps[at] + 1)
+        self._bring(keys[first_use < must].tolist(), plan.steps[at])
         for i, (key, row) in enumerate(zip(keys.tolist(), first_use.tolist())):
-            if key in self._open:
+            if key in self._open and (row < must or not self._slices.is_cached(key)):
                 continue
             step = at if row < must else int(np.searchsorted(plan.bounds, row + low, side="right")) - 1
             try:
-                if row >= must and not self._slices.here(key):
-                    return self._begin_block(keys[:i].tolist(), step)
-                self._open_map(key, plan.steps[step] + 1)
+                if row >= must and not self._slices.hold([key], plan.steps[step] + 1):
+                    return self._begin_block(plan, at, keys[:i].tolist(), step)
+                if key not in self._open:
+                    self._open_map(key, plan.steps[step] + 1)
             except MillraceError:
                 if row < must:
                     raise
-                return self._begin_block(keys[:i].tolist(), step)  # Raised when that step is asked for, not before.
-        return self._begin_block(keys.tolist(), len(plan.steps))
+                # Raised when that step is asked for, not before.
+                return self._begin_block(plan, at, keys[:i].tolist(), step)
+        return self._begin_block(plan, at, keys.tolist(), len(plan.steps))
 
-    def _begin_block(self, used: Sequence[int], stop: int) -> int:
-        """Close the least recently used maps beyond the bound, but none of `used`."""
+    def _begin_block(self, plan: _Plan, at: int, used: Sequence[int], stop: int) -> int:
+        """Let go of what the block before kept, and close the least recently used maps beyond the bound."""
+        if self._slices.cached:
+            self._close_but(used)
+            self._slices.advance(plan.steps[at])
         for key in used:
             self._open.move_to_end(key)
         while self._open_bytes > _MOST_OPEN_BYTES and len(self._open) > len(used):
             self._close_map(next(iter(self._open)))
         return stop
 
-    def _bring(self, keys: Sequence[int], until: int) -> None:
-        if keys and self._slices.cached:
-            began = time.perf_counter()
-            try:
-                self._slices.bring(keys, until)
-            finally:
-                self.network_s += time.perf_counter() - began
+    def _bring(self, keys: Sequence[int], step: int) -> None:
+        """Keep the slices that a step needs: waiting for them with nothing kept and nothing mapped.
 
-    def _close_used(self, plan: _Plan, stop: int, following: _Plan | None) -> None:
-        """Close the maps of what will not be read soon: a file deleted while mapped takes its bytes all the same."""
-        soon = set(plan.keys[plan.bounds[stop] :].tolist())
-        if following is not None:
-            soon |= set(following.keys.tolist())
-        for key in [key for key in self._open if key not in soon]:
+        A file that another process deletes while it is mapped takes its bytes all the same, and nobody counts them.
+        """
+        if not self._slices.cached or self._slices.hold(keys, step + 1):
+            return
+        self._close_but(())
+        self._slices.advance(step)
+        began = time.perf_counter()
+        try:
+            self._slices.bring(keys, step + 1)
+        finally:
+            self.network_s += time.perf_counter() - began
+
+    def _close_but(self, used: Collection[int]) -> None:
+        """Close the maps of slices that came by way of the cache, but for `used`."""
+        kept = set(used)
+        for key in [key for key in self._open if key not in kept and self._slices.is_cached(key)]:
             self._close_map(key)
 
     def _open_map(self, key: int, until: int) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +74,6 @@ class Slices:
     Attributes:
         first_key: int64 [D + 1], the key of each dataset's slice 0.
         cached: Whether any slice comes by way of the cache.
-        evicted: Keys whose files the cache has deleted; whoever takes them out closes their maps.
 
     Raises:
         UsageError: If a slice is larger than the cache's budget.
@@ -100,7 +98,6 @@ class Slices:
         self.first_key = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_keys = int(self.first_key[-1])
         self.cached = any(cached)
-        self.evicted: deque[int] = deque()
         self._feed: SliceFeed[Transfer] | None = None
         self._transfers: Transfers | None = None
         self._counted: dict[str, Any] = {}
@@ -171,9 +168,10 @@ class Slices:
         if self._feed is not None:
             self._feed.advance(step)
 
-    def here(self, key: int) -> bool:
-        """Whether `open` would not wait."""
-        return not self.is_cached(key) or (self._feed is not None and self._feed.held(key))
+    def hold(self, keys: Sequence[int], until: int) -> bool:
+        """Whether all of these are here; then they are kept until `advance(until)`. Does not wait."""
+        wanted = [key for key in keys if self.is_cached(key)]
+        return not wanted or (self._feed is not None and self._feed.hold(wanted, until))
 
     def bring(self, keys: Sequence[int], until: int) -> None:
         """Wait until all of these are here, kept together until `advance(until)`.
@@ -225,7 +223,6 @@ class Slices:
             self._counted = {name: value + self._counted.get(name, 0) for name, value in counted.items()}
         if transfers is not None:
             transfers.close()
-        self.evicted.clear()
 
     def _begin(self) -> SliceFeed[Transfer]:
         from millrace.store.cache import SliceCache
@@ -250,7 +247,6 @@ class Slices:
             start,
             transfers.cancel,
             keep=self._cache.keep,
-            on_evict=self.evicted.append,
             pass_end=self._pass_end,
         )
         self._transfers = transfers

@@ -180,6 +180,11 @@ class SliceFeed(Generic[T]):
             self._await(wanted, until)
         return [self.cache.directory / self._sha256s[key] for key in keys]
 
+    def hold(self, keys: Sequence[int], until: int) -> bool:
+        """As `acquire_all`, but without waiting: False, and nothing more is kept, if one is not here."""
+        self._check_open()
+        return self._hold(list(dict.fromkeys(self._same[key] for key in keys)), until)
+
     def advance(self, step: int) -> None:
         """All before `step` is consumed: what was acquired until then may be evicted from now on.
 

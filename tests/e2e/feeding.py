@@ -1,0 +1,203 @@
+"""Loaders in processes of their own, a dataset whose tokens tell where they lie, and a watcher of a cache."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.dataset.adopt import adopt
+from millrace.dataset.slices import write_token_slice
+from millrace.load.loader import Loader
+
+MIB = 1 << 20
+SHA256 = re.compile(r"[0-9a-f]{64}(\.part)?")
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["millrace.load.loader", "millrace.store.remote", "millrace.store.web"])
+
+
+def make_dataset(folder: Path, slices: int, samples: int, seq_len: int) -> Path:
+    """Slices of `samples` and a short tail; token t of the dataset is t."""
+    folder.mkdir(parents=True)
+    length = samples * seq_len + 1
+    for i in range(slices):
+        tokens = np.arange(i * length, (i + 1) * length, dtype=np.uint32)
+        write_token_slice(folder / f"{i:04}.safetensors", tokens, np.array([length], np.uint64))
+    adopt(folder, folder.name)
+    return folder
+
+
+def are_whole(batch: Any, samples: int) -> bool:
+    """Whether a batch's tokens are those of its sample ids, in a dataset of `make_dataset`."""
+    length = batch.inputs.shape[1]
+    firsts = batch.sample_ids // samples * (samples * length + 1) + batch.sample_ids % samples * length
+    expected = firsts[:, None] + np.arange(length)
+    return bool((batch.inputs == expected).all() and (batch.labels == expected + 1).all())
+
+
+def global_batches(**arguments: Any) -> list[list[int]]:
+    """The sample ids of each step, of one process that reads the dataset where it lies."""
+    return [batch.sample_ids.tolist() for batch in Loader(rank=0, world_size=1, **arguments)]
+
+
+def start_rank(out: Path, arguments: dict[str, Any], **how: Any) -> ForkServerProcess:
+    """A process that iterates Loader(**arguments) and appends a line to `out` for each batch: see `read`."""
+    process = _processes.Process(target=_read, args=(out, arguments, how), daemon=True)
+    process.start()
+    return process
+
+
+def _read(out: Path, arguments: dict[str, Any], how: dict[str, Any]) -> None:
+    try:
+        read(out, arguments, **how)
+    except BaseException as error:
+        with out.open("a") as file:
+            file.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+        raise
+
+
+def read(
+    out: Path, arguments: dict[str, Any], state: dict[str, Any] | None, samples: int, step_s: float = 0.0,
+    most: int | None = None, memory_every: int = 0,
+) -> None:  # fmt: skip
+    """Read batches, check every token, and say after each what was read and what the state is."""
+    descriptor = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    with Loader(**arguments) as loader:
+        if state is not None:
+            loader.load_state_dict(state)
+        os.write(descriptor, b'{"ready": true}\n')
+        for done, batch in enumerate(loader, 1):
+            line = {"step": batch.run_step, "ids": batch.sample_ids.tolist(), "state": loader.state_dict()}
+            line["whole"] = are_whole(batch, samples)
+            del batch
+            if memory_every and done % memory_every == 0:
+                line["memory"] = own_memory()
+            os.write(descriptor, json.dumps(line).encode() + b"\n")
+            time.sleep(step_s)
+            if done == most:
+                break
+    os.write(descriptor, json.dumps({"stats": loader.stats()}, default=float).encode() + b"\n")
+    os.close(descriptor)
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    """What a rank wrote; a last line that it had no time to end is left out."""
+    text = out.read_text() if out.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def steps_of(out: Path) -> dict[int, dict[str, Any]]:
+    """Its steps. Fails if a token was wrong, or the rank raised."""
+    lines = lines_of(out)
+    assert not [line["error"] for line in lines if "error" in line]
+    steps = {line["step"]: line for line in lines if "step" in line}
+    assert all(line["whole"] for line in steps.values())
+    return steps
+
+
+def own_memory() -> dict[str, int]:
+    """Bytes of this process: `anon` its own, `file` of maps that are in memory."""
+    status = Path("/proc/self/status").read_text()
+    found = dict(re.findall(r"Rss(Anon|File|Shmem):\s+(\d+) kB", status))
+    return {"anon": int(found["Anon"]) << 10, "file": (int(found["File"]) + int(found["Shmem"])) << 10}
+
+
+def check_cache(directory: Path) -> int:
+    """Every slice has the bytes of its name, and nothing is locked. How many slices there are."""
+    slices = [item for item in directory.iterdir() if re.fullmatch(r"[0-9a-f]{64}", item.name)]
+    for item in slices:
+        assert hashlib.sha256(item.read_bytes()).hexdigest() == item.name
+    for item in [*directory.glob("locks/*"), *directory.glob("futures/*")]:
+        with item.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if somebody holds it.
+    return len(slices)
+
+
+class Watcher:
+    """Looks at a cache's directory every millisecond or so, from another process.
+
+    A look counts only if nothing was deleted meanwhile: else it would add what went to what came.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._told, theirs = _processes.Pipe()
+        self._process = _processes.Process(target=_watch, args=(directory, theirs), daemon=True)
+        self._process.start()
+        assert self._told.recv() == "ready"
+
+    def end(self) -> dict[str, int]:
+        """`most` bytes of slices and partial files at once, and how many `looks` there were."""
+        self._told.send("end")
+        found: dict[str, int] = self._told.recv()
+        self._process.join(10)
+        return found
+
+
+def _watch(directory: Path, told: Any) -> None:
+    most = most_slices = looks = 0
+    told.send("ready")
+    while not told.poll(0.001):
+        seen = _sizes(directory)
+        if seen.keys() <= _sizes(directory).keys():
+            looks += 1
+            most = max(most, sum(seen.values()))
+            most_slices = max(most_slices, len(seen))
+    with contextlib.suppress(BrokenPipeError):  # Nobody asks any more: the test failed.
+        told.send({"most": most, "most_slices": most_slices, "looks": looks})
+
+
+def _sizes(directory: Path) -> dict[int, int]:
+    """Bytes of slices and partial files by inode: one that is renamed meanwhile counts once."""
+    sizes = {}
+    with contextlib.suppress(FileNotFoundError):
+        for item in os.scandir(directory):
+            if SHA256.fullmatch(item.name):
+                with contextlib.suppress(FileNotFoundError):
+                    found = item.stat()
+                    sizes[found.st_ino] = found.st_size
+    return sizes
+
+
+def ended(processes: Sequence[ForkServerProcess], seconds: float = 60.0) -> list[int | None]:
+    """Wait for processes to end: their exit codes. What has not ended is killed, and has None."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    return codes
+
+
+def until(condition: Any, what: str, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path, size: int) -> Iterator[Path | None]:
+    """A file system of so many bytes in memory; None where it may not be mounted."""
+    import subprocess
+
+    directory.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", directory], capture_output=True)
+    try:
+        yield directory if made.returncode == 0 else None
+    finally:
+        if made.returncode == 0:
+            subprocess.run(["umount", "-l", directory], check=True)

@@ -1,0 +1,62 @@
+"""A dataset twenty times as large as its cache: memory and disk, in one process and in eight that share."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from feeding import MIB, Watcher, check_cache, ended, global_batches, make_dataset, small_disk, start_rank, steps_of
+
+from origin_server import OriginServer
+
+TIMES = int(os.environ.get("MILLRACE_LOADER_TIMES", "20"))
+SAMPLES, SEQ_LEN = 64, 2048  # 512 KiB a slice.
+BUDGET = 13 * MIB // 2  # Twelve of them and a little.
+ORDER = {"seq_len": SEQ_LEN, "global_batch_size": 8, "lanes": 4, "window": SAMPLES}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("memory") / "data", 12 * TIMES, SAMPLES, SEQ_LEN)
+
+
+@pytest.mark.parametrize("world", [1, 8])
+def test_memory_and_disk_stay_flat(folder: Path, tmp_path: Path, world: int) -> None:
+    outs = [tmp_path / f"{rank}.jsonl" for rank in range(world)]
+    with small_disk(tmp_path / "disk", 3 * BUDGET) as disk, OriginServer(folder) as server:
+        cache = (disk or tmp_path) / "cache"
+        cache.mkdir()
+        watcher, most_on_disk = Watcher(cache), 0
+        ranks = [
+            start_rank(
+                out, {**ORDER, "dataset": server.url, "rank": rank, "world_size": world, "cache_dir": cache,
+                      "cache_bytes": BUDGET}, state=None, samples=SAMPLES, memory_every=10,
+            )
+            for rank, out in enumerate(outs)
+        ]  # fmt: skip
+        while any(rank.is_alive() for rank in ranks):
+            if disk is not None:
+                found = os.statvfs(disk)
+                most_on_disk = max(most_on_disk, (found.f_blocks - found.f_bfree) * found.f_frsize)
+            time.sleep(0.002)
+        assert ended(ranks) == [0] * world
+        steps = [steps_of(out) for out in outs]
+        seen = watcher.end()
+        check_cache(cache)
+    ids = [[sample for of_rank in steps for sample in of_rank[step]["ids"]] for step in sorted(steps[0])]
+    assert ids == global_batches(dataset=folder, **ORDER)
+    assert seen["most"] <= BUDGET and seen["looks"] > 50
+    report: dict[str, Any] = {"world": world, "disk": most_on_disk / MIB, "budget": BUDGET / MIB, **seen}
+    for of_rank in steps:
+        memory = [line["memory"] for _, line in sorted(of_rank.items()) if "memory" in line]
+        early, late = memory[: len(memory) // 4], memory[len(memory) // 4 :]
+        grown = max(one["anon"] for one in late) - max(one["anon"] for one in early)
+        mapped = max(one["file"] for one in late) - min(one["file"] for one in memory)
+        report["anon"] = max(report.get("anon", 0), grown / MIB)
+        report["file"] = max(report.get("file", 0), mapped / MIB)
+        assert grown < 4 * MIB and mapped < BUDGET + 4 * MIB
+    print(report)
+    assert most_on_disk <= BUDGET  # Also what was deleted while it was mapped.
