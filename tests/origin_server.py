@@ -5,7 +5,8 @@
         open_remote(server.url)            # http://127.0.0.1:PORT
         open_remote(server.s3_url)         # s3://bucket/...; see `s3_environment`
 
-GET and HEAD with one range. Under `/bucket/` a request must carry a valid AWS signature (version 4).
+GET and HEAD with one range. Under `/bucket/` a request must carry a valid AWS signature (version 4), and objects may
+be put there, whole or in parts (`uploads.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import uploads
 
 ACCESS_KEY = "test-key"
 SECRET_KEY = "test-secret"
@@ -72,6 +75,7 @@ class OriginServer:
         most_at_once: The largest number of requests under way together.
         connections: How many were opened.
         paths, authorizations: Of each request, in order.
+        uploads: What was put, and is being put in parts.
         auth: If set, the Authorization header that plain requests must carry (else 401).
     """
 
@@ -79,6 +83,7 @@ class OriginServer:
         self.directory = directory
         self.faults = Faults()
         self.auth: str | None = None
+        self.uploads = uploads.Uploads()
         self.redirect: str | None = None  # a base URL: plain requests are sent on to it with 302
         self.requests: Counter[str] = Counter()
         self.bytes_sent: Counter[str] = Counter()
@@ -250,6 +255,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._refuse(404)
         self._send(name, file)
 
+    def do_PUT(self) -> None:
+        uploads.answer(self, _signature_fits(self))
+
+    do_POST = do_DELETE = do_PUT
+
     def _refuse(self, status: int, headers: dict[str, str] | None = None) -> None:
         with self.owner.lock:
             self.owner.statuses[status] += 1
@@ -276,6 +286,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(stop - start))
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("ETag", f'"{size:x}"')
+        for key, value in owner.uploads.metadata.get(name, {}).items():
+            self.send_header(key, value)
         self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
         if asked:
             self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")

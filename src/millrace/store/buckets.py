@@ -29,6 +29,8 @@ class BucketOrigin:
     `R2_DATASET_READ_SECRET_ACCESS_KEY`, and where the URL has none, `R2_DATASET_BUCKET_NAME` and `DATASET_BINS_PATH`.
     """
 
+    r2_right = "READ"
+
     def __init__(self, url: str, *, patience: Patience | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
         self._patience = patience or Patience()
@@ -120,8 +122,8 @@ class BucketOrigin:
             "endpoint": endpoint,
             "region": "auto",
             **self._options,
-            "access_key_id": environment("R2_DATASET_READ_ACCESS_KEY_ID", "r2"),
-            "secret_access_key": environment("R2_DATASET_READ_SECRET_ACCESS_KEY", "r2"),
+            "access_key_id": environment(f"R2_DATASET_{self.r2_right}_ACCESS_KEY_ID", "r2"),
+            "secret_access_key": environment(f"R2_DATASET_{self.r2_right}_SECRET_ACCESS_KEY", "r2"),
         }
         bucket = bucket or environment("R2_DATASET_BUCKET_NAME", "r2")
         return bucket, prefix or environment("DATASET_BINS_PATH", "r2").strip("/")
