@@ -5,6 +5,7 @@ Hides which is which. A key is a slice's number among the slices of all datasets
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -17,8 +18,8 @@ from numpy.typing import NDArray
 
 from millrace.dataset.manifest import SliceInfo
 from millrace.dataset.reader import Dataset
-from millrace.dataset.slices import Slice, open_slice
-from millrace.errors import UsageError
+from millrace.dataset.slices import Slice, hash_file, open_slice
+from millrace.errors import DatasetError, UsageError
 from millrace.load.readahead import ReadAhead
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ Uses = Callable[[int, int], tuple[I64, I64]]
 
 _MOST_DEFAULT_BYTES = 64 << 30
 _LOOK_AT_STEPS = 256
+_log = logging.getLogger("millrace")
 
 
 def user_cache() -> Path:
@@ -70,6 +72,7 @@ class Slices:
         num_steps: Of the run; None for no end.
         pass_end: The run step at which the epoch of a step ends; None for never.
         cache: Needed if any dataset is cached.
+        verify: Hash each slice as it is opened for the first time.
 
     Attributes:
         first_key: int64 [D + 1], the key of each dataset's slice 0.
@@ -87,6 +90,7 @@ class Slices:
         num_steps: int | None,
         pass_end: Callable[[int], int | None],
         cache: CacheSettings | None,
+        verify: bool = False,
     ) -> None:
         self._datasets = datasets
         self._cached = cached
@@ -94,6 +98,8 @@ class Slices:
         self._num_steps = num_steps
         self._pass_end = pass_end
         self._cache = cache
+        self._verify = verify
+        self._verified: set[int] = set()
         counts = [len(dataset.table) for dataset in datasets]
         self.first_key = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_keys = int(self.first_key[-1])
@@ -114,8 +120,8 @@ class Slices:
             if cached and len(sizes) and part_bytes(int(sizes.max())) > cache.budget_bytes:
                 worst = dataset.table.row(int(sizes.argmax()))
                 raise UsageError(
-                    f"cache_bytes: expected at least {part_bytes(worst.bytes):,} for {worst.name} of {dataset.name}, got "
-                    f"{cache.budget_bytes:,}. Give the cache room for a few slices, or prepare smaller ones "
+                    f"cache_bytes: expected at least {part_bytes(worst.bytes):,} for {worst.name} of {dataset.name}, "
+                    f"got {cache.budget_bytes:,}. Give the cache room for a few slices, or prepare smaller ones "
                     "(--slice-bytes)."
                 )
 
@@ -189,15 +195,36 @@ class Slices:
         """(index in its dataset, the slice, mapped), kept until `advance(until)`. Waits until it is here.
 
         Raises:
-            DatasetError: If a local one is missing or damaged.
+            DatasetError: If a local one is missing or damaged, or one is not what its dataset's table says.
             NetworkError: As `bring`.
         """
         dataset, index = self.find(key)
+        row = dataset.table.row(index)
+        new = self._verify and key not in self._verified
         if not self.is_cached(key):
-            return index, dataset.open_slice(index)
+            found = dataset.open_slice(index)
+            if new and (got := hash_file(found.path)) != row.sha256:
+                raise DatasetError(
+                    f"{found.path}: expected bytes of sha256 {row.sha256}, got {got}. The dataset was changed, or its "
+                    "disk fails. Fetch or prepare this slice again."
+                )
+            self._verified.add(key)
+            return index, found
         assert self._feed is not None
-        found = open_slice(self._feed.acquire(key, until))
-        dataset.check_slice(dataset.table.row(index), found)
+        path = self._feed.acquire(key, until)
+        if new and hash_file(path) != row.sha256:
+            _log.warning("%s of %s was changed after it was verified. Fetching it again.", row.name, dataset.name)
+            self._feed.reject(key)
+            path = self._feed.acquire(key, until)
+        self._verified.add(key)
+        try:
+            found = open_slice(path)
+            dataset.check_slice(row, found)
+        except DatasetError as error:
+            raise DatasetError(
+                f"slice {row.name} of {dataset.name} ({dataset.path}): its bytes have the hash of the dataset's table, "
+                f"but are not what the table says: {error} Publish the dataset again."
+            ) from error
         return index, found
 
     def read_ahead(self, keys: Sequence[int]) -> None:
