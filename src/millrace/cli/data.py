@@ -7,24 +7,26 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from millrace.cli.arguments import show, size
 
+if TYPE_CHECKING:
+    from millrace.dataset.reader import VerifyReport
+
 
 def _inspect(args: argparse.Namespace) -> int:
-    from millrace.dataset.reader import open_dataset
+    from millrace.load.sources import open_dataset
 
-    show(open_dataset(args.dataset).describe(), args.json)
+    show(open_dataset(args.dataset, args.network).describe(), args.json)
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from millrace.dataset.reader import verify_dataset
     from millrace.observe.progress import bytes_bar
 
     with bytes_bar("verify", None, enabled=not args.quiet) as advance:
-        report = verify_dataset(args.dataset, on_progress=advance)
+        report = _verify_where_it_lies(args, advance)
     if args.json:
         print(json.dumps({"ok": report.ok, "bad": report.bad}))
     elif report.ok:
@@ -34,6 +36,20 @@ def _verify(args: argparse.Namespace) -> int:
             print(f"bad: {name}")
         print("Fetch or prepare these again; until then nothing should train on this dataset.", file=sys.stderr)
     return 0 if report.ok else 1
+
+
+def _verify_where_it_lies(args: argparse.Namespace, advance: Callable[[int], None]) -> VerifyReport:
+    """A directory of ours by its files, so that a damaged manifest is named; anything else by what opens it."""
+    from millrace.dataset.manifest import MANIFEST_FILE
+    from millrace.dataset.reader import local_path, verify_dataset
+    from millrace.load.sources import open_dataset
+
+    is_local = "://" not in args.dataset or args.dataset.startswith("file://")
+    if is_local:
+        folder = local_path(args.dataset)
+        if (folder / MANIFEST_FILE).is_file() or not folder.exists():
+            return verify_dataset(folder, on_progress=advance)
+    return open_dataset(args.dataset, args.network).verify(on_progress=advance)
 
 
 def _adopt(args: argparse.Namespace) -> int:
@@ -86,7 +102,8 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         ("verify", _verify, "is a dataset whole"),
     ):
         p = verb(name, run, about)
-        p.add_argument("dataset")
+        p.add_argument("dataset", help="a directory or URL, of Millrace's format or one of docs/formats.md")
+        p.add_argument("--network", metavar="DIR", help="for millrace:// URLs: the node's directory")
         p.add_argument("--json", action="store_true")
         p.add_argument("--quiet", action="store_true")
     p = verb("adopt", _adopt, "give a directory of SafeTensors files a manifest")

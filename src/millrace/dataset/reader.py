@@ -148,7 +148,7 @@ class Dataset:
         missing: list[str] = []
         if self._table_changed():
             changed.append(TABLE_FILE)
-        for name, sha256 in sorted(_listed_files(self.manifest).items()):
+        for name, sha256 in sorted(listed_files(self.manifest).items()):
             state = _state_of(self.path / name, None, sha256)
             (missing if state == "missing" else changed if state else []).append(name)
         with ThreadPoolExecutor(workers or 4) as pool:
@@ -165,7 +165,7 @@ class Dataset:
         return _state_of(self.path / TABLE_FILE, None, self.manifest.table_sha256) != ""
 
     def _extra(self) -> list[str]:
-        known = {MANIFEST_FILE, TABLE_FILE, *_COMPANIONS, *_listed_files(self.manifest)}
+        known = {MANIFEST_FILE, TABLE_FILE, *_COMPANIONS, *listed_files(self.manifest)}
         # What lies in a dataset below this one (a named subset) is that dataset's.
         others = {p.parent for p in self.path.rglob(MANIFEST_FILE)} - {self.path}
         found = sorted(
@@ -267,7 +267,8 @@ def _read(folder: Path, name: str) -> bytes:
         ) from error
 
 
-def _listed_files(manifest: Manifest) -> dict[str, str]:
+def listed_files(manifest: Manifest) -> dict[str, str]:
+    """The files beside the slices that the manifest fixes: name to sha256 in hex."""
     files = manifest.lineage.get("files", {})
     if not isinstance(files, dict):
         return {}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, dataset_id
+from millrace.dataset.reader import listed_files
 from millrace.errors import DatasetError, UsageError
 from millrace.store.origins import Origin, read_small
 from millrace.store.remote import RemoteDataset
@@ -192,18 +193,15 @@ def _copy_one(
 
 def _finish(dataset: RemoteDataset, target: Target) -> None:
     """The small files, the table, and the manifest last."""
-    files = dataset.manifest.lineage.get("files", {})
-    for name, sha256 in sorted(files.items()) if isinstance(files, dict) else ():
-        if "/" not in name and name not in ("", ".", ".."):
-            data = read_small(dataset.origin, name, _MAX_FILE_BYTES)
-            if hashlib.sha256(data).hexdigest() != sha256:
-                raise DatasetError(f"{dataset.origin.url}/{name}: expected sha256 {sha256}, got other bytes.")
-            target.write(name, data, str(sha256))
-    for name, wanted in ((TABLE_FILE, dataset.manifest.table_sha256), (MANIFEST_FILE, dataset.id)):
-        data = read_small(dataset.origin, name, _MAX_FILE_BYTES)
-        got = hashlib.sha256(data).hexdigest()
-        if got != wanted:
-            raise DatasetError(
-                f"{dataset.origin.url}/{name}: expected sha256 {wanted}, got {got}. It changed meanwhile."
-            )
-        target.write(name, data, got)
+    for name, sha256 in sorted(listed_files(dataset.manifest).items()):
+        _copy_small(dataset.origin, target, name, sha256)
+    _copy_small(dataset.origin, target, TABLE_FILE, dataset.manifest.table_sha256)
+    _copy_small(dataset.origin, target, MANIFEST_FILE, dataset.id)
+
+
+def _copy_small(origin: Origin, target: Target, name: str, sha256: str) -> None:
+    data = read_small(origin, name, _MAX_FILE_BYTES)
+    got = hashlib.sha256(data).hexdigest()
+    if got != sha256:
+        raise DatasetError(f"{origin.url}/{name}: expected sha256 {sha256}, got {got}. Publish it again.")
+    target.write(name, data, got)

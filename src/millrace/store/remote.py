@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable, dataset_id
-from millrace.dataset.reader import Dataset, check_totals
+from millrace.dataset.reader import Dataset, VerifyReport, check_totals, listed_files
 from millrace.dataset.slices import Slice
 from millrace.errors import DatasetError, UsageError
 from millrace.store.origins import Origin, Patience, open_origin, read_small
+from millrace.store.verify import File, verify_files
 
 if TYPE_CHECKING:
     from millrace.network.discovery import Discovery
@@ -36,6 +38,18 @@ class RemoteDataset(Dataset):
     def open_slice(self, index: int) -> Slice:
         """Raises UsageError: a slice is fetched first."""
         raise self._elsewhere(f"slice {index}")
+
+    def verify(self, on_progress: Callable[[int], None] | None = None, workers: int | None = None) -> VerifyReport:
+        """Read and hash every slice and listed file where it lies; keeps nothing. As `Dataset.verify` besides.
+
+        Raises:
+            NetworkError: If the origin cannot be reached.
+        """
+        table = self.table
+        files: list[File] = [(name, None, sha256) for name, sha256 in sorted(listed_files(self.manifest).items())]
+        hashes = [row.tobytes().hex() for row in table.sha256]
+        files += zip(table.names.to_pylist(), table.bytes.tolist(), hashes)
+        return verify_files(self.origin, files, workers=workers or 8, on_progress=on_progress)
 
     def _elsewhere(self, what: str) -> UsageError:
         return UsageError(
