@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 import time
 from collections.abc import Iterator
@@ -73,7 +72,7 @@ def ids(batches: Any) -> list[list[int]]:
 @pytest.mark.parametrize("helpers", [0, 1, 4])
 def test_the_same_order_for_any_number_of_helpers(data: Path, helpers: int) -> None:
     wanted = expected(data, 2)
-    loader = dataloader(data, num_workers=helpers, **ARGUMENTS)
+    loader = dataloader(data, num_workers=helpers, epochs=2, **ARGUMENTS)
     assert len(loader) == STEPS and len(wanted) == 2 * STEPS
     for epoch in range(2):  # One pass is one epoch; nothing needs to be told which.
         kept = list(loader)  # All at once: what is kept is not written over.
@@ -94,13 +93,13 @@ def test_without_helpers_nothing_is_copied_and_with_them_labels_and_inputs_share
 def test_resume_with_another_number_of_helpers(data: Path, first: int, then: int) -> None:
     wanted = [one["ids"] for one in expected(data, 2)]
     for stop in (7, 25, 31):
-        loader = dataloader(data, num_workers=first, **ARGUMENTS)
+        loader = dataloader(data, num_workers=first, epochs=2, **ARGUMENTS)
         seen = ids(islice(loader, min(stop, STEPS)))
         if stop > STEPS:
             seen += ids(islice(loader, stop - STEPS))
         assert seen == wanted[:stop]
         state = loader.state_dict()
-        other = dataloader(data, num_workers=then, **ARGUMENTS)
+        other = dataloader(data, num_workers=then, epochs=2, **ARGUMENTS)
         other.load_state_dict(state)
         assert other.state_dict() == state
         rest = ids(other)
@@ -113,7 +112,7 @@ def test_resume_with_another_number_of_helpers(data: Path, first: int, then: int
 @pytest.mark.parametrize("persistent", [False, True])
 def test_leaving_a_loop_early_goes_on_with_the_next_batch(data: Path, persistent: bool) -> None:
     wanted = [one["ids"] for one in expected(data, 3)]
-    loader = dataloader(data, num_workers=2, persistent_workers=persistent, **ARGUMENTS)
+    loader = dataloader(data, num_workers=2, persistent_workers=persistent, epochs=3, **ARGUMENTS)
     seen: list[list[int]] = []
     for count in (3, 1, 8, 100, 5, 100, 100):
         for one in islice(loader, count):
@@ -159,6 +158,18 @@ def test_other_ways_to_start_helpers(data: Path, method: str) -> None:
     loader = dataloader(data, num_workers=1, multiprocessing_context=method, **ARGUMENTS)
     loader.load_state_dict(Loader(data, **ARGUMENTS).state_at(4))
     assert ids(loader) == wanted[4:]
+
+
+@pytest.mark.parametrize("helpers", [0, 1])
+def test_reckoning_with_states_does_not_disturb_a_pass(data: Path, helpers: int) -> None:
+    wanted = [one["ids"] for one in expected(data, 1)]
+    loader = dataloader(data, num_workers=helpers, epochs=1, **ARGUMENTS)
+    start, seen = loader.state_dict(), []
+    for one in loader:
+        seen.append(one["sample_ids"].tolist())
+        assert loader.dataset.state_after(start, len(seen)) == loader.state_dict()
+        assert len(loader) == STEPS
+    assert seen == wanted
 
 
 def test_fork_beside_the_threads_of_a_running_loader(data: Path) -> None:
@@ -240,6 +251,8 @@ def test_in_torchs_own_dataloader_every_pass_is_the_next_epoch(data: Path, helpe
         assert type(got[0]) is dict
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torchdata's own, when it is imported.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("helpers", [0, 1, 3])
 def test_in_torchdatas_stateful_dataloader(data: Path, helpers: int) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
@@ -304,14 +317,14 @@ def test_what_is_wrong_is_refused(data: Path) -> None:
 
 
 def _open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts descriptors in /proc")
 def test_nothing_is_left_open(data: Path) -> None:
     def passes() -> Iterator[int]:
         for _ in range(3):
-            loader = dataloader(data, num_workers=2, **ARGUMENTS)
+            loader = dataloader(data, num_workers=1, epochs=1, **ARGUMENTS)
             list(loader)
             del loader
             yield _open_descriptors()

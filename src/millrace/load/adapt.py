@@ -58,16 +58,24 @@ def _unshifted(batch: Batch) -> Any:
     return labels
 
 
-def steps_left(loader: Loader, state: dict[str, Any]) -> int | None:
-    """Steps from `state` to the end of its epoch, or of the run; None if neither comes. The loader stands there after.
+def state_after(loader: Loader, state: dict[str, Any], steps: int) -> dict[str, Any]:
+    """The state `steps` steps after `state`, which is this loader's. Arithmetic; an iteration is not disturbed.
 
-    Cost: some 40 states, by bisection: a millisecond.
+    Raises:
+        UsageError: If the run ends before.
     """
-    loader.load_state_dict(state)
+    return loader.state_at(state["step"] + steps - loader.state_at(0)["step"])
+
+
+def steps_left(loader: Loader, state: dict[str, Any]) -> int | None:
+    """Steps from `state` to the end of its epoch, or of the run; None if neither comes.
+
+    Cost: some 40 states, by bisection: a tenth of a millisecond.
+    """
 
     def inside(steps: int) -> bool:
         try:
-            return bool(loader.state_at(steps)["epoch"] == state["epoch"])
+            return bool(state_after(loader, state, steps)["epoch"] == state["epoch"])
         except UsageError:
             return False  # The run ends before.
 
@@ -81,7 +89,7 @@ def steps_left(loader: Loader, state: dict[str, Any]) -> int | None:
         middle = (low + high) // 2
         low, high = (middle, high) if inside(middle) else (low, middle)
     try:
-        loader.state_at(high)
+        state_after(loader, state, high)
     except UsageError:
         return low
     return high

@@ -1,0 +1,72 @@
+"""Lightning: the loader's state goes into its checkpoints by itself; a run resumed in mid-epoch sees the rest of it.
+
+Run: python examples/lightning_module.py
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from torch import nn
+
+from millrace.load.torch import DataLoader, dataloader
+
+PREPARE = [sys.executable, "-m", "millrace.cli", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
+
+STEPS, SAVED_AT = 14, 5
+
+
+class Bigram(lightning.LightningModule):
+    def __init__(self, dataset: Path) -> None:
+        super().__init__()
+        self.dataset, self.model = dataset, nn.Sequential(nn.Embedding(512, 16), nn.Linear(16, 512))
+        self.seen: list[list[int]] = []
+
+    def train_dataloader(self) -> DataLoader:
+        # Made here, where the ranks know each other, it takes its rank from torch.distributed.
+        return dataloader(self.dataset, seq_len=32, batch_size=8, seed=1, num_workers=1, persistent_workers=True)
+
+    def training_step(self, batch: dict[str, Any], index: int) -> torch.Tensor:
+        self.seen.append(batch["sample_ids"].tolist())
+        return nn.functional.cross_entropy(self.model(batch["inputs"]).flatten(0, 1), batch["labels"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(dataset: Path, steps: int, resume: Path | None, save: Path | None) -> list[list[int]]:
+    module = Bigram(dataset)
+    trainer = lightning.Trainer(
+        max_steps=steps, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(module, ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return module.seen
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as directory:
+        dataset, checkpoint = Path(directory) / "dataset", Path(directory) / "last.ckpt"
+        subprocess.run([*PREPARE, "--out", dataset], check=True, stdout=subprocess.DEVNULL)
+        whole = fit(dataset, STEPS, None, None)
+        before = fit(dataset, SAVED_AT, None, checkpoint)
+        after = fit(dataset, STEPS, checkpoint, None)
+        print(f"{len(before)} batches, and {len(after)} after a resume in mid-epoch, of {len(whole)}")
+        if before + after != whole:
+            sys.exit("resumed, the run saw other batches")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The loader in plain NumPy: a bigram model by counting, an epoch in one loop, stopped and gone on with in between.
+
+python examples/numpy_loop.py [TEXT…]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+import millrace
+from millrace.prepare import prepare
+
+SETTINGS = {"seq_len": 64, "batch_size": 8, "seed": 1}
+
+
+def main(inputs: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        dataset = Path(directory) / "dataset"
+        prepare(inputs or [__file__, millrace.__file__], dataset, tokenizer="bytes", slice_bytes=4096)
+        counts = np.ones((512, 512))
+        losses = []
+        loader = millrace.Loader(dataset, **SETTINGS)
+        for _ in range(2):
+            for batch in loader:
+                known = batch.labels >= 0  # -100: there is no next token.
+                pairs = batch.inputs[known], batch.labels[known]
+                losses.append(-np.log(counts[pairs] / counts[pairs[0]].sum(-1)).mean())
+                np.add.at(counts, pairs, 1)
+                if batch.step == len(loader) // 2:
+                    break  # Iterating again goes on with the next batch; so does another loader, given the state:
+            state = loader.state_dict()
+            loader = millrace.Loader(dataset, **SETTINGS)
+            loader.load_state_dict(state)
+        print(f"{len(losses)} of {len(loader)} batches; loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last")
+        if len(losses) != len(loader):
+            sys.exit("a batch is missing or came twice")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,80 @@
+"""Data-parallel training on two ranks with DDP; saved in mid-epoch and gone on with.
+
+    python examples/train_ddp.py                                                  starts two ranks itself
+    torchrun --nproc-per-node 8 examples/train_ddp.py DATASET CHECKPOINT.pt       or as you start yours
+
+The loader reads rank and world size from what torchrun sets. The checkpoint may be loaded on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from millrace.load.torch import dataloader
+
+PREPARE = [sys.executable, "-m", "millrace.cli", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
+
+STOP = 7
+
+
+def train(dataset: str, checkpoint: Path) -> None:
+    dist.init_process_group("gloo")  # "nccl" with GPUs
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(512, 16), nn.Linear(16, 512)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    # The one line: each rank reads its part, and all have as many steps. The global batch is what a run keeps.
+    loader = dataloader(dataset, seq_len=32, global_batch_size=6, seed=1, drop_last=True)
+    saved = torch.load(checkpoint) if checkpoint.exists() else None
+    if saved is not None:
+        model.module.load_state_dict(saved["model"])
+        loader.load_state_dict(saved["data"])
+    for batch in loader:
+        logits = model(batch["inputs"])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if saved is None and batch["step"] + 1 == STOP:
+            break
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} ranks, up to step {batch['step'] + 1} of {len(loader)}: loss {loss.item():.2f}")
+        torch.save({"model": model.module.state_dict(), "data": loader.state_dict()}, checkpoint)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(ranks: int, dataset: Path, checkpoint: Path) -> None:
+    """What torchrun does: as many processes, told by their environment which they are."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(dataset), str(checkpoint)]
+    started = [subprocess.Popen(command, env=os.environ | settings | {"RANK": str(i)}) for i in range(ranks)]
+    if sum(one.wait() for one in started):
+        sys.exit("a rank failed")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        dataset, checkpoint = Path(directory) / "dataset", Path(directory) / "checkpoint.pt"
+        subprocess.run([*PREPARE, "--out", dataset], check=True, stdout=subprocess.DEVNULL)
+        launch(2, dataset, checkpoint)
+        launch(1, dataset, checkpoint)  # With what is left, on one rank.
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        train(sys.argv[1], Path(sys.argv[2]))
+    else:
+        main()

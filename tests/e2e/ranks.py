@@ -1,0 +1,98 @@
+"""Ranks that train a tiny model together, for test_ddp: python ranks.py CONFIG.json
+
+The configuration is a list of runs, one after another, each of `world` processes forked from this one, which has
+imported PyTorch once for all. What a run saw goes to `out`, its checkpoint to `save`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import multiprocessing
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # DistributedDataParallel imports it when it is first made: seconds, for each rank.
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from millrace.load.torch import dataloader
+
+VOCAB, SEQ_LEN = 32, 8
+
+
+def train(rank: int, run: dict[str, Any], port: int, done: Any) -> None:
+    faulthandler.dump_traceback_later(100, exit=True)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(run["world"]), "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)).double()
+    state = torch.load(run["load"]) if run.get("load") else None
+    if state is not None:
+        model.load_state_dict(state["model"])
+    model = fully_shard(model) if run.get("wrap") == "fsdp" else DistributedDataParallel(model)
+    loader = dataloader(
+        run["data"], seq_len=SEQ_LEN, global_batch_size=6, seed=9, num_workers=run.get("helpers", 0),
+        persistent_workers=run.get("helpers", 0) > 0,
+    )  # fmt: skip
+    if state is not None:
+        loader.load_state_dict(state["data"])
+    seen: list[dict[str, Any]] = []
+    while len(seen) < run["steps"]:
+        for batch in loader:
+            seen.append(step(model, batch))
+            if len(seen) == run["steps"]:
+                break
+    if run.get("save") and rank == 0:
+        torch.save({"model": model.module.state_dict(), "data": loader.state_dict()}, run["save"])
+    gathered: list[Any] = [None] * run["world"]
+    dist.all_gather_object(gathered, [one["ids"] for one in seen])
+    if rank == 0:
+        report = {"ids": list(zip(*gathered)), "losses": [one["loss"] for one in seen]}
+        Path(run["out"]).write_text(json.dumps(report))
+    done.wait()
+    os._exit(0)  # Nobody talks any more: there is nothing to take down, and gloo may wait for peers that are gone.
+
+
+def step(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """One step on the mean over the global batch, whatever a rank's part of it: even none."""
+    logits = model(batch["inputs"])
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    count = (batch["labels"] != -100).sum()
+    dist.all_reduce(count)
+    (loss * dist.get_world_size() / count).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.5 * parameter.grad
+    model.zero_grad()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return {"ids": batch["sample_ids"].tolist(), "loss": (total / count).item()}
+
+
+def main() -> None:
+    runs = json.loads(Path(sys.argv[1]).read_text())
+    fork = multiprocessing.get_context("fork")
+    for run in runs:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        done = fork.Barrier(run["world"])
+        ranks = [fork.Process(target=train, args=(rank, run, port, done)) for rank in range(run["world"])]
+        for one in ranks:
+            one.start()
+        for one in ranks:
+            one.join()
+        if any(one.exitcode for one in ranks):
+            sys.exit(f"run {run}: exit codes {[one.exitcode for one in ranks]}")
+
+
+if __name__ == "__main__":
+    main()
