@@ -235,6 +235,22 @@ def test_documents_that_are_left_out_never_come(folders: dict[str, Path], packin
     assert len(seen) == sum(map(len, documents)) - len(forbidden) - (loader.tail_tokens if packing == "chunk" else 0)
 
 
+def test_filters_of_a_mixture_are_by_name(folders: dict[str, Path]) -> None:
+    mixture = Mixture(folders, {"web": 1, "books": 1})
+    gone = DocumentFilter(exclude=np.array([0, 1]))
+    arguments: dict[str, Any] = {"dataset": mixture, "seq_len": SEQ_LEN, "batch_size": 8, "steps": 40}
+    loader = Loader(**arguments, documents={"web": gone})
+    tokens = {int(token) for batch in loader if batch.inputs is not None for token in batch.inputs.flat}
+    assert not tokens & set(range(74)) and tokens >= set(range(100_000, 100_074))
+    with pytest.raises(StateError, match="documents"):
+        Loader(**arguments).load_state_dict(loader.state_dict())
+    for wrong in (gone, {"nobody": gone}):
+        with pytest.raises(UsageError, match="documents"):
+            Loader(**arguments, documents=wrong)
+    with pytest.raises(UsageError, match="documents"):
+        Loader(folders["web"], seq_len=SEQ_LEN, batch_size=8, documents={"web": gone})
+
+
 def test_rows_of_different_lengths_are_padded_and_masked(tmp_path: Path) -> None:
     for i, length in enumerate((5, 9)):
         ids = np.full((4, length), i + 1, np.uint16)

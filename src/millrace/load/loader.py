@@ -12,7 +12,7 @@ and maps of at most 1 GiB of slices, which are the page cache's pages, not the p
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ class Loader:
         packing: `chunk`: seq_len consecutive tokens are a sample, documents are cut where they fall. `fit`: whole
             documents are fitted into samples, none cut unless longer than seq_len; what is left over is padding.
         document_masks: Give each batch `position_ids`, `document_ids` and `cu_seqlens`; no label crosses a document.
-        documents: What to leave out.
+        documents: What to leave out. In a mixture, by the name of a dataset.
         split: `train` or `validation`, of which `validation` is the part, in (0, 1). By default all is one.
         pad_id: What pads rows; by default EOS, or 0.
         trim: Layout `rows`: cut the columns at a batch's end that are padding in all its rows.
@@ -81,6 +81,8 @@ class Loader:
         keep: `budget`: a slice is deleted when room is needed. `window`: as soon as its last use in this epoch is
             over. `all`: never; refused unless all fits.
         connections: Requests at once to an origin.
+        verify: Hash each slice when this loader first opens it (1.5 GB/s), so that no byte that changed on a disk is
+            trained on. Without it a local slice is checked by its size and shape; what is fetched is always verified.
         identity: For `millrace://` URLs, the node's directory.
         prefetch: Batches made ahead by a thread; 0 makes them in the caller's, which is faster for whole tokens
             (a batch costs microseconds): slices are fetched ahead either way.
@@ -110,7 +112,7 @@ class Loader:
         dtype: Any = np.int64,
         packing: str = "chunk",
         document_masks: bool = False,
-        documents: DocumentFilter | None = None,
+        documents: DocumentFilter | Mapping[str, DocumentFilter] | None = None,
         split: str | None = None,
         validation: float = 0.0,
         pad_id: int | None = None,
@@ -119,6 +121,7 @@ class Loader:
         cache_bytes: int | None = None,
         keep: Keep = "budget",
         connections: int = 16,
+        verify: bool = False,
         identity: str | Path | None = None,
         prefetch: int = 0,
         lanes: int | None = None,
@@ -151,12 +154,12 @@ class Loader:
                 one,
                 self.seq_len,
                 packing=packing,
-                documents=documents,
+                documents=left_out,
                 split=split,
                 validation=validation,
                 remember=user_cache() / "counts",
             )
-            for one in opened
+            for one, left_out in zip(opened, self._filters(documents))
         ]
         orders = [
             Order(view.counts, one_seed, sizes.largest, lanes, window, bool(shuffle), bool(drop_last), head)
@@ -175,13 +178,15 @@ class Loader:
         )
         self._identity = identity_of(self.run, self.datasets, self._views, int(seed), bool(drop_last))
         cached = [_is_cached(one, cache_dir) for one in opened]
+        if verify:
+            _check_hashes(opened)
         settings = CacheSettings.of(cache_dir, cache_bytes, keep, int(connections)) if any(cached) else None
         if settings is None and cache_bytes is not None:
             raise UsageError(
                 f"cache_bytes: expected none for {opened[0].path}, which is local and is read in place. Leave it out, "
                 "or give a cache_dir to keep slices in (of a slow mount, say)."
             )
-        self._slices = Slices(opened, cached, self._uses, self.run.num_steps, self._pass_end, settings)
+        self._slices = Slices(opened, cached, self._uses, self.run.num_steps, self._pass_end, settings, bool(verify))
         self._blocks = Blocks(self.run, self._views, maker, self._slices, self.rank, self.world_size, every)
         self.waits = Waits()
         self._prefetch = int(prefetch)
@@ -317,6 +322,19 @@ class Loader:
         """What the caller waited for most since the loader was made; None if it hardly waited."""
         return find_bottleneck(self.waits.seconds, time.perf_counter() - self.waits.began_at)
 
+    def _filters(self, documents: DocumentFilter | Mapping[str, DocumentFilter] | None) -> list[DocumentFilter | None]:
+        """What is left out of each dataset."""
+        if isinstance(documents, Mapping):
+            unknown = sorted(set(documents) - set(self.datasets))
+            if self.mixture is None or unknown:
+                raise UsageError(
+                    f"documents: expected filters by names of a mixture, got {unknown or list(documents)}."
+                )
+            return [documents.get(name) for name in self.datasets]
+        if self.mixture is not None and documents is not None and len(documents.numbers):
+            raise UsageError("documents: expected {name: filter} in a mixture, got numbers without a dataset's name.")
+        return [documents] * len(self.datasets)
+
     def _seeds(self, seed: int) -> list[int]:
         """Of each dataset's order. In a mixture one of its own for each name: equal counts are no equal orders."""
         if self.mixture is None:
@@ -356,6 +374,12 @@ def _open_again(arguments: dict[str, Any], step: int) -> Loader:
     loader = Loader(**arguments)
     loader._step = loader._began_step = step
     return loader
+
+
+def _check_hashes(datasets: list[Dataset]) -> None:
+    for dataset in datasets:
+        if isinstance(dataset, ForeignDataset):
+            raise UsageError(f"verify: {dataset.path} is of another format, which has no hashes. Leave it out.")
 
 
 def _is_cached(dataset: Dataset, cache_dir: str | Path | None) -> bool:

@@ -30,12 +30,13 @@ def identity_of(
         "dataset_id": {name: one.id for name, one in datasets.items()} if mixed else next(iter(datasets.values())).id,
         "seed": seed,
         "seq_len": views[0].seq_len,
+        **views[0].describe(),
+        **({"documents": [view.describe()["documents"] for view in views]} if mixed else {}),
         "shuffle": first.shuffle,
         "drop_last": drop_last,
         "lanes": [order.num_lanes for order in orders] if mixed else first.num_lanes,
         "window": [order.window_samples for order in orders] if mixed else first.window_samples,
         "head": [order.head_samples for order in orders] if mixed else first.head_samples,
-        **views[0].describe(),
     }
 
 
