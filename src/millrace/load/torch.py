@@ -166,12 +166,10 @@ class TokenDataset(IterableDataset):  # type: ignore[misc]  # PyTorch is not che
         self._running = True
         try:
             for batch in islice(loader, steps):
-                tensors = _tensors(named_arrays(batch, self.style))
-                del batch
-                yield tensors
+                yield _tensors(named_arrays(batch, self.style))
                 if turn != self._turn:
                     raise UsageError("iteration: ended when another began or a state was loaded. Iterate again.")
-                del tensors  # So that its buffer is free for the next one.
+                del batch  # So that its buffer is free for the next one.
         finally:
             if turn == self._turn:
                 self._running = False
