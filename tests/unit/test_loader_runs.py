@@ -17,7 +17,7 @@ from millrace.dataset.slices import write_rows_slice, write_token_slice
 from millrace.errors import DatasetError, StateError, UsageError
 from millrace.load.loader import Loader
 from millrace.load.packing import DocumentFilter
-from millrace.load.sources import Mixture
+from millrace.load.sources import Mixture, open_dataset
 
 SEQ_LEN = 16
 WORLDS = (1, 2, 3, 7, 64)
@@ -288,6 +288,9 @@ def test_pickling_carries_arguments_and_state(folders: dict[str, Path]) -> None:
     assert other.state_dict() == loader.state_dict() and of(other) == of(loader)
     opened = Loader(loader.dataset, seq_len=SEQ_LEN, batch_size=7, seed=2)
     assert of(pickle.loads(pickle.dumps(opened))) == of(opened)
+    datasets = {name: open_dataset(path) for name, path in folders.items()}
+    mixed = Loader(Mixture(datasets, {"web": 1, "code": 2}), seq_len=SEQ_LEN, batch_size=7, steps=9)
+    assert of(pickle.loads(pickle.dumps(mixed))) == of(mixed)
 
 
 def test_at_most_so_many_steps(folders: dict[str, Path]) -> None:

@@ -13,11 +13,12 @@ from millrace.order.run import BatchSizes
 
 MOST_WORLD = 4096
 
-# What starts ranks says so in its own words: torchrun and its like, Slurm, Open MPI.
+# What starts ranks says so in its own words: torchrun and its like, Slurm, Open MPI, Horovod.
 _ENVIRONMENTS = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
 )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from millrace.load.makers import make_maker
 from millrace.load.packing import DocumentFilter
 from millrace.load.samples import plan_samples
 from millrace.load.slices import CacheSettings, Slices, user_cache
-from millrace.load.sources import Given, Mixture, open_all, read_mixture
+from millrace.load.sources import Given, Mixture, open_all, place_of, read_mixture
 from millrace.load.state import identity_of, make_state, step_of_state
 from millrace.load.stats import Bottleneck, Waits, find_bottleneck
 from millrace.order.bijection import derive_key
@@ -270,11 +271,16 @@ class Loader:
 
     def __reduce__(self) -> Any:
         """Pickled as its arguments and its state: a helper process opens its own maps and threads."""
+        return _open_again, (self.portable_arguments(), self._step)
+
+    def portable_arguments(self) -> dict[str, Any]:
+        """What it was made of, as another process can use it: open datasets by their paths or URLs."""
         given = self._arguments["dataset"]
-        if isinstance(given, Dataset):
-            given = getattr(given, "url", None) or given.path
-        arguments = {**self._arguments, "dataset": given, "rank": self.rank, "world_size": self.world_size}
-        return _open_again, (arguments, self._step)
+        if isinstance(given, Mixture):
+            given = replace(given, datasets={name: place_of(one) for name, one in given.datasets.items()})
+        else:
+            given = place_of(given)
+        return {**self._arguments, "dataset": given, "rank": self.rank, "world_size": self.world_size}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: after the last batch that iterating gave out. Plain JSON values.

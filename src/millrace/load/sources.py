@@ -147,6 +147,14 @@ def open_all(given: Sequence[Given], identity: Any = None) -> list[Dataset]:
     return datasets
 
 
+def place_of(given: Given) -> str | Path:
+    """Where a dataset lies: what another process opens it by."""
+    if not isinstance(given, Dataset):
+        return given
+    origin = getattr(given, "origin", None)
+    return given.path if origin is None else str(origin.url)
+
+
 def read_mixture(given: Given | Mixture) -> Mixture | None:
     """A mixture, or the mixture in a TOML file; None for anything else."""
     if isinstance(given, Mixture):

@@ -69,7 +69,7 @@ class TokenDataset(IterableDataset):  # type: ignore[misc]  # PyTorch is not che
         if isinstance(dataset, Loader):
             if arguments:
                 raise UsageError(f"{', '.join(arguments)}: expected none beside a Loader, which has its own.")
-            arguments = _arguments_of(dataset)
+            arguments = dataset.portable_arguments()
             self._board.write(dataset.state_dict())
         else:
             arguments = {"epochs": None, **arguments, "dataset": dataset}
@@ -83,7 +83,7 @@ class TokenDataset(IterableDataset):  # type: ignore[misc]  # PyTorch is not che
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"_opened": None, "_running": False, "_place": None, "_resumed": None, "_passes": 0}
-        return {**self.__dict__, **kept, "_arguments": _arguments_of(self.loader())}
+        return {**self.__dict__, **kept, "_arguments": self.loader().portable_arguments()}
 
     def __len__(self) -> int:
         """Steps of a pass from an epoch's beginning. Raises TypeError if it has no end."""
@@ -99,7 +99,7 @@ class TokenDataset(IterableDataset):  # type: ignore[misc]  # PyTorch is not che
             if opened is None:
                 self._settle_rank()
             elif opened[0] != os.getpid():
-                self._arguments = _arguments_of(opened[2])  # Another process's maps and threads, come by a fork.
+                self._arguments = opened[2].portable_arguments()  # Another process's maps and threads, come by a fork.
             loader = Loader(**{**self._arguments, "every": every})
             self._opened = opened = os.getpid(), every, loader
             self._length = steps_left(loader, loader.state_dict())
@@ -391,9 +391,3 @@ def _rank_of_world(rank: int | None, world_size: int | None) -> tuple[int | None
             "rank would read the same data. Give rank= and world_size=, or make the dataset after init_process_group."
         )
     return None, None
-
-
-def _arguments_of(loader: Loader) -> dict[str, Any]:
-    """A loader's arguments as another process can use them."""
-    arguments: dict[str, Any] = loader.__reduce__()[1][0]
-    return arguments
