@@ -1,0 +1,49 @@
+"""The comparison of formats: each holds the same documents, and those that cannot be measured say so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace.cli import main
+from millrace.observe import formats_bench
+from millrace.observe.formats_bench import FORMATS, bench_formats, make_corpus, table
+
+
+def test_a_corpus_is_a_function_of_its_size_and_seed() -> None:
+    one, other = make_corpus(50_000), make_corpus(50_000)
+    assert one.texts == other.texts and np.array_equal(one.tokens, other.tokens)
+    assert 30_000 < one.num_bytes < 80_000 and int(one.ends[-1]) == len(one.tokens)
+    assert [len(text.split()) for text in one.texts] == np.diff(one.ends, prepend=np.uint64(0)).tolist()
+
+
+@pytest.mark.parametrize("kind", [k for k in formats_bench._KINDS if k.name != "mds"], ids=lambda k: k.name)
+def test_a_document_at_random_is_the_same_in_each_format(kind, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(formats_bench, "_SLICE_TOKENS", 3000)
+    corpus = make_corpus(100_000)
+    kind.write(corpus, tmp_path)
+    get = kind.index(tmp_path)
+    ends = [0, *corpus.ends.tolist()]
+    for number in (0, 1, len(corpus.texts) // 2, len(corpus.texts) - 1):
+        expected = (
+            corpus.texts[number] if kind.note == "text" else corpus.tokens[ends[number] : ends[number + 1]].tolist()
+        )
+        found = get(number)
+        assert (found.tolist() if kind.note == "tokens" else found) == expected
+
+
+def test_all_are_measured_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = bench_formats(tmp_path, 100_000, samples=20, rounds=1)
+    assert [one.name for one in figures] == list(FORMATS)
+    for one in figures:
+        if one.note.startswith("not measured"):
+            assert one.name == "mds"
+            continue
+        assert one.file_bytes and one.parse_mb_per_s and one.random_p50_s and one.random_p99_s >= one.random_p50_s
+    assert table(figures, 100_000).count("\n") == len(FORMATS)
+    assert main(["bench", "formats", "--bytes", "50kB", "--format", "slices", "--rounds", "1", "--json"]) == 0
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)] == ["slices"]
+    assert main(["bench", "formats", "--format", "stone"]) == 2
