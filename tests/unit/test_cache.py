@@ -28,7 +28,7 @@ def put(cache: SliceCache, content: bytes) -> str:
 
 
 def age(cache: SliceCache, sha256: str, at: int) -> None:
-    os.utime(cache.path_of(sha256), (at, at))
+    os.utime(cache.path_of(sha256), (at, cache.path_of(sha256).stat().st_mtime))
 
 
 def test_least_recently_used_goes_first(tmp_path: Path) -> None:

@@ -78,7 +78,9 @@ class Blocks:
         self._first_ids = np.concatenate([view.bases + view.offsets for view in views])  # By key.
         self._mixed = len(views) > 1
         share = max(1, run.batches.largest // world_size)
-        steps = max(1, PLAN_SAMPLES // share)
+        # No plan reaches over many epochs of a small dataset.
+        samples = min(PLAN_SAMPLES, max(order.num_samples for order in run.orders))
+        steps = max(1, samples // share)
         self._plan_steps = self._every[1] * (min(steps, _CACHED_PLAN_STEPS) if slices.cached else steps)
         self._open: OrderedDict[int, int] = OrderedDict()  # Key to bytes, least recently used first.
         self._open_bytes = 0
@@ -167,7 +169,10 @@ class Blocks:
         )
 
     def _open_block(self, plan: _Plan, at: int) -> int:
-        """Open the slices of as many steps from `at` on as are here: at least one step's. Where the block stops."""
+        """Open the slices of as many steps from `at` on as are here: at least one step's. Where the block stops.
+
+        What a block uses is kept until its end: where slices are to go as soon as they were read, another one ends it.
+        """
         low, must = plan.bounds[at], plan.bounds[at + 1] - plan.bounds[at]
         keys, first_use = np.unique(plan.keys[low:], return_index=True)
         turn = np.argsort(first_use, kind="stable")
@@ -178,7 +183,8 @@ class Blocks:
                 continue
             step = at if row < must else int(np.searchsorted(plan.bounds, row + low, side="right")) - 1
             try:
-                if row >= must and not self._slices.hold([key], plan.steps[step] + 1):
+                later = row >= must and self._slices.is_cached(key)
+                if later and (self._slices.lean or not self._slices.hold([key], plan.steps[step] + 1)):
                     return self._begin_block(plan, at, keys[:i].tolist(), step)
                 if key not in self._open:
                     self._open_map(key, plan.steps[step] + 1)

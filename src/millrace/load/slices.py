@@ -77,6 +77,7 @@ class Slices:
     Attributes:
         first_key: int64 [D + 1], the key of each dataset's slice 0.
         cached: Whether any slice comes by way of the cache.
+        lean: Whether a slice is deleted as soon as it was read.
 
     Raises:
         UsageError: If a slice is larger than the cache's budget.
@@ -98,6 +99,7 @@ class Slices:
         self._num_steps = num_steps
         self._pass_end = pass_end
         self._cache = cache
+        self.lean = cache is not None and cache.keep == "window"
         self._verify = verify
         self._verified: set[int] = set()
         counts = [len(dataset.table) for dataset in datasets]
@@ -275,6 +277,7 @@ class Slices:
             transfers.cancel,
             keep=self._cache.keep,
             pass_end=self._pass_end,
+            first_alone=True,
         )
         self._transfers = transfers
         return feed

@@ -6,6 +6,10 @@ is reserved, and others are evicted, before its first byte is asked for; partial
 share a directory by file locks: one fetches a slice, the others wait for it or go on with another. Whoever needs
 room evicts for all: first what no live process will read again, then what is read last (`futures.py`).
 
+A verified file's time of change is set to a number made of its name; who writes into the file afterwards changes it,
+and the slice is deleted and fetched again when it is next asked for, by this process or a later one. What changes
+while it is mapped, or below the file system, is not noticed: that takes hashing it again (Loader's `verify`).
+
 A path handed out by `get` may be evicted before it is opened; `hold` and `pin` say what may not.
 
 What the choice costs: a listing of the directory for each slice fetched (4 ms for 1,000 slices), and a lock
@@ -15,10 +19,12 @@ file of no bytes for each slice read, until the next start cleans it away.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import stat
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +37,7 @@ from millrace.store.locks import SHARED, Lock, at_fork, take, try_take
 from millrace.store.room import SHA256, Evict, Room, never
 
 _RAM = Path("/dev/shm")
+log = logging.getLogger("millrace.store")
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,7 @@ class SliceCache:
         """
         path = self.path_of(sha256)
         try:
-            os.utime(path)
+            _use(path)
         except FileNotFoundError:
             return None
         return path
@@ -151,7 +158,7 @@ class SliceCache:
         with self._lock, self._room.lock():
             try:
                 for path in paths:
-                    os.utime(path)
+                    _use(path)
             except FileNotFoundError:
                 return None
             for sha256 in sha256s:
@@ -280,7 +287,9 @@ class SliceCache:
     def commit(self, sha256: str) -> Path:
         """Give a verified partial file its name. Call inside `fetching`, after its bytes were synced."""
         final = self.path_of(sha256)
-        final.with_name(f"{sha256}.part").replace(final)
+        part = final.with_name(f"{sha256}.part")
+        os.utime(part, (time.time(), _mark(sha256)))
+        part.replace(final)
         directory = os.open(self.directory, os.O_RDONLY)
         try:
             os.fsync(directory)
@@ -300,6 +309,11 @@ class SliceCache:
                     gone.append(sha256)
         return gone
 
+    def discard(self, sha256: str) -> None:
+        """Delete a slice whose bytes turned out to be wrong, whoever uses it."""
+        with self._room.lock():
+            self.path_of(sha256).unlink(missing_ok=True)
+
     def publish(self, uses: Mapping[str, Use], released: Collection[str] = ()) -> None:
         """Tell the other processes what this one will read: (first, last) steps of the next uses, and the one after.
 
@@ -314,7 +328,7 @@ class SliceCache:
 
     def retire(self) -> None:
         """Take back what was published. May be called twice."""
-        with self._lock, self._room.lock():
+        with self._lock, contextlib.suppress(UsageError), self._room.lock():
             self._futures.close()
 
     def has_others(self) -> bool:
@@ -339,6 +353,25 @@ class SliceCache:
         if self._pins[sha256] == 0:
             self._pin_locks[sha256] = take(self._locks / f"{sha256}.pin", SHARED)
         self._pins[sha256] += 1
+
+
+def _mark(sha256: str) -> int:
+    """The time of change that a verified file is given, in seconds: a number made of its name, in 2001 to 2010."""
+    return 1_000_000_000 + int(sha256[:7], 16)
+
+
+def _use(path: Path) -> None:
+    """Mark a slice as used now. One that was written to since it was verified is deleted.
+
+    Raises:
+        FileNotFoundError: If it is not here, or not any more.
+    """
+    found = path.stat()
+    if int(found.st_mtime) != _mark(path.name):
+        log.warning("%s was changed after it was verified. Deleted; it is fetched again when it is needed.", path)
+        path.unlink(missing_ok=True)
+        raise FileNotFoundError(path)
+    os.utime(path, ns=(time.time_ns(), found.st_mtime_ns))
 
 
 def _clear(lock: Lock) -> None:

@@ -27,12 +27,9 @@ from millrace.store.uses import Uses
 
 NEVER = 1 << 62
 
-_MAX_FLIGHTS = 16
-_MAX_FLIGHT_BYTES = 1 << 30
+_MAX_FLIGHTS, _MAX_FLIGHT_BYTES = 16, 1 << 30
 _LEAD_S = 30.0
-_POLL_S = 0.5
-_EAGER_S = 0.02
-_PUBLISH_S = 1.0
+_POLL_S, _EAGER_S, _PUBLISH_S = 0.5, 0.02, 1.0
 _TOLD = 256
 
 
@@ -77,6 +74,7 @@ class Planner(Generic[T]):
         pass_end: Callable[[int], int | None] | None,
         patience_s: float,
         clock: Callable[[], float],
+        first_alone: bool = False,
     ) -> None:
         self.cache = cache
         self.here: set[int] = set()
@@ -86,18 +84,17 @@ class Planner(Generic[T]):
         self._slices = slices
         self._sha256s, self._sizes, self._keys = slices.sha256s, slices.sizes, slices.keys
         self._keep, self._horizon_bytes, self._pass_end = keep, horizon_bytes, pass_end
-        self._patience_s, self._clock = patience_s, clock
+        self._patience_s, self._clock, self._first_alone = patience_s, clock, first_alone
+        self._first: list[int] = []  # What the first step reads, until it is here.
         self._now = 0
         self._asked: Collection[int] = ()
         self._uses = Uses(slices.uses, 0, 0)
         self._queue: list[tuple[int, int, int]] = []  # (next use, tie, key) of what is not here
         self._queued: set[int] = set()
-        self._finished: list[int] = []
-        self._gone: list[int] = []
+        self._finished, self._gone = list[int](), list[int]()
         self._unread: dict[int, int] = {}  # fetched, and the step that reads it first
-        self._ties = 0
+        self._ties, self._starved_at = 0, 0.0
         self._released: list[str] = []
-        self._starved_at = 0.0
         self._listed_at = self._published_at = -math.inf
         self._told: object = None
         self._rate: tuple[float, int, float] = (clock(), 0, math.inf)  # at, step, steps per second before
@@ -110,6 +107,7 @@ class Planner(Generic[T]):
         self._rate = (self._clock(), step, math.inf)
         self._listed_at = self._published_at = -math.inf
         self._extend()
+        self._first = [key for at, _, key in self._queue if at <= step and self._first_alone]
 
     def look(self, now: int, asked: Collection[int], finished: Iterable[int], lost: Iterable[int]) -> Outcome:
         """Name what has arrived, evict, start what can be started.
@@ -130,6 +128,7 @@ class Planner(Generic[T]):
         for key in self.here.intersection(lost):
             self._forget(key)
         self._list()
+        self._first = [key for key in self._first if key not in self.here]
         for key in self.flights.due():
             self._want(key)
         if self._keep == "window":
@@ -260,6 +259,8 @@ class Planner(Generic[T]):
                 self._extend()
                 continue
             steps = self._queue[0][0] - self._now
+            if steps > 0 and self._first:
+                return
             if len(self.flights) > 1 and self.flights.num_bytes() + self._sizes[key] > _MAX_FLIGHT_BYTES:
                 return
             if self._keep == "window" and not self._is_near(key, steps):

@@ -70,6 +70,8 @@ class SliceFeed(Generic[T]):
             budget at most (half after a late slice).
         on_evict: Told the key of a slice that is here no longer; from the feed's thread.
         pass_end: The run step at which the epoch of a step ends, None for never: what `window` goes by.
+        first_alone: Begin with what the first step after a seek reads, and with nothing else before that is here:
+            where the way is narrow, it would share it with what is needed later.
         patience_s: How long to wait for room when nobody can make any.
 
     Raises:
@@ -90,6 +92,7 @@ class SliceFeed(Generic[T]):
         horizon_bytes: int | None = None,
         on_evict: Callable[[int], object] | None = None,
         pass_end: Callable[[int], int | None] | None = None,
+        first_alone: bool = False,
         patience_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -102,6 +105,7 @@ class SliceFeed(Generic[T]):
         self._planner = Planner(
             cache, self._slices, start_transfer, cancel_transfer, _weakly(self),
             keep=keep, horizon_bytes=horizon_bytes, pass_end=pass_end, patience_s=patience_s, clock=clock,
+            first_alone=first_alone,
         )  # fmt: skip
         self._waited_s, self._late = 0.0, 0
         self._closed = False
@@ -184,6 +188,14 @@ class SliceFeed(Generic[T]):
         """As `acquire_all`, but without waiting: False, and nothing more is kept, if one is not here."""
         self._check_open()
         return self._hold(list(dict.fromkeys(self._same[key] for key in keys)), until)
+
+    def reject(self, key: int) -> None:
+        """A slice that was acquired has wrong bytes on disk: delete it. `acquire` has it fetched again."""
+        key = self._same[key]
+        with self._changed:
+            if self._pins.pop(key, None) is not None:
+                self.cache.unpin(self._sha256s[key])
+            self.cache.discard(self._sha256s[key])
 
     def advance(self, step: int) -> None:
         """All before `step` is consumed: what was acquired until then may be evicted from now on.

@@ -7,6 +7,7 @@ file, which counts while its process lives; what a dead one left counts by its l
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import re
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from millrace.errors import UsageError
 from millrace.store.futures import Future, Futures
 from millrace.store.locks import EXCLUSIVE, SHARED, Lock, is_locked, take
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 _PIECE_BYTES = 8 << 20
+log = logging.getLogger("millrace.store")
 Evict = Literal["none", "unwanted", "later", "any"]
 
 
@@ -54,8 +57,24 @@ class Room:
         self.locks = directory / "locks"
 
     def lock(self) -> Lock:
-        """Wait for the room's lock and hold it."""
-        return take(self.locks / "room")
+        """Wait for the room's lock and hold it. A directory that was deleted meanwhile is made anew, and is empty.
+
+        Raises:
+            UsageError: If it cannot be written.
+        """
+        try:
+            try:
+                return take(self.locks / "room")
+            except FileNotFoundError:
+                log.warning("%s was deleted while it was in use. Made anew.", self.directory)
+                self.locks.mkdir(parents=True, exist_ok=True)
+                (self.directory / "futures").mkdir(exist_ok=True)
+                return take(self.locks / "room")
+        except OSError as error:
+            raise UsageError(
+                f"cache: cannot write in {self.directory}: {error.strerror or error}. Check its permissions and its "
+                "disk, or choose another directory."
+            ) from error
 
     def free_bytes(self) -> int:
         """What the disk has left for this user."""
@@ -93,7 +112,7 @@ class Room:
             if sha256 in entries and entries[sha256].counted > size:
                 continue  # renamed meanwhile, and listed under both names
             written = found.st_blocks * 512
-            entries[sha256] = Entry(item.name, sha256, is_part, size, written, room > 0, found.st_mtime)
+            entries[sha256] = Entry(item.name, sha256, is_part, size, written, room > 0, found.st_atime)
         for sha256, size in reserved.items():
             entries.setdefault(sha256, Entry(f"{sha256}.part", sha256, True, size, 0, True, math.inf))
         return list(entries.values())

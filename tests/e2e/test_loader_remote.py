@@ -1,0 +1,404 @@
+"""Loaders that read from afar: damage anywhere, windows that swap, outages, first batches, full disks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from feeding import MIB, are_whole, check_cache, make_dataset, small_disk, until
+
+from millrace.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
+from millrace.dataset.reader import open_dataset
+from millrace.errors import DatasetError, IntegrityError, MillraceError, NetworkError, UsageError
+from millrace.load.loader import Loader
+from origin_server import OriginServer
+
+SLICES, SAMPLES, SEQ_LEN = 6, 32, 2048  # 256 KiB a slice.
+SLICE_BYTES = 262_500
+ONE_BY_ONE = {"seq_len": SEQ_LEN, "batch_size": 4, "lanes": 1, "window": SAMPLES, "head": 0}  # 8 steps a slice.
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("remote") / "data", SLICES, SAMPLES, SEQ_LEN)
+
+
+@pytest.fixture
+def server(data: Path) -> Iterator[OriginServer]:
+    with OriginServer(data) as server:
+        yield server
+
+
+@pytest.fixture
+def own(data: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    return Path(shutil.copytree(data, tmp_path / "own"))
+
+
+def files_of(directory: Path, samples: list[int]) -> list[Path]:
+    """The slices of these samples."""
+    table = open_dataset(directory).table
+    return [directory / table.row(index).name for index in dict.fromkeys(sample // SAMPLES for sample in samples)]
+
+
+def ids_of(loader: Any, most: int | None = None) -> list[int]:
+    found: list[int] = []
+    for done, batch in enumerate(loader, 1):
+        assert are_whole(batch, SAMPLES)
+        found += batch.sample_ids.tolist()
+        if done == most:
+            break
+    return found
+
+
+def slices_in(cache: Path) -> list[Path]:
+    return [item for item in cache.iterdir() if len(item.name) == 64]
+
+
+# Damage
+
+
+def flip(path: Path, at: int = 100_000) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def swap(path: Path, other: Path) -> None:
+    one, two = path.read_bytes(), other.read_bytes()
+    path.write_bytes(two)
+    other.write_bytes(one)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "swapped", "missing"])
+def test_damage_at_an_origin_is_named_and_never_trained_on(own: Path, tmp_path: Path, damage: str) -> None:
+    expected = ids_of(Loader(own, **ONE_BY_ONE))
+    first, second = files_of(own, expected)[:2]
+    kept = second.read_bytes()
+    match damage:
+        case "flipped":
+            flip(second)
+        case "cut":
+            second.write_bytes(second.read_bytes()[:-9])
+        case "swapped":
+            swap(second, files_of(own, expected)[2])
+        case "missing":
+            second.unlink()
+    with OriginServer(own) as server, Loader(server.url, cache_dir=tmp_path / "cache", **ONE_BY_ONE) as loader:
+        assert ids_of(loader, 8) == expected[: 8 * 4]  # What is whole is used.
+        with pytest.raises(NetworkError, match=second.name) as raised:
+            ids_of(loader)
+        assert server.url in str(raised.value) and "Check the origin" in str(raised.value)
+        assert isinstance(raised.value, IntegrityError) == (damage in ("flipped", "swapped"))
+        check_cache(tmp_path / "cache")
+        if damage == "swapped":
+            swap(second, files_of(own, expected)[2])
+        second.write_bytes(kept)
+        assert expected[: 8 * 4] + ids_of(loader) == expected  # Mended at the origin: the same loader goes on.
+    assert first.exists()
+
+
+def test_a_manifest_and_a_table_that_disagree(own: Path, tmp_path: Path) -> None:
+    told, listed = (own / MANIFEST_FILE).read_bytes(), (own / TABLE_FILE).read_bytes()
+    manifest, table = Manifest.from_json(told), SliceTable.from_parquet(listed)
+    with OriginServer(own) as server:
+        (own / TABLE_FILE).write_bytes(listed[:-1] + bytes([listed[-1] ^ 1]))
+        with pytest.raises(DatasetError, match=r"slices\.parquet with sha256"):
+            Loader(server.url, **ONE_BY_ONE)
+        (own / TABLE_FILE).write_bytes(listed)
+        (own / MANIFEST_FILE).write_bytes(told.replace(b"6", b"7", 1))
+        with pytest.raises(DatasetError, match="a byte was changed"):
+            Loader(server.url, **ONE_BY_ONE)
+        (own / MANIFEST_FILE).write_bytes(replace(manifest, slices=7).to_json())
+        with pytest.raises(DatasetError, match="totals"):
+            Loader(server.url, **ONE_BY_ONE)
+        # A table that is right in itself, and wrong about two slices.
+        tokens = table.count.copy()
+        tokens[:2] += [-SEQ_LEN, SEQ_LEN]
+        wrong = SliceTable(table.names, table.bytes, table.sha256, tokens, table.documents).to_parquet()
+        (own / TABLE_FILE).write_bytes(wrong)
+        told = replace(manifest, table_sha256=hashlib.sha256(wrong).hexdigest()).to_json()
+        (own / MANIFEST_FILE).write_bytes(told)
+        with pytest.raises(DatasetError, match=r"slice 000[01]\.safetensors .* not what the table says"):
+            ids_of(Loader(server.url, cache_dir=tmp_path / "cache", **ONE_BY_ONE))
+        assert len(slices_in(tmp_path / "cache")) > 0  # Their bytes are what they should be.
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "swapped"])
+def test_a_cached_file_that_was_written_to_is_fetched_again(
+    data: Path, server: OriginServer, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = {"dataset": server.url, "cache_dir": tmp_path / "cache", **ONE_BY_ONE}
+    expected = ids_of(Loader(**arguments))
+    server.reset()
+    assert ids_of(Loader(**arguments)) == expected and server.bytes_sent.total() < SLICE_BYTES  # No slice.
+    one, two = slices_in(tmp_path / "cache")[:2]
+    match damage:
+        case "flipped":
+            flip(one)
+        case "cut":
+            os.truncate(one, 1000)
+        case "swapped":
+            swap(one, two)
+    server.reset()
+    assert ids_of(Loader(**arguments)) == expected
+    assert len([name for name in server.bytes_sent if "safetensors" in name]) == 1 + (damage == "swapped")
+    assert f"{one} was changed after it was verified" in caplog.text
+    check_cache(tmp_path / "cache")
+
+
+def test_silent_changes_are_found_by_hashing(data: Path, own: Path, server: OriginServer, tmp_path: Path) -> None:
+    arguments = {"cache_dir": tmp_path / "cache", "dataset": server.url, **ONE_BY_ONE}
+    expected = ids_of(Loader(**arguments))
+    for path in (slices_in(tmp_path / "cache")[0], files_of(own, expected)[1]):
+        found = path.stat()
+        flip(path)
+        os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))  # As a failing disk would.
+    server.reset()
+    assert ids_of(Loader(verify=True, **arguments)) == expected
+    assert len([name for name in server.bytes_sent if "safetensors" in name]) == 1
+    check_cache(tmp_path / "cache")
+    local = Loader(own, verify=True, **ONE_BY_ONE)
+    assert ids_of(local, 8) == expected[:32]
+    with pytest.raises(DatasetError, match=rf"{files_of(own, expected)[1].name}: expected bytes of sha256 .* again"):
+        ids_of(local)
+
+
+# Windows that swap
+
+
+def paused(loader: Loader, cache: Path, most: int) -> list[tuple[list[int], int]]:
+    """(sample ids, slices in the cache after the batch) of each batch, when the cache is at rest."""
+    found = []
+    for batch in loader:
+        assert are_whole(batch, SAMPLES)
+        until(lambda: len(slices_in(cache)) <= most, "lean")
+        found.append((batch.sample_ids.tolist(), len(slices_in(cache))))
+    return found
+
+
+def test_the_current_window_and_the_next_only_and_again_in_the_next_pass(server: OriginServer, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    arguments = {"dataset": server.url, "cache_dir": cache, "cache_bytes": 5 * SLICE_BYTES // 2, "epochs": 2}
+    with Loader(**arguments, keep="window", **ONE_BY_ONE) as loader:
+        seen = paused(loader, cache, 2)
+        stats = loader.stats()
+    for epoch in (seen[: len(seen) // 2], seen[len(seen) // 2 :]):
+        assert sorted(chain(*(ids for ids, _ in epoch))) == list(range(SLICES * SAMPLES))
+    assert stats["fetched_slices"] in (2 * SLICES, 2 * SLICES - 1)  # One, if the last is the first of the next pass.
+
+
+def test_a_slice_is_gone_when_the_next_is_in_use(server: OriginServer, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    arguments = {"dataset": server.url, "cache_dir": cache, "cache_bytes": 16 * SLICE_BYTES}
+    names: dict[int, str] = {}
+    table = Loader(server.url, **ONE_BY_ONE).dataset.table
+    with Loader(**arguments, keep="window", **ONE_BY_ONE) as loader:
+        order: list[int] = []
+        for batch in loader:
+            index = int(batch.sample_ids[0]) // SAMPLES
+            names[index] = table.row(index).sha256
+            if index not in order:
+                order.append(index)
+            used = [names[old] for old in order[:-1]]
+            until(lambda used=used: not any((cache / name).exists() for name in used), "the used slice is deleted", 5)
+    assert len(order) == SLICES
+
+
+def test_all_are_kept_and_fetched_once(server: OriginServer, tmp_path: Path) -> None:
+    arguments = {"dataset": server.url, "cache_dir": tmp_path / "cache", "cache_bytes": 7 * SLICE_BYTES, "epochs": 3}
+    with Loader(**arguments, keep="all", **ONE_BY_ONE) as loader:
+        assert len(ids_of(loader)) == 3 * SLICES * SAMPLES
+        assert loader.stats()["fetched_slices"] == SLICES == len(slices_in(tmp_path / "cache"))
+    with pytest.raises(UsageError, match="to keep all slices takes"):
+        ids_of(Loader(**{**arguments, "cache_bytes": 3 * SLICE_BYTES}, keep="all", **ONE_BY_ONE))
+
+
+def test_a_late_window_is_waited_for_logged_and_counted(
+    server: OriginServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.faults.bytes_per_s = 4 * SLICE_BYTES  # A quarter of a second a slice, which is used up at once.
+    arguments = {"cache_dir": tmp_path / "cache", "cache_bytes": 5 * SLICE_BYTES // 2, **ONE_BY_ONE}
+    with Loader(server.url, **arguments) as loader:
+        assert sorted(ids_of(loader)) == list(range(SLICES * SAMPLES))
+        stats = loader.stats()
+    assert stats["late"] >= SLICES - 2 and stats["waited_s"] > 0.5 and stats["network_s"] > 0.5
+    assert "bytes here (" in caplog.text and "at step 8. Waiting." in caplog.text
+
+
+def test_an_outage_is_noticed_at_the_swap_and_no_sooner(
+    data: Path, server: OriginServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = ids_of(Loader(data, **ONE_BY_ONE))
+    arguments = {"dataset": server.url, "cache_dir": tmp_path / "cache", "cache_bytes": 5 * SLICE_BYTES // 2}
+    with Loader(**arguments, **ONE_BY_ONE) as loader:
+        batches = iter(loader)
+        found = next(batches).sample_ids.tolist()
+        server.faults.drop = 1.0
+        until(lambda: not loader.stats()["in_flight"] or loader.stats()["held_bytes"] > SLICE_BYTES, "at rest", 1)
+        here = len(slices_in(tmp_path / "cache"))
+        while len(found) < here * SAMPLES:
+            found += next(batches).sample_ids.tolist()
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+        back = threading.Timer(1.0, lambda: setattr(server.faults, "drop", 0.0))
+        back.start()
+        began = time.monotonic()
+        found += next(batches).sample_ids.tolist()
+        assert time.monotonic() - began > 0.8
+        found += list(chain(*(batch.sample_ids.tolist() for batch in batches)))
+        back.join()
+    assert found == expected
+    assert f"at step {here * 8}. Waiting." in caplog.text
+
+
+def test_steps_are_as_fast_while_the_next_slice_downloads(server: OriginServer, tmp_path: Path) -> None:
+    """A step's own processor time, which neighbours do not lengthen, at its 99th percentile."""
+    arguments = {"dataset": server.url, "cache_dir": tmp_path / "cache", **ONE_BY_ONE}
+
+    def steps_of(loader: Loader) -> list[float]:
+        spent = []
+        for _ in loader:
+            began = time.thread_time()
+            x = np.ones((256, 256))
+            for _ in range(2):
+                x @ x
+            spent.append(time.thread_time() - began)
+        return spent
+
+    server.faults.bytes_per_s = 8 * SLICE_BYTES
+    with Loader(**arguments) as loader:
+        during = steps_of(loader)
+    with Loader(**arguments, epochs=2) as loader:
+        after = steps_of(loader)
+    assert np.median(during) < 1.5 * np.median(after)
+
+
+# The first batch
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_the_first_batch_takes_one_slice(server: OriginServer, tmp_path: Path, world: int) -> None:
+    per_s = 2 * SLICE_BYTES
+    server.faults.bytes_per_s = per_s
+    loaders = [
+        Loader(server.url, seq_len=SEQ_LEN, global_batch_size=8, rank=rank, world_size=world, cache_dir=tmp_path / "c")
+        for rank in range(world)
+    ]
+    began, took = time.monotonic(), []
+
+    def first(loader: Loader) -> None:
+        batches = iter(loader)
+        next(batches)
+        took.append(time.monotonic() - began)
+
+    readers = [threading.Thread(target=first, args=(loader,)) for loader in loaders]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    for loader in loaders:
+        loader.close()
+    assert len(took) == world and max(took) < 2.5 * SLICE_BYTES / per_s  # One: 0.5 s. All six: 3 s.
+
+
+def test_resuming_fetches_only_what_its_step_reads(data: Path, server: OriginServer, tmp_path: Path) -> None:
+    arguments = {"seq_len": SEQ_LEN, "batch_size": 2, "lanes": 2, "window": SAMPLES}
+    expected = Loader(data, **arguments)
+    ids_of(expected, 40)
+    state = expected.state_dict()
+    rest = ids_of(expected)
+    server.faults.bytes_per_s = 2 * SLICE_BYTES
+    with Loader(server.url, cache_dir=tmp_path / "cache", **arguments) as loader:
+        loader.load_state_dict(state)
+        batches = iter(loader)
+        batch = next(batches)
+        assert batch.sample_ids.tolist() == rest[:2]
+        needed = {f"{sample // SAMPLES:04}.safetensors" for sample in rest[:2]}
+        whole = {name for name, sent in server.bytes_sent.items() if sent >= SLICE_BYTES - 10_000}
+        assert whole - {"manifest.json", "slices.parquet"} <= needed
+        server.faults.bytes_per_s = 0
+        assert rest[:2] + list(chain(*(batch.sample_ids.tolist() for batch in batches))) == rest
+
+
+# Disk
+
+
+def test_a_disk_that_fills_up_is_told_and_the_run_goes_on_when_there_is_room(
+    server: OriginServer, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", 3 * MIB) as disk:
+        if disk is None:
+            pytest.skip("needs to mount a small file system")
+        arguments = {"dataset": server.url, "cache_dir": disk / "cache", **ONE_BY_ONE}
+        with pytest.raises(UsageError, match=r"disk has \d+ free, and 0 are the cache's already\. Free \d+ bytes"):
+            (disk / "ballast").write_bytes(bytes(2 * MIB))
+            ids_of(Loader(**arguments, cache_bytes=2 * MIB))
+        (disk / "ballast").unlink()
+        loader = Loader(**arguments, cache_bytes=2 * MIB)
+        batches = iter(loader)
+        found = next(batches).sample_ids.tolist()
+        free = shutil.disk_usage(disk).free
+        with contextlib.suppress(OSError):  # What comes meanwhile takes room too.
+            (disk / "ballast").write_bytes(bytes(max(0, free - 100_000)))
+        here = slices_in(disk / "cache")
+        # What is held is evicted for what comes: it goes on as long as one slice fits beside the one in use.
+        with pytest.raises((UsageError, StopIteration)) as raised:
+            while True:
+                found += next(batches).sample_ids.tolist()
+        if isinstance(raised.value, UsageError):
+            assert "disk is full" in str(raised.value) or "Free space" in str(raised.value)
+        (disk / "ballast").unlink()
+        found += ids_of(loader)
+        assert sorted(found) == list(range(SLICES * SAMPLES)) and here
+        loader.close()
+        check_cache(disk / "cache")
+
+
+def test_a_directory_that_cannot_be_written_is_told(server: OriginServer, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"cannot make .* Choose another directory"):
+        ids_of(Loader(server.url, cache_dir=tmp_path / "file" / "cache", cache_bytes=MIB, **ONE_BY_ONE))
+    with small_disk(tmp_path / "disk", 3 * MIB) as disk:
+        if disk is None:
+            pytest.skip("needs to mount a file system")
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(UsageError, match="Choose another directory"):
+            ids_of(Loader(server.url, cache_dir=disk / "cache", cache_bytes=MIB, **ONE_BY_ONE))
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+        ids_of(Loader(server.url, cache_dir=disk / "cache", cache_bytes=2 * MIB, **ONE_BY_ONE))
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(MillraceError):
+            ids_of(Loader(server.url, cache_dir=disk / "cache", cache_bytes=2 * MIB, **ONE_BY_ONE))
+
+
+def test_a_cache_deleted_under_a_running_loader(data: Path, server: OriginServer, tmp_path: Path) -> None:
+    expected = ids_of(Loader(data, **ONE_BY_ONE))
+    arguments = {"dataset": server.url, "cache_dir": tmp_path / "cache", "cache_bytes": 5 * SLICE_BYTES // 2}
+    with Loader(**arguments, **ONE_BY_ONE) as loader:
+        found = ids_of(loader, 3)
+        batches = iter(loader)
+        found += next(batches).sample_ids.tolist()
+        (tmp_path / "cache").rename(tmp_path / "gone")
+        shutil.rmtree(tmp_path / "gone", ignore_errors=True)
+        try:
+            for batch in batches:
+                found += batch.sample_ids.tolist()
+        except MillraceError as error:
+            assert str(tmp_path / "cache") in str(error)
+            found += ids_of(loader)
+    assert found == expected
