@@ -45,6 +45,8 @@ def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     names = next((pair for pair in _ENVIRONMENTS if pair[1] in os.environ), _ENVIRONMENTS[0])
     found = []
     for what, name, value, fallback in zip(("rank", "world_size"), names, (rank, world_size), ("0", "1")):
+        if value is None and what == "rank" and world_size is None and name not in os.environ:
+            _check_alone(names)
         text = os.environ.get(name, fallback) if value is None else value
         try:
             if isinstance(text, (bool, float)):
@@ -60,6 +62,15 @@ def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
             f"(arguments, or {names[0]} and {names[1]} in the environment)."
         )
     return found[0], found[1]
+
+
+def _check_alone(names: tuple[str, str]) -> None:
+    """Raises UsageError if the environment tells of a world of many ranks, but not which of them this is."""
+    if os.environ.get(names[1], "1").strip() != "1":
+        raise UsageError(
+            f"rank: expected {names[0]} beside {names[1]}={os.environ[names[1]]} in the environment, got none. Every "
+            "rank would read the same data. Give rank= and world_size=, or make the loader after init_process_group."
+        )
 
 
 def batch_sizes(

@@ -378,16 +378,9 @@ def _pinned(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rank_of_world(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
-    """As given; else torch.distributed's, Horovod's, or None: the Loader asks the environment."""
+    """As given; else torch.distributed's, or None: the Loader asks the environment."""
     if rank is not None or world_size is not None:
         return rank, world_size
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if "HOROVOD_SIZE" in os.environ:
-        return int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" not in os.environ:
-        raise UsageError(
-            "rank: WORLD_SIZE is in the environment and RANK is not, and torch.distributed is not initialised. Every "
-            "rank would read the same data. Give rank= and world_size=, or make the dataset after init_process_group."
-        )
     return None, None
