@@ -137,9 +137,8 @@ def bench_formats(
             found[kind.name] = FormatFigures(kind.name, note=f"not measured: {kind.needs} is not installed")
             continue
         except Exception as error:
-            if not kind.needs:
+            if not kind.needs:  # Else another's package, which does not work here.
                 raise
-            # Another's package, which does not work here.
             found[kind.name] = FormatFigures(kind.name, note=f"not measured: {kind.needs}: {error}")
             continue
         usable.append(kind)
@@ -331,20 +330,16 @@ def _documents(corpus: Corpus) -> Iterator[NDArray[np.uint16]]:
         start = end
 
 
-def _open_mds(path: Path) -> Any:
+def _index_mds(path: Path) -> Get:
     from streaming import LocalDataset
 
-    return LocalDataset(local=str(path / "mds"))
-
-
-def _index_mds(path: Path) -> Get:
-    dataset = _open_mds(path)
+    dataset = LocalDataset(local=str(path / "mds"))
     return lambda number: dataset[number]["tokens"].astype(np.int64)
 
 
 def _read_mds(path: Path) -> int:
-    get, dataset = _index_mds(path), _open_mds(path)
-    return sum(len(get(number)) > 0 for number in range(len(dataset)))
+    get, index = _index_mds(path), json.loads((path / "mds" / "index.json").read_text())
+    return sum(len(get(at)) > 0 for at in range(sum(shard["samples"] for shard in index["shards"])))
 
 
 # --- Slices
