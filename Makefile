@@ -35,6 +35,7 @@ bench-prepare: setup
 # The same for loading: .venv-peers-loaders, unless MILLRACE_LOADER_PEERS names a folder that has its environments.
 bench-loader: setup
 	$(PY) -m benchmarks.loading
+	$(PY) -m benchmarks.loading.remote
 
 clean:
 	rm -rf $(VENV) .venv-peers .venv-peers-loaders .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,98 @@
+"""An epoch through a small cache beside a plain parallel download of the same slices over as many connections.
+
+Rounds are interleaved, each in a fresh process with an empty directory. The yardsticks: bytes thrown away; written;
+written, hashed and synced, which is what ours does besides making batches. A throttled origin is what training
+has; without a limit client and server compete for the processors, and CPU seconds say more than the wall clock.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.loading.remote.origin import Served
+from benchmarks.loading.remote.task import Task
+from benchmarks.loading.remote.watch import Watcher
+from benchmarks.measure import Figure, median
+
+CONNECTIONS = 16
+BUDGET_BYTES = 256_000_000
+LOADER = {"seq_len": 2048, "batch_size": 64, "lanes": 4, "seed": 1, "cache_bytes": BUDGET_BYTES}
+PLAIN = {
+    "plain, thrown away": (False, False),
+    "plain, written": (True, False),
+    "plain, written, hashed and synced": (True, True),
+}
+OURS = "millrace.Loader, one epoch"
+
+
+@dataclass
+class Runs:
+    """Of one way to read, over the rounds."""
+
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    server_cpu_s: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    last: dict[str, Any] = field(default_factory=dict)
+
+
+def measure(folder: Path, scratch: Path, rounds: int, rates: Sequence[float]) -> list[Figure]:
+    """The figures. Args: `rates`: bytes a second of the origin, 0 for no limit."""
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    total = sum((folder / name).stat().st_size for name in names)
+    figures = []
+    with Served(folder.parent) as served:
+        for rate in rates:
+            ways = [OURS, *PLAIN] if rate == 0 else [OURS, "plain, thrown away"]
+            runs = {way: Runs() for way in ways}
+            for _ in range(rounds):
+                for way, mine in runs.items():
+                    served.throttle(rate)
+                    _run(way, mine, served, folder.name, names, scratch)
+            figures += _figures(runs, total, rate)
+    return figures
+
+
+def _run(way: str, runs: Runs, served: Served, prefix: str, names: list[str], scratch: Path) -> None:
+    cache = scratch / "cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    cache.mkdir()
+    what: dict[str, Any] = {"cache": str(cache)}
+    if way == OURS:
+        task = Task("epoch", served.environment, url=f"{served.s3_url}/{prefix}", loader=LOADER, **what)
+    else:
+        written, hashed = PLAIN[way]
+        what |= {"names": names, "prefix": prefix, "connections": CONNECTIONS, "written": written, "hashed": hashed}
+        task = Task("plain", served.environment, **what)
+    with Watcher(cache) as watcher:
+        task.ready()
+        before = served.cpu_s()
+        answer = task.begin().result()
+    runs.wall_s.append(answer["wall_s"])
+    runs.cpu_s.append(answer["cpu_s"])
+    runs.server_cpu_s.append(served.cpu_s() - before)
+    runs.peak_bytes = max(runs.peak_bytes, watcher.peak_bytes)
+    runs.last = answer
+
+
+def _figures(runs: dict[str, Runs], total: int, rate: float) -> list[Figure]:
+    where = f"{rate / 1e6:.0f} MB/s" if rate else "no limit"
+    figures = []
+    for way, mine in runs.items():
+        speeds = [total / wall for wall in mine.wall_s]
+        gb = total / 1e9
+        note = f"{median(mine.cpu_s) / gb:5.2f} CPU s/GB, server {median(mine.server_cpu_s) / gb:.2f}"
+        if way != OURS:
+            ratio = median([plain / ours for plain, ours in zip(mine.wall_s, runs[OURS].wall_s)])
+            cpu = median([plain / ours for plain, ours in zip(mine.cpu_s, runs[OURS].cpu_s)])
+            note += f"; ours {ratio:.2f}x as fast, {1 / cpu:.1f}x its CPU"
+        else:
+            stats = mine.last
+            note += f"; peak {mine.peak_bytes / 1e6:.0f} of {BUDGET_BYTES / 1e6:.0f} MB, {stats['repeated_fetches']} "
+            note += f"slices fetched again, {stats['evicted']} evicted"
+        figures.append(Figure(f"{where}: {way}", median(speeds) / 1e6, "MB/s", note))
+    return figures
