@@ -24,7 +24,9 @@ def plain(value: Any) -> str:
     match value:
         case bool():
             return "yes" if value else "no"
-        case None | [] | {}:
+        case None | []:
+            return "none"
+        case {} if not value:  # The pattern alone fits any mapping.
             return "none"
         case int():
             return f"{value:,}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from millrace.cli.arguments import plain
 from millrace.observe.progress import PrepareBar, Speed
 
 
@@ -86,3 +87,9 @@ def test_silent_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with PrepareBar(enabled=False) as bar:
         bar.note("task 3 died")
     assert plain.getvalue() == ""
+
+
+def test_values_as_a_person_reads_them() -> None:
+    assert [plain(value) for value in ({}, [], None, {"a": 1}, 12345, True, 0.5)] == [
+        "none", "none", "none", "a 1", "12,345", "yes", "0.5",
+    ]  # fmt: skip
