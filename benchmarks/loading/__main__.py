@@ -71,7 +71,7 @@ def measure(ask: argparse.Namespace, folder: Path) -> None:
     large = folder / f"corpus-{int(ask.tokens)}"
     corpus.make(large, int(ask.tokens) // corpus.SEQ_LEN)
     entries = fleet.prepare(ask.peers, large)
-    for entry in entries:
+    for entry in (entry for entry in entries if not entry.failed):
         print(f"  {entry.label}: {entry.versions}, {entry.stored_bytes / 1e6:.0f} MB", flush=True)
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
@@ -94,6 +94,8 @@ def measure(ask: argparse.Namespace, folder: Path) -> None:
         begun = time.perf_counter()
         figures = parts[name]()
         title = f"{name}: {ask.tokens / 1e6:.0f} M tokens, seq_len {corpus.SEQ_LEN}, batch 8, shuffled"
+        if name == "elastic":
+            title = f"elastic: {elastic.NUM_SAMPLES} samples, global batch {elastic.GLOBAL_BATCH}, shuffled"
         show(title, [figure for figure in figures if not math.isnan(figure.value)])
         for figure in figures:
             if math.isnan(figure.value):

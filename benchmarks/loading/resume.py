@@ -1,14 +1,15 @@
-"""Going on in mid-epoch, in a fresh process: seconds beyond opening, and whether the same samples follow.
+"""Going on in mid-epoch, in a fresh process: seconds from open to the next batch, and whether the same samples follow.
 
 Each peer walks one epoch and leaves a state at 10, 50 and 90 %. Then, in turns: a process opens and takes the first
-batch of the epoch; another opens, loads a state and takes the next batch. The difference is what resuming costs.
-The rest of the epoch after one resume at each mark is compared with the walk's, batch by batch.
+batch of the epoch; another opens, loads a state and takes the next batch. Seconds are those after opening. The rest of
+the epoch after one resume at each mark is compared with the walk's, batch by batch.
 """
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,55 +23,67 @@ FRACTIONS = (0.1, 0.5, 0.9)
 BATCH = 8
 
 
+@dataclass
+class Found:
+    """By peer and mark; mark 0 is the epoch's begin, with no state."""
+
+    answers: dict[tuple[str, int], list[dict[str, float]]] = field(default_factory=dict)
+    verdicts: dict[tuple[str, int], str] = field(default_factory=dict)
+    stuck: dict[tuple[str, int], str] = field(default_factory=dict)
+
+
 def measure(corpus: Path, entries: Sequence[Entry], rounds: int, scratch: Path) -> list[Figure]:
     """The figures: seconds, and in the note exactness and the size of the state."""
     steps = -(-corpora.load(corpus).num_samples // BATCH)
     marks = [max(1, int(steps * fraction)) for fraction in FRACTIONS]
-    took: dict[tuple[str, int], list[float]] = {}
-    verdicts: dict[tuple[str, int], str] = {}
-    size: dict[tuple[str, int], int] = {}
-    stuck: dict[tuple[str, int], str] = {}
-    able = [entry for entry in entries if entry.state and "writing" not in entry.failed]
+    able, found = [entry for entry in entries if entry.state and "writing" not in entry.failed], Found()
     for entry in able:
         try:
             _walk(corpus, entry, marks, scratch)
             for mark in marks:
-                verdicts[entry.name, mark] = _exactness(corpus, entry, mark, scratch)
+                found.verdicts[entry.name, mark] = _exactness(corpus, entry, mark, scratch)
         except NotMeasuredError as error:
             entry.failed["resume"] = str(error)
-    able = [entry for entry in able if "resume" not in entry.failed]
+    _time(corpus, [entry for entry in able if "resume" not in entry.failed], marks, rounds, scratch, found)
+    return [
+        _figure(f"resume at {fraction:.0%}: {entry.label}", entry, mark, found)
+        for entry in entries
+        if entry.name not in YARDSTICKS
+        for fraction, mark in zip(FRACTIONS, marks)
+    ]
+
+
+def _time(corpus: Path, entries: Sequence[Entry], marks: list[int], rounds: int, scratch: Path, found: Found) -> None:
     for turn in range(rounds + 1):  # The first warms the page cache and is not counted.
         for mark in (0, *marks):
-            for entry in able:
-                if (entry.name, mark) in stuck:
+            for entry in entries:
+                if (entry.name, mark) in found.stuck:
                     continue
                 state = str(scratch / f"{entry.name}.{mark}") if mark else None
                 try:
                     with Process(entry.name, corpus) as process:
                         answer = process.ask("resume", state=state)
                 except NotMeasuredError as error:
-                    stuck[entry.name, mark] = str(error)
+                    found.stuck[entry.name, mark] = str(error)
                     continue
                 if turn:
-                    took.setdefault((entry.name, mark), []).append(answer["first_s"])
-                size[entry.name, mark] = answer["state_bytes"]
-    figures = []
-    for entry in entries:
-        for fraction, mark in zip(FRACTIONS, marks):
-            title = f"resume at {fraction:.0%}: {entry.label}"
-            mine, fresh = took.get((entry.name, mark)), took.get((entry.name, 0))
-            if entry.name in YARDSTICKS:
-                continue
-            if not mine or not fresh:
-                why = stuck.get((entry.name, mark)) or entry.failed.get("resume") or entry.failed.get("writing")
-                why = f"not measured: {why}" if why else "not offered"
-                if verdict := verdicts.get((entry.name, mark)):
-                    why += f"; {verdict}"
-                figures.append(Figure(title, float("nan"), "s", why))
-                continue
-            note = f"{verdicts[entry.name, mark]}; opening {median(fresh):.2f} s, state {size[entry.name, mark]} bytes"
-            figures.append(Figure(title, median(mine) - median(fresh), "s beyond", note))
-    return figures
+                    found.answers.setdefault((entry.name, mark), []).append(answer)
+
+
+def _figure(title: str, entry: Entry, mark: int, found: Found) -> Figure:
+    mine, fresh = found.answers.get((entry.name, mark)), found.answers.get((entry.name, 0))
+    verdict = found.verdicts.get((entry.name, mark), "")
+    if not mine or not fresh:
+        why = found.stuck.get((entry.name, mark)) or entry.failed.get("resume") or entry.failed.get("writing")
+        why = "; ".join(filter(None, [f"not measured: {why}" if why else "not offered", verdict]))
+        return Figure(title, float("nan"), "s", why)
+    seconds, first, opening = (
+        median([answer[name] for answer in answers])
+        for answers, name in ((mine, "first_s"), (fresh, "first_s"), (fresh, "open_s"))
+    )
+    note = f"{verdict}; an epoch's first batch {first:.4f} s, opening {opening:.2f} s"
+    note += f", state {mine[0]['state_bytes']} bytes"
+    return Figure(title, seconds, "s", note)
 
 
 def _walk(corpus: Path, entry: Entry, marks: list[int], scratch: Path) -> None:

@@ -1,7 +1,7 @@
 """Tokens a second, one process, and with two helper processes; each as the peer gives them, and all as int64.
 
 Every peer has its process all the time and works in its turn; a turn is a window of some seconds, over the ends of
-epochs. CPU seconds are those of the peer's whole family of processes.
+epochs. CPU seconds are those of the peer's whole family of processes. Ratios are medians over the rounds' own ratios.
 """
 
 from __future__ import annotations
@@ -49,20 +49,30 @@ def _figures(
     entries: Sequence[Entry], runs: dict[tuple[str, bool], list[dict[str, Any]]], told: dict[str, dict[str, Any]],
     cast: bool, where: str,
 ) -> list[Figure]:  # fmt: skip
-    wall = {name: median([r["tokens"] / r["wall_s"] for r in mine]) for (name, c), mine in runs.items() if c == cast}
-    cpu = {name: median([r["tokens"] / r["cpu_s"] for r in mine]) for (name, c), mine in runs.items() if c == cast}
-    ours, bare, figures = wall.get("millrace"), wall.get("bare"), []
+    speeds = {name: [r["tokens"] / r["wall_s"] for r in mine] for (name, c), mine in runs.items() if c == cast}
+    work = {name: [r["tokens"] / r["cpu_s"] for r in mine] for (name, c), mine in runs.items() if c == cast}
+    figures = []
     for entry in entries:
-        title = f"{where}, {'int64' if cast else 'as given'}: {entry.label}"
-        if entry.name not in wall:
+        title, mine = f"{where}, {'int64' if cast else 'as given'}: {entry.label}", speeds.get(entry.name)
+        if not mine or entry.name not in told:
             figures.append(Figure(title, float("nan"), "Mtok/s", f"not measured: {_why(entry, where)}"))
             continue
-        note = [f"{cpu[entry.name] / 1e6:6.0f} Mtok/CPU s"]
-        note += [f"{wall[entry.name] / bare:5.2f} of bare"] if bare else []
-        note += [f"ours {ours / wall[entry.name]:6.1f}x"] if ours else []
+        note = [f"{median(work[entry.name]) / 1e6:6.0f} Mtok/CPU s"]
+        if "bare" in speeds:
+            note.append(
+                f"{_ratio(mine, speeds['bare']):5.2f} of bare ({_ratio(work[entry.name], work['bare']):.2f} CPU)"
+            )
+        if "millrace" in speeds and entry.name != "millrace":
+            ours = _ratio(speeds["millrace"], mine), _ratio(work["millrace"], work[entry.name])
+            note.append(f"ours {ours[0]:6.1f}x ({ours[1]:.1f}x CPU)")
         note += [told[entry.name]["dtype"] if not cast else "", entry.note]
-        figures.append(Figure(title, wall[entry.name] / 1e6, "Mtok/s", "  ".join(filter(None, note))))
+        figures.append(Figure(title, median(mine) / 1e6, "Mtok/s", "  ".join(filter(None, note))))
     return figures
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of the rounds' ratios: a slow round slows both."""
+    return median([mine / other for mine, other in zip(ours, theirs)])
 
 
 def _why(entry: Entry, where: str) -> str:
