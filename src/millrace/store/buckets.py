@@ -18,6 +18,7 @@ from millrace.store.origins import STEP_BYTES, Origin, PassingError, Patience, R
 
 _LASTING = ("NotFound", "Unauthenticated", "PermissionDenied", "InvalidPath", "NotSupported", "UnknownConfig")
 _BUSY = re.compile(r"\b(429|503)\b|SlowDown|TooManyRequests", re.IGNORECASE)
+_used_by = 0  # Which process has obstore's threads.
 
 
 class BucketOrigin:
@@ -84,6 +85,14 @@ class BucketOrigin:
         return [self]
 
     def _store(self) -> tuple[Any, Any]:
+        global _used_by
+        if _used_by not in (0, os.getpid()):
+            raise UsageError(
+                f"{self.url}: expected the process that opened a bucket first, got a fork of it. obstore's threads "
+                "stayed behind, and it would wait forever. Start helper processes otherwise than by a fork: "
+                "multiprocessing_context='forkserver' or 'spawn'."
+            )
+        _used_by = os.getpid()
         with self._lock:
             if self._opened is None:
                 self._opened = self._open()

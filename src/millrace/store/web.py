@@ -21,6 +21,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from millrace.errors import ProtocolViolation, UsageError
+from millrace.store.locks import at_fork
 from millrace.store.origins import STEP_BYTES, Origin, PassingError, Patience, RefusedError
 
 _MOST_IDLE = 64
@@ -200,6 +201,12 @@ class _Pool:
         self._idle: dict[tuple[str, str], list[tuple[http.client.HTTPConnection, float]]] = {}
         self._context: ssl.SSLContext | None = None
         weakref.finalize(self, _close_all, self._idle)
+        at_fork(self)
+
+    def after_fork(self) -> None:
+        """What is open stays the parent's: two processes that read one connection take each other's bytes."""
+        self._lock = threading.Lock()
+        self._idle.clear()
 
     def ask(
         self, target: str, headers: dict[str, str], what: str
