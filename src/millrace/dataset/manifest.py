@@ -12,13 +12,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -37,7 +37,7 @@ LAYOUTS = ("tokens", "rows")
 TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
 _COUNTS = ("vocab_size", "tokens", "rows", "documents", "slices", "bytes")
 # An empty, `.` or `..` part (so also a leading, trailing or double slash), a backslash, a control character.
-_UNSAFE_NAME = r"(^|/)\.{0,2}(/|$)|[\\\x00-\x1f\x7f]"
+_UNSAFE_NAME = re.compile(r"(?:^|/)\.{0,2}(?:/|\Z)|[\\\x00-\x1f\x7f]")
 _COLUMNS = ("name", "bytes", "sha256", "count", "documents")
 
 
@@ -200,7 +200,8 @@ class SliceTable:
                 negative numbers, names a file twice, or names one outside the dataset's directory.
         """
         try:
-            table = pq.read_table(io.BytesIO(data), columns=list(_COLUMNS), use_threads=False).combine_chunks()
+            # Not read_table, which imports three times as much.
+            table = pq.ParquetFile(io.BytesIO(data)).read(list(_COLUMNS), use_threads=False).combine_chunks()
             wanted = [pa.string(), pa.int64(), pa.binary(32), pa.int64(), pa.int64()]
             columns = []
             for name, kind in zip(_COLUMNS, wanted):
@@ -282,15 +283,12 @@ def _check_table(table: SliceTable) -> None:
             raise DatasetError(f"{TABLE_FILE}: expected {name} of at least 0, got {int(column.min())}.")
     if table.sha256.shape != (len(table), 32):
         raise DatasetError(f"{TABLE_FILE}: expected {len(table)} hashes of 32 bytes, got {table.sha256.shape}.")
-    bad = pc.or_(
-        pc.match_substring_regex(table.names, _UNSAFE_NAME),
-        pc.invert(pc.ends_with(table.names, ".safetensors")),
-    )
-    if pc.any(bad).as_py():
-        name = table.names.filter(bad)[0].as_py()
-        raise DatasetError(
-            f"{TABLE_FILE}: expected names of .safetensors files inside the directory, got {name!r}. "
-            "Do not use this dataset: it points outside itself."
-        )
-    if len(pc.unique(table.names)) != len(table):
+    names = table.names.to_pylist()
+    for name in names:
+        if not name.endswith(".safetensors") or _UNSAFE_NAME.search(name):
+            raise DatasetError(
+                f"{TABLE_FILE}: expected names of .safetensors files inside the directory, got {name!r}. "
+                "Do not use this dataset: it points outside itself."
+            )
+    if len(set(names)) != len(names):
         raise DatasetError(f"{TABLE_FILE}: expected each slice's name once, got a name twice.")

@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from millrace.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable, dataset_id
 from millrace.dataset.slices import Slice, hash_file, open_slice
 from millrace.errors import DatasetError, UsageError
@@ -173,8 +170,8 @@ class Dataset:
             for p in self.path.rglob("*")
             if not p.is_dir() and others.isdisjoint(p.parents) and p.parent.name != _SIGNATURES
         )
-        unlisted = pc.invert(pc.is_in(pa.array(found, pa.string()), value_set=self.table.names)).to_pylist()
-        return [name for name, other in zip(found, unlisted) if other and name not in known]
+        listed = set(self.table.names.to_pylist())
+        return [name for name in found if name not in listed and name not in known]
 
 
 def open_dataset(path: str | Path) -> Dataset:
