@@ -285,16 +285,14 @@ class SliceCache:
         return Reservation(self, sha256, lock, made)
 
     def commit(self, sha256: str) -> Path:
-        """Give a verified partial file its name. Call inside `fetching`, after its bytes were synced."""
+        """Give a verified partial file its name. Call inside `fetching`, after its bytes were synced.
+
+        A power cut may undo the rename, and nothing else: the whole partial file is then hashed again, not fetched.
+        """
         final = self.path_of(sha256)
         part = final.with_name(f"{sha256}.part")
         os.utime(part, (time.time(), _mark(sha256)))
         part.replace(final)
-        directory = os.open(self.directory, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
         return final
 
     def drop(self, sha256s: Collection[str]) -> list[str]:

@@ -41,19 +41,27 @@ T = TypeVar("T", bound=Transfer)
 
 @dataclass(eq=False)
 class Flight(Generic[T]):
-    """A transfer under way."""
+    """A transfer under way. `fault`: why a slice that came could not be named."""
 
     transfer: T
     reservation: Reservation
     cancelled: bool = False
+    fault: OSError | None = None
 
-    def release(self, _: Any = None) -> None:
-        """Give its room back."""
-        self.reservation.release()
+    def settle(self) -> None:
+        """It ended: name the slice, or give its room back. Called once."""
+        if self.transfer.error is not None:
+            return self.reservation.release()
+        try:
+            self.reservation.commit()
+        except OSError as reason:
+            self.fault = reason
 
 
 class Flights(Generic[T]):
     """The transfers of one run. One thread changes it; others may look at `under_way`.
+
+    A slice is named by the thread that ended its transfer, so that whoever waits for it need not wait for a look too.
 
     Args:
         sizes: Bytes of each slice, by key.
@@ -77,6 +85,7 @@ class Flights(Generic[T]):
         self._not_before: dict[int, float] = {}
         self._failures: dict[int, int] = {}
         self._fetched: set[int] = set()
+        self._lock = threading.Lock()  # Of the counts, and what was fetched.
 
     def __contains__(self, key: object) -> bool:
         return key in self.under_way
@@ -98,8 +107,8 @@ class Flights(Generic[T]):
         except Exception as error:  # noqa: BLE001 - whoever waits for the slice gets it
             reservation.release()
             return self._fail(key, error)
-        self.under_way[key] = Flight(transfer, reservation)
-        transfer.on_done(lambda _: self._on_done(key))
+        self.under_way[key] = flight = Flight(transfer, reservation)
+        transfer.on_done(lambda _: self._ended(key, flight))
         return None
 
     def cancel(self, key: int) -> None:
@@ -110,22 +119,15 @@ class Flights(Generic[T]):
             self._cancel(flight.transfer)
 
     def finish(self, key: int) -> tuple[bool, Exception | None]:
-        """Name the slice of a transfer that has ended: whether it is here now, and why not unless it was cancelled."""
+        """Forget a transfer that has ended: whether its slice is here now, and why not unless it was cancelled."""
         flight = self.under_way.pop(key)
         error = flight.transfer.error
         if error is not None:
-            flight.release()
             return False, None if flight.cancelled else self._fail(key, error)
-        self._failures.pop(key, None)
-        self.counts["fetched_slices"] += 1  # Before anybody can see it.
-        self.counts["fetched_bytes"] += self._sizes[key]
-        self.counts["repeated_fetches"] += key in self._fetched
-        self._fetched.add(key)
-        try:
-            flight.reservation.commit()
-        except OSError as reason:
-            text = f"cache: cannot name {flight.reservation.part}: {reason}. Check the directory."
+        if flight.fault is not None:
+            text = f"cache: cannot name {flight.reservation.part}: {flight.fault}. Check the directory."
             return False, self._fail(key, UsageError(text))
+        self._failures.pop(key, None)
         return True, None
 
     def postpone(self, key: int, seconds: float) -> None:
@@ -155,12 +157,22 @@ class Flights(Generic[T]):
         deadline = time.monotonic() + _CLOSE_S
         for flight in self.under_way.values():
             flight.transfer.done.wait(max(0.0, deadline - time.monotonic()))
-            flight.transfer.on_done(flight.release)
         self.under_way = {}
 
     def abandon(self) -> None:
         """After a fork: what is under way is the parent's."""
         self.under_way = {}
+
+    def _ended(self, key: int, flight: Flight[T]) -> None:
+        """From any thread."""
+        if flight.transfer.error is None:
+            with self._lock:  # Counted before anybody can see it.
+                self.counts["fetched_slices"] += 1
+                self.counts["fetched_bytes"] += self._sizes[key]
+                self.counts["repeated_fetches"] += key in self._fetched
+                self._fetched.add(key)
+        flight.settle()
+        self._on_done(key)
 
     def _fail(self, key: int, error: Exception) -> Exception:
         """Try again later, longer each time."""

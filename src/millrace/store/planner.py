@@ -91,10 +91,9 @@ class Planner(Generic[T]):
         self._uses = Uses(slices.uses, 0, 0)
         self._queue: list[tuple[int, int, int]] = []  # (next use, tie, key) of what is not here
         self._queued: set[int] = set()
-        self._finished, self._gone = list[int](), list[int]()
-        self._unread: dict[int, int] = {}  # fetched, and the step that reads it first
+        self._finished, self._gone, self._released = list[int](), list[int](), list[str]()
+        self._unread, self._aims = dict[int, int](), dict[int, int]()  # fetched, under way: for which step
         self._ties, self._starved_at = 0, 0.0
-        self._released: list[str] = []
         self._listed_at = self._published_at = -math.inf
         self._told: object = None
         self._rate: tuple[float, int, float] = (clock(), 0, math.inf)  # at, step, steps per second before
@@ -103,7 +102,7 @@ class Planner(Generic[T]):
         """The consumer stands before `step`: plan anew from there."""
         self._now = step
         self._uses = Uses(self._slices.uses, self._slices.num_steps, step, exact=exact)
-        self._queue, self._queued = [], set()
+        self._queue, self._queued, self._aims = [], set(), {}
         self._rate = (self._clock(), step, math.inf)
         self._listed_at = self._published_at = -math.inf
         self._extend()
@@ -201,7 +200,7 @@ class Planner(Generic[T]):
         is_here, error = self.flights.finish(key)
         if is_here:
             self.here.add(key)
-            self._unread[key] = self._uses.next_use(key, self._now) or 0
+            self._unread[key] = self._aims.pop(key, self._uses.next_use(key, self._now) or 0)  # Maybe read by now.
         elif error is None:
             self._want(key)
         elif key in self._asked:
@@ -298,6 +297,7 @@ class Planner(Generic[T]):
             if reserved.why == "here":
                 self.here.add(key)
             return reserved
+        self._aims[key] = self._now + steps
         error = self.flights.start(key, reserved)
         if error is not None and key in self._asked:
             outcome.errors[key] = error
