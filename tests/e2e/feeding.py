@@ -78,6 +78,7 @@ def read(
         if state is not None:
             loader.load_state_dict(state)
         os.write(descriptor, b'{"ready": true}\n')
+        began, began_cpu = time.monotonic(), time.process_time() - time.thread_time()
         for done, batch in enumerate(loader, 1):
             line = {"step": batch.run_step, "ids": batch.sample_ids.tolist(), "state": loader.state_dict()}
             line["whole"] = are_whole(batch, samples)
@@ -88,7 +89,9 @@ def read(
             time.sleep(step_s)
             if done == most:
                 break
-    os.write(descriptor, json.dumps({"stats": loader.stats()}, default=float).encode() + b"\n")
+    others_s = time.process_time() - time.thread_time() - began_cpu
+    ended = {"stats": loader.stats(), "wall_s": time.monotonic() - began, "others_s": others_s}
+    os.write(descriptor, json.dumps(ended, default=float).encode() + b"\n")
     os.close(descriptor)
 
 

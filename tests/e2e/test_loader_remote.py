@@ -16,9 +16,19 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from feeding import MIB, are_whole, check_cache, make_dataset, small_disk, until
+from feeding import (
+    MIB,
+    are_whole,
+    check_cache,
+    ended,
+    lines_of,
+    make_dataset,
+    small_disk,
+    start_rank,
+    steps_of,
+    until,
+)
 
 from millrace.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
 from millrace.dataset.reader import open_dataset
@@ -249,8 +259,8 @@ def test_an_outage_is_noticed_at_the_swap_and_no_sooner(
     with Loader(**arguments, **ONE_BY_ONE) as loader:
         batches = iter(loader)
         found = next(batches).sample_ids.tolist()
+        until(lambda: loader.stats()["held_bytes"] > SLICE_BYTES and not loader.stats()["in_flight"], "at rest")
         server.faults.drop = 1.0
-        until(lambda: not loader.stats()["in_flight"] or loader.stats()["held_bytes"] > SLICE_BYTES, "at rest", 1)
         here = len(slices_in(tmp_path / "cache"))
         while len(found) < here * SAMPLES:
             found += next(batches).sample_ids.tolist()
@@ -266,26 +276,18 @@ def test_an_outage_is_noticed_at_the_swap_and_no_sooner(
     assert f"at step {here * 8}. Waiting." in caplog.text
 
 
-def test_steps_are_as_fast_while_the_next_slice_downloads(server: OriginServer, tmp_path: Path) -> None:
-    """A step's own processor time, which neighbours do not lengthen, at its 99th percentile."""
-    arguments = {"dataset": server.url, "cache_dir": tmp_path / "cache", **ONE_BY_ONE}
-
-    def steps_of(loader: Loader) -> list[float]:
-        spent = []
-        for _ in loader:
-            began = time.thread_time()
-            x = np.ones((256, 256))
-            for _ in range(2):
-                x @ x
-            spent.append(time.thread_time() - began)
-        return spent
-
-    server.faults.bytes_per_s = 8 * SLICE_BYTES
-    with Loader(**arguments) as loader:
-        during = steps_of(loader)
-    with Loader(**arguments, epochs=2) as loader:
-        after = steps_of(loader)
-    assert np.median(during) < 1.5 * np.median(after)
+def test_fetching_takes_less_than_a_tenth_of_a_processor(tmp_path: Path) -> None:
+    """So a step is never longer than 1.1 times, whoever else has the machine: processor time, not the clock's."""
+    folder = make_dataset(tmp_path / "data", 24, 32, 8192)  # 1 MiB a slice.
+    with OriginServer(folder) as server:
+        server.faults.bytes_per_s = 12 * MIB
+        arguments = {"dataset": server.url, "seq_len": 8192, "batch_size": 4, "lanes": 1, "window": 32, "head": 0}
+        arguments |= {"cache_dir": tmp_path / "cache", "cache_bytes": 6 * MIB, "rank": 0, "world_size": 1}
+        rank = start_rank(tmp_path / "out", arguments, state=None, samples=32, step_s=0.01)
+        assert ended([rank]) == [0] and len(steps_of(tmp_path / "out")) == 24 * 8
+    found = lines_of(tmp_path / "out")[-1]
+    print(found)
+    assert found["others_s"] < 0.1 * found["wall_s"]
 
 
 # The first batch

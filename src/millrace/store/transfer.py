@@ -100,8 +100,7 @@ class Transfers:
             raise UsageError("transfers: expected the process that made them, got a fork of it. Make new ones there.")
         if not origins:
             raise UsageError(f"fetch {info.name}: expected at least one origin, got none.")
-        file = PartFile(part, info.bytes, self.piece_bytes, self.connections)
-        now = self._clock()
+        file, now = PartFile(part, info.bytes, self.piece_bytes, self.connections), self._clock()
         work = Work(info, file, list(origins), on_bad, now, now)
         transfer = Transfer(info, part, work)
         work.finished = transfer._finish
@@ -127,6 +126,8 @@ class Transfers:
 
     def close(self) -> None:
         """Cancel all transfers and end the threads; one that waits for a dead peer ends later. May be repeated."""
+        if os.getpid() != self._pid:
+            return  # A fork's: the threads stayed behind, and whatever they had locked is locked here for ever.
         with self._changed:
             self._closed = True
             active = list(self._active)
