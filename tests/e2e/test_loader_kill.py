@@ -50,7 +50,8 @@ def server(folder: Path) -> Iterator[OriginServer]:
 class Run:
     """One run over many starts: which steps are committed, by which ranks' words, and its state."""
 
-    def __init__(self, base: Path, url: str, samples: int, step_s: float) -> None:
+    def __init__(self, base: Path, url: str, samples: int, step_s: float, budget: int = BUDGET) -> None:
+        self.budget = budget
         self.base, self.url, self.samples, self.step_s = base, url, samples, step_s
         self.cache = base / "cache"
         self.starts = 0
@@ -69,7 +70,7 @@ class Run:
         self.ranks = [
             start_rank(
                 out, {**ORDER, "dataset": self.url, "seed": self.seed, "rank": rank, "world_size": world,
-                      "cache_dir": self.cache, "cache_bytes": BUDGET}, state=self.state, samples=self.samples,
+                      "cache_dir": self.cache, "cache_bytes": self.budget}, state=self.state, samples=self.samples,
                 step_s=self.step_s,
             )
             for rank, out in enumerate(self.outs)
@@ -134,7 +135,7 @@ def test_killed_at_any_moment_no_sample_is_lost_or_repeated(folder: Path, server
 
 
 def test_four_then_three_then_five_ranks_from_afar(folder: Path, server: OriginServer, tmp_path: Path) -> None:
-    run = Run(tmp_path, server.url, SAMPLES, step_s=0.0)
+    run = Run(tmp_path, server.url, SAMPLES, step_s=0.0, budget=4 * MIB)  # Three slices a lane, and a little.
     expected = global_batches(dataset=folder, seed=0, **ORDER)
     for world, stop in ((4, 30), (3, 60), (5, None)):
         run.step_s = 0.004 if stop else 0.0
@@ -150,4 +151,5 @@ def test_four_then_three_then_five_ranks_from_afar(folder: Path, server: OriginS
         assert run.committed == expected[: len(run.committed)]
     assert run.committed == expected
     fetched = server.bytes_sent.total() - sum(server.bytes_sent[name] for name in ("manifest.json", "slices.parquet"))
-    assert fetched <= 3 * SLICES * SAMPLES * SEQ_LEN * 4
+    print(f"{fetched / (SLICES * SAMPLES * SEQ_LEN * 4):.2f} times the dataset")
+    assert fetched <= 2 * SLICES * SAMPLES * SEQ_LEN * 4
