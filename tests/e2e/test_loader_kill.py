@@ -117,7 +117,10 @@ def test_killed_at_any_moment_no_sample_is_lost_or_repeated(folder: Path, server
                 before = [len(lines_of(out)) for out in survivors]
                 for out, count in zip(survivors, before):
                     until(
-                        lambda out=out, count=count: len(lines_of(out)) >= count + 5 or "stats" in lines_of(out)[-1],
+                        lambda out=out, count=count: (
+                            steps_of(out),
+                            len(lines_of(out)) >= count + 5 or "stats" in lines_of(out)[-1],
+                        )[1],
                         f"{out} goes on without the one that was killed",
                     )
             for rank in run.ranks:
