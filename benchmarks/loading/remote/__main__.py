@@ -1,6 +1,7 @@
 """The loader from a remote origin: `python -m benchmarks.loading.remote [PART…]`.
 
     throughput  an epoch through 256 MB of cache beside a plain parallel download
+    moto        the same from moto's S3 server, if there is one, 256 MB
     first       the first batch, beside the peers' (scripts/peers.sh loaders)
     resume      going on in mid-epoch
     stall       a trainer that needs half, or four fifths, of the origin's bandwidth
@@ -26,9 +27,10 @@ from benchmarks.measure import Figure, show
 from millrace.dataset.adopt import adopt
 from millrace.dataset.slices import write_token_slice
 
-PARTS = ("throughput", "first", "resume", "stall")
+PARTS = ("throughput", "moto", "first", "resume", "stall")
 _SLICE_TOKENS = 4 << 20  # 8 MiB
 _FIRST_SLICES = 16
+_MOTO_SLICES = 32
 
 
 def make_slices(folder: Path, num_slices: int) -> Path:
@@ -68,6 +70,8 @@ def measure(part: str, ask: argparse.Namespace, folder: Path, scratch: Path) -> 
         names = [name for name in ask.peers.split(",") if name]
         fleet.prepare(["millrace", *names], large)
         return first.measure(large, scratch, ask.rounds, names, [int(world) for world in ask.worlds.split(",")])
+    if part == "moto":
+        return throughput.measure_moto(make_slices(folder, _MOTO_SLICES), scratch, ask.rounds)
     data = make_slices(folder, ask.slices)
     if part == "throughput":
         return throughput.measure(data, scratch, ask.rounds, [1e6 * float(rate) for rate in ask.rates.split(",")])
@@ -85,7 +89,8 @@ def main(given: Sequence[str]) -> int:
         for part in ask.parts:
             began = time.perf_counter()
             figures = measure(part, ask, folder, scratch)
-            show(f"remote, {part}", [figure for figure in figures if not math.isnan(figure.value)])
+            if there := [figure for figure in figures if not math.isnan(figure.value)]:
+                show(f"remote, {part}", there)
             for figure in figures:
                 if math.isnan(figure.value):
                     print(f"  {figure.name}: {figure.note}")

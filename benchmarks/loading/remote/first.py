@@ -96,6 +96,6 @@ def _figures(
             seconds = median(took[name])
             note = f"{seconds / slice_s:5.2f} slices' time, {median(sent[name]) / 1e6:.0f} MB sent by its end"
             if name:
-                note += f"; ours {seconds / median(took['']):.1f}x sooner; {peers.NOTES[name]}"
+                note += f"; ours {seconds / median(took['']):.2g}x sooner; {peers.NOTES[name]}"
             figures.append(Figure(f"{where}: {label}", seconds, "s", note))
     return figures

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.loading.fleet import NotMeasuredError
+from benchmarks.loading.remote.moto import Moto
 from benchmarks.loading.remote.origin import Served
 from benchmarks.loading.remote.task import Task
 from benchmarks.loading.remote.watch import Watcher
@@ -42,22 +44,35 @@ class Runs:
 
 def measure(folder: Path, scratch: Path, rounds: int, rates: Sequence[float]) -> list[Figure]:
     """The figures. Args: `rates`: bytes a second of the origin, 0 for no limit."""
+    with Served(folder.parent) as served:
+        return _measure(served, folder, scratch, rounds, rates)
+
+
+def measure_moto(folder: Path, scratch: Path, rounds: int) -> list[Figure]:
+    """The same from a server that is not ours, without a limit."""
+    try:
+        with Moto(folder) as served:
+            return _measure(served, folder, scratch, rounds, [0])
+    except NotMeasuredError as error:
+        return [Figure("moto", float("nan"), "MB/s", f"not measured: {error}")]
+
+
+def _measure(served: Served | Moto, folder: Path, scratch: Path, rounds: int, rates: Sequence[float]) -> list[Figure]:
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     total = sum((folder / name).stat().st_size for name in names)
     figures = []
-    with Served(folder.parent) as served:
-        for rate in rates:
-            ways = [OURS, *PLAIN] if rate == 0 else [OURS, "plain, thrown away"]
-            runs = {way: Runs() for way in ways}
-            for _ in range(rounds):
-                for way, mine in runs.items():
-                    served.throttle(rate)
-                    _run(way, mine, served, folder.name, names, scratch)
-            figures += _figures(runs, total, rate)
+    for rate in rates:
+        ways = [OURS, *PLAIN] if rate == 0 else [OURS, "plain, thrown away"]
+        runs = {way: Runs() for way in ways}
+        for _ in range(rounds):
+            for way, mine in runs.items():
+                served.throttle(rate)
+                _run(way, mine, served, folder.name, names, scratch)
+        figures += _figures(runs, total, rate)
     return figures
 
 
-def _run(way: str, runs: Runs, served: Served, prefix: str, names: list[str], scratch: Path) -> None:
+def _run(way: str, runs: Runs, served: Served | Moto, prefix: str, names: list[str], scratch: Path) -> None:
     cache = scratch / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     cache.mkdir()
