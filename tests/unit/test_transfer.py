@@ -24,7 +24,7 @@ from millrace.dataset.manifest import SliceInfo
 from millrace.errors import IntegrityError, NetworkError, ProtocolViolation, UsageError
 from millrace.store.origins import Origin, Patience, RefusedError, open_origin
 from millrace.store.pieces import PartFile
-from millrace.store.sources import Backoff, Source, choose
+from millrace.store.sources import Backoff, Source, choose, least_span_bytes
 from millrace.store.transfer import Transfer, TransferCancelledError, Transfers
 from origin_server import OriginServer
 
@@ -577,6 +577,25 @@ def test_choice() -> None:
     assert choose([source(active=1), fast], 0)[0] is fast
     assert choose([source(wait_until=7.0), source(wait_until=3.0)], 0) == (None, 3.0)
     assert choose([source(active=4)], 0) == (None, float("inf"))
+
+
+def test_requests_are_as_long_as_a_connection_is_fast(tmp_path: Path) -> None:
+    def fastest(*speeds: float | None) -> int:
+        made = [Source(Fake("x", honest), 16.0) for _ in speeds]
+        for one, speed in zip(made, speeds):
+            one.speed = speed
+        return least_span_bytes(made)
+
+    assert fastest() == fastest(None) == fastest(6e6) == fastest(0.0, 1e3) == MIB
+    assert fastest(6e6, 90e6) == 8 * MIB
+    assert fastest(50e6, None) == 4 * MIB
+    alone = PartFile(tmp_path / "alone", 8 * MIB, 8 * MIB, 16)
+    one_of_many = PartFile(tmp_path / "many", 8 * MIB, 8 * MIB, 16, fastest(50e6))
+    endless = PartFile(tmp_path / "fast", 20 * MIB, 8 * MIB, 16, fastest(9e9))
+    for file, spans in ((alone, 8), (one_of_many, 2), (endless, 3)):
+        file.open()
+        file.close()
+        assert len(file.spans) == spans
 
 
 def test_a_busy_source_gets_fewer_connections_and_then_more() -> None:

@@ -41,14 +41,17 @@ class PartFile:
     Args:
         path: Made if absent; one that fits is resumed, any other begun anew.
         piece_bytes: A power of two.
-        num_spans: At least so many spans are made of it if they can be of 1 MiB, so that all connections have work.
+        num_spans: At least so many spans are made of it, so that all connections have work, if they can be of
+        least_span_bytes: so many bytes.
 
     Attributes:
         spans: All of them by start; those of pieces that were there already are complete.
         received: Bytes written, those that were there included.
     """
 
-    def __init__(self, path: Path, num_bytes: int, piece_bytes: int, num_spans: int) -> None:
+    def __init__(
+        self, path: Path, num_bytes: int, piece_bytes: int, num_spans: int, least_span_bytes: int = 1 << 20
+    ) -> None:
         self.path = path
         self.num_bytes = num_bytes
         self.lock = threading.Lock()
@@ -58,7 +61,7 @@ class PartFile:
         self._piece_bytes = piece_bytes
         self._num_pieces = -(-num_bytes // piece_bytes)
         self._span_bytes = piece_bytes
-        while self._span_bytes > 1 << 20 and num_bytes < num_spans * self._span_bytes:
+        while self._span_bytes > least_span_bytes and num_bytes < num_spans * self._span_bytes:
             self._span_bytes //= 2
         self._file = -1
         self._left: list[int] = []

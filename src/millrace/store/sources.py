@@ -15,6 +15,8 @@ from millrace.store.origins import Origin
 
 _NEW_WEIGHT = 0.3
 _LEAST_BYTES = 64 << 10  # fewer say nothing of speed
+_REQUEST_S = 0.1  # short enough that slices come one after the other, long enough that asking costs little
+LEAST_SPAN_BYTES = 1 << 20
 
 
 @dataclass(eq=False)
@@ -106,3 +108,9 @@ def choose(sources: Iterable[Source], now: float) -> tuple[Source | None, float]
         return source.lies, avoided, -source.speed if source.speed is not None else unknown
 
     return min(free, key=rank), later
+
+
+def least_span_bytes(sources: Iterable[Source]) -> int:
+    """What to ask for in one request at least, where all connections have work: as much as comes in 0.1 s."""
+    most = max((source.speed or 0.0 for source in sources), default=0.0) * _REQUEST_S
+    return max(LEAST_SPAN_BYTES, 1 << int(most).bit_length() - 1) if most >= 1 else LEAST_SPAN_BYTES

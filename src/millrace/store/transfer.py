@@ -25,7 +25,7 @@ from millrace.errors import NetworkError, ProtocolViolation, UsageError
 from millrace.store.hashing import Hashers
 from millrace.store.origins import Origin, PassingError, RefusedError
 from millrace.store.pieces import PartFile, Span, disk_error
-from millrace.store.sources import Backoff, Source, choose
+from millrace.store.sources import Backoff, Source, choose, least_span_bytes
 from millrace.store.work import OnBad, Transfer, TransferCancelledError, Work
 
 __all__ = ["PIECE_BYTES", "OnBad", "Transfer", "TransferCancelledError", "Transfers"]
@@ -82,8 +82,7 @@ class Transfers:
         self._known: dict[str, Source] = {}
         self._hashers = Hashers[Work](hashers, self._judge, self._end)
         self._threads: list[threading.Thread] = []
-        self._num_workers = 0
-        self._idle = 0
+        self._num_workers = self._idle = 0
         self._counts = dict.fromkeys(("bytes", "attempts", "retries", "finished", "failed"), 0)
         self._closed = False
 
@@ -100,7 +99,8 @@ class Transfers:
             raise UsageError("transfers: expected the process that made them, got a fork of it. Make new ones there.")
         if not origins:
             raise UsageError(f"fetch {info.name}: expected at least one origin, got none.")
-        file, now = PartFile(part, info.bytes, self.piece_bytes, self.connections), self._clock()
+        now, least = self._clock(), least_span_bytes(list(self._known.values()) if self._active else ())
+        file = PartFile(part, info.bytes, self.piece_bytes, self.connections, least)
         work = Work(info, file, list(origins), on_bad, now, now)
         transfer = Transfer(info, part, work)
         work.finished = transfer._finish
