@@ -137,7 +137,7 @@ class Blocks:
         if faults == 0:
             self._least_make_s = min(self._least_make_s, make_s)
         elif self._least_make_s < make_s:
-            self.disk_s += (make_s - min(self._least_make_s, make_s)) * steps
+            self.disk_s += (make_s - self._least_make_s) * steps
 
     def _plan(self, step: int) -> _Plan | None:
         """The plan that begins with this rank's next step from `step` on; None at the end of the run."""
