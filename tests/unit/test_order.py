@@ -49,6 +49,16 @@ def whole_epoch(order: Order, epoch: int) -> list[int]:
     return [int(i) for step in range(order.steps_per_epoch) for i in order.global_batch_at(epoch, step)]
 
 
+def test_lanes_come_to_new_slices_in_turn() -> None:
+    """No step after the first windows waits for many new slices: each lane begins its windows at another time."""
+    order = Order(np.full(400, 96), 5, 8, lanes=8, window=192, head=0)
+    _, steps = order.future(0, 0, 0, 1)
+    later = steps[steps > 192]
+    assert len(later) > 300
+    in_24_steps = np.bincount(later // 24)  # A window lasts 192 steps; each lane opens two or three slices in it.
+    assert in_24_steps.max() <= 6 and (in_24_steps[9:-1] > 0).mean() > 0.7
+
+
 # The bijection.
 
 

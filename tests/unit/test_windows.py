@@ -53,7 +53,10 @@ def read_by(order: Order, ranks: tuple[int, int], world: int, epochs: int):
                     else:
                         lane = position % order.num_lanes
                         before = len(range(head + (lane - head) % order.num_lanes, position, order.num_lanes))
-                        window = (lane, before // order.window_samples)
+                        # Lanes begin in turn within a window, unless a lane is one window.
+                        whole = order.window_samples * order.num_lanes >= order.num_samples
+                        phase = 0 if whole else lane * order.window_samples // order.num_lanes
+                        window = (lane, (before + phase) // order.window_samples)
                     found.append((epoch * per_epoch + step, index, (epoch, *window)))
     return found
 

@@ -2,10 +2,11 @@
 
 Hides lanes and windows. A head of h samples (the first epoch's; else 0) comes first, all of the first slice.
 The other samples are cut into C lanes, one after another; position t >= h is the next sample of lane t mod C; inside
-each window of a lane the samples are permuted by a key of their own.
+each window of a lane the samples are permuted by a key of their own. Lane l begins l / C into a window, so that lanes
+come to their next windows, and to new slices, in turn and not all at one step.
 
 What it costs: 16 bytes a slice, and the tables of the windows that were read last: for C lanes with windows of
-w samples at most 32 C sqrt(w) bytes (0.5 MB for 64 lanes of 64 000), for up to four groups of windows. With the tables
+w samples at most 64 C sqrt(w) bytes (1 MB for 64 lanes of 64 000), for up to four groups of windows. With the tables
 a sample is found in about 40 ns, in blocks of some thousands; without, in about 150.
 """
 
@@ -57,6 +58,33 @@ class Lanes:
         """Samples of lanes."""
         return self.taken(self.num_samples, lane)
 
+    def window_of(self, lane: I64, index: I64) -> I64:
+        """The windows, counted in their lanes, in which samples of lanes lie."""
+        return (index + self._phase(lane)) // self.window
+
+    def window_start(self, lane: I64, window: I64) -> I64:
+        """The first sample, counted in its lane, of windows."""
+        start: I64 = np.maximum(0, window * self.window - self._phase(lane))
+        return start
+
+    def window_stop(self, lane: I64, window: I64) -> I64:
+        """Behind the last sample of windows."""
+        stop: I64 = np.minimum(self.length(lane), (window + 1) * self.window - self._phase(lane))
+        return stop
+
+    def num_windows(self, lane: I64) -> I64:
+        """Windows of lanes; 0 of a lane without samples."""
+        length = self.length(lane)
+        counts: I64 = np.where(length > 0, self.window_of(lane, length - 1) + 1, 0)
+        return counts
+
+    def _phase(self, lane: I64) -> I64:
+        """How far into a window lanes begin. Nowhere, if each lane is one window."""
+        if self.window * self.num_lanes >= self.num_samples:
+            return np.zeros_like(lane)
+        turns, rest = divmod(self.window, self.num_lanes)
+        return lane * turns + lane * rest // self.num_lanes
+
     def in_head(self, lane: I64) -> I64:
         """How many positions of the head would have been lanes' own."""
         return self._share(self.head, lane)
@@ -82,6 +110,7 @@ class _Windows:
     """G neighbouring windows, lane by lane: what it takes to read them. Only `asked` and `tables` ever change."""
 
     starts: I64  # [G], in the epoch's sequence.
+    lows: I64  # [G], in their lanes.
     sizes: U64  # [G], at least 1.
     keys: U64  # [G]
     places: I64  # [P], where in the order of slices the windows' slices are, rising.
@@ -90,9 +119,9 @@ class _Windows:
     tables: Tables | None = None
 
     def read(self, index: I64, group: I64) -> tuple[I64, I64]:
-        """Indexes within windows to (place, sample within its slice)."""
+        """Indexes within lanes to (place, sample within its slice)."""
         sequence = self.starts.take(group)
-        sequence += self._permuted(index, group)
+        sequence += self._permuted(index - self.lows.take(group), group)
         at = np.searchsorted(self.place_starts, sequence, side="right")
         at -= 1
         return self.places.take(at), sequence - self.place_starts.take(at)
@@ -173,26 +202,24 @@ class Epoch:
         return np.arange(int(counts.sum()), dtype=np.int64) + (first - skipped)[of_stretch], of_stretch
 
     def _read_lanes(self, positions: I64) -> tuple[I64, I64]:
-        width = self.lanes.window
         lane, index = self.lanes.split(positions)
+        window = self.lanes.window_of(lane, index)
         low, high = int(lane.min()), int(lane.max())
-        first, last = int(index.min()) // width, int(index.max()) // width
+        first, last = int(window.min()), int(window.max())
         num_windows = last - first + 1
         if (high - low + 1) * num_windows > max(64, len(positions)):
-            return self._read_scattered(lane, index)
+            return self._read_scattered(lane, index, window)
         group = lane - low
-        index = index - first * width
         if num_windows > 1:
-            window = index // width
-            index -= window * width
             group *= num_windows
             group += window
+            group -= first
         return self._open(low, high, first, last).read(index, group)
 
-    def _read_scattered(self, lane: I64, index: I64) -> tuple[I64, I64]:
-        window, offset = np.divmod(index, self.lanes.window)
-        starts, sizes, keys = self._shape(lane, window)
-        sequence = starts + permute_each(offset.view(np.uint64), sizes, keys).view(np.int64)
+    def _read_scattered(self, lane: I64, index: I64, window: I64) -> tuple[I64, I64]:
+        lows, sizes, keys = self._shape(lane, window)
+        offset = index - lows
+        sequence = self.lanes.start(lane) + lows + permute_each(offset.view(np.uint64), sizes, keys).view(np.int64)
         places = self._places(sequence)
         return places, sequence - self._bounds[places]
 
@@ -200,11 +227,11 @@ class Epoch:
         return np.searchsorted(self._bounds, sequence, side="right") - 1
 
     def _shape(self, lane: I64, window: I64) -> tuple[I64, U64, U64]:
-        """(start in the sequence, size, key) of windows; sizes are at least 1, even beyond a lane's end."""
-        low = window * self.lanes.window
-        sizes = np.clip(self.lanes.length(lane) - low, 1, self.lanes.window)
+        """(first sample in the lane, size, key) of windows; sizes are at least 1, even beyond a lane's end."""
+        lows = self.lanes.window_start(lane, window)
+        sizes = np.maximum(1, self.lanes.window_stop(lane, window) - lows)
         keys = subkeys(self._window_key, lane.view(np.uint64), window.view(np.uint64))
-        return self.lanes.start(lane) + low, sizes.view(np.uint64), keys
+        return lows, sizes.view(np.uint64), keys
 
     def _open(self, low: int, high: int, first: int, last: int) -> _Windows:
         """Windows [first, last] of lanes [low, high], lane by lane."""
@@ -221,12 +248,13 @@ class Epoch:
         num_windows = last - first + 1
         lane = np.repeat(np.arange(low, high + 1, dtype=np.int64), num_windows)
         window = np.tile(np.arange(first, last + 1, dtype=np.int64), high - low + 1)
-        starts, sizes, keys = self._shape(lane, window)
-        there = window * self.lanes.window < self.lanes.length(lane)
+        lows, sizes, keys = self._shape(lane, window)
+        starts = self.lanes.start(lane) + lows
+        there = lows < self.lanes.length(lane)
         from_place = self._places(starts[there])
         to_place = self._places((starts + sizes.view(np.int64) - 1)[there])
         # Windows follow one another in the sequence, so that places rise; two neighbours may share one.
         counts = to_place - from_place + 1
         skipped = np.cumsum(counts) - counts
         places = np.repeat(from_place - skipped, counts) + np.arange(int(counts.sum()))
-        return _Windows(starts, sizes, keys, places, self._bounds[places])
+        return _Windows(starts, lows, sizes, keys, places, self._bounds[places])

@@ -312,9 +312,8 @@ class Order:
         one = self._epoch(epoch)
         lane = np.arange(min(self.num_lanes, self.num_samples), dtype=np.int64)
         low, high = one.lanes.taken(first, lane), one.lanes.taken(first + size, lane)
-        starts = one.lanes.start(lane) + low // self.window_samples * self.window_samples
-        stops = -(-high // self.window_samples) * self.window_samples
-        stops = one.lanes.start(lane) + np.minimum(stops, one.lanes.length(lane))
+        starts = one.lanes.start(lane) + one.lanes.window_start(lane, one.lanes.window_of(lane, low))
+        stops = one.lanes.start(lane) + one.lanes.window_stop(lane, one.lanes.window_of(lane, high - 1))
         spans = [(0, 1)] if first < one.lanes.head else []
         spans += [(starts[i], stops[i]) for i in np.flatnonzero(low < high)]
         return np.unique(np.concatenate([one.slices_in(int(start), int(stop)) for start, stop in spans]))

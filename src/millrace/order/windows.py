@@ -173,11 +173,10 @@ def _shuffled(order: Order, epoch: int, ranks: tuple[int, int], world_size: int)
 
 def _windows(lanes: Lanes, read: I64) -> _Found:
     """All windows of these lanes: (lane, first sample in the lane, behind its last)."""
-    length = lanes.length(read)
-    counts = -(-length // lanes.window)
+    counts = lanes.num_windows(read)
     lane = np.repeat(read, counts)
-    low = (np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)) * lanes.window
-    return lane, low, np.minimum(low + lanes.window, np.repeat(length, counts))
+    window = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return lane, lanes.window_start(lane, window), lanes.window_stop(lane, window)
 
 
 def _plain(order: Order, ranks: tuple[int, int], world_size: int) -> tuple[_Found, bool]:
