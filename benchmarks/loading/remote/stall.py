@@ -34,7 +34,8 @@ def measure(folder: Path, scratch: Path, rounds: int, steps: int) -> list[Figure
     cache = scratch / "cache"
     need = open_windows_bytes(folder)
     slice_bytes = max(path.stat().st_size for path in folder.glob("*.safetensors")) + 16
-    budgets = {"open windows + 1 slice": need + slice_bytes, "2x that": 2 * (need + slice_bytes)}
+    budgets = {f"open windows + {n} slices": need + n * slice_bytes for n in (1, 3, 6)}
+    budgets["2x the windows"] = 2 * need
     runs: dict[tuple[str, float], list[dict[str, float]]] = {}
     with Served(folder.parent) as served:
         for _ in range(rounds):

@@ -116,7 +116,9 @@ def figures_of(job: Job) -> Plan:
     if job.keep == "all" and job.cache_bytes is None:
         cache = whole + overhead
     peak = min(cache, sum(map(part_bytes, job.slice_bytes.tolist())))
-    per_epoch = disk.epoch_bytes + (0 if cache >= _AHEAD * disk.once_bytes else disk.again_bytes)
+    # Below that, slices of other sizes than those that the plan chose may be the ones to come again.
+    again = disk.again_bytes + int(job.slice_bytes.max()) if disk.again_bytes else 0
+    per_epoch = disk.epoch_bytes + (0 if cache >= _AHEAD * disk.once_bytes else again)
     plan = Plan(
         job=job,
         lanes=order.num_lanes,
