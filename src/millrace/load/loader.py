@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _READY_S = 1e-3  # A batch that a thread made ahead comes sooner than this, if it was ready.
 KEEPS = ("budget", "window", "all")
+_LEAST = {"cache_bytes": 1, "connections": 1, "epochs": 1, "prefetch": 0, "seq_len": 1, "steps": 1}
 
 
 class Loader:
@@ -131,36 +132,18 @@ class Loader:
         every: tuple[int, int] | None = None,
     ) -> None:
         self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        check_integer("cache_bytes", cache_bytes, 1)
-        check_integer("epochs", epochs, 1)
-        check_integer("steps", steps, 1)
-        check_integer("prefetch", prefetch, 0)
-        check_integer("connections", connections, 1)
-        check_integer("seq_len", seq_len, 1)
+        for name, least in _LEAST.items():
+            check_integer(name, self._arguments[name], least)
         check_choice("keep", keep, KEEPS)
-        self.rank, self.world_size = rank_of_world(rank, world_size)
-        sizes = batch_sizes(batch_size, global_batch_size, self.world_size)
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
             raise UsageError(f"seed: expected an integer, got {seed!r}.")
-        self.mixture = read_mixture(dataset)
-        given = {"": dataset} if self.mixture is None else dict(self.mixture.datasets)
-        self.datasets = dict(zip(given, open_all(list(given.values()), identity)))  # type: ignore[arg-type]
-        opened = list(self.datasets.values())
-        manifest = opened[0].manifest
-        if manifest.layout == "tokens" and seq_len is None:
-            raise UsageError("seq_len: needed for a dataset of layout 'tokens'. Say how long a sample is.")
-        self.seq_len = int(seq_len) if manifest.layout == "tokens" and seq_len is not None else None
+        self.rank, self.world_size = rank_of_world(rank, world_size)
+        sizes = batch_sizes(batch_size, global_batch_size, self.world_size)
+        self._open(dataset, seq_len, identity)
+        chosen: dict[str, Any] = {"packing": packing, "split": split, "validation": validation}
         self._views = [
-            plan_samples(
-                one,
-                self.seq_len,
-                packing=packing,
-                documents=left_out,
-                split=split,
-                validation=validation,
-                remember=user_cache() / "counts",
-            )
-            for one, left_out in zip(opened, self._filters(documents))
+            plan_samples(one, self.seq_len, **chosen, documents=left_out, remember=user_cache() / "counts")
+            for one, left_out in zip(self.datasets.values(), self._filters(documents))
         ]
         orders = [
             Order(view.counts, one_seed, sizes.largest, lanes, window, bool(shuffle), bool(drop_last), head)
@@ -170,24 +153,11 @@ class Loader:
         self._check_samples(sizes.largest, bool(drop_last))
         weights = None if self.mixture is None else self.mixture.plan
         self.run = Run(orders, sizes, weights=weights, epochs=epochs, num_steps=steps, drop_last=bool(drop_last))
-        maker = make_maker(
-            self._views,
-            dtype=token_dtype(dtype, manifest.dtype, manifest.vocab_size) if self.seq_len else np.int64,
-            document_masks=document_masks,
-            pad_id=pad_id,
-            trim=trim,
-        )
         self._identity = identity_of(self.run, self.datasets, self._views, int(seed), bool(drop_last))
-        cached = [_is_cached(one, cache_dir) for one in opened]
-        if verify:
-            _check_hashes(opened)
-        settings = CacheSettings.of(cache_dir, cache_bytes, keep, int(connections)) if any(cached) else None
-        if settings is None and cache_bytes is not None:
-            raise UsageError(
-                f"cache_bytes: expected none for {opened[0].path}, which is local and is read in place. Leave it out, "
-                "or give a cache_dir to keep slices in (of a slow mount, say)."
-            )
-        self._slices = Slices(opened, cached, self._uses, self.run.num_steps, self._pass_end, settings, bool(verify))
+        manifest = self.dataset.manifest
+        kind = token_dtype(dtype, manifest.dtype, manifest.vocab_size) if self.seq_len else np.int64
+        maker = make_maker(self._views, dtype=kind, document_masks=document_masks, pad_id=pad_id, trim=trim)
+        self._slices = self._open_slices(cache_dir, cache_bytes, keep, int(connections), bool(verify))
         self._blocks = Blocks(self.run, self._views, maker, self._slices, self.rank, self.world_size, every)
         self.waits = Waits()
         self._prefetch = int(prefetch)
@@ -196,6 +166,30 @@ class Loader:
         self._turn = 0
         self._source: Generator[Batch, None, None] | None = None
         self._done = {"batches": 0, "samples": 0}
+
+    def _open(self, dataset: Given | Mixture, seq_len: int | None, identity: str | Path | None) -> None:
+        self.mixture = read_mixture(dataset)
+        given: Mapping[str, Any] = {"": dataset} if self.mixture is None else self.mixture.datasets
+        self.datasets = dict(zip(given, open_all(list(given.values()), identity)))
+        tokens = self.dataset.manifest.layout == "tokens"
+        if tokens and seq_len is None:
+            raise UsageError("seq_len: needed for a dataset of layout 'tokens'. Say how long a sample is.")
+        self.seq_len = int(seq_len) if tokens and seq_len is not None else None
+
+    def _open_slices(
+        self, cache_dir: str | Path | None, cache_bytes: int | None, keep: Keep, connections: int, verify: bool
+    ) -> Slices:
+        opened = list(self.datasets.values())
+        cached = [_is_cached(one, cache_dir) for one in opened]
+        if verify:
+            _check_hashes(opened)
+        settings = CacheSettings.of(cache_dir, cache_bytes, keep, connections) if any(cached) else None
+        if settings is None and cache_bytes is not None:
+            raise UsageError(
+                f"cache_bytes: expected none for {opened[0].path}, which is local and is read in place. Leave it out, "
+                "or give a cache_dir to keep slices in (of a slow mount, say)."
+            )
+        return Slices(opened, cached, self._uses, self.run.num_steps, self._pass_end, settings, verify)
 
     def __len__(self) -> int:
         """Steps of the run (of one epoch, if it has no end)."""
