@@ -296,3 +296,9 @@ def test_pickling_carries_arguments_and_state(folders: dict[str, Path]) -> None:
 def test_at_most_so_many_steps(folders: dict[str, Path]) -> None:
     loader = Loader(folders["web"], seq_len=SEQ_LEN, batch_size=7, epochs=None, steps=50)
     assert len(loader) == 50 and len(of(loader)) == 50 and of(loader) == []
+
+
+def test_a_file_of_text_is_told_from_a_dataset(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(DatasetError, match="TextStream"):
+        Loader(tmp_path / "a.jsonl", seq_len=8, batch_size=1)

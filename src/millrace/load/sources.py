@@ -123,6 +123,11 @@ def open_dataset(given: Given, identity: Any = None) -> Dataset:
         found: Dataset | None = open_foreign(folder)
         if found is not None:
             return found
+        if folder.is_file():
+            raise DatasetError(
+                f"{folder}: expected a dataset, got a file of another kind. Text is read as it is by millrace.TextStream; "
+                "`millrace prepare` makes a dataset of it."
+            )
     return open_local(given)
 
 
