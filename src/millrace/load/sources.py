@@ -125,8 +125,8 @@ def open_dataset(given: Given, identity: Any = None) -> Dataset:
             return found
         if folder.is_file():
             raise DatasetError(
-                f"{folder}: expected a dataset, got a file of another kind. Text is read as it is by millrace.TextStream; "
-                "`millrace prepare` makes a dataset of it."
+                f"{folder}: expected a dataset, got a file of another kind. Text is read as it is by "
+                "millrace.TextStream; `millrace prepare` makes a dataset of it."
             )
     return open_local(given)
 
