@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 import time
 from collections.abc import Iterator
@@ -318,11 +317,11 @@ def test_what_is_wrong_is_refused(data: Path) -> None:
 
 def _open_descriptors() -> int:
     """How many stay open: torch's queues close their pipes a moment after their loader has gone."""
-    least = len(os.listdir("/proc/self/fd"))
+    counts = []
     for _ in range(20):
         time.sleep(0.02)
-        least = min(least, len(os.listdir("/proc/self/fd")))
-    return least
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    return min(counts)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts descriptors in /proc")
