@@ -529,7 +529,9 @@ def read_all(folder: Path, **options: Any) -> None:
         if dataset is not None:
             for i in range(min(dataset.num_slices, 8)):
                 one = dataset.open_slice(i)
-                int(one.tokens.astype(np.int64).sum())
+                tokens, ends = one.tokens.astype(np.int64), one.document_ends.astype(np.int64)  # Every byte is read.
+                assert len(tokens) == dataset.table.count[i] and len(ends) == dataset.table.documents[i]
+                assert (np.diff(ends, prepend=0) >= 0).all() and (not len(ends) or ends[-1] <= len(tokens))
             dataset.verify(workers=1)
     except DatasetError:
         pass

@@ -32,7 +32,7 @@ class Feed:
         import torch
 
         if ask.workers:
-            raise NotImplementedError("it uses no helper processes")
+            raise ValueError("it uses no helper processes")
         torch.manual_seed(ask.seed)
         self.path, self.batch = folder / "train.bin", ask.batch
 

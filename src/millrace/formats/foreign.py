@@ -15,6 +15,7 @@ import hashlib
 import json
 import mmap
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -67,7 +68,7 @@ class Part:
     num_bytes: int
 
 
-class ForeignDataset(Dataset):
+class ForeignDataset(Dataset, ABC):
     """A read-only dataset of layout `tokens` in a format of others. Subclasses say how a part is read.
 
     Args:
@@ -195,9 +196,9 @@ class ForeignDataset(Dataset):
             raise UsageError(f"slice index: expected 0 to {len(self.parts) - 1}, got {index}")
         return self.parts[index]
 
+    @abstractmethod
     def _read(self, part: Part) -> tuple[NDArray[Any], U64]:
         """(tokens U16 or U32 [T], document ends U64 [D]) of a part; raises DatasetError."""
-        raise NotImplementedError
 
     def _is_there(self, file: int) -> bool:
         return self.files[file].is_file()
