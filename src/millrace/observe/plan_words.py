@@ -27,7 +27,7 @@ def words(plan: Plan) -> str:
         ),
         ("cache", f"cache_bytes={plan.cache_bytes}, peak disk {told(plan.peak_disk_bytes)}"),
         ("fetched", f"at most {told(plan.fetched_bytes)} in {job.epochs} epoch{'s' * (job.epochs > 1)}"),
-        ("slice", f"{told(job.slice_bytes.mean())} on average, in {_requests(plan)} requests"),
+        ("slice", f"{told(job.slice_bytes.mean())} on average, in {_requests(plan)}"),
         ("memory", f"{told(plan.memory_bytes)} for batches of {rank_batch(job)} a rank"),
         ("in memory whole", _in_memory(plan)),
     ]
@@ -57,7 +57,8 @@ def words(plan: Plan) -> str:
 
 
 def _requests(plan: Plan) -> str:
-    return f"{-(-int(plan.job.slice_bytes.max()) // plan.job.piece_bytes):,}"
+    count = -(-int(plan.job.slice_bytes.max()) // plan.job.piece_bytes)
+    return f"{count:,} request{'' if count == 1 else 's'}"
 
 
 def _in_memory(plan: Plan) -> str:
