@@ -2,14 +2,17 @@
 
     MillraceError
     ├── DatasetError      a dataset, slice or input file is missing, malformed or not what its hash says
-    │   └── PrepareError  raw input cannot become a dataset
+    │   ├── PrepareError  raw input cannot become a dataset
+    │   └── UnknownDatasetError      nothing has that name (also a FileNotFoundError)
     ├── NetworkError      a peer cannot be found, reached or trusted
     │   ├── ProtocolViolation   what came over the wire is not what the protocol allows
-    │   └── IntegrityError      bytes from a peer do not match their hash
+    │   ├── IntegrityError      bytes from a peer do not match their hash
+    │   └── DownloadError       the hub cannot be reached (also a ConnectionError)
     ├── LeaseError        a lease is unknown, expired or somebody else's
     ├── LedgerError       the ledger's chain is broken or does not prove what it should
     ├── StateError        a saved state does not belong to what it is loaded into
     └── UsageError        the caller asked for something that cannot be
+        └── MissingPackageError  what was asked needs a package that is not installed (also an ImportError)
 
 A message says what failed, what was expected, what was found and where, and the next step.
 """
@@ -29,6 +32,10 @@ class PrepareError(DatasetError):
     """Raw input cannot become a dataset."""
 
 
+class UnknownDatasetError(DatasetError, FileNotFoundError):
+    """Nothing has that name, here or on the hub; `except FileNotFoundError` catches it, too."""
+
+
 class NetworkError(MillraceError):
     """A peer cannot be found, reached or trusted."""
 
@@ -39,6 +46,10 @@ class ProtocolViolation(NetworkError):  # noqa: N818 - a violation is what it is
 
 class IntegrityError(NetworkError):
     """Bytes from a peer do not match their hash."""
+
+
+class DownloadError(NetworkError, ConnectionError):
+    """A dataset cannot be downloaded, as the hub cannot be reached; `except ConnectionError` catches it, too."""
 
 
 class LeaseError(MillraceError):
@@ -55,3 +66,7 @@ class StateError(MillraceError):
 
 class UsageError(MillraceError):
     """The caller asked for something that cannot be."""
+
+
+class MissingPackageError(UsageError, ImportError):
+    """What was asked needs a package that is not installed; `except ImportError` catches it, too."""

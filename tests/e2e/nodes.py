@@ -24,7 +24,7 @@ from millrace.network.dht import LibtorrentDht
 from millrace.network.identity import Identity, create_network, join
 from millrace.schedule.service import SchedulerService
 from millrace.serve import DataNode
-from millrace.worker.client import run_worker
+from millrace.worker.leasing import run_worker
 
 HOST = "127.0.0.1"
 NAME = "tiny"

@@ -26,7 +26,7 @@ from millrace.network.dht import LibtorrentDht
 from millrace.network.identity import Identity, verify
 from millrace.schedule.service import SchedulerService
 from millrace.serve import DataNode
-from millrace.worker.client import WorkerReport, run_worker
+from millrace.worker.leasing import WorkerReport, run_worker
 
 NUM_SLICES = 40
 TOKENS = 400

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from millrace.errors import UsageError
-from millrace.worker.config import WorkerConfig
+from millrace.worker.leasing_config import LeaseSettings
 from millrace.worker.trainer import CountTrainer, Trainer, make_trainer
 
 
@@ -57,6 +57,6 @@ def test_choice_of_trainer() -> None:
 
 
 @pytest.mark.parametrize("change", [{"batch_size": 0}, {"cache_bytes": 0}, {"trainer": "x"}, {"receipt_s": 0}])
-def test_a_worker_config_is_checked(change: dict[str, object]) -> None:
+def test_lease_settings_are_checked(change: dict[str, object]) -> None:
     with pytest.raises(UsageError):
-        WorkerConfig(**{"name": "d", "cache_dir": Path("c"), "cache_bytes": 1, "batch_size": 1, **change})  # type: ignore[arg-type]
+        LeaseSettings(**{"name": "d", "cache_dir": Path("c"), "cache_bytes": 1, "batch_size": 1, **change})  # type: ignore[arg-type]

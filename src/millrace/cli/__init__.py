@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.cli import bench, data, mirror, network, plan, prepare
+from millrace.cli import bench, convert, coordinate, data, doctor, mirror, network, plan, prepare
 from millrace.cli.running import Verb
 from millrace.errors import MillraceError, UsageError
 
@@ -90,7 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_verbs(verb, group)
     data.add_verbs(verb, group)
     mirror.add_verbs(verb, group)
+    convert.add_verbs(verb, group)
+    doctor.add_verbs(verb, group)
     plan.add_verbs(verb, group)
     network.add_verbs(verb, group)
+    coordinate.add_verbs(verb, group)
     bench.add_verbs(verb, group)
     return parser

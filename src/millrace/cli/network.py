@@ -146,7 +146,7 @@ def _schedule(args: argparse.Namespace) -> int:
 
 
 def _work(args: argparse.Namespace) -> int:
-    from millrace.worker.client import run_worker
+    from millrace.worker.leasing import run_worker
 
     settings = _work_settings(args)
     identity, discovery = join_network(args)

@@ -10,7 +10,7 @@ from millrace.worker.trainer import TRAINERS
 
 
 @dataclass(frozen=True)
-class WorkerConfig:
+class LeaseSettings:
     """What a worker is told.
 
     Args:

@@ -34,8 +34,8 @@ from millrace.network.identity import Identity
 from millrace.order.plan import lease_order
 from millrace.store.cache import SliceCache
 from millrace.store.fetch import Provider, fetch_slice
-from millrace.worker.config import WorkerConfig
 from millrace.worker.control import Control, SchedulerGone
+from millrace.worker.leasing_config import LeaseSettings
 from millrace.worker.trainer import Trainer, make_trainer
 
 PROGRESS_S = 0.5
@@ -109,7 +109,7 @@ def run_worker(
         UsageError: If two slices (the one in use and the next) do not fit the cache, or the trainer does not
             fit the data.
     """
-    config = WorkerConfig(name, Path(cache_dir), cache_bytes, batch_size, scheduler, trainer, receipt_s, patience_s)
+    config = LeaseSettings(name, Path(cache_dir), cache_bytes, batch_size, scheduler, trainer, receipt_s, patience_s)
     with contextlib.closing(Client(identity)) as client:
         worker = _Worker(identity, client, config, discovery, stop or threading.Event())
         worker.on_progress, worker.on_batch = on_progress, on_batch
@@ -121,7 +121,7 @@ class _Worker:
         self,
         identity: Identity,
         client: Client,
-        config: WorkerConfig,
+        config: LeaseSettings,
         discovery: Discovery | None,
         stop: threading.Event,
     ) -> None:

@@ -1,0 +1,1 @@
+"""Datasets from one format to another: counted, verified, bounded in memory."""

@@ -1,0 +1,1 @@
+"""What training-data files are, what is wrong with them, and what mends it."""
