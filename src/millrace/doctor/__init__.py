@@ -1,1 +1,9 @@
-"""What training-data files are, what is wrong with them, and what mends it."""
+"""What training-data files are, what is wrong with them, and what mends it.
+
+`examine(paths, options)` reads and reports; `mend(path, out, options)` writes a mended copy. Nothing is changed in
+place. Kinds are told by content, never by suffix.
+"""
+
+from millrace.doctor.report import Finding, Options, Report
+
+__all__ = ["Finding", "Options", "Report"]
