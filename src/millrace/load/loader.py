@@ -21,7 +21,6 @@ import numpy as np
 
 from millrace.dataset.reader import Dataset
 from millrace.errors import UsageError
-from millrace.formats.foreign import ForeignDataset
 from millrace.load.ahead import run_ahead
 from millrace.load.arguments import batch_sizes, check_choice, check_integer, rank_of_world, token_dtype
 from millrace.load.batch import Batch
@@ -29,13 +28,15 @@ from millrace.load.blocks import Blocks
 from millrace.load.makers import make_maker
 from millrace.load.packing import DocumentFilter
 from millrace.load.samples import plan_samples
-from millrace.load.slices import CacheSettings, Slices, user_cache
+from millrace.load.sharding import SHARDINGS, share_of
+from millrace.load.slices import CacheSettings, Slices, cache_place, check_hashes, comes_by_cache, user_cache
 from millrace.load.sources import Given, Mixture, open_all, place_of, read_mixture
 from millrace.load.state import identity_of, make_state, step_of_state
 from millrace.load.stats import Bottleneck, Waits, find_bottleneck
 from millrace.order.bijection import derive_key
+from millrace.order.owned import OwnedRun
 from millrace.order.plan import Order
-from millrace.order.run import Run
+from millrace.order.run import BatchSizes, Run
 
 if TYPE_CHECKING:
     from millrace.store.prefetch import Keep
@@ -80,6 +81,7 @@ class Loader:
             A local dataset is read in place, unless this is given: then it is fetched like a remote one.
         cache_bytes: What the cache may take, all loaders that share it together; by default a quarter of what is free,
             up to 64 GiB.
+        cache: In short for cache_dir: `disk` for the user's directory, `ram` for memory.
         keep: `budget`: a slice is deleted when room is needed. `window`: as soon as its last use in this epoch is
             over. `all`: never; refused unless all fits.
         connections: Requests at once to an origin.
@@ -89,6 +91,11 @@ class Loader:
         prefetch: Batches made ahead by a thread; 0 makes them in the caller's, which is faster for whole tokens
             (a batch costs microseconds): slices are fetched ahead either way.
         lanes, window, head: As in `Order`.
+        sharding: `order`: every epoch deals all slices to the ranks anew; any world size, same global batches. `hash`:
+            each rank owns slices, by rendezvous hashing, the same in all epochs, so that a cache of 1/W of the data is
+            enough from the second epoch on, and mixes those alone. Batches then are at most batch_size, ranks take
+            equally many steps, and a state is its rank's and that world's.
+        worker_names: For `hash`, by rank: names that stay with their machines; by default the ranks' numbers.
         every: (k, n): only steps k, k + n, … from where iterating begins: what the k-th of n helper processes makes.
 
     Raises:
@@ -121,6 +128,7 @@ class Loader:
         trim: bool = False,
         cache_dir: str | Path | None = None,
         cache_bytes: int | None = None,
+        cache: str | None = None,
         keep: Keep = "budget",
         connections: int = 16,
         verify: bool = False,
@@ -129,12 +137,15 @@ class Loader:
         lanes: int | None = None,
         window: int | None = None,
         head: int | None = None,
+        sharding: str = "order",
+        worker_names: Sequence[str] | None = None,
         every: tuple[int, int] | None = None,
     ) -> None:
         self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         for name, least in _LEAST.items():
             check_integer(name, self._arguments[name], least)
         check_choice("keep", keep, KEEPS)
+        check_choice("sharding", sharding, SHARDINGS)
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
             raise UsageError(f"seed: expected an integer, got {seed!r}.")
         self.rank, self.world_size = rank_of_world(rank, world_size)
@@ -145,19 +156,27 @@ class Loader:
             plan_samples(one, self.seq_len, **chosen, documents=left_out, remember=user_cache() / "counts")
             for one, left_out in zip(self.datasets.values(), self._filters(documents))
         ]
+        owned: dict[str, Any] = {}
+        if sharding == "hash":
+            owned = self._own(sizes, worker_names, bool(drop_last))
+        batch = sizes.largest if not owned else -(-sizes.largest // self.world_size)
         orders = [
-            Order(view.counts, one_seed, sizes.largest, lanes, window, bool(shuffle), bool(drop_last), head)
+            Order(view.counts, one_seed, batch, lanes, window, bool(shuffle), bool(drop_last), head)
             for view, one_seed in zip(self._views, self._seeds(int(seed)))
         ]
         self.order = orders[0]
-        self._check_samples(sizes.largest, bool(drop_last))
+        self._check_samples(batch, bool(drop_last))
         weights = None if self.mixture is None else self.mixture.plan
-        self.run = Run(orders, sizes, weights=weights, epochs=epochs, num_steps=steps, drop_last=bool(drop_last))
-        self._identity = identity_of(self.run, self.datasets, self._views, int(seed), bool(drop_last))
+        if owned:
+            self.run: Run = OwnedRun(self.order, batch, owned.pop("num_samples"), epochs=epochs, num_steps=steps)
+        else:
+            self.run = Run(orders, sizes, weights=weights, epochs=epochs, num_steps=steps, drop_last=bool(drop_last))
+        self._identity = owned | identity_of(self.run, self.datasets, self._views, int(seed), bool(drop_last))
         manifest = self.dataset.manifest
         kind = token_dtype(dtype, manifest.dtype, manifest.vocab_size) if self.seq_len else np.int64
         maker = make_maker(self._views, dtype=kind, document_masks=document_masks, pad_id=pad_id, trim=trim)
-        self._slices = self._open_slices(cache_dir, cache_bytes, keep, int(connections), bool(verify))
+        place = cache_place(cache, cache_dir)
+        self._slices = self._open_slices(place, cache_bytes, keep, int(connections), bool(verify))
         self._blocks = Blocks(self.run, self._views, maker, self._slices, self.rank, self.world_size, every)
         self.waits = Waits()
         self._prefetch = int(prefetch)
@@ -176,13 +195,24 @@ class Loader:
             raise UsageError("seq_len: needed for a dataset of layout 'tokens'. Say how long a sample is.")
         self.seq_len = int(seq_len) if tokens and seq_len is not None else None
 
+    def _own(self, sizes: BatchSizes, names: Sequence[str] | None, drop_last: bool) -> dict[str, Any]:
+        """Leave in the view what this rank owns. What a state must agree in besides, and every rank's samples."""
+        if self.mixture is not None or drop_last or len(sizes.changes) > 1:
+            raise UsageError(
+                "sharding='hash': expected one dataset, one batch size, and no drop_last (batches are even), got "
+                "others. Use sharding='order'."
+            )
+        share = share_of(self.dataset, self._views[0], self.rank, self.world_size, names)
+        self._views = [share.view]
+        return {"rank": self.rank, "workers": list(share.workers), "num_samples": share.num_samples}
+
     def _open_slices(
         self, cache_dir: str | Path | None, cache_bytes: int | None, keep: Keep, connections: int, verify: bool
     ) -> Slices:
         opened = list(self.datasets.values())
-        cached = [_is_cached(one, cache_dir) for one in opened]
+        cached = [comes_by_cache(one, cache_dir) for one in opened]
         if verify:
-            _check_hashes(opened)
+            check_hashes(opened)
         settings = CacheSettings.of(cache_dir, cache_bytes, keep, connections) if any(cached) else None
         if settings is None and cache_bytes is not None:
             raise UsageError(
@@ -195,7 +225,7 @@ class Loader:
         """Steps of the run (of one epoch, if it has no end)."""
         if self.run.num_steps is not None:
             return self.run.num_steps
-        return self.order.steps_per_epoch
+        return self.run.steps_per_epoch
 
     @property
     def dataset(self) -> Dataset:
@@ -374,21 +404,3 @@ def _open_again(arguments: dict[str, Any], step: int) -> Loader:
     loader = Loader(**arguments)
     loader._step = loader._began_step = step
     return loader
-
-
-def _check_hashes(datasets: list[Dataset]) -> None:
-    for dataset in datasets:
-        if isinstance(dataset, ForeignDataset):
-            raise UsageError(f"verify: {dataset.path} is of another format, which has no hashes. Leave it out.")
-
-
-def _is_cached(dataset: Dataset, cache_dir: str | Path | None) -> bool:
-    """Whether a dataset's slices come by way of the cache."""
-    if getattr(dataset, "origin", None) is not None:
-        return True
-    if cache_dir is not None and isinstance(dataset, ForeignDataset):
-        raise UsageError(
-            f"cache_dir: expected none for {dataset.path}, a dataset of another format: it is read in place. "
-            "Leave it out."
-        )
-    return cache_dir is not None

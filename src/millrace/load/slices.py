@@ -20,6 +20,7 @@ from millrace.dataset.manifest import SliceInfo
 from millrace.dataset.reader import Dataset
 from millrace.dataset.slices import Slice, hash_file, open_slice
 from millrace.errors import DatasetError, UsageError
+from millrace.formats.foreign import ForeignDataset
 from millrace.load.readahead import ReadAhead
 
 if TYPE_CHECKING:
@@ -294,3 +295,37 @@ class Slices:
             return steps, keys
         kept = np.array(self._cached)[np.searchsorted(self.first_key, keys, side="right") - 1]
         return steps[kept], keys[kept]
+
+
+def check_hashes(datasets: list[Dataset]) -> None:
+    """Raise UsageError for a dataset that has no hashes to verify by."""
+    for dataset in datasets:
+        if isinstance(dataset, ForeignDataset):
+            raise UsageError(f"verify: {dataset.path} is of another format, which has no hashes. Leave it out.")
+
+
+def comes_by_cache(dataset: Dataset, cache_dir: str | Path | None) -> bool:
+    """Whether a dataset's slices come by way of the cache."""
+    if getattr(dataset, "origin", None) is not None:
+        return True
+    if cache_dir is not None and isinstance(dataset, ForeignDataset):
+        raise UsageError(
+            f"cache_dir: expected none for {dataset.path}, a dataset of another format: it is read in place. "
+            "Leave it out."
+        )
+    return cache_dir is not None
+
+
+def cache_place(cache: str | None, cache_dir: str | Path | None) -> str | Path | None:
+    """The directory that `cache` (`disk`, `ram`) or `cache_dir` names; None for neither.
+
+    Raises:
+        UsageError: If both are given, or `cache` is another word.
+    """
+    if cache is None:
+        return cache_dir
+    if cache not in ("disk", "ram") or cache_dir is not None:
+        raise UsageError(
+            f"cache: expected 'disk' or 'ram', and no cache_dir beside it, got {cache!r} and {cache_dir!r}."
+        )
+    return user_cache() / "slices" if cache == "disk" else "ram"

@@ -85,6 +85,11 @@ class Run:
         """Run steps in all, the same for every rank. None: no end."""
         return self._calendar.num_steps
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Of the first dataset, with the largest batches."""
+        return self.orders[0].steps_per_epoch
+
     def place(self, step: int) -> Place:
         """Where the run stands before a step in [0, num_steps]. As `Calendar.place`."""
         return self._calendar.place(step)

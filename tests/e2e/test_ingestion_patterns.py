@@ -1,0 +1,162 @@
+"""Batching, sharding, caching: shards stay with their worker, whole, and are shuffled inside anew each epoch."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from feeding import make_dataset
+
+from millrace.dataset.slices import hash_file
+from millrace.errors import StateError, UsageError
+from millrace.load.loader import Loader
+from millrace.store.cache import cache_directory
+from origin_server import OriginServer
+
+SLICES, SAMPLES, SEQ_LEN = 24, 16, 2048
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("patterns") / "data", SLICES, SAMPLES, SEQ_LEN)
+
+
+@pytest.fixture
+def server(data: Path) -> Iterator[OriginServer]:
+    with OriginServer(data) as server:
+        yield server
+
+
+def by_hash(url: str, rank: int, world: int, **more: Any) -> Loader:
+    return Loader(url, seq_len=SEQ_LEN, batch_size=4, rank=rank, world_size=world, sharding="hash", epochs=2, **more)
+
+
+def epochs_of(loader: Loader) -> list[list[int]]:
+    found: list[list[int]] = [[], []]
+    for batch in loader:
+        found[batch.epoch].extend(batch.sample_ids.tolist())
+    return found
+
+
+def slices_of(server: OriginServer) -> list[Path]:
+    return list(server.directory.rglob("*.safetensors"))
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """Where `cache="ram"` keeps slices; another's, if it is there, is left alone."""
+    folder = cache_directory("ram")
+    if any(path.is_file() for path in folder.iterdir()):
+        pytest.skip(f"{folder} is in use")
+    yield folder
+    shutil.rmtree(folder)
+
+
+def epoch_two(server: OriginServer, rank: int, cache: str) -> list[int]:
+    """Two epochs of a worker whose cache is smaller than the dataset: the first epoch's samples."""
+    total = sum(path.stat().st_size for path in slices_of(server))
+    with by_hash(server.url, rank, 2, cache_bytes=int(total * 0.7), cache=cache) as loader:
+        first, second = epochs_of(loader)
+        assert loader.stats()["repeated_fetches"] == 0
+    assert sorted(first) == sorted(second) and first != second
+    return first
+
+
+def test_epoch_two_reads_the_cache_and_each_worker_holds_only_its_shards(
+    server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers: in two epochs every slice leaves the origin once; a cache holds whole, verified slices alone."""
+    seen: set[int] = set()
+    for rank in range(2):
+        monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / f"host-{rank}"))
+        first = epoch_two(server, rank, "disk")
+        assert seen.isdisjoint(first)
+        seen.update(first)
+        held = [path for path in (tmp_path / f"host-{rank}/slices").iterdir() if path.is_file()]
+        assert len(held) == len(first) // SAMPLES and all(hash_file(path) == path.name for path in held)
+    assert len(seen) == SLICES * SAMPLES
+    sent = {name: count for name, count in server.bytes_sent.items() if name.endswith(".safetensors")}
+    assert sent == {f"{path.relative_to(server.directory)}": path.stat().st_size for path in slices_of(server)}
+
+
+def test_memory_keeps_slices_between_loaders(server: OriginServer, memory: Path) -> None:
+    epoch_two(server, 0, "ram")
+    sent = sum(server.bytes_sent.values())
+    assert any(path.is_file() for path in memory.iterdir())
+    epoch_two(server, 0, "ram")
+    assert sum(server.bytes_sent.values()) - sent < 64 << 10  # The manifest and the table.
+
+
+def test_shards_stay_and_their_insides_are_shuffled_anew(data: Path) -> None:
+    """A sample's shard is the same in all epochs; a shard is whole at one worker; orders come from the seed alone."""
+    homes: dict[int, int] = {}
+    for rank in range(3):
+        loader = by_hash(str(data), rank, 3)
+        first, second = epochs_of(loader)
+        assert (first, second) == tuple(epochs_of(by_hash(str(data), rank, 3)))
+        assert first != epochs_of(by_hash(str(data), rank, 3, seed=1))[0]
+        for number in first:
+            assert homes.setdefault(number // SAMPLES, rank) == rank
+        for shard in {number // SAMPLES for number in first}:
+            inside = [[n for n in epoch if n // SAMPLES == shard] for epoch in (first, second)]
+            assert len(inside[0]) == SAMPLES and sorted(inside[0]) == sorted(inside[1]) and inside[0] != inside[1]
+    assert len(homes) == SLICES
+
+
+def test_ranks_take_equally_many_steps_and_go_on_where_they_stood(data: Path) -> None:
+    loaders = [by_hash(str(data), rank, 3) for rank in range(3)]
+    assert len({len(loader) for loader in loaders}) == 1
+    sizes = [[len(batch) for batch in loader] for loader in loaders]
+    assert max(map(max, sizes)) == 4 and min(map(min, sizes)) >= 2
+    for rank in range(3):
+        whole = [batch.sample_ids.tolist() for batch in by_hash(str(data), rank, 3)]
+        half = by_hash(str(data), rank, 3)
+        for batch in half:
+            if batch.run_step == len(whole) // 3:
+                break
+        rest = by_hash(str(data), rank, 3)
+        rest.load_state_dict(half.state_dict())
+        assert [batch.sample_ids.tolist() for batch in rest] == whole[len(whole) // 3 + 1 :]
+    with pytest.raises(StateError, match="expected rank 0"):
+        by_hash(str(data), 0, 3).load_state_dict(half.state_dict())
+
+
+def test_a_worker_more_takes_over_its_part_alone(data: Path) -> None:
+    """Named workers: whoever stays keeps its shards but for what the new one takes."""
+    names = ["north", "east", "south", "west"]
+    before = [set(epochs_of(by_hash(str(data), rank, 3, worker_names=names[:3]))[0]) for rank in range(3)]
+    after = [set(epochs_of(by_hash(str(data), rank, 4, worker_names=names))[0]) for rank in range(4)]
+    kept = sum(len(old & new) for old, new in zip(before, after))
+    assert kept >= (1 - 1 / 4 - 0.1) * SLICES * SAMPLES  # 24 shards: a hundredth is not a shard.
+    assert sum(map(len, after)) == len(set().union(*after)) == SLICES * SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"drop_last": True}, "no drop_last"),
+        ({"worker_names": ["one"]}, "a name for each of 2 ranks"),
+        ({"cache": "tape"}, "expected 'disk' or 'ram'"),
+        ({"cache": "ram", "cache_dir": "x"}, "no cache_dir beside it"),
+    ],
+)
+def test_what_cannot_be_is_refused(data: Path, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        by_hash(str(data), 0, 2, **arguments)
+    with pytest.raises(UsageError, match="sharding: expected one of 'order', 'hash'"):
+        Loader(str(data), seq_len=8, batch_size=1, sharding="random")
+    with pytest.raises(UsageError, match=f"{SLICES} slices are too few"):
+        by_hash(str(data), 0, 200)
+
+
+def test_arrays_are_the_samples_of_their_numbers(data: Path) -> None:
+    plain = {}
+    for batch in Loader(str(data), seq_len=SEQ_LEN, batch_size=8, shuffle=False):
+        plain.update(zip(batch.sample_ids.tolist(), batch.inputs.copy()))
+    for rank in range(2):
+        for batch in by_hash(str(data), rank, 2):
+            assert all(np.array_equal(plain[n], row) for n, row in zip(batch.sample_ids.tolist(), batch.inputs))

@@ -1,0 +1,95 @@
+"""Hash sharding: little moves, nothing is lost, shares are even; ranks that own slices take equally many steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import UsageError
+from millrace.order.homes import homes_of
+from millrace.order.owned import OwnedRun
+from millrace.order.plan import Order
+
+
+def hashes(count: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(seed).integers(0, 256, (count, 32), dtype=np.uint8)
+
+
+def names(count: int) -> list[str]:
+    return [f"host-{i}" for i in range(count)]
+
+
+@pytest.mark.parametrize("slack", [None, 0.1])
+@pytest.mark.parametrize("workers", [4, 8])
+def test_little_moves(workers: int, slack: float | None) -> None:
+    """A tenth more data, one worker more, one fewer: at most what they own and two hundredths."""
+    slices = hashes(2000)
+    before = homes_of(slices, names(workers), slack)
+    joined = homes_of(slices, names(workers + 1), slack)
+    assert (before != joined).mean() <= 1 / (workers + 1) + 0.02
+    assert slack is not None or set(joined[before != joined].tolist()) == {workers}
+    grown = homes_of(np.concatenate([slices, hashes(200, 1)]), names(workers), slack)[: len(slices)]
+    assert (before != grown).mean() <= (0.0 if slack is None else 0.02)
+    left = homes_of(slices, names(workers)[1:], slack)
+    assert ((before - 1 != left) & (before != 0)).mean() <= (0.0 if slack is None else 0.02)
+
+
+@given(st.integers(1, 12), st.integers(0, 400), st.sampled_from([0.0, 0.05, 0.25]), st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_shares_are_bounded_and_names_decide(workers: int, count: int, slack: float, seed: int) -> None:
+    slices, who = hashes(count, seed), names(workers)
+    homes = homes_of(slices, who, slack)
+    assert np.bincount(homes, minlength=workers).max(initial=0) <= np.ceil((1 + slack) * count / workers)
+    turn = np.random.default_rng(seed).permutation(workers)
+    other = homes_of(slices, [who[i] for i in turn], slack)
+    assert [who[i] for i in homes] == [who[turn[i]] for i in other]
+    mixed = np.random.default_rng(seed).permutation(count)
+    assert np.array_equal(homes_of(slices[mixed], who, slack), homes[mixed])
+
+
+GOLDEN = [2, 2, 0, 2, 2, 1, 2, 1, 2, 2]
+
+
+def test_homes_do_not_change_with_a_version() -> None:
+    slices = np.arange(10 * 32, dtype=np.uint16).astype(np.uint8).reshape(10, 32)
+    assert homes_of(slices, ["a", "b", "c"]).tolist() == GOLDEN
+
+
+@pytest.mark.parametrize(("workers", "slack"), [([], None), (["a", "a"], None), (["a"], -0.1)])
+def test_what_cannot_be_is_refused(workers: list[str], slack: float | None) -> None:
+    with pytest.raises(UsageError, match="homes: expected"):
+        homes_of(hashes(3), workers, slack)
+
+
+@given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=5), min_size=1, max_size=4), st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_ranks_that_own_take_equally_many_steps(slices: list[list[int]], batch: int) -> None:
+    """Each sample once an epoch, batches of a rank within one sample of each other, any piece equal to the whole."""
+    owned = [sum(counts) for counts in slices]
+    if 0 in owned:
+        return
+    runs = [OwnedRun(Order(np.array(counts), 3, batch), batch, owned, epochs=2) for counts in slices]
+    assert len({run.num_steps for run in runs}) == 1
+    for run, counts in zip(runs, slices):
+        assert run.num_steps is not None
+        whole = run.steps(0, run.num_steps, 0, 1)
+        sizes = np.diff(whole.bounds)
+        assert sizes.max() <= batch and sizes.max() - sizes.min() <= 1
+        for epoch in range(2):
+            part = slice(epoch * sum(counts), (epoch + 1) * sum(counts))
+            found = sorted(zip(whole.slices[part].tolist(), whole.samples[part].tolist()))
+            assert found == [(i, j) for i, count in enumerate(counts) for j in range(count)]
+        middle = run.num_steps // 3
+        piece = run.steps(middle, run.num_steps, 0, 1)
+        assert np.array_equal(piece.samples, whole.samples[whole.bounds[middle] :])
+        assert np.array_equal(piece.bounds, whole.bounds[middle:] - whole.bounds[middle])
+        for step in range(run.num_steps + 1):
+            place = run.place(step)
+            again = run.step_of(place.epoch, place.samples_taken)
+            assert again <= step and run.place(again).samples_taken == place.samples_taken
+    with pytest.raises(UsageError, match="run steps"):
+        runs[0].steps(0, (runs[0].num_steps or 0) + 1, 0, 1)
