@@ -1,0 +1,197 @@
+"""Small real repositories for `hub_server`: the names of the dataset guide, their real columns, files of real formats.
+
+The texts are those of ../shared/data where it is, else what ships with Python; so are the tokenizers (else trained).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from millrace.prepare.tokens.tokenizers import load_tokenizer, train_tokenizer
+
+_FINEWEB = ("text", "id", "dump", "url", "file_path", "language", "language_score", "token_count")
+_DUMPS = ("CC-MAIN-2013-20", "CC-MAIN-2024-10")
+
+
+def make_hub(directory: Path) -> Path:
+    """Write the repositories below `directory` and give it: some 6 MB in a second or two.
+
+    Datasets (rows): winglian/tiny-shakespeare (Parquet; train, validation, test), benchaffe/shakespeare-lines (CSV, a
+    line each), HuggingFaceFW/fineweb-edu and HuggingFaceFW/fineweb (two dumps of two Parquet files of 40 rows;
+    configurations default, sample-10BT and the dumps), EleutherAI/pile (.jsonl.zst; train, validation, test),
+    bigcode/the-stack (Parquet, column `content`, gated: TOKEN opens it), example/pictures (what no reader of ours
+    knows). Models with a tokenizer: gpt2, EleutherAI/gpt-neox-20b, Salesforce/codegen-350M-mono; example/no-tokenizer.
+    """
+    datasets = directory / "datasets"
+    _tiny_shakespeare(datasets / "winglian/tiny-shakespeare")
+    _lines(datasets / "benchaffe/shakespeare-lines")
+    _fineweb(datasets / "HuggingFaceFW/fineweb-edu", ("score", "int_score"))
+    _fineweb(datasets / "HuggingFaceFW/fineweb", ("date",))
+    _pile(datasets / "EleutherAI/pile")
+    _stack(datasets / "bigcode/the-stack")
+    _pictures(datasets / "example/pictures")
+    _models(directory / "models")
+    return directory
+
+
+def shared_data() -> Path | None:
+    """The real texts, where they are."""
+    given = os.environ.get("MILLRACE_SHARED_DATA")
+    folder = Path(given) if given else Path(__file__).parents[1] / "../shared/data"
+    return folder if (folder / "shakespeare").is_dir() else None
+
+
+def texts() -> list[str]:
+    """A few hundred documents of English."""
+    folder = shared_data()
+    if folder is None:
+        from pydoc_data.topics import topics
+
+        return [topics[name] for name in sorted(topics)]
+    lines = (folder / "jsonl/cc_en_head-0091.jsonl").read_text("utf-8").splitlines()
+    works = sorted((folder / "shakespeare/works").glob("[a-c]*.txt"))
+    scenes = [scene for work in works for scene in work.read_text("utf-8").split("\nSCENE")]
+    return [json.loads(line)["text"] for line in lines] + scenes
+
+
+def speeches() -> list[str]:
+    """Tiny Shakespeare by speech; or paragraphs."""
+    folder = shared_data()
+    whole = (folder / "shakespeare/input.txt").read_text("utf-8") if folder else "\n\n".join(texts())
+    return [speech for speech in whole.split("\n\n") if speech.strip()]
+
+
+def write_repo(repo: Path, card: dict[str, Any] | None = None, settings: dict[str, Any] | None = None) -> Path:
+    """An empty repository with a README.md whose head is the card."""
+    import yaml
+
+    repo.mkdir(parents=True, exist_ok=True)
+    head = f"---\n{yaml.safe_dump(card)}---\n" if card else ""
+    (repo / "README.md").write_text(f"{head}# {repo.name}\n")
+    if settings:
+        (repo / ".hub.json").write_text(json.dumps(settings))
+    return repo
+
+
+def write_parquet(path: Path, rows: Sequence[dict[str, Any]], row_group: int = 100) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=row_group)
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """JSON by line; packed as the suffix says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    packing = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+    if packing is None:
+        path.write_bytes(data)
+        return
+    with pa.CompressedOutputStream(str(path), packing) as file:
+        file.write(data)
+
+
+def _configs(paths: dict[str, dict[str, str]]) -> dict[str, Any]:
+    return {
+        "configs": [
+            {"config_name": name, "data_files": [{"split": split, "path": path} for split, path in files.items()]}
+            for name, files in paths.items()
+        ]
+    }
+
+
+def _tiny_shakespeare(repo: Path) -> None:
+    write_repo(repo, {"license": "mit"})
+    rows = [{"text": speech} for speech in speeches()]
+    cuts = {"train": rows[: -len(rows) // 10], "validation": rows[-len(rows) // 10 : -50], "test": rows[-50:]}
+    for split, part in cuts.items():
+        write_parquet(repo / f"data/{split}-00000-of-00001.parquet", part, 1000)
+
+
+def _lines(repo: Path) -> None:
+    write_repo(repo)
+    lines = [line for speech in speeches()[:2000] for line in speech.splitlines() if line.strip()]
+    with (repo / "train.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text"])
+        writer.writerows([line] for line in lines)
+
+
+def _fineweb(repo: Path, more: tuple[str, ...]) -> None:
+    paths = {"default": {"train": "data/*/*"}, "sample-10BT": {"train": "sample/10BT/*"}}
+    write_repo(repo, _configs(paths | {dump: {"train": f"data/{dump}/*"} for dump in _DUMPS}))
+    rows, chance = texts(), random.Random(repo.name)
+    chance.shuffle(rows)
+    for number in range(4):
+        dump = _DUMPS[number // 2]
+        part = [_web_row(rows[(40 * number + i) % len(rows)], number, i, dump, more) for i in range(40)]
+        write_parquet(repo / f"data/{dump}/train-{number % 2:05d}-of-00002.parquet", part, 10)
+        if number % 2 == 0:
+            write_parquet(repo / f"sample/10BT/{number // 2:03d}_00000.parquet", part[:20], 10)
+
+
+def _web_row(text: str, number: int, row: int, dump: str, more: tuple[str, ...]) -> dict[str, Any]:
+    ident = f"<urn:uuid:{number:08x}-0000-4000-8000-{row:012x}>"
+    url, file = f"https://example.org/{number}/{row}", f"s3://commoncrawl/crawl-data/{dump}/{number}.warc.gz"
+    values: tuple[Any, ...] = (text, ident, dump, url, file, "en", 0.95, len(text) // 4)
+    extra = {"score": 3.25, "int_score": 3, "date": "2013-05-18T06:00:00Z"}
+    return dict(zip(_FINEWEB, values)) | {name: extra[name] for name in more}
+
+
+def _pile(repo: Path) -> None:
+    write_repo(repo)
+    rows = [{"text": text, "meta": {"pile_set_name": "Pile-CC"}} for text in texts()]
+    write_jsonl(repo / "train/00.jsonl.zst", rows[:60])
+    write_jsonl(repo / "train/01.jsonl.zst", rows[60:100])
+    write_jsonl(repo / "val.jsonl.zst", rows[100:110])
+    write_jsonl(repo / "test.jsonl.zst", rows[110:120])
+
+
+def _stack(repo: Path) -> None:
+    write_repo(repo, {"license": "other"}, {"gated": "auto"})
+    sources = sorted(Path(json.__file__).parent.glob("*.py"))
+    for language, paths in (("python", sources), ("toml", [Path(__file__).parents[1] / "pyproject.toml"])):
+        rows = [
+            {"hexsha": f"{i:040x}", "size": path.stat().st_size, "ext": path.suffix[1:], "lang": language}
+            | {"max_stars_repo_name": "example/code", "content": path.read_text("utf-8")}
+            for i, path in enumerate(paths)
+        ]
+        write_parquet(repo / f"data/{language}/train-00000-of-00001.parquet", rows)
+
+
+def _pictures(repo: Path) -> None:
+    write_repo(repo)
+    (repo / "train").mkdir()
+    for number in range(3):
+        (repo / f"train/{number}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(64)))
+
+
+def _models(models: Path) -> None:
+    folder = shared_data()
+    if folder is not None:
+        gpt2 = load_tokenizer(str(folder / "tokenizers/gpt2")).data
+        neox = (folder / "tokenizers/gpt-neo-test-tokenizer.json").read_bytes()
+    else:
+        gpt2 = train_tokenizer(iter(texts()[:50]), 1000).data
+        neox = train_tokenizer(iter(texts()[:50]), 1200).data
+    for name, data in (("gpt2", gpt2), ("EleutherAI/gpt-neox-20b", neox), ("Salesforce/codegen-350M-mono", gpt2)):
+        repo = write_repo(models / name)
+        (repo / "tokenizer.json").write_bytes(data)
+        config = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "tokenizer_class": "GPT2TokenizerFast"}
+        (repo / "tokenizer_config.json").write_text(json.dumps(config))
+        (repo / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    slow = write_repo(models / "example/no-tokenizer")
+    (slow / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    if folder is not None:
+        shutil.copy(folder / "tokenizers/gpt2/encoder.json", slow / "vocab.json")
+        shutil.copy(folder / "tokenizers/gpt2/vocab.bpe", slow / "merges.txt")
+    shutil.copy(models / "gpt2/tokenizer_config.json", slow)
