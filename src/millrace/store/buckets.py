@@ -14,7 +14,16 @@ from datetime import timedelta
 from typing import Any
 
 from millrace.errors import MillraceError, UsageError
-from millrace.store.origins import STEP_BYTES, Origin, PassingError, Patience, RefusedError, environment
+from millrace.store.origins import (
+    STEP_BYTES,
+    Head,
+    Origin,
+    PassingError,
+    Patience,
+    RefusedError,
+    check_etag,
+    environment,
+)
 
 _LASTING = ("NotFound", "Unauthenticated", "PermissionDenied", "InvalidPath", "NotSupported", "UnknownConfig")
 _BUSY = re.compile(r"\b(429|503)\b|SlowDown|TooManyRequests", re.IGNORECASE)
@@ -26,7 +35,7 @@ class BucketOrigin:
 
     `s3://BUCKET/PREFIX` takes `AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_ACCESS_KEY_ID` and so on from the environment;
     a query sets obstore's options, `?endpoint=http://host:9000&region=auto&skip_signature=true`, secrets excepted.
-    `r2://[BUCKET][/PREFIX]` takes `R2_DATASET_ACCOUNT_ID`, `R2_DATASET_READ_ACCESS_KEY_ID`,
+    `r2://[BUCKET][/PREFIX]` takes `R2_DATASET_ACCOUNT_ID` (or in its place `R2_DATASET_ENDPOINT`), `R2_DATASET_READ_ACCESS_KEY_ID`,
     `R2_DATASET_READ_SECRET_ACCESS_KEY`, and where the URL has none, `R2_DATASET_BUCKET_NAME` and `DATASET_BINS_PATH`.
     """
 
@@ -52,11 +61,31 @@ class BucketOrigin:
         self._lock = threading.Lock()
         self._opened: tuple[Any, Any] | None = None
 
-    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+    def head(self, name: str) -> Head:
+        """See HeadOrigin."""
+        obstore, store = self._store()
+        try:
+            found = obstore.head(store, self._prefix + name)
+        except Exception as error:  # the library's errors share no base
+            raise self._told(name, error) from error
+        return Head(int(found["size"]), str(found["e_tag"] or ""))
+
+    def names(self, prefix: str) -> list[str]:
+        """Of the objects that begin so, sorted; not below a further `/`. Errors as of `get`."""
+        obstore, store = self._store()
+        try:
+            found = obstore.list_with_delimiter(store, self._prefix.rstrip("/") or None)["objects"]
+        except Exception as error:  # the library's errors share no base
+            raise self._told(prefix, error) from error
+        names = (str(item["path"])[len(self._prefix) :] for item in found)
+        return sorted(name for name in names if name.startswith(prefix))
+
+    def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
         """See Origin."""
         obstore, store = self._store()
         try:
             result = obstore.get(store, self._prefix + name, options={"range": (start, stop)})
+            check_etag(f"{self.url}/{name}", etag, str(result.meta["e_tag"] or ""))
             if tuple(result.range) != (start, stop):
                 raise RefusedError(f"{self.url}/{name} ends at byte {result.range[1]}, before {stop}")
             stream = iter(result.stream(min_chunk_size=STEP_BYTES))
@@ -125,8 +154,10 @@ class BucketOrigin:
             raise UsageError(f"{self.url}: cannot be opened: {why}. Check the URL and its options.") from error
 
     def _read_r2(self, bucket: str, prefix: str) -> tuple[str, str]:
-        account = environment("R2_DATASET_ACCOUNT_ID", "r2")
-        endpoint = os.environ.get("AWS_ENDPOINT_URL") or f"https://{account}.r2.cloudflarestorage.com"
+        endpoint = os.environ.get("R2_DATASET_ENDPOINT")
+        if not endpoint:
+            account = environment("R2_DATASET_ACCOUNT_ID", "r2")
+            endpoint = os.environ.get("AWS_ENDPOINT_URL") or f"https://{account}.r2.cloudflarestorage.com"
         self._options = {
             "endpoint": endpoint,
             "region": "auto",

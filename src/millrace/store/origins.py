@@ -43,6 +43,18 @@ class RefusedError(NetworkError):
     """An origin will not give an object, however often it is asked: not there, or not for us."""
 
 
+class ChangedError(RefusedError):
+    """An object is another one than the one that was begun with: its ETag or its size changed."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What an origin says of an object. `etag` changes with its bytes; empty if the origin tells none."""
+
+    bytes: int
+    etag: str
+
+
 @dataclass(frozen=True)
 class Patience:
     """How long one request may take: to connect, and between two looks at which bytes must have come."""
@@ -74,6 +86,22 @@ class Origin(Protocol):
 
     def sources(self) -> Sequence[Origin]:
         """Who is asked one by one: itself, or the peers that stand behind it now. May look them up."""
+
+
+class HeadOrigin(Origin, Protocol):
+    """An origin that describes objects, and can hold them to what it said."""
+
+    def head(self, name: str) -> Head:
+        """Size and ETag of an object. Errors as of `read`."""
+
+    def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
+        """As of Origin; ChangedError if the object has another ETag than the one given."""
+
+
+def check_etag(what: str, wanted: str, got: str) -> None:
+    """Raise ChangedError where an origin tells another ETag than before."""
+    if wanted and got and wanted != got:
+        raise ChangedError(f"{what} changed while it was read: expected ETag {wanted}, got {got}")
 
 
 def open_origin(
@@ -156,8 +184,22 @@ class PathOrigin:
         self.folder = folder
         self.url = str(folder)
 
-    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+    def head(self, name: str) -> Head:
+        """See HeadOrigin."""
+        try:
+            found = (self.folder / name).stat()
+        except OSError as error:
+            raise _path_error(error) from error
+        return Head(found.st_size, f"{found.st_ino:x}-{found.st_size:x}-{found.st_mtime_ns:x}")
+
+    def names(self, prefix: str) -> list[str]:
+        """Of the objects that begin so, sorted; not below directories."""
+        return sorted(path.name for path in self.folder.glob(f"{prefix}*") if path.is_file())
+
+    def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
         """See Origin."""
+        if etag:
+            check_etag(str(self.folder / name), etag, self.head(name).etag)
         buffer = memoryview(bytearray(min(STEP_BYTES, max(stop - start, 1))))
         try:
             with (self.folder / name).open("rb", buffering=0) as file:

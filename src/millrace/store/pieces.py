@@ -13,6 +13,7 @@ import os
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from millrace.errors import UsageError
 
@@ -20,9 +21,34 @@ EARLIER = "an earlier run"
 _HASH_BYTES = 256 << 10
 
 
+class Check(Protocol):
+    """What says of a file without a hash whether its bytes are right."""
+
+    def advance(self, path: Path, start: int, stop: int) -> None:
+        """Bytes [0, stop) lie in the file now, of which it was told of [0, start). From one thread at a time."""
+
+    def wrong(self) -> list[tuple[int, int]]:
+        """Of the whole file, the bytes to be fetched again; empty if it is right.
+
+        Raises:
+            MillraceError: If fetching again is no use.
+        """
+
+
+class SizeOnly:
+    """The check of a file of which nothing but its size is known."""
+
+    def advance(self, path: Path, start: int, stop: int) -> None:
+        """See Check."""
+
+    def wrong(self) -> list[tuple[int, int]]:
+        """See Check."""
+        return []
+
+
 @dataclass(eq=False, slots=True)
 class Span:
-    """What one connection fetches: bytes [start, stop) of one piece, of which [start, at) are written."""
+    """What one connection fetches: bytes [start, stop) from `piece` on, of which [start, at) are written."""
 
     start: int
     stop: int
@@ -43,6 +69,8 @@ class PartFile:
         piece_bytes: A power of two.
         num_spans: At least so many spans are made of it, so that all connections have work, if they can be of
         least_span_bytes: so many bytes.
+        span_bytes: Of a span, in place of those two; a multiple of `piece_bytes`.
+        check: Judges the bytes in place of the hash, which is not computed then.
 
     Attributes:
         spans: All of them by start; those of pieces that were there already are complete.
@@ -50,7 +78,15 @@ class PartFile:
     """
 
     def __init__(
-        self, path: Path, num_bytes: int, piece_bytes: int, num_spans: int, least_span_bytes: int = 1 << 20
+        self,
+        path: Path,
+        num_bytes: int,
+        piece_bytes: int,
+        num_spans: int,
+        least_span_bytes: int = 1 << 20,
+        *,
+        span_bytes: int = 0,
+        check: Check | None = None,
     ) -> None:
         self.path = path
         self.num_bytes = num_bytes
@@ -60,13 +96,16 @@ class PartFile:
         self._digest = hashlib.sha256()
         self._piece_bytes = piece_bytes
         self._num_pieces = -(-num_bytes // piece_bytes)
-        self._span_bytes = piece_bytes
-        while self._span_bytes > least_span_bytes and num_bytes < num_spans * self._span_bytes:
+        self.check = check
+        self._times_begun = 0
+        self._span_bytes = span_bytes or piece_bytes
+        while not span_bytes and self._span_bytes > least_span_bytes and num_bytes < num_spans * self._span_bytes:
             self._span_bytes //= 2
         self._file = -1
         self._left: list[int] = []
         self._first_open = 0
         self.spans: list[Span] = []
+        self._index_of: dict[int, int] = {}  # by start
 
     def open(self) -> None:
         """Make or resume it. Raises OSError."""
@@ -90,17 +129,39 @@ class PartFile:
                 self._make_spans(bytes(self._num_pieces))
                 self._digest, self.hashed = hashlib.sha256(), 0
 
+    def forget(self, ranges: list[tuple[int, int]]) -> None:
+        """Of a whole file, forget the pieces that touch these bytes: spans anew. Raises OSError."""
+        size = self._piece_bytes
+        pieces = {piece for start, stop in ranges for piece in range(start // size, -(-stop // size))}
+        with self.lock:
+            if self._file >= 0:
+                complete = bytes(piece not in pieces for piece in range(self._num_pieces))
+                self._write_all(complete, self.num_bytes + 1)
+                self._make_spans(complete)
+                self.hashed = min(pieces) * size
+
     def _make_spans(self, complete: bytes) -> None:
         self.spans, self._left, self._first_open, self.received = [], [], 0, 0
-        for piece, there in enumerate(complete):
-            first = piece * self._piece_bytes
-            last = min(first + self._piece_bytes, self.num_bytes)
-            starts = range(first, last, self._span_bytes)
-            self._left.append(0 if there else len(starts))
-            for start in starts:
-                stop = min(start + self._span_bytes, last)
-                self.spans.append(Span(start, stop, piece, stop if there else start, (EARLIER,) if there else ()))
-            self.received += last - first if there else 0
+        self._times_begun += 1
+        step = max(1, self._span_bytes // self._piece_bytes)
+        for first in range(0, self._num_pieces, step):
+            last = min(first + step, self._num_pieces)
+            while first < last:  # what is there and what is not, in turn
+                piece, there = first, complete[first]
+                while first < last and complete[first] == there:
+                    first += 1
+                self._make_run(piece, first, bool(there))
+        self._index_of = {span.start: index for index, span in enumerate(self.spans)}
+
+    def _make_run(self, piece: int, end: int, there: bool) -> None:
+        """The spans of pieces [piece, end), all there or all not."""
+        first, last = piece * self._piece_bytes, min(end * self._piece_bytes, self.num_bytes)
+        starts = range(first, last, self._span_bytes)
+        self._left += [0 if there else -(-len(starts) // (end - piece))] * (end - piece)
+        for start in starts:
+            stop = min(start + self._span_bytes, last)
+            self.spans.append(Span(start, stop, piece, stop if there else start, (EARLIER,) if there else ()))
+        self.received += last - first if there else 0
 
     def write(self, span: Span, data: memoryview, source: str) -> bool:
         """Put what came next of a span in its place; False if it is wanted no more. Raises OSError."""
@@ -108,19 +169,21 @@ class PartFile:
             if self._file < 0 or not self.is_current(span):
                 return False
             self._write_all(data, span.at)
-            span.at += len(data)
+            before, span.at = span.at, span.at + len(data)
             self.received += len(data)
             if source not in span.sources:
                 span.sources = (*span.sources, source)
-            if span.at == span.stop:
-                self._left[span.piece] -= 1
-                if self._left[span.piece] == 0:
-                    self._write_all(b"\1", self.num_bytes + 1 + span.piece)
+            for piece in range(before // self._piece_bytes, -(-span.at // self._piece_bytes)):
+                if before < min(span.stop, (piece + 1) * self._piece_bytes) <= span.at:
+                    self._left[piece] -= 1
+                    if self._left[piece] == 0:
+                        self._write_all(b"\1", self.num_bytes + 1 + piece)
             return True
 
     def is_current(self, span: Span) -> bool:
         """Whether it was not forgotten by `restart`."""
-        return self.spans[span.start // self._span_bytes] is span
+        index = self._index_of.get(span.start)
+        return index is not None and self.spans[index] is span
 
     def contiguous(self) -> int:
         """Bytes from 0 on without a gap. Call with the lock held."""
@@ -132,7 +195,9 @@ class PartFile:
         return self.num_bytes
 
     def hash_on(self) -> bool:
-        """Hash what is contiguous by now; whether all is. One thread at a time. Raises OSError."""
+        """Hash or check what is contiguous by now; whether all is. One thread at a time. Raises OSError."""
+        if self.check is not None:
+            return self._check_on(self.check)
         buffer = memoryview(bytearray(_HASH_BYTES))
         file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -157,6 +222,25 @@ class PartFile:
                         return False
         finally:
             os.close(file)
+
+    def _check_on(self, check: Check) -> bool:
+        while True:
+            with self.lock:
+                if self._file < 0:
+                    return False
+                begun, at, stop = self._times_begun, self.hashed, self.contiguous()
+            if at < stop:
+                check.advance(self.path, at, stop)
+            with self.lock:
+                if self._file < 0:
+                    return False
+                if self._times_begun != begun:
+                    continue  # begun anew meanwhile
+                self.hashed = stop
+                if stop == self.num_bytes:
+                    return True
+                if self.contiguous() - stop < _HASH_BYTES:
+                    return False
 
     def hexdigest(self) -> str:
         """The sha256 of what was hashed."""
@@ -184,7 +268,7 @@ class PartFile:
             if self._file < 0 or not self.is_current(span) or span.at == span.stop:
                 return None
             rest = replace(span, taken_over=True)
-            self.spans[span.start // self._span_bytes] = rest
+            self.spans[self._index_of[span.start]] = rest
             return rest
 
     @property

@@ -24,7 +24,7 @@ from millrace.dataset.manifest import SliceInfo
 from millrace.errors import NetworkError, ProtocolViolation, UsageError
 from millrace.store.hashing import Hashers
 from millrace.store.origins import Origin, PassingError, RefusedError
-from millrace.store.pieces import PartFile, Span, disk_error
+from millrace.store.pieces import Check, PartFile, Span, disk_error
 from millrace.store.sources import Backoff, Source, choose, least_span_bytes
 from millrace.store.work import OnBad, Transfer, TransferCancelledError, Work
 
@@ -86,11 +86,22 @@ class Transfers:
         self._counts = dict.fromkeys(("bytes", "attempts", "retries", "finished", "failed"), 0)
         self._closed = False
 
-    def start(self, info: SliceInfo, part: Path, origins: Sequence[Origin], on_bad: OnBad | None = None) -> Transfer:
+    def start(
+        self,
+        info: SliceInfo,
+        part: Path,
+        origins: Sequence[Origin],
+        on_bad: OnBad | None = None,
+        *,
+        span_bytes: int = 0,
+        check: Check | None = None,
+    ) -> Transfer:
         """Fetch a slice into `part`; what an earlier run left there is resumed. Earlier transfers go first.
 
         Args:
             on_bad: Told, from another thread, of a source that gave wrong bytes or broke the protocol, and why.
+            span_bytes: Asked for in one request, a multiple of `piece_bytes`; by default as fits the connections.
+            check: Judges what has no hash; `info.sha256` is not looked at then.
 
         Raises:
             UsageError: If the pool is closed or there is no origin.
@@ -100,7 +111,7 @@ class Transfers:
         if not origins:
             raise UsageError(f"fetch {info.name}: expected at least one origin, got none.")
         now, least = self._clock(), least_span_bytes(list(self._known.values()) if self._active else ())
-        file = PartFile(part, info.bytes, self.piece_bytes, self.connections, least)
+        file = PartFile(part, info.bytes, self.piece_bytes, self.connections, least, span_bytes=span_bytes, check=check)
         work = Work(info, file, list(origins), on_bad, now, now)
         transfer = Transfer(info, part, work)
         work.finished = transfer._finish
@@ -339,6 +350,8 @@ class Transfers:
     def _judge(self, work: Work) -> None:
         """All bytes are there: are they the right ones?"""
         info = work.info
+        if work.file.check is not None:
+            return self._judge_checked(work, work.file.check)
         if work.file.hexdigest() == info.sha256:
             for url, reason in work.culprits().items():
                 self._blame(work, url, reason)
@@ -355,6 +368,18 @@ class Transfers:
         if best is None and work.refused:
             return self._end(work, work.nobody())
         self._restart(work, best.origin.url if best is not None else None)
+
+    def _judge_checked(self, work: Work, check: Check) -> None:
+        wrong = check.wrong()
+        if not wrong:
+            work.file.finish()
+            return self._end(work, None)
+        num_bytes = sum(stop - start for start, stop in wrong)
+        log.warning("%s: %d bytes did not verify, fetching them anew", work.info.name, num_bytes)
+        work.file.forget(wrong)
+        with self._changed:
+            work.pending = [span for span in work.file.spans if span.at < span.stop]
+            self._changed.notify_all()
 
     def _blame(self, work: Work, url: str, reason: str) -> None:
         with self._changed:

@@ -22,7 +22,7 @@ from typing import Any
 
 from millrace.errors import ProtocolViolation, UsageError
 from millrace.store.locks import at_fork
-from millrace.store.origins import STEP_BYTES, Origin, PassingError, Patience, RefusedError
+from millrace.store.origins import STEP_BYTES, Head, Origin, PassingError, Patience, RefusedError, check_etag
 
 _MOST_IDLE = 64
 _KEEP_IDLE_S = 30.0
@@ -54,11 +54,23 @@ class WebOrigin:
         self._pool = _Pool(self._patience)
         self._moved: dict[str, tuple[str, float]] = {}
 
-    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+    def head(self, name: str) -> Head:
+        """See HeadOrigin. Asks for one byte, as a signed address often allows nothing but GET."""
+        connection, response = self._open(name, "bytes=0-0")
+        given = re.fullmatch(r"bytes 0-0/(\d+)", response.headers.get("Content-Range", ""))
+        size = int(given[1]) if given else response.length if response.status == 200 else None
+        etag = response.headers.get("ETag", "")
+        self._pool.put_back(connection, response, False)
+        if size is None:
+            raise RefusedError(f"{self.url}/{name}: the server does not tell its size")
+        return Head(size, etag)
+
+    def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
         """See Origin."""
         connection, response = self._open(name, f"bytes={start}-{stop - 1}")
         keep = False
         try:
+            check_etag(f"{self.url}/{name}", etag, response.headers.get("ETag", ""))
             skip = self._check_range(name, response, start, stop)
             body = _Body(connection, response, self._patience.stall_s, f"{self.url}/{name}")
             while skip and (data := body.next(skip)):

@@ -129,7 +129,7 @@ class Work:
         )
 
     def _name(self) -> str:
-        return f"slice {self.info.name} ({self.info.sha256[:12]}…)"
+        return f"slice {self.info.name} ({self.info.sha256[:12]}…)" if self.info.sha256 else self.info.name
 
     def _told(self) -> str:
         return "; ".join(f"{url}: {why}" for url, why in (self.reasons | self.refused).items())
