@@ -253,33 +253,36 @@ def check_document_ends(ends: NDArray[Any], num_tokens: int) -> str:
     return ""
 
 
-def write_rows_slice(path: Path, tensors: Mapping[str, NDArray[Any]]) -> tuple[int, str]:
+def write_rows_slice(
+    path: Path, tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str] | None = None
+) -> tuple[int, str]:
     """Write a slice of layout `rows`, atomically.
 
     Args:
         tensors: By name; all share their first dimension N >= 0. Any NumPy type with a SafeTensors name.
+        dtypes: What the container calls a tensor's type where the array tells only its bits: `BF16` of uint16.
 
     Returns:
         The file's size and sha256 (hex).
 
     Raises:
-        UsageError: If there is none, one has no dimension, they differ in N, or a type has no name.
+        UsageError: If there is none, one has no dimension, they differ in N, or a type has no name or another width.
         OSError: If it cannot be written.
     """
     shapes = {name: array.shape for name, array in tensors.items()}
     if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values() or "__metadata__" in shapes:
         raise UsageError(f"rows slice: expected tensors that share their first dimension, got {shapes}")
-    return _write(path, tensors)
+    return _write(path, tensors, dtypes)
 
 
-def _write(path: Path, tensors: Mapping[str, NDArray[Any]]) -> tuple[int, str]:
+def _write(path: Path, tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str] | None = None) -> tuple[int, str]:
     # Wide types first, then by name, and a header padded to 8 bytes: as the reference does, so all is aligned.
     header: dict[str, Any] = {}
     arrays, offset = [], 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
         array = np.ascontiguousarray(tensors[name])
-        kind = _NAME_OF.get(array.dtype.newbyteorder("<"))
-        if kind is None:
+        kind = (dtypes or {}).get(name) or _NAME_OF.get(array.dtype.newbyteorder("<"))
+        if kind is None or _DTYPES.get(kind) != array.dtype.newbyteorder("<"):
             raise UsageError(
                 f"tensor {name!r} of a slice: expected a type in {sorted(_NAME_OF.values())}, got {array.dtype}"
             )

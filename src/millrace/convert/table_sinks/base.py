@@ -1,0 +1,81 @@
+"""What the writers of tables share: parts of a bounded size, the digest of what was written, how far it is.
+
+Hides: when a part ends. `out` with a suffix is one file; otherwise a directory of `part-00000.parquet` and so on, each
+begun anew once the one before holds `slice_bytes`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import pyarrow as pa
+import zstandard
+
+from millrace.convert.content import Options, TableSource, Written
+from millrace.convert.table_digest import TableDigest
+from millrace.dataset.slices import sync_directory
+from millrace.errors import UsageError
+
+_STEP_ROWS = 1024  # A part is looked at after so many rows, or fewer if they weigh more than an eighth of it.
+
+
+class Part(Protocol):
+    """A file that is being written."""
+
+    def write(self, batch: pa.RecordBatch, first_row: int) -> None:
+        """The next rows; `first_row` is their place in the whole table."""
+
+    def finish(self) -> None:
+        """Write what is left; the file is still open."""
+
+
+OpenPart = Callable[[BinaryIO, pa.Schema], Part]
+
+
+def write_parts(source: TableSource, out: Path, options: Options, suffix: str, open_part: OpenPart) -> Written:
+    """Write a table to `out`: one file, or a directory of parts with this suffix."""
+    digest, files = TableDigest(), []
+    pieces = _pieces(source, options.slice_bytes)
+    ahead = next(pieces, None)
+    single = bool(out.suffix)
+    if not single:
+        out.mkdir()
+    while ahead is not None or not files:
+        path = out if single else out / f"part-{len(files):05d}{suffix}"
+        with path.open("xb") as file:
+            part = open_part(file, source.schema)
+            while ahead is not None and (single or not file.tell() or file.tell() < options.slice_bytes):
+                part.write(ahead, digest.num_rows)
+                digest.add(ahead)
+                options.advance(ahead.num_rows)
+                ahead = next(pieces, None)
+            part.finish()
+            file.flush()
+            os.fsync(file.fileno())
+        files.append(path)
+    sync_directory(out.parent if single else out)
+    return Written(tuple(files), None, digest.num_rows, 0, digest.text())
+
+
+def _pieces(source: TableSource, slice_bytes: int) -> Iterator[pa.RecordBatch]:
+    for batch in source.batches():
+        row_bytes = batch.nbytes / max(1, batch.num_rows)
+        step = max(1, min(_STEP_ROWS, int(slice_bytes // 8 // max(1.0, row_bytes))))
+        for start in range(0, batch.num_rows, step):
+            yield batch.slice(start, step)
+
+
+def packed(file: BinaryIO, compress: str) -> AbstractContextManager[Any]:
+    """A stream into the file, compressed with zstd if so told."""
+    return zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False)
+
+
+def refuse_columns(schema: pa.Schema, fits: Callable[[Any], bool], what: str, advice: str) -> None:
+    """Raise UsageError if a column is of a type that a format does not hold."""
+    bad = [f"{field.name}: {field.type}" for field in schema if not fits(field.type)]
+    if bad:
+        raise UsageError(f"{what}: expected columns that it can hold, got {', '.join(bad)[:300]}. {advice}")

@@ -1,0 +1,60 @@
+"""Parquet, compressed with zstd or snappy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from millrace.convert.content import Options, TableSource, Written
+from millrace.convert.table_sinks.base import Part, write_parts
+from millrace.errors import UsageError
+
+_GROUP_BYTES = 8 << 20
+_GROUP_ROWS = 1 << 16
+_CODECS = ("zstd", "snappy", "none")
+
+
+class _ParquetPart:
+    def __init__(self, file: BinaryIO, schema: pa.Schema, codec: str) -> None:
+        self._writer = pq.ParquetWriter(file, schema, compression=codec, write_page_checksum=True)
+        self._schema = schema
+        self._waiting: list[pa.RecordBatch] = []
+        self._bytes = self._rows = 0
+
+    def write(self, batch: pa.RecordBatch, first_row: int) -> None:
+        self._waiting.append(batch)
+        self._bytes += batch.nbytes
+        self._rows += batch.num_rows
+        if self._bytes >= _GROUP_BYTES or self._rows >= _GROUP_ROWS:
+            self._flush()
+
+    def finish(self) -> None:
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            self._writer.write_table(pa.Table.from_batches(self._waiting, self._schema), row_group_size=1 << 20)
+            self._waiting, self._bytes, self._rows = [], 0, 0
+
+
+def write_parquet(source: TableSource, out: Path, options: Options) -> Written:
+    """Parquet files in row groups of 8 MiB; `compress`: zstd (by default), snappy or none.
+
+    Raises:
+        UsageError: If a column's type is none of Parquet's.
+    """
+    codec = options.compress or "zstd"
+    if codec not in _CODECS:
+        raise UsageError(f"--compress: expected one of {', '.join(_CODECS)} for Parquet, got {codec!r}.")
+
+    def open_part(file: BinaryIO, schema: pa.Schema) -> Part:
+        try:
+            return _ParquetPart(file, schema, codec)
+        except pa.ArrowNotImplementedError as error:
+            raise UsageError(f"Parquet: expected columns that it can hold, got: {error}. Leave them out.") from error
+
+    return write_parts(source, out, options, ".parquet", open_part)
