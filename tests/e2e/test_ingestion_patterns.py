@@ -160,3 +160,17 @@ def test_arrays_are_the_samples_of_their_numbers(data: Path) -> None:
     for rank in range(2):
         for batch in by_hash(str(data), rank, 2):
             assert all(np.array_equal(plain[n], row) for n, row in zip(batch.sample_ids.tolist(), batch.inputs))
+
+
+@pytest.mark.parametrize("held", [6, 12, 20])
+def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_path: Path, held: int) -> None:
+    """Cyclic passes, where the least recently used would never hit: b of N slices give b / N of the reads or more."""
+    one = max(path.stat().st_size for path in slices_of(server))
+    with Loader(
+        server.url, seq_len=SEQ_LEN, batch_size=4, epochs=5, lanes=1, window=SAMPLES, head=0, ahead_bytes=0,
+        cache_dir=tmp_path, cache_bytes=int((held + 0.3) * one),
+    ) as loader:  # fmt: skip
+        for _ in loader:
+            pass
+        fetched = loader.stats()["fetched_slices"]
+    assert 1 - (fetched - SLICES) / (4 * SLICES) >= held / SLICES

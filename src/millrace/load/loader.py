@@ -2,8 +2,7 @@
 
 Hides the joints between its parts: what is opened (sources), which samples there are (samples), their order (the run),
 where slices come from (slices), how batches are made (blocks), what they waited for (stats), and what is consumed as
-against merely made. State is (epoch, samples taken, step), and what must agree for it to mean the same samples;
-no rank and no world size is in it.
+against merely made. State is (epoch, samples taken, step), and what must agree for it to mean the same samples.
 
 Memory: a batch and what `prefetch` holds, 16 bytes a slice of the table for the order, some thousand sample numbers,
 and maps of at most 1 GiB of slices, which are the page cache's pages, not the process's own. Disk: `cache_bytes`.
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +28,7 @@ from millrace.load.packing import DocumentFilter
 from millrace.load.samples import plan_samples
 from millrace.load.sharding import SHARDINGS, share_of
 from millrace.load.slices import CacheSettings, Slices, cache_place, check_hashes, comes_by_cache, user_cache
-from millrace.load.sources import Given, Mixture, open_all, place_of, read_mixture
+from millrace.load.sources import Given, Mixture, open_all, places_of, read_mixture
 from millrace.load.state import identity_of, make_state, step_of_state
 from millrace.load.stats import Bottleneck, Waits, find_bottleneck
 from millrace.order.bijection import derive_key
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
 
 _READY_S = 1e-3  # A batch that a thread made ahead comes sooner than this, if it was ready.
 KEEPS = ("budget", "window", "all")
-_LEAST = {"cache_bytes": 1, "connections": 1, "epochs": 1, "prefetch": 0, "seq_len": 1, "steps": 1}
+_LEAST = {"ahead_bytes": 0, "cache_bytes": 1, "connections": 1, "epochs": 1, "prefetch": 0, "seq_len": 1, "steps": 1}
 
 
 class Loader:
@@ -82,21 +80,22 @@ class Loader:
         cache_bytes: What the cache may take, all loaders that share it together; by default a quarter of what is free,
             up to 64 GiB.
         cache: In short for cache_dir: `disk` for the user's directory, `ram` for memory.
-        keep: `budget`: a slice is deleted when room is needed. `window`: as soon as its last use in this epoch is
-            over. `all`: never; refused unless all fits.
+        keep: Slices are deleted: `budget`: when room is needed; `window`: after their last use in this epoch; `all`:
+            never; refused unless all fits.
+        ahead_bytes: How much that is fetched ahead may push out what is read later. By default what comes in 30 s, up
+            to a quarter of the cache; 0: most slices survive an epoch, and each new one is waited for.
         connections: Requests at once to an origin.
-        verify: Hash each slice when this loader first opens it (1.5 GB/s), so that no byte that changed on a disk is
-            trained on. Without it a local slice is checked by its size and shape; what is fetched is always verified.
+        verify: Hash each slice when this loader first opens it (1.5 GB/s). Without it a local slice is checked by its
+            size and shape; what is fetched is always verified.
         identity: For `millrace://` URLs, the node's directory.
         prefetch: Batches made ahead by a thread; 0 makes them in the caller's, which is faster for whole tokens
             (a batch costs microseconds): slices are fetched ahead either way.
         lanes, window, head: As in `Order`.
-        sharding: `order`: every epoch deals all slices to the ranks anew; any world size, same global batches. `hash`:
-            each rank owns slices, by rendezvous hashing, the same in all epochs, so that a cache of 1/W of the data is
-            enough from the second epoch on, and mixes those alone. Batches then are at most batch_size, ranks take
-            equally many steps, and a state is its rank's and that world's.
-        worker_names: For `hash`, by rank: names that stay with their machines; by default the ranks' numbers.
-        every: (k, n): only steps k, k + n, … from where iterating begins: what the k-th of n helper processes makes.
+        sharding: `order`: an epoch deals all slices to the ranks anew. `hash`: each rank owns slices, the same in all
+            epochs, so that a cache of 1/W of the data suffices, and mixes those alone. Its batches are at most
+            batch_size, ranks take equally many steps, and a state is its rank's and that world's.
+        worker_names: For `hash`, by rank: names that stay with machines; by default the ranks' numbers.
+        every: (k, n): only steps k, k + n, … from where iterating begins: the k-th of n helper processes'.
 
     Raises:
         UsageError: If an argument is missing or out of range, or a slice does not fit the cache.
@@ -130,6 +129,7 @@ class Loader:
         cache_bytes: int | None = None,
         cache: str | None = None,
         keep: Keep = "budget",
+        ahead_bytes: int | None = None,
         connections: int = 16,
         verify: bool = False,
         identity: str | Path | None = None,
@@ -176,7 +176,7 @@ class Loader:
         kind = token_dtype(dtype, manifest.dtype, manifest.vocab_size) if self.seq_len else np.int64
         maker = make_maker(self._views, dtype=kind, document_masks=document_masks, pad_id=pad_id, trim=trim)
         place = cache_place(cache, cache_dir)
-        self._slices = self._open_slices(place, cache_bytes, keep, int(connections), bool(verify))
+        self._slices = self._open_slices(place, cache_bytes, (keep, int(connections), ahead_bytes), bool(verify))
         self._blocks = Blocks(self.run, self._views, maker, self._slices, self.rank, self.world_size, every)
         self.waits = Waits()
         self._prefetch = int(prefetch)
@@ -196,24 +196,21 @@ class Loader:
         self.seq_len = int(seq_len) if tokens and seq_len is not None else None
 
     def _own(self, sizes: BatchSizes, names: Sequence[str] | None, drop_last: bool) -> dict[str, Any]:
-        """Leave in the view what this rank owns. What a state must agree in besides, and every rank's samples."""
+        """Leave in the view what this rank owns. What a state must agree in besides, and all ranks' samples."""
         if self.mixture is not None or drop_last or len(sizes.changes) > 1:
-            raise UsageError(
-                "sharding='hash': expected one dataset, one batch size, and no drop_last (batches are even), got "
-                "others. Use sharding='order'."
-            )
+            raise UsageError("sharding='hash': expected one dataset, one batch size and no drop_last, got others.")
         share = share_of(self.dataset, self._views[0], self.rank, self.world_size, names)
         self._views = [share.view]
         return {"rank": self.rank, "workers": list(share.workers), "num_samples": share.num_samples}
 
     def _open_slices(
-        self, cache_dir: str | Path | None, cache_bytes: int | None, keep: Keep, connections: int, verify: bool
+        self, cache_dir: str | Path | None, cache_bytes: int | None, rest: tuple[Any, ...], verify: bool
     ) -> Slices:
         opened = list(self.datasets.values())
         cached = [comes_by_cache(one, cache_dir) for one in opened]
         if verify:
             check_hashes(opened)
-        settings = CacheSettings.of(cache_dir, cache_bytes, keep, connections) if any(cached) else None
+        settings = CacheSettings.of(cache_dir, cache_bytes, *rest) if any(cached) else None
         if settings is None and cache_bytes is not None:
             raise UsageError(
                 f"cache_bytes: expected none for {opened[0].path}, which is local and is read in place. Leave it out, "
@@ -299,11 +296,7 @@ class Loader:
 
     def portable_arguments(self) -> dict[str, Any]:
         """What it was made of, as another process can use it: open datasets by their paths or URLs."""
-        given = self._arguments["dataset"]
-        if isinstance(given, Mixture):
-            given = replace(given, datasets={name: place_of(one) for name, one in given.datasets.items()})
-        else:
-            given = place_of(given)
+        given = places_of(self._arguments["dataset"])
         return {**self._arguments, "dataset": given, "rank": self.rank, "world_size": self.world_size}
 
     def state_dict(self) -> dict[str, Any]:

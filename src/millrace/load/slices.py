@@ -43,15 +43,23 @@ def user_cache() -> Path:
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Where fetched slices are kept: a directory (or `ram`), its budget, what is kept, how they are fetched."""
+    """Where fetched slices are kept: a directory (or `ram`), its budget, what is kept, how and how far ahead."""
 
     directory: str | Path
     budget_bytes: int
     keep: Keep = "budget"
     connections: int = 16
+    ahead_bytes: int | None = None
 
     @classmethod
-    def of(cls, directory: str | Path | None, budget_bytes: int | None, keep: Keep, connections: int) -> CacheSettings:
+    def of(
+        cls,
+        directory: str | Path | None,
+        budget_bytes: int | None,
+        keep: Keep = "budget",
+        connections: int = 16,
+        ahead_bytes: int | None = None,
+    ) -> CacheSettings:
         """The settings given; by default a directory of the user's, and a quarter of the free disk up to 64 GiB."""
         if directory is None:
             directory = user_cache() / "slices"
@@ -60,7 +68,7 @@ class CacheSettings:
             while not near.exists():
                 near = near.parent
             budget_bytes = min(_MOST_DEFAULT_BYTES, shutil.disk_usage(near).free // 4)
-        return cls(directory, int(budget_bytes), keep, connections)
+        return cls(directory, int(budget_bytes), keep, connections, ahead_bytes)
 
 
 class Slices:
@@ -277,6 +285,7 @@ class Slices:
             start,
             transfers.cancel,
             keep=self._cache.keep,
+            horizon_bytes=self._cache.ahead_bytes,
             pass_end=self._pass_end,
             first_alone=True,
         )

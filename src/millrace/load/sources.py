@@ -9,7 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -152,8 +152,14 @@ def open_all(given: Sequence[Given], identity: Any = None) -> list[Dataset]:
     return datasets
 
 
-def place_of(given: Given) -> str | Path:
-    """Where a dataset lies: what another process opens it by."""
+def places_of(given: Given | Mixture) -> str | Path | Mixture:
+    """Where a dataset, or each of a mixture, lies: what another process opens it by."""
+    if isinstance(given, Mixture):
+        return replace(given, datasets={name: _place_of(one) for name, one in given.datasets.items()})
+    return _place_of(given)
+
+
+def _place_of(given: Given) -> str | Path:
     if not isinstance(given, Dataset):
         return given
     origin = getattr(given, "origin", None)

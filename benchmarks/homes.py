@@ -1,0 +1,38 @@
+"""How evenly hash sharding deals slices, and how few move when workers or data come: `python -m benchmarks.homes`."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from millrace.order.homes import homes_of
+
+SLACKS = (None, 0.25, 0.1, 0.05, 0.0)
+
+
+def main() -> None:
+    chance = np.random.default_rng(0)
+    head = ("slices", "slack", "largest/mean", "moved: a worker more", "1/(W+1)", "a tenth more data", "CPU s")
+    print("".join(f"{name:>22}" for name in head))
+    for num_slices, num_workers in ((200, 8), (1000, 8), (10_000, 8), (10_000, 32), (250_000, 64)):
+        hashes = chance.integers(0, 256, (num_slices, 32), dtype=np.uint8)
+        grown = np.concatenate([hashes, chance.integers(0, 256, (num_slices // 10, 32), dtype=np.uint8)])
+        names = [f"worker-{i}" for i in range(num_workers)]
+        for slack in SLACKS:
+            began = time.process_time()
+            homes = homes_of(hashes, names, slack)
+            spent = time.process_time() - began
+            joined = homes_of(hashes, [*names, "another"], slack)
+            appended = homes_of(grown, names, slack)[:num_slices]
+            counts = np.bincount(homes, minlength=num_workers)
+            row = (
+                f"{num_slices:,} on {num_workers}", "none" if slack is None else f"{slack:g}",
+                f"{counts.max() / counts.mean():.3f}", f"{(homes != joined).mean():.4f}",
+                f"{1 / (num_workers + 1):.4f}", f"{(homes != appended).mean():.4f}", f"{spent:.2f}",
+            )  # fmt: skip
+            print("".join(f"{value:>22}" for value in row))
+
+
+if __name__ == "__main__":
+    main()
