@@ -32,10 +32,20 @@ class ShuffleBuffer:
         key: 16 bytes that fix the choices.
         draws: How many were chosen before.
         held: What it holds, in its own order.
+        start: Documents after which the first goes out; from there it grows by one with each. None: `size`.
     """
 
-    def __init__(self, size: int, max_bytes: int, key: bytes, draws: int = 0, held: Iterable[bytes] = ()) -> None:
+    def __init__(
+        self,
+        size: int,
+        max_bytes: int,
+        key: bytes,
+        draws: int = 0,
+        held: Iterable[bytes] = (),
+        start: int | None = None,
+    ) -> None:
         self._size, self._max_bytes, self._key = size, max_bytes, key
+        self._start = size if start is None else start
         self.draws = draws
         self._held = list(held)
         self._bytes = sum(map(len, self._held))
@@ -48,7 +58,7 @@ class ShuffleBuffer:
     @property
     def full(self) -> bool:
         """Whether one must go out before another comes in."""
-        return len(self._held) > self._size or self._bytes > self._max_bytes
+        return len(self._held) > min(self._size, self._start + self.draws) or self._bytes > self._max_bytes
 
     def push(self, text: bytes) -> None:
         """Hold one more."""

@@ -59,6 +59,8 @@ class TextStream:
         rank, world_size: By default the environment's RANK and WORLD_SIZE, or 0 and 1.
         seed: Any integer; fixes the order of files and documents.
         shuffle_buffer: Documents that are mixed; the order of files is mixed, too. 0 keeps the order of the input.
+        shuffle_start: Documents after which the first goes out, for an early first batch; the buffer then grows by
+            one with each that does. None: all of shuffle_buffer is filled first.
         buffer_bytes: The buffer holds fewer if they are longer than this together.
         epochs: How many in all; None for no end. Samples do not reach over an epoch's end.
         steps: End after so many batches, if sooner.
@@ -88,6 +90,7 @@ class TextStream:
         world_size: int | None = None,
         seed: int = 0,
         shuffle_buffer: int = 10_000,
+        shuffle_start: int | None = None,
         buffer_bytes: int = 256 << 20,
         epochs: int | None = 1,
         steps: int | None = None,
@@ -104,13 +107,14 @@ class TextStream:
             check_integer(name, value, 1)
         for name, value in (("shuffle_buffer", shuffle_buffer), ("buffer_bytes", buffer_bytes), ("prefetch", prefetch)):
             check_integer(name, value, 0)
+        check_integer("shuffle_start", shuffle_start, 0)
         check_choice("partition", partition, ("samples", "records"))
         self.rank, self.world_size = rank_of_world(rank, world_size)
         self._global_batch = _global_batch(batch_size, global_batch_size, self.world_size, partition)
         self.tokenizer = load_tokenizer(tokenizer, eos=eos, bos=bos) if isinstance(tokenizer, str) else tokenizer
         self.seq_len, self.partition, self.seed = seq_len, partition, int(seed)
         self._dtype = token_dtype(dtype, self.tokenizer.dtype, self.tokenizer.vocab_size)
-        self._shuffle_buffer, self._buffer_bytes = shuffle_buffer, buffer_bytes
+        self._shuffle_buffer, self._shuffle_start, self._buffer_bytes = shuffle_buffer, shuffle_start, buffer_bytes
         self._epochs, self._steps, self._drop_last, self._prefetch = epochs, steps, bool(drop_last), prefetch
         self._text_key = text_key
         self._records = _records(inputs, ReadOptions(text_key=text_key, format=format))
@@ -160,7 +164,18 @@ class TextStream:
         Raises:
             StateError: If the state is malformed, or of other inputs or arguments.
         """
-        moment = Moment.from_dict(state, self._identity(), self.tokenizer.numpy_dtype)
+        self.go_to(Moment.from_dict(state, self._identity(), self.tokenizer.numpy_dtype))
+
+    @property
+    def moment(self) -> Moment:
+        """What `state_dict` writes down, as it lies in memory: free to take at every step."""
+        return self._moment
+
+    def go_to(self, moment: Moment) -> None:
+        """Go to a moment of this stream, or of one that differs in batch size, rank or world size alone.
+
+        The samples that follow are those that followed then; unlike a state, nothing is checked.
+        """
         self.close()
         self._moment = moment
 
@@ -211,6 +226,8 @@ class TextStream:
             "drop_last": self._drop_last,
             "partition": self.partition,
         }
+        if self._shuffle_start is not None:
+            facts["shuffle_start"] = self._shuffle_start
         if self.partition == "records":
             facts.update(rank=self.rank, world_size=self.world_size)
         return facts
@@ -232,7 +249,9 @@ class TextStream:
         key = derive_key(self.seed, "stream", "files", moment.epoch) if self._shuffle_buffer else None
         reading = self._records.open(moment.epoch, key, moment.place)
         key = derive_key(self.seed, "stream", "documents", moment.epoch)
-        buffer = ShuffleBuffer(self._shuffle_buffer, self._buffer_bytes, key, moment.draws, moment.held)
+        buffer = ShuffleBuffer(
+            self._shuffle_buffer, self._buffer_bytes, key, moment.draws, moment.held, self._shuffle_start
+        )
         tally = Tally(dict(moment.counts), self._malformed)
         share = (self.rank, self.world_size) if self.partition == "records" else (0, 1)
         return Documents(reading, buffer, tally, share, moment.records), tally

@@ -1,19 +1,25 @@
 """A small GPT to train for real with: the only file that imports PyTorch here.
 
 Decoder-only, pre-norm, learned positions, tied embeddings; by default 3 layers of 128, about 0.6 M weights
-without the vocabulary. Meant to show a falling loss in seconds on a CPU, not to win a benchmark.
+without the vocabulary; size "small" has 11 M, "medium" 85 M. Meant to show a falling loss in seconds on a CPU, not to
+win a benchmark.
+
+A batch is learnt in pieces, so that their logits take at most 256 MiB: 16 x 256 tokens of GPT-2's vocabulary would
+take 0.8 GB, and their gradient as much again.
 Source of the shape: Radford et al. 2019 (GPT-2).
 """
 
 from __future__ import annotations
 
 import importlib.util
+import io
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.errors import UsageError
+from millrace.errors import StateError, UsageError
 
 if importlib.util.find_spec("torch") is None:
     raise UsageError(
@@ -25,6 +31,19 @@ import torch.nn.functional as functional
 from torch import nn
 
 Tensor = Any
+_LOGITS_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's shape."""
+
+    width: int
+    num_layers: int
+    num_heads: int
+
+
+SIZES = {"tiny": Size(128, 3, 4), "small": Size(384, 6, 6), "medium": Size(768, 12, 12)}
 
 
 class Block(nn.Module):  # type: ignore[misc]  # PyTorch is not checked
@@ -81,21 +100,64 @@ class GptTrainer:
         seed: int = 0,
         device: str | None = None,
     ) -> None:
-        torch.manual_seed(seed)
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = Gpt(vocab_size, seq_len, width, num_layers, num_heads).to(self.device)
+        with torch.random.fork_rng(devices=[]):  # The caller's generator stays as it was.
+            torch.manual_seed(seed)
+            model = Gpt(vocab_size, seq_len, width, num_layers, num_heads)
+        self.model = model.to(self.device)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.01)
 
     def step(self, inputs: NDArray[np.integer[Any]], labels: NDArray[np.integer[Any]]) -> float:
         """See Trainer."""
-        if not (labels != -100).any():
-            return 0.0  # the mean over nothing is no number, and would stay in the weights
-        ids = torch.from_numpy(inputs.astype(np.int64)).to(self.device)
-        targets = torch.from_numpy(labels.astype(np.int64)).to(self.device)
-        logits = self.model(ids)
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
+        loss, count = self.gradients(inputs, labels)
+        if count:  # The mean over nothing is no number, and would stay in the weights.
+            self.apply()
+        return loss
+
+    def gradients(self, inputs: NDArray[np.integer[Any]], labels: NDArray[np.integer[Any]]) -> tuple[float, int]:
+        """The mean loss and the labels it is of; its gradient is left in the parameters, for `apply`."""
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        count = int((labels != -100).sum())
+        if not count:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            return 0.0, 0
+        total = 0.0
+        rows = max(1, _LOGITS_BYTES // (4 * self.model.tokens.num_embeddings * inputs.shape[1]))
+        for start in range(0, len(inputs), rows):
+            ids = torch.from_numpy(inputs[start : start + rows].astype(np.int64)).to(self.device)
+            targets = torch.from_numpy(labels[start : start + rows].astype(np.int64)).to(self.device)
+            logits = self.model(ids).flatten(0, 1).float()
+            loss = functional.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum") / count
+            loss.backward()
+            total += float(loss.detach())
+        return total, count
+
+    def apply(self) -> None:
+        """One step of the optimizer by the gradient in the parameters, of a norm of 1 at most."""
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
-        return float(loss.detach())
+
+    @property
+    def optimizer(self) -> Any:
+        """AdamW, as PyTorch has it."""
+        return self._optimizer
+
+    def to_bytes(self) -> bytes:
+        """See Trainer."""
+        buffer = io.BytesIO()
+        torch.save({"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}, buffer)
+        return buffer.getvalue()
+
+    def from_bytes(self, data: bytes) -> None:
+        """See Trainer."""
+        try:
+            state = torch.load(io.BytesIO(data), map_location=self.device, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            self._optimizer.load_state_dict(state["optimizer"])
+        except Exception as error:  # whatever a file of another model or a damaged one makes of it
+            first = str(error).strip().partition("\n")[0]
+            raise StateError(
+                f"checkpoint: expected weights of this model, got others: {first} Set model_size, seq_len and the "
+                "tokenizer as they were, or take another checkpoint_dir."
+            ) from error

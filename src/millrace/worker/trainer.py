@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import zipfile
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.errors import UsageError
+from millrace.errors import StateError, UsageError
 
 IGNORE_INDEX = -100
 TRAINERS = ("auto", "gpt", "count", "none")
@@ -21,6 +23,14 @@ class Trainer(Protocol):
 
     def step(self, inputs: Integers, labels: Integers) -> float:
         """Learns from `inputs` and `labels` [B, L]; label -100 does not count. The loss in nats a token."""
+        ...
+
+    def to_bytes(self) -> bytes:
+        """All that was learnt, for `from_bytes` of a trainer that was made alike."""
+        ...
+
+    def from_bytes(self, data: bytes) -> None:
+        """Go on from what was learnt. StateError if it is of another model."""
         ...
 
 
@@ -51,6 +61,26 @@ class CountTrainer:
         np.add.at(self._contexts, context, 1)
         return float(-np.log(chance).mean())
 
+    def to_bytes(self) -> bytes:
+        """See Trainer."""
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, pairs=self._pairs, contexts=self._contexts)
+        return buffer.getvalue()
+
+    def from_bytes(self, data: bytes) -> None:
+        """See Trainer."""
+        try:
+            with np.load(io.BytesIO(data)) as found:
+                pairs, contexts = found["pairs"], found["contexts"]
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise StateError(f"checkpoint: expected counts, got {error}. Take another checkpoint_dir.") from error
+        if pairs.shape != self._pairs.shape:
+            raise StateError(
+                f"checkpoint: expected counts of {len(self._contexts)} tokens, got {len(contexts)}. "
+                "Set the tokenizer as it was, or take another checkpoint_dir."
+            )
+        self._pairs, self._contexts = pairs, contexts
+
 
 def make_trainer(name: str, *, vocab_size: int, dtype: str, seq_len: int, layout: str) -> Trainer | None:
     """The trainer of a name, None for `none`; `auto` is the GPT where PyTorch is installed, else counts.
@@ -79,4 +109,25 @@ def make_trainer(name: str, *, vocab_size: int, dtype: str, seq_len: int, layout
         from millrace.worker.gpt import GptTrainer
 
         return GptTrainer(vocab_size, seq_len)
+    return CountTrainer(vocab_size)
+
+
+def make_sized_trainer(
+    name: str, model_size: str, *, vocab_size: int, seq_len: int, seed: int, learning_rate: float, device: str | None
+) -> Trainer:
+    """The trainer of a `WorkerConfig`: the GPT of a size, or counts; `auto` is the GPT where PyTorch is installed."""
+    if name == "gpt" or (name == "auto" and importlib.util.find_spec("torch") is not None):
+        from millrace.worker.gpt import SIZES, GptTrainer
+
+        size = SIZES[model_size]
+        return GptTrainer(
+            vocab_size,
+            seq_len,
+            width=size.width,
+            num_layers=size.num_layers,
+            num_heads=size.num_heads,
+            learning_rate=learning_rate,
+            seed=seed,
+            device=device,
+        )
     return CountTrainer(vocab_size)

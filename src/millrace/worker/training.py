@@ -1,0 +1,257 @@
+"""One worker's run: data, a trainer, and steps until all are done or it is told to stop."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import StateError
+from millrace.load.batch import Batch
+from millrace.worker.advice import is_out_of_memory, out_of_memory
+from millrace.worker.batches import Batches
+from millrace.worker.checkpoint import read_checkpoint, write_checkpoint
+from millrace.worker.config import WorkerConfig
+from millrace.worker.dummy import DummyDataset
+from millrace.worker.hub_data import create_huggingface_dataset
+from millrace.worker.trainer import Trainer, make_sized_trainer
+
+PROGRESS_S = 2.0
+Tell = Callable[[str], None]
+
+
+@dataclass
+class TrainingReport:
+    """What a worker did.
+
+    Attributes:
+        steps: Taken here; `step` counts those of the run, before a resumed checkpoint and by others included.
+        samples, tokens: Of this worker's batches.
+        losses: Of each step, in nats a token, before it was learnt; over all workers where they train together.
+        wait_share: The part of the time that steps waited for data, in [0, 1].
+        generations: Memberships that the run went through here; 1 alone.
+        epochs: Begun of the data.
+        finished: Whether all num_steps are done.
+    """
+
+    worker_id: str = ""
+    rank: int = 0
+    world_size: int = 1
+    effective_batch_size: int = 0
+    steps: int = 0
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    losses: list[float] = field(default_factory=list)
+    tokens_per_s: float = 0.0
+    wait_share: float = 0.0
+    generations: int = 1
+    epochs: int = 0
+    finished: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values, the losses as those of the first and the last step."""
+        plain = asdict(self)
+        losses = plain.pop("losses")
+        return {**plain, "loss_first": losses[0] if losses else None, "loss_last": losses[-1] if losses else None}
+
+
+def open_data(config: WorkerConfig) -> Batches:
+    """The dataset of a configuration, as the only rank reads it; `dealt` gives another's share.
+
+    Raises:
+        UnknownDatasetError, DownloadError, MissingPackageError, PrepareError.
+    """
+    if config.dataset_name is not None:
+        return create_huggingface_dataset(
+            config.dataset_name,
+            num_batches=config.num_steps,
+            batch_size=config.batch_size,
+            seq_len=config.resolved_seq_len(),
+            streaming=config.streaming,
+            tokenizer_name=config.tokenizer_name,
+            seed=config.seed,
+            buffer_size=config.shuffle_buffer,
+            partition=config.partition,
+            text_key=config.text_key,
+            tensors="numpy",
+        )
+    return DummyDataset(
+        num_batches=config.num_steps,
+        batch_size=config.batch_size,
+        seq_len=config.resolved_seq_len(),
+        vocab_size=config.vocab_size,
+        seed=config.seed,
+        distributed=config.dataset_type == "distributed_dummy",
+        tensors="numpy",
+    )
+
+
+class Training:
+    """A run in one thread; `stop` may be set from any, and ends it after the step under way.
+
+    Args:
+        tell: Told a line at the beginning, every two seconds, and at the end.
+    """
+
+    def __init__(self, config: WorkerConfig, stop: threading.Event, tell: Tell) -> None:
+        self.config, self.stop, self.tell = config, stop, tell
+        self.data = open_data(config)
+        self.report = TrainingReport(worker_id=config.worker_id or "")
+        self.samples_taken = 0
+        self._trainer: Trainer | None = None
+        self._batches: Generator[Batch, None, None] | None = None
+        self._waited_s = self._begun = self._told_at = 0.0
+
+    @property
+    def step(self) -> int:
+        """Steps of the run that are done."""
+        return self.report.step
+
+    @property
+    def trainer(self) -> Trainer:
+        """What learns; made when first asked for."""
+        if self._trainer is None:
+            config = self.config
+            self._trainer = make_sized_trainer(
+                config.trainer,
+                config.model_size,
+                vocab_size=self.data.vocab_size,
+                seq_len=config.resolved_seq_len(),
+                seed=config.seed,
+                learning_rate=config.learning_rate,
+                device=config.device,
+            )
+        return self._trainer
+
+    def run(self) -> TrainingReport:
+        """Train alone to the end, or until told to stop.
+
+        Raises:
+            OutOfMemory: If a step does not fit its device.
+        """
+        self.resume()
+        self.dealt(0, 1)
+        self.begin()
+        while self.step < self.config.num_steps and not self.stop.is_set():
+            batch = self.next_batch()
+            self.count(batch, self.guarded(lambda batch=batch: self.trainer.step(batch.inputs, batch.labels)))  # type: ignore[misc]
+        return self.end()
+
+    def dealt(self, rank: int, world_size: int) -> None:
+        """Take the data's share of a rank from here on, and say what a step is over all ranks."""
+        self.close_batches()
+        if (self.data.rank, self.data.world_size) != (rank, world_size):
+            self.data = self.data.dealt(rank, world_size)
+        report = self.report
+        report.rank, report.world_size = rank, world_size
+        report.effective_batch_size = self.config.effective_batch_size(world_size)
+        self.tell(
+            f"rank {rank} of {world_size}: effective batch size {report.effective_batch_size} "
+            f"({self.config.batch_size} x {world_size}), sequences of {self.data.seq_len} tokens"
+        )
+
+    def begin(self) -> None:
+        """Start the clocks."""
+        self._begun = self._told_at = time.monotonic()
+
+    def next_batch(self) -> Batch:
+        """This rank's part of the next step."""
+        began = time.monotonic()
+        if self._batches is None:
+            self._batches = self.data.endless()
+        batch = next(self._batches)
+        self._waited_s += time.monotonic() - began
+        return batch
+
+    def guarded(self, learn: Callable[[], float]) -> float:
+        """Calls `learn`; if memory is short, says which settings would need less."""
+        try:
+            return learn()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise out_of_memory(error, self.config) from error
+            raise
+
+    def count(self, batch: Batch, loss: float) -> None:
+        """One step is done: counts, a line of progress now and then, a checkpoint if it is time."""
+        if not math.isfinite(loss):
+            raise StateError(
+                f"step {self.step}: expected a finite loss, got {loss}. Use a smaller learning_rate than "
+                f"{self.config.learning_rate:g}, or go back to an earlier checkpoint."
+            )
+        report = self.report
+        report.steps += 1
+        report.step += 1
+        report.samples += len(batch)
+        report.tokens += len(batch) * self.data.seq_len
+        report.losses.append(loss)
+        report.epochs = max(report.epochs, batch.epoch + 1)
+        self.samples_taken += report.effective_batch_size
+        now = time.monotonic()
+        elapsed = max(now - self._begun, 1e-9)
+        report.tokens_per_s = report.tokens / elapsed
+        report.wait_share = min(1.0, self._waited_s / elapsed)
+        if now - self._told_at >= PROGRESS_S:
+            self._told_at = now
+            self.tell(self._progress())
+        if report.step % self.config.checkpoint_steps == 0 and report.step < self.config.num_steps:
+            self.keep()
+
+    def _progress(self) -> str:
+        report = self.report
+        loss = f"  loss {report.losses[-1]:.3f}" if report.losses else ""
+        return (
+            f"step {report.step}/{self.config.num_steps}{loss}  {report.tokens_per_s:,.0f} tokens/s  "
+            f"waited for data {100 * report.wait_share:.0f} %"
+        )
+
+    def end(self) -> TrainingReport:
+        """The report, after the last checkpoint."""
+        self.close_batches()
+        self.report.finished = self.step >= self.config.num_steps
+        if self.report.steps:
+            self.keep()
+        self.tell(f"{'done' if self.report.finished else 'stopped'}: {self._progress()}")
+        return self.report
+
+    def close_batches(self) -> None:
+        """End the iteration over the data; its place stays."""
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            batches.close()
+
+    def close(self) -> None:
+        """Close the data. May be called twice."""
+        self.close_batches()
+        self.data.close()
+
+    def keep(self) -> None:
+        """A checkpoint, if there is a directory for it. Of ranks, the first keeps it."""
+        if self.config.checkpoint_dir is None or self.report.rank:
+            return
+        state = {"step": self.step, "samples_taken": self.samples_taken, "data": self.data.state_dict()}
+        write_checkpoint(Path(self.config.checkpoint_dir), state, self.trainer.to_bytes())
+
+    def resume(self) -> None:
+        """Go on from the checkpoint, if there is one and nothing was done yet."""
+        if self.config.checkpoint_dir is None or self.step:
+            return
+        found = read_checkpoint(Path(self.config.checkpoint_dir))
+        if found is None:
+            return
+        state, trainer = found
+        try:
+            step, samples, data = int(state["step"]), int(state["samples_taken"]), state["data"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(
+                f"checkpoint in {self.config.checkpoint_dir}: expected a step and a place, got {sorted(state)}."
+            ) from error
+        self.data.load_state_dict(data)
+        self.trainer.from_bytes(trainer)
+        self.report.step, self.samples_taken = step, samples
+        self.tell(f"resumed at step {step} from {self.config.checkpoint_dir}")
