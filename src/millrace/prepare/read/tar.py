@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
@@ -28,8 +28,8 @@ _SHOWN = 200
 
 
 @dataclass(frozen=True)
-class _Member:
-    """A member of text, or a problem at a place of the archive; `data` is empty if the member is no text.
+class Member:
+    """A member, or a problem at a place of the archive; `data` is empty if the member is of no kind that is wanted.
 
     `start` is where the headers begin that belong to it, at or before `position`, its own.
     """
@@ -65,7 +65,7 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     places = itertools.count()
     with open_source(piece.sources[0], options.max_unpacked_ratio) as file:
         skip_to(file, piece.start)
-        members = _Members(file, options, piece.start)
+        members = Members(file, options, piece.start)
         for _, group in itertools.groupby(members.all(), lambda m: (m.key, m.problem and m.position)):
             sample = list(group)
             for index, record in enumerate(_sample(sample, options)):
@@ -81,7 +81,7 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
                 )
 
 
-def _sample(members: list[_Member], options: ReadOptions) -> Iterator[Record]:
+def _sample(members: list[Member], options: ReadOptions) -> Iterator[Record]:
     """The documents of a sample: its plain text if it has some, else what its JSON or HTML holds."""
     first = members[0]
     if first.problem:
@@ -118,10 +118,16 @@ def _named(record: Record, name: str, where: str) -> Record:
     return Record(0, record.id or name, record.text, record.url, problem=problem, where=where)
 
 
-class _Members:
-    """Walks through an archive; counts the bytes so that it can say where it is."""
+class Members:
+    """Walks through an archive; counts the bytes so that it can say where it is.
 
-    def __init__(self, file: BinaryIO, options: ReadOptions, start: int) -> None:
+    `kinds` are the suffixes of members whose data is read; None for all.
+    """
+
+    def __init__(
+        self, file: BinaryIO, options: ReadOptions, start: int = 0, kinds: Container[str] | None = _TEXTS
+    ) -> None:
+        self._kinds = kinds
         self._file = file
         self._options = options
         self._limit = options.max_document_bytes
@@ -129,7 +135,7 @@ class _Members:
         self._long_name = ""
         self._long_size = -1
 
-    def all(self) -> Iterator[_Member]:
+    def all(self) -> Iterator[Member]:
         """Members in order: regular files, and problems. After a damaged header it seeks the next sound one."""
         lost, start = False, self._at
         while True:
@@ -138,7 +144,7 @@ class _Members:
                 header = self._take(_BLOCK)
                 if len(header) < _BLOCK:
                     if header:
-                        yield _Member("", position, problem="the archive ends within a header")
+                        yield Member("", position, problem="the archive ends within a header")
                     return
                 if not any(header):
                     start = self._at
@@ -146,13 +152,13 @@ class _Members:
                 size = _sound(header)
                 if size is None:
                     if not lost:
-                        yield _Member("", position, problem="a damaged header", start=position)
+                        yield Member("", position, problem="a damaged header", start=position)
                     lost, start = True, self._at
                     continue
                 lost = False
                 member = self._member(header, position, size)
             except Damaged as error:
-                yield _Member("", position, problem=str(error))
+                yield Member("", position, problem=str(error))
                 return
             if member is not None:
                 yield replace(member, start=start)
@@ -160,7 +166,7 @@ class _Members:
                     return
                 start = self._at
 
-    def _member(self, header: bytes, position: int, size: int) -> _Member | None:
+    def _member(self, header: bytes, position: int, size: int) -> Member | None:
         flag = header[156:157]
         if flag in b"LKxg":
             self._remember(flag, self._body(size, _NAME_BYTES) or b"")
@@ -172,26 +178,26 @@ class _Members:
             self._skip(0 if b"1" <= flag <= b"6" else size)
             return None
         kind, packed = _kind(name)
-        if kind not in _TEXTS:
+        if self._kinds is not None and kind not in self._kinds:
             whole = self._skip(size)
-            return _Member(name, position, problem="" if whole else f"{name}: {_ENDS}")
+            return Member(name, position, problem="" if whole else f"{name}: {_ENDS}")
         data = self._body(size, self._limit)
         if data is None:
-            return _Member(name, position, problem=f"{name}: larger than max_document_bytes, {self._limit}")
+            return Member(name, position, problem=f"{name}: larger than max_document_bytes, {self._limit}")
         if len(data) < size:
-            return _Member(name, position, problem=f"{name}: {_ENDS}")
-        return self._unpacked(name, position, data, packed) if packed else _Member(name, position, data)
+            return Member(name, position, problem=f"{name}: {_ENDS}")
+        return self._unpacked(name, position, data, packed) if packed else Member(name, position, data)
 
-    def _unpacked(self, name: str, position: int, data: bytes, packed: str) -> _Member:
+    def _unpacked(self, name: str, position: int, data: bytes, packed: str) -> Member:
         try:
             with unpack(io.BytesIO(data), packed, self._options.max_unpacked_ratio) as file:
                 text = file.read(self._limit + 1)
                 text += file.read(1)
         except Damaged as error:
-            return _Member(name, position, problem=f"{name}: {error}")
+            return Member(name, position, problem=f"{name}: {error}")
         if len(text) > self._limit:
-            return _Member(name, position, problem=f"{name}: larger than max_document_bytes, {self._limit}")
-        return _Member(name, position, text)
+            return Member(name, position, problem=f"{name}: larger than max_document_bytes, {self._limit}")
+        return Member(name, position, text)
 
     def _remember(self, flag: bytes, body: bytes) -> None:
         if flag == b"L":

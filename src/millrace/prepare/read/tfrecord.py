@@ -24,11 +24,11 @@ _MASK = 0xA282EAD8
 Value = bytes | int
 
 
-class _NotExample(Exception):  # noqa: N818 - becomes a problem
+class NotExampleError(Exception):
     """The bytes are no message of the kind expected."""
 
 
-def _crc32c() -> Callable[[bytes], int]:
+def crc32c() -> Callable[[bytes], int]:
     try:
         import google_crc32c
     except ImportError as error:
@@ -39,7 +39,7 @@ def _crc32c() -> Callable[[bytes], int]:
     return value
 
 
-def _masked(crc: int) -> int:
+def masked(crc: int) -> int:
     return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
 
 
@@ -55,7 +55,7 @@ def _crc_bitwise(data: bytes) -> int:
 
 def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     with open_source(piece.sources[0], options.max_unpacked_ratio) as file:
-        for place, (position, data, problem) in enumerate(_frames(file, options.max_document_bytes, piece.start)):
+        for place, (position, data, problem) in enumerate(frames(file, options.max_document_bytes, piece.start)):
             where = f"byte {position}"
             if problem:
                 shown = data[:200].decode("utf-8", "replace")
@@ -63,15 +63,15 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
                 continue
             try:
                 yield to_record(place, parse_example(data), options, where, position)
-            except _NotExample as error:
+            except NotExampleError as error:
                 shown = data[:200].decode("utf-8", "replace")
                 problem = f"not a tf.train.Example: {error}"
                 yield Record(place, text=shown, problem=problem, where=where, start=position)
 
 
-def _frames(file: BinaryIO, limit: int, start: int) -> Iterator[tuple[int, bytes, str]]:
+def frames(file: BinaryIO, limit: int, start: int) -> Iterator[tuple[int, bytes, str]]:
     """Where each record begins, its data, and what is wrong with it."""
-    crc = _crc32c()
+    crc = crc32c()
     position = start
     skip_to(file, start)
     while True:
@@ -81,7 +81,7 @@ def _frames(file: BinaryIO, limit: int, start: int) -> Iterator[tuple[int, bytes
         if problem or len(head) < 12:
             return
         length = int.from_bytes(head[:8], "little")
-        if _masked(crc(head[:8])) != int.from_bytes(head[8:], "little"):
+        if masked(crc(head[:8])) != int.from_bytes(head[8:], "little"):
             yield position, b"", "the checksum of a record's length does not match; what follows cannot be found"
             return
         if length > limit:
@@ -93,7 +93,7 @@ def _frames(file: BinaryIO, limit: int, start: int) -> Iterator[tuple[int, bytes
             ended = bool(problem) or len(data) < length + 4
             if ended:
                 problem = problem or f"the file ends {len(data)} bytes into a record of {length}"
-            elif _masked(crc(data[:-4])) != int.from_bytes(data[-4:], "little"):
+            elif masked(crc(data[:-4])) != int.from_bytes(data[-4:], "little"):
                 problem = "the checksum of the record does not match"
         yield position, data[:length], problem
         if ended:
@@ -124,14 +124,14 @@ def _skip(file: BinaryIO, size: int) -> str:
 def parse_example(data: bytes) -> dict[str, object]:
     """The features of an Example or SequenceExample by name: bytes, a number, or the steps of a sequence in lines."""
     row: dict[str, object] = {}
-    for number, features in _fields(data):
+    for number, features in fields(data):
         if number not in (1, 2) or not isinstance(features, bytes):
-            raise _NotExample(f"unknown field {number}")
-        for _, entry in _fields(features):
-            pair = dict(_fields(_message(entry)))
+            raise NotExampleError(f"unknown field {number}")
+        for _, entry in fields(features):
+            pair = dict(fields(_message(entry)))
             name = _message(pair.get(1, b""))
             feature = _message(pair.get(2, b""))
-            steps = [_message(step) for _, step in _fields(feature)] if number == 2 else [feature]
+            steps = [_message(step) for _, step in fields(feature)] if number == 2 else [feature]
             values = [value for step in steps for value in _feature_values(step)]
             if values:
                 key = name.decode("utf-8", "replace")
@@ -146,12 +146,12 @@ def parse_example(data: bytes) -> dict[str, object]:
 
 def _feature_values(feature: bytes) -> Iterator[Value]:
     """The values of a Feature: of a bytes_list (1) all, of an int64_list (3) the first; floats are not needed."""
-    for kind, values in _fields(feature):
-        for _, value in _fields(_message(values)) if kind in (1, 3) else ():
+    for kind, values in fields(feature):
+        for _, value in fields(_message(values)) if kind in (1, 3) else ():
             if kind == 1:
                 yield _message(value)
             else:
-                number = _varint(value, 0)[0] if isinstance(value, bytes) and value else value
+                number = varint(value, 0)[0] if isinstance(value, bytes) and value else value
                 if isinstance(number, int):
                     yield number - (1 << 64) if number >> 63 else number
                 return
@@ -159,33 +159,33 @@ def _feature_values(feature: bytes) -> Iterator[Value]:
 
 def _message(value: Value) -> bytes:
     if not isinstance(value, bytes):
-        raise _NotExample("a number where a message should be")
+        raise NotExampleError("a number where a message should be")
     return value
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, Value]]:
+def fields(data: bytes) -> Iterator[tuple[int, Value]]:
     """Field numbers and values of a protobuf message: numbers, or bytes."""
     at = 0
     while at < len(data):
-        tag, at = _varint(data, at)
+        tag, at = varint(data, at)
         kind = tag & 7
         if kind == 0:
-            number, at = _varint(data, at)
+            number, at = varint(data, at)
             yield tag >> 3, number
             continue
         if kind == 2:
-            size, at = _varint(data, at)
+            size, at = varint(data, at)
         elif kind in (1, 5):
             size = 8 if kind == 1 else 4
         else:
-            raise _NotExample(f"unknown wire type {kind}")
+            raise NotExampleError(f"unknown wire type {kind}")
         if at + size > len(data):
-            raise _NotExample("a field that is longer than the message")
+            raise NotExampleError("a field that is longer than the message")
         yield tag >> 3, data[at : at + size]
         at += size
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def varint(data: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while at < len(data) and shift < 70:
         value |= (data[at] & 127) << shift
@@ -193,7 +193,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         if data[at - 1] < 128:
             return value, at
         shift += 7
-    raise _NotExample("a number without an end")
+    raise NotExampleError("a number without an end")
 
 
 def _is_tfrecord(head: bytes) -> bool:
@@ -201,7 +201,7 @@ def _is_tfrecord(head: bytes) -> bool:
         len(head) >= 16
         and int.from_bytes(head[:8], "little") < 1 << 40
         and any(head[:12])
-        and _masked(_crc_bitwise(head[:8])) == int.from_bytes(head[8:12], "little")
+        and masked(_crc_bitwise(head[:8])) == int.from_bytes(head[8:12], "little")
     )
 
 
