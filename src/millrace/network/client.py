@@ -1,4 +1,4 @@
-"""One request at a time over mutual TLS 1.3, believing nothing it is told.
+"""One request at a time over mutual TLS 1.3, or over plain HTTP where a caller says so, believing nothing it is told.
 
 Every length is checked before bytes are kept, heads are bounded, a peer that drips is dropped, and a peer may be
 pinned by its id: that is checked before the request is sent. Idle connections are kept and shared by all threads.
@@ -18,10 +18,13 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from millrace.errors import MillraceError, NetworkError, ProtocolViolation, UsageError
-from millrace.network.identity import Identity, Peer, peer_of
+from millrace.network.peer import Peer
+
+if TYPE_CHECKING:
+    from millrace.network.identity import Identity  # what proves a peer is needed with one only
 
 CHUNK_BYTES = 1 << 16  # stays in the processor's cache: 2.3 s of CPU a GB with hashing, where 1 MiB took 3.0
 MAX_HEAD_BYTES = 32 << 10
@@ -63,9 +66,9 @@ class _Head:
 
 @dataclass(eq=False)
 class _Connection:
-    """One TLS connection; `extra` is what came behind the head that was last read."""
+    """One connection; `extra` is what came behind the head that was last read."""
 
-    tls: ssl.SSLSocket
+    tls: socket.socket
     peer: Peer
     idle_since: float = 0.0
     used: bool = False
@@ -73,11 +76,15 @@ class _Connection:
 
 
 class Client:
-    """Asks peers of one network. Share it between threads; `close` it, or let it go with the last reference."""
+    """Asks peers of one network. Share it between threads; `close` it, or let it go with the last reference.
 
-    def __init__(self, identity: Identity) -> None:
+    Args:
+        identity: None speaks plain HTTP: to a host that is trusted on a network that is.
+    """
+
+    def __init__(self, identity: Identity | None) -> None:
         self.identity = identity
-        self._context = identity.client_context()
+        self._context = identity.client_context() if identity is not None else None
         self._lock = threading.Lock()
         self._idle: dict[str, list[_Connection]] = {}
         self._closer = weakref.finalize(self, _close_all, self._idle)
@@ -255,7 +262,7 @@ class Client:
                 f"peer at {address}: expected {expect_peer}, got {peer_id} ({connection.peer.name}). "
                 "Nothing was asked of it; find the provider's address again."
             )
-        if self.identity.is_revoked(peer_id):
+        if self.identity is not None and self.identity.is_revoked(peer_id):
             raise NetworkError(f"peer at {address}: {peer_id} ({connection.peer.name}) is revoked in this network")
 
     def _take(self, address: str, deadline: float) -> _Connection:
@@ -275,6 +282,8 @@ class Client:
         try:
             plain = socket.create_connection(parse_address(address), timeout=_left(deadline, address))
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._context is None:
+                return _Connection(plain, Peer("", b"", address))
             tls = self._context.wrap_socket(plain)
         except OSError as error:
             if plain is not None:
@@ -282,6 +291,8 @@ class Client:
             raise _unreachable("connect", address, error) from error
         der = tls.getpeercert(binary_form=True)
         assert der is not None  # CERT_REQUIRED
+        from millrace.network.identity import peer_of
+
         try:
             return _Connection(tls, peer_of(der))
         except ProtocolViolation:

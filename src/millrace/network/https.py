@@ -1,5 +1,8 @@
 """HTTP/1.1 over mutual TLS 1.3: one server and one client for control messages and for slices.
 
+Without an identity the server speaks plain HTTP and believes whoever asks: for a door on loopback, or one that its
+owner opens knowingly. It refuses what a browser sends for a page of another site.
+
 A thread a connection, so that reading, encrypting and sending a slice all run outside the interpreter's lock;
 memory is one buffer of 1 MiB a sending connection. The client trusts nothing it is told: sizes are checked
 before bytes are kept, a stalled peer is dropped, and a peer may be pinned by its id before a request is sent.
@@ -11,24 +14,35 @@ of thousands.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
+import select
 import socket
 import ssl
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from email.message import Message
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from millrace.errors import NetworkError
 from millrace.network.client import Client, RemoteError, parse_address
-from millrace.network.identity import Identity, Peer, peer_of
+from millrace.network.exchange import (
+    JSON,
+    BadRequestError,
+    FileRange,
+    Request,
+    Response,
+    error_response,
+    file_response,
+    json_response,
+)
+from millrace.network.peer import Peer
+
+if TYPE_CHECKING:
+    from millrace.network.identity import Identity  # what proves a peer is needed with one only
 
 __all__ = [
     "BadRequestError",
@@ -47,85 +61,7 @@ MAX_BODY_BYTES = 1 << 20
 CHUNK_BYTES = 1 << 20
 HANDSHAKE_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 60.0
-JSON = "application/json"
-BINARY = "application/octet-stream"
 log = logging.getLogger("millrace.network")
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a peer asks. `query` keeps the last value of a repeated name."""
-
-    method: str
-    path: str
-    query: dict[str, str]
-    headers: Message
-    body: bytes
-    peer: Peer
-
-    def json(self) -> Any:
-        """The body as JSON.
-
-        Raises:
-            BadRequestError: If it is none; the server answers 400.
-        """
-        try:
-            return json.loads(self.body) if self.body else None
-        except (ValueError, RecursionError) as error:
-            raise BadRequestError(f"body: expected JSON, got {error}") from error
-
-
-class BadRequestError(NetworkError):
-    """A request that a handler cannot make sense of; the server answers it with 400."""
-
-
-@dataclass(frozen=True)
-class FileRange:
-    """Bytes [start, stop) of a file, sent in pieces of 1 MiB."""
-
-    path: Path
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Response:
-    """What is answered. A FileRange is streamed; its memory is one buffer, whatever its length."""
-
-    status: int
-    body: bytes | FileRange = b""
-    content_type: str = JSON
-    headers: dict[str, str] = field(default_factory=dict)
-
-
-def json_response(obj: Any, status: int = 200) -> Response:
-    """A response with an object as JSON."""
-    return Response(status, json.dumps(obj, separators=(",", ":"), sort_keys=True).encode())
-
-
-def error_response(status: int, code: str, message: str) -> Response:
-    """A response `{"error": code, "message": message}`; a client raises it as RemoteError."""
-    return json_response({"error": code, "message": message}, status)
-
-
-def file_response(request: Request, path: Path, size: int) -> Response:
-    """A whole file (200), or the one range which the request asks for (206), or 416.
-
-    Args:
-        size: The file's length in bytes, as the caller knows it.
-    """
-    wanted = request.headers.get("Range")
-    if wanted is None:
-        return Response(200, FileRange(path, 0, size), BINARY, {"Accept-Ranges": "bytes"})
-    first, dash, last = wanted.removeprefix("bytes=").strip().partition("-")
-    digits = first.isascii() and first.isdigit() and (last == "" or (last.isascii() and last.isdigit()))
-    if not wanted.startswith("bytes=") or not dash or not digits or len(first) > 18 or len(last) > 18:
-        return error_response(416, "bad_range", f"Range: expected bytes=START-[END], got {wanted[:80]!r}")
-    start, stop = int(first), min(int(last) + 1, size) if last else size
-    if not 0 <= start < stop:
-        return error_response(416, "bad_range", f"Range: [{start}, {stop}) is not in [0, {size})")
-    headers = {"Content-Range": f"bytes {start}-{stop - 1}/{size}", "Accept-Ranges": "bytes"}
-    return Response(206, FileRange(path, start, stop), BINARY, headers)
 
 
 @dataclass(eq=False)
@@ -136,7 +72,7 @@ class _Connection:
 
 
 class Server:
-    """Answers peers of one network.
+    """Answers peers of one network; with identity None whoever asks, over plain HTTP.
 
     Owns its threads and sockets from `start` to `close`; both may be called from any thread, `close` more than
     once. A revoked peer gets 403 and is cut off; a stranger does not get past the handshake.
@@ -144,7 +80,7 @@ class Server:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: Identity | None,
         host: str,
         port: int,
         handle: Callable[[Request], Response],
@@ -182,7 +118,7 @@ class Server:
         Raises:
             NetworkError: If the port is taken or the host is none of this machine's.
         """
-        self._context = self.identity.server_context()
+        self._context = self.identity.server_context() if self.identity is not None else None
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -266,11 +202,13 @@ class Server:
             connection.thread.start()
 
     def _serve(self, connection: _Connection) -> None:
-        assert self._context is not None
         try:
             plain = connection.socket
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             plain.settimeout(HANDSHAKE_TIMEOUT_S)
+            if self._context is None:
+                _Handler(plain, Peer("", b"", str(plain.getpeername()[0])), self, connection)
+                return
             tls = self._context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
             with self._changed:
                 connection.socket = tls
@@ -283,6 +221,8 @@ class Server:
                 raise
             der = tls.getpeercert(binary_form=True)
             assert der is not None  # CERT_REQUIRED: no handshake without one
+            from millrace.network.identity import peer_of
+
             _Handler(tls, peer_of(der), self, connection)
         except NetworkError as error:
             log.warning("server %s: refused a connection: %s", self.address, error)
@@ -307,7 +247,9 @@ class Server:
     def _answer(self, request: Request) -> Response:
         """The handler's response; what it raises becomes 400 or 500, and the server stays up."""
         try:
-            if self.identity.is_revoked(request.peer.peer_id):
+            if self.identity is None and (refused := _refuse_page(request)) is not None:
+                return refused
+            if self.identity is not None and self.identity.is_revoked(request.peer.peer_id):
                 return error_response(403, "revoked", f"peer {request.peer.peer_id} is revoked in this network")
             return self.handle(request)
         except BadRequestError as error:
@@ -318,14 +260,14 @@ class Server:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """The stdlib's parser of requests, bound to one TLS connection."""
+    """The stdlib's parser of requests, bound to one connection."""
 
     protocol_version = "HTTP/1.1"
     server_version = "millrace"
     sys_version = ""
     timeout = IDLE_TIMEOUT_S
 
-    def __init__(self, tls: ssl.SSLSocket, peer: Peer, owner: Server, connection: _Connection) -> None:
+    def __init__(self, tls: socket.socket, peer: Peer, owner: Server, connection: _Connection) -> None:
         self._tls = tls
         self._peer = peer
         self._owner = owner
@@ -358,12 +300,24 @@ class _Handler(BaseHTTPRequestHandler):
             return
         url = urllib.parse.urlsplit(self.path)
         query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
-        request = Request(self.command, url.path, query, self.headers, body, self._peer)
+        request = Request(self.command, url.path, query, self.headers, body, self._peer, self._is_gone)
         response = self._owner._answer(request)
         if response.status == 403 or self._owner.draining:
             self.close_connection = True
         self._send(response)
         self._owner._end(self._connection)
+
+    def _is_gone(self) -> bool:
+        """Whether the peer closed its end: an answer would reach nobody."""
+        poll = select.poll()
+        poll.register(self._tls, select.POLLIN)
+        if not poll.poll(0):
+            return False
+        try:
+            # The bare socket, under TLS: what is peeked at stays there.
+            return socket.socket.recv(self._tls, 1, socket.MSG_PEEK) == b""
+        except OSError:
+            return True
 
     def _read_body(self) -> bytes | None:
         length = self.headers.get("Content-Length", "0")
@@ -440,6 +394,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug("%s %s: " + format, self._owner.address, self._peer.peer_id, *args)
+
+
+def _refuse_page(request: Request) -> Response | None:
+    """Refuses what a web page can make a browser send here; None for a program's request."""
+    kind = request.headers.get("Content-Type", JSON).partition(";")[0].strip().lower()
+    if "Origin" not in request.headers and (request.method == "GET" or kind == JSON):
+        return None
+    return error_response(
+        403,
+        "cross_site",
+        f"request: expected Content-Type {JSON} and no Origin, got {kind[:80]!r}. Ask with a program.",
+    )
 
 
 def _shut(sock: socket.socket) -> None:

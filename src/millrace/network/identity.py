@@ -18,7 +18,6 @@ import re
 import ssl
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +28,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from millrace.errors import ProtocolViolation, UsageError
+from millrace.network.peer import Peer as Peer
 from millrace.peer_id import peer_id_of
 
 ROOT_VALID_DAYS = 3650
 NODE_VALID_DAYS = 825
 _PEER_ID = re.compile(r"[a-z2-7]{32}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Who is at the other end of a connection, proven by its certificate."""
-
-    peer_id: str
-    public_key: bytes
-    name: str
 
 
 @functools.lru_cache(maxsize=4096)
