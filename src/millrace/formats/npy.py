@@ -167,13 +167,16 @@ def write_shard(folder: Path, index: int, tokens: NDArray[Any], seq_len: int) ->
         )
     tokens = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
     ids = np.array([sample_id(row) for row in tokens.reshape(-1, seq_len)], "<u8")
-    head = f"{{'descr': '{tokens.dtype.str}', 'fortran_order': False, 'shape': ({len(tokens)},), }}"
-    head += " " * (-(len(head) + 11) % 64) + "\n"
-    raw = NPY_MAGIC + b"\x01\x00" + len(head).to_bytes(2, "little") + head.encode()
     first, second = folder / f"train_{index:06d}.npy", folder / f"sample_ids_{index:06d}.bin"
     atomic_write(second, ids.tobytes())
-    atomic_write(first, [raw, np.ascontiguousarray(tokens).view(np.uint8).data])
+    atomic_write(first, [npy_head(tokens.dtype, len(tokens)), np.ascontiguousarray(tokens).view(np.uint8).data])
     return first, second
+
+
+def npy_head(dtype: np.dtype[Any], count: int) -> bytes:
+    """NumPy's header of a vector: 128 bytes for every count."""
+    head = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
+    return NPY_MAGIC + b"\x01\x00" + (118).to_bytes(2, "little") + (head.ljust(117) + "\n").encode()
 
 
 def sniff(path: Path) -> str:
@@ -270,11 +273,29 @@ def _llmc(path: Path) -> Vector:
     return Vector(path, _LLMC_BYTES, kind, count, size)
 
 
-def _npy(path: Path) -> Vector:
+def vector_in(path: Path, num_bytes: int, dtype: Any = None) -> Vector:
+    """The vector in the first bytes of a file, of which the rest may still be missing: NumPy's, or raw of a type.
+
+    Args:
+        num_bytes: Of the vector with its header.
+        dtype: Of a raw one.
+
+    Raises:
+        DatasetError: If it is no vector of that many bytes.
+    """
+    if head_of(path, len(NPY_MAGIC)) == NPY_MAGIC:
+        return _npy(path, num_bytes)
+    kind = token_kind(dtype)
+    if num_bytes % kind.itemsize:
+        raise DatasetError(f"{path}: expected a whole number of {kind.itemsize}-byte numbers, got {num_bytes} bytes.")
+    return Vector(path, 0, kind, num_bytes // kind.itemsize, num_bytes)
+
+
+def _npy(path: Path, num_bytes: int | None = None) -> Vector:
     head = head_of(path, 12 + _MOST_HEADER)
     width = 2 if head[6:7] == b"\x01" else 4
     length = int.from_bytes(head[8 : 8 + width], "little")
-    offset, size = 8 + width + length, size_of(path)
+    offset, size = 8 + width + length, size_of(path) if num_bytes is None else num_bytes
     if (
         head[6:8] not in (b"\x01\x00", b"\x02\x00", b"\x03\x00")
         or length > _MOST_HEADER

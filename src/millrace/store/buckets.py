@@ -35,8 +35,8 @@ class BucketOrigin:
 
     `s3://BUCKET/PREFIX` takes `AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_ACCESS_KEY_ID` and so on from the environment;
     a query sets obstore's options, `?endpoint=http://host:9000&region=auto&skip_signature=true`, secrets excepted.
-    `r2://[BUCKET][/PREFIX]` takes `R2_DATASET_ACCOUNT_ID` (or in its place `R2_DATASET_ENDPOINT`), `R2_DATASET_READ_ACCESS_KEY_ID`,
-    `R2_DATASET_READ_SECRET_ACCESS_KEY`, and where the URL has none, `R2_DATASET_BUCKET_NAME` and `DATASET_BINS_PATH`.
+    `r2://[BUCKET][/PREFIX]` takes `R2_DATASET_ACCOUNT_ID` or `R2_DATASET_ENDPOINT`, `R2_DATASET_READ_ACCESS_KEY_ID` and
+    `..._READ_SECRET_ACCESS_KEY`, and where the URL has none, `R2_DATASET_BUCKET_NAME` and `DATASET_BINS_PATH`.
     """
 
     r2_right = "READ"
