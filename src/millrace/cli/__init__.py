@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.cli import bench, convert, coordinate, data, doctor, mirror, network, plan, prepare
+from millrace.cli import bench, convert, coordinate, data, doctor, job, mirror, network, plan, prepare
 from millrace.cli.running import Verb
 from millrace.errors import MillraceError, UsageError
 
@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_verbs(verb, group)
     doctor.add_verbs(verb, group)
     plan.add_verbs(verb, group)
+    job.add_verbs(verb, group)
     network.add_verbs(verb, group)
     coordinate.add_verbs(verb, group)
     bench.add_verbs(verb, group)

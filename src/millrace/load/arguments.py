@@ -20,6 +20,8 @@ _ENVIRONMENTS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
 )
+# Of a pod in an indexed job of Kubernetes; the manifest must say WORLD_SIZE.
+_POD_INDEX = "JOB_COMPLETION_INDEX"
 
 
 def check_integer(name: str, value: object, least: int) -> None:
@@ -43,6 +45,8 @@ def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
         UsageError: If they are no integers, or not 0 <= rank < world size <= 4096.
     """
     names = next((pair for pair in _ENVIRONMENTS if pair[1] in os.environ), _ENVIRONMENTS[0])
+    if names[0] not in os.environ and _POD_INDEX in os.environ:
+        names = (_POD_INDEX, names[1])
     found = []
     for what, name, value, fallback in zip(("rank", "world_size"), names, (rank, world_size), ("0", "1")):
         if value is None and what == "rank" and world_size is None and name not in os.environ:
