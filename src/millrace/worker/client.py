@@ -76,6 +76,7 @@ class WorkerClient:
             CoordinatorGoneError: If the coordinator does not answer.
         """
         training = self._opened()
+        training = self._opened()
         if self._running is not None:
             raise UsageError("worker: expected one run_training at a time. Wait for the one under way, or stop it.")
         if training.report.finished:

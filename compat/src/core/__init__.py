@@ -1,0 +1,1 @@
+"""`millrace.worker` under the name `core.dataset`."""

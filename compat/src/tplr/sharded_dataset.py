@@ -1,0 +1,5 @@
+"""See `millrace.load.shards`."""
+
+from millrace.load.shards import SharedShardedDatasetManager
+
+__all__ = ["SharedShardedDatasetManager"]

@@ -1,0 +1,122 @@
+"""`python -m millrace.worker`: one worker from the command line.
+
+    python -m millrace.worker --dataset-type huggingface --dataset-name fineweb-edu --batch-size 8 --seq-len 1024
+
+What a flag says goes before what `--config FILE.toml` says, and that before the dataset's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import MillraceError, UsageError
+from millrace.worker.catalog import list_available_datasets
+from millrace.worker.client import WorkerClient, tell_stderr
+from millrace.worker.config import DATASET_TYPES, MODEL_SIZES, WorkerConfig
+
+_FLAGS: tuple[tuple[str, type, str], ...] = (
+    ("dataset-name", str, "a short name, OWNER/NAME of the hub, or a path of text files"),
+    ("tokenizer-name", str, "in place of the dataset's own"),
+    ("batch-size", int, "samples of this worker's step (4)"),
+    ("seq-len", int, "tokens of a sample (the dataset's own, or 32)"),
+    ("num-steps", int, "steps of the run (100)"),
+    ("worker-id", str, "by which the coordinator knows this worker again"),
+    ("coordinator", str, "host:port or URL (MILLRACE_COORDINATOR, or 127.0.0.1:8000)"),
+    ("seed", int, "of data and first weights (42)"),
+    ("shuffle-buffer", int, "documents that are mixed (the dataset's own)"),
+    ("text-key", str, "the column with the text (the dataset's own)"),
+    ("vocab-size", int, "of dummies' ids (1024)"),
+    ("learning-rate", float, "AdamW's (0.001)"),
+    ("device", str, "cpu, cuda, … (the accelerator if there is one)"),
+    ("checkpoint-dir", str, "where the run is kept, and resumed from"),
+    ("checkpoint-steps", int, "between two checkpoints (1000)"),
+    ("patience-s", float, "how long a coordinator that is away is waited for (60)"),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags; those that are not given are absent."""
+    found = argparse.ArgumentParser(
+        prog="python -m millrace.worker", description=(__doc__ or "").partition(":")[2].partition("\n")[0].strip()
+    )
+    choice: dict[str, Any] = {"default": argparse.SUPPRESS}
+    found.add_argument("--dataset-type", choices=DATASET_TYPES, help="kind of data (dummy)", **choice)
+    for name, kind, help_text in _FLAGS:
+        found.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=help_text, **choice)
+    found.add_argument("--model-size", choices=tuple(MODEL_SIZES), help="tiny", **choice)
+    found.add_argument("--partition", choices=("samples", "records"), help="how ranks share text (samples)", **choice)
+    found.add_argument("--trainer", choices=("auto", "gpt", "count"), help="what learns (auto)", **choice)
+    found.add_argument(
+        "--streaming", action=argparse.BooleanOptionalAction, help="stream, or keep the files here first", **choice
+    )
+    found.add_argument("--config", type=Path, metavar="FILE", help="these settings from a TOML file")
+    found.add_argument("--distributed", action="store_true", help="train together with the coordinator's workers")
+    found.add_argument("--list-datasets", action="store_true", help="the datasets with a short name, and nothing else")
+    found.add_argument("--json", action="store_true", help="the report, or the list, as JSON on stdout")
+    found.add_argument("--quiet", action="store_true", help="no lines of progress")
+    return found
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Settings of a TOML file, by the names of WorkerConfig's fields; `-` may stand for `_`.
+
+    Raises:
+        UsageError: If it cannot be read, or has a setting that there is not.
+    """
+    try:
+        plain = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"config {path}: expected a TOML file: {error}.") from error
+    found = {name.replace("-", "_"): value for name, value in plain.items()}
+    known = [field.name for field in fields(WorkerConfig)]
+    if unknown := sorted(set(found) - set(known)):
+        raise UsageError(f"config {path}: expected settings of {', '.join(known)}; got {', '.join(unknown)}.")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the flags say. 0 when all steps are done, 1 on an error, 130 when interrupted."""
+    args = vars(parser().parse_args(argv))
+    path, distributed, as_json, quiet = (args.pop(name) for name in ("config", "distributed", "json", "quiet"))
+    try:
+        if args.pop("list_datasets"):
+            return _list(as_json)
+        config = WorkerConfig(**{**(read_config(path) if path else {}), **args})
+        report = asyncio.run(_train(config, distributed, quiet))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except MillraceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if as_json:
+        print(json.dumps(report))
+    return 0
+
+
+async def _train(config: WorkerConfig, distributed: bool, quiet: bool) -> dict[str, Any]:
+    worker = WorkerClient(config, tell=(lambda line: None) if quiet else tell_stderr)
+    async with worker:
+        return (await worker.run_training(use_distributed=distributed)).to_json()
+
+
+def _list(as_json: bool) -> int:
+    found = list_available_datasets()
+    if as_json:
+        print(json.dumps(found))
+    else:
+        for one in found:
+            print(f"{one['name']}: {one['description']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Dummies and datasets by name: ranks' shares, labels, state, the catalogue."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import DatasetError, StateError, UnknownDatasetError, UsageError
+from millrace.stream.text_stream import TextStream
+from millrace.worker import DummyDataset, HubDataset, create_huggingface_dataset, list_available_datasets
+from millrace.worker.batches import Batches
+from millrace.worker.catalog import CATALOG, find_entry, streams
+from millrace.worker.dummy import dummy_samples
+
+GUIDE = """\
+fineweb: FineWeb: 15T tokens from CommonCrawl
+fineweb-edu: FineWeb-Edu: 1.3T high-quality educational tokens
+pile: The Pile: 825GB diverse dataset (22 sources)
+tiny_shakespeare: Tiny Shakespeare: 40K lines for testing
+shakespeare: Complete Works of Shakespeare, line-by-line"""
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """750 documents of some 40 letters in three files, no two alike."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for part in range(3):
+        texts = [hashlib.sha256(f"{part}-{i}".encode()).hexdigest()[: i % 44 + 20] for i in range(250)]
+        rows = [{"text": text} for text in texts]
+        (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def text_dataset(folder: Path, **given: object) -> HubDataset:
+    arguments = {
+        "tokenizer_name": "bytes",
+        "seq_len": 16,
+        "batch_size": 3,
+        "num_batches": 6,
+        "tensors": "numpy",
+        **given,
+    }
+    return create_huggingface_dataset(str(folder), **arguments)  # type: ignore[arg-type]
+
+
+def rows_of(dataset: Batches) -> dict[int, tuple[bytes, bytes]]:
+    """Inputs and labels by sample id."""
+    found: dict[int, tuple[bytes, bytes]] = {}
+    for batch in dataset.batches():
+        for sample, inputs, labels in zip(batch.sample_ids.tolist(), batch.inputs, batch.labels):
+            assert sample not in found
+            found[sample] = (inputs.tobytes(), labels.tobytes())
+    return found
+
+
+def test_the_catalogue_prints_as_the_guide_does() -> None:
+    found = list_available_datasets()
+    assert "\n".join(f"{one['name']}: {one['description']}" for one in found) == GUIDE
+    assert [one["size"] for one in found] == ["15T tokens", "1.3T tokens", "825 GB", "1 MB", "~5 MB"]
+    assert [one["streaming"] for one in found] == [True, True, True, False, False]
+    assert found[2]["num_sources"] == 22
+    assert found[0]["size_tokens"] == 15 * 10**12 and found[4]["size_bytes"] == 5 * 10**6
+    wanted = {  # name: repository, buffer, tokenizer, seq_len
+        "fineweb": ("HuggingFaceFW/fineweb", 100_000, "gpt2", 1024),
+        "fineweb-edu": ("HuggingFaceFW/fineweb-edu", 50_000, "gpt2", 1024),
+        "pile": ("EleutherAI/pile", 50_000, "EleutherAI/gpt-neox-20b", 2048),
+        "tiny_shakespeare": ("winglian/tiny-shakespeare", 1_000, "gpt2", 256),
+        "shakespeare": ("benchaffe/shakespeare-lines", 5_000, "gpt2", 512),
+    }
+    assert {n: (e.repository, e.buffer_size, e.tokenizer, e.seq_len) for n, e in CATALOG.items()} == wanted
+
+
+def test_the_rule_of_streaming() -> None:
+    assert [streams(size) for size in (None, 10 * 10**9, 10 * 10**9 + 1)] == [True, False, True]
+
+
+def test_names() -> None:
+    custom = find_entry("bigcode/the-stack")
+    assert (custom.streaming, custom.buffer_size, custom.tokenizer, custom.seq_len) == (True, 10_000, "gpt2", 512)
+    assert custom.text_key == "content"
+    assert find_entry("HuggingFaceFW/fineweb-edu") is CATALOG["fineweb-edu"]
+    assert find_entry("hf:EleutherAI/pile") is CATALOG["pile"]
+    with pytest.raises(FileNotFoundError, match=r"^Dataset 'my-dataset' not found") as missing:
+        find_entry("my-dataset")
+    assert "full path" in str(missing.value) and isinstance(missing.value, UnknownDatasetError)
+    with pytest.raises(UnknownDatasetError, match="Did you mean 'tiny_shakespeare'"):
+        find_entry("tiny-shakespear")
+
+
+def test_dummy_tokens_never_change() -> None:
+    tokens = dummy_samples(np.arange(8, dtype=np.int64), seed=42, seq_len=32, vocab_size=50257)
+    assert tokens.shape == (8, 33)
+    digest = hashlib.sha256(tokens.astype("<i8").tobytes()).hexdigest()
+    assert digest[:16] == "3b187b6408be0ede"
+
+
+@given(
+    world_size=st.integers(1, 7),
+    batch_size=st.integers(1, 5),
+    num_samples=st.integers(1, 60),
+    seed=st.integers(0, 2**40),
+)
+@settings(max_examples=40, deadline=None)
+def test_distributed_dummies_part_the_whole(world_size: int, batch_size: int, num_samples: int, seed: int) -> None:
+    steps = -(-num_samples // (batch_size * world_size))
+    ranks = [
+        DummyDataset(
+            num_batches=steps, batch_size=batch_size, seq_len=2, rank=rank, world_size=world_size, seed=seed,
+            distributed=True, num_samples=num_samples, tensors="numpy",
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+    whole = np.zeros(steps * batch_size * world_size, np.int64)
+    for rank, dataset in enumerate(ranks):
+        whole[rank::world_size] = np.concatenate([batch.sample_ids for batch in dataset.batches()])
+    assert sorted(whole[:num_samples]) == list(range(num_samples))
+
+
+def test_dummies_are_as_random_as_they_say_and_touch_nothing() -> None:
+    np.random.seed(1)  # the global generator is what must not move
+    before = np.random.get_state()[1].tolist()  # type: ignore[index]
+    data = DummyDataset(num_batches=20, batch_size=50, seq_len=64, vocab_size=10, tensors="numpy")
+    inputs = np.concatenate([batch.inputs for batch in data.batches()])
+    shares = np.bincount(inputs.ravel(), minlength=10) / inputs.size
+    assert len(shares) == 10 and abs(shares - 0.1).max() < 0.006
+    for inputs, labels in data:
+        assert (inputs[:, 1:] == labels[:, :-1]).all() and inputs.dtype == np.int64
+    assert np.random.get_state()[1].tolist() == before  # type: ignore[index]
+
+
+def test_an_endless_dummy_begins_anew_each_time_and_says_its_length() -> None:
+    data = DummyDataset(num_batches=3, tensors="numpy")
+    first = rows_of(data)
+    assert len(data) == 3 and len(first) == 12
+    next(iter(data))
+    assert rows_of(data) == first
+
+
+def test_dummies_as_tensors_leave_the_generator_alone() -> None:
+    torch = pytest.importorskip("torch")
+    before = torch.random.get_rng_state()
+    inputs, labels = next(iter(DummyDataset()))
+    assert inputs.shape == labels.shape == (4, 32) and inputs.dtype == torch.int64
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("world_size", range(1, 8))
+def test_sample_k_goes_to_rank_k_mod_world_size(texts: Path, world_size: int) -> None:
+    alone = rows_of(text_dataset(texts, batch_size=2 * world_size))
+    parts = [rows_of(text_dataset(texts, batch_size=2, rank=rank, world_size=world_size)) for rank in range(world_size)]
+    for rank, part in enumerate(parts):
+        assert sorted(part) == list(range(rank, 12 * world_size, world_size))
+        assert part == {sample: alone[sample] for sample in part}
+    assert sum(map(len, parts)) == len(alone)
+
+
+def test_ranks_may_share_the_tokenizing(texts: Path) -> None:
+    parts = [
+        text_dataset(texts, rank=rank, world_size=3, partition="records", num_batches=20, batch_size=2)
+        for rank in range(3)
+    ]
+    seen = [{inputs for inputs, _ in rows_of(part).values()} for part in parts]
+    assert not seen[0] & seen[1] and not seen[1] & seen[2] and not seen[0] & seen[2]
+    assert all(part.stats()["documents"] <= 250 for part in parts)
+
+
+def test_text_in_ids_out_and_no_sample_is_padded(texts: Path) -> None:
+    data = text_dataset(texts, buffer_size=0, batch_size=4)
+    ids: list[int] = []
+    for batch in data.batches():
+        assert batch.inputs.shape == (4, 16) and (batch.labels != -100).all()
+        assert (batch.inputs[:, 1:] == batch.labels[:, :-1]).all()
+        ids += batch.inputs.ravel().tolist()
+    rows = [json.loads(line)["text"] for line in (texts / "0.jsonl").read_text().splitlines()]
+    assert ids == [byte for row in rows for byte in (*row.encode(), 256)][: len(ids)]
+    assert data.vocab_size == 257
+
+
+def test_a_dataset_that_is_used_up_begins_again_and_says_so(texts: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = text_dataset(texts, seq_len=64, batch_size=100, num_batches=9)
+    with caplog.at_level(logging.WARNING, "millrace.worker"):
+        epochs = [batch.epoch for batch in data.batches()]
+    assert len(epochs) == 9 and epochs[-1] >= 1
+    assert next(record.getMessage() for record in caplog.records).endswith("epoch 1 begins, in another order.")
+    assert data.stats()["tail_tokens"] > 0
+    with pytest.raises(DatasetError, match="Ask for shorter samples or smaller batches"):
+        next(iter(text_dataset(texts, seq_len=4096, batch_size=100)))
+
+
+@pytest.mark.parametrize("kind", ["text", "dummy", "distributed_dummy"])
+def test_state_goes_on_with_the_next_batch(texts: Path, kind: str) -> None:
+    def fresh() -> Batches:
+        if kind == "text":
+            return text_dataset(texts)
+        return DummyDataset(num_batches=6, batch_size=3, distributed=kind == "distributed_dummy", tensors="numpy")
+
+    whole = [batch.inputs.tobytes() for batch in fresh().batches()]
+    data = fresh()
+    found = []
+    for inputs, _ in data:
+        found.append(inputs.tobytes())
+        if len(found) == 2:
+            break
+    state = json.loads(json.dumps(data.state_dict()))
+    other = fresh()
+    other.load_state_dict(state)
+    found += [inputs.tobytes() for inputs, _ in other]
+    assert found == whole
+    assert [inputs.tobytes() for inputs, _ in other] == whole
+    for damaged in ({}, {**state, "given": "x"}, {"given": 1}):
+        with pytest.raises(StateError):
+            fresh().load_state_dict(damaged)
+
+
+@pytest.mark.parametrize("kind", ["text", "dummy", "distributed_dummy"])
+def test_ranks_may_change_in_the_midst(texts: Path, kind: str) -> None:
+    """Two ranks take two steps of two samples each, then three ranks go on: nothing twice, nothing left out."""
+
+    def data(rank: int, world_size: int, batch_size: int = 2) -> Batches:
+        if kind == "text":
+            return text_dataset(texts, rank=rank, world_size=world_size, batch_size=batch_size)
+        return DummyDataset(
+            num_batches=6, batch_size=batch_size, rank=rank, world_size=world_size, tensors="numpy",
+            distributed=kind == "distributed_dummy",
+        )  # fmt: skip
+
+    def taken(one: Batches, steps: int) -> list[bytes]:
+        batches = one.endless()
+        found = [row.tobytes() for _ in range(steps) for row in next(batches).inputs]
+        batches.close()
+        return found
+
+    alone = taken(data(0, 1, 1), 8 + 12)
+    two = [data(rank, 2) for rank in range(2)]
+    found = [taken(one, 2) for one in two]
+    mark = two[0].mark()
+    three = [two[0].dealt(rank, 3) for rank in range(3)]
+    for one in three:
+        one.go_to(mark)
+    found += [taken(one, 2) for one in three]
+    assert sorted(row for part in found for row in part) == sorted(alone)
+
+
+def test_ranks_that_share_documents_may_not_change(texts: Path) -> None:
+    with pytest.raises(UsageError, match="partition 'records'"):
+        text_dataset(texts, partition="records").dealt(0, 2)
+
+
+def test_the_first_batch_waits_for_few_documents(tmp_path: Path) -> None:
+    path = tmp_path / "many.txt"
+    path.write_text("".join(f"line {i:0100}\n" for i in range(12_000)))
+    read = []
+    for start in (100, None):
+        stream = TextStream(
+            path, tokenizer="bytes", seq_len=8, batch_size=4, shuffle_start=start, prefetch=0, format="lines"
+        )
+        next(iter(stream))
+        read.append(stream.moment.records)
+    assert read[0] < 1500 and read[1] > 10_000
