@@ -1,0 +1,243 @@
+"""The words of membership: rules, state, what may happen, what is to be done. `membership.apply` joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How patient the coordinator is.
+
+    Args:
+        min_workers: So many must be there to begin.
+        heartbeat_s: The longest that a live member is silent.
+        stale_s: A silent member is given up after this long.
+        lost_s: So is one whose connection closed, and one silent while others wait for it, after this.
+        grace_s: How long the others wait for a live member in the middle of a step.
+    """
+
+    min_workers: int = 1
+    heartbeat_s: float = 30.0
+    stale_s: float = 90.0
+    lost_s: float = 5.0
+    grace_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Member:
+    """A live worker: one process (session) under a worker id. `step` counts the steps it finished."""
+
+    worker_id: str
+    session: str
+    seat: int
+    address: str
+    peer_id: str
+    step: int
+    samples: int
+    seen_at: float
+    moved_at: float
+    ready: bool = False
+    polling: int = 0
+    lost_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of a generation; its index there is the rank."""
+
+    worker_id: str
+    session: str
+    address: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A membership that holds from `start_step` on. `source` is the rank whose weights count."""
+
+    number: int
+    places: tuple[Place, ...]
+    start_step: int
+    start_sample: int
+    source: int
+
+    def rank_of(self, session: str) -> int | None:
+        """The rank of a session, None for no member."""
+        return next((rank for rank, place in enumerate(self.places) if place.session == session), None)
+
+    def sample_at(self, step: int, batch_size: int) -> int:
+        """The first global sample of a step."""
+        return self.start_sample + (step - self.start_step) * batch_size * len(self.places)
+
+
+@dataclass(frozen=True)
+class State:
+    """All that the coordinator knows. `members` are the live ones; `seats` are kept for ever.
+
+    Args:
+        told, config: What the coordinator was told that workers do; that, with what the first worker added.
+        reached: The highest step finished in this generation by anybody.
+        floor: The lowest step at which the next generation may begin.
+        run_to: Where independent workers catch up to before they stop; 0 for no such place.
+        end: The step at which the run ended; None while it goes on.
+        finished: Sessions of this generation that did all steps and left.
+        gone: Places given up in this generation: rank, and the step it had reached.
+        changing_at: Since when another generation is wanted.
+    """
+
+    rules: Rules
+    told: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    generation: Generation | None = None
+    members: Mapping[str, Member] = field(default_factory=dict)
+    seats: Mapping[str, int] = field(default_factory=dict)
+    reached: int = 0
+    floor: int = 0
+    run_to: int = 0
+    end: int | None = None
+    finished: frozenset[str] = frozenset()
+    gone: tuple[tuple[int, int], ...] = ()
+    broken: bool = False
+    changing_at: float | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one worker in a step."""
+        return int(self.config.get("batch_size") or 1)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether workers step together, by a collective."""
+        return bool(self.config.get("lockstep", True))
+
+    @property
+    def done(self) -> bool:
+        """Whether the last step is done and all have left."""
+        return self.end is not None and not self.members
+
+    @property
+    def changing(self) -> bool:
+        """Whether another generation is wanted."""
+        if self.generation is None:
+            return bool(self.members)
+        staying = {place.session for place in self.generation.places} - self.finished
+        return self.broken or {member.session for member in self.members.values()} != staying
+
+
+@dataclass(frozen=True)
+class Agree:
+    """A worker says what it would do; the first one settles what the coordinator was not told."""
+
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Join:
+    worker_id: str
+    session: str
+    address: str = ""
+    peer_id: str = ""
+    step: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Stopped at a boundary with `step` steps finished; `broken`: the step under way cannot be finished."""
+
+    worker_id: str
+    session: str
+    generation: int
+    step: int
+    broken: bool = False
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    worker_id: str
+    session: str
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    worker_id: str
+    session: str
+    generation: int
+    step: int
+    finished: bool = False
+
+
+@dataclass(frozen=True)
+class Waits:
+    """A member's long poll begins (+1) or is answered (-1)."""
+
+    worker_id: str
+    session: str
+    change: int
+
+
+@dataclass(frozen=True)
+class Disconnect:
+    """A member's connection closed while it waited: its process most likely ended."""
+
+    worker_id: str
+    session: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Nothing happened, but time."""
+
+
+Event: TypeAlias = Agree | Join | Ready | Heartbeat | Leave | Waits | Disconnect | Tick
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """The event is refused; `code` is one of duplicate, unsure, expelled, bad_step."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line for the log."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Formed:
+    """A generation began."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Steps [start, stop) were finished in a generation, each with `count` samples, the first from `first_sample`."""
+
+    generation: int
+    start: int
+    stop: int
+    first_sample: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A worker died and left its part of steps [start, stop) undone; independent workers only."""
+
+    generation: int
+    worker_id: str
+    rank: int
+    start: int
+    stop: int
+
+
+Action: TypeAlias = Refuse | Note | Formed | Stepped | Gap

@@ -1,0 +1,408 @@
+"""Membership: ranks, generations and who is refused; and its laws under any churn, in virtual time."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from millrace.schedule.members import (
+    Agree,
+    Disconnect,
+    Formed,
+    Gap,
+    Generation,
+    Heartbeat,
+    Join,
+    Leave,
+    Note,
+    Ready,
+    Refuse,
+    Rules,
+    State,
+    Stepped,
+    Tick,
+    Waits,
+)
+from millrace.schedule.membership import apply
+
+RULES = Rules(min_workers=1, heartbeat_s=30, stale_s=90, lost_s=5, grace_s=300)
+
+
+class Desk:
+    """A state with a clock, and all that it was told to do."""
+
+    def __init__(self, rules: Rules = RULES, **config: Any) -> None:
+        config = {"batch_size": 2, **config}
+        self.state = State(rules, config, config)
+        self.now = 0.0
+        self.actions: list[Any] = []
+
+    def tell(self, *events: Any, after_s: float = 0.0) -> list[Any]:
+        self.now += after_s
+        new = []
+        for event in events:
+            self.state, actions = apply(self.state, event, self.now)
+            new += actions
+        self.actions += new
+        return new
+
+    def join(self, worker_id: str, session: str = "", **facts: Any) -> list[Any]:
+        session = session or f"{worker_id}/1"
+        return self.tell(Join(worker_id, session, **facts), Waits(worker_id, session, +1))
+
+    def ready(self, worker_id: str, step: int, *, broken: bool = False) -> list[Any]:
+        member = self.state.members[worker_id]
+        return self.tell(Ready(worker_id, member.session, self.generation.number, step, broken))
+
+    @property
+    def generation(self) -> Generation:
+        assert self.state.generation is not None
+        return self.state.generation
+
+    @property
+    def ranks(self) -> list[str]:
+        return [place.worker_id for place in self.generation.places]
+
+    def codes(self, actions: list[Any]) -> list[str]:
+        return [action.code for action in actions if isinstance(action, Refuse)]
+
+
+def four(**config: Any) -> Desk:
+    desk = Desk(replace(RULES, min_workers=4), **config)
+    for name in "abcd":
+        desk.join(name)
+    return desk
+
+
+def test_a_run_begins_when_enough_are_there_with_ranks_as_they_came() -> None:
+    desk = Desk(replace(RULES, min_workers=2))
+    desk.join("b")
+    assert desk.state.generation is None and desk.state.changing
+    desk.join("a")
+    assert desk.ranks == ["b", "a"] and desk.generation.start_step == 0 and not desk.state.changing
+
+
+def test_a_restart_in_time_gets_its_rank_back() -> None:
+    desk = four()
+    desk.tell(Disconnect("b", "b/1"), after_s=1)
+    desk.join("b", "b/2")
+    assert desk.generation.number == 1 and desk.state.changing
+    for name in "acd":
+        desk.ready(name, 7)
+    assert desk.generation.number == 2 and desk.ranks == list("abcd")
+    assert desk.generation.start_step == 7 and desk.generation.start_sample == 7 * 4 * 2 and desk.generation.source == 0
+
+
+def test_who_stays_keeps_its_order_and_who_comes_late_its_old_seat() -> None:
+    desk = four()
+    desk.tell(Disconnect("b", "b/1"))
+    for name in "acd":
+        desk.ready(name, 3, broken=True)
+    assert desk.generation.number == 1  # b may come back
+    desk.tell(Tick(), after_s=5)
+    assert desk.generation.number == 2 and desk.ranks == list("acd")
+    desk.join("b", "b/2")
+    for name in "acd":
+        desk.ready(name, 4)
+    assert desk.ranks == list("abcd") and desk.generation.start_sample == 3 * 8 + 1 * 6
+
+
+def test_a_duplicate_of_a_live_worker_is_refused_and_one_in_doubt_asked_to_wait() -> None:
+    desk = four()
+    assert desk.codes(desk.join("b", "b/2")) == ["duplicate"]
+    desk.tell(Waits("c", "c/1", -1))
+    assert desk.codes(desk.join("c", "c/2")) == ["unsure"]
+    desk.now += 6
+    assert desk.codes(desk.join("c", "c/2")) == []
+    assert desk.state.members["c"].session == "c/2"
+
+
+def test_the_furthest_is_the_source_and_late_words_of_an_old_generation_change_nothing() -> None:
+    desk = four()
+    desk.tell(Disconnect("d", "d/1"))
+    desk.ready("a", 4, broken=True)
+    desk.ready("b", 5, broken=True)
+    desk.ready("c", 4, broken=True)
+    desk.tell(Tick(), after_s=6)
+    assert desk.generation.source == 1 and desk.generation.start_step == 5 and desk.ranks == list("abc")
+    before = desk.state
+    assert desk.codes(desk.tell(Ready("d", "d/1", 1, 9))) == ["expelled"]
+    desk.tell(Ready("a", "a/1", 1, 99, broken=True), Heartbeat("a", "a/1", 1, 99))
+    assert replace(desk.state, members={}) == replace(before, members={})
+    assert desk.codes(desk.ready("a", 4)) == ["bad_step"]
+
+
+def test_a_change_that_is_called_off_goes_on_in_the_same_generation() -> None:
+    desk = four()
+    desk.join("e")
+    desk.ready("a", 2)
+    desk.tell(Leave("e", "e/1", 0, 0))
+    assert desk.generation.number == 1 and not desk.state.changing and not desk.state.members["a"].ready
+
+
+def test_silence_is_borne_while_nobody_waits_and_a_hung_step_only_for_so_long() -> None:
+    desk = four()
+    desk.tell(Waits("b", "b/1", -1))
+    desk.tell(Tick(), after_s=80)
+    assert "b" in desk.state.members
+    desk.tell(*(Heartbeat(name, f"{name}/1", 1, 1) for name in "acd"))
+    desk.tell(Tick(), after_s=10)
+    assert "b" not in desk.state.members and desk.state.changing
+    for name in "ac":
+        desk.ready(name, 1)
+    for _ in range(31):
+        desk.tell(*(Heartbeat(name, f"{name}/1", 1, 1) for name in "acd"), after_s=10)
+    assert desk.ranks == list("ac")
+
+
+def test_independent_workers_catch_up_first_and_the_dead_leave_named_gaps() -> None:
+    desk = four(lockstep=False)
+    desk.tell(Heartbeat("d", "d/1", 1, 4), Disconnect("d", "d/1"))
+    desk.tell(Tick(), after_s=6)
+    desk.ready("a", 6)
+    desk.ready("b", 2)
+    desk.ready("c", 3)
+    assert desk.state.run_to == 6 and desk.state.members["a"].ready and not desk.state.members["b"].ready
+    desk.ready("b", 6)
+    desk.ready("c", 6)
+    assert desk.generation.start_step == 6 and desk.ranks == list("abc")
+    assert Gap(1, "d", 3, 4, 6) in desk.actions
+
+
+def test_a_run_that_is_done_stays_done() -> None:
+    desk = four()
+    for name in "abc":
+        desk.tell(Leave(name, f"{name}/1", 1, 10, finished=True))
+        assert not desk.state.changing
+    desk.tell(Leave("d", "d/1", 1, 10, finished=True))
+    assert desk.state.done
+    for name in "wxyz":
+        desk.join(name)
+    assert desk.generation.start_step == 10 and desk.generation.start_sample == 80
+
+
+def test_with_nobody_left_a_checkpoint_counts_and_without_one_the_run_begins_again() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.tell(Heartbeat("a", "a/1", 1, 50), Disconnect("a", "a/1"))
+    desk.tell(Tick(), after_s=6)
+    desk.join("a", "a/2", step=40, samples=80)
+    assert (desk.generation.start_step, desk.generation.start_sample) == (40, 80)
+    assert any(isinstance(action, Note) and "redone" in action.text for action in desk.actions)
+
+
+def test_the_first_worker_settles_what_the_coordinator_was_not_told() -> None:
+    desk = Desk(batch_size=8)
+    desk.tell(Agree({"batch_size": 4, "seq_len": 64}))
+    desk.join("a")
+    desk.tell(Agree({"batch_size": 2, "seq_len": 32}))
+    assert desk.state.config == {"batch_size": 8, "seq_len": 64}
+
+
+@dataclass
+class Process:
+    """A worker as the simulation sees it. `weights` are the steps in them: (generation, step)."""
+
+    name: str
+    session: str
+    known: int = 0
+    step: int = 0
+    training: bool = False
+    alive: bool = True
+    weights: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Churn(RuleBasedStateMachine):
+    """Workers join, step, die, come back and leave as they like; what was trained must be one clean run."""
+
+    names = st.sampled_from("abcde")
+
+    @initialize(min_workers=st.integers(1, 3), lockstep=st.booleans())
+    def begin(self, min_workers: int, lockstep: bool) -> None:
+        self.lockstep = lockstep
+        self.desk = Desk(replace(RULES, min_workers=min_workers), lockstep=lockstep)
+        self.processes: dict[str, Process] = {}
+        self.generations: dict[int, Generation] = {}
+        self.source_weights: dict[int, list[tuple[int, int]]] = {}
+        self.parts: dict[tuple[int, int, int], str] = {}
+        self.sessions = 0
+
+    def tell(self, *events: Any) -> list[Any]:
+        actions = []
+        for event in events:
+            before = self.desk.state
+            for action in (new := self.desk.tell(event)):
+                if isinstance(action, Formed):
+                    self.formed(before, action.generation)
+            actions += new
+        return actions
+
+    def formed(self, before: State, new: Generation) -> None:
+        old = before.generation
+        sessions = [place.session for place in new.places]
+        assert len(set(sessions)) == len({place.worker_id for place in new.places}) == len(sessions) > 0
+        assert new.number == (1 if old is None else old.number + 1)
+        seats = [self.desk.state.seats[place.worker_id] for place in new.places]
+        assert seats == sorted(seats)
+        by_session = {process.session: process for process in self.processes.values()}
+        for process in self.processes.values():
+            # Nobody of the old generation trains on, unless it was given up.
+            assert not (process.alive and process.training and process.session in sessions)
+        survivors = [s for s in sessions if old is not None and old.rank_of(s) is not None]
+        source = by_session[sessions[new.source]]
+        if survivors:
+            assert source.session in survivors
+            assert new.start_step == max(by_session[s].step for s in survivors)
+            assert new.start_step >= old.start_step  # type: ignore[union-attr]
+        if self.lockstep:
+            self.source_weights[new.number] = list(source.weights) if survivors else []
+            assert len(self.source_weights[new.number]) == new.start_step
+        elif old is not None:
+            # Everybody's part of every step that counts was done, by somebody or as a named gap; none beyond.
+            assert new.start_sample == old.sample_at(new.start_step, 2)
+            gaps = {(g.rank, s) for g in self.desk.actions if isinstance(g, Gap) and g.generation == old.number
+                    for s in range(g.start, g.stop)}  # fmt: skip
+            for step in range(old.start_step, new.start_step):
+                for rank in range(len(old.places)):
+                    assert ((old.number, rank, step) in self.parts) or (rank, step) in gaps
+            for number, rank, step in self.parts:
+                if number == old.number and old.places[rank].session in sessions:
+                    assert step < new.start_step
+        self.generations[new.number] = new
+
+    @rule(name=names)
+    def start(self, name: str) -> None:
+        """A new process under a name; refused if its other process lives."""
+        old = self.processes.get(name)
+        self.sessions += 1
+        session = f"{name}/{self.sessions}"
+        self.processes[name] = Process(name, session)
+        actions = self.tell(Join(name, session))
+        if any(isinstance(action, Refuse) for action in actions):
+            assert old is not None
+            self.processes[name] = old
+            member = self.desk.state.members[name]
+            assert member.polling or self.desk.now - member.seen_at <= RULES.lost_s
+            return
+        assert old is None or not old.alive or self.desk.state.members[name].session == session
+        self.tell(Waits(name, session, +1))
+        self.hear(name)
+
+    def hear(self, name: str) -> None:
+        """A waiting process is told of a generation."""
+        process, generation = self.processes.get(name), self.desk.state.generation
+        if process is None or not process.alive or process.training or generation is None:
+            return
+        if process.known >= generation.number:
+            process.training = not self.desk.state.changing or process.step < self.desk.state.run_to
+        elif generation.rank_of(process.session) is not None:
+            process.known, process.step, process.training = generation.number, generation.start_step, True
+            if self.lockstep:
+                process.weights = list(self.source_weights[generation.number])
+
+    @rule(name=names)
+    def listen(self, name: str) -> None:
+        self.hear(name)
+
+    @rule(apart=st.booleans(), names=st.sets(names))
+    def step_together(self, apart: bool, names: set[str]) -> None:
+        """All ranks finish a step; or, as one dies amid it, only some learn that it is finished."""
+        generation = self.desk.state.generation
+        if generation is None or not self.lockstep:
+            return
+        group = [self.processes.get(place.worker_id) for place in generation.places]
+        whole = all(
+            p is not None and p.alive and p.training and p.known == generation.number and p.session == place.session
+            for p, place in zip(group, generation.places)
+        )
+        steps = {p.step for p in group if p is not None}
+        if not whole or len(steps) != 1:
+            return
+        for process in group:
+            assert process is not None
+            if not apart or process.name in names:
+                process.weights.append((generation.number, process.step))
+                process.step += 1
+
+    @rule(name=names, steps=st.integers(1, 3))
+    def step_alone(self, name: str, steps: int) -> None:
+        process = self.processes.get(name)
+        if self.lockstep or process is None or not (process.alive and process.training):
+            return
+        rank = self.generations[process.known].rank_of(process.session)
+        for _ in range(steps):
+            assert rank is not None
+            self.parts[process.known, rank, process.step] = process.session
+            process.step += 1
+
+    @rule(name=names, broken=st.booleans())
+    def stop(self, name: str, broken: bool) -> None:
+        """At a boundary: a change is wanted, or the collective broke."""
+        process = self.processes.get(name)
+        if process is None or not (process.alive and process.training):
+            return
+        process.training = False
+        actions = self.tell(Ready(name, process.session, process.known, process.step, broken and self.lockstep))
+        if any(isinstance(action, Refuse) and action.code == "expelled" for action in actions):
+            process.alive = False
+        self.hear(name)
+
+    @rule(name=names)
+    def beat(self, name: str) -> None:
+        process = self.processes.get(name)
+        if process is not None and process.alive:
+            self.tell(Heartbeat(name, process.session, process.known, process.step))
+
+    @rule(name=names, noticed=st.booleans())
+    def kill(self, name: str, noticed: bool) -> None:
+        process = self.processes.get(name)
+        if process is None or not process.alive:
+            return
+        process.alive = process.training = False
+        if noticed:
+            self.tell(Disconnect(name, process.session))
+        self.tell(Waits(name, process.session, -1))
+
+    @rule(name=names)
+    def leave(self, name: str) -> None:
+        process = self.processes.get(name)
+        if process is not None and process.alive:
+            process.alive = process.training = False
+            self.tell(Leave(name, process.session, process.known, process.step))
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 40.0]))
+    def wait(self, seconds: float) -> None:
+        for process in list(self.processes.values()):
+            self.beat(process.name)
+        self.desk.now += seconds
+        self.tell(Tick())
+
+    @precondition(lambda self: hasattr(self, "processes"))
+    @invariant()
+    def one_clean_run(self) -> None:
+        """The weights of whoever trains now hold each step once, and each sample once, from 0 without a hole."""
+        generation = self.desk.state.generation
+        for process in self.processes.values():
+            if not self.lockstep or generation is None or process.known != generation.number or not process.training:
+                continue
+            assert [step for _, step in process.weights] == list(range(process.step))
+            used: list[int] = []
+            for number, step in process.weights:
+                held = self.generations[number]
+                first, width = held.sample_at(step, 2), len(held.places)
+                shares = [range(first + rank, first + 2 * width, width) for rank in range(width)]
+                used += [sample for share in shares for sample in share]
+            assert sorted(used) == list(range(len(used)))
+        stepped = [action for action in self.desk.actions if isinstance(action, Stepped)]
+        for before, after in itertools.pairwise(stepped):
+            assert after.generation > before.generation or after.start == before.stop
+
+
+Churn.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestChurn = pytest.mark.timeout(120)(Churn.TestCase)
