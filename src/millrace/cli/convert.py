@@ -3,9 +3,107 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from millrace.cli.arguments import positive, show, size
+from millrace.errors import UsageError
+
+if TYPE_CHECKING:
+    from millrace.convert.content import Options
+
+_DTYPES = {"uint16": "U16", "uint32": "U32"}
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from millrace.convert.content import TokenSource
+    from millrace.convert.convert import FORMATS, check_place, convert, describe, open_source
+    from millrace.observe.progress import bytes_bar
+
+    options = _options(args)
+    if args.describe:
+        show(describe(args.source, options), args.json)
+        return 0
+    if args.out is None or args.to is None:
+        raise UsageError(f"convert: expected OUT and --to (one of {', '.join(FORMATS)}), or --describe alone.")
+    check_place(args.source, args.out, args.force)
+    source = open_source(args.source, options, args.to)
+    count = source.num_tokens if isinstance(source, TokenSource) else source.num_rows
+    passes = 1 if args.no_verify else 2
+    with bytes_bar("convert", count and count * passes, enabled=not args.quiet) as advance:
+        options = replace(options, on_progress=advance)
+        report = convert(source, args.out, args.to, options, force=args.force, verify=not args.no_verify)
+    result = report.to_json()
+    notes = result["notes"] if args.json else result.pop("notes")
+    show(result, args.json)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+def _options(args: argparse.Namespace) -> Options:
+    from millrace.convert.content import Options
+
+    more = {"flat": args.flat, "header": args.header, "generation": args.generation, "items": args.items}
+    return Options(
+        dtype=_DTYPES.get(args.dtype),
+        input_dtype=args.input_dtype,
+        column=args.column,
+        seq_len=args.seq_len,
+        slice_bytes=args.slice_bytes,
+        shard_tokens=args.shard_tokens,
+        eos_id=args.eos_id,
+        name=args.name,
+        compress=args.compress or "",
+        tensors=dict(args.tensor),
+        lossy=args.lossy,
+        resize=args.resize,
+        crop=args.crop,
+        more={key: value for key, value in more.items() if value},
+    )
+
+
+def _tensor(text: str) -> tuple[str, str]:
+    name, _, dtype = text.partition("=")
+    if not name or not dtype:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=TYPE, such as images=f16")
+    return name, dtype
+
+
+def _height_width(text: str) -> tuple[int, int]:
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 224 or 224x320 (height x width)")
+    return int(parts[0]), int(parts[-1])
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    del verb, group
+    p = verb("convert", _convert, "from one format of training data to another, verified")
+    p.add_argument("source", metavar="SRC", help="a file, directory, pattern in quotes, or URL of a dataset")
+    p.add_argument("out", metavar="OUT", nargs="?", type=Path, help="where to write; must be free")
+    p.add_argument("--to", metavar="FORMAT", help="safetensors, npy, bin, ds, megatron, mds, litdata, arrow, parquet …")
+    p.add_argument("--describe", action="store_true", help="say what SRC is, and write nothing")
+    p.add_argument("--dtype", choices=sorted(_DTYPES), help="of the tokens written (default: as they are)")
+    p.add_argument("--input-dtype", metavar="T", help="of tokens that no header tells")
+    p.add_argument("--column", metavar="NAME", help="the column of tokens (default: input_ids or tokens)")
+    p.add_argument("--seq-len", type=positive, metavar="N", help="tokens of a sample, where the format has samples")
+    p.add_argument("--slice-bytes", type=size, default=64 << 20, metavar="SIZE", help="largest file (default: 64MiB)")
+    p.add_argument("--shard-tokens", type=positive, metavar="N", help="tokens of each file instead")
+    p.add_argument("--eos-id", type=int, metavar="N", help="the token that ends a document, where SRC tells no ends")
+    p.add_argument("--name", metavar="NAME", help="of the dataset, or of its files")
+    p.add_argument("--compress", choices=["zstd"], help="for formats that can be compressed")
+    p.add_argument("--flat", action="store_true", help="safetensors: files alone, without a manifest")
+    p.add_argument("--header", action="store_true", help="bin: with llm.c's header")
+    p.add_argument("--generation", choices=["npy", "bin"], help="npy: of the sample ids (default: npy)")
+    p.add_argument("--items", choices=["tokens", "dict", "tuple"], help="litdata: what an item is (default: tokens)")
+    p.add_argument("--tensor", action="append", type=_tensor, default=[], metavar="NAME=TYPE", help="type of a column")
+    p.add_argument("--lossy", action="store_true", help="take values that their new type cannot hold")
+    p.add_argument("--resize", type=_height_width, metavar="HxW", help="images: scale to one size")
+    p.add_argument("--crop", type=_height_width, metavar="HxW", help="images: cut from the middle")
+    p.add_argument("--force", action="store_true", help="replace OUT once the new is whole")
+    p.add_argument("--no-verify", action="store_true", help="do not read again what was written")
+    p.add_argument("--json", action="store_true")
+    p.add_argument("--quiet", action="store_true")
