@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from nodes import Bootstrap
 
 
 def millrace(*arguments: object, timeout: float = 90, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -173,3 +174,34 @@ def test_join_refuses_to_overwrite_a_key(node: Path) -> None:
     assert_one_line(millrace("network", "join", node.parent / "net", node, "--name", "mallory"), "alice")
     assert (node / "node-key.pem").read_bytes() == key
     assert (node / "node-key.pem").stat().st_mode & 0o077 == 0
+
+
+def test_a_node_is_probed_revoked_and_drains_on_sigterm(dataset: Path, tmp_path: Path) -> None:
+    """Probe says 0 of a healthy node and 1 of none; a revoked peer is refused without a restart; SIGTERM exits 0."""
+    for name in ("alice", "bob"):
+        last = millrace("network", "join", _network(tmp_path), tmp_path / name, "--name", name)
+        assert last.returncode == 0, last.stderr
+    peer = last_json(millrace("network", "show", tmp_path / "bob", "--json"))["peer_id"]
+    dht = Bootstrap(1)
+    start = f"--bootstrap={dht.at[0][0]}:{dht.at[0][1]}"
+    command = [sys.executable, "-m", "millrace.cli", "serve", dataset, "--network", tmp_path / "alice", "--json", start]
+    with subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True) as node:
+        assert node.stdout is not None
+        address = json.loads(node.stdout.readline())["address"]
+        assert last_json(millrace("probe", address, "--network", tmp_path / "bob", "--json"))["healthy"]
+        assert millrace("network", "revoke", peer, tmp_path / "alice").returncode == 0
+        assert_one_line(millrace("probe", address, "--network", tmp_path / "bob"), "403")
+        node.terminate()
+        assert node.wait(20) == 0
+    dht.close()
+    assert_one_line(millrace("probe", address, "--network", tmp_path / "alice", "--timeout", "1"), address)
+    before = last_json(millrace("network", "show", tmp_path / "alice", "--json"))
+    assert millrace("network", "renew", tmp_path / "net", tmp_path / "alice").returncode == 0
+    assert last_json(millrace("network", "show", tmp_path / "alice", "--json")) == before
+    assert_one_line(millrace("network", "init", tmp_path / "net"), "net")
+
+
+def _network(folder: Path) -> Path:
+    if not (folder / "net").exists():
+        assert millrace("network", "init", folder / "net").returncode == 0
+    return folder / "net"

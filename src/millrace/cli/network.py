@@ -32,6 +32,45 @@ def _network_join(args: argparse.Namespace) -> int:
     return 0
 
 
+def _network_renew(args: argparse.Namespace) -> int:
+    from millrace.network.identity import renew
+
+    identity = renew(args.network, args.directory)
+    print(f"{identity.name} has a new certificate; it is peer {identity.peer_id} as before.")
+    return 0
+
+
+def _network_revoke(args: argparse.Namespace) -> int:
+    from millrace.network.identity import revoke
+
+    for directory in args.directories:
+        revoke(directory, args.peer_id)
+    print(f"{args.peer_id} is revoked at {len(args.directories)} nodes, from their next request on.")
+    return 0
+
+
+def _network_show(args: argparse.Namespace) -> int:
+    from millrace.network.identity import Identity, read_revoked
+
+    identity = Identity.load(args.directory)
+    listed = args.directory / "revoked.txt"
+    revoked = sorted(read_revoked(listed)) if listed.exists() else []
+    facts = {"name": identity.name, "peer_id": identity.peer_id, "network": identity.network_id, "revoked": revoked}
+    show(facts, args.json)
+    return 0
+
+
+def _probe(args: argparse.Namespace) -> int:
+    from millrace.network.client import Client
+    from millrace.network.identity import Identity
+
+    with Client(Identity.load(args.network)) as client:
+        body, peer = client.request_json(args.address, "GET", "/v1/status", timeout_s=args.timeout)
+    draining = isinstance(body, dict) and bool(body.get("draining"))
+    show({"address": args.address, "peer_id": peer.peer_id, "name": peer.name, "healthy": not draining}, args.json)
+    return 1 if draining else 0
+
+
 def _dht(args: argparse.Namespace) -> int:
     from millrace.network.dht import LibtorrentDht
 
@@ -233,6 +272,15 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("network", type=Path)
     p.add_argument("directory", type=Path)
     p.add_argument("--name", required=True)
+    p = verb("renew", _network_renew, "a new certificate for a node's key; its peer id stays", network)
+    p.add_argument("network", type=Path)
+    p.add_argument("directory", type=Path)
+    p = verb("revoke", _network_revoke, "shut a peer out, in force at each node's next request", network)
+    p.add_argument("peer_id")
+    p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="of nodes, and the network's for new ones")
+    p = verb("show", _network_show, "who a node is, and whom it shuts out", network)
+    p.add_argument("directory", type=Path)
+    p.add_argument("--json", action="store_true")
 
     def node(name: str, run: Verb, about: str, network: bool = True) -> argparse.ArgumentParser:
         p = verb(name, run, about)
@@ -272,6 +320,11 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--cache-bytes", type=size)
     p.add_argument("--batch-size", type=positive)
     p.add_argument("--trainer", choices=["auto", "gpt", "count", "none"])
+    p = verb("probe", _probe, "whether a scheduler or data node answers and takes requests: exit 0 or 1")
+    p.add_argument("address", metavar="HOST:PORT")
+    p.add_argument("--network", type=Path, required=True, metavar="DIR")
+    p.add_argument("--timeout", type=float, default=2.0, metavar="S")
+    p.add_argument("--json", action="store_true")
     p = verb("status", _status, "what a scheduler or data node says of itself")
     p.add_argument("address", metavar="HOST:PORT")
     p.add_argument("--network", type=Path, required=True, metavar="DIR")
