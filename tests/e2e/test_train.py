@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -269,6 +270,18 @@ def test_garbage_and_thieves_are_refused(world: World) -> None:
         assert refused(owner, path, body)[0] == 400, (path, body)
     assert refused(owner, "/v1/nothing", {})[0] == 404
     assert service.status()["samples_used"] == 0
+
+
+def test_an_assignment_names_providers_and_a_slice_and_carries_no_payload(world: World) -> None:
+    """Peer ids and addresses of those who have it, dataset, slice, hash, place: less than a kilobyte."""
+    node = world.serve("data-1")
+    service = world.scheduler()
+    lease = world.client("w1").request_json(service.address, "POST", "/v1/lease", {"cached": []})[0]["lease"]
+    row = world.dataset.table.row(lease["slice"])
+    assert lease["providers"] == [{"peer_id": node.identity.peer_id, "address": node.address}]
+    assert (lease["dataset_id"], lease["sha256"], lease["bytes"]) == (world.dataset.id, row.sha256, row.bytes)
+    assert lease["offset"] == 0 and lease["count"] == TOKENS // SEQ_LEN and lease["expires_in_s"] > 0
+    assert len(json.dumps(lease)) < 1024
 
 
 def test_a_stranger_gets_no_claim_manifest_slice_job_or_lease(world: World, tmp_path: Path) -> None:
