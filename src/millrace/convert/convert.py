@@ -87,9 +87,8 @@ def open_source(path: str | Path, options: Options, to: str | None = None) -> To
     table: TableSource | None = None
     if tokens is None or (wants_table and tokens.kind in _BOTH):
         table = open_table(path, options)
-    if wants_table:
-        if table is not None:
-            return table
+    if wants_table and table is not None:
+        return table
     if tokens is not None:
         return tokens
     if table is not None:

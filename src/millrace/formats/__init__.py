@@ -14,7 +14,7 @@ from typing import Any
 
 from millrace.dataset.manifest import MANIFEST_FILE
 from millrace.errors import DatasetError, UsageError
-from millrace.formats import arrow, mds, megatron, npy
+from millrace.formats import arrow, litdata, mds, megatron, npy
 from millrace.formats.foreign import ForeignDataset
 
 __all__ = ["ForeignDataset", "open_foreign"]
@@ -25,7 +25,7 @@ _SUFFIXES = (".bin", ".npy", ".ds")  # Of tokens without a header: a hint only, 
 
 
 def open_foreign(path: str | Path, *, dtype: Any = None, column: str | None = None) -> ForeignDataset | None:
-    """Open what another tool wrote: Megatron, MDS, .npy, headerless or llm.c .bin, saved Hugging Face datasets.
+    """Open what another tool wrote: Megatron, MDS, LitData, .npy, headerless or llm.c .bin, saved Hugging Face data.
 
     Args:
         path: A directory, one file, a pattern (`data/train_*.npy`), or the name that Megatron's two files share.
@@ -53,6 +53,8 @@ def open_foreign(path: str | Path, *, dtype: Any = None, column: str | None = No
         return None
     if mds.is_index(path):
         return mds.MdsDataset(path, dtype, column)
+    if litdata.is_index(path):
+        return litdata.LitDataset(path, column)
     if arrow.is_saved(path):
         return arrow.ArrowDataset(path, column)
     return _open_directory(path, dtype)
