@@ -14,6 +14,7 @@ from millrace.network.identity import Identity, create_network, join
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's caches."""
     monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path_factory.getbasetemp() / "user-cache"))
+    monkeypatch.setenv("MILLRACE_HUB_CACHE", str(tmp_path_factory.getbasetemp() / "user-hub-cache"))
 
 
 @pytest.fixture

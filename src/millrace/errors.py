@@ -3,7 +3,8 @@
     MillraceError
     ├── DatasetError      a dataset, slice or input file is missing, malformed or not what its hash says
     │   ├── PrepareError  raw input cannot become a dataset
-    │   └── UnknownDatasetError      nothing has that name (also a FileNotFoundError)
+    │   ├── UnknownDatasetError      nothing has that name (also a FileNotFoundError)
+    │   └── AccessError              its terms or its owner let nobody in without a token (also a PermissionError)
     ├── NetworkError      a peer cannot be found, reached or trusted
     │   ├── ProtocolViolation   what came over the wire is not what the protocol allows
     │   ├── IntegrityError      bytes from a peer do not match their hash
@@ -33,7 +34,25 @@ class PrepareError(DatasetError):
 
 
 class UnknownDatasetError(DatasetError, FileNotFoundError):
-    """Nothing has that name, here or on the hub; `except FileNotFoundError` catches it, too."""
+    """Nothing has that name, here or on the hub; `except FileNotFoundError` catches it, too.
+
+    Attributes:
+        dataset: The name. `endpoint`: the hub that was asked.
+    """
+
+    dataset: str = ""
+    endpoint: str = ""
+
+
+class AccessError(DatasetError, PermissionError):
+    """The hub gives a dataset only to those who accepted its terms; `except PermissionError` catches it, too.
+
+    Attributes:
+        dataset: The name. `endpoint`: the hub that was asked.
+    """
+
+    dataset: str = ""
+    endpoint: str = ""
 
 
 class NetworkError(MillraceError):
@@ -49,7 +68,16 @@ class IntegrityError(NetworkError):
 
 
 class DownloadError(NetworkError, ConnectionError):
-    """A dataset cannot be downloaded, as the hub cannot be reached; `except ConnectionError` catches it, too."""
+    """A dataset cannot be downloaded, as the hub cannot be reached; `except ConnectionError` catches it, too.
+
+    Attributes:
+        dataset: The name. `endpoint`: the hub that was asked. `attempts`, `elapsed_s`: how often, for how long.
+    """
+
+    dataset: str = ""
+    endpoint: str = ""
+    attempts: int = 0
+    elapsed_s: float = 0.0
 
 
 class LeaseError(MillraceError):

@@ -18,6 +18,7 @@ import urllib.request
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any
 
 from millrace.errors import ProtocolViolation, UsageError
@@ -301,11 +302,30 @@ def hub_address(url: str) -> tuple[str, dict[str, str]]:
     found = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", url)
     if found is None:
         raise UsageError(f"open an origin: expected hf://datasets/OWNER/NAME[@REVISION][/PATH], got {url!r}.")
-    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
     revision = urllib.parse.quote(urllib.parse.unquote(found[2] or "main"), safe="")
-    address = f"{endpoint}/datasets/{found[1]}/resolve/{revision}/{urllib.parse.quote(found[3] or '')}"
-    token = os.environ.get("HF_TOKEN", "")
-    return address, {"Authorization": f"Bearer {token}"} if token else {}
+    address = f"{hub_endpoint()}/datasets/{found[1]}/resolve/{revision}/{urllib.parse.quote(found[3] or '')}"
+    return address, hub_headers()
+
+
+def hub_endpoint() -> str:
+    """Where the hub is: HF_ENDPOINT, or huggingface.co."""
+    return os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or "https://huggingface.co"
+
+
+def hub_home() -> Path:
+    """Where the hub's own library keeps token and cache: HF_HOME, or `huggingface` in XDG_CACHE_HOME or ~/.cache."""
+    told = os.environ.get("HF_HOME")
+    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+
+
+def hub_headers() -> dict[str, str]:
+    """The header that says who asks: HF_TOKEN, or the token that `hf auth login` wrote; empty if there is neither."""
+    token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or ""
+    if not token:
+        with contextlib.suppress(OSError, ValueError):
+            token = Path(os.environ.get("HF_TOKEN_PATH") or hub_home() / "token").read_text("utf-8")
+    token = "".join(token.split())
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _close_all(idle: dict[tuple[str, str], list[tuple[http.client.HTTPConnection, float]]]) -> None:

@@ -1,10 +1,12 @@
-"""Datasets that other libraries stream, as records: Hugging Face, WebDataset, MosaicML Streaming, any iterable.
+"""Datasets of the hub, and those that other libraries stream, as records: WebDataset, MosaicML, any iterable.
+
+The hub's are read file by file, as files here are (`HubRecords`), where their format is one of ours.
 
 Hides: how each of them says where it stands. What can be read by index (a map-style dataset, a MosaicML
 `StreamingDataset`, a list) goes on at its index; what has a state of its own (`datasets.IterableDataset`) goes on from
 that; all else is read from its beginning and passed over, which is exact if it gives the same records again.
 
-No library is imported here: they come in with the object, or by `hf:`.
+No library is imported here: they come in with the object, or by `hf:` where the hub's own has to read.
 """
 
 from __future__ import annotations
@@ -14,25 +16,36 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from millrace.errors import PrepareError, StateError, UsageError
+import numpy as np
+
+from millrace.errors import MillraceError, PrepareError, StateError, UsageError
+from millrace.order.bijection import permute
 from millrace.prepare.documents import Record
-from millrace.prepare.read import ReadOptions
+from millrace.prepare.read import ReadOptions, Source, settle
 from millrace.prepare.read.fields import to_record
-from millrace.prepare.read.hub import PREFIX, open_hub
+from millrace.prepare.read.hub import PREFIX, HubDataset, find_dataset, open_hub
+from millrace.prepare.read.hub_cache import HubCopy
+from millrace.stream.records import FileReading, Records, checked_place
 
 HUB = "hf:"
+RUN_FILES = 1000
+"""Files of the hub are mixed in runs of so many: a page of its listing, so that the first is known at once."""
 _ROWS = 256  # Read in one go by index: 0.3 us a row from Arrow where one by one takes 60.
 
 
-def records_of(given: Any, options: ReadOptions) -> ObjectRecords:
-    """A dataset object, or `hf:NAME[/CONFIG][:SPLIT]` (a directory as NAME), as records.
+def records_of(given: Any, options: ReadOptions) -> Records:
+    """A dataset object, `hf:NAME[/CONFIG][:SPLIT]` (a directory as NAME) or a copy of one, as records.
 
     Raises:
         UsageError: If it cannot be iterated, or shuffles on its own in a way that its state does not hold.
-        PrepareError: If the hub does not give it, or the package datasets is missing.
+        UnknownDatasetError, AccessError, DownloadError: If the hub does not give it.
+        MissingPackageError: If its files need the hub's own library, which is not installed.
     """
     if isinstance(given, str):
-        given = open_hub(given if given.startswith(PREFIX) else PREFIX + given.removeprefix(HUB))
+        url = given if given.startswith(PREFIX) else PREFIX + given.removeprefix(HUB)
+        given = find_dataset(url) or open_hub(url)
+    if isinstance(given, HubDataset | HubCopy):
+        return HubRecords(given, options)
     home = type(given).__module__.partition(".")[0]
     if getattr(given, "_distributed", None) is not None:
         raise UsageError(
@@ -56,6 +69,32 @@ def records_of(given: Any, options: ReadOptions) -> ObjectRecords:
             "Give the dataset, not iter(dataset)."
         )
     return ObjectRecords(given, options, lambda start: _replayed(given, start), "replay")
+
+
+class HubRecords:
+    """The records of a dataset of the hub, or of a copy of one: the same, at the same places.
+
+    Its identity is the dataset's URL with the commit, which may be opened again when the hub has a newer one.
+    """
+
+    def __init__(self, dataset: HubDataset | HubCopy, options: ReadOptions) -> None:
+        self._dataset, self._options = dataset, options
+        self.identity = dataset.url
+
+    def open(self, epoch: int, key: bytes | None, place: Any = None) -> FileReading:
+        """As `Records` says; with a key the files come in another order within each run of `RUN_FILES`."""
+
+        def source_at(index: int) -> Source | None:
+            if key is not None:
+                first = index - index % RUN_FILES
+                size = next((n for n in range(RUN_FILES) if self._dataset.source(first + n) is None), RUN_FILES)
+                if index >= first + size:
+                    return None
+                index = first + int(permute(np.array([index - first], np.uint64), size, key)[0])
+            found = self._dataset.source(index)
+            return None if found is None else settle(found, self._options)
+
+        return FileReading(source_at, self._options, checked_place(place))
 
 
 class ObjectRecords:
@@ -118,7 +157,7 @@ class ObjectReading:
                 row = next(rows)
             except StopIteration:
                 return
-            except (PrepareError, UsageError, StateError):
+            except MillraceError:
                 raise
             except Exception as error:  # file systems and decoders raise anything
                 why = " ".join(f"{type(error).__name__}: {error}".split())[:500]

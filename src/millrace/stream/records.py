@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,20 +72,24 @@ class FileRecords:
         order = np.arange(len(self._sources), dtype=np.uint64)
         if key is not None:
             order = permute(order, len(order), key)
-        return FileReading([self._sources[i] for i in order.tolist()], self._options, place)
+        sources = [self._sources[i] for i in order.tolist()]
+        place_of = checked_place(place, len(sources))
+        return FileReading(lambda index: sources[index] if index < len(sources) else None, self._options, place_of)
 
 
 class FileReading:
-    """The records of some sources, one source after the other.
+    """The records of some sources, one source after the other; `source_at(index)` is None after the last.
 
     Its place is five integers: the source; the piece of it; where in the piece to begin (-1: at its beginning) and the
     number of the record there; how many records from there on were given.
     """
 
-    def __init__(self, sources: Sequence[Source], options: ReadOptions, place: Any = None) -> None:
-        self._sources = sources
+    def __init__(
+        self, source_at: Callable[[int], Source | None], options: ReadOptions, place: tuple[int, int, int, int, int]
+    ) -> None:
+        self._source_at = source_at
         self._options = options
-        self._at = _checked(place, len(sources))
+        self._at = place
 
     def place(self) -> list[int]:
         """As `Reading` says."""
@@ -94,8 +98,7 @@ class FileReading:
     def __iter__(self) -> Iterator[tuple[Record, str]]:
         """As `Reading` says."""
         index, number, start, first, given = self._at
-        while index < len(self._sources):
-            source = self._sources[index]
+        while (source := self._source_at(index)) is not None:
             pieces = cut([source], self._options)
             while number < len(pieces):
                 piece = pieces[number] if start < 0 else replace(pieces[number], start=start)
@@ -120,14 +123,20 @@ def _where(number: int, piece: int) -> str:
     return f"record {number}" + (f" of piece {piece}" if piece else "")
 
 
-def _checked(place: Any, sources: int) -> tuple[int, int, int, int, int]:
+def checked_place(place: Any, sources: int | None = None) -> tuple[int, int, int, int, int]:
+    """The place of a FileReading as it came from JSON; None: the beginning. `sources`: how many there are, if known.
+
+    Raises:
+        StateError: If it is no place in them.
+    """
     if place is None:
         return _START
     if not isinstance(place, list) or len(place) != 5 or not all(type(n) is int for n in place):
         raise StateError(f"stream state: expected five integers for the place in the files, got {place!r}.")
     index, number, start, first, given = place
-    if not 0 <= index <= sources or min(number, start + 1, first, given) < 0:
-        raise StateError(f"stream state: expected a place in {sources} files, got {place}. Take it from state_dict().")
+    if min(index, number, start + 1, first, given) < 0 or (sources is not None and index > sources):
+        many = "the" if sources is None else sources
+        raise StateError(f"stream state: expected a place in {many} files, got {place}. Take it from state_dict().")
     return index, number, start, first, given
 
 

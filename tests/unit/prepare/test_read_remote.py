@@ -147,9 +147,9 @@ def test_parquet_by_url(origin: Origin, tmp_path: Path) -> None:
 
 
 def test_names_on_the_hub() -> None:
-    assert parse_url("hf://datasets/owner/name") == ("owner/name", None, "train")
-    assert parse_url("hf://datasets/owner/name/en:validation") == ("owner/name", "en", "validation")
-    assert parse_url("hf://datasets//tmp/folder:test") == ("/tmp/folder", None, "test")
+    assert parse_url("hf://datasets/owner/name") == ("owner/name", None, "train", "main")
+    assert parse_url("hf://datasets/owner/name/en:validation") == ("owner/name", "en", "validation", "main")
+    assert parse_url("hf://datasets//tmp/folder:test") == ("/tmp/folder", None, "test", "main")
     with pytest.raises(PrepareError, match="expected hf://datasets/NAME"):
         hub_source("hf://datasets/")
 

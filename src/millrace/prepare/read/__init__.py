@@ -12,10 +12,11 @@ from millrace.errors import PrepareError
 from millrace.prepare.documents import Record
 from millrace.prepare.read.base import Piece, ReadOptions, Source
 from millrace.prepare.read.formats import FORMATS
+from millrace.prepare.read.hub_api import Lost
 from millrace.prepare.read.opening import Damaged
-from millrace.prepare.read.sources import Found, cut, find_sources
+from millrace.prepare.read.sources import Found, cut, find_sources, settle
 
-__all__ = ["FORMATS", "Found", "Piece", "ReadOptions", "Source", "cut", "find_sources", "read"]
+__all__ = ["FORMATS", "Found", "Piece", "ReadOptions", "Source", "cut", "find_sources", "read", "settle"]
 
 
 def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
@@ -24,6 +25,7 @@ def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     Raises:
         PrepareError: If a source cannot be read at all: it is gone, has no text column of that name, or the package
             that reads it is missing.
+        DownloadError, AccessError: If it is the hub's, which is away or closed.
     """
     place = -1
     try:
@@ -32,6 +34,8 @@ def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
             yield record
     except Damaged as error:
         yield Record(place + 1, problem=str(error))
+    except Lost as lost:
+        raise lost.error from lost
     except OSError as error:
         raise PrepareError(
             f"{piece.sources[0].path}: cannot read input: {error.strerror or error}. Check the disk, or leave it out."

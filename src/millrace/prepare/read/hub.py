@@ -1,40 +1,138 @@
-"""Datasets of the Hugging Face hub, streamed: `hf://datasets/NAME[/CONFIG][:SPLIT]`, or a directory as NAME.
+"""Datasets of the Hugging Face hub: `hf://datasets/NAME[/CONFIG][:SPLIT][@REVISION]`, or a directory as NAME.
 
-Hides: the library, which is imported when a dataset is read and not before (extra `hf`). One dataset is one piece.
+Hides: how a name becomes files. Parquet, JSON, CSV, Arrow and text are read by this package alone, a file at a time, at
+exact places; CONFIG may also be a folder or a glob of files. For all else (pictures, archives, a directory here) there
+is the hub's library, which is imported then and not before (extra `hf`), and one dataset is one piece.
 """
 
 from __future__ import annotations
 
+import re
+import urllib.parse
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from millrace.errors import PrepareError
+from millrace.errors import MissingPackageError, PrepareError
 from millrace.prepare.documents import Record
 from millrace.prepare.read.base import Format, Piece, ReadOptions, Source
 from millrace.prepare.read.fields import to_record
+from millrace.prepare.read.hub_api import TRIES, HubFile, Repo, find_repo
+from millrace.prepare.read.hub_files import file_url
+from millrace.prepare.read.hub_rules import kind_of, matches, of_one_kind, parts_of
+from millrace.prepare.read.opening import COMPRESSIONS
 
 PREFIX = "hf://datasets/"
+_NAME = re.compile(r"([^/@:]+(?:/[^/@:]+)?)(?:@([^/@:]+))?(?:/([^@:]+))?(?::([^@:]+))?(?:@([^@:]+))?")
+
+
+class HubName(NamedTuple):
+    """What a URL asks for; a directory here has a name that begins with `/` or `.`."""
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+    revision: str = "main"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a directory."""
+        return self.name.startswith(("/", "."))
+
+
+class HubDataset:
+    """The files of one split at one commit, in the order of their paths, listed as they are wanted.
+
+    Attributes:
+        url: Names it for good: with its configuration and commit. May be opened again.
+    """
+
+    def __init__(self, repo: Repo, config: str, split: str, files: Iterator[HubFile]) -> None:
+        self.repo, self.config, self.split = repo, config, split
+        self.url = f"{PREFIX}{repo.name}{'/' if config else ''}{config}:{split}@{repo.commit}"
+        self._listed: list[HubFile] = []
+        self._more = files
+
+    def file(self, index: int) -> HubFile | None:
+        """The file of that number, None after the last; pages of the listing are asked for up to it."""
+        while len(self._listed) <= index:
+            found = next(self._more, None)
+            if found is None:
+                return None
+            self._listed.append(found)
+        return self._listed[index]
+
+    def files(self) -> list[HubFile]:
+        """All of them."""
+        while self.file(len(self._listed)) is not None:
+            pass
+        return self._listed
+
+    def source(self, index: int) -> Source | None:
+        """The file of that number as a source; its format is "" if its first bytes have to say."""
+        found = self.file(index)
+        if found is None:
+            return None
+        return hub_file_source(found, file_url(self.repo.kind, self.repo.name, self.repo.commit, found.path))
+
+
+def hub_file_source(file: HubFile, path: str) -> Source:
+    """A file of the hub as a source that lies at a path or URL."""
+    compression = COMPRESSIONS.get("." + file.path.lower().rpartition(".")[2], "")
+    kind = kind_of(file.path)
+    return Source(path, file.path, "" if kind == "json" else kind, compression, file.size, file.version)
+
+
+def parse_url(url: str) -> HubName:
+    """The parts of `hf://datasets/NAME[@REVISION][/CONFIG][:SPLIT][@REVISION]`, with or without the prefix.
+
+    A name has one slash, so the configuration is what follows a second one. A revision with a slash is quoted (%2F)
+    where it stands before the configuration.
+
+    Raises:
+        PrepareError: If it names nothing.
+    """
+    rest = url.removeprefix(PREFIX)
+    if rest.startswith(("/", ".")):
+        name, colon, split = rest.rpartition(":")
+        return HubName(name, None, split) if colon else HubName(rest)
+    found = _NAME.fullmatch(rest.strip("/"))
+    if found is None or (found[2] and found[5]):
+        raise PrepareError(f"{url}: expected {PREFIX}NAME[/CONFIG][:SPLIT][@REVISION]. Check the input.")
+    revision = urllib.parse.unquote(found[2]) if found[2] else found[5] or "main"
+    return HubName(found[1], found[3], found[4] or "train", revision)
+
+
+def find_dataset(url: str, *, tries: int = TRIES) -> HubDataset | None:
+    """The dataset that a URL stands for; None if it is not one that is read without the hub's library.
+
+    Asks the hub two to four times, whatever the size.
+
+    Raises:
+        UnknownDatasetError, AccessError, DownloadError: If nothing has that name, or the hub lets us not in or is away.
+        UsageError: If it has no such configuration, split or revision.
+    """
+    name = parse_url(url)
+    if name.is_local or re.search(r"[\[+]", name.split):
+        return None
+    repo = find_repo("datasets", name.name, name.revision, tries=tries)
+    parts, config = parts_of(repo, name.config, name.split)
+    if any("://" in part.folder for part in parts):
+        return None
+    found = HubDataset(repo, config, name.split, of_one_kind(matches(repo, parts)))
+    first = found.file(0)
+    if first is None:
+        raise PrepareError(
+            f"{repo.what}: expected files of split {name.split!r}, got none that is data ({found.url}). Check the "
+            "dataset's page."
+        )
+    return found if kind_of(first.path) else None
 
 
 def hub_source(url: str) -> Source:
-    """The source that a URL of the hub stands for; nothing is asked of the hub yet."""
+    """The source that a URL of the hub stands for where the hub's library reads it; nothing is asked of the hub yet."""
     if not url.startswith(PREFIX) or not url.removeprefix(PREFIX).strip("/"):
         raise PrepareError(f"{url}: expected {PREFIX}NAME[/CONFIG][:SPLIT]. Check the input.")
     return Source(url, url.removeprefix(PREFIX).strip("/"), "hub", "", 0, "")
-
-
-def parse_url(url: str) -> tuple[str, str | None, str]:
-    """Name (with its owner; or a directory, if it begins with `/` or `.`), configuration, and split.
-
-    A name has one slash, so the configuration is what follows a second one.
-    """
-    name, colon, split = url.removeprefix(PREFIX).rpartition(":")
-    if not colon:
-        name, split = split, "train"
-    if name.startswith(("/", ".")):
-        return name, None, split
-    parts = name.strip("/").split("/", 2)
-    return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split
 
 
 def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
@@ -43,7 +141,7 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     try:
         for place, row in enumerate(open_hub(url)):
             yield to_record(place, row, options) if isinstance(row, Mapping) else Record(place, problem="no row")
-    except PrepareError:
+    except (PrepareError, MissingPackageError):
         raise
     except Exception as error:  # file systems raise anything
         why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
@@ -53,15 +151,25 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
 
 
 def open_hub(url: str) -> Any:
-    """The dataset that a URL of the hub stands for, as the library streams it."""
+    """The dataset that a URL of the hub stands for, as the hub's library streams it.
+
+    Raises:
+        MissingPackageError: If the library is not installed.
+    """
     try:
         import datasets
     except ImportError as error:
-        raise PrepareError(
-            f"{url}: reading from the hub needs the package datasets. Install it with: pip install 'millrace[hf]'"
-        ) from error
-    name, config, split = parse_url(url)
-    return datasets.load_dataset(name, config, split=split, streaming=True)
+        raise missing_packages(f"{url} has files that are not read without them") from error
+    name = parse_url(url)
+    revision = None if name.is_local else name.revision
+    return datasets.load_dataset(name.name, name.config, split=name.split, revision=revision, streaming=True)
+
+
+def missing_packages(why: str) -> MissingPackageError:
+    """What to raise where the hub's own libraries are needed."""
+    return MissingPackageError(
+        f"HuggingFace datasets and transformers are required. Install with: pip install datasets transformers ({why}.)"
+    )
 
 
 def _never(head: bytes) -> bool:

@@ -76,6 +76,10 @@ def find_urls(url: str) -> list[Found]:
 
 def open_url(url: str, size: int = 0) -> BinaryIO:
     """A buffered stream of the file at a URL; seekable if the origin says how large it is."""
+    if url.startswith("hf://"):
+        from millrace.prepare.read.hub_files import open_hub_file
+
+        return open_hub_file(url, size)
     return io.BufferedReader(_Remote(url, size), _STEP)
 
 

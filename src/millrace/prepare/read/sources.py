@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from millrace.dataset.slices import hash_file
 from millrace.errors import PrepareError, UsageError
 from millrace.prepare.read.base import GROUP_BYTES, GROUP_FILES, Format, Piece, ReadOptions, Source
 from millrace.prepare.read.formats import FORMATS
-from millrace.prepare.read.hub import PREFIX, hub_source
+from millrace.prepare.read.hub import PREFIX, find_dataset, hub_source
+from millrace.prepare.read.hub_api import Lost
 from millrace.prepare.read.lines import TEXT, is_text
 from millrace.prepare.read.opening import COMPRESSIONS, Damaged, open_packed, open_source, sniff_compression
 
@@ -76,7 +77,9 @@ def find_sources(
         raise UsageError("prepare: expected inputs (files, directories, URLs), named or in the recipe, got none.")
     files = [file for given in inputs for file in _files(given, leave_out)]
     with ThreadPoolExecutor(workers) as pool:
-        known = list(pool.map(lambda file: file if isinstance(file, Source) else _known(file, options, hashed), files))
+        known = list(
+            pool.map(lambda f: settle(f, options) if isinstance(f, Source) else _known(f, options, hashed), files)
+        )
     sources = tuple(source for source in known if isinstance(source, Source))
     skipped = tuple(pair for pair in known if not isinstance(pair, Source))
     if not sources:
@@ -88,7 +91,9 @@ def find_sources(
 
 def _files(given: str | Path, leave_out: Path | None) -> Iterator[_File | Source]:
     if isinstance(given, str) and given.startswith(PREFIX):
-        yield hub_source(given)
+        source = hub_source(given)
+        dataset = find_dataset(given)
+        yield from [source] if dataset is None else filter(None, map(dataset.source, range(len(dataset.files()))))
     elif isinstance(given, str) and "://" in given:
         from millrace.prepare.read.remote import find_urls
 
@@ -102,6 +107,23 @@ def _files(given: str | Path, leave_out: Path | None) -> Iterator[_File | Source
         yield _File(str(given), _written(Path(given).name), True, Path(given).stat().st_size)
     else:
         raise PrepareError(f"prepare: expected a file or directory, got {given}, which does not exist. Check the path.")
+
+
+def settle(source: Source, options: ReadOptions) -> Source:
+    """The source with its format: the one that is forced, its own, or what its first bytes say.
+
+    Raises:
+        PrepareError: If they are of no known format.
+    """
+    if source.format == "hub":
+        return source
+    if options.format != "auto":
+        return replace(source, format=options.format)
+    if source.format:
+        return source
+    found = _known(_File(source.path, source.name, True, source.bytes, source.sha256), options, False)
+    assert isinstance(found, Source)  # one that is given is never passed over
+    return replace(found, sha256=source.sha256)
 
 
 def _below(directory: Path, leave_out: Path | None) -> Iterator[_File]:
@@ -142,6 +164,8 @@ def _known(file: _File, options: ReadOptions, hashed: bool) -> Source | tuple[st
         if "://" not in file.path:
             version = hash_file(Path(file.path)) if hashed else f"head:{hashlib.sha256(head).hexdigest()}"
         return Source(file.path, file.name, name, compression, file.bytes, version)
+    except Lost as lost:
+        raise lost.error from lost
     except OSError as error:
         raise PrepareError(f"{file.path}: cannot read input: {error.strerror or error}.") from error
 
@@ -203,5 +227,8 @@ def _parts(source: Source, known: Format, options: ReadOptions) -> Iterator[Piec
     if known.cut is None or source.compression or not source.bytes:
         yield Piece((source,), bytes=source.bytes)
         return
-    for start, stop, size in known.cut(source, options):
-        yield Piece((source,), start, stop, size)
+    try:
+        for start, stop, size in known.cut(source, options):
+            yield Piece((source,), start, stop, size)
+    except Lost as lost:
+        raise lost.error from lost

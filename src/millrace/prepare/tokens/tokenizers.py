@@ -20,7 +20,9 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from millrace.dataset.manifest import TOKEN_DTYPES
-from millrace.errors import PrepareError, UsageError
+from millrace.errors import PrepareError, UnknownDatasetError, UsageError
+from millrace.prepare.read.hub import missing_packages
+from millrace.prepare.read.hub_cache import fetch_tokenizer
 from millrace.prepare.tokens.tiktokens import byte_alphabet, load_tiktoken
 
 SAMPLE_BYTES = 64 << 20
@@ -31,6 +33,13 @@ AUTO = "auto"
 _EOS_NAMES = (EOS, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "[EOS]", "[SEP]", "<|im_end|>")
 _BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|bos|>", "<|startoftext|>", "[BOS]", "[CLS]")
 _PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+
+
+ALIASES = {
+    "codegen-350M": "Salesforce/codegen-350M-mono",
+    "gpt-neox-20b": "EleutherAI/gpt-neox-20b",
+}
+"""Names that people use and the hub does not have."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +96,10 @@ def load_tokenizer(spec: str, *, eos: bool | str = True, bos: bool | str = False
         bos: Whether one begins it, likewise.
 
     Raises:
-        UsageError: If nothing has that name, or the vocabulary has no such EOS or BOS.
-        PrepareError: If its file is no tokenizer, or the hub does not give it.
+        UsageError: If the spec is none of these, or the vocabulary has no such EOS or BOS.
+        UnknownDatasetError, AccessError, DownloadError: If it is a name, and the hub has none such or is away.
+        MissingPackageError: If the model has no tokenizer.json, and transformers is not here to make one.
+        PrepareError: If its file is no tokenizer.
     """
     if spec == "bytes":
         data = byte_tokenizer().to_str(pretty=True).encode()
@@ -115,27 +126,34 @@ def load_tokenizer(spec: str, *, eos: bool | str = True, bos: bool | str = False
             f"tokenizer {spec!r}: expected a tokenizer.json, a directory with one, a hub name, `bytes`, "
             "`tiktoken:ENCODING` or `train:VOCAB`; there is no such file. Check the path."
         )
-    path = _from_hub(spec)
-    return _describe(spec, path.read_bytes(), eos, bos, folder=path.parent)
+    return _from_hub(spec, eos, bos)
 
 
-def _from_hub(spec: str) -> Path:
+def _from_hub(spec: str, eos: bool | str, bos: bool | str) -> TokenizerFile:
+    """The tokenizer of a model on the hub; fetched once, then used without it."""
     try:
-        import huggingface_hub
+        folder = fetch_tokenizer(ALIASES.get(spec, spec))
+    except UnknownDatasetError as error:
+        raise UnknownDatasetError(
+            f"Tokenizer {spec!r} not found: there is no such file, and no such model on {error.endpoint}. Give a "
+            "tokenizer.json that is on this machine, a model's full name, `bytes`, or `train:VOCAB`."
+        ) from error
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return _describe(spec, path.read_bytes(), eos, bos, folder=folder)
+    try:
+        import transformers
     except ImportError as error:
-        raise UsageError(
-            f"tokenizer {spec!r}: there is no such file, and names on the hub need pip install 'millrace[hf]'."
-        ) from error
-    # Its retries speak on stderr; what matters of them is in our one line.
-    huggingface_hub.logging.set_verbosity(huggingface_hub.logging.CRITICAL)
+        raise missing_packages(f"the model {spec} has no tokenizer.json, which they make of its other files") from error
     try:
-        return Path(huggingface_hub.hf_hub_download(spec, "tokenizer.json"))
-    except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        data = transformers.AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str()
+    except Exception as error:  # of many kinds, by model
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise PrepareError(
-            f"tokenizer {spec!r}: there is no such file, and the hub did not give one: {first} "
-            "Give a tokenizer.json that is on this machine, `bytes`, or `train:VOCAB`."
+            f"tokenizer {spec!r}: expected a tokenizer.json or files that transformers makes one of, got {why}. Give a "
+            "tokenizer.json that is on this machine."
         ) from error
+    return _describe(spec, data.encode(), eos, bos, folder=folder)
 
 
 def _from_pair(folder: Path, vocab_name: str, merges_name: str) -> bytes:
