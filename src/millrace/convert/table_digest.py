@@ -8,6 +8,7 @@ Cost: about 2 ns a byte.
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,8 @@ class TableDigest:
         return {name: digest.hexdigest() for name, digest in sorted(self._columns.items())}
 
     def text(self) -> str:
-        """`column=hex column=hex …`: what `Written.digest` holds."""
-        return " ".join(f"{name}={digest}" for name, digest in self.columns().items())
+        """`columns` as JSON: what `Written.digest` holds."""
+        return json.dumps(self.columns())
 
     def _column(self, name: str, column: pa.Array) -> None:
         if isinstance(column, pa.ExtensionArray):

@@ -51,7 +51,7 @@ class ArrowDataset(ForeignDataset):
     """The files of one saved dataset, in its order; one row is one document."""
 
     def __init__(self, path: Path, column: str | None = None) -> None:
-        files = _files_of(path)
+        files = files_of(path)
         self._batches = [_batches_of(file, column) for file in files]
         self._runs: dict[tuple[int, int], _Run] = {}
         parts: list[Part] = []
@@ -94,7 +94,8 @@ def is_saved(path: Path) -> bool:
     return state.is_file() and b'"_data_files"' in head_of(state, _MOST_STATE_BYTES)
 
 
-def _files_of(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
+    """The files of a saved dataset, in its order. Raises DatasetError if its description is damaged, or selects rows."""
     state_file = path / STATE_FILE
     try:
         state = orjson.loads(head_of(state_file, _MOST_STATE_BYTES))

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
-import zstandard
 
 from millrace.convert.content import Options, TableSource, Written
 from millrace.convert.table_digest import TableDigest
@@ -38,17 +36,17 @@ OpenPart = Callable[[BinaryIO, pa.Schema], Part]
 
 def write_parts(source: TableSource, out: Path, options: Options, suffix: str, open_part: OpenPart) -> Written:
     """Write a table to `out`: one file, or a directory of parts with this suffix."""
-    digest, files = TableDigest(), []
+    digest, files = TableDigest(), list[Path]()
     pieces = _pieces(source, options.slice_bytes)
-    ahead = next(pieces, None)
+    ahead = next(pieces, None)  # A part is begun only for rows that are there.
     single = bool(out.suffix)
     if not single:
         out.mkdir()
-    while ahead is not None or not files:
+    while ahead is not None or not files:  # An empty table is one empty part.
         path = out if single else out / f"part-{len(files):05d}{suffix}"
         with path.open("xb") as file:
             part = open_part(file, source.schema)
-            while ahead is not None and (single or not file.tell() or file.tell() < options.slice_bytes):
+            while ahead is not None and (single or file.tell() < options.slice_bytes):
                 part.write(ahead, digest.num_rows)
                 digest.add(ahead)
                 options.advance(ahead.num_rows)
@@ -56,7 +54,7 @@ def write_parts(source: TableSource, out: Path, options: Options, suffix: str, o
             part.finish()
             file.flush()
             os.fsync(file.fileno())
-        files.append(path)
+        files.append(Path() if single else path.relative_to(out))
     sync_directory(out.parent if single else out)
     return Written(tuple(files), None, digest.num_rows, 0, digest.text())
 
@@ -67,11 +65,6 @@ def _pieces(source: TableSource, slice_bytes: int) -> Iterator[pa.RecordBatch]:
         step = max(1, min(_STEP_ROWS, int(slice_bytes // 8 // max(1.0, row_bytes))))
         for start in range(0, batch.num_rows, step):
             yield batch.slice(start, step)
-
-
-def packed(file: BinaryIO, compress: str) -> AbstractContextManager[Any]:
-    """A stream into the file, compressed with zstd if so told."""
-    return zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False)
 
 
 def refuse_columns(schema: pa.Schema, fits: Callable[[Any], bool], what: str, advice: str) -> None:

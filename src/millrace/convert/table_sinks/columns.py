@@ -1,4 +1,4 @@
-"""Parquet, compressed with zstd or snappy."""
+"""Columns: Parquet, compressed with zstd or snappy, and Arrow IPC files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
+import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from millrace.convert.content import Options, TableSource, Written
@@ -58,3 +59,24 @@ def write_parquet(source: TableSource, out: Path, options: Options) -> Written:
             raise UsageError(f"Parquet: expected columns that it can hold, got: {error}. Leave them out.") from error
 
     return write_parts(source, out, options, ".parquet", open_part)
+
+
+class _FeatherPart:
+    def __init__(self, file: BinaryIO, schema: pa.Schema, codec: str | None) -> None:
+        self._writer = pa.ipc.new_file(file, schema, options=pa.ipc.IpcWriteOptions(compression=codec))
+
+    def write(self, batch: pa.RecordBatch, first_row: int) -> None:
+        self._writer.write_batch(batch)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+def write_feather(source: TableSource, out: Path, options: Options) -> Written:
+    """Arrow IPC files, which others call Feather: rows are read where they lie; `compress`: zstd or nothing."""
+    codec = options.compress or None
+
+    def open_part(file: BinaryIO, schema: pa.Schema) -> Part:
+        return _FeatherPart(file, schema, codec)
+
+    return write_parts(source, out, options, ".arrow", open_part)
