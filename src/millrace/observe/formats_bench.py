@@ -1,9 +1,10 @@
 """The same documents in each format: read in order, one read at random, size. `millrace bench formats`.
 
-Text formats are read by the readers that `prepare` uses, and give text, which is yet to be tokenized; slices and MDS
-give tokens. Every speed is in megabytes of the corpus's text a second, so that they compare. For a document at random a
-format that has no index of its own (JSONL, tar, TFRecord) gets one, made by one pass, which is a column of its own.
-Files lie in the page cache: what is compared is formats, not disks.
+Text formats are read by the readers that `prepare` uses, and give text, which is yet to be tokenized; MDS, LitData,
+Megatron and slices give tokens, read by the readers that the loader uses. Every speed is in megabytes of the corpus's
+text a second, so that they compare. For a document at random a format that has no index of its own (JSONL, tar,
+TFRecord) gets one, made by one pass, which is a column of its own. Files lie in the page cache: what is compared is
+formats, not disks.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import io
 import json
 import mmap
+import shutil
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from millrace.dataset.adopt import adopt
-from millrace.dataset.reader import open_dataset
+from millrace.dataset.reader import Dataset, open_dataset
 from millrace.dataset.slices import write_token_slice
 from millrace.errors import UsageError
+from millrace.formats import open_foreign
 
 _WORDS = 20_000
 _WORDS_A_DOCUMENT = 200
@@ -312,36 +315,6 @@ def _index_tfrecord(path: Path) -> Get:
     return lambda number: parse_example(data[places[number][0] : places[number][1]])["text"]
 
 
-# --- MDS
-
-
-def _write_mds(corpus: Corpus, path: Path) -> None:
-    from streaming import MDSWriter
-
-    with MDSWriter(out=str(path / "mds"), columns={"tokens": "ndarray:uint16"}) as writer:
-        for tokens in _documents(corpus):
-            writer.write({"tokens": tokens})
-
-
-def _documents(corpus: Corpus) -> Iterator[NDArray[np.uint16]]:
-    start = 0
-    for end in corpus.ends.tolist():
-        yield corpus.tokens[start:end]
-        start = end
-
-
-def _index_mds(path: Path) -> Get:
-    from streaming import LocalDataset
-
-    dataset = LocalDataset(local=str(path / "mds"))
-    return lambda number: dataset[number]["tokens"].astype(np.int64)
-
-
-def _read_mds(path: Path) -> int:
-    get, index = _index_mds(path), json.loads((path / "mds" / "index.json").read_text())
-    return sum(len(get(at)) > 0 for at in range(sum(shard["samples"] for shard in index["shards"])))
-
-
 # --- Slices
 
 
@@ -359,8 +332,29 @@ def _write_slices(corpus: Corpus, path: Path) -> None:
     adopt(path, "corpus")
 
 
-def _index_slices(path: Path) -> Get:
-    dataset = open_dataset(path)
+def _write_others(to: str) -> Callable[[Corpus, Path], object]:
+    """The slices, converted by `millrace convert`."""
+
+    def write(corpus: Corpus, path: Path) -> None:
+        from millrace.convert.content import Options
+        from millrace.convert.convert import convert
+
+        slices = path / "slices"
+        slices.mkdir()
+        _write_slices(corpus, slices)
+        convert(slices, path / "converted", to, Options())
+        shutil.rmtree(slices)
+
+    return write
+
+
+def _open_tokens(path: Path) -> Dataset:
+    found = open_foreign(path / "converted") if (path / "converted").exists() else None
+    return found or open_dataset(path)
+
+
+def _index_tokens(path: Path) -> Get:
+    dataset = _open_tokens(path)
     firsts = np.cumsum(dataset.table.documents) - dataset.table.documents
     slices = [dataset.open_slice(index) for index in range(dataset.num_slices)]
 
@@ -373,8 +367,8 @@ def _index_slices(path: Path) -> Get:
     return get
 
 
-def _read_slices(path: Path) -> int:
-    dataset, number = open_dataset(path), 0
+def _read_tokens(path: Path) -> int:
+    dataset, number = _open_tokens(path), 0
     for index in range(dataset.num_slices):
         one = dataset.open_slice(index)
         start = 0
@@ -391,7 +385,10 @@ _KINDS = (
     _Kind("arrow", _write_arrow, _index_arrow),
     _Kind("webdataset", _write_tar, _index_tar),
     _Kind("tfrecord", _write_tfrecord, _index_tfrecord, needs="google-crc32c"),
-    _Kind("mds", _write_mds, _index_mds, _read_mds, "mosaicml-streaming", "tokens"),
-    _Kind("slices", _write_slices, _index_slices, _read_slices, note="tokens"),
+    *(
+        _Kind(to, _write_others(to), _index_tokens, _read_tokens, note="tokens")
+        for to in ("mds", "litdata", "megatron")
+    ),
+    _Kind("slices", _write_slices, _index_tokens, _read_tokens, note="tokens"),
 )
 FORMATS = tuple(kind.name for kind in _KINDS)

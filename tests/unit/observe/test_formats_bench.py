@@ -20,7 +20,7 @@ def test_a_corpus_is_a_function_of_its_size_and_seed() -> None:
     assert [len(text.split()) for text in one.texts] == np.diff(one.ends, prepend=np.uint64(0)).tolist()
 
 
-@pytest.mark.parametrize("kind", [k for k in formats_bench._KINDS if k.name != "mds"], ids=lambda k: k.name)
+@pytest.mark.parametrize("kind", formats_bench._KINDS, ids=lambda k: k.name)
 def test_a_document_at_random_is_the_same_in_each_format(kind, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(formats_bench, "_SLICE_TOKENS", 3000)
     corpus = make_corpus(100_000)
@@ -39,9 +39,6 @@ def test_all_are_measured_and_shown(tmp_path: Path, capsys: pytest.CaptureFixtur
     figures = bench_formats(tmp_path, 100_000, samples=20, rounds=1)
     assert [one.name for one in figures] == list(FORMATS)
     for one in figures:
-        if one.note.startswith("not measured"):
-            assert one.name == "mds"
-            continue
         assert one.file_bytes and one.parse_mb_per_s and one.random_p50_s and one.random_p99_s >= one.random_p50_s
     assert table(figures, 100_000).count("\n") == len(FORMATS)
     assert main(["bench", "formats", "--bytes", "50kB", "--format", "slices", "--rounds", "1", "--json"]) == 0
