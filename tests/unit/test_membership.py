@@ -223,8 +223,8 @@ class Churn(RuleBasedStateMachine):
 
     names = st.sampled_from("abcde")
 
-    @initialize(min_workers=st.integers(1, 3), lockstep=st.booleans())
-    def begin(self, min_workers: int, lockstep: bool) -> None:
+    @initialize(crowd=st.integers(1, 4), min_workers=st.integers(1, 3), lockstep=st.booleans())
+    def begin(self, crowd: int, min_workers: int, lockstep: bool) -> None:
         self.lockstep = lockstep
         self.desk = Desk(replace(RULES, min_workers=min_workers), lockstep=lockstep)
         self.processes: dict[str, Process] = {}
@@ -232,6 +232,15 @@ class Churn(RuleBasedStateMachine):
         self.source_weights: dict[int, list[tuple[int, int]]] = {}
         self.parts: dict[tuple[int, int, int], str] = {}
         self.sessions = 0
+        for name in "abcd"[:crowd]:
+            self.start(name)
+        self.all_stop()
+
+    def all_stop(self, *, broken: bool = False) -> None:
+        for process in list(self.processes.values()):
+            self.stop(process.name, broken)
+        for process in list(self.processes.values()):
+            self.hear(process.name)
 
     def tell(self, *events: Any) -> list[Any]:
         actions = []
@@ -283,6 +292,7 @@ class Churn(RuleBasedStateMachine):
         self.sessions += 1
         session = f"{name}/{self.sessions}"
         self.processes[name] = Process(name, session)
+        before = self.desk.state.members[name].session if name in self.desk.state.members else ""
         actions = self.tell(Join(name, session))
         if any(isinstance(action, Refuse) for action in actions):
             assert old is not None
@@ -290,7 +300,7 @@ class Churn(RuleBasedStateMachine):
             member = self.desk.state.members[name]
             assert member.polling or self.desk.now - member.seen_at <= RULES.lost_s
             return
-        assert old is None or not old.alive or self.desk.state.members[name].session == session
+        assert old is None or not old.alive or old.session != before
         self.tell(Waits(name, session, +1))
         self.hear(name)
 
@@ -329,6 +339,17 @@ class Churn(RuleBasedStateMachine):
             if not apart or process.name in names:
                 process.weights.append((generation.number, process.step))
                 process.step += 1
+
+    @rule(names=st.sets(names), victim=names)
+    def fall_apart(self, names: set[str], victim: str) -> None:
+        """One dies amid a step; whoever is left stops, and in time goes on without it."""
+        for _ in range(2):
+            self.step_together(False, set())
+        self.step_together(True, names)
+        self.kill(victim, True)
+        self.all_stop(broken=True)
+        self.wait(6.0)
+        self.all_stop()
 
     @rule(name=names, steps=st.integers(1, 3))
     def step_alone(self, name: str, steps: int) -> None:
