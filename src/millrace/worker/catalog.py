@@ -133,5 +133,5 @@ def unknown_dataset(name: str) -> UnknownDatasetError:
         f"Dataset {name!r} not found: expected one of {', '.join(CATALOG)}, a full path OWNER/NAME of the hub, or a "
         f"path here that begins with `.` or `/`.{hint}"
     )
-    error.name, error.near = name, near  # type: ignore[attr-defined]
+    error.dataset = name
     return error

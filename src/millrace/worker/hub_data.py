@@ -12,16 +12,20 @@ import logging
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from millrace.errors import StateError, UsageError
+from millrace.errors import MissingPackageError, StateError, UsageError
 from millrace.load.arguments import check_integer
 from millrace.load.batch import Batch
+from millrace.prepare.read.hub import PREFIX, find_dataset, parse_url
+from millrace.prepare.read.hub_cache import download_hub
 from millrace.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer
 from millrace.stream.moments import Moment
 from millrace.stream.text_stream import TextStream
 from millrace.worker.batches import Batches
-from millrace.worker.catalog import CatalogEntry, find_entry
+from millrace.worker.catalog import CatalogEntry, find_entry, unknown_dataset
 
 SHUFFLE_START = 256
 """Documents before the first batch; the buffer grows from there. FineWeb: about 0.8 MB."""
@@ -118,12 +122,22 @@ def create_huggingface_dataset(
 
 
 def _inputs(entry: CatalogEntry, config: str | None, split: str | None, streaming: bool) -> Any:
+    """What a TextStream reads: a path, or the hub's files, found once for all the streams that are made of them."""
     if entry.local:
+        if not Path(entry.repository).exists():
+            raise unknown_dataset(entry.name)
         return entry.repository
-    name, colon, named_split = entry.repository.partition(":")
-    if config is not None:
-        name = "/".join([*name.split("/")[:2], config])
-    return f"hf:{name}:{split or (named_split if colon else 'train')}"
+    name = parse_url(entry.repository)
+    url = f"{PREFIX}{name.name}@{quote(name.revision, safe='')}"
+    if config or name.config:
+        url += f"/{config or name.config}"
+    url += f":{split or name.split}"
+    if not streaming:
+        try:
+            return download_hub(url)
+        except MissingPackageError:
+            _log.info("%s: its files are not read without the hub's library, which streams them.", entry.name)
+    return find_dataset(url) or url
 
 
 class HubDataset(Batches):

@@ -1,0 +1,147 @@
+"""Examples of datasets by name, each whole in itself; they run against a small hub on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hub_server import HubServer, make_hub
+from millrace.errors import DownloadError, MissingPackageError, UnknownDatasetError
+from millrace.prepare.tokens.tokenizers import byte_tokenizer, load_tokenizer
+from millrace.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    hub = make_hub(tmp_path_factory.mktemp("hub"))
+    # A vocabulary of bytes under the name gpt2: GPT-2's own takes half a second to load, and a hundred times the steps.
+    (hub / "models/gpt2/tokenizer.json").write_text(byte_tokenizer().to_str())
+    return hub
+
+
+@pytest.fixture
+def hub(repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A hub of our own, and nothing kept from before."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("MILLRACE_HUB_CACHE", str(tmp_path / "kept"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with HubServer(repositories) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+
+
+def rows_of(dataset: Any) -> dict[int, bytes]:
+    return {
+        sample: row.tobytes()
+        for batch in dataset.batches()
+        for sample, row in zip(batch.sample_ids.tolist(), batch.inputs)
+    }
+
+
+def test_a_few_batches(hub: HubServer) -> None:
+    dataset = create_huggingface_dataset(
+        dataset_name="tiny_shakespeare", rank=0, world_size=1, num_batches=5, batch_size=4, seq_len=128
+    )
+    assert len(dataset) == 5
+    shapes = [tuple(inputs.shape) for inputs, _ in dataset]
+    assert shapes == [(4, 128)] * 5
+    assert [tuple(labels.shape) for _, labels in dataset] == shapes
+
+
+def test_every_dataset_of_the_catalogue_streams_with_its_own_settings(hub: HubServer) -> None:
+    for name, seq_len in (("fineweb", 1024), ("fineweb-edu", 1024), ("pile", 2048), ("shakespeare", 512)):
+        dataset = create_huggingface_dataset(name, num_batches=1, batch_size=1, streaming=True, tensors="numpy")
+        inputs, labels = next(iter(dataset))
+        assert inputs.shape == (1, seq_len) and (inputs[:, 1:] == labels[:, :-1]).all()
+
+
+def test_tokenized_as_the_tokenizer_alone_does(hub: HubServer) -> None:
+    dataset = create_huggingface_dataset(
+        "HuggingFaceFW/fineweb", num_batches=3, batch_size=1, seq_len=64, tensors="numpy", buffer_size=0,
+        tokenizer_name="EleutherAI/gpt-neox-20b",
+    )  # fmt: skip
+    import pyarrow.parquet as pq
+    from tokenizers import Tokenizer
+
+    file = next(iter(sorted((hub.directory / "datasets/HuggingFaceFW/fineweb").rglob("data/*/*.parquet"))))
+    tokenizer = load_tokenizer("EleutherAI/gpt-neox-20b")
+    alone = Tokenizer.from_str(tokenizer.data.decode())
+    wanted: list[int] = []
+    for text in pq.read_table(file)["text"].to_pylist():
+        wanted += [*alone.encode(text, add_special_tokens=False).ids, tokenizer.eos_id]
+    found = [token for batch in dataset.batches() for token in batch.inputs.ravel().tolist()]
+    assert found == wanted[: len(found)]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_workers_share_without_overlap(hub: HubServer, streaming: bool) -> None:
+    def share(rank: int, world_size: int, batch_size: int) -> dict[int, bytes]:
+        return rows_of(
+            create_huggingface_dataset(
+                "tiny_shakespeare", rank, world_size, num_batches=4, batch_size=batch_size, seq_len=32,
+                streaming=streaming, tensors="numpy",
+            )
+        )  # fmt: skip
+
+    alone = share(0, 1, 6)
+    parts = [share(rank, 3, 2) for rank in range(3)]
+    assert [sorted(part) for part in parts] == [list(range(rank, 24, 3)) for rank in range(3)]
+    assert {**parts[0], **parts[1], **parts[2]} == alone
+
+
+def test_kept_files_need_no_network(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def first() -> Any:
+        dataset = create_huggingface_dataset("tiny_shakespeare", num_batches=2, streaming=False, tensors="numpy")
+        return [inputs.tobytes() for inputs, _ in dataset]
+
+    before = first()
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert first() == before
+
+
+def test_a_name_that_nothing_has(hub: HubServer) -> None:
+    with pytest.raises(FileNotFoundError, match="Dataset 'my-dataset' not found"):
+        create_huggingface_dataset("my-dataset")
+    with pytest.raises(UnknownDatasetError, match="Dataset 'some/where' not found"):
+        next(iter(create_huggingface_dataset("some/where")))
+
+
+def test_a_hub_that_cannot_be_reached(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConnectionError, match="Failed to download dataset") as told:
+        next(iter(create_huggingface_dataset("fineweb", tokenizer_name="bytes")))
+    assert isinstance(told.value, DownloadError) and "tiny_shakespeare" in str(told.value)
+
+
+def test_what_needs_another_package_says_so(hub: HubServer) -> None:
+    try:
+        import datasets  # noqa: F401
+    except ImportError:
+        pass
+    else:
+        pytest.skip("the package datasets is installed")
+    text = "HuggingFace datasets and transformers are required. Install with: pip install datasets transformers"
+    with pytest.raises(ImportError, match=text) as told:
+        next(iter(create_huggingface_dataset("example/pictures", tokenizer_name="bytes")))
+    assert isinstance(told.value, MissingPackageError)
+
+
+def test_a_worker_trains_on_it(hub: HubServer) -> None:
+    async def run() -> Any:
+        config = WorkerConfig(
+            dataset_type="huggingface", dataset_name="tiny_shakespeare", batch_size=4, seq_len=64, num_steps=20,
+            trainer="count",
+        )  # fmt: skip
+        worker = WorkerClient(config, tell=lambda line: None)
+        await worker.start()
+        report = await worker.run_training()
+        await worker.stop()
+        return report
+
+    report = asyncio.run(run())
+    assert report.finished and report.tokens == 20 * 4 * 64
+    assert report.losses[-1] < report.losses[0]
