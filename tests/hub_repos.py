@@ -46,7 +46,7 @@ def make_hub(directory: Path) -> Path:
 
 def shared_data() -> Path | None:
     """The real texts, where they are."""
-    given = os.environ.get("MILLRACE_SHARED_DATA")
+    given = os.environ.get("MILLRACE_TEST_DATA")
     folder = Path(given) if given else Path(__file__).parents[1] / "../shared/data"
     return folder if (folder / "shakespeare").is_dir() else None
 

@@ -1,0 +1,297 @@
+"""The hub without its library: rows, places, faults, refusals, against a server shaped as it."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hub_repos import write_jsonl, write_parquet, write_repo
+from hub_server import TOKEN, HubServer, make_hub
+from millrace import TextStream, open_dataset
+from millrace.errors import (
+    AccessError,
+    DownloadError,
+    MissingPackageError,
+    StateError,
+    UnknownDatasetError,
+    UsageError,
+)
+from millrace.prepare.pipeline import prepare
+from millrace.prepare.read import ReadOptions
+from millrace.prepare.read.hub import find_dataset
+from millrace.stream.hub import records_of
+
+
+@pytest.fixture(scope="module")
+def repos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hub(tmp_path_factory.mktemp("hub"))
+
+
+@pytest.fixture
+def hub(repos: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with HubServer(repos) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tries with shorter waits."""
+    monkeypatch.setattr("millrace.prepare.read.hub_api._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("millrace.prepare.read.hub_files._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("millrace.prepare.read.hub_files._blocks", type(_blocks())())
+
+
+def _blocks() -> Any:
+    from millrace.prepare.read import hub_files
+
+    return hub_files._blocks
+
+
+def texts(name: str, text_key: str = "text") -> list[str]:
+    """All documents of a dataset of the hub, in order."""
+    found = []
+    for record, _ in records_of(name, ReadOptions(text_key=text_key)).open(0, None):
+        assert not record.problem, record
+        found.append(record.text)
+    return found
+
+
+def on_disk(repo: Path, *files: str, text_key: str = "text") -> list[str]:
+    """The same, by other means."""
+    found: list[str] = []
+    for file in files:
+        path = repo / file
+        if path.suffix == ".parquet":
+            found += pq.read_table(path).column(text_key).to_pylist()
+        elif path.suffix == ".csv":
+            with path.open(newline="", encoding="utf-8") as rows:
+                found += [row[text_key] for row in csv.DictReader(rows)]
+        else:
+            with pa.input_stream(str(path), compression="detect") as data:
+                found += [json.loads(line)[text_key] for line in data.read().decode().splitlines()]
+    return found
+
+
+ALL = [
+    ("winglian/tiny-shakespeare", ["data/train-00000-of-00001.parquet"]),
+    ("winglian/tiny-shakespeare:validation", ["data/validation-00000-of-00001.parquet"]),
+    ("HuggingFaceFW/fineweb-edu/sample-10BT", ["sample/10BT/000_00000.parquet", "sample/10BT/001_00000.parquet"]),
+    ("EleutherAI/pile", ["train/00.jsonl.zst", "train/01.jsonl.zst"]),
+    ("benchaffe/shakespeare-lines", ["train.csv"]),
+]
+
+
+@pytest.mark.parametrize(("name", "files"), ALL)
+def test_every_row_in_the_order_of_the_files(hub: HubServer, name: str, files: list[str]) -> None:
+    wanted = on_disk(hub.directory / "datasets" / "/".join(name.partition(":")[0].split("/")[:2]), *files)
+    assert texts(f"hf:{name}") == wanted and len(wanted) > 30
+
+
+def batches_of(stream: TextStream) -> list[tuple[list[list[int]], dict[str, Any]]]:
+    return [(batch.inputs.tolist(), stream.state_dict()) for batch in stream]
+
+
+@pytest.mark.parametrize("shuffle_buffer", [0, 7])
+@pytest.mark.parametrize("name", ["HuggingFaceFW/fineweb-edu", "EleutherAI/pile"])
+def test_a_stream_goes_on_from_any_place(hub: HubServer, name: str, shuffle_buffer: int) -> None:
+    def make() -> TextStream:
+        return TextStream(
+            f"hf:{name}",
+            tokenizer="bytes",
+            seq_len=4096,
+            batch_size=8,
+            shuffle_buffer=shuffle_buffer,
+            epochs=2,
+            steps=90,
+            prefetch=0,
+        )
+
+    whole = batches_of(make())
+    assert len(whole) > 20
+    for at in {0, 3, len(whole) // 2, len(whole) - 2}:
+        stream = make()
+        stream.load_state_dict(json.loads(json.dumps(whole[at][1])))
+        assert [inputs for inputs, _ in batches_of(stream)] == [inputs for inputs, _ in whole[at + 1 :]]
+
+
+def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.stream.hub.RUN_FILES", 8)
+    hub.directory, hub.page_size = tmp_path / "hub", 6
+    repo = write_repo(tmp_path / "hub/datasets/a/b")
+    for number in range(20):
+        write_jsonl(repo / f"train/{number:02d}.jsonl", [{"text": str(number)}])
+    records = records_of("hf:a/b", ReadOptions())
+    orders = [[int(record.text) for record, _ in records.open(epoch, bytes([epoch] * 16))] for epoch in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2] and sorted(orders[0]) == sorted(orders[2]) == list(range(20))
+    assert sorted(orders[0][:8]) == list(range(8)) and orders[0][:8] != list(range(8))
+    reading = records_of("hf:a/b", ReadOptions()).open(0, bytes(16))
+    first = next(iter(reading))[0].text
+    places = [reading.place()]
+    rest = [record.text for record, _ in records_of("hf:a/b", ReadOptions()).open(0, bytes(16), places[0])]
+    assert sorted([first, *rest], key=int) == [str(n) for n in range(20)]
+
+
+@pytest.mark.parametrize(
+    "faults", [{"drop": 0.3}, {"truncate": 0.5}, {"throttle": 4}, {"broken": 4}, {"expired": 1}], ids=str
+)
+def test_faults_that_pass_change_nothing(hub: HubServer, impatient: None, faults: dict[str, Any]) -> None:
+    _happen(hub, faults)
+    for name, files in ALL[2:4]:
+        repo = hub.directory / "datasets" / "/".join(name.split("/")[:2])
+        assert texts(f"hf:{name}") == on_disk(repo, *files)
+
+
+def _happen(hub: HubServer, faults: dict[str, Any]) -> None:
+    for name, value in faults.items():
+        setattr(hub.faults, name, value)
+
+
+def test_a_row_group_is_asked_for_and_not_the_file(hub: HubServer, tmp_path: Path, impatient: None) -> None:
+    hub.directory = tmp_path / "hub"
+    chance = np.random.default_rng(1)
+    rows = [{"text": chance.bytes(6000).hex()} for _ in range(1500)]
+    write_parquet(write_repo(tmp_path / "hub/datasets/a/b") / "train.parquet", rows)
+    size = (tmp_path / "hub/datasets/a/b/train.parquet").stat().st_size
+    reading = iter(records_of("hf:a/b", ReadOptions()).open(0, None))
+    assert next(reading)[0].text == rows[0]["text"]
+    assert hub.bytes_sent["train.parquet"] < size / 3 and hub.requests["resolve"] == 1
+    assert len([0, *reading]) == 1500 and hub.bytes_sent["train.parquet"] <= size
+
+
+def test_a_hub_that_is_away(hub: HubServer, impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.close()
+    with pytest.raises(ConnectionError, match=r"^Failed to download dataset 'a/b': .*tiny_shakespeare") as caught:
+        TextStream("hf:a/b", tokenizer="bytes", seq_len=8, batch_size=1)
+    error = caught.value
+    assert isinstance(error, DownloadError) and (error.dataset, error.endpoint, error.attempts) == ("a/b", hub.url, 5)
+    assert 0 < error.elapsed_s < 5 and "Connection refused" in str(error)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DownloadError, match=r"HF_HUB_OFFLINE, which forbids to ask \(tries: 0"):
+        find_dataset("a/b")
+
+
+def test_a_hub_that_is_silent(hub: HubServer, impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.05")
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "0.05")
+    hub.faults.black_hole = True
+    with pytest.raises(DownloadError, match="timed out"):
+        find_dataset("EleutherAI/pile")
+    hub.faults.black_hole, hub.faults.black_hole_files = False, True
+    for name in ("EleutherAI/pile", "HuggingFaceFW/fineweb"):  # no damage of the file, but the network's
+        with pytest.raises(DownloadError, match="Failed to download dataset"):
+            texts(f"hf:{name}")
+
+
+def test_a_hub_that_goes_away_while_it_is_read(hub: HubServer, impatient: None) -> None:
+    reading = iter(records_of("hf:HuggingFaceFW/fineweb", ReadOptions()).open(0, None))
+    assert not next(reading)[0].problem
+    hub.close()
+    with pytest.raises(ConnectionError, match="Failed to download dataset 'HuggingFaceFW/fineweb'"):
+        list(reading)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("my-dataset", "a full path, OWNER/NAME, or a short name"), ("no/such", "a full path, OWNER/NAME such as")],
+)
+@pytest.mark.parametrize("token", ["", TOKEN])
+def test_a_name_that_nothing_has(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, name: str, advice: str, token: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(FileNotFoundError, match=f"^Dataset '{name}' not found.*{advice}") as caught:
+        TextStream(f"hf:{name}", tokenizer="bytes", seq_len=8, batch_size=1)
+    assert isinstance(caught.value, UnknownDatasetError)
+    assert (caught.value.dataset, caught.value.endpoint) == (name, hub.url)
+
+
+def test_what_is_gated_needs_a_token_which_no_other_host_sees(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, impatient: None
+) -> None:
+    wanted = on_disk(
+        hub.directory / "datasets/bigcode/the-stack",
+        "data/python/train-00000-of-00001.parquet",
+        "data/toml/train-00000-of-00001.parquet",
+        text_key="content",
+    )
+    with pytest.raises(AccessError, match=r"no token was sent\. Accept its terms on .*and set HF_TOKEN") as caught:
+        texts("hf:bigcode/the-stack", "content")
+    assert isinstance(caught.value, PermissionError) and caught.value.dataset == "bigcode/the-stack"
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    with pytest.raises(AccessError, match="HF_TOKEN's account has no access"):
+        texts("hf:bigcode/the-stack", "content")
+    monkeypatch.setenv("HF_TOKEN", f" {TOKEN}\n")
+    assert texts("hf:bigcode/the-stack", "content") == wanted
+    monkeypatch.delenv("HF_TOKEN")
+    (tmp_path / "hf-home").mkdir()
+    (tmp_path / "hf-home/token").write_text(TOKEN + "\n")
+    hub.reset()
+    monkeypatch.setattr("millrace.prepare.read.hub_files._blocks", type(_blocks())())
+    assert texts("hf:bigcode/the-stack/data/python", "content") == wanted[: len(wanted) - 1]
+    shown = dict(zip(hub.paths, hub.authorizations))
+    assert {bool(value) for path, value in shown.items() if path.startswith("/datasets/")} == {False}
+    assert {value for path, value in shown.items() if path.startswith("/api/")} == {f"Bearer {TOKEN}"}
+
+
+def test_a_state_names_the_commit_that_it_is_of(hub: HubServer) -> None:
+    def stream(name: str) -> TextStream:
+        return TextStream(name, tokenizer="bytes", seq_len=64, batch_size=2, shuffle_buffer=0)
+
+    first = stream("hf:HuggingFaceFW/fineweb")
+    next(iter(first))
+    state, url = first.state_dict(), first.state_dict()["inputs"]
+    hub.revisions.add(url.rpartition("@")[2])  # an older one now
+    hub.commits["datasets/HuggingFaceFW/fineweb"] = "f" * 40
+    with pytest.raises(StateError, match=f"expected inputs .*{'f' * 40}.*, got '{url}'"):
+        stream("hf:HuggingFaceFW/fineweb").load_state_dict(state)
+    pinned = find_dataset(url)
+    assert pinned is not None and pinned.config == "default"
+
+
+def test_revisions(hub: HubServer) -> None:
+    hub.revisions.add("refs/convert/parquet")
+    for name in ("EleutherAI/pile@refs%2Fconvert%2Fparquet", "EleutherAI/pile:train@refs/convert/parquet"):
+        found = find_dataset(name)
+        assert found is not None and len(found.files()) == 2
+    with pytest.raises(UsageError, match="expected a revision of it"):
+        find_dataset("EleutherAI/pile@nope")
+
+
+def test_other_files_need_the_library(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    said = "^HuggingFace datasets and transformers are required. Install with: pip install datasets transformers"
+    with pytest.raises(ImportError, match=said) as caught:
+        TextStream("hf:example/pictures", tokenizer="bytes", seq_len=8, batch_size=1)
+    assert isinstance(caught.value, MissingPackageError)
+
+
+def test_a_dataset_is_made_of_it(hub: HubServer, tmp_path: Path) -> None:
+    name = "hf://datasets/HuggingFaceFW/fineweb-edu/sample-10BT"
+    summary = prepare([name], tmp_path / "out", tokenizer="bytes", workers=1)
+    local = prepare(
+        [hub.directory / "datasets/HuggingFaceFW/fineweb-edu/sample"], tmp_path / "local", tokenizer="bytes"
+    )
+    assert summary.documents_out == local.documents_out == 40
+    found, wanted = (open_dataset(tmp_path / at).open_slice(0).tokens for at in ("out", "local"))
+    assert np.array_equal(found, wanted) and len(found) == summary.tokens
+
+
+def test_a_mirror_whose_pages_name_the_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.page_size = 1
+    shown, hub.url = hub.url, "https://hub.invalid"
+    found = find_dataset("hf://datasets/EleutherAI/pile")
+    assert found is not None and len(found.files()) == 2 and shown != hub.url
+    assert hub.requests["tree"] > 3
