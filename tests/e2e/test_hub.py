@@ -1,0 +1,98 @@
+"""The hub from processes of their own: a dataset larger than memory and disk, a killed download, no network at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hub_repos import write_repo
+from hub_server import HubServer
+
+STREAM = """
+import json, resource, sys, time
+from millrace import TextStream
+began = time.monotonic()
+stream = TextStream("hf:a/large", tokenizer="bytes", seq_len=1024, batch_size=8, shuffle_buffer=100)
+batch = next(iter(stream))
+first_s = time.monotonic() - began
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+print(json.dumps({"first_s": first_s, "peak": peak, "shape": batch.inputs.shape}))
+"""
+DOWNLOAD = "from millrace.prepare.read.hub_cache import download_hub; print(download_hub('hf:a/b').paths[0])"
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    write_repo(tmp_path / "hub/datasets/a/b")
+    with HubServer(tmp_path / "hub") as server:
+        yield server
+
+
+def started(script: str, tmp_path: Path, **environment: str) -> subprocess.Popen[str]:
+    told = {"MILLRACE_HUB_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "home"), **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", script], env=os.environ | told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_five_gigabytes_begin_at_once(hub: HubServer, tmp_path: Path) -> None:
+    repo = write_repo(hub.directory / "datasets/a/large")
+    row = json.dumps({"text": "To be, or not to be, that is the question. " * 60}) + "\n"
+    with (repo / "train.jsonl").open("wb") as file:
+        file.write((row * 4000).encode())
+        file.truncate(5_000_000_000)  # the rest is a hole, and never read
+    process = started(STREAM, tmp_path, HF_ENDPOINT=hub.url)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    told: dict[str, Any] = json.loads(out)
+    assert told["shape"] == [8, 1024]
+    assert told["first_s"] < 1.0 and told["peak"] < 400 << 20
+    assert hub.bytes_sent["train.jsonl"] < 8 << 20 and not (tmp_path / "cache").exists()
+
+
+def test_a_killed_download_goes_on(hub: HubServer, tmp_path: Path) -> None:
+    data = hub.directory / "datasets/a/b/train.jsonl"
+    data.write_bytes(b'{"text": "a line of text"}\n' * 200_000)
+    hub.faults.bytes_per_s = 2e6
+    process = started(DOWNLOAD, tmp_path, HF_ENDPOINT=hub.url)
+    deadline = time.monotonic() + 30
+    while hub.bytes_sent["train.jsonl"] < 1 << 20 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = hub.bytes_sent["train.jsonl"]
+    assert 1 << 20 <= before < data.stat().st_size
+    assert not [path for path in (tmp_path / "cache").rglob("*.jsonl") if not path.name.startswith(".")]
+    hub.reset()
+    hub.faults.bytes_per_s = 0
+    process = started(DOWNLOAD, tmp_path, HF_ENDPOINT=hub.url)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert Path(out.strip()).read_bytes() == data.read_bytes()
+    assert hub.bytes_sent["train.jsonl"] < data.stat().st_size - (256 << 10)
+
+
+def test_without_a_network(tmp_path: Path) -> None:
+    """The hub itself, from a namespace that has no way to it."""
+    cut_off = ["unshare", "--user", "--map-root-user", "--net"]
+    if shutil.which("unshare") is None or subprocess.run([*cut_off, "true"], capture_output=True).returncode:
+        pytest.skip("no right to make a network namespace")
+    script = (
+        "import millrace; millrace.TextStream('hf:HuggingFaceFW/fineweb', tokenizer='bytes', seq_len=8, batch_size=1)"
+    )
+    told = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    began = time.monotonic()
+    done = subprocess.run([*cut_off, sys.executable, "-c", script], env=told, capture_output=True, text=True)
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("millrace.errors.DownloadError: Failed to download dataset 'HuggingFaceFW/fineweb'")
+    assert "https://huggingface.co" in said and "tiny_shakespeare" in said and time.monotonic() - began < 30

@@ -1,0 +1,183 @@
+"""Copies of the hub's files: verified, resumed, used without the hub; and tokenizers by their names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hub_repos import write_jsonl, write_repo
+from hub_server import TOKEN, HubServer
+from millrace import TextStream
+from millrace.errors import DownloadError, IntegrityError, MissingPackageError, PrepareError, UnknownDatasetError
+from millrace.prepare.read.hub_cache import download_hub, fetch_tokenizer, hub_cache
+from millrace.prepare.tokens.tokenizers import load_tokenizer, train_tokenizer
+
+ROWS = [{"text": f"document {number} " * 50} for number in range(400)]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    repo = write_repo(tmp_path / "hub/datasets/a/b")
+    write_jsonl(repo / "data/train-0.jsonl", ROWS[:300])  # LFS by its size
+    write_jsonl(repo / "data/train-1.jsonl", ROWS[300:])
+    model = write_repo(tmp_path / "hub/models/Salesforce/codegen-350M-mono")
+    (model / "tokenizer.json").write_bytes(train_tokenizer(iter(["some text"]), 300).data)
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    (model / "weights.safetensors").write_bytes(bytes(1000))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
+    monkeypatch.setenv("MILLRACE_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("millrace.prepare.read.hub_api._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("millrace.prepare.read.hub_files._FIRST_WAIT_S", 0.01)
+    with HubServer(tmp_path / "hub") as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+
+
+def left_over() -> list[str]:
+    return [path.name for path in hub_cache().rglob(".*") if not path.name.endswith(".lock")]
+
+
+def stream(inputs: object) -> TextStream:
+    return TextStream(inputs, tokenizer="bytes", seq_len=512, batch_size=4, shuffle_buffer=20, prefetch=0)
+
+
+def test_a_copy_is_fetched_once_and_is_the_same_as_the_stream(hub: HubServer) -> None:
+    seen: list[tuple[int, int]] = []
+    copy = download_hub("hf:a/b", progress=lambda here, total: seen.append((here, total)))
+    assert [path.read_bytes() for path in copy.paths] == [
+        (hub.directory / f"datasets/a/b/data/train-{n}.jsonl").read_bytes() for n in (0, 1)
+    ]
+    assert seen[0] == (0, copy.bytes) and seen[-1] == (copy.bytes, copy.bytes) and not left_over()
+    assert sum(hub.bytes_sent.values()) == copy.bytes and not copy.offline
+    assert download_hub("hf:a/b:train").files == copy.files
+    assert sum(hub.bytes_sent.values()) == copy.bytes
+    streamed, copied = stream("hf:a/b"), stream(copy)
+    for left, right in zip(streamed, copied, strict=True):
+        assert left.inputs.tolist() == right.inputs.tolist()
+        if left.step == 5:
+            state = streamed.state_dict()
+    again = stream(copy)
+    again.load_state_dict(state)
+    streamed.load_state_dict(state)
+    assert [b.inputs.tolist() for b in again] == [b.inputs.tolist() for b in streamed] != []
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_what_was_fetched_is_used_without_the_hub(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, offline: bool
+) -> None:
+    with pytest.raises(UnknownDatasetError):
+        download_hub("hf:a/c")
+    copy = download_hub("hf:a/b")
+    if offline:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    else:
+        hub.close()
+    again = download_hub("hf:a/b")
+    assert again.offline and (again.files, again.url) == (copy.files, copy.url)
+    assert sum(len(batch.sample_ids) for batch in stream(again)) > 100
+    with pytest.raises(DownloadError, match="Failed to download dataset 'a/c'"):
+        download_hub("hf:a/c")
+    again.paths[0].unlink()
+    with pytest.raises(DownloadError):
+        download_hub("hf:a/b")
+
+
+def test_a_new_commit_is_fetched_beside_the_old(hub: HubServer) -> None:
+    old = download_hub("hf:a/b")
+    write_jsonl(hub.directory / "datasets/a/b/data/train-1.jsonl", ROWS[350:])
+    new = download_hub("hf:a/b")
+    assert new.url != old.url and new.files[0] == old.files[0] and new.files[1] != old.files[1]
+    assert all(path.is_file() for path in (*old.paths, *new.paths))
+
+
+@pytest.mark.parametrize("name", ["data/train-0.jsonl", "data/train-1.jsonl"])
+def test_other_bytes_than_the_hub_says_are_refused(hub: HubServer, name: str) -> None:
+    hub.faults.corrupt[name] = 1000
+    with pytest.raises(IntegrityError, match=f"expected {name} to have the hash"):
+        download_hub("hf:a/b")
+    assert not list(hub_cache().rglob(f"*/{name}")) and not [left for left in left_over() if name[-7:] in left]
+    hub.faults.corrupt.clear()
+    assert len(download_hub("hf:a/b").files) == 2
+
+
+def test_what_broke_off_goes_on(hub: HubServer) -> None:
+    copy = download_hub("hf:a/b")
+    path, whole = copy.paths[0], copy.paths[0].read_bytes()
+    partial = path.with_name(f".{path.name}.partial")
+    for held in (whole[:100_000], b"x" * 1000, whole + b"more"):
+        path.unlink()
+        partial.write_bytes(held)
+        hub.reset()
+        assert download_hub("hf:a/b").paths[0].read_bytes() == whole
+        sent = hub.bytes_sent["data/train-0.jsonl"]
+        assert sent == len(whole) - 100_000 if held[:1] != b"x" and len(held) < len(whole) else sent >= len(whole)
+    hub.faults.truncate = 0.7
+    path.unlink()
+    assert download_hub("hf:a/b").paths[0].read_bytes() == whole
+
+
+def test_ranks_that_start_together_fetch_once(hub: HubServer) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        copies = list(pool.map(download_hub, ["hf:a/b"] * 6))
+    assert len({copy.paths for copy in copies}) == 1 and sum(hub.bytes_sent.values()) == copies[0].bytes
+
+
+def test_a_disk_that_is_too_small(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr("millrace.prepare.read.hub_cache.shutil.disk_usage", lambda path: Usage)
+    with pytest.raises(PrepareError, match=r"GB free in .*Stream it instead, or set MILLRACE_HUB_CACHE"):
+        download_hub("hf:a/b")
+    assert not hub.ranges
+
+
+def test_where_copies_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MILLRACE_HUB_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hub_cache() == tmp_path / ".cache/millrace/hub"
+    with pytest.raises(PrepareError, match="got a directory, which is here already"):
+        download_hub(f"hf:{tmp_path}")
+
+
+def test_a_tokenizer_by_its_name_or_alias(hub: HubServer) -> None:
+    found = load_tokenizer("Salesforce/codegen-350M-mono")
+    assert found.eos_id is not None and found.vocab_size <= 300
+    assert hub.bytes_sent.keys() == {"tokenizer.json", "tokenizer_config.json"}
+    hub.close()
+    assert load_tokenizer("codegen-350M").data == found.data
+    with pytest.raises(DownloadError, match="Failed to download tokenizer 'gpt2'"):
+        load_tokenizer("gpt2")
+
+
+def test_a_tokenizer_that_the_library_fetched(hub: HubServer, tmp_path: Path) -> None:
+    home = tmp_path / "hf-home/hub/models--gpt2"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs/main").write_text("abc")
+    (home / "snapshots/abc").mkdir(parents=True)
+    (home / "snapshots/abc/tokenizer.json").write_bytes(train_tokenizer(iter(["text"]), 300).data)
+    hub.close()
+    assert fetch_tokenizer("gpt2") == home / "snapshots/abc" and load_tokenizer("gpt2").vocab_size > 256
+
+
+def test_tokenizers_that_are_not_there(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match=r"^Tokenizer 'gtp2' not found: there is no such file"):
+        load_tokenizer("gtp2")
+    model = write_repo(hub.directory / "models/a/slow")
+    (model / "vocab.txt").write_text("a\nb\n")
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(MissingPackageError, match=r"^HuggingFace datasets and transformers are required"):
+        load_tokenizer("a/slow")
+
+
+def test_a_private_dataset(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    (hub.directory / "datasets/a/b/.hub.json").write_text('{"private": true}')
+    with pytest.raises(UnknownDatasetError, match="If it is private, set HF_TOKEN"):
+        download_hub("hf:a/b")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert len(download_hub("hf:a/b").files) == 2
