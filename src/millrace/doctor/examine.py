@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ _ALL_BYTES = 1 << 30
 _FEWEST_BYTES = 4 << 20
 _MOST_COMPARED = 64
 _FEWEST_SHARED = 16
-_HELD_OUT = ("val", "test", "eval", "dev", "heldout", "held_out")
+_HELD_OUT = ("val", "test", "eval", "dev", "heldout")
 _VECTORS = ("npy", "llm.c", "raw tokens")
 
 
@@ -142,10 +143,11 @@ def _compared(cases: list[_Case]) -> list[Report]:
 
 def _overlap(first: _Case, second: _Case) -> Finding | None:
     """What of `second` occurs in `first`; of a held-out and a training set, what of the former."""
-    if _is_held_out(first.subject.path) and not _is_held_out(second.subject.path):
+    names = _apart(first.subject.path, second.subject.path)
+    held = [_is_held_out(name) for name in names]
+    if held == [True, False]:
         first, second = second, first
     assert first.counts is not None and second.counts is not None
-    held = _is_held_out(second.subject.path) and not _is_held_out(first.subject.path)
     both: tuple[Held, Held] = (first.counts.passages, second.counts.passages)
     what = "passages of 64 tokens"
     if first.counts.rows or second.counts.rows:
@@ -159,7 +161,7 @@ def _overlap(first: _Case, second: _Case) -> Finding | None:
     mend = (
         "prepare both again from texts of which each is in one: millrace prepare TEXT --dedup exact,minhash --out DIR"
     )
-    if held or first.argument != second.argument:
+    if held[0] != held[1] or first.argument != second.argument:
         if share >= 0.01:
             return Finding("overlap", LIKELY if share >= 0.1 else POSSIBLE, name, what, evidence, mend)
     elif share >= 0.9:
@@ -167,8 +169,15 @@ def _overlap(first: _Case, second: _Case) -> Finding | None:
     return None
 
 
-def _is_held_out(path: Path) -> bool:
-    words = "".join(c if c.isalnum() else " " for c in f"{path.parent.name} {path.name}".lower()).split()
+def _apart(first: Path, second: Path) -> tuple[str, str]:
+    """Two paths without the directories that they share."""
+    a, b = first.absolute(), second.absolute()
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a.parts, b.parts)))
+    return " ".join(a.parts[same:]), " ".join(b.parts[same:])
+
+
+def _is_held_out(name: str) -> bool:
+    words = "".join(c if c.isalnum() else " " for c in name.lower()).split()
     return any(word.startswith(_HELD_OUT) for word in words)
 
 

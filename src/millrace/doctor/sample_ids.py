@@ -108,16 +108,20 @@ def _views(memory: Bytes8, start: int, dtype: np.dtype[Any]) -> dict[str, Sample
 
 
 def _find(views: dict[str, Sample], ids: NDArray[np.uint64], count: int, told: int) -> tuple[int, str]:
-    """(tokens of a sample, view) under which some id fits; (0, '') if none does."""
-    guesses = [told] if told else [count // len(ids), -(-count // len(ids)), *_LENGTHS]
-    lengths = [n for n in dict.fromkeys(guesses) if 0 < n <= count]
+    """(tokens of a sample, view) under which some id fits; (0, '') if none does.
+
+    Spans of 4 bytes a token are those of samples twice as long: they are tried at the length that the counts give only.
+    """
+    guesses = dict.fromkeys([told] if told else [count // len(ids), -(-count // len(ids))])
+    tries = [(view, n) for n in guesses for view in views if 0 < n <= count]
+    if not told:
+        tries += [(view, n) for view in views if view != "double" for n in _LENGTHS if n <= count]
     for i in dict.fromkeys([0, 1, len(ids) // 3, len(ids) // 2]):
         if i >= len(ids) or int(ids[i]) == EMPTY:
             continue
-        for view, sample in views.items():
-            for length in lengths:
-                if i < count // length and _id(sample(i, length)) == int(ids[i]):
-                    return length, view
+        for view, length in tries:
+            if i < count // length and _id(views[view](i, length)) == int(ids[i]):
+                return length, view
     return 0, ""
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import orjson
@@ -84,10 +84,12 @@ def _tar(found: Walk, file: BinaryIO, options: Options) -> None:
     members = samples = 0
     key, last = "", (-1, "", False)
     reading = ReadOptions(max_document_bytes=1 << 62, max_unpacked_ratio=_RATIO)
-    for one in Members(file, reading, 0, kinds=()).all():
+    counting = _Counting(file)
+    for one in Members(cast(BinaryIO, counting), reading, 0, kinds=()).all():
         _close(found, last, one.start if one.start >= 0 else one.position)
         if one.problem:
-            found.say("truncated" if "ends within" in one.problem else "damaged", f"byte {one.position}", one.problem)
+            cut_off = "ends within" in one.problem or "ends early" in one.problem
+            found.say("truncated" if cut_off else "damaged", f"byte {one.position}", one.problem)
             if one.name:  # Its sample lacks a member: the others of it go, too.
                 while last[2] and last[1] == one.key and found.good:
                     found.good.pop()
@@ -97,23 +99,25 @@ def _tar(found: Walk, file: BinaryIO, options: Options) -> None:
         members += 1
         samples += one.key != key
         key, last = one.key, (one.start, one.key, True)
-        found.read_bytes = one.position
         if not options.full and one.position > options.most_bytes:
             break
-    end = _told(file, found)
-    _close(found, last, end)
-    found.read_bytes = max(found.read_bytes, end)
+    _close(found, last, counting.count)
+    found.read_bytes = counting.count
     found.facts.update(members=members, samples=samples)
     if not members and not found.findings:
         found.say("empty", "byte 0", "expected members, got none")
 
 
-def _told(file: BinaryIO, found: Walk) -> int:
-    """Where a stream is; compressed ones cannot say, and then a member's end is not known."""
-    try:
-        return file.tell()
-    except (OSError, ValueError, MillraceError):
-        return found.read_bytes
+class _Counting:
+    """A stream that knows how much was read of it; compressed ones do not."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.count = file, 0
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self.count += len(data)
+        return data
 
 
 def _close(found: Walk, last: tuple[int, str, bool], end: int) -> None:

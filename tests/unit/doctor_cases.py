@@ -1,0 +1,54 @@
+"""Tokens like those of text, and the doctor asked in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.doctor import Finding, Options, Report, examine, mend
+
+EOS = 50256
+
+
+def text_tokens(
+    num: int, seed: int = 0, vocab: int = 50257, dtype: Any = np.uint16, eos: int | None = EOS
+) -> np.ndarray:
+    """Ids whose frequency falls with their number, with an EOS about every 300th: [num]."""
+    rng = np.random.default_rng(seed)
+    ids = np.exp(rng.random(num) * np.log(vocab - 1)).astype(np.int64)
+    if eos is not None:
+        ids[rng.integers(0, num, max(1, num // 300))] = eos
+    return ids.astype(dtype)
+
+
+def look(*paths: Path, **known: Any) -> list[Report]:
+    return examine(list(paths), Options(**known))
+
+
+def findings(*paths: Path, **known: Any) -> list[Finding]:
+    return [one for report in look(*paths, **known) for one in report.findings]
+
+
+def faults(*paths: Path, **known: Any) -> set[str]:
+    return {one.fault for one in findings(*paths, **known)}
+
+
+def only(fault: str, *paths: Path, **known: Any) -> Finding:
+    """The one finding, which is of this fault."""
+    found = findings(*paths, **known)
+    assert {one.fault for one in found} == {fault}, found
+    return found[0]
+
+
+def mended(path: Path, **known: Any) -> Path:
+    """A mended copy, in which nothing is found any more; the command in the findings is the one that makes it."""
+    commands = [one.mend for one in findings(path, **known) if one.is_wrong]
+    assert commands and all(one.startswith("millrace doctor ") and "--mend OUT" in one for one in commands)
+    out = path.parent / f"{path.name}.mended"
+    before = path.read_bytes() if path.is_file() else b""
+    mend(path, out, Options(**known))
+    assert (path.read_bytes() if path.is_file() else b"") == before
+    assert faults(out, **known) == set()
+    return out

@@ -1,0 +1,349 @@
+"""Tables, archives, datasets: each fault made in a real file and found; after the mend, gone. Clean ones: nothing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import struct
+import tarfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from doctor_cases import EOS, faults, findings, look, mended, only, text_tokens
+
+from millrace.cli import main
+from millrace.dataset.adopt import adopt
+from millrace.dataset.slices import write_rows_slice, write_token_slice
+from millrace.doctor import Options, mend
+from millrace.errors import DatasetError, UsageError
+from millrace.prepare.read.tfrecord import crc32c, masked
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"
+CLEAN = ("parquet/data", "tfrecord", "webdataset", "jsonl", "tokenizers/vectors")
+DAMAGED = {  # As their names or their repository say.
+    "datapage_v1-corrupt-checksum.parquet", "rle-dict-uncompressed-corrupt-checksum.parquet",
+    "incorrect_map_schema.parquet", "column_chunk_key_value_metadata.parquet", "repeated_no_annotation.parquet",
+    "large_string_map.brotli.parquet",
+}  # fmt: skip
+
+
+def cut(path: Path, num_bytes: int) -> Path:
+    os.truncate(path, path.stat().st_size - num_bytes)
+    return path
+
+
+def flip(path: Path, at: int) -> Path:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    path.write_bytes(data)
+    return path
+
+
+# Archives and lines.
+
+
+def tar(path: Path, samples: int = 4) -> Path:
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as archive:
+        for i in range(samples):
+            for kind in ("txt", "json"):
+                data = f'{{"sample": {i}}}'.encode() * 50
+                member = tarfile.TarInfo(f"{i:04d}.{kind}")
+                member.size = len(data)
+                archive.addfile(member, BytesIO(data))
+    return path
+
+
+def names(path: Path) -> list[str]:
+    with tarfile.open(path) as archive:
+        return archive.getnames()
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+def test_a_truncated_tar_keeps_its_whole_samples(tmp_path: Path, name: str) -> None:
+    path = tar(tmp_path / name)
+    (report,) = look(path)
+    assert report.ok and report.kind == "tar" and report.facts["samples"] == 4 and report.facts["members"] == 8
+    if name == "a.tar":
+        os.truncate(path, 512 * 3 * 7 + 700)  # Within the last member.
+    else:
+        cut(path, 60)
+    assert faults(path) == {"truncated"}
+    kept = names(mended(path) / name)
+    assert kept == [f"{i:04d}.{kind}" for i in range(len(kept) // 2) for kind in ("txt", "json")] and len(kept) >= 2
+
+
+def test_a_damaged_header_in_a_tar(tmp_path: Path) -> None:
+    path = flip(tar(tmp_path / "a.tar"), 512 * 3 * 2 + 10)
+    assert only("damaged", path).place == f"byte {512 * 3 * 2}"
+    assert "0003.json" in names(mended(path) / "a.tar")
+
+
+def records(path: Path, num: int = 5) -> Path:
+    pytest.importorskip("google_crc32c")
+    crc, out = crc32c(), b""
+    for i in range(num):
+        data, length = bytes([i]) * 100, struct.pack("<Q", 100)
+        out += length + struct.pack("<I", masked(crc(length))) + data + struct.pack("<I", masked(crc(data)))
+    path.write_bytes(out)
+    return path
+
+
+def test_tfrecord(tmp_path: Path) -> None:
+    path = records(tmp_path / "a.tfrecord")
+    assert look(path)[0].facts["records"] == 5 and not findings(path)
+    assert only("damaged", flip(path, 116 * 2 + 50)).place == f"byte {116 * 2}"
+    assert len((mended(path) / "a.tfrecord").read_bytes()) == 116 * 4
+    path = cut(records(tmp_path / "b.tfrecord"), 9)
+    assert only("truncated", path).place == f"byte {116 * 4}"
+    assert len((mended(path) / "b.tfrecord").read_bytes()) == 116 * 4
+
+
+def lines(num: int = 50) -> bytes:
+    return b"".join(orjson.dumps({"text": f"line {i} " * 12}) + b"\n" for i in range(num))
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_truncated_jsonl(tmp_path: Path, suffix: str) -> None:
+    pack: Any = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[suffix]
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(pack(lines(5000)))
+    assert not findings(path) and look(path)[0].facts["lines"] == 5000
+    cut(path, 10)
+    assert "truncated" in faults(path)
+    (report,) = look(mended(path))
+    assert 0 < report.facts["lines"] < 5000
+
+
+def test_damaged_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + lines(3) + b'{"text": "broken\n' + b'{"text": "\xff"}\n' + lines(2)[:-1])
+    assert faults(path) == {"byte-order-mark", "damaged", "duplicate-lines"}
+    mend(path, tmp_path / "out", Options())
+    assert faults(tmp_path / "out") == set() or faults(tmp_path / "out") == {"duplicate-lines"}
+
+
+def test_ids_in_lines_are_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join(orjson.dumps({"input_ids": [i, 70_000]}) + b"\n" for i in range(3)))
+    assert faults(path, vocab_size=50_257) == {"vocabulary-overflow"}
+    assert not findings(path, vocab_size=100_000)
+
+
+# Tables.
+
+
+def table(rows: int = 3000) -> pa.Table:
+    ids = text_tokens(rows * 8, dtype=np.int64).reshape(rows, 8).tolist()
+    return pa.table({"text": [f"row {i}" for i in range(rows)], "input_ids": ids})
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(table(), path, row_group_size=1000, write_page_checksum=True)
+    (report,) = look(path)
+    assert report.ok and report.facts["rows"] == 3000 and report.facts["tokens"] == 24_000
+    assert faults(path, vocab_size=1000) == {"vocabulary-overflow"}
+    group = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    flip(path, group.data_page_offset + group.total_compressed_size // 2)
+    assert only("damaged", path).place == "row group 1"
+    assert pq.ParquetFile(mended(path) / "a.parquet").metadata.num_rows == 2000
+    assert only("truncated", cut(path, 100)).mend == "fetch or write it again"
+    with pytest.raises(UsageError, match="No copy can mend it"):
+        mend(path, tmp_path / "none", Options())
+
+
+@pytest.mark.parametrize("make", [pa.ipc.new_file, pa.ipc.new_stream])
+def test_arrow(tmp_path: Path, make: Any) -> None:
+    path = tmp_path / "a.arrow"
+    with make(str(path), table().schema) as writer:
+        writer.write_table(table(), max_chunksize=1000)
+    assert not findings(path) and look(path)[0].facts["rows"] == 3000
+    cut(path, 40_000)
+    assert faults(path) == {"damaged"}
+    if make is pa.ipc.new_stream:
+        assert look(mended(path))[0].facts["rows"] == 2000
+
+
+# Datasets with an index.
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in GOLDEN.iterdir() if p.is_dir()))
+def test_what_the_real_libraries_wrote_is_clean(name: str) -> None:
+    assert not findings(GOLDEN / name)
+
+
+def test_megatron_whose_data_is_truncated(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(GOLDEN / "megatron_u16", tmp_path / "m"))
+    data = next(folder.glob("*.bin"))
+    cut(data, 30)
+    assert only("index-mismatch", folder).place == "index"
+    out = mended(next(folder.glob("*.idx")))
+    (report,) = look(out)
+    assert report.kind == "megatron" and 500 < report.facts["tokens"] < 620 and report.facts["documents"] < 24
+    with data.open("ab") as file:
+        file.write(bytes(100))
+    assert faults(folder) == {"index-mismatch"}
+
+
+def test_mds_whose_shard_is_not_what_its_index_says(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(GOLDEN / "mds_raw", tmp_path / "m"))
+    shard = sorted(folder.glob("*.mds"))[1]
+    flip(shard, shard.stat().st_size - 3)
+    assert faults(folder) == {"index-mismatch"}
+    cut(shard, 8)
+    assert "bytes" in only("index-mismatch", folder).evidence
+
+
+def litdata(folder: Path, tokens: list[np.ndarray]) -> Path:
+    """As the library's TokensLoader leaves it: one item a chunk."""
+    folder.mkdir()
+    chunks = []
+    for i, some in enumerate(tokens):
+        data = struct.pack("<III", 1, 12, 12 + some.nbytes) + some.tobytes()
+        (folder / f"chunk-0-{i}.bin").write_bytes(data)
+        chunks.append({"chunk_bytes": len(data), "chunk_size": 1, "dim": len(some), "filename": f"chunk-0-{i}.bin"})
+    config = {"compression": None, "data_format": ["no_header_tensor:16"], "item_loader": "TokensLoader"}
+    (folder / "index.json").write_bytes(orjson.dumps({"chunks": chunks, "config": config}))
+    return folder
+
+
+def test_litdata(tmp_path: Path) -> None:
+    folder = litdata(tmp_path / "l", [text_tokens(2000, i, dtype=np.int32) for i in range(3)])
+    (report,) = look(folder)
+    assert report.ok and report.kind == "litdata" and report.facts["items"] == 3
+    assert faults(folder, vocab_size=1000) == {"vocabulary-overflow"}
+    cut(folder / "chunk-0-1.bin", 4)
+    assert only("index-mismatch", folder).place == "chunk-0-1.bin"
+    (folder / "chunk-0-1.bin").unlink()
+    assert "got none" in only("index-mismatch", folder).evidence
+    (folder / "chunk-0-0.bin").write_bytes(struct.pack("<III", 1, 12, 13) + bytes(8000))
+    assert "rise" in findings(folder)[0].evidence
+
+
+# Millrace's own.
+
+
+def ours(folder: Path, tokens: np.ndarray | None = None) -> Path:
+    folder.mkdir()
+    for i in range(2):
+        some = text_tokens(5000, i, eos=None) % 50_000 if tokens is None else tokens
+        ends = np.arange(500, 5001, 500).astype(np.uint64)
+        some = some.astype(np.uint16)
+        some[ends.astype(np.int64) - 1] = EOS
+        write_token_slice(folder / f"s{i}.safetensors", some, ends)
+    adopt(folder)
+    return folder
+
+
+def test_a_dataset_of_ours(tmp_path: Path) -> None:
+    folder = ours(tmp_path / "d")
+    (report,) = look(folder, eos_id=EOS, vocab_size=50_257)
+    assert report.ok and report.kind == "millrace" and report.facts["tokens"] == 10_000
+    assert only("missing-eos", folder, eos_id=11).place == "token 499"
+    flip(folder / "s1.safetensors", -100)
+    assert only("damaged", folder).place == "s1.safetensors"
+    (folder / "s0.safetensors").unlink()
+    assert "is missing" in {one.evidence for one in findings(folder)}
+    flip(folder / "manifest.json", 30)
+    assert only("damaged", folder).place == "manifest"
+
+
+def test_safetensors_alone(tmp_path: Path) -> None:
+    path = ours(tmp_path / "d") / "s0.safetensors"
+    alone = Path(shutil.copy(path, tmp_path / "alone.safetensors"))
+    assert not findings(alone, eos_id=EOS)
+    data = bytearray(alone.read_bytes())
+    at = data.index(np.arange(500, 5001, 500).astype("<u8").tobytes())
+    data[at : at + 8] = (700).to_bytes(8, "little")  # Then 1000: still rising.
+    assert not findings(alone)
+    data[at : at + 8] = (70_000).to_bytes(8, "little")
+    alone.write_bytes(data)
+    assert only("document-ends", alone).place == "alone.safetensors, document 1"
+    assert only("damaged", cut(alone, 7)).place == "header"
+
+
+def test_rows(tmp_path: Path) -> None:
+    ids = text_tokens(64 * 128).reshape(64, 128)
+    path = tmp_path / "rows.safetensors"
+    write_rows_slice(path, {"input_ids": ids, "labels": ids.astype(np.int64)})
+    assert not findings(path, vocab_size=50_257)
+    ids[9] = ids[2]
+    write_rows_slice(path, {"input_ids": ids})
+    write_rows_slice(tmp_path / "other.safetensors", {"input_ids": ids[:1]})
+    assert only("vocabulary-overflow", path, vocab_size=1000).confidence == "certain"
+    write_rows_slice(path, {"input_ids": ids[:0]})
+    only("empty", path)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "train:600"])
+def test_what_prepare_writes_is_clean(tmp_path: Path, tokenizer: str) -> None:
+    for i, name in enumerate(("ast.py", "typing.py", "argparse.py", "inspect.py")):
+        (tmp_path / f"{i}.txt").write_bytes((Path(os.__file__).parent / name).read_bytes())
+    out = tmp_path / "out"
+    texts = [str(p) for p in sorted(tmp_path.glob("*.txt"))]
+    assert main(["prepare", *texts, "--tokenizer", tokenizer, "--out", str(out), "--workers", "1", "--quiet"]) == 0
+    (report,) = look(out)
+    assert not report.findings and report.facts["documents"] == 4
+
+
+# Impostors, and the command.
+
+
+def test_files_that_are_not_the_data(tmp_path: Path) -> None:
+    pointer = tmp_path / "a.parquet"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
+    assert only("not-the-data", pointer).mend == "git lfs pull"
+    page = tmp_path / "b.bin"
+    page.write_text("<!DOCTYPE html><html><body>404</body></html>")
+    assert "HTML" in only("not-the-data", page).evidence
+    (tmp_path / "c.npy").write_bytes(b"")
+    assert faults(tmp_path / "c.npy") == {"empty"}
+    (tmp_path / "d.parquet").write_bytes(b"")
+    assert findings(tmp_path / "d.parquet")
+    with pytest.raises(DatasetError, match="nothing there"):
+        look(tmp_path / "e.bin")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.bin"
+    with path.open("wb") as file:
+        np.save(file, text_tokens(5000))
+    assert main(["doctor", str(path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"] and found["reports"][0]["findings"][0]["fault"] == "header-as-tokens"
+    assert main(["doctor", str(path)]) == 1
+    said = capsys.readouterr().out
+    command = next(line for line in said.splitlines() if "mend:" in line).partition("millrace ")[2]
+    assert main(command.replace("OUT", str(tmp_path / "out")).split()) == 0
+    assert "ok: nothing wrong found" in capsys.readouterr().out
+    assert main(["doctor", str(tmp_path / "out" / "train.bin"), "--tokenizer", "bytes", "--dtype", "uint8"]) == 2
+    assert main(["doctor", str(GOLDEN / "mds_raw"), str(GOLDEN / "arrow"), "--vocab-size", "50257"]) in (0, 1)
+    assert main(["doctor", str(tmp_path / "none")]) == 1
+
+
+def test_first_tokens_are_decoded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(np.frombuffer(b"Call me Ishmael. Some years ago", np.uint8).astype("<u2").tobytes())
+    assert main(["doctor", str(path), "--tokenizer", "bytes", "--dtype", "uint16"]) == 0
+    assert "Call me Ishmael" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_clean_real_files_give_no_finding(name: str) -> None:
+    given = os.environ.get("MILLRACE_TEST_DATA")
+    folder = (Path(given) if given else Path(__file__).parents[2] / "../shared/data") / name
+    if not folder.is_dir():
+        pytest.skip(f"no real data: set MILLRACE_TEST_DATA to a folder that holds {name}/")
+    files = [p for p in sorted(folder.iterdir()) if p.is_file() and p.name not in DAMAGED]
+    assert len(files) > 0
+    assert [one for path in files for one in findings(path)] == []

@@ -1,0 +1,355 @@
+"""Each fault of token files, made in a file and found; after the mend, gone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from doctor_cases import EOS, faults, findings, look, mended, only, text_tokens
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millrace.doctor import Options, examine, mend
+from millrace.doctor.sample_ids import EMPTY
+from millrace.errors import UsageError
+from millrace.formats import open_foreign
+from millrace.formats.npy import sample_id, write_shard
+
+N = 20_000
+
+
+def raw(path: Path, tokens: np.ndarray) -> Path:
+    path.write_bytes(tokens.tobytes())
+    return path
+
+
+def saved(path: Path, tokens: np.ndarray) -> Path:
+    with path.open("wb") as file:
+        np.save(file, tokens)
+    return path
+
+
+def ids_of(tokens: np.ndarray, length: int) -> np.ndarray:
+    return np.array([sample_id(row) for row in tokens[: len(tokens) // length * length].reshape(-1, length)], "<u8")
+
+
+def test_what_is_clean_gives_no_finding(tmp_path: Path) -> None:
+    saved(tmp_path / "a.npy", text_tokens(N, 1))
+    raw(tmp_path / "b.bin", text_tokens(N, 2))
+    raw(tmp_path / "c.ds", text_tokens(N, 3, vocab=128_000, dtype=np.uint32))
+    reports = look(tmp_path, eos_id=EOS)
+    assert [(one.path.name, one.kind, one.facts["tokens"]) for one in reports] == [
+        ("a.npy", "npy", N),
+        ("b.bin", "raw tokens", N),
+        ("c.ds", "raw tokens", N),
+    ]
+    assert not [one for report in reports for one in report.findings]
+    assert reports[1].facts["dtype"] == "uint16 (guessed)" and reports[2].facts["dtype"] == "uint32 (guessed)"
+    assert all(one.read_bytes == one.total_bytes for one in reports)
+
+
+def test_a_npy_named_bin_is_read_as_64_tokens_too_many(tmp_path: Path) -> None:
+    tokens = text_tokens(N)
+    path = saved(tmp_path / "train.bin", tokens)
+    found = only("header-as-tokens", path)
+    assert found.place == "byte 0" and "64 tokens" in found.evidence and found.confidence == "certain"
+    assert (mended(path) / "train.bin").read_bytes() == tokens.tobytes()
+
+
+def test_npy_files_put_one_after_the_other(tmp_path: Path) -> None:
+    parts = [text_tokens(5000, seed) for seed in range(3)]
+    for number, part in enumerate(parts):
+        saved(tmp_path / f"{number}.part", part)
+    path = tmp_path / "all.npy"
+    path.write_bytes(b"".join((tmp_path / f"{n}.part").read_bytes() for n in range(3)))
+    found = findings(path)
+    assert [(one.fault, one.place) for one in found] == [
+        ("header-as-tokens", "byte 10128"),
+        ("header-as-tokens", "byte 20256"),
+    ]
+    assert np.array_equal(np.load(mended(path) / "all.npy"), np.concatenate(parts))
+
+
+def test_headers_inside_headerless_files(tmp_path: Path) -> None:
+    parts = [text_tokens(5001, seed) for seed in range(2)]
+    for number, part in enumerate(parts):
+        saved(tmp_path / f"{number}.part", part)
+    path = tmp_path / "all.bin"
+    path.write_bytes(parts[0].tobytes() + (tmp_path / "1.part").read_bytes())
+    assert only("header-as-tokens", path, dtype=np.dtype("<u2")).place == "token 5001"
+    assert (mended(path) / "all.bin").read_bytes() == np.concatenate(parts).tobytes()
+
+
+def test_a_header_that_was_written_again_as_wider_tokens(tmp_path: Path) -> None:
+    tokens = text_tokens(N)
+    whole = np.memmap(saved(tmp_path / "x.npy", tokens), np.uint16, "r").astype(np.uint32)
+    folder = tmp_path / "wide"
+    folder.mkdir()
+    path = saved(folder / "wide.npy", whole)
+    assert only("header-as-tokens", path).place == "token 0"
+    assert np.array_equal(np.load(mended(path) / "wide.npy"), tokens.astype(np.uint32))
+
+
+def test_a_npy_without_a_header(tmp_path: Path) -> None:
+    tokens = text_tokens(N)
+    path = raw(tmp_path / "train_000000.npy", tokens)
+    assert only("no-header", path).mend == f"millrace doctor {path} --mend OUT"
+    assert np.array_equal(np.load(mended(path) / path.name), tokens)
+
+
+@pytest.mark.parametrize("lost", [1, 1001])
+def test_truncated_files_are_cut_to_whole_tokens(tmp_path: Path, lost: int) -> None:
+    tokens = text_tokens(N)
+    path = saved(tmp_path / "a.npy", tokens)
+    os.truncate(path, path.stat().st_size - lost)
+    only("truncated", path)
+    kept = np.load(mended(path) / "a.npy")
+    assert len(kept) == N - (lost + 1) // 2 and np.array_equal(kept, tokens[: len(kept)])
+
+
+def test_what_was_appended_to_a_npy_goes(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.npy", text_tokens(N))
+    with path.open("ab") as file:
+        file.write(b"\x05" * 999)
+    only("appended", path)
+    assert len(np.load(mended(path) / "a.npy")) == N
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.npy"])
+@pytest.mark.parametrize("kind", [">u2", ">u4"])
+def test_the_other_byte_order(tmp_path: Path, name: str, kind: str) -> None:
+    tokens = text_tokens(N, vocab=50257 if kind == ">u2" else 128_000, dtype=kind)
+    path = (saved if name.endswith("npy") else raw)(tmp_path / name, tokens)
+    only("byte-order", path)
+    data = (mended(path) / name).read_bytes()
+    assert data[-tokens.nbytes :] == tokens.astype("<" + kind[1:]).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "wanted"),
+    [("<u4", "<u2", "<u4"), ("<i8", "<u2", "<u4"), ("<i8", "<u4", "<u4"), ("<u2", "<u4", "<u2")],
+)
+def test_one_type_read_as_another(tmp_path: Path, kind: str, told: str, wanted: str) -> None:
+    tokens = text_tokens(N, dtype=kind)
+    path = raw(tmp_path / "a.bin", tokens)
+    found = only("wrong-dtype", path, dtype=np.dtype(told))
+    assert f"The tokens are {np.dtype(kind)}" in found.evidence
+    mend(path, tmp_path / "out", Options(dtype=np.dtype(told)))
+    assert (tmp_path / "out" / "a.bin").read_bytes() == tokens.astype(wanted).tobytes()
+    assert faults(tmp_path / "out", dtype=np.dtype(wanted)) == set()
+
+
+def test_int64_npy_is_narrowed(tmp_path: Path) -> None:
+    tokens = text_tokens(N, dtype=np.int64)
+    path = saved(tmp_path / "a.npy", tokens)
+    only("wrong-dtype", path)
+    kept = np.load(mended(path) / "a.npy")
+    assert kept.dtype == np.uint32 and np.array_equal(kept, tokens)
+    saved(tmp_path / "f.npy", tokens.astype(np.float32))
+    with pytest.raises(UsageError, match="wrong-dtype"):
+        mend(tmp_path / "f.npy", tmp_path / "none", Options())
+
+
+def test_vocabulary_overflow_says_where(tmp_path: Path) -> None:
+    tokens = text_tokens(N)
+    tokens[777] = 60_000
+    found = only("vocabulary-overflow", raw(tmp_path / "a.bin", tokens), vocab_size=50257)
+    assert found.place == "token 777" and "60000" in found.evidence and found.confidence == "certain"
+
+
+def test_ids_that_wrapped_at_16_bits(tmp_path: Path) -> None:
+    tokens = text_tokens(N, vocab=128_256, dtype=np.uint32, eos=128_001)
+    found = only("wrap-16", raw(tmp_path / "a.bin", tokens.astype(np.uint16)), vocab_size=128_256, eos_id=128_001)
+    assert found.confidence == "certain" and "62465, which is EOS 128001 less 65536" in found.evidence
+    wide = raw(tmp_path / "b.bin", tokens.astype(np.uint16).astype(np.uint32))
+    only("wrap-16", wide, vocab_size=128_256, eos_id=128_001, dtype=np.dtype("<u4"))
+    assert not findings(raw(tmp_path / "c.bin", tokens), vocab_size=128_256, eos_id=128_001)
+
+
+def test_missing_eos(tmp_path: Path) -> None:
+    path = raw(tmp_path / "a.bin", text_tokens(150_000, eos=None) % 50_000)
+    assert "150,000 tokens" in only("missing-eos", path, eos_id=EOS).evidence
+    assert not findings(path)
+
+
+def test_zeros_that_were_set_aside_are_cut(tmp_path: Path) -> None:
+    tokens = text_tokens(N)
+    path = raw(tmp_path / "a.bin", tokens)
+    os.truncate(path, 200_000)
+    found = only("trailing-zeros", path)
+    assert found.place == f"byte {2 * N}" and "on disk" in found.evidence
+    assert (mended(path) / "a.bin").read_bytes() == tokens.tobytes()
+
+
+def test_pieces_of_a_download_that_never_came(tmp_path: Path) -> None:
+    tokens = text_tokens(5 * N)
+    tokens[30_000:50_000] = 0
+    found = only("zero-blocks", raw(tmp_path / "a.bin", tokens))
+    assert found.place == "token 30720" and "fetch" in found.mend
+
+
+def test_padding(tmp_path: Path) -> None:
+    tokens = text_tokens(N)
+    tokens[5000:12_000] = EOS
+    found = only("padding", raw(tmp_path / "a.bin", tokens))
+    assert found.place == "token 5000" and "50256" in found.evidence
+
+
+def test_samples_and_passages_that_occur_twice(tmp_path: Path) -> None:
+    tokens = text_tokens(64 * 256)
+    tokens[256 * 40 : 256 * 41] = tokens[256 * 3 : 256 * 4]
+    assert "1 of 64 samples" in only("duplicate-samples", raw(tmp_path / "a.bin", tokens), seq_len=256).evidence
+    tokens = text_tokens(N)
+    found = only("repeated-passages", raw(tmp_path / "b.bin", np.concatenate([tokens, tokens[333:]])))
+    assert found.evidence.startswith("49%") or found.evidence.startswith("50%")
+
+
+def test_held_out_data_that_was_trained_on(tmp_path: Path) -> None:
+    train, other = text_tokens(5 * N), text_tokens(N, 9)
+    first, second = raw(tmp_path / "train.bin", train), raw(tmp_path / "val.bin", train[12_345 : 12_345 + N // 2])
+    assert only("overlap", first, second).evidence.startswith("100%")
+    assert only("overlap", tmp_path).path == str(second)
+    raw(second, other)
+    assert not findings(first, second)
+    raw(tmp_path / "train2.bin", train)
+    assert only("same-data", tmp_path).path == str(tmp_path / "train2.bin")
+
+
+# Sample ids.
+
+
+def pair(folder: Path, tokens: np.ndarray, ids: np.ndarray, length: int = 256) -> Path:
+    folder.mkdir(exist_ok=True)
+    path, id_path = write_shard(folder, 0, tokens[: len(tokens) // length * length], length)
+    id_path.write_bytes(ids.astype("<u8").tobytes())
+    return path
+
+
+def is_whole(folder: Path, tokens: np.ndarray) -> bool:
+    """Whether what reads Templar's shards takes the mended pair, and every id fits."""
+    dataset = open_foreign(folder)
+    assert dataset is not None
+    return dataset.verify().ok and np.array_equal(dataset.open_slice(0).tokens, tokens)
+
+
+def test_a_sound_pair_gives_nothing(tmp_path: Path) -> None:
+    tokens = text_tokens(40 * 256)
+    (report,) = look(pair(tmp_path / "s", tokens, ids_of(tokens, 256)))
+    assert report.ok and report.facts["sample_tokens"] == 256 and report.facts["sample_ids"] == 40
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32])
+def test_ids_of_the_same_tokens_in_another_type(tmp_path: Path, kind: type) -> None:
+    tokens = text_tokens(40 * 256, dtype=kind)
+    other = tokens.astype(np.uint32 if kind is np.uint16 else np.uint16)
+    path = pair(tmp_path / "s", tokens, ids_of(other, 256))
+    only("ids-of-another-view", path)
+    assert is_whole(mended(path), tokens)
+
+
+def test_ids_of_four_bytes_a_token_in_a_file_of_two(tmp_path: Path) -> None:
+    """The known fault of one writer: spans of two samples, and in the second half no bytes at all."""
+    tokens = text_tokens(40 * 256)
+    wide = tokens.view("<u4")
+    ids = np.array([sample_id(wide[i * 256 : (i + 1) * 256]) for i in range(40)], "<u8")
+    assert int(ids[20]) == int(ids[39]) == EMPTY == 13020603013274838756
+    path = pair(tmp_path / "s", tokens, ids)
+    assert faults(path) == {"phantom-ids", "ids-of-another-view"}
+    assert is_whole(mended(path), tokens)
+
+
+def test_ids_of_the_file_with_its_header(tmp_path: Path) -> None:
+    tokens = text_tokens(40 * 256)
+    path = pair(tmp_path / "s", tokens, np.zeros(40, "<u8"))
+    ids_path = path.with_name("sample_ids_000000.bin")
+    ids_path.write_bytes(ids_of(np.memmap(path, np.uint16, "r"), 256).tobytes())
+    assert "header" in only("ids-of-another-view", path).evidence
+    assert is_whole(mended(path), tokens)
+
+
+def test_phantom_ids_beyond_the_tokens(tmp_path: Path) -> None:
+    tokens = text_tokens(40 * 256)
+    short = np.frombuffer(hashlib.blake2b(tokens[:100].tobytes(), digest_size=8).digest(), "<u8")
+    path = pair(tmp_path / "s", tokens, np.concatenate([ids_of(tokens, 256), short]))
+    assert only("phantom-ids", path).place == "sample 40"
+    assert is_whole(mended(path), tokens)
+
+
+def test_all_ids_equal(tmp_path: Path) -> None:
+    tokens = text_tokens(40 * 256)
+    path = pair(tmp_path / "s", tokens, np.full(40, 7, "<u8"))
+    assert "all 40 ids are 7" in only("phantom-ids", path).evidence
+    assert is_whole(mended(path), tokens)
+
+
+def test_too_few_ids_and_a_tail(tmp_path: Path) -> None:
+    tokens = text_tokens(40 * 256)
+    path = pair(tmp_path / "s", tokens, ids_of(tokens, 256)[:-3])
+    only("ids-count", path)
+    assert is_whole(mended(path), tokens)
+    tail = saved(tmp_path / "t.npy", tokens[:-10])
+    tail.with_name("sample_ids_t.bin").write_bytes(ids_of(tokens[:-10], 256).tobytes())
+    only("ids-count", tail)
+    assert len(np.load(mended(tail) / "t.npy")) == 39 * 256
+
+
+def test_tokens_that_changed_are_not_given_new_ids(tmp_path: Path) -> None:
+    tokens = text_tokens(40 * 256)
+    ids = ids_of(tokens, 256)
+    tokens[256 * 5] ^= 1
+    path = pair(tmp_path / "s", tokens, ids)
+    found = only("ids-mismatch", path)
+    assert found.place == "sample 5" and "fetch" in found.mend
+    with pytest.raises(UsageError, match="ids-mismatch"):
+        mend(path, tmp_path / "out", Options())
+
+
+def test_a_directory_is_mended_whole(tmp_path: Path) -> None:
+    folder, tokens = tmp_path / "shards", text_tokens(40 * 256)
+    pair(folder, tokens, ids_of(tokens, 256))
+    saved(folder / "extra.bin", text_tokens(N, 4))
+    assert faults(mended(folder)) == set()
+    names = sorted(p.name for p in (tmp_path / "shards.mended").iterdir())
+    assert names == ["extra.bin", "sample_ids_000000.bin", "train_000000.npy"]
+    with pytest.raises(UsageError, match="new or empty"):
+        mend(folder, folder, Options())
+
+
+def test_a_large_file_is_read_in_part(tmp_path: Path) -> None:
+    path = raw(tmp_path / "a.bin", text_tokens(5 << 20))
+    (part,) = look(path, most_bytes=4 << 20)
+    (whole,) = look(path, most_bytes=4 << 20, full=True)
+    assert part.ok and part.read_bytes < part.total_bytes and whole.read_bytes == whole.total_bytes
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    vocab=st.integers(300, 200_000),
+    count=st.integers(1, 6000),
+    seed=st.integers(0, 1 << 30),
+    suffix=st.sampled_from([".npy", ".bin"]),
+    even=st.booleans(),
+)
+def test_clean_random_files_give_no_finding(
+    tmp_path: Path, vocab: int, count: int, seed: int, suffix: str, even: bool
+) -> None:
+    kind = np.uint16 if vocab <= 1 << 16 else np.uint32
+    tokens = (
+        np.random.default_rng(seed).integers(0, vocab, count, kind) if even else text_tokens(count, seed, vocab, kind)
+    )
+    path = tmp_path / f"a{suffix}"
+    (saved if suffix == ".npy" else raw)(path, tokens)
+    known = {"dtype": np.dtype(kind), "vocab_size": max(vocab, EOS + 1)}
+    assert not findings(path, **known)
+    if suffix == ".npy" or count >= 1024:
+        assert not findings(path)
+
+
+def test_reports_come_as_they_are_made(tmp_path: Path) -> None:
+    saved(tmp_path / "a.npy", text_tokens(N))
+    seen: list[str] = []
+    examine([tmp_path], Options(), lambda report: seen.append(report.to_json()["kind"]))
+    assert seen == ["npy"]
