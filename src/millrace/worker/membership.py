@@ -12,14 +12,25 @@ membership.leave(finished=True)
 
 from __future__ import annotations
 
+import random
+import secrets
+import socket
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from millrace.errors import LeaseError, NetworkError
+from millrace.errors import LeaseError, NetworkError, ProtocolViolation, UsageError
+from millrace.network.client import Client, RemoteError, parse_address
 
 if TYPE_CHECKING:
     from millrace.network.identity import Identity
+
+# How long one question waits for its answer; a worker that is told to stop waits so long at most.
+WAIT_S = 2.0
+MAX_WAIT_S = 20.0
+LEAVE_S = 3.0
 
 
 class CoordinatorGoneError(NetworkError):
@@ -108,23 +119,57 @@ class Membership:
         patience_s: float = 120.0,
         on_note: Callable[[str], None] | None = None,
     ) -> None:
-        raise NotImplementedError
+        self.worker_id = worker_id or f"{socket.gethostname()}-{secrets.token_hex(4)}"
+        self.config: dict[str, Any] = {}
+        self._client = Client(identity)
+        self._at = _address(coordinator, identity)
+        self._address = address
+        self._settings = {**(settings or {}), "lockstep": lockstep}
+        self._patience_s = patience_s
+        self._on_note = on_note or (lambda text: None)
+        self._lock = threading.Lock()
+        self._session = ""
+        self._generation: Generation | None = None
+        self._step = step
+        self._samples = samples
+        self._run_to = 0
+        self._changing = False
+        self._lost = ""
+        self._heartbeat_s = 30.0
+        self._lost_s = 5.0
+        self._closing = threading.Event()
+        self._beats: threading.Thread | None = None
 
-    worker_id: str
-    generation: Generation
+    @property
+    def generation(self) -> Generation:
+        """The generation that this worker is in.
+
+        Raises:
+            MembershipLostError: Before `join`.
+        """
+        if self._generation is None:
+            raise MembershipLostError(f"worker {self.worker_id!r}: in no generation yet. Call join() first.")
+        return self._generation
 
     @property
     def changing(self) -> bool:
         """Whether a new generation is wanted: stop at the next boundary, all ranks at the same one."""
-        raise NotImplementedError
+        return self._changing or bool(self._lost)
 
     def agree(self) -> dict[str, Any]:
         """What the run does: this worker's settings, with the coordinator's in their place where it has any.
 
         Raises:
-            CoordinatorGoneError, RemoteError.
+            CoordinatorGoneError: After `patience_s` without an answer.
         """
-        raise NotImplementedError
+        answer = self._call("/v1/config", {"settings": self._settings})
+        self._heartbeat_s, self._lost_s = float(answer["heartbeat_s"]), float(answer["lost_s"])
+        config = {**self._settings, **answer["config"]}
+        for key, given in self._settings.items():
+            if given is not None and config[key] != given:
+                self._on_note(f"{key}: the run's {config[key]!r} holds, not {given!r} as given to {self.worker_id}")
+        self.config = config
+        return dict(config)
 
     def join(self) -> Generation:
         """Becomes a member; returns when a generation with it begins, which may take until enough workers are there.
@@ -133,7 +178,29 @@ class Membership:
             DuplicateWorkerError: If another live process has this worker id.
             CoordinatorGoneError: After `patience_s` without an answer.
         """
-        raise NotImplementedError
+        if not self.config:
+            self.agree()
+        self._end_beats()
+        self._session, self._lost, self._run_to = secrets.token_hex(16), "", 0
+        body = {"address": self._address, "step": self._step, "samples": self._samples}
+        unsure_until, said = time.monotonic() + self._heartbeat_s + 2 * self._lost_s, ""
+        while True:
+            try:
+                answer = self._call("/v1/members/join", {**self._me(), **body, "wait_s": WAIT_S}, WAIT_S)
+            except RemoteError as error:
+                if error.code == "unsure" and time.monotonic() < unsure_until and not self._closing.wait(0.5):
+                    continue
+                if error.code in ("duplicate", "unsure"):
+                    raise DuplicateWorkerError(str(error)) from error
+                if error.code == "expelled":
+                    continue
+                raise
+            if "generation" in answer:
+                return self._enter(answer["generation"])
+            waiting = answer.get("waiting", {})
+            text = f"waiting for a generation: {waiting.get('members')} here, {waiting.get('waits_for')} waited for"
+            if text != said:
+                self._on_note(said := text)
 
     def boundary(self, step: int, *, stop: bool | None = None, broken: bool = False) -> Generation:
         """To be called between steps, with the number of steps finished. The generation to go on in.
@@ -150,18 +217,146 @@ class Membership:
             MembershipLostError: If this worker was expelled: its steps since do not count. Call `join` again.
             CoordinatorGoneError: After `patience_s` without an answer, where one is needed.
         """
-        raise NotImplementedError
+        generation = self.generation
+        with self._lock:
+            self._step = step
+            self._samples = generation.first_sample(step, int(self.config.get("batch_size") or 1))
+        if self._lost:
+            raise MembershipLostError(self._lost)
+        stop = (self.changing if stop is None else stop) and step >= self._run_to
+        while stop or broken:
+            body = {**self._me(), "generation": generation.number, "step": step, "broken": broken, "wait_s": WAIT_S}
+            try:
+                answer = self._call("/v1/members/ready", body, WAIT_S)
+            except RemoteError as error:
+                if error.code == "expelled":
+                    self._lost = str(error)
+                    raise MembershipLostError(str(error)) from error
+                raise
+            if "generation" in answer:
+                return self._enter(answer["generation"])
+            if "run_to" in answer:
+                self._run_to = int(answer["run_to"])
+                break
+        return generation
 
     def leave(self, *, finished: bool = False) -> None:
-        """Ends the membership; never raises for a coordinator that is away. May be called twice.
+        """Ends the membership; never raises for a coordinator that is away. May be called twice, and from any thread.
 
         Args:
             finished: All steps are done: the others need no new generation.
         """
-        raise NotImplementedError
+        if self._closing.is_set():
+            return
+        number = self._generation.number if self._generation is not None else 0
+        body = {**self._me(), "generation": number, "step": self._step, "finished": finished}
+        self._closing.set()
+        if self._session:
+            try:
+                self._client.request_json(self._at, "POST", "/v1/members/leave", body, timeout_s=LEAVE_S)
+            except NetworkError as error:
+                self._on_note(f"leaving unsaid, the coordinator is away: {error}")
+        self._end_beats()
+        self._client.close()
+
+    def _me(self) -> dict[str, Any]:
+        return {"worker_id": self.worker_id, "session": self._session}
+
+    def _enter(self, told: dict[str, Any]) -> Generation:
+        """Takes up what the coordinator says; the heartbeat begins with the first."""
+        try:
+            members = tuple(Member(str(m["worker_id"]), int(m["rank"]), str(m["address"])) for m in told["members"])
+            keys = ("number", "rank", "world_size", "start_step", "start_sample", "source")
+            counts = {key: int(told[key]) for key in keys}
+            generation = Generation(members=members, run_id=str(told["run_id"]), **counts)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolViolation(f"coordinator {self._at}: not a generation: {told!r:.200}") from error
+        with self._lock:
+            if self._generation is None or self._generation.number != generation.number:
+                self._step, self._samples, self._run_to = generation.start_step, generation.start_sample, 0
+                self._on_note(
+                    f"generation {generation.number}: rank {generation.rank} of {generation.world_size} "
+                    f"from step {generation.start_step}"
+                )
+            self._generation, self._changing = generation, False
+        if self._beats is None:
+            self._beats = threading.Thread(target=self._beat, args=(self._session,), name="membership", daemon=True)
+            self._beats.start()
+        return generation
+
+    def _beat(self, session: str) -> None:
+        """Tells the coordinator that this worker lives, and hears of changes, until the session ends."""
+        pause_s = 0.1
+        wait_s = min(self._heartbeat_s, MAX_WAIT_S)
+        while not self._closing.is_set() and self._session == session:
+            with self._lock:
+                number, step, changing = self.generation.number, self._step, self._changing
+            body = {**self._me(), "session": session, "generation": number, "step": step, "changing": changing}
+            try:
+                answer = self._ask("/v1/members/heartbeat", {**body, "wait_s": wait_s}, wait_s)
+                pause_s = 0.1
+            except RemoteError as error:
+                if error.code == "expelled" and self._session == session:
+                    self._lost = str(error)
+                    return
+                answer = {}
+            except NetworkError:
+                answer = {}  # training goes on without the coordinator
+            with self._lock:
+                if answer and self.generation.number == number:
+                    self._changing = answer.get("changing") is True
+            if not answer or self._changing:
+                # While a change is awaited at a boundary, news of its being called off may take this long.
+                self._closing.wait(pause_s)
+                pause_s = min(2.0, 2 * pause_s) if not answer else 0.1
+
+    def _end_beats(self) -> None:
+        beats, self._beats, self._session = self._beats, None, ""
+        if beats is not None and beats is not threading.current_thread() and self._closing.is_set():
+            beats.join(2.0)
+
+    def _ask(self, path: str, body: dict[str, Any], wait_s: float = 0.0) -> dict[str, Any]:
+        answer, _ = self._client.request_json(self._at, "POST", path, body, timeout_s=wait_s + 10)
+        if not isinstance(answer, dict):
+            raise ProtocolViolation(f"coordinator {self._at}{path}: expected an object, got {answer!r:.80}")
+        return answer
+
+    def _call(self, path: str, body: dict[str, Any], wait_s: float = 0.0) -> dict[str, Any]:
+        """One exchange, repeated with back-off while the coordinator is away."""
+        deadline, pause_s, said = time.monotonic() + self._patience_s, 0.05, False
+        while True:
+            if self._closing.is_set():
+                raise MembershipLostError(f"worker {self.worker_id!r}: it has left the run.")
+            try:
+                return self._ask(path, body, wait_s)
+            except NetworkError as error:
+                if isinstance(error, RemoteError) and error.status != 503:
+                    raise
+                if time.monotonic() + pause_s > deadline:
+                    raise CoordinatorGoneError(
+                        f"coordinator {self._at}: no answer for {self._patience_s:g} s; last: {error}. "
+                        "Is it running (millrace coordinate), and the address right?"
+                    ) from error
+                if not said and pause_s > 0.5:
+                    self._on_note(f"coordinator {self._at} does not answer; asking for {self._patience_s:g} s")
+                    said = True
+            self._closing.wait(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2.0, 2 * pause_s)
 
     def __enter__(self) -> Membership:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.leave()
+
+
+def _address(coordinator: str, identity: Identity | None) -> str:
+    """`host:port` of what a person gave as the coordinator."""
+    scheme, mark, rest = coordinator.partition("://")
+    wanted = "http" if identity is None else "https"
+    if mark and scheme.lower() != wanted:
+        how = "it needs this node's directory: --network" if identity is None else "with a network it is https"
+        raise UsageError(f"coordinator: expected {wanted}://HOST:PORT, got {coordinator!r}: {how}.")
+    address = (rest if mark else coordinator).rstrip("/")
+    parse_address(address)
+    return address

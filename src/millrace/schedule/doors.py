@@ -1,0 +1,46 @@
+"""The coordinator's doors in the words of OpenAPI 3.1, so that a client can be written or made from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TEXT, _COUNT, _FLAG = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
+_WAIT = {"type": "number", "minimum": 0, "maximum": 30, "description": "Seconds to hold the answer for news."}
+_SESSION = {"worker_id": _TEXT, "session": {**_TEXT, "description": "Random, 8 to 64 characters, one a process."}}
+_IN = {**_SESSION, "generation": _COUNT, "step": {**_COUNT, "description": "Steps finished."}}
+
+_DOORS: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("post", "/v1/config", "What the run does; the first to say settles what the coordinator was not told.",
+     {"settings": {"type": "object"}}),
+    ("get", "/v1/config", "What the run does.", {}),
+    ("post", "/v1/members/join", "Become a member: {generation} once one with it begins, else {waiting}: ask again.",
+     {**_SESSION, "address": _TEXT, "step": _COUNT, "samples": _COUNT, "wait_s": _WAIT}),
+    ("post", "/v1/members/ready", "Stopped at a boundary: {generation}, {run_to} to catch up, or {waiting}.",
+     {**_IN, "broken": _FLAG, "wait_s": _WAIT}),
+    ("post", "/v1/members/heartbeat", "Alive; {changing} says whether to stop at the next boundary.",
+     {**_IN, "changing": {**_FLAG, "description": "What the worker believes: answered when it is otherwise."},
+      "wait_s": _WAIT}),
+    ("post", "/v1/members/leave", "Not a member any more; `finished` if the last step is done.",
+     {**_IN, "finished": _FLAG}),
+    ("get", "/v1/generation", "The generation now.", {}),
+    ("get", "/v1/status", "What the run has reached, and who is in it.", {}),
+    ("get", "/v1/log", "Who trained on what: ?step=N, ?sample=N, or all generations.", {}),
+]  # fmt: skip
+
+
+def describe() -> dict[str, Any]:
+    """The document at /openapi.json."""
+    paths: dict[str, Any] = {}
+    for method, path, about, fields in _DOORS:
+        door: dict[str, Any] = {
+            "summary": about,
+            "responses": {
+                "200": {"description": "Done.", "content": {"application/json": {"schema": {"type": "object"}}}},
+                "409": {"description": "Refused: {error, message}; error is duplicate, unsure, expelled or bad_step."},
+            },
+        }
+        if fields:
+            schema = {"type": "object", "properties": fields}
+            door["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        paths.setdefault(path, {})[method] = door
+    return {"openapi": "3.1.0", "info": {"title": "Millrace coordinator", "version": "1"}, "paths": paths}
