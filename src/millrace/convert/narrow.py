@@ -180,7 +180,8 @@ def _between_floats(values: Array, to: str, name: str, first_row: int, lossy: bo
 
 def narrow_bf16(values: Array) -> NDArray[np.uint16]:
     """The bits of the nearest BF16, ties to even; a NaN stays one."""
-    singles = values.astype(np.float32)
+    with np.errstate(over="ignore"):
+        singles = values.astype(np.float32)
     bits = singles.view(np.uint32)
     if values.dtype.itemsize > 4:
         # Rounding twice may end on the wrong side: the first rounding is to odd, so that the second sees what was cut.
@@ -200,7 +201,7 @@ def widen_bf16(bits: Array) -> NDArray[np.float32]:
 def quantize(
     values: Array, name: str = "values", *, first_row: int = 0, largest: float | None = None
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Eight bits and a scale for each row: |x - q * scale| <= scale / 2, exactly.
+    """Eight bits and a scale for each row: |x - q * scale| <= scale / 2.
 
     Args:
         values: Numbers [N, …], finite.
@@ -218,13 +219,14 @@ def quantize(
         most = np.full(len(values), largest, np.float64)
     with np.errstate(over="ignore"):
         scale = (most / _LEVELS).astype(np.float32)
-        # Rounded down it would leave the largest value beyond 127.
-        short = scale.astype(np.float64) * _LEVELS < most
-        scale[short] = np.nextafter(scale[short], np.float32(np.inf))
-    if np.isinf(scale).any():
-        raise _refused(values, np.abs(rows).max(1) >= most.max(), "q8", name, first_row, "Scale it down first.")
+        if np.isinf(scale).any():
+            raise _refused(values, most >= most.max(), "q8", name, first_row, "Scale the values down first.")
+        # Rounded up, the largest scale's 127 steps could end beyond F32; rounded down, a subnormal one's too early.
+        scale = np.where(np.isinf(scale * np.float32(_LEVELS)), np.nextafter(scale, np.float32(0)), scale)
+        wide = scale.astype(np.float64)
+        scale = np.where(most - wide * _LEVELS > wide / 2, np.nextafter(scale, np.float32(np.inf)), scale)
     steps = np.where(scale == 0, 1.0, scale.astype(np.float64))[:, None]
-    quantized = np.rint(rows / steps)
+    quantized = np.clip(np.rint(rows / steps), -_LEVELS, _LEVELS)
     assert (np.abs(rows - quantized * scale[:, None].astype(np.float64)) <= steps / 2 * (1 + 1e-12)).all()
     return quantized.astype(np.int8).reshape(values.shape), scale
 

@@ -46,12 +46,14 @@ def write_parts(source: TableSource, out: Path, options: Options, suffix: str, o
         path = out if single else out / f"part-{len(files):05d}{suffix}"
         with path.open("xb") as file:
             part = open_part(file, source.schema)
-            while ahead is not None and (single or file.tell() < options.slice_bytes):
-                part.write(ahead, digest.num_rows)
-                digest.add(ahead)
-                options.advance(ahead.num_rows)
-                ahead = next(pieces, None)
-            part.finish()
+            try:
+                while ahead is not None and (single or file.tell() < options.slice_bytes):
+                    part.write(ahead, digest.num_rows)
+                    digest.add(ahead)
+                    options.advance(ahead.num_rows)
+                    ahead = next(pieces, None)
+            finally:
+                part.finish()  # Also after an error: a writer that is let go of would write on.
             file.flush()
             os.fsync(file.fileno())
         files.append(Path() if single else path.relative_to(out))

@@ -19,7 +19,8 @@ _CODECS = ("zstd", "snappy", "none")
 
 
 class _ParquetPart:
-    def __init__(self, file: BinaryIO, schema: pa.Schema, codec: str) -> None:
+    def __init__(self, file: BinaryIO, schema: pa.Schema, codec: str, group_bytes: int) -> None:
+        self._group_bytes = min(_GROUP_BYTES, group_bytes)
         self._writer = pq.ParquetWriter(file, schema, compression=codec, write_page_checksum=True)
         self._schema = schema
         self._waiting: list[pa.RecordBatch] = []
@@ -29,7 +30,7 @@ class _ParquetPart:
         self._waiting.append(batch)
         self._bytes += batch.nbytes
         self._rows += batch.num_rows
-        if self._bytes >= _GROUP_BYTES or self._rows >= _GROUP_ROWS:
+        if self._bytes >= self._group_bytes or self._rows >= _GROUP_ROWS:
             self._flush()
 
     def finish(self) -> None:
@@ -43,7 +44,7 @@ class _ParquetPart:
 
 
 def write_parquet(source: TableSource, out: Path, options: Options) -> Written:
-    """Parquet files in row groups of 8 MiB; `compress`: zstd (by default), snappy or none.
+    """Parquet files in row groups of 8 MiB or less; `compress`: zstd (by default), snappy or none.
 
     Raises:
         UsageError: If a column's type is none of Parquet's.
@@ -54,7 +55,7 @@ def write_parquet(source: TableSource, out: Path, options: Options) -> Written:
 
     def open_part(file: BinaryIO, schema: pa.Schema) -> Part:
         try:
-            return _ParquetPart(file, schema, codec)
+            return _ParquetPart(file, schema, codec, options.slice_bytes)
         except pa.ArrowNotImplementedError as error:
             raise UsageError(f"Parquet: expected columns that it can hold, got: {error}. Leave them out.") from error
 

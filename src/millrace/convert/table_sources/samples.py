@@ -103,7 +103,8 @@ def _batches(paths: Sequence[Path]) -> Iterator[tuple[str, list[_Row], int]]:
     options = ReadOptions(max_document_bytes=_MOST_MEMBER_BYTES)
     for path in paths:
         with open_bytes(path) as file:
-            members = itertools.groupby(Members(file, options, kinds=None).all(), lambda member: member.key)
+            archive = Members(file, options, kinds=None)
+            members = itertools.groupby(archive.all(), lambda member: member.key)
             rows: list[_Row] = []
             size, where = 0, ""
             for key, group in members:
@@ -114,6 +115,11 @@ def _batches(paths: Sequence[Path]) -> Iterator[tuple[str, list[_Row], int]]:
                 if size >= BATCH_BYTES or len(rows) >= _BATCH_ROWS:
                     yield where, rows, size
                     rows, size, where = [], 0, ""
+            if not archive.has_end:
+                raise DatasetError(
+                    f"{path}: expected blocks of zeros at the archive's end, got none: it is cut. Fetch it again; or if "
+                    "its writer leaves them out, append 1024 bytes of zero."
+                )
             if rows:
                 yield where, rows, size
 

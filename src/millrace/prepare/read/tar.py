@@ -127,6 +127,7 @@ class Members:
     def __init__(
         self, file: BinaryIO, options: ReadOptions, start: int = 0, kinds: Container[str] | None = _TEXTS
     ) -> None:
+        self.has_end = False  # Whether the archive's own mark of its end was seen.
         self._kinds = kinds
         self._file = file
         self._options = options
@@ -146,7 +147,8 @@ class Members:
                     if header:
                         yield Member("", position, problem="the archive ends within a header")
                     return
-                if not any(header):
+                self.has_end = not any(header)
+                if self.has_end:
                     start = self._at
                     continue  # two such blocks are the end, but archives may be joined
                 size = _sound(header)

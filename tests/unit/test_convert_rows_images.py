@@ -1,0 +1,137 @@
+"""Images in folders, tars and Parquet become tensors, pixel by pixel; what is damaged is kept aside."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from millrace.convert.content import Options
+from millrace.convert.convert import convert
+from millrace.convert.images import decode
+from millrace.convert.tables import open_table
+from millrace.dataset import open_dataset
+from millrace.errors import DatasetError, MissingPackageError, UsageError
+from millrace.load.loader import Loader
+
+pytest.importorskip("PIL", reason="pillow is not installed")
+from PIL import Image
+
+NONE = Options()
+PIXELS = np.random.default_rng(2).integers(0, 256, (12, 8, 10, 3), dtype=np.uint8)
+
+
+def encoded(pixels: np.ndarray, kind: str = "PNG", **more: Any) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind, **more)
+    return file.getvalue()
+
+
+def a_folder(folder: Path) -> Path:
+    for index, pixels in enumerate(PIXELS):
+        place = folder / ("cat", "dog", "owl")[index % 3]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{index:03d}.png").write_bytes(encoded(pixels))
+    return folder
+
+
+def rows_of(path: Path) -> dict[str, np.ndarray]:
+    batch = next(iter(Loader(path, batch_size=1000, shuffle=False)))
+    return dict(batch.tensors)
+
+
+def test_a_folder_of_classes(tmp_path: Path) -> None:
+    a_folder(tmp_path / "in")
+    report = convert(tmp_path / "in", tmp_path / "ds", "safetensors", Options(tensors={"labels": "u8"}))
+    found = rows_of(tmp_path / "ds")
+    assert found["labels"].tolist() == [0] * 4 + [1] * 4 + [2] * 4 and found["labels"].dtype == np.uint8
+    order = [i for label in range(3) for i in range(12) if i % 3 == label]
+    assert (found["images"] == PIXELS[order].transpose(0, 3, 1, 2)).all()
+    assert open_dataset(tmp_path / "ds").manifest.lineage["converted"]["classes"] == ["cat", "dog", "owl"]
+    assert report.written.notes == ("left out, being no numbers: path",)
+
+
+@pytest.mark.parametrize("via", ["webdataset", "parquet", "tfrecord", "feather"])
+def test_images_go_through_other_formats_as_they_are(tmp_path: Path, via: str) -> None:
+    a_folder(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "direct", "safetensors", NONE)
+    convert(tmp_path / "in", tmp_path / "via", via, Options(slice_bytes=1000))
+    convert(tmp_path / "via", tmp_path / "ds", "safetensors", NONE)
+    direct, found = rows_of(tmp_path / "direct"), rows_of(tmp_path / "ds")
+    assert direct.keys() == found.keys() and all((direct[name] == found[name]).all() for name in direct)
+
+
+def test_parquet_as_hugging_face_stores_images(tmp_path: Path) -> None:
+    images = [{"bytes": encoded(pixels), "path": f"{i}.png"} for i, pixels in enumerate(PIXELS)]
+    pq.write_table(pa.table({"image": images, "label": list(range(12))}), tmp_path / "train-00000-of-00001.parquet")
+    convert(tmp_path, tmp_path.parent / f"{tmp_path.name}-ds", "safetensors", NONE)
+    found = rows_of(tmp_path.parent / f"{tmp_path.name}-ds")
+    assert (found["images"] == PIXELS.transpose(0, 3, 1, 2)).all() and found["labels"].tolist() == list(range(12))
+
+
+def test_what_is_damaged_is_kept_aside(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path / "in")
+    (folder / "cat" / "000.png").write_bytes(encoded(PIXELS[0])[:60])
+    (folder / "dog" / "004.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    report = convert(folder, tmp_path / "ds", "safetensors", NONE)
+    assert report.written.num_rows == 10
+    aside = [json.loads(line) for line in (tmp_path / "ds" / "rejects.jsonl").read_text().splitlines()]
+    assert [(row["row"], row["name"]) for row in aside] == [(0, "cat/000.png"), (5, "dog/004.png")]
+    assert all(row["reason"] for row in aside)
+    assert any("2 images kept aside" in note for note in report.written.notes)
+    dataset = open_dataset(tmp_path / "ds")
+    assert dataset.verify().ok and dataset.manifest.lineage["converted"]["aside"] == 2
+    assert rows_of(tmp_path / "ds")["labels"].tolist() == [0] * 3 + [1] * 3 + [2] * 4
+
+
+def test_sizes_are_equal_or_made_so(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path / "in")
+    (folder / "owl" / "z.jpg").write_bytes(encoded(np.zeros((20, 30, 3), np.uint8), "JPEG"))
+    with pytest.raises(DatasetError, match=r"owl/z.jpg: expected an image of 8 x 10 .* got 20 x 30.*--resize"):
+        convert(folder, tmp_path / "ds", "safetensors", NONE)
+    convert(folder, tmp_path / "ds", "safetensors", Options(crop=(6, 4)))
+    found = rows_of(tmp_path / "ds")
+    assert found["images"].shape == (13, 3, 6, 4)
+    assert (found["images"][0] == PIXELS[0, 1:7, 3:7].transpose(2, 0, 1)).all()
+    convert(folder, tmp_path / "ds2", "safetensors", Options(resize=(5, 7)))
+    assert rows_of(tmp_path / "ds2")["images"].shape == (13, 3, 5, 7)
+
+
+def test_grey_and_turned_images() -> None:
+    grey = PIXELS[0, :, :, 0]
+    assert (decode(encoded(grey), None, NONE) == grey[None]).all()
+    assert (decode(encoded(grey), 3, NONE) == grey[None].repeat(3, 0)).all()
+    assert decode(encoded(PIXELS[0]), 1, NONE) == "mode RGB among images of one channel"
+    exif = Image.Exif()
+    exif[0x0112] = 6  # Turn by a quarter.
+    turned = decode(encoded(PIXELS[0], exif=exif.tobytes()), None, NONE)
+    assert isinstance(turned, np.ndarray) and turned.shape == (3, 10, 8)
+    wide = decode(encoded((PIXELS[0, :, :, 0].astype(np.uint16)) * 200), None, NONE)
+    assert isinstance(wide, str) and "8 bits do not hold" in wide
+
+
+def test_an_image_that_would_take_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.convert.images._MOST_PIXELS", 79)
+    assert decode(encoded(PIXELS[0]), None, NONE) == "10 x 8 pixels, more than 79"
+
+
+def test_folders_that_are_no_classes(tmp_path: Path) -> None:
+    a_folder(tmp_path / "in" / "train")
+    a_folder(tmp_path / "in" / "test")
+    with pytest.raises(UsageError, match=r"got splits test, train. Convert each by itself"):
+        open_table(tmp_path / "in")
+    (tmp_path / "in" / "train" / "stray.png").write_bytes(encoded(PIXELS[0]))
+    with pytest.raises(UsageError, match=r"got stray.png beside them"):
+        open_table(tmp_path / "in" / "train")
+
+
+def test_without_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'millrace\[vision\]'"):
+        decode(b"x", None, NONE)

@@ -1,0 +1,231 @@
+"""Types of tensors: every change is exact, or bounded as it says, or refused with the place."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from millrace.convert.content import Options
+from millrace.convert.convert import convert
+from millrace.convert.narrow import DTYPES, Largest, dtype_name, narrow, narrow_bf16, quantize, widen_bf16
+from millrace.convert.table_sources.base import Table
+from millrace.dataset import adopt, open_dataset
+from millrace.dataset.slices import open_slice, write_rows_slice
+from millrace.errors import DatasetError, UsageError
+from millrace.load.dequantize import dequantize, kinds_of
+from millrace.load.loader import Loader
+
+INTEGERS = [name for name in DTYPES if name[0] in "UI"]
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def a_table(**arrays: np.ndarray) -> Table:
+    columns = {
+        name: pa.FixedShapeTensorArray.from_numpy_ndarray(array) if array.ndim > 1 else pa.array(array)
+        for name, array in arrays.items()
+    }
+    batch = pa.record_batch(columns)
+    return Table("made", batch.schema, len(batch), lambda: iter([batch.slice(0, 3), batch.slice(3)]))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("f16", "F16"), ("float16", "F16"), ("fp16", "F16"), ("bfloat16", "BF16"), ("uint16", "U16"), ("I8", "I8"),
+     ("bool", "BOOL"), ("q8", "q8"), (" Q8-tensor", "q8-tensor")],
+)  # fmt: skip
+def test_the_names_of_types(text: str, name: str) -> None:
+    assert dtype_name(text) == name
+
+
+def test_an_unknown_type() -> None:
+    with pytest.raises(UsageError, match=r"expected one of bool, u8, .*q8-tensor, got 'complex'"):
+        dtype_name("complex")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(INTEGERS),
+    st.sampled_from(INTEGERS),
+    st.lists(st.integers(-(2**63), 2**64 - 1), min_size=1, max_size=5),
+)
+def test_integers_are_kept_or_refused(source: str, to: str, numbers: list[int]) -> None:
+    info = np.iinfo(DTYPES[source])
+    values = np.array([n % (info.max - info.min + 1) + info.min for n in numbers], DTYPES[source])
+    bounds = np.iinfo(DTYPES[to])
+    if all(bounds.min <= int(v) <= bounds.max for v in values):
+        found = narrow(values, to, "x").tensors["x"]
+        assert found.dtype == DTYPES[to] and [int(v) for v in found] == [int(v) for v in values]
+    else:
+        bad = next(i for i, v in enumerate(values) if not bounds.min <= int(v) <= bounds.max)
+        with pytest.raises(DatasetError, match=rf"tensor 'x' to {to.lower()}: .* got {int(values[bad])} \(row {bad}\)"):
+            narrow(values, to, "x")
+
+
+@settings(max_examples=200, deadline=None)
+@given(hnp.arrays(st.sampled_from([np.float16, np.float32, np.float64]), st.integers(1, 4)), st.sampled_from(INTEGERS))
+def test_floats_become_integers_only_where_they_are_some(values: np.ndarray, to: str) -> None:
+    bounds = np.iinfo(DTYPES[to])
+    fits = [math.isfinite(v) and float(v).is_integer() and bounds.min <= int(v) <= bounds.max for v in values]
+    if all(fits):
+        assert [int(v) for v in narrow(values, to, "x").tensors["x"]] == [int(v) for v in values]
+    else:
+        with pytest.raises(DatasetError, match=rf"\(row {fits.index(False)}\)"):
+            narrow(values, to, "x")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4), st.sampled_from(["F16", "BF16", "F32", "F64"])
+)
+def test_integers_become_floats_only_where_these_are_the_same(numbers: list[int], to: str) -> None:
+    values = np.array(numbers, np.int64)
+    bits, most = {"F16": (11, 65504), "BF16": (8, 2**127), "F32": (24, 2**127), "F64": (53, 2**127)}[to]
+    fits = [abs(n) <= most and (n == 0 or abs(n) // (abs(n) & -abs(n)) < 1 << bits) for n in numbers]
+    if all(fits):
+        found = narrow(values, to, "x").tensors["x"]
+        assert [int(v) for v in (widen_bf16(found) if to == "BF16" else found)] == numbers
+    else:
+        with pytest.raises(DatasetError, match=rf"\(row {fits.index(False)}\)"):
+            narrow(values, to, "x")
+        narrow(values, to, "x", lossy=True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.floats(width=64, allow_nan=False))
+def test_bf16_is_the_nearest_and_ties_are_even(value: float) -> None:
+    bits = int(narrow_bf16(np.array([value], np.float64))[0])
+    found = float(widen_bf16(np.array([bits], np.uint16))[0])
+    if math.isinf(found):
+        # Halfway to the power of two beyond the largest.
+        assert abs(value) >= float.fromhex("0x1.ffp127")
+        return
+    neighbours = [n for n in (bits - 1, bits + 1) if 0 <= n < 1 << 16]
+    others = [float(widen_bf16(np.array([n], np.uint16))[0]) for n in neighbours]
+    distance = abs(Fraction(value) - Fraction(found))
+    for bits_of, other in zip(neighbours, others):
+        if math.isfinite(other) and (other >= 0) == (found >= 0):
+            beside = abs(Fraction(value) - Fraction(other))
+            assert distance < beside or (distance == beside and bits % 2 == 0 and bits_of % 2 == 1)
+
+
+def test_bf16_as_torch_rounds() -> None:
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(3)
+    values = rng.integers(0, 2**32, 20_000, dtype=np.uint32).view(np.float32)
+    theirs = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    number = ~np.isnan(values)
+    assert (narrow_bf16(values)[number] == theirs[number]).all()
+    assert np.isnan(widen_bf16(narrow_bf16(values[~number]))).all()
+    doubles = rng.standard_normal(20_000)
+    theirs = torch.from_numpy(doubles).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    assert (narrow_bf16(doubles) != theirs).mean() < 1e-3  # torch rounds doubles twice.
+
+
+def test_floats_that_overflow_are_refused_unless_told() -> None:
+    values = np.array([[1.0, 2.0], [70000.0, 3.0]], np.float32)
+    with pytest.raises(DatasetError, match=r"'x' to f16: .* got 70000.0 \(row 8, at \[0\]\)\. Take bf16"):
+        narrow(values, "F16", "x", first_row=7)
+    assert np.isinf(narrow(values, "F16", "x", lossy=True).tensors["x"][1, 0])
+    kept = narrow(np.array([np.inf, np.nan], np.float32), "F16", "x").tensors["x"]
+    assert np.isinf(kept[0]) and np.isnan(kept[1])
+    assert (narrow(np.array([0.1, 1 / 3], np.float32), "F16", "x").tensors["x"] == np.float16([0.1, 1 / 3])).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=3, max_side=6), elements=FINITE))
+def test_quantized_values_are_within_half_a_step(values: np.ndarray) -> None:
+    quantized, scale = quantize(values)
+    assert quantized.dtype == np.int8 and quantized.shape == values.shape and scale.shape == values.shape[:1]
+    assert quantized.min() >= -127
+    steps = scale.astype(np.float64).reshape(-1, *[1] * (values.ndim - 1))
+    assert (np.abs(values - quantized * steps) <= steps / 2 * (1 + 1e-12)).all()
+    back = dequantize({"x": quantized, "x.scale": scale})["x"]
+    assert back.dtype == np.float32
+    slack = float(np.abs(values).max(initial=0)) * 2.0**-24 + 2.0**-149  # The product is rounded to F32.
+    assert (np.abs(values.astype(np.float64) - back) <= steps / 2 + slack).all()
+
+
+def test_quantizing_what_is_not_finite() -> None:
+    with pytest.raises(DatasetError, match=r"'x' to q8: .* got inf \(row 5, at \[1\]\)"):
+        quantize(np.array([[0.0, 0.0], [0.0, np.inf]], np.float32), "x", first_row=4)
+    seen = Largest()
+    seen.add(np.ones((3, 2)), "x")
+    with pytest.raises(DatasetError, match=r"got nan \(row 3, at \[0\]\)"):
+        seen.add(np.array([[np.nan]]), "x")
+    with pytest.raises(UsageError, match="largest magnitude"):
+        narrow(np.ones(3), "q8-tensor", "x")
+
+
+# Through a dataset.
+
+
+@pytest.mark.parametrize("to", ["q8", "q8-tensor"])
+def test_a_loader_gives_what_was_quantized(tmp_path: Path, to: str) -> None:
+    rng = np.random.default_rng(5)
+    values = (rng.standard_normal((10, 4, 3)) * np.exp(rng.standard_normal((10, 1, 1)))).astype(np.float32)
+    source = a_table(features=values, labels=np.arange(10))
+    convert(source, tmp_path / "ds", "safetensors", Options(tensors={"features": to}, more={"slice_rows": 3}))
+    dataset = open_dataset(tmp_path / "ds")
+    assert dataset.manifest.slices > 1
+    changed = dataset.manifest.lineage["converted"]["changed"]["features"]
+    per = "row" if to == "q8" else "tensor"
+    assert changed == {
+        "from": "F32", "to": "I8", "scale": "features.scale", "per": per, "error": "at most scale / 2"
+    }  # fmt: skip
+    scales = []
+    for batch in Loader(tmp_path / "ds", batch_size=4):
+        found = dequantize(batch.tensors, kinds_of(dataset))
+        assert set(found) == {"features", "labels"}
+        bound = batch.tensors["features.scale"].reshape(-1, 1, 1) / 2 * (1 + 1e-5)
+        assert (np.abs(found["features"] - values[batch.sample_ids]) <= bound).all()
+        scales += batch.tensors["features.scale"].tolist()
+    assert (len(set(scales)) == 1) == (to == "q8-tensor")
+
+
+def test_bf16_is_bf16_in_the_file(tmp_path: Path) -> None:
+    values = np.array([[1.0, 2.5], [3.0e38, -0.1]], np.float32)
+    convert(a_table(x=values), tmp_path / "ds", "safetensors", Options(tensors={"x": "bf16"}))
+    dataset = open_dataset(tmp_path / "ds")
+    one = dataset.open_slice(0)
+    assert one.dtypes == {"x": "BF16"} and kinds_of(dataset) == {"x": "BF16"}
+    torch = pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    assert safetensors.load_file(one.path)["x"].equal(torch.from_numpy(values).to(torch.bfloat16))
+    batch = next(iter(Loader(tmp_path / "ds", batch_size=2, shuffle=False)))
+    found = dequantize(batch.tensors, kinds_of(dataset))["x"]
+    assert found.dtype == np.float32 and np.allclose(found, values, rtol=2**-8)
+    # And once more, as BF16 and as F32 again.
+    convert(tmp_path / "ds", tmp_path / "same", "safetensors", Options())
+    assert open_dataset(tmp_path / "same").open_slice(0).dtypes == {"x": "BF16"}
+    convert(tmp_path / "ds", tmp_path / "wide", "safetensors", Options(tensors={"x": "f32"}))
+    assert (open_dataset(tmp_path / "wide").open_slice(0).tensors["x"] == found).all()
+
+
+def test_a_refused_value_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"tensor 'n' to u8: .* got 300 \(row 4\)\. Keep it wider"):
+        convert(a_table(n=np.array([1, 2, 3, 4, 300])), tmp_path / "ds", "safetensors", Options(tensors={"n": "u8"}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_types_of_slices_and_of_adopted_files(tmp_path: Path) -> None:
+    bits = narrow_bf16(np.ones((2, 3), np.float32))
+    write_rows_slice(tmp_path / "a.safetensors", {"x": bits, "n": np.arange(2)}, {"x": "BF16"})
+    assert open_slice(tmp_path / "a.safetensors").dtypes == {"x": "BF16", "n": "I64"}
+    assert kinds_of(adopt(tmp_path)) == {"n": "I64", "x": "BF16"}
+    with pytest.raises(UsageError, match="tensor 'n' of a slice"):
+        write_rows_slice(tmp_path / "b.safetensors", {"n": np.arange(2)}, {"n": "BF16"})
+
+
+def test_what_cannot_be_dequantized() -> None:
+    with pytest.raises(UsageError, match=r"dequantize: expected some of \['x'\], got \['y'\]"):
+        dequantize({"x": np.ones((1, 1), np.int8), "x.scale": np.ones(1, np.float32), "y": np.ones(1)}, names=["y"])
+    left = dequantize({"x": np.ones((1, 1), np.int8), "x.scale": np.ones(1, np.float32)}, names=[])
+    assert set(left) == {"x", "x.scale"}
