@@ -48,7 +48,7 @@ class _Base(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
             return False
         if owner.spend("throttle"):
-            self._refuse(429, "", "Too many requests", {"Retry-After": "0"})
+            self._refuse(429, "", "Too many requests", {"RateLimit": '"api";r=0;t=0'})
             return False
         if owner.spend("broken"):
             self._refuse(500, "", "Internal error")
@@ -174,6 +174,9 @@ class HubHandler(_Base):
         return self.headers.get("Authorization", "").removeprefix("Bearer ")
 
     def _repo(self, kind: str, name: str) -> Path | None:
+        if name in self.owner.renamed:
+            self._answer(307, b"", {"Location": self.path.replace(name, self.owner.renamed[name], 1)})
+            return None
         repo = self.owner.directory / kind / name
         hidden = settings_of(repo).get("private") and self._token() not in self.owner.tokens
         if ".." in name or not repo.is_dir() or hidden or not any(repo.glob("*.*")):
@@ -221,10 +224,8 @@ class HubHandler(_Base):
         if ".." in path or not below.is_dir():
             return self._refuse(404, "EntryNotFound", f"{path} does not exist on main")
         deep = self._query.get("recursive", "").lower() in ("true", "1")
-        found = sorted(
-            (one for one in (below.rglob("*") if deep else below.iterdir()) if one.name != ".hub.json"),
-            key=lambda one: one.relative_to(repo).parts,
-        )
+        found = [one for one in (below.rglob("*") if deep else below.iterdir()) if one.name != ".hub.json"]
+        found.sort(key=lambda one: (len(one.parts), one.is_file(), str(one)))  # level by level, folders first
         start = int(self._query.get("cursor") or 0)
         size = min(self.owner.page_size, int(self._query.get("limit") or self.owner.page_size))
         headers = {}

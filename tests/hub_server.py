@@ -47,7 +47,7 @@ class Faults:
         black_hole: Requests are read and never answered. `black_hole_files`: those to the CDN and for plain files.
         bytes_per_s: Of each connection. 0: no limit.
         delay_s: Before each answer.
-        throttle: So many of the next requests get 429 with `Retry-After: 0`.
+        throttle: So many of the next requests get 429 with `RateLimit: "api";r=0;t=0`.
         broken: So many of the next requests get 500.
         corrupt: Paths in a repository whose bytes have the byte at `corrupt[path]` flipped.
         expired: So many of the next requests to the CDN get 403: their address has run out.
@@ -77,6 +77,7 @@ class HubServer:
         tokens: Those that are let into gated and private repositories.
         page_size: Entries on a page of a tree.
         revisions: Further names of the one commit.
+        renamed: Old names, which are sent on to the new.
         commits: By repository, in place of the content's hash: a push, seen from outside.
     """
 
@@ -86,6 +87,7 @@ class HubServer:
         self.tokens = {TOKEN}
         self.page_size = 1000
         self.revisions: set[str] = set()
+        self.renamed: dict[str, str] = {}
         self.commits: dict[str, str] = {}
         self.requests: Counter[str] = Counter()
         self.bytes_sent: Counter[str] = Counter()

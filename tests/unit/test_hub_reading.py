@@ -228,7 +228,7 @@ def test_what_is_gated_needs_a_token_which_no_other_host_sees(
         text_key="content",
     )
     with pytest.raises(AccessError, match=r"no token was sent\. Accept its terms on .*and set HF_TOKEN") as caught:
-        texts("hf:bigcode/the-stack", "content")
+        TextStream("hf:bigcode/the-stack", tokenizer="bytes", seq_len=8, batch_size=1)
     assert isinstance(caught.value, PermissionError) and caught.value.dataset == "bigcode/the-stack"
     monkeypatch.setenv("HF_TOKEN", "wrong")
     with pytest.raises(AccessError, match="HF_TOKEN's account has no access"):
@@ -287,6 +287,12 @@ def test_a_dataset_is_made_of_it(hub: HubServer, tmp_path: Path) -> None:
     assert summary.documents_out == local.documents_out == 40
     found, wanted = (open_dataset(tmp_path / at).open_slice(0).tokens for at in ("out", "local"))
     assert np.array_equal(found, wanted) and len(found) == summary.tokens
+
+
+def test_a_dataset_that_was_renamed(hub: HubServer) -> None:
+    hub.renamed["squad"] = "EleutherAI/pile"
+    found = find_dataset("squad")
+    assert found is not None and found.url.startswith("hf://datasets/EleutherAI/pile:train@")
 
 
 def test_a_mirror_whose_pages_name_the_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import urllib.parse
 import urllib.request
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from email.message import Message
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
@@ -357,9 +358,15 @@ def _refusal(what: str, response: http.client.HTTPResponse) -> PassingError | Re
     status = response.status
     text = f"{what}: HTTP status {status} {response.reason}"
     if status in _PASSING or status >= 500:
-        wait_s = _retry_after(response.headers.get("Retry-After", ""))
+        wait_s = wait_told(response.headers)
         return PassingError(text, wait_s=wait_s, throttled=status in _THROTTLED or wait_s > 0)
     return RefusedError(text)
+
+
+def wait_told(headers: Message) -> float:
+    """Seconds that a server asks to wait: Retry-After, or where the hub's `RateLimit: "api";r=0;t=55` begins anew."""
+    told = re.search(r"\bt\s*=\s*(\d{1,9})", headers.get("RateLimit", ""))
+    return _retry_after(headers.get("Retry-After") or (told[1] if told else ""))
 
 
 def _retry_after(text: str) -> float:

@@ -17,7 +17,7 @@ from millrace.prepare.documents import Record
 from millrace.prepare.read.base import Format, Piece, ReadOptions, Source
 from millrace.prepare.read.fields import to_record
 from millrace.prepare.read.hub_api import TRIES, HubFile, Repo, find_repo
-from millrace.prepare.read.hub_files import file_url
+from millrace.prepare.read.hub_files import fetch_range, file_url
 from millrace.prepare.read.hub_rules import kind_of, matches, of_one_kind, parts_of
 from millrace.prepare.read.opening import COMPRESSIONS
 
@@ -40,7 +40,8 @@ class HubName(NamedTuple):
 
 
 class HubDataset:
-    """The files of one split at one commit, in the order of their paths, listed as they are wanted.
+    """The files of one split at one commit, in the order of their paths (beyond a page of 1000: by pages of the hub),
+    listed as they are wanted.
 
     Attributes:
         url: Names it for good: with its configuration and commit. May be opened again.
@@ -125,7 +126,12 @@ def find_dataset(url: str, *, tries: int = TRIES) -> HubDataset | None:
             f"{repo.what}: expected files of split {name.split!r}, got none that is data ({found.url}). Check the "
             "dataset's page."
         )
-    return found if kind_of(first.path) else None
+    if not kind_of(first.path):
+        return None
+    if repo.gated:  # said now, not at the first batch
+        url = file_url(repo.kind, repo.name, repo.commit, first.path)
+        fetch_range(url, 0, min(1, first.size), len)
+    return found
 
 
 def hub_source(url: str) -> Source:

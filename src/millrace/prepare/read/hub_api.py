@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.errors import AccessError, DownloadError, MillraceError, PrepareError, UnknownDatasetError, UsageError
-from millrace.store.web import hub_endpoint, hub_headers
+from millrace.store.web import hub_endpoint, hub_headers, wait_told
 
 TRIES = 5
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 30.0  # 0.25, 0.5, 1, 2: 4 s in all
+_FIRST_WAIT_S = 0.25  # 0.25, 0.5, 1, 2: 4 s in all
+LONGEST_WAIT_S = 330.0  # if the hub asks for it: its limits are of five minutes
 _PASSING = (408, 425, 429)
 _MOST_BYTES = 64 << 20  # of one answer; a page of 1000 files has 0.3 MB
 
@@ -47,12 +48,14 @@ class Repo:
         kind: `datasets` or `models`.
         name: As the hub spells it now; another than was asked for if it was renamed.
         card: The YAML at the head of its README.md.
+        gated: Its files need a token.
     """
 
     kind: str
     name: str
     commit: str
     card: Mapping[str, Any]
+    gated: bool = False
 
     @property
     def what(self) -> str:
@@ -85,19 +88,21 @@ def find_repo(kind: str, name: str, revision: str = "main", *, tries: int = TRIE
         DownloadError: If the hub does not answer.
     """
     what = f"{'dataset' if kind == 'datasets' else 'tokenizer'} {name!r}"
-    query = "?" + urllib.parse.urlencode([("expand", "sha"), ("expand", "cardData")])
+    query = "?expand=sha&expand=cardData&expand=gated"
     address = f"/api/{kind}/{urllib.parse.quote(name)}/revision/{urllib.parse.quote(revision, safe='')}{query}"
     told, _ = _ask_json(address, what, tries)
     if not isinstance(told, Mapping) or not isinstance(told.get("sha"), str):
         raise PrepareError(f"{what}: expected the hub to say its commit, got {str(told)[:200]} ({hub_endpoint()}).")
     card, found = told.get("cardData"), told.get("id")
-    return Repo(kind, found if isinstance(found, str) else name, told["sha"], card if isinstance(card, Mapping) else {})
+    name = found if isinstance(found, str) else name
+    return Repo(kind, name, told["sha"], card if isinstance(card, Mapping) else {}, bool(told.get("gated")))
 
 
 def list_pages(repo: Repo, folder: str = "", *, recursive: bool = False) -> Iterator[tuple[list[HubFile], list[str]]]:
     """Files and directories below a folder, by pages of about 1000 entries, each asked for when it is wanted.
 
-    A folder that is not there has none. A page is in the order of the paths.
+    A folder that is not there has none. A page is in the order of the paths; the hub says which page comes when
+    (folders before files).
     """
     place = f"/{urllib.parse.quote(folder, safe='')}" if folder else ""
     address = f"/api/{repo.kind}/{urllib.parse.quote(repo.name)}/tree/{repo.commit}{place}"
@@ -209,14 +214,13 @@ def _ask_json(address: str, what: str, tries: int, missing_is_none: bool = False
                     if missing_is_none and error.headers.get("X-Error-Code") == "EntryNotFound":
                         return None, ""
                     raise _refusal(what, error) from error
-                told = error.headers.get("Retry-After", "")
-                wait_s = max(wait_s, float(told) if told.isdigit() else 0.0)
+                wait_s = max(wait_s, wait_told(error.headers))
         except (OSError, http.client.HTTPException) as error:
             why = str(getattr(error, "reason", None) or error) or type(error).__name__
         except ValueError as error:
             why = f"what is no JSON: {error}"
         if tried < tries:
-            time.sleep(min(wait_s, _LONGEST_WAIT_S))
+            time.sleep(min(wait_s, LONGEST_WAIT_S))
     raise unreachable(what, why, tries, time.monotonic() - began)
 
 

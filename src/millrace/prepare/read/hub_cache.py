@@ -165,9 +165,10 @@ def _read_copy(index: Path, folder: Path) -> HubCopy | None:
 
 def _write_copy(index: Path, copy: HubCopy) -> None:
     plain = {"url": copy.url, "commit": copy.folder.name, "files": [asdict(file) for file in copy.files]}
-    partial = index.with_name(f".{index.name}.{os.getpid()}")
-    partial.write_text(json.dumps(plain))
-    partial.replace(index)
+    with locks.take(index.with_name(f".{index.name}.lock")):
+        partial = index.with_name(f".{index.name}.partial")
+        partial.write_text(json.dumps(plain))
+        partial.replace(index)
 
 
 def _fetch(repo: Repo, files: Sequence[HubFile], folder: Path, progress: Callable[[int, int], None] | None) -> None:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, BinaryIO
 
 from millrace.errors import MillraceError, PrepareError
-from millrace.prepare.read.hub_api import Lost, closed, timeout_s, unreachable
+from millrace.prepare.read.hub_api import LONGEST_WAIT_S, Lost, closed, timeout_s, unreachable
 from millrace.store.locks import at_fork
 from millrace.store.origins import PassingError, Patience, RefusedError
 from millrace.store.web import WebOrigin, hub_endpoint, hub_headers
@@ -25,7 +25,7 @@ _BLOCK = 256 << 10
 _MOST_BLOCKS = 128
 _MOST_AHEAD = 16
 _TRIES = 6
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 30.0  # 0.25 to 4: 8 s in all
+_FIRST_WAIT_S = 0.25  # 0.25 to 4: 8 s in all
 _URL = re.compile(r"hf://(datasets|models)/([^@]+)@([^/@]+)/(.+)", re.DOTALL)
 
 
@@ -89,7 +89,7 @@ def fetch_range(url: str, start: int, stop: int, take: Any) -> None:
         if at < stop and tried >= _TRIES:
             raise unreachable(what, why, tried, time.monotonic() - began)
         if at < stop:
-            time.sleep(min(_LONGEST_WAIT_S, max(wait_s, _FIRST_WAIT_S * 2 ** (tried - 1))))
+            time.sleep(min(LONGEST_WAIT_S, max(wait_s, _FIRST_WAIT_S * 2 ** (tried - 1))))
 
 
 def _refused(url: str, what: str, error: RefusedError) -> MillraceError:
