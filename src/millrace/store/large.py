@@ -198,7 +198,8 @@ def fetch_part(
     began = time.monotonic()
     info = SliceInfo(0, name, head.bytes, sha256, 0, 0)
     judge = None if sha256 else check or SizeOnly()
-    with Transfers(plan.workers, plan.piece_bytes, patience_s=patience_s) as transfers:
+    most_s = min(15.0, patience_s / 4)
+    with Transfers(plan.workers, plan.piece_bytes, patience_s=patience_s, max_backoff_s=most_s) as transfers:
         transfer = transfers.start(info, part, [_Pinned(origin, head.etag)], span_bytes=plan.chunk_bytes, check=judge)
         had = transfer.received
         while not transfer.wait(_LOOK_S):
@@ -207,13 +208,25 @@ def fetch_part(
             if stop is not None and stop.is_set():
                 transfers.cancel(transfer)
         if transfer.error is not None:
-            if isinstance(transfer.error.__cause__, ChangedError):
-                raise ChangedError(str(transfer.error.__cause__)) from transfer.error
-            raise transfer.error
+            raise _changed(origin, name, head, transfer.error) or transfer.error
         if on_progress is not None:
             on_progress(head.bytes, head.bytes)
         retries = int(transfers.stats()["retries"])
     return Fetched(part, head.bytes, head.bytes - had, head.etag, time.monotonic() - began, retries)
+
+
+def _changed(origin: HeadOrigin, name: str, head: Head, error: Exception) -> ChangedError | None:
+    """What a refusal was, if the object is another one by now; it may be shorter, so that a range is beyond it."""
+    if isinstance(error.__cause__, ChangedError):
+        return error.__cause__
+    if isinstance(error.__cause__, RefusedError):
+        try:
+            now = origin.head(name)
+        except NetworkError:
+            return None
+        if now != head:
+            return ChangedError(f"{origin.url}/{name} changed while it was read: expected {head}, got {now}")
+    return None
 
 
 def head_of(origin: HeadOrigin, name: str, *, patience_s: float = 300.0, stop: threading.Event | None = None) -> Head:
@@ -223,7 +236,7 @@ def head_of(origin: HeadOrigin, name: str, *, patience_s: float = 300.0, stop: t
         DatasetError: If it is not there, or not for us; its cause is the RefusedError.
         NetworkError: If the origin cannot be reached.
     """
-    backoff, began, tries = Backoff(0.2, 15.0), time.monotonic(), 0
+    backoff, began, tries = Backoff(0.2, min(15.0, patience_s / 4)), time.monotonic(), 0
     stop = stop or threading.Event()
     while True:
         try:

@@ -346,6 +346,8 @@ class ShardFolder:
             try:
                 head_of(self.origin, self.tokens_name(index), patience_s=self._patience_s, stop=stop)
             except DatasetError:
+                if not found:
+                    raise
                 break
             found.append(self.tokens_name(index))
         return found

@@ -1,0 +1,53 @@
+"""One rank of a run on shared shards, as a process: writes a line of JSON for each thing it sees.
+
+python shard_rank.py OUT '{"steps": 12, "step_s": 0.01, ...settings of the manager}'
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.load.shards import SharedShardedDatasetManager
+
+
+def main(out: str, text: str) -> None:
+    settings: dict[str, Any] = json.loads(text)
+    steps, step_s, start = (
+        settings.pop(name, default) for name, default in (("steps", 4), ("step_s", 0.0), ("start", 0))
+    )
+    batch = settings.pop("batch_size", 8)
+    settings["remap"] = {int(a): b for a, b in settings.pop("remap", {}).items()}
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    with Path(out).open("a") as file, SharedShardedDatasetManager(**settings) as shards:
+
+        def tell(**what: Any) -> None:
+            file.write(json.dumps({"at": time.monotonic(), **what}) + "\n")
+            file.flush()
+
+        tell(began=True)
+        for batch_ in shards.batches(start, start + steps, batch_size=batch):
+            data = shards.active_dataset
+            assert data is not None and batch_.inputs is not None
+            kind = data[0].dtype
+            own = [
+                int.from_bytes(hashlib.blake2b(row.astype(kind).tobytes(), digest_size=8).digest(), "little")
+                for row in batch_.inputs
+            ]
+            assert own == data.sample_ids[batch_.sample_ids].tolist()
+            first = data[int(np.int64(0))]
+            tell(step=batch_.run_step, shard=data.index, ids=own, first=first[:4].tolist(), stats=shards.stats())
+            time.sleep(step_s)
+        tell(ended=True, stats=shards.stats(), rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

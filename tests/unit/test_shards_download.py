@@ -1,0 +1,265 @@
+"""One large file in ranges: whatever breaks, it is whole under its name or not there."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.errors import DatasetError, NetworkError, UsageError
+from millrace.store.large import download_large_file, plan_large
+from millrace.store.origins import ChangedError, Patience, open_origin
+from millrace.store.pieces import PartFile
+from origin_server import OriginServer
+
+MIB = 1 << 20
+CONTENT = random.Random(3).randbytes(3 * MIB + 4321)
+QUICK = Patience(0.5, 0.5)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[OriginServer]:
+    (tmp_path / "origin").mkdir()
+    (tmp_path / "origin" / "big").write_bytes(CONTENT)
+    with OriginServer(tmp_path / "origin") as server:
+        yield server
+
+
+def only(path: Path) -> list[str]:
+    return sorted(p.name for p in path.parent.iterdir() if not p.is_dir())
+
+
+@pytest.mark.parametrize(
+    ("size", "chunk", "workers", "ranges", "used"),
+    [
+        (215_000_000_000, 2 * 1024**3, "all", 101, 101),
+        (215_000_000_000, 2 * 1024**3, 100, 101, 100),
+        (215_000_000_000, None, None, 3204, 32),
+        (429_500_000_000, 512 * MIB, 32, 801, 32),
+        (10**6, None, None, 1, 1),
+        (10**6, 1 << 16, "all", 16, 16),
+        (1, None, 64, 1, 1),
+    ],
+)
+def test_ranges_follow_from_the_settings(size: int, chunk: Any, workers: Any, ranges: int, used: int) -> None:
+    plan = plan_large(size, chunk, workers)
+    assert (plan.num_ranges, plan.workers) == (ranges, used)
+    assert plan.chunk_bytes % plan.piece_bytes == 0 and plan.piece_bytes <= 8 * MIB
+    for wrong in ({"chunk_size": 1000}, {"max_workers": 0}):
+        with pytest.raises(UsageError):
+            plan_large(size, **wrong)
+
+
+def test_a_shard_of_215_gb_is_101_ranges_resumed_by_8_mib(tmp_path: Path) -> None:
+    plan = plan_large(215_000_000_000, 2 * 1024**3, "all")
+    file = PartFile(tmp_path / "part", plan.num_bytes, plan.piece_bytes, plan.workers, span_bytes=plan.chunk_bytes)
+    file.open()
+    assert len(file.spans) == 101
+    span = file.spans[50]
+    data = memoryview(bytes(MIB))
+    for _ in range(20):
+        file.write(span, data, "x")
+    file.close()
+    again = PartFile(tmp_path / "part", plan.num_bytes, plan.piece_bytes, plan.workers, span_bytes=plan.chunk_bytes)
+    again.open()
+    assert again.received == 16 * MIB  # two whole pieces, in the middle of the file
+    assert [s.start for s in again.spans if s.at == s.stop] == [span.start]
+    assert sum(s.stop - s.start for s in again.spans) == plan.num_bytes
+    again.close()
+
+
+def test_spans_over_many_pieces_are_marked_piece_by_piece(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    for turn in range(30):
+        size = chance.randrange(1, 40 << 16)
+        span_bytes = (1 << 16) * chance.randrange(1, 9)
+        path = tmp_path / f"part{turn}"
+        file = PartFile(path, size, 1 << 16, 4, span_bytes=span_bytes)
+        file.open()
+        for span in file.spans:
+            while span.at < span.stop and chance.random() < 0.8:
+                step = min(span.stop - span.at, chance.randrange(1, 1 << 17))
+                file.write(span, memoryview(bytes(step)), "x")
+        whole = {
+            piece
+            for span in file.spans
+            for piece in range(span.start >> 16, -(-span.stop >> 16))
+            if min(span.stop, (piece + 1) << 16) <= span.at
+        }
+        file.close()
+        again = PartFile(path, size, 1 << 16, 4, span_bytes=span_bytes)
+        again.open()
+        there = {p for s in again.spans if s.at == s.stop for p in range(s.start >> 16, -(-s.stop >> 16))}
+        assert there == whole
+        assert [s.start for s in again.spans] == [0, *(s.stop for s in again.spans[:-1])]
+        again.close()
+
+
+def test_a_file_comes_whole_through_a_bad_network(server: OriginServer, tmp_path: Path) -> None:
+    server.faults.drop, server.faults.truncate = 0.2, 0.3
+    path = tmp_path / "out" / "big"
+    seen: list[int] = []
+    got = download_large_file(
+        server.url, "big", path, chunk_size=1 << 18, max_workers="all", on_progress=lambda at, of: seen.append(at)
+    )
+    assert path.read_bytes() == CONTENT and only(path) == ["big"]
+    assert (got.num_bytes, got.bytes_fetched) == (len(CONTENT), len(CONTENT)) and got.retries > 0
+    assert seen == sorted(seen) and seen[-1] == len(CONTENT)
+    by_url = download_large_file(
+        f"{server.url}/big", path=tmp_path / "again", sha256=hashlib.sha256(CONTENT).hexdigest()
+    )
+    assert by_url.path.read_bytes() == CONTENT
+    local = download_large_file(path, path=tmp_path / "local")
+    assert local.path.read_bytes() == CONTENT
+
+
+def test_killed_at_any_moment_it_goes_on_and_is_never_seen_in_part(server: OriginServer, tmp_path: Path) -> None:
+    path = tmp_path / "out" / "big"
+    server.faults.bytes_per_s = 5 * MIB
+    code = (
+        "import sys; from millrace.store.large import download_large_file\n"
+        "download_large_file(sys.argv[1], 'big', sys.argv[2], chunk_size=1 << 17, max_workers=4)"
+    )
+    chance, kills = random.Random(1), 0
+    while not path.exists():
+        child = subprocess.Popen([sys.executable, "-c", code, server.url, str(path)])
+        goal = server.bytes_sent["big"] + chance.randrange(MIB // 4, 2 * MIB)
+        while child.poll() is None and server.bytes_sent["big"] < goal:
+            time.sleep(0.002)
+        if child.poll() is None:
+            child.send_signal(signal.SIGKILL)
+            kills += 1
+        assert child.wait() in (0, -signal.SIGKILL)
+        assert not path.exists() or path.read_bytes() == CONTENT
+    assert kills and only(path) == ["big"]
+    assert server.bytes_sent["big"] < len(CONTENT) + (kills + 1) * 5 * (1 << 17)
+
+
+def test_another_version_of_an_object_is_begun_anew(server: OriginServer, tmp_path: Path, caplog: Any) -> None:
+    server.faults.connection_bytes_per_s = 2 * MIB
+    path, other = tmp_path / "out" / "big", CONTENT[: 2 * MIB]
+
+    def change(received: int, total: int) -> None:
+        if received and total == len(CONTENT):
+            (server.directory / "big").write_bytes(other)  # its ETag follows from its size
+
+    download_large_file(server.url, "big", path, chunk_size=1 << 16, max_workers=2, on_progress=change)
+    assert path.read_bytes() == other and only(path) == ["big"]
+    assert "changed while it was read" in caplog.text or "ends at byte" in caplog.text
+    origin = open_origin(server.url)
+    with pytest.raises(ChangedError, match="expected ETag"):
+        list(origin.read("big", 0, 10, '"1"'))  # type: ignore[call-arg]
+    with pytest.raises(ChangedError):
+        list(open_origin(server.directory).read("big", 0, 10, "1"))  # type: ignore[call-arg]
+
+
+def test_a_black_hole_is_told_with_endpoint_attempts_and_time(server: OriginServer, tmp_path: Path) -> None:
+    path = tmp_path / "out" / "big"
+    server.faults.black_hole = True
+    with pytest.raises(NetworkError, match=rf"big from {server.url}: no answer after 6 attempts in \d.*s; the last"):
+        download_large_file(server.url, "big", path, patience_s=0.5, patience=Patience(0.1, 0.1))
+    server.faults.black_hole = False
+    server.faults.connection_bytes_per_s = MIB
+
+    def fall(received: int, total: int) -> None:
+        server.faults.black_hole = server.faults.black_hole or bool(received)
+
+    with pytest.raises(NetworkError, match=r"big: got \d+ of \d+ bytes, then none for .* failed attempts in .*127"):
+        download_large_file(
+            server.url, "big", path, patience_s=0.8, patience=Patience(0.1, 0.1), chunk_size=1 << 16, max_workers=2,
+            on_progress=fall,
+        )  # fmt: skip
+    server.faults.black_hole, server.faults.connection_bytes_per_s = False, 0.0
+    got = download_large_file(server.url, "big", path, chunk_size=1 << 18)
+    assert path.read_bytes() == CONTENT and got.bytes_fetched <= len(CONTENT)
+
+
+def test_what_is_not_there_is_told_at_once(server: OriginServer, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="404"):
+        download_large_file(server.url, "none", tmp_path / "none")
+    with pytest.raises(UsageError, match="name of an object"):
+        download_large_file(open_origin(server.url))
+    with pytest.raises(UsageError, match="URL of an object"):
+        download_large_file(server.url + "/")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_full_disk_is_clean_and_resumed(server: OriginServer, tmp_path: Path, monkeypatch: Any) -> None:
+    path, real, written = tmp_path / "out" / "big", os.pwrite, [0]
+
+    def full(file: int, data: Any, offset: int) -> int:
+        written[0] += len(data)
+        if written[0] > 2 * MIB:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, data, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(UsageError, match=r"expected room for .* got: No space left.*kept and resumed"):
+            download_large_file(server.url, "big", path, chunk_size=1 << 17, max_workers=2)
+    assert not path.exists()
+    got = download_large_file(server.url, "big", path, chunk_size=1 << 17)
+    assert path.read_bytes() == CONTENT and got.bytes_fetched < len(CONTENT) - MIB
+
+
+def test_a_temporary_directory_of_ones_own(server: OriginServer, tmp_path: Path) -> None:
+    path, elsewhere = tmp_path / "out" / "big", Path("/dev/shm")
+    download_large_file(server.url, "big", path, tmp_dir=tmp_path / "tmp")
+    assert path.read_bytes() == CONTENT and not list((tmp_path / "tmp").iterdir())
+    if elsewhere.is_dir() and elsewhere.stat().st_dev != tmp_path.stat().st_dev:
+        folder = elsewhere / f"millrace-{os.getpid()}"
+        try:
+            download_large_file(server.url, "big", path, tmp_dir=folder)  # another volume
+            assert path.read_bytes() == CONTENT and not list(folder.iterdir())
+        finally:
+            for left in folder.iterdir():
+                left.unlink()
+            folder.rmdir()
+
+
+def test_two_processes_do_not_write_one_file(server: OriginServer, tmp_path: Path) -> None:
+    path, stop = tmp_path / "out" / "big", threading.Event()
+    server.faults.bytes_per_s = MIB
+    errors: list[Exception] = []
+
+    def first() -> None:
+        try:
+            download_large_file(server.url, "big", path, stop=stop)
+        except NetworkError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    until = time.monotonic() + 10
+    while not list(path.parent.glob(".big.*.part")) and time.monotonic() < until:
+        time.sleep(0.01)
+    with pytest.raises(UsageError, match="by another process"):
+        download_large_file(server.url, "big", path)
+    stop.set()
+    thread.join(10)
+    assert errors and "cancelled" in str(errors[0]) and not path.exists()
+
+
+def test_sixteen_workers_are_sixteen_times_as_fast_where_a_connection_is_slow(
+    server: OriginServer, tmp_path: Path
+) -> None:
+    server.faults.connection_bytes_per_s = 256 << 10
+    rates = {}
+    for workers, size in ((1, MIB), (16, 4 * MIB)):  # 16 ranges, and 4 for each of 16
+        (server.directory / "even").write_bytes(bytes(size))
+        began = time.monotonic()
+        download_large_file(server.url, "even", tmp_path / "even", chunk_size=1 << 16, max_workers=workers)
+        rates[workers] = size / (time.monotonic() - began)
+    print(f"1 worker {rates[1] / 1e6:.2f} MB/s, 16 workers {rates[16] / 1e6:.2f} MB/s")
+    assert rates[16] >= 12 * rates[1]

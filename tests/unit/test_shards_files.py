@@ -1,0 +1,212 @@
+"""Shards written, and every sample compared with its id."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import DatasetError, IntegrityError, UsageError
+from millrace.formats import open_foreign
+from millrace.formats.npy import npy_head, sample_id, vector_in
+from millrace.formats.shard_writer import write_shards
+from millrace.load.shard_check import SampleCheck, read_ids
+from millrace.store.shards import ShardFolder
+
+L = 16
+
+
+def tokens_of(count: int, dtype: Any = np.uint16, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).integers(0, 50_000, count).astype(dtype)
+
+
+@pytest.mark.parametrize("generation", ["bin", "npy"])
+@pytest.mark.parametrize("header", [True, False])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_both_generations_are_written_and_read(tmp_path: Path, generation: Any, header: bool, dtype: str) -> None:
+    tokens = tokens_of(100 * L + 5, dtype)
+    pieces = np.split(tokens, [3, 40, 41, 900])
+    shards = write_shards(pieces, tmp_path, seq_len=L, shard_tokens=40 * L + 7, generation=generation, header=header)
+    assert [shard.num_samples for shard in shards] == [40, 40, 20]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["shards.json"]
+        + [f"train_{i:06d}.npy" for i in range(3)]
+        + [f"sample_ids_{i:06d}.{generation}" for i in range(3)]
+    )
+    got = []
+    for shard in shards:
+        raw = shard.tokens.read_bytes()
+        assert raw.startswith(b"\x93NUMPY") == header
+        one = np.load(shard.tokens) if header else np.frombuffer(raw, dtype)
+        ids = read_ids(shard.ids)
+        assert ids.tolist() == [sample_id(row) for row in one.reshape(-1, L)]
+        if generation == "bin":
+            assert ids.tolist() == np.fromfile(shard.ids, "<u8").tolist()
+        else:
+            assert ids.tolist() == np.load(shard.ids).tolist()
+        got.append(one)
+    assert np.concatenate(got).tolist() == tokens[: 100 * L].tolist()
+    told = json.loads((tmp_path / "shards.json").read_bytes())
+    assert (told["seq_len"], told["dtype"], len(told["shards"])) == (L, dtype, 3)
+    dataset = open_foreign(tmp_path, dtype=None if header else dtype)
+    assert dataset is not None and dataset.num_tokens == 100 * L
+    assert dataset.verify().ok
+
+
+def test_a_dataset_becomes_shards(tmp_path: Path) -> None:
+    write_shards([tokens_of(50 * L)], tmp_path / "a", seq_len=L, shard_tokens=20 * L)
+    dataset = open_foreign(tmp_path / "a")
+    assert dataset is not None
+    again = write_shards(dataset, tmp_path / "b", seq_len=2 * L, dtype="uint32", generation="bin", prefix="anneal")
+    assert [path.tokens.name for path in again] == ["anneal_000000.npy"]
+    assert np.load(again[0].tokens).tolist() == tokens_of(50 * L).tolist()
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    for wrong in [{"seq_len": 0}, {"shard_tokens": 3}, {"generation": "x"}, {"dtype": "int64"}]:
+        with pytest.raises(UsageError):
+            write_shards([tokens_of(64)], tmp_path, **{"seq_len": L, **wrong})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="vectors of integers"):
+        write_shards([tokens_of(64).reshape(2, -1)], tmp_path, seq_len=L)
+    with pytest.raises(DatasetError, match="70000"):
+        write_shards([np.array([1] * 20 + [70_000], np.uint32)], tmp_path, seq_len=L, dtype="uint16")
+    for nothing in ([], [tokens_of(3)]):
+        with pytest.raises(DatasetError):
+            write_shards(nothing, tmp_path, seq_len=L)
+    assert not [path for path in tmp_path.iterdir() if path.name != "shards.json"]
+
+
+def shard(folder: Path, count: int = 300, **settings: Any) -> tuple[Path, Path]:
+    made = write_shards([tokens_of(count * L)], folder, seq_len=L, **settings)[0]
+    return made.tokens, made.ids
+
+
+def check_of(tokens: Path, ids: Path, **settings: Any) -> SampleCheck:
+    return SampleCheck(0, ids, tokens.stat().st_size, L, **settings)
+
+
+def test_a_whole_shard_is_judged(tmp_path: Path) -> None:
+    tokens, ids = shard(tmp_path)
+    check = check_of(tokens, ids)
+    check.finish(tokens)
+    assert check.verified == 300 and check.wrong() == []
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_samples_are_judged_as_they_come_and_any_flipped_bit_is_noticed(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("judge")
+    tokens, ids = shard(folder, 600, header=data.draw(st.booleans()))
+    raw = bytearray(tokens.read_bytes())
+    offset = vector_in(tokens, len(raw), "u2").offset
+    at = data.draw(st.integers(offset, len(raw) - 1))
+    raw[at] ^= 1 << data.draw(st.integers(0, 7))
+    tokens.write_bytes(raw)
+    bad = (at - offset) // (2 * L)
+    check, before = check_of(tokens, ids), 0
+    for stop in [*sorted(data.draw(st.lists(st.integers(1, len(raw)), max_size=5))), len(raw)]:
+        check.advance(tokens, before, stop)
+        before = stop
+        assert check.verified <= bad
+    assert check.verified == bad
+    for _ in range(2):
+        ranges = check.wrong()
+        assert any(start <= at < stop for start, stop in ranges)
+        check.advance(tokens, ranges[0][0], len(raw))
+    with pytest.raises(IntegrityError, match=rf"sample {bad} at byte {offset + bad * 2 * L}.*remap={{0: "):
+        check.wrong()
+
+
+def test_mended_bytes_are_judged_anew(tmp_path: Path) -> None:
+    tokens, ids = shard(tmp_path)
+    whole = tokens.read_bytes()
+    with tokens.open("r+b") as file:
+        file.seek(5000)
+        file.write(b"\xff\xff\xff")
+        file.flush()
+        check = check_of(tokens, ids)
+        check.advance(tokens, 0, len(whole))
+        (start, stop), *others = check.wrong()
+        assert not others and check.verified == 0
+        file.seek(start)
+        file.write(whole[start:stop])
+    check.advance(tokens, start, len(whole))
+    assert check.wrong() == [] and check.verified == 300
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    tokens, ids = shard(tmp_path)
+    size = tokens.stat().st_size
+
+    def refused(match: str, **settings: Any) -> None:
+        with pytest.raises(DatasetError, match=match):
+            check_of(tokens, ids, **settings).finish(tokens)
+
+    refused("expected tokens of uint32, got uint16", kind=np.dtype("<u4"))
+    with pytest.raises(DatasetError, match="another sequence_length"):
+        SampleCheck(0, ids, size, 2 * L).finish(tokens)
+    os.truncate(tokens, size - 2)  # an odd tail
+    refused("as its header says")
+    tokens.write_bytes(npy_head(np.dtype("<u2"), 300 * L).replace(b"(4800,), ", b"(300, 16)") + bytes(600 * L))
+    refused("vector of tokens")
+    tokens.write_bytes(npy_head(np.dtype("<i8"), 300 * L) + bytes(2400 * L))
+    refused("got int64")
+    tokens, ids = shard(tmp_path)
+    ids.write_bytes(npy_head(np.dtype("<u8"), 299) + ids.read_bytes()[128:-8])  # short ids
+    refused("4784 tokens, 16 for each of 299 ids")
+    ids.write_bytes(npy_head(np.dtype("<u4"), 600) + bytes(2400))
+    refused("sample ids of uint64, got 600 uint32")
+    ids.write_bytes(b"")
+    refused("sample ids")
+
+
+def test_the_id_of_nothing_is_named(tmp_path: Path) -> None:
+    """A known writer gave all samples of the second half the id of no bytes."""
+    tokens, ids = shard(tmp_path, generation="bin")
+    found = np.fromfile(ids, "<u8")
+    found[150:] = 13020603013274838756
+    found.tofile(ids)
+    with pytest.raises(IntegrityError, match=r"150 of 300.*first sample 150.*that of no bytes"):
+        check_of(tokens, ids).finish(tokens)
+
+
+def test_indexes_of_terabytes_are_64_bit(tmp_path: Path) -> None:
+    """A shard of 5 TB, sparse: its middle and its end are where they should be."""
+    seq_len, count = 2048, 1_220_703_125  # 2.5e12 tokens of 2 bytes
+    tokens = tmp_path / "train_000000.npy"
+    head = npy_head(np.dtype("<u2"), count * seq_len)
+    with tokens.open("wb") as file:
+        file.write(head)
+        try:
+            file.truncate(len(head) + 2 * seq_len * count)
+        except OSError:
+            pytest.skip("no sparse file of 5 TB here")
+        for sample in (0, count // 2, count - 1):
+            file.seek(len(head) + sample * seq_len * 2)
+            file.write((np.arange(seq_len) + sample % 1000).astype("<u2").tobytes())
+    vector = vector_in(tokens, tokens.stat().st_size)
+    assert vector.count == 2_500_000_000_000 and vector.count * 2 + 128 == vector.file_bytes
+    samples = np.memmap(tokens, "<u2", "r", vector.offset).reshape(-1, seq_len)
+    for sample in (0, count // 2, count - 1):
+        assert samples[np.array([sample])][0].tolist() == [(k + sample % 1000) for k in range(seq_len)]
+    dataset = open_foreign(tokens)
+    assert dataset is not None and dataset.num_tokens == 2_500_000_000_000
+
+
+def test_shards_are_counted_and_named(tmp_path: Path) -> None:
+    folder = ShardFolder(None, tmp_path, lambda index, ids, size: SampleCheck(index, ids, size, L))
+    with pytest.raises(DatasetError, match=r"expected shards train_000000\.npy"):
+        folder.count()
+    write_shards([tokens_of(90 * L)], tmp_path, seq_len=L, shard_tokens=30 * L)
+    assert folder.count() == 3
+    assert folder.ids_name(3, "npy") == "sample_ids_000003.npy"
+    anneal = ShardFolder(None, tmp_path, lambda *_: None, prefix="anneal")  # type: ignore[arg-type,return-value]
+    assert (anneal.tokens_name(0), anneal.ids_name(0, "npy")) == ("anneal_000000.npy", "sample_ids_anneal_000000.npy")
