@@ -16,7 +16,7 @@ import numpy as np
 from millrace.convert.content import TOKEN_COLUMNS, Options, TokenPart, TokenSource
 from millrace.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
 from millrace.dataset.reader import Dataset
-from millrace.dataset.slices import Slice, locate_tensors, open_slice
+from millrace.dataset.slices import Slice, locate_tensors, open_slice, release_pages
 from millrace.errors import DatasetError, MillraceError
 from millrace.formats import ForeignDataset, open_foreign
 from millrace.load.sources import open_dataset
@@ -62,9 +62,16 @@ class DatasetTokens:
         )
 
     def parts(self) -> Iterator[TokenPart]:
-        for index in range(self.dataset.num_slices):
-            one = self.dataset.open_slice(index)
-            yield TokenPart(one.tokens, one.document_ends)
+        dataset = self.dataset
+        for index in range(dataset.num_slices):
+            if isinstance(dataset, ForeignDataset):
+                one = dataset.read_slice(index)
+                yield TokenPart(one.tokens, one.document_ends)
+                dataset.release(index)
+            else:
+                one = dataset.open_slice(index)
+                yield TokenPart(one.tokens, one.document_ends)
+                release_pages(one.tokens)
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,9 @@ class _Plain:
 
     def parts(self) -> Iterator[TokenPart]:
         for file in self.files:
-            yield _part(open_slice(file), self.column, self.dtype)
+            one = open_slice(file)
+            yield _part(one, self.column, self.dtype)
+            release_pages(one.tensors[self.column])
 
 
 def open_tokens(path: str | Path, options: Options) -> TokenSource | None:

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -129,6 +130,18 @@ def open_slice(path: Path | str) -> Slice:
         for name, kind, shape, first, last in entries
     }
     return Slice(path, tensors, {name: kind for name, kind, *_ in entries})
+
+
+def release_pages(array: NDArray[Any]) -> None:
+    """Give the pages of an array in a file's map back to the system; views of it stay valid, and read again."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    base = base.obj if isinstance(base, memoryview) else base
+    if isinstance(base, mmap.mmap) and array.nbytes:
+        first = array.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
+        start = first // mmap.PAGESIZE * mmap.PAGESIZE
+        base.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
 
 
 def locate_tensors(read: Callable[[int], bytes], size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from millrace.dataset.manifest import FORMAT_VERSION, TOKEN_DTYPES, Manifest, SliceTable
 from millrace.dataset.reader import Dataset, VerifyReport
-from millrace.dataset.slices import Slice, check_document_ends, hash_file
+from millrace.dataset.slices import Slice, check_document_ends, hash_file, release_pages
 from millrace.errors import DatasetError, UsageError
 
 Bytes8 = NDArray[np.uint8]
@@ -142,13 +142,24 @@ class ForeignDataset(Dataset, ABC):
             if found is not None:
                 self._open.move_to_end(index)
                 return found
-        part = self._part(index)
-        found = self._checked(part, *self._read(part))
+        found = self.read_slice(index)
         with self._lock:
             self._open[index] = found
             while len(self._open) > _OPEN_SLICES:
                 self._open.popitem(last=False)
         return found
+
+    def read_slice(self, index: int) -> Slice:
+        """As `open_slice`, and not kept open: for reading once, from end to end."""
+        part = self._part(index)
+        return self._checked(part, *self._read(part))
+
+    def release(self, index: int) -> None:
+        """Give back the memory of the map of slice `index`'s file; views of it stay valid, and read again."""
+        with self._map_lock:
+            memory = self._maps.get(self.slice_path(index))
+        if memory is not None:
+            release_pages(memory)
 
     def verify(self, on_progress: Callable[[int], None] | None = None, workers: int | None = None) -> VerifyReport:
         """Read every slice and compare with what was found when opening; files that differ are named.

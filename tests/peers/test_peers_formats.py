@@ -1,0 +1,83 @@
+"""What the real libraries write, read by us, and what we write, read by them.
+
+Needs interpreters that have them, one or several: MILLRACE_FORMAT_PEERS=/path/to/python:/path/to/another (pip install
+litdata mosaicml-streaming datasets torch zstd).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.convert.content import Options, documents
+from millrace.convert.convert import convert, open_source
+
+PEERS = [one for one in os.environ.get("MILLRACE_FORMAT_PEERS", "").split(os.pathsep) if one]
+GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"
+PLAIN = json.loads((GOLDEN / "stream.json").read_text())
+DOCUMENTS = [one.tolist() for one in np.split(np.array(PLAIN["tokens"]), np.cumsum(PLAIN["lengths"])[:-1])]
+
+pytestmark = pytest.mark.skipif(not PEERS, reason="MILLRACE_FORMAT_PEERS names no interpreter with others' libraries")
+
+
+def ask(peer: str, *words: str) -> Any:
+    script = str(Path(__file__).with_name("formats_peer.py"))
+    done = subprocess.run([peer, script, *words], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        for i, peer in enumerate(PEERS):
+            (Path(folder) / str(i)).mkdir()
+            ask(peer, "write", str(Path(folder) / str(i)))
+        yield Path(folder)
+
+
+def test_every_document_that_they_wrote_is_read(theirs: Path) -> None:
+    found = sorted(path for path in theirs.glob("*/*") if path.is_dir())
+    assert found
+    for path in found:
+        source = open_source(path, Options(), "mds")
+        assert [one.tolist() for one in documents(source)] == DOCUMENTS, str(path)
+        assert source.num_documents == len(DOCUMENTS)
+
+
+@pytest.mark.parametrize("came", ["megatron_u16", "mds_zstd"])
+@pytest.mark.parametrize(
+    ("to", "settings"),
+    [
+        ("litdata", {}),
+        ("litdata", {"compress": "zstd"}),
+        ("litdata", {"more": {"items": "dict"}}),
+        ("litdata", {"more": {"items": "dict"}, "compress": "zstd"}),
+        ("litdata", {"more": {"items": "tuple"}}),
+        ("mds", {}),
+        ("mds", {"compress": "zstd"}),
+        ("mds", {"seq_len": 10}),
+        ("arrow", {}),
+    ],
+)
+def test_they_read_every_document_that_we_wrote(came: str, to: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    convert(GOLDEN / came, tmp_path / "out", to, Options(slice_bytes=700, **settings))
+    answers = [ask(peer, "read", to, str(tmp_path / "out")) for peer in PEERS]
+    answer = next((one for one in answers if "rows" in one), None)
+    if answer is None:
+        pytest.skip(f"no interpreter has it: {answers}")
+    tokens = [token for document in DOCUMENTS for token in document]
+    if to == "litdata" and not settings.get("more"):
+        assert answer["rows"] == [tokens]
+    elif "seq_len" in settings:
+        assert answer["rows"] == np.array(tokens).reshape(-1, 10).tolist()
+    else:
+        assert answer["rows"] == DOCUMENTS
