@@ -51,10 +51,9 @@ def main(inputs: list[str]) -> None:
             accuracies.append(float((scores.argmax(1) == batch.labels).mean()))
             odds[np.arange(len(batch)), batch.labels] -= 1
             weights -= 0.5 * pixels.T @ odds / len(batch)
-        print(
-            f"{report.written.num_rows} images of {report.source} in {millrace.open_dataset(dataset).num_slices} slices; "
-            f"accuracy {accuracies[0]:.2f} at first, {accuracies[-1]:.2f} at last"
-        )
+        slices, rows = millrace.open_dataset(dataset).num_slices, report.written.num_rows
+        print(f"{rows} images of {report.source} in {slices} slices")
+        print(f"accuracy {accuracies[0]:.2f} at first, {accuracies[-1]:.2f} at last")
         if accuracies[-1] < 0.9 and not inputs:
             sys.exit("the classifier did not learn its four bars")
 
