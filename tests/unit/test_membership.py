@@ -216,6 +216,7 @@ class Process:
     training: bool = False
     alive: bool = True
     weights: list[tuple[int, int]] = field(default_factory=list)
+    holds: bool = True
 
 
 class Churn(RuleBasedStateMachine):
@@ -265,13 +266,15 @@ class Churn(RuleBasedStateMachine):
             assert not (process.alive and process.training and process.session in sessions)
         survivors = [s for s in sessions if old is not None and old.rank_of(s) is not None]
         source = by_session[sessions[new.source]]
-        if survivors:
-            assert source.session in survivors
+        if survivors and not self.lockstep:
             assert new.start_step == max(by_session[s].step for s in survivors)
-            assert new.start_step >= old.start_step  # type: ignore[union-attr]
         if self.lockstep:
-            self.source_weights[new.number] = list(source.weights) if survivors else []
-            assert len(self.source_weights[new.number]) == new.start_step
+            holders = [by_session[s] for s in survivors if by_session[s].holds]
+            if holders:
+                assert source in holders and new.start_step >= old.start_step  # type: ignore[union-attr]
+                assert new.start_step == max(len(process.weights) for process in holders)
+            self.source_weights[new.number] = list(source.weights)
+            assert len(source.weights) == new.start_step and self.samples(source) == new.start_sample
         elif old is not None:
             # Everybody's part of every step that counts was done, by somebody or as a named gap; none beyond.
             assert new.start_sample == old.sample_at(new.start_step, 2)
@@ -284,6 +287,13 @@ class Churn(RuleBasedStateMachine):
                 if number == old.number and old.places[rank].session in sessions:
                     assert step < new.start_step
         self.generations[new.number] = new
+
+    def samples(self, process: Process) -> int:
+        """How many samples its weights have learned."""
+        if not process.weights:
+            return 0
+        number, step = process.weights[-1]
+        return self.generations[number].sample_at(step + 1, 2)
 
     @rule(name=names)
     def start(self, name: str) -> None:
@@ -304,8 +314,8 @@ class Churn(RuleBasedStateMachine):
         self.tell(Waits(name, session, +1))
         self.hear(name)
 
-    def hear(self, name: str) -> None:
-        """A waiting process is told of a generation."""
+    def hear(self, name: str, *, takes_over: bool = True) -> None:
+        """A waiting process is told of a generation; it may fail to take over the source's weights."""
         process, generation = self.processes.get(name), self.desk.state.generation
         if process is None or not process.alive or process.training or generation is None:
             return
@@ -313,12 +323,14 @@ class Churn(RuleBasedStateMachine):
             process.training = not self.desk.state.changing or process.step < self.desk.state.run_to
         elif generation.rank_of(process.session) is not None:
             process.known, process.step, process.training = generation.number, generation.start_step, True
-            if self.lockstep:
-                process.weights = list(self.source_weights[generation.number])
+            if self.lockstep and (process.weights == self.source_weights[generation.number] or takes_over):
+                process.weights, process.holds = list(self.source_weights[generation.number]), True
+            elif self.lockstep:
+                process.holds = False
 
-    @rule(name=names)
-    def listen(self, name: str) -> None:
-        self.hear(name)
+    @rule(name=names, takes_over=st.booleans())
+    def listen(self, name: str, takes_over: bool) -> None:
+        self.hear(name, takes_over=takes_over)
 
     @rule(apart=st.booleans(), names=st.sets(names))
     def step_together(self, apart: bool, names: set[str]) -> None:
@@ -328,7 +340,12 @@ class Churn(RuleBasedStateMachine):
             return
         group = [self.processes.get(place.worker_id) for place in generation.places]
         whole = all(
-            p is not None and p.alive and p.training and p.known == generation.number and p.session == place.session
+            p is not None
+            and p.alive
+            and p.training
+            and p.holds
+            and p.known == generation.number
+            and p.session == place.session
             for p, place in zip(group, generation.places)
         )
         steps = {p.step for p in group if p is not None}
@@ -369,7 +386,9 @@ class Churn(RuleBasedStateMachine):
         if process is None or not (process.alive and process.training):
             return
         process.training = False
-        actions = self.tell(Ready(name, process.session, process.known, process.step, broken and self.lockstep))
+        held = (len(process.weights), self.samples(process)) if self.lockstep and not process.holds else None
+        broken = self.lockstep and (broken or not process.holds)
+        actions = self.tell(Ready(name, process.session, process.known, process.step, broken, held))
         if any(isinstance(action, Refuse) and action.code == "expelled" for action in actions):
             process.alive = False
         self.hear(name)
@@ -410,7 +429,8 @@ class Churn(RuleBasedStateMachine):
         """The weights of whoever trains now hold each step once, and each sample once, from 0 without a hole."""
         generation = self.desk.state.generation
         for process in self.processes.values():
-            if not self.lockstep or generation is None or process.known != generation.number or not process.training:
+            is_in = generation is not None and process.known == generation.number and process.training
+            if not (self.lockstep and is_in and process.holds):
                 continue
             assert [step for _, step in process.weights] == list(range(process.step))
             used: list[int] = []

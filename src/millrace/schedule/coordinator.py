@@ -285,7 +285,8 @@ class Coordinator:
     def _ready(self, request: Request, body: dict[str, Any]) -> Response:
         worker_id, session, known = _of(body)
         step = _count(body, "step")
-        refused = self._tell(Ready(worker_id, session, known, step, body.get("broken") is True))
+        held = (_count(body, "held_step"), _count(body, "held_samples")) if "held_step" in body else None
+        refused = self._tell(Ready(worker_id, session, known, step, body.get("broken") is True, held))
         if refused is not None:
             return error_response(409, refused.code, refused.message)
 

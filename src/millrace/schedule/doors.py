@@ -16,7 +16,7 @@ _DOORS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("post", "/v1/members/join", "Become a member: {generation} once one with it begins, else {waiting}: ask again.",
      {**_SESSION, "address": _TEXT, "step": _COUNT, "samples": _COUNT, "wait_s": _WAIT}),
     ("post", "/v1/members/ready", "Stopped at a boundary: {generation}, {run_to} to catch up, or {waiting}.",
-     {**_IN, "broken": _FLAG, "wait_s": _WAIT}),
+     {**_IN, "broken": _FLAG, "held_step": _COUNT, "held_samples": _COUNT, "wait_s": _WAIT}),
     ("post", "/v1/members/heartbeat", "Alive; {changing} says whether to stop at the next boundary.",
      {**_IN, "changing": {**_FLAG, "description": "What the worker believes: answered when it is otherwise."},
       "wait_s": _WAIT}),

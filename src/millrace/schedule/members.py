@@ -28,7 +28,12 @@ class Rules:
 
 @dataclass(frozen=True)
 class Member:
-    """A live worker: one process (session) under a worker id. `step` counts the steps it finished."""
+    """A live worker: one process (session) under a worker id.
+
+    Args:
+        step: The steps it finished, or those of the generation that it is in.
+        weights, samples: The steps that its weights have learned, and the samples of those.
+    """
 
     worker_id: str
     session: str
@@ -36,6 +41,7 @@ class Member:
     address: str
     peer_id: str
     step: int
+    weights: int
     samples: int
     seen_at: float
     moved_at: float
@@ -145,13 +151,17 @@ class Join:
 
 @dataclass(frozen=True)
 class Ready:
-    """Stopped at a boundary with `step` steps finished; `broken`: the step under way cannot be finished."""
+    """Stopped at a boundary with `step` steps finished; `broken`: the step under way cannot be finished.
+
+    `held` are the steps and samples that its weights have learned, where it could not take over the source's.
+    """
 
     worker_id: str
     session: str
     generation: int
     step: int
     broken: bool = False
+    held: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

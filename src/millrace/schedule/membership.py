@@ -81,9 +81,8 @@ def _join(state: State, event: Join, now: float, actions: list[Action]) -> State
     elif old is not None:
         return _put(state, replace(old, seen_at=now, lost_at=None, address=event.address))
     seat = state.seats.get(event.worker_id, len(state.seats))
-    member = Member(
-        event.worker_id, event.session, seat, event.address, event.peer_id, event.step, event.samples, now, now
-    )
+    held = (event.step, event.step, event.samples)
+    member = Member(event.worker_id, event.session, seat, event.address, event.peer_id, *held, now, now)
     actions.append(Note(f"worker {event.worker_id!r} joins" + (" again" if event.worker_id in state.seats else "")))
     return _put(replace(state, seats={**state.seats, event.worker_id: seat}), member)
 
@@ -116,7 +115,9 @@ def _of_member(
     state, member = _advance(state, generation, member, event.step, now, actions)
     match event:
         case Ready():
-            state = replace(_put(state, replace(member, ready=True)), broken=state.broken or event.broken)
+            held = event.held or (event.step, generation.sample_at(event.step, state.batch_size))
+            member = replace(member, ready=True, weights=held[0], samples=held[1])
+            state = replace(_put(state, member), broken=state.broken or event.broken)
         case Leave():
             if event.finished:
                 end = max(state.end or 0, event.step)
@@ -224,7 +225,7 @@ def _form(state: State, now: float, actions: list[Action]) -> State:
     number = 1 if old is None else old.number + 1
     generation = Generation(number, places, step, sample, order.index(source))
     actions.append(Formed(generation))
-    members = {m.worker_id: replace(m, ready=False, step=step, samples=sample, moved_at=now) for m in order}
+    members = {m.worker_id: replace(m, ready=False, step=step, moved_at=now) for m in order}
     return replace(
         state, generation=generation, members=members, changing_at=None, broken=False,
         floor=step, reached=step, run_to=0, finished=frozenset(), gone=(),
@@ -233,13 +234,15 @@ def _form(state: State, now: float, actions: list[Action]) -> State:
 
 def _beginning(state: State, survivors: list[Member], actions: list[Action]) -> tuple[Member, int, int]:
     """Whose weights the next generation begins with, at which step and sample."""
-    old = state.generation
-    candidates = survivors or list(state.members.values())
-    source = max(candidates, key=lambda m: (m.step, -m.seat))
-    if old is not None and (survivors or state.end is not None or not state.lockstep):
-        step = source.step if state.lockstep and state.end is None else max(source.step, state.floor)
+    old, everybody = state.generation, list(state.members.values())
+    if old is not None and (state.end is not None or not state.lockstep):
+        source = max(survivors or everybody, key=lambda m: (m.step, -m.seat))
+        step = max(source.step, state.floor)
         return source, step, old.sample_at(step, state.batch_size)
-    if old is not None and source.step < state.reached:
-        lost = f"steps {source.step} to {state.reached} are redone" if source.step else "the run begins again at step 0"
+    # Who could not take over the weights of this generation may still have older ones; a joiner's checkpoint, too.
+    alive = old is not None and any(m.weights >= old.start_step for m in survivors)
+    source = max(survivors if alive else everybody, key=lambda m: (m.weights, -m.seat))
+    if old is not None and source.weights < state.reached and not alive:
+        lost = f"steps {source.weights} to {state.reached} are redone" if source.weights else "the run begins again"
         actions.append(Note(f"no worker is left that has the weights of step {state.reached}: {lost}"))
-    return source, source.step, source.samples
+    return source, source.weights, source.samples

@@ -131,7 +131,7 @@ class Membership:
         self._session = ""
         self._generation: Generation | None = None
         self._step = step
-        self._samples = samples
+        self._held = (step, samples)
         self._run_to = 0
         self._changing = False
         self._lost = ""
@@ -182,7 +182,7 @@ class Membership:
             self.agree()
         self._end_beats()
         self._session, self._lost, self._run_to = secrets.token_hex(16), "", 0
-        body = {"address": self._address, "step": self._step, "samples": self._samples}
+        body = {"address": self._address, "step": self._held[0], "samples": self._held[1]}
         unsure_until, said = time.monotonic() + self._heartbeat_s + 2 * self._lost_s, ""
         while True:
             try:
@@ -202,7 +202,7 @@ class Membership:
             if text != said:
                 self._on_note(said := text)
 
-    def boundary(self, step: int, *, stop: bool | None = None, broken: bool = False) -> Generation:
+    def boundary(self, step: int, *, stop: bool | None = None, broken: bool = False, holds: bool = True) -> Generation:
         """To be called between steps, with the number of steps finished. The generation to go on in.
 
         Where its number is another, go on at its `start_step` and `start_sample`, with its source's weights.
@@ -212,6 +212,7 @@ class Membership:
             stop: Whether to stop here for a change. None asks `changing`; in lockstep give what all ranks agreed on
                 in the step's collective (Collective.average does), so that all stop at the same step.
             broken: The step under way failed, as a peer is gone: stops, and says so.
+            holds: False where this worker could not take over the weights of `step`: its own are the last it had.
 
         Raises:
             MembershipLostError: If this worker was expelled: its steps since do not count. Call `join` again.
@@ -220,12 +221,14 @@ class Membership:
         generation = self.generation
         with self._lock:
             self._step = step
-            self._samples = generation.first_sample(step, int(self.config.get("batch_size") or 1))
+        if holds:
+            self._held = (step, generation.first_sample(step, int(self.config.get("batch_size") or 1)))
         if self._lost:
             raise MembershipLostError(self._lost)
         stop = (self.changing if stop is None else stop) and step >= self._run_to
         while stop or broken:
             body = {**self._me(), "generation": generation.number, "step": step, "broken": broken, "wait_s": WAIT_S}
+            body |= {"held_step": self._held[0], "held_samples": self._held[1]}
             try:
                 answer = self._call("/v1/members/ready", body, WAIT_S)
             except RemoteError as error:
@@ -273,7 +276,7 @@ class Membership:
             raise ProtocolViolation(f"coordinator {self._at}: not a generation: {told!r:.200}") from error
         with self._lock:
             if self._generation is None or self._generation.number != generation.number:
-                self._step, self._samples, self._run_to = generation.start_step, generation.start_sample, 0
+                self._step, self._run_to = generation.start_step, 0
                 self._on_note(
                     f"generation {generation.number}: rank {generation.rank} of {generation.world_size} "
                     f"from step {generation.start_step}"
