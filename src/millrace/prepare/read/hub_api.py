@@ -16,7 +16,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.errors import AccessError, DownloadError, MillraceError, PrepareError, UnknownDatasetError, UsageError
@@ -56,6 +56,7 @@ class Repo:
     commit: str
     card: Mapping[str, Any]
     gated: bool = False
+    _pages: dict[str, tuple[Any, str]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def what(self) -> str:
@@ -108,7 +109,9 @@ def list_pages(repo: Repo, folder: str = "", *, recursive: bool = False) -> Iter
     address = f"/api/{repo.kind}/{urllib.parse.quote(repo.name)}/tree/{repo.commit}{place}"
     address += f"?recursive={recursive}&expand=False"
     while address:
-        told, link = _ask_json(address, repo.what, TRIES, missing_is_none=True)
+        told, link = repo._pages.get(address) or _ask_json(address, repo.what, TRIES, missing_is_none=True)
+        if "cursor=" not in address:  # The first pages are looked at by several rules; of a commit they stay the same.
+            repo._pages[address] = told, link
         if told is None:
             return
         entries = [one for one in told if isinstance(one, Mapping) and isinstance(one.get("path"), str)]
