@@ -83,9 +83,10 @@ class Stream:
             UsageError: If a token does not fit the type.
             DatasetError: If the source is damaged, or holds fewer tokens than it says.
         """
-        digest, after_end = Digest(), 0
+        digest, after_end, ended = Digest(), 0, 0
         for piece in self._pieces():
-            tokens = self._fit(piece.tokens, digest)
+            tokens = self._fit(piece, digest.num_tokens, ended)
+            ended += len(piece.ends)
             part = TokenPart(tokens, self._ends(piece, digest.num_tokens))
             after_end = len(tokens) - int(part.ends[-1]) if len(part.ends) else after_end + len(tokens)
             digest.add(part)
@@ -128,14 +129,16 @@ class Stream:
                 return np.arange(-before % seq_len or seq_len, len(piece.tokens) + 1, seq_len, dtype=np.uint64)
         return _NO_TOKENS
 
-    def _fit(self, tokens: NDArray[Any], digest: Digest) -> NDArray[Any]:
-        kind = TOKEN_DTYPES[self.dtype]
+    def _fit(self, piece: TokenPart, before: int, ended: int) -> NDArray[Any]:
+        """The tokens in the type to be written, given how many tokens and document ends of the source went before."""
+        tokens, kind = piece.tokens, TOKEN_DTYPES[self.dtype]
         if len(tokens) and int(np.iinfo(tokens.dtype).max) > self.most_id and int(tokens.max()) > self.most_id:
             at = int(np.argmax(tokens > self.most_id))
+            ended += int(np.searchsorted(piece.ends, np.uint64(at), "right"))
             advice = "Write them with --dtype uint32." if self.dtype == "U16" else "They are no token ids."
             raise UsageError(
                 f"{self.kind}: expected token ids of at most {self.most_id} to write {kind}, got {int(tokens[at])} at "
-                f"token {digest.num_tokens + at}, after {digest.num_documents} documents. {advice}"
+                f"token {before + at}, after {ended} documents. {advice}"
             )
         return tokens.astype(kind, copy=False)
 

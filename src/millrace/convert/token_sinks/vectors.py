@@ -68,21 +68,18 @@ def write_npy(source: TokenSource, out: Path, options: Options) -> Written:
     files: list[Path] = []
     ids: list[NDArray[np.uint64]] = []
     held: list[NDArray[Any]] = []
-    opened: BinaryIO | None = None
-    for index, count, tokens, is_last in _runs(stream, per_file):
-        if opened is None:
-            files.append(Path(f"train_{index:06d}.npy"))
-            opened = (out / files[-1]).open("wb")
-            opened.write(npy_header(TOKEN_DTYPES[stream.dtype].str, count))
-        opened.write(np.ascontiguousarray(tokens).view(np.uint8).data)
-        ids.append(_ids(held, tokens, seq_len))
-        if is_last:
-            opened.close()
-            opened = None
-            files.append(Path(f"sample_ids_{index:06d}.{'bin' if is_raw else 'npy'}"))
-            head = b"" if is_raw else npy_header("<u8", count // seq_len)
-            (out / files[-1]).write_bytes(head + np.concatenate(ids).astype("<u8").tobytes())
-            ids = []
+    with _Opened() as opened:
+        for index, count, tokens, is_last in _runs(stream, per_file):
+            if opened.file is None:
+                files.append(Path(f"train_{index:06d}.npy"))
+                opened.begin(out / files[-1], npy_header(TOKEN_DTYPES[stream.dtype].str, count))
+            opened.write(tokens, is_last)
+            ids.append(_ids(held, tokens, seq_len))
+            if is_last:
+                files.append(Path(f"sample_ids_{index:06d}.{'bin' if is_raw else 'npy'}"))
+                head = b"" if is_raw else npy_header("<u8", count // seq_len)
+                (out / files[-1]).write_bytes(head + np.concatenate(ids).astype("<u8").tobytes())
+                ids = []
     notes = (*stream.notes, f"samples of {seq_len} tokens")
     num_samples = stream.num_tokens // seq_len
     return Written(tuple(files), stream.num_tokens, num_samples, 0, stream.digest.whole, notes)
@@ -103,18 +100,39 @@ def _write(stream: Stream, out: Path, options: Options, suffix: str, header: Any
         out.mkdir()
     name = options.name or "train"
     files: list[Path] = []
-    opened: BinaryIO | None = None
-    for index, count, tokens, is_last in _runs(stream, per_file):
-        if opened is None:
-            files.append(Path(f"{name}_{index:06d}{suffix}" if options.shard_tokens else f"{name}{suffix}"))
-            opened = (out if is_file else out / files[-1]).open("wb")
-            opened.write(header(count))
-        opened.write(np.ascontiguousarray(tokens).view(np.uint8).data)
-        if is_last:
-            opened.close()
-            opened = None
+    with _Opened() as opened:
+        for index, count, tokens, is_last in _runs(stream, per_file):
+            if opened.file is None:
+                files.append(Path(f"{name}_{index:06d}{suffix}" if options.shard_tokens else f"{name}{suffix}"))
+                opened.begin(out if is_file else out / files[-1], header(count))
+            opened.write(tokens, is_last)
     listed = (Path(),) if is_file else tuple(files)
     return Written(listed, stream.num_tokens, None, 0, stream.digest.whole, tuple(stream.notes))
+
+
+class _Opened:
+    """The file that is being written; closed with its last token, and where writing fails."""
+
+    def __init__(self) -> None:
+        self.file: BinaryIO | None = None
+
+    def __enter__(self) -> _Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+    def begin(self, path: Path, header: bytes) -> None:
+        self.file = path.open("wb")
+        self.file.write(header)
+
+    def write(self, tokens: NDArray[Any], is_last: bool) -> None:
+        assert self.file is not None
+        self.file.write(np.ascontiguousarray(tokens).view(np.uint8).data)
+        if is_last:
+            self.__exit__()
 
 
 def _runs(stream: Stream, per_file: int) -> Iterator[tuple[int, int, NDArray[Any], bool]]:

@@ -1,0 +1,352 @@
+"""Tokens from one format to another: every document, every token, counted and compared, whatever is in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from millrace.cli import main
+from millrace.convert.content import Digest, Options, TokenPart, TokenSource, documents
+from millrace.convert.convert import convert, describe, open_source
+from millrace.convert.streams import settle, slices_of
+from millrace.convert.token_sinks import TOKEN_SINKS
+from millrace.convert.token_sources import open_tokens
+from millrace.dataset.reader import open_dataset
+from millrace.errors import DatasetError, UsageError
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"
+PLAIN = json.loads((GOLDEN / "stream.json").read_text())
+STREAM = np.array(PLAIN["tokens"], np.int64)
+DOCUMENTS = [one.tolist() for one in np.split(STREAM, np.cumsum(PLAIN["lengths"])[:-1])]
+SMALL = Options(slice_bytes=4096)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A stream in memory, in parts as given."""
+
+    held: list[TokenPart]
+    dtype: str = "U16"
+    kind: str = "memory"
+    seq_len: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(part.tokens) for part in self.held)
+
+    @property
+    def num_documents(self) -> int:
+        return sum(len(part.ends) for part in self.held)
+
+    def parts(self) -> Iterator[TokenPart]:
+        return iter(self.held)
+
+
+def held(tokens: list[int], ends: list[int], cuts: list[int], dtype: str = "U16") -> Held:
+    """Tokens and ends cut at places; an end at a cut goes to the part before it."""
+    array = np.array(tokens, np.uint16 if dtype == "U16" else np.uint32)
+    parts, last = [], 0
+    edges = [0, *sorted(cuts), len(tokens)]
+    for a, b in pairwise(edges):
+        stop = sum(end <= b for end in ends)
+        parts.append(TokenPart(array[a:b], np.array([end - a for end in ends[last:stop]], np.uint64)))
+        last = stop
+    return Held(parts, dtype)
+
+
+def rows(source: TokenSource | None) -> list[list[int]]:
+    assert source is not None
+    return [one.tolist() for one in documents(source)]
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> Held:
+    tokens = draw(st.lists(st.integers(0, 60_000), min_size=1, max_size=80))
+    n = len(tokens)
+    ends = sorted(draw(st.lists(st.integers(0, n), max_size=12)))
+    return held(tokens, ends, draw(st.lists(st.integers(0, n), max_size=5)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(streams(), st.integers(1, 40), st.booleans())
+def test_slices_are_the_stream_however_it_was_cut(source: Held, size: int, by_tokens: bool) -> None:
+    whole, cut = Digest(), Digest()
+    for part in source.parts():
+        whole.add(part)
+    stream = settle(source, Options(), "keep")
+    slices = list(slices_of(stream, 256 + 8 * size, size if by_tokens else None))
+    for part in slices:
+        cut.add(part)
+        assert not len(part.ends) or int(part.ends[-1]) <= len(part.tokens)
+        assert by_tokens or len(part.tokens) == 1 or 2 * len(part.tokens) + 8 * len(part.ends) <= 8 * size
+    assert cut.whole == whole.whole == stream.digest.whole
+    if by_tokens:
+        assert all(len(part.tokens) == size for part in slices[:-1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(streams(), st.sampled_from(["megatron", "mds", "litdata", "arrow", "safetensors"]), st.integers(60, 400))
+def test_every_sink_keeps_every_document(
+    tmp_path_factory: pytest.TempPathFactory, source: Held, to: str, size: int
+) -> None:
+    folder = tmp_path_factory.mktemp("law")
+    options = Options(slice_bytes=size, eos_id=None if source.num_documents else 7, compress="zstd" if size % 2 else "")
+    report = convert(source, folder / "out", to, options)
+    assert report.is_verified and report.written.num_tokens == source.num_tokens
+    assert rows(open_source(folder / "out", Options(), "bin")) == rows(settle(source, options, "rows"))
+
+
+LITDATA = sorted(path.name for path in GOLDEN.glob("litdata_*"))
+
+
+@pytest.mark.parametrize("name", LITDATA)
+def test_what_litdata_wrote_is_read(name: str) -> None:
+    source = open_tokens(GOLDEN / name, Options())
+    assert source is not None and source.kind == "litdata"
+    assert rows(source) == DOCUMENTS
+    assert source.dtype == ("U16" if name.endswith("u16") else "U32")
+    assert open_source(GOLDEN / name / "index.json", Options()).kind == "litdata"
+
+
+@pytest.mark.parametrize("name", LITDATA)
+def test_a_damaged_chunk_says_so_or_reads_as_tokens(name: str, tmp_path: Path) -> None:
+    """Nothing but a DatasetError ever comes of it."""
+    noise = np.random.default_rng(3)
+    folder = tmp_path / name
+    folder.mkdir()
+    for path in (GOLDEN / name).iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    victim = sorted(folder.glob("chunk-*"))[0]
+    data = victim.read_bytes()
+    for _ in range(25):
+        at = int(noise.integers(0, min(len(data), 120)))
+        victim.write_bytes(data[:at] + bytes([int(noise.integers(0, 256))]) + data[at + 1 :])
+        try:
+            rows(open_tokens(folder, Options()))
+        except DatasetError as error:
+            assert str(victim) in str(error)
+    victim.write_bytes(data[:-3])
+    with pytest.raises(DatasetError, match=victim.name):
+        rows(open_tokens(folder, Options()))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        b'{"chunks": 1, "data_format": 2',
+        b'{"chunks": [], "config": {"data_format": [], "data_spec": "[1]"}}',
+        b'{"chunks": [{"filename": "../x", "chunk_bytes": 1, "chunk_size": 1}], "config": {"data_format": '
+        b'["no_header_numpy:5"], "data_spec": "[1, {\\"children_spec\\": []}]", "item_loader": "TokensLoader"}}',
+        b'{"chunks": [], "config": {"data_format": ["str"], "data_spec": "[1, {\\"children_spec\\": []}]"}}',
+    ],
+)
+def test_an_index_that_is_none_is_refused(index: bytes, tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_bytes(index)
+    with pytest.raises(DatasetError, match=r"index\.json"):
+        open_tokens(tmp_path, Options())
+
+
+@pytest.mark.parametrize("came", ["megatron_u16", "mds_zstd", "litdata_dict_frames", "arrow"])
+@pytest.mark.parametrize("to", sorted(TOKEN_SINKS))
+def test_from_any_format_to_any_other(came: str, to: str, tmp_path: Path) -> None:
+    options = replace(SMALL, seq_len=10 if to == "npy" else None)
+    report = convert(GOLDEN / came, tmp_path / "out", to, options)
+    found = open_source(tmp_path / "out", Options(input_dtype="uint16" if "u16" in came else "uint32"), "bin")
+    assert isinstance(found, TokenSource)
+    keeps = to not in ("bin", "ds", "npy")
+    assert rows(found) == (DOCUMENTS if keeps else [STREAM.tolist()])
+    assert (report.written.num_tokens, report.written.num_documents) == (len(STREAM), len(DOCUMENTS) if keeps else 0)
+    assert bool(report.written.notes) is not keeps
+    assert report.num_bytes == sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_dataset_of_ours_is_whole_and_says_where_it_came_from(tmp_path: Path) -> None:
+    convert(GOLDEN / "megatron_u16", tmp_path / "wide", "safetensors", replace(SMALL, dtype="U32", eos_id=9, name="n"))
+    dataset = open_dataset(tmp_path / "wide")
+    assert dataset.verify().ok
+    m = dataset.manifest
+    assert (m.name, m.dtype, m.eos_id, m.tokens, m.documents) == ("n", "U32", 9, len(STREAM), len(DOCUMENTS))
+    assert m.lineage["converted"]["format"] == "megatron"
+    convert(tmp_path / "wide", tmp_path / "narrow", "safetensors", replace(SMALL, dtype="U16", shard_tokens=100))
+    again = open_dataset(tmp_path / "narrow")
+    assert (again.manifest.dtype, again.num_slices, again.manifest.eos_id) == ("U16", 7, 9)
+    assert again.manifest.lineage["converted"]["id"] == dataset.id
+    assert rows(open_tokens(tmp_path / "narrow", Options())) == DOCUMENTS
+
+
+def test_plain_safetensors_are_written_and_read(tmp_path: Path) -> None:
+    flat = replace(SMALL, more={"flat": True}, slice_bytes=700)
+    convert(GOLDEN / "megatron_u16", tmp_path / "flat", "safetensors", flat)
+    assert rows(open_tokens(tmp_path / "flat", Options())) == DOCUMENTS
+    report = convert(GOLDEN / "megatron_u16", tmp_path / "rows", "safetensors", replace(flat, seq_len=16))
+    stacked = np.concatenate([load_file(path)["input_ids"] for path in sorted((tmp_path / "rows").iterdir())])
+    assert stacked.tolist() == STREAM[: len(STREAM) // 16 * 16].reshape(-1, 16).tolist()
+    assert any("12 tokens" in note for note in report.written.notes)
+    found = open_tokens(tmp_path / "rows", Options())
+    assert found is not None and (found.seq_len, found.num_documents) == (16, len(STREAM) // 16)
+
+
+def test_files_of_one_vector(tmp_path: Path) -> None:
+    convert(GOLDEN / "megatron_u16", tmp_path / "a.bin", "bin", Options())
+    assert np.fromfile(tmp_path / "a.bin", "<u2").tolist() == STREAM.tolist()
+    convert(GOLDEN / "megatron_u16", tmp_path / "a.ds", "ds", Options(dtype="U32"))
+    assert np.fromfile(tmp_path / "a.ds", "<u4").tolist() == STREAM.tolist()
+    convert(
+        tmp_path / "a.ds", tmp_path / "c", "bin", Options(input_dtype="u32", shard_tokens=250, more={"header": True})
+    )
+    names = sorted(path.name for path in (tmp_path / "c").iterdir())
+    assert names == ["train_000000.bin", "train_000001.bin", "train_000002.bin"]
+    head = np.fromfile(tmp_path / "c" / names[2], "<i4", count=256)
+    assert head[:3].tolist() == [20240801, 7, 120] and not head[3:].any()
+    assert rows(open_tokens(tmp_path / "c", Options())) == [STREAM.tolist()]
+
+
+@pytest.mark.parametrize(("dtype", "known"), [("U16", 8057394794387743395), ("U32", 9727674481869147956)])
+def test_templar_shards_of_both_generations(dtype: str, known: int, tmp_path: Path) -> None:
+    source = held([*range(2048), *range(2048, 5000)], [], [700, 3000], dtype)
+    for generation, suffix in (("npy", ".npy"), ("bin", ".bin")):
+        options = Options(shard_tokens=2048, more={"generation": generation})
+        report = convert(source, tmp_path / generation, "npy", options)
+        assert (report.written.num_rows, report.written.num_tokens) == (2, 4096)
+        assert "904 tokens" in report.written.notes[0]
+        assert np.load(tmp_path / generation / "train_000001.npy").tolist() == list(range(2048, 4096))
+        ids = tmp_path / generation / f"sample_ids_000000{suffix}"
+        found = np.load(ids) if suffix == ".npy" else np.fromfile(ids, "<u8")
+        assert found.tolist() == [known]
+
+
+def test_a_token_that_does_not_fit_is_named_with_its_place(tmp_path: Path) -> None:
+    source = held([1, 2, 3, 70_000, 5, 80_000], [2, 6], [3], "U32")
+    with pytest.raises(UsageError, match=r"65535 .* 70000 at token 3, after 1 documents\. .*uint32"):
+        convert(source, tmp_path / "out", "bin", Options(dtype="U16"))
+    high = held([1, 1 << 31], [2], [], "U32")
+    for to in ("megatron", "litdata", "arrow"):
+        with pytest.raises(UsageError, match="2147483648 at token 1"):
+            convert(high, tmp_path / "out", to, Options())
+    assert convert(high, tmp_path / "out", "mds", Options()).is_verified
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_where_documents_end_must_be_known(tmp_path: Path) -> None:
+    source = held([5, 6, 9, 7, 9, 9, 8], [], [3])
+    with pytest.raises(UsageError, match=r"--eos-id N.*--seq-len N"):
+        convert(source, tmp_path / "out", "mds", Options())
+    convert(source, tmp_path / "eos", "mds", Options(eos_id=9))
+    assert rows(open_tokens(tmp_path / "eos", Options())) == [[5, 6, 9], [7, 9], [9], [8]]
+    convert(source, tmp_path / "three", "megatron", Options(seq_len=3))
+    assert rows(open_tokens(tmp_path / "three", Options())) == [[5, 6, 9], [7, 9, 9], [8]]
+    open_end = held([1, 2, 3, 4], [3], [])
+    report = convert(open_end, tmp_path / "end", "litdata", Options())
+    assert rows(open_tokens(tmp_path / "end", Options())) == [[1, 2, 3], [4]]
+    assert report.written.notes == ("the last 1 tokens end no document of the source: they were given an end",)
+    assert convert(open_end, tmp_path / "ours", "safetensors", Options()).written.num_documents == 1
+
+
+def test_nothing_is_left_of_what_failed_or_was_killed(tmp_path: Path) -> None:
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        convert(GOLDEN / "arrow", tmp_path / "out", "mds", Options(on_progress=fail))
+    assert not list(tmp_path.iterdir())
+    script = (
+        "import os, sys; from millrace.convert.convert import convert; from millrace.convert.content import Options\n"
+        f"convert({str(GOLDEN / 'mds_zstd')!r}, {str(tmp_path / 'out')!r}, 'safetensors',"
+        " Options(on_progress=lambda n: os.kill(os.getpid(), 9)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == [".out.converting"]
+    assert convert(GOLDEN / "mds_zstd", tmp_path / "out", "safetensors", SMALL).is_verified
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_place_that_is_not_free_is_kept_unless_forced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert(GOLDEN / "arrow", out, "mds", SMALL)
+    with pytest.raises(UsageError, match="--force"):
+        convert(GOLDEN / "arrow", out, "bin", SMALL)
+    with pytest.raises(UsageError, match="--eos-id"):  # Fails late: what was there is still there.
+        convert(GOLDEN / "templar", out, "mds", SMALL, force=True)
+    assert rows(open_tokens(out, Options())) == DOCUMENTS
+    convert(GOLDEN / "arrow", out, "bin", SMALL, force=True)
+    assert [path.name for path in out.iterdir()] == ["train.bin"]
+    for place in (out, tmp_path):
+        with pytest.raises(UsageError, match="another place"):
+            convert(out, place, "ds", Options(input_dtype="uint32"), force=True)
+    with pytest.raises(UsageError, match="expected a format of"):
+        convert(GOLDEN / "arrow", tmp_path / "x", "pickle", SMALL)
+
+
+def test_what_the_disk_gives_back_otherwise_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = TOKEN_SINKS["megatron"]
+
+    def failing_disk(source: TokenSource, out: Path, options: Options) -> Any:
+        written = good(source, out, options)
+        data = bytearray((out / written.files[0]).read_bytes())
+        data[100] ^= 1
+        (out / written.files[0]).write_bytes(data)
+        return written
+
+    monkeypatch.setitem(TOKEN_SINKS, "megatron", failing_disk)  # type: ignore[index]
+    with pytest.raises(DatasetError, match="or others, when reading them again"):
+        convert(GOLDEN / "arrow", tmp_path / "out", "megatron", SMALL)
+    assert not list(tmp_path.iterdir())
+    assert not convert(GOLDEN / "arrow", tmp_path / "out", "megatron", SMALL, verify=False).is_verified
+
+
+def test_memory_is_that_of_a_piece_and_counts_are_of_64_bits(tmp_path: Path) -> None:
+    with (tmp_path / "big.bin").open("wb") as file:
+        os.truncate(file.fileno(), 48 << 20)
+    tracemalloc.start()
+    report = convert(
+        tmp_path / "big.bin", tmp_path / "out", "safetensors", Options(input_dtype="u16", slice_bytes=1 << 20)
+    )
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert report.written.num_tokens == 24 << 20 and peak < 24 << 20
+    with (tmp_path / "huge.bin").open("wb") as file:
+        os.truncate(file.fileno(), 3 << 40)
+    source = open_source(tmp_path / "huge.bin", Options(input_dtype="u16"))
+    assert isinstance(source, TokenSource) and source.num_tokens == 3 << 39
+    with pytest.raises(UsageError, match="expected room for 1649267441664 tokens"):
+        convert(source, tmp_path / "no", "bin", Options(dtype="U32"))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["convert", str(GOLDEN / "arrow"), "--describe", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["format"], told["tokens"], told["documents"]) == ("arrow", len(STREAM), len(DOCUMENTS))
+    assert told["first"] == STREAM[:16].tolist()
+    words = ["convert", str(GOLDEN / "arrow"), str(out), "--to", "bin", "--dtype", "uint16", "--json", "--quiet"]
+    assert main(words) == 0
+    found = capsys.readouterr()
+    told = json.loads(found.out)
+    assert told["verified"] and told["tokens"] == len(STREAM) and told["source"] == "arrow"
+    assert "note: the ends of 24 documents" in found.err
+    assert main(words) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main(["convert", str(GOLDEN / "arrow"), str(tmp_path / "x")]) == 2
+    assert "--to (one of" in capsys.readouterr().err
+    (tmp_path / "what").write_bytes(b"\x00\x01\x02 nothing known")
+    assert main(["convert", str(tmp_path / "what"), str(tmp_path / "x"), "--to", "bin"]) == 1
+    assert main(["convert", str(tmp_path / "none"), str(tmp_path / "x"), "--to", "bin"]) == 1
+    assert describe(GOLDEN / "megatron_u16", Options())["dtype"] == "U16"
