@@ -15,12 +15,13 @@ import numpy as np
 
 from millrace.dataset.reader import Dataset, open_dataset, verify_dataset
 from millrace.dataset.slices import Slice, check_document_ends, open_slice
+from millrace.doctor.mend_megatron import can_mend
 from millrace.doctor.passages import row_hashes
 from millrace.doctor.report import CERTAIN, LIKELY, POSSIBLE, Finding, Options
 from millrace.doctor.tokens import WINDOW_TOKENS, TokenCounts, Window
 from millrace.doctor.verdicts import PREPARE_AGAIN, judge, true_dtype
 from millrace.errors import DatasetError, UsageError
-from millrace.formats import megatron, open_foreign
+from millrace.formats import open_foreign
 from millrace.formats.foreign import ForeignDataset
 
 FETCH = "fetch or write it again"
@@ -77,7 +78,7 @@ def examine_foreign(path: Path, options: Options) -> Look:
     look = Look(path)
     mend = FETCH
     try:
-        if _is_megatron(path):
+        if can_mend(path.with_suffix(".idx"), path.with_suffix(".bin")):
             mend = f"millrace doctor {path} --mend OUT (which keeps the sequences that are whole), or {FETCH}"
         dataset, guessed = _open(path, options)
     except UsageError as error:
@@ -93,7 +94,7 @@ def examine_foreign(path: Path, options: Options) -> Look:
     look.facts.update(dtype=m.dtype, tokens=m.tokens, documents=m.documents, files=len(dataset.files))
     if options.full or m.bytes <= options.most_bytes:
         for name in dataset.verify().bad:
-            look.say("index-mismatch", name, "is not what the index and its hashes say", mend)
+            look.say("damaged", name, "its tokens are not what the index, its hashes or 31-bit ids allow")
     if not look.findings:
         _look_into(look, dataset, options, mend)
     return look
@@ -102,16 +103,13 @@ def examine_foreign(path: Path, options: Options) -> Look:
 def _open(path: Path, options: Options) -> tuple[ForeignDataset, str]:
     """The dataset, and the type of its tokens if that had to be guessed: the first that makes sense of them."""
     try:
-        found = open_foreign(path, dtype=options.dtype)
-        assert found is not None, path
-        return found, ""
+        return _opened(path, options.dtype), ""
     except UsageError:
         if options.dtype is not None:
             raise
     for kind in _GUESSES:
         try:
-            found = open_foreign(path, dtype=kind)
-            assert found is not None, path
+            found = _opened(path, kind)
             counts = TokenCounts(Options(), rows=True)
             counts.feed(Window("", 0, found.open_slice(0).tokens[:WINDOW_TOKENS]))
         except DatasetError:
@@ -119,6 +117,13 @@ def _open(path: Path, options: Options) -> tuple[ForeignDataset, str]:
         if not true_dtype(counts):
             return found, kind
     raise UsageError(f"{path}: tokens of no known type. Say it: --dtype int64 (LLM Foundry's), uint16 …")
+
+
+def _opened(path: Path, dtype: Any) -> ForeignDataset:
+    found = open_foreign(path, dtype=dtype)
+    if found is None:
+        raise DatasetError(f"{path}: expected an index and its data, got {path.stat().st_size} bytes of none.")
+    return found
 
 
 def examine_safetensors(path: Path, options: Options) -> Look:
@@ -211,9 +216,3 @@ def _rows(one: Slice, counts: TokenCounts) -> None:
             for first in range(0, len(array), step):
                 counts.samples.add(row_hashes(array[first : first + step]))
         return
-
-
-def _is_megatron(path: Path) -> bool:
-    if path.is_dir():
-        return any(megatron.is_index(p) for p in path.glob("*.idx"))
-    return any(p.is_file() and megatron.is_index(p) for p in (path, path.with_suffix(".idx")))

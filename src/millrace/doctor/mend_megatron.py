@@ -8,11 +8,26 @@ import numpy as np
 
 from millrace.dataset.slices import atomic_write
 from millrace.errors import DatasetError, UsageError
-from millrace.formats.foreign import map_file
+from millrace.formats.foreign import head_of, map_file, size_of
 from millrace.formats.megatron import MAGIC
 
 _HEADER_BYTES = 34
+_VERSION = (1).to_bytes(8, "little")
 _WIDTHS = {1: 1, 3: 2, 4: 4, 5: 8, 8: 2}
+
+
+def can_mend(idx: Path, data: Path) -> bool:
+    """Whether an index is whole and has some data beside it."""
+    if not (idx.is_file() and data.is_file() and data.stat().st_size):
+        return False
+    head = head_of(idx, _HEADER_BYTES)
+    whole = len(head) == _HEADER_BYTES and head[:9] == MAGIC and head[9:17] == _VERSION
+    return whole and head[17] in _WIDTHS and size_of(idx) >= _wanted(head)
+
+
+def _wanted(head: bytes) -> int:
+    """Bytes of an index without modes."""
+    return _HEADER_BYTES + 12 * int.from_bytes(head[18:26], "little") + 8 * int.from_bytes(head[26:34], "little")
 
 
 def mend_megatron(idx: Path, data: Path, out: Path) -> list[Path]:
@@ -22,21 +37,22 @@ def mend_megatron(idx: Path, data: Path, out: Path) -> list[Path]:
         DatasetError: If the index itself is cut off or is none.
         UsageError: If no sequence is whole.
     """
-    raw = np.fromfile(idx, np.uint8)
+    if not can_mend(idx, data):
+        raise DatasetError(f"{idx}: expected Megatron's whole index, and {data.name}, got less. Fetch both again.")
+    raw = map_file(idx)
     head = raw[:_HEADER_BYTES].tobytes()
     sequences, bounds = int.from_bytes(head[18:26], "little"), int.from_bytes(head[26:34], "little")
-    wanted = _HEADER_BYTES + 12 * sequences + 8 * bounds
-    if head[:9] != MAGIC or len(head) < _HEADER_BYTES or head[17] not in _WIDTHS or len(raw) < wanted:
-        raise DatasetError(f"{idx}: expected Megatron's index of {wanted} bytes, got {len(raw)}. Fetch it again.")
     at, width = _HEADER_BYTES, _WIDTHS[head[17]]
     lengths = raw[at : at + 4 * sequences].view("<i4").astype(np.int64)
     pointers = raw[at + 4 * sequences : at + 12 * sequences].view("<i8")
     documents = raw[at + 12 * sequences : at + 12 * sequences + 8 * bounds].view("<i8")
-    size = data.stat().st_size
+    size = size_of(data)
     bad = (lengths < 0) | (pointers < 0) | (pointers > size)
     bad |= lengths * width > size - np.where(bad, 0, pointers)
     whole = int(np.flatnonzero(bad)[0]) if bad.any() else sequences
-    kept = documents[(documents >= 0) & (documents <= whole)]
+    sound = (documents >= 0) & (documents <= whole) & (np.diff(documents, prepend=0) >= 0)
+    kept = documents[: len(documents) if sound.all() else int(np.argmin(sound))]
+    kept = kept if len(kept) > 1 and not kept[0] else kept[:0]
     if len(kept):
         whole = int(kept[-1])  # A document of which a sequence is lost goes whole.
     stop = int((pointers[:whole] + lengths[:whole] * width).max()) if whole else 0

@@ -244,8 +244,8 @@ def _copied(found: Walk) -> Iterator[bytes]:
                 yield data
                 left -= len(data)
             at = stop
-            if found.kind == "tar" and left:
-                yield bytes(left)
+            if found.kind == "tar":
+                yield bytes(left + -(stop - start) % 512)
     if found.kind == "tar":
         yield bytes(1024)
 

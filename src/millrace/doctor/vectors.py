@@ -7,6 +7,7 @@ parts to leave out), the findings come of it, and the mend writes what it says.
 from __future__ import annotations
 
 import io
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -104,7 +105,7 @@ def header_at(memory: Bytes8, at: int) -> Header | None:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(file)
-    except (ValueError, TypeError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError, tokenize.TokenError):
         return None
     return Header(file.tell(), dtype, tuple(shape), fortran)
 

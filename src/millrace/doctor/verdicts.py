@@ -71,11 +71,16 @@ def _looks_swapped(counts: TokenCounts) -> bool:
     In text 30 to 60 % of the ids are below 1024 and 2 to 5 % are that with bytes swapped. No token counts for more
     than a hundredth, so that padding decides nothing.
     """
-    if counts.tokens < _FEWEST or np.count_nonzero(counts.low) < 256:
+    distinct = np.count_nonzero(counts.low)
+    if counts.tokens < _FEWEST or distinct < 16:
         return False
     weights = np.minimum(counts.low, max(1, counts.tokens // 100))
     ids = np.arange(1 << 16)
     total = int(weights.sum())
+    if int(weights[ids & 255 == 0].sum()) * 20 >= total * 19:
+        return True  # Bytes, each in the upper half.
+    if distinct < 256:
+        return False
     straight = int(weights[ids < 1024].sum())
     swapped = int(weights[ids & 255 < 4].sum())
     return swapped > total // 5 and swapped > 3 * straight
