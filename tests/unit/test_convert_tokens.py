@@ -349,4 +349,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "what").write_bytes(b"\x00\x01\x02 nothing known")
     assert main(["convert", str(tmp_path / "what"), str(tmp_path / "x"), "--to", "bin"]) == 1
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "x"), "--to", "bin"]) == 1
+    assert main(["convert", "s3://bucket/data", str(tmp_path / "x"), "--to", "bin"]) == 2
+    assert "millrace mirror s3://bucket/data DIR" in capsys.readouterr().err
     assert describe(GOLDEN / "megatron_u16", Options())["dtype"] == "U16"

@@ -82,7 +82,7 @@ def _height_width(text: str) -> tuple[int, int]:
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     p = verb("convert", _convert, "from one format of training data to another, verified")
-    p.add_argument("source", metavar="SRC", help="a file, directory, pattern in quotes, or URL of a dataset")
+    p.add_argument("source", metavar="SRC", help="a file, a directory, or a pattern in quotes")
     p.add_argument("out", metavar="OUT", nargs="?", type=Path, help="where to write; must be free")
     p.add_argument("--to", metavar="FORMAT", help="safetensors, npy, bin, ds, megatron, mds, litdata, arrow, parquet …")
     p.add_argument("--describe", action="store_true", help="say what SRC is, and write nothing")

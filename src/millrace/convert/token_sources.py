@@ -15,11 +15,10 @@ import numpy as np
 
 from millrace.convert.content import TOKEN_COLUMNS, Options, TokenPart, TokenSource
 from millrace.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
-from millrace.dataset.reader import Dataset
+from millrace.dataset.reader import Dataset, open_dataset
 from millrace.dataset.slices import Slice, locate_tensors, open_slice, release_pages
-from millrace.errors import DatasetError, MillraceError
+from millrace.errors import DatasetError, MillraceError, UsageError
 from millrace.formats import ForeignDataset, open_foreign
-from millrace.load.sources import open_dataset
 
 _INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
 
@@ -95,16 +94,17 @@ class _Plain:
 
 
 def open_tokens(path: str | Path, options: Options) -> TokenSource | None:
-    """What holds tokens at a path, a pattern or a URL; None where it is of another kind.
+    """What holds tokens at a path or a pattern; None where it is of another kind.
 
     Raises:
         DatasetError: If it is damaged, or is not there.
-        UsageError: If it cannot be read without `options.input_dtype`, or is several datasets.
+        UsageError: If it cannot be read without `options.input_dtype`, is several datasets, or a URL.
     """
     text = str(path)
     if "://" in text and not text.startswith("file://"):
-        dataset = open_dataset(text)
-        return DatasetTokens(dataset) if dataset.manifest.layout == "tokens" else None
+        raise UsageError(
+            f"{text}: expected a path on this machine, got a URL. Copy it here first: millrace mirror {text} DIR."
+        )
     place = Path(text.removeprefix("file://"))
     if (place / MANIFEST_FILE).is_file():
         dataset = open_dataset(place)
