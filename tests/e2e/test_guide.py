@@ -23,6 +23,7 @@ import pytest
 
 from hub_server import TOKEN, HubServer, make_hub
 from millrace.prepare.tokens.tokenizers import byte_tokenizer
+from millrace.schedule.coordinator import Coordinator
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "dataset-guide.md"
@@ -44,8 +45,9 @@ def hub(repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MILLRACE_HUB_CACHE", str(tmp_path / "kept"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.syspath_prepend(str(ROOT / "compat" / "src"))
-    with HubServer(repositories) as server:
+    with HubServer(repositories) as server, Coordinator("127.0.0.1", 0) as coordinator:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("MILLRACE_COORDINATOR", coordinator.address)
         yield server
 
 
@@ -68,10 +70,11 @@ def test_every_python_block_runs(hub: HubServer) -> None:
     pytest.importorskip("torch")
     text = GUIDE.read_text("utf-8")
     names: dict[str, Any] = {"__name__": "guide"}
-    printed = [run_block(code, names) for code in blocks(text, "python") if "use_distributed" not in code]
+    printed = [run_block(code, names) for code in blocks(text, "python")]
     assert blocks(text, "text") == [next(out for out in printed if out.startswith("fineweb:"))]
     assert "Batch shape: (4, 128)\n" in "".join(printed)
     assert "Effective batch size: 32\n" in "".join(printed)
+    assert "worker-1 was rank 0 of 1\n" in "".join(printed)
 
 
 def test_the_command_of_the_guide_trains_under_the_name_of_old(hub: HubServer) -> None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from millrace.errors import UsageError
 from millrace.worker.config import WorkerConfig
-from millrace.worker.training import Tell, Training, TrainingReport
+from millrace.worker.training import OnStep, Tell, Training, TrainingReport
 
 __all__ = ["TrainingReport", "WorkerClient"]
 
@@ -36,12 +36,14 @@ class WorkerClient:
     Args:
         config: What to do. Without a worker_id it gets one of the machine's name.
         tell: Takes lines about the run's progress; by default they go to stderr.
+        on_step: Called after each step, in the training thread, with its number in the run, from 0, this worker's batch
+            and the loss; what it raises ends the run.
     """
 
-    def __init__(self, config: WorkerConfig, *, tell: Tell = tell_stderr) -> None:
+    def __init__(self, config: WorkerConfig, *, tell: Tell = tell_stderr, on_step: OnStep | None = None) -> None:
         worker_id = config.worker_id or f"{socket.gethostname()}-{secrets.token_hex(3)}"
         self.config = replace(config, worker_id=worker_id)
-        self._tell = tell
+        self._tell, self._on_step = tell, on_step
         self._stop = threading.Event()
         self._training: Training | None = None
         self._running: asyncio.Task[TrainingReport] | None = None
@@ -61,7 +63,7 @@ class WorkerClient:
         """
         await self.stop()
         self._stop.clear()
-        self._training = await asyncio.to_thread(Training, self.config, self._stop, self._tell)
+        self._training = await asyncio.to_thread(Training, self.config, self._stop, self._tell, self._on_step)
 
     async def run_training(self, use_distributed: bool = False) -> TrainingReport:
         """Train until num_steps are done, or `stop`; after a stop it may be called again and goes on.

@@ -36,6 +36,7 @@ class WorkerConfig:
         model_size: "tiny", "small" or "medium".
         worker_id: By which the coordinator knows this worker again; None makes one up.
         coordinator: "host:port" or an http(s) URL; None is the environment's MILLRACE_COORDINATOR, or 127.0.0.1:8000.
+        host: The address of this machine that other workers reach; None: the one on the way to the coordinator.
         seed: Of data, dummies and the model's first weights.
         streaming: Whether text is streamed, or kept on this machine first; None: streamed if above 10 GB.
         shuffle_buffer: Documents that are mixed; None: the dataset's own.
@@ -63,6 +64,7 @@ class WorkerConfig:
     model_size: str = "tiny"
     worker_id: str | None = None
     coordinator: str | None = None
+    host: str | None = None
     seed: int = 42
     streaming: bool | None = None
     shuffle_buffer: int | None = None
@@ -106,10 +108,15 @@ class WorkerConfig:
         """The dataset's entry of the catalogue; None for dummies. UnknownDatasetError if nothing has its name."""
         return None if self.dataset_name is None else find_entry(self.dataset_name)
 
+    @property
+    def seq_len_is_given(self) -> bool:
+        """Whether somebody chose seq_len."""
+        return not isinstance(self.seq_len, _Default)
+
     def resolved_seq_len(self) -> int:
         """The seq_len that was given, else the dataset's own, else 32."""
-        entry = self.entry
-        return entry.seq_len if entry is not None and isinstance(self.seq_len, _Default) else int(self.seq_len)
+        entry = None if self.seq_len_is_given else self.entry
+        return int(self.seq_len) if entry is None else entry.seq_len
 
     def resolved_tokenizer(self) -> str | None:
         """The tokenizer that was named, else the dataset's own; None for dummies."""

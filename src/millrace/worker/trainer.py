@@ -82,6 +82,11 @@ class CountTrainer:
         self._pairs, self._contexts = pairs, contexts
 
 
+def has_torch() -> bool:
+    """Whether PyTorch is installed."""
+    return importlib.util.find_spec("torch") is not None
+
+
 def make_trainer(name: str, *, vocab_size: int, dtype: str, seq_len: int, layout: str) -> Trainer | None:
     """The trainer of a name, None for `none`; `auto` is the GPT where PyTorch is installed, else counts.
 
@@ -105,7 +110,7 @@ def make_trainer(name: str, *, vocab_size: int, dtype: str, seq_len: int, layout
     if vocab_size == 0:
         name = "count" if dtype == "U32" else name
         vocab_size = 1 << 16
-    if name == "gpt" or (name == "auto" and importlib.util.find_spec("torch") is not None):
+    if name == "gpt" or (name == "auto" and has_torch()):
         from millrace.worker.gpt import GptTrainer
 
         return GptTrainer(vocab_size, seq_len)
@@ -116,7 +121,7 @@ def make_sized_trainer(
     name: str, model_size: str, *, vocab_size: int, seq_len: int, seed: int, learning_rate: float, device: str | None
 ) -> Trainer:
     """The trainer of a `WorkerConfig`: the GPT of a size, or counts; `auto` is the GPT where PyTorch is installed."""
-    if name == "gpt" or (name == "auto" and importlib.util.find_spec("torch") is not None):
+    if name == "gpt" or (name == "auto" and has_torch()):
         from millrace.worker.gpt import SIZES, GptTrainer
 
         size = SIZES[model_size]

@@ -18,10 +18,11 @@ from millrace.worker.checkpoint import read_checkpoint, write_checkpoint
 from millrace.worker.config import WorkerConfig
 from millrace.worker.dummy import DummyDataset
 from millrace.worker.hub_data import create_huggingface_dataset
-from millrace.worker.trainer import Trainer, make_sized_trainer
+from millrace.worker.trainer import Integers, Trainer, make_sized_trainer
 
 PROGRESS_S = 2.0
 Tell = Callable[[str], None]
+OnStep = Callable[[int, Batch, float], None]
 
 
 @dataclass
@@ -96,16 +97,24 @@ class Training:
 
     Args:
         tell: Told a line at the beginning, every two seconds, and at the end.
+        on_step: Called after each step with its number, from 0, this rank's batch, and the loss.
     """
 
-    def __init__(self, config: WorkerConfig, stop: threading.Event, tell: Tell) -> None:
-        self.config, self.stop, self.tell = config, stop, tell
+    def __init__(self, config: WorkerConfig, stop: threading.Event, tell: Tell, on_step: OnStep | None = None) -> None:
+        self.config, self.stop, self.tell, self.on_step = config, stop, tell, on_step
         self.data = open_data(config)
         self.report = TrainingReport(worker_id=config.worker_id or "")
         self.samples_taken = 0
         self._trainer: Trainer | None = None
         self._batches: Generator[Batch, None, None] | None = None
         self._waited_s = self._begun = self._told_at = 0.0
+
+    def adopt(self, config: WorkerConfig) -> None:
+        """Take over settings that a run agreed on; the data are opened again if they are others. Before any step."""
+        if config != self.config or config.resolved_seq_len() != self.config.resolved_seq_len():
+            self.close()
+            self.config, self._trainer = config, None
+            self.data = open_data(config)
 
     @property
     def step(self) -> int:
@@ -139,7 +148,7 @@ class Training:
         self.begin()
         while self.step < self.config.num_steps and not self.stop.is_set():
             batch = self.next_batch()
-            self.count(batch, self.guarded(lambda batch=batch: self.trainer.step(batch.inputs, batch.labels)))  # type: ignore[misc]
+            self.count(batch, self.learn(self.trainer.step, batch))
         return self.end()
 
     def dealt(self, rank: int, world_size: int) -> None:
@@ -156,7 +165,8 @@ class Training:
         )
 
     def begin(self) -> None:
-        """Start the clocks."""
+        """Make the trainer, if that was not done before, then start the clocks."""
+        self._trainer = self.trainer
         self._begun = self._told_at = time.monotonic()
 
     def next_batch(self) -> Batch:
@@ -168,10 +178,11 @@ class Training:
         self._waited_s += time.monotonic() - began
         return batch
 
-    def guarded(self, learn: Callable[[], float]) -> float:
-        """Calls `learn`; if memory is short, says which settings would need less."""
+    def learn(self, step: Callable[[Integers, Integers], float], batch: Batch) -> float:
+        """Calls `step` with a batch; if memory is short, says which settings would need less."""
+        assert batch.inputs is not None and batch.labels is not None
         try:
-            return learn()
+            return step(batch.inputs, batch.labels)
         except Exception as error:
             if is_out_of_memory(error):
                 raise out_of_memory(error, self.config) from error
@@ -199,6 +210,8 @@ class Training:
         if now - self._told_at >= PROGRESS_S:
             self._told_at = now
             self.tell(self._progress())
+        if self.on_step is not None:
+            self.on_step(report.step - 1, batch, loss)
         if report.step % self.config.checkpoint_steps == 0 and report.step < self.config.num_steps:
             self.keep()
 
@@ -245,13 +258,25 @@ class Training:
         if found is None:
             return
         state, trainer = found
-        try:
-            step, samples, data = int(state["step"]), int(state["samples_taken"]), state["data"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(
-                f"checkpoint in {self.config.checkpoint_dir}: expected a step and a place, got {sorted(state)}."
-            ) from error
-        self.data.load_state_dict(data)
+        step, samples = self._counts_of(state)
+        self.data.load_state_dict(state["data"])
         self.trainer.from_bytes(trainer)
         self.report.step, self.samples_taken = step, samples
         self.tell(f"resumed at step {step} from {self.config.checkpoint_dir}")
+
+    def checkpointed(self) -> tuple[int, int]:
+        """Steps done, and samples of all ranks that they took, of this run or of the checkpoint it would resume."""
+        if self.config.checkpoint_dir is not None and not self.step:
+            found = read_checkpoint(Path(self.config.checkpoint_dir))
+            if found is not None:
+                return self._counts_of(found[0])
+        return self.step, self.samples_taken
+
+    def _counts_of(self, state: dict[str, Any]) -> tuple[int, int]:
+        counts = [state.get(name) for name in ("step", "samples_taken")]
+        if not all(type(count) is int and count >= 0 for count in counts) or "data" not in state:
+            raise StateError(
+                f"checkpoint in {self.config.checkpoint_dir}: expected a step and a place, got {sorted(state)}. "
+                "Take another checkpoint_dir."
+            )
+        return int(counts[0] or 0), int(counts[1] or 0)
