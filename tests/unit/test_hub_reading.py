@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from millrace.errors import (
 from millrace.prepare.pipeline import prepare
 from millrace.prepare.read import ReadOptions
 from millrace.prepare.read.hub import find_dataset
+from millrace.store.web import wait_told
 from millrace.stream.hub import records_of
 
 
@@ -301,3 +303,14 @@ def test_a_mirror_whose_pages_name_the_hub(hub: HubServer, monkeypatch: pytest.M
     found = find_dataset("hf://datasets/EleutherAI/pile")
     assert found is not None and len(found.files()) == 2 and shown != hub.url
     assert hub.requests["tree"] > 3
+
+
+@pytest.mark.parametrize(
+    ("headers", "wait_s"),
+    [({"Retry-After": "7"}, 7), ({"RateLimit": '"resolvers";r=0;t=55'}, 55), ({"RateLimit": "?"}, 0), ({}, 0)],
+)
+def test_how_long_the_hub_asks_to_wait(headers: dict[str, str], wait_s: float) -> None:
+    message = Message()
+    for name, value in headers.items():
+        message[name] = value
+    assert wait_told(message) == wait_s
