@@ -1,0 +1,228 @@
+"""The coordinator with real workers as processes: killed, joining, coming back; and itself killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+BATCH = 2
+
+
+class Process:
+    """A process whose standard output is JSON lines; killed at the latest when the test ends."""
+
+    def __init__(self, *argv: str) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.popen = subprocess.Popen(
+            [sys.executable, *argv],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.lines: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read, self._read_notes)]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            self.lines.append(json.loads(line))
+
+    def _read_notes(self) -> None:
+        assert self.popen.stderr is not None
+        self.notes.extend(self.popen.stderr)
+
+    def end(self, number: int = signal.SIGKILL) -> int:
+        if self.popen.poll() is None:
+            self.popen.send_signal(number)
+        return self.wait()
+
+    def wait(self, timeout_s: float = 60) -> int:
+        code = self.popen.wait(timeout_s)
+        for reader in self._readers:
+            reader.join(5)
+            assert not reader.is_alive()
+        for stream in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
+            assert stream is not None
+            stream.close()
+        return code
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., Process]]:
+    begun: list[Process] = []
+
+    def make(*argv: str) -> Process:
+        begun.append(Process(*argv))
+        return begun[-1]
+
+    yield make
+    for process in begun:
+        process.end()
+
+
+def until(true: Callable[[], bool], what: str, timeout_s: float = 40) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def coordinator(spawn: Callable[..., Process], *flags: str, listen: str = "127.0.0.1:0") -> tuple[Process, str]:
+    """A coordinator as a process, and its address."""
+    process = spawn("-m", "millrace.cli", "coordinate", "--listen", listen, "--json", *flags)
+    until(lambda: bool(process.lines) or process.popen.poll() is not None, "a coordinator that is up")
+    assert process.lines, process.notes
+    return process, process.lines[0]["address"]
+
+
+class Workers:
+    """Workers begun by one process that has PyTorch in memory; what each said, by the order they were begun in."""
+
+    def __init__(self, spawn: Callable[..., Process], address: str, **facts: Any) -> None:
+        self.process = spawn(str(HERE / "together.py"), address)
+        self.facts = facts
+        self.names: list[str] = []
+
+    def begin(self, name: str) -> int:
+        """Begins a worker; its number."""
+        assert self.process.popen.stdin is not None
+        self.process.popen.stdin.write(json.dumps({"name": name, **self.facts}) + "\n")
+        self.process.popen.stdin.flush()
+        self.names.append(name)
+        number = len(self.names) - 1
+        until(lambda: len(self.said("pid")) > number, f"worker {name}")
+        return number
+
+    def said(self, key: str, name: str | None = None) -> list[dict[str, Any]]:
+        return [line for line in list(self.process.lines) if key in line and name in (None, line["name"])]
+
+    def kill(self, number: int) -> None:
+        os.kill(self.said("pid")[number]["pid"], signal.SIGKILL)
+
+    def steps(self, name: str) -> int:
+        return len(self.said("step", name))
+
+    def last(self, name: str) -> dict[str, Any]:
+        return self.said("step", name)[-1]
+
+
+def get(address: str, path: str) -> Any:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(
+    spawn: Callable[..., Process], tmp_path: Path
+) -> None:
+    flags = ("--min-workers", "4", "--lost", "0.5", "--state", str(tmp_path / "run"), "--num-steps", "60")
+    first, address = coordinator(spawn, *flags)
+    workers = Workers(spawn, address, batch_size=BATCH, num_steps=7, step_s=0.03)
+    numbers = {name: workers.begin(name) for name in "abcd"}
+    until(lambda: all(workers.steps(name) >= 5 for name in "abcd"), "five steps of each worker")
+    rank = workers.last("b")["rank"]
+    workers.kill(numbers["b"])
+    until(lambda: workers.last("a")["world"] == 3, "a generation of three")
+    workers.begin("e")
+    until(lambda: workers.last("a")["world"] == 4, "a generation with the newcomer")
+    first.end()  # the coordinator, killed: training goes on
+    reached = workers.last("a")["step"]
+    until(lambda: workers.last("a")["step"] >= reached + 3, "steps without a coordinator")
+    second, _ = coordinator(spawn, *flags, "--until-done", listen=address)
+    workers.begin("b")  # back under its name
+    until(lambda: len(workers.said("code")) == 6, "the end of all workers")
+    assert sorted(line["code"] for line in workers.said("code")) == [-signal.SIGKILL, 0, 0, 0, 0, 0], (
+        workers.process.notes
+    )
+    assert second.wait() == 0, second.notes
+    assert {line["rank"] for line in workers.said("step", "b")} == {rank}
+
+    lines = workers.said("step")
+    kept: dict[int, int] = {}
+    for line in lines:
+        kept[line["step"]] = max(kept.get(line["step"], 0), line["generation"])
+    assert sorted(kept) == list(range(60))
+    used: list[int] = []
+    for step, generation in sorted(kept.items()):
+        # Each step that counts: one generation, the same loss and weights everywhere, each rank once.
+        same = [line for line in lines if (line["step"], line["generation"]) == (step, generation)]
+        assert len({(line["loss"], line["weights"]) for line in same}) == 1
+        ranks = [line["rank"] for line in same]
+        assert len(set(ranks)) == len(ranks) and set(ranks) <= set(range(same[0]["world"]))
+        first_sample = len(used)
+        world = same[0]["world"]
+        for line in same:
+            assert line["samples"] == list(range(first_sample + line["rank"], first_sample + BATCH * world, world))
+        used += range(first_sample, first_sample + BATCH * world)
+    assert used == list(range(len(used)))
+    assert lines[0]["loss"] > 10 * next(line["loss"] for line in lines if line["step"] == 59)
+    status = second.lines[-1]
+    assert status["done"] and status["step"] == 60 and status["config"]["num_steps"] == 60
+
+
+def test_the_coordinator_hands_out_ranks_and_refuses_a_second_of_the_same_name(
+    spawn: Callable[..., Process], tmp_path: Path
+) -> None:
+    from millrace.worker.membership import DuplicateWorkerError, Membership
+
+    config = tmp_path / "run.toml"
+    config.write_text('dataset_name = "tiny"\nbatch_size = 8\n')
+    process, address = coordinator(spawn, "--min-workers", "4", "--config", str(config), "--seq-len", "32")
+    members = [
+        Membership(f"http://{address}", f"worker-{i}", settings={"batch_size": 2, "num_steps": 9}, lockstep=False)
+        for i in range(4)
+    ]
+    threads = [threading.Thread(target=member.join) for member in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(member.generation.rank for member in members) == [0, 1, 2, 3]
+    told = members[2].config
+    assert (told["batch_size"], told["dataset_name"], told["seq_len"], told["num_steps"]) == (8, "tiny", 32, 9)
+    with pytest.raises(DuplicateWorkerError, match="worker-1"):
+        Membership(address, "worker-1").join()
+    before = members[3].generation.rank
+    again = Membership(address, "worker-3")
+    members[3]._closing.set()  # its heartbeat ends, as if its process had
+    members[3]._client.close()
+    assert get(address, "/v1/generation")["world_size"] == 4
+    assert "/v1/members/join" in get(address, "/openapi.json")["paths"]
+    members[0].leave()
+    for member in members[1:3]:
+        until(lambda member=member: member.changing, "news of the one who left")
+    assert before == 3 or again is not None
+    assert process.end(signal.SIGTERM) == 0
+
+
+def test_plain_http_stays_on_this_machine_unless_told_and_refuses_web_pages(spawn: Callable[..., Process]) -> None:
+    refused = spawn("-m", "millrace.cli", "coordinate", "--listen", "0.0.0.0:0")
+    assert refused.wait() == 2 and "--open" in refused.notes[0]
+    process, address = coordinator(spawn)
+    body = json.dumps({"settings": {"batch_size": 1}}).encode()
+    for headers in ({"Content-Type": "text/plain"}, {"Content-Type": "application/json", "Origin": "http://evil.test"}):
+        request = urllib.request.Request(f"http://{address}/v1/config", body, headers)
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            urllib.request.urlopen(request, timeout=5)
+        assert refusal.value.code == 403
+        refusal.value.close()
+    assert process.end(signal.SIGINT) == 0
