@@ -21,7 +21,7 @@ _DTYPES = {"uint16": "U16", "uint32": "U32"}
 def _convert(args: argparse.Namespace) -> int:
     from millrace.convert.content import TokenSource
     from millrace.convert.convert import FORMATS, check_place, convert, describe, open_source
-    from millrace.observe.progress import bytes_bar
+    from millrace.observe.progress import PrepareBar
 
     options = _options(args)
     if args.describe:
@@ -31,9 +31,15 @@ def _convert(args: argparse.Namespace) -> int:
         raise UsageError(f"convert: expected OUT and --to (one of {', '.join(FORMATS)}), or --describe alone.")
     check_place(args.source, args.out, args.force)
     source = open_source(args.source, options, args.to)
-    count = source.num_tokens if isinstance(source, TokenSource) else source.num_rows
-    passes = 1 if args.no_verify else 2
-    with bytes_bar("convert", count and count * passes, enabled=not args.quiet) as advance:
+    is_tokens = isinstance(source, TokenSource)
+    count = (source.num_tokens if isinstance(source, TokenSource) else source.num_rows) or 0
+    progress = _Progress(count, "tokens" if is_tokens else "rows")
+    with PrepareBar(enabled=not args.quiet) as bar:
+
+        def advance(count: int) -> None:
+            progress.advance(count)
+            bar.update(progress)
+
         options = replace(options, on_progress=advance)
         report = convert(source, args.out, args.to, options, force=args.force, verify=not args.no_verify)
     result = report.to_json()
@@ -42,6 +48,19 @@ def _convert(args: argparse.Namespace) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return 0
+
+
+class _Progress:
+    """Writing, then reading again, each over all that there is."""
+
+    def __init__(self, total: int, unit: str) -> None:
+        self.stage, self.done, self.total, self.unit = "convert", 0, total, unit
+
+    def advance(self, count: int) -> None:
+        if self.stage == "convert" and count and self.done >= self.total > 0:
+            self.stage, self.done = "verify", 0
+        self.done += count
+        self.total = max(self.total, self.done) if self.total else 0
 
 
 def _options(args: argparse.Namespace) -> Options:
