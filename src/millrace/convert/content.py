@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -48,6 +48,7 @@ class TokenPart:
     ends: U64
 
 
+@runtime_checkable
 class TokenSource(Protocol):
     """Tokens to be read from the start, any number of times."""
 
