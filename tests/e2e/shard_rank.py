@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import resource
 import sys
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ def main(out: str, text: str) -> None:
     steps, step_s, start = (
         settings.pop(name, default) for name, default in (("steps", 4), ("step_s", 0.0), ("start", 0))
     )
-    batch = settings.pop("batch_size", 8)
+    batch, others = settings.pop("batch_size", 8), [Path(other) for other in settings.pop("others", [])]
     settings["remap"] = {int(a): b for a, b in settings.pop("remap", {}).items()}
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     with Path(out).open("a") as file, SharedShardedDatasetManager(**settings) as shards:
@@ -46,7 +45,11 @@ def main(out: str, text: str) -> None:
             first = data[int(np.int64(0))]
             tell(step=batch_.run_step, shard=data.index, ids=own, first=first[:4].tolist(), stats=shards.stats())
             time.sleep(step_s)
-        tell(ended=True, stats=shards.stats(), rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+            while any(
+                not other.exists() or other.read_text().count('"step"') <= batch_.run_step - start for other in others
+            ):
+                time.sleep(0.01)  # as ranks that exchange gradients
+        tell(ended=True, stats=shards.stats())
 
 
 if __name__ == "__main__":

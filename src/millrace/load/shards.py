@@ -8,7 +8,7 @@ Hides: when a shard is due, that it comes in the background, that the ranks of a
 old one goes. Which shard and which samples a step reads follows from its number alone, so that a run resumed at any
 step, and whoever checks one, sees the same.
 
-Costs: the disk holds the shard in use and the next one; memory is `max_workers` x 1 MiB and what the system caches.
+Costs: the disk holds the shard in use and the next one; memory is 8 MiB and `max_workers` x 2 MiB, and what the system caches.
 """
 
 from __future__ import annotations

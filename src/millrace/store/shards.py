@@ -63,15 +63,6 @@ MakeJudge = Callable[[int, Path, int], Judge]
 """Of (shard, file of ids, bytes of the tokens' file)."""
 
 
-@dataclass(frozen=True)
-class _Listed:
-    """A file as the bucket's list tells it."""
-
-    name: str
-    num_bytes: int
-    sha256: str
-
-
 class ShardFolder:
     """A directory of shards and where they come from. Processes share the directory, threads the object.
 
@@ -104,7 +95,7 @@ class ShardFolder:
         self._prefix = prefix
         self._suffixes = {"auto": ("npy", "bin"), "bin": ("bin",), "npy": ("npy",)}[generation]
         self._patience_s = patience_s
-        self._list: dict[int, tuple[_Listed, _Listed]] | None = None
+        self._list: dict[int, str] | None = None
         for made in (self.folder, self.tmp_dir):
             made.mkdir(parents=True, exist_ok=True)
 
@@ -139,8 +130,12 @@ class ShardFolder:
         """Bytes of a shard's two files, here or at the origin. Errors as of `fetch`."""
         if (pair := self.ready(index)) is not None:
             return pair.num_bytes
-        tokens, _, ids = self._heads(index, stop)
-        return tokens.bytes + ids.bytes
+        return sum(head.bytes for _, head in self.heads(index, stop))
+
+    def heads(self, index: int, stop: threading.Event | None = None) -> list[tuple[str, Head]]:
+        """Names and heads of a shard's tokens and ids at the origin. Errors as of `head_of`."""
+        tokens, name, ids = self._heads(index, stop)
+        return [(self.tokens_name(index), tokens), (name, ids)]
 
     def on_disk(self, index: int) -> int:
         """Bytes of it that lie here by now, partial ones included."""
@@ -273,7 +268,7 @@ class ShardFolder:
         """The ids first, as nothing can be judged without; then the tokens, judged as they come."""
         assert self.origin is not None
         head, ids_name, ids_head = self._heads(index, stop)
-        listed = (self._listed(stop) or {}).get(index)
+        listed = self._listed(stop).get(index, "")
         name = self.tokens_name(index)
         ids_part = part_path(self.tmp_dir, ids_name, ids_head)
         if fresh_ids:
@@ -282,7 +277,7 @@ class ShardFolder:
         settings: dict[str, Any] = {"patience_s": self._patience_s, "stop": stop}
         fetch_part(
             self.origin, ids_name, ids_head, ids_part, plan_large(ids_head.bytes, None, self._max_workers),
-            sha256=listed[1].sha256 if listed else "", **settings,
+            sha256=listed, **settings,
         )  # fmt: skip
         judge = self._make_judge(index, ids_part, head.bytes)
         if on_judge is not None:
@@ -352,8 +347,8 @@ class ShardFolder:
             found.append(self.tokens_name(index))
         return found
 
-    def _listed(self, stop: threading.Event | None) -> dict[int, tuple[_Listed, _Listed]]:
-        """What the list of the bucket says, once read; empty without one."""
+    def _listed(self, stop: threading.Event | None) -> dict[int, str]:
+        """The sha256 of each shard's ids, as the list of the bucket says, once read; empty without one."""
         if self._list is None:
             self._list = {}
             assert self.origin is not None
@@ -391,13 +386,9 @@ def _state(tokens: Path, ids: Path) -> list[int]:
     return [number for one in found for number in (one.st_size, one.st_mtime_ns, one.st_ino)]
 
 
-def _read_list(data: bytes, where: str) -> dict[int, tuple[_Listed, _Listed]]:
+def _read_list(data: bytes, where: str) -> dict[int, str]:
     try:
-        told = json.loads(data)
-        rows = [(row["tokens"], row["ids"]) for row in told["shards"]]
-        both = [tuple(_Listed(str(f["name"]), int(f["bytes"]), str(f["sha256"])) for f in pair) for pair in rows]
+        rows = [(str(row["tokens"]["name"]), str(row["ids"]["sha256"])) for row in json.loads(data)["shards"]]
     except (ValueError, KeyError, TypeError) as error:
         raise DatasetError(f"{where}: expected a list of shards, got: {error!r}. Publish the shards again.") from error
-    return {
-        int(found[1]): (one, two) for one, two in both if (found := re.search(r"_(\d{6})\.npy$", one.name)) is not None
-    }
+    return {int(found[1]): sha256 for name, sha256 in rows if (found := re.search(r"_(\d{6})\.npy$", name))}

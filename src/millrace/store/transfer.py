@@ -16,7 +16,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -100,8 +100,7 @@ class Transfers:
 
         Args:
             on_bad: Told, from another thread, of a source that gave wrong bytes or broke the protocol, and why.
-            span_bytes: Asked for in one request, a multiple of `piece_bytes`; by default as fits the connections.
-            check: Judges what has no hash; `info.sha256` is not looked at then.
+            span_bytes, check: See PartFile; with a check, `info.sha256` is not looked at.
 
         Raises:
             UsageError: If the pool is closed or there is no origin.
@@ -133,7 +132,7 @@ class Transfers:
 
     def cancel(self, transfer: Transfer) -> None:
         """Give a transfer up; its part stays for a later run. No harm if it ended."""
-        self._end(transfer._work, _cancelled(transfer.info))
+        self._end(transfer._work, TransferCancelledError.of(transfer.info))
 
     def close(self) -> None:
         """Cancel all transfers and end the threads; one that waits for a dead peer ends later. May be repeated."""
@@ -144,7 +143,7 @@ class Transfers:
             active = list(self._active)
             self._changed.notify_all()
         for work in active:
-            self._end(work, _cancelled(work.info))
+            self._end(work, TransferCancelledError.of(work.info))
         self._hashers.stop()
         until = time.monotonic() + _CLOSE_S
         for thread in [*self._threads, *self._hashers.threads]:
@@ -273,7 +272,7 @@ class Transfers:
         began_at, first = self._clock(), span.at
         fault: Exception | None = None
         try:
-            self._receive(work, span, source)
+            work.receive(span, source, self._clock, self._hashers.look)
         except Exception as error:  # noqa: BLE001 - what follows from it is settled below
             fault = error
         now, got = self._clock(), span.at - first
@@ -293,24 +292,6 @@ class Transfers:
             self._counts["retries"] += 1
             work.attempts += 1
         self._settle(work, span, source, fault, began_at, got)
-
-    def _receive(self, work: Work, span: Span, source: Source) -> None:
-        url, start, stop = source.origin.url, span.at, span.stop
-        body = source.origin.read(work.info.name, start, stop)
-        try:
-            for data in body:
-                if len(data) > stop - span.at:
-                    raise ProtocolViolation(f"{url}: gave more than the {stop - start} bytes asked for")
-                if not work.file.write(span, data, url):
-                    return
-                span.tries = 0
-                span.byte_at = work.byte_at = self._clock()
-                self._hashers.look(work)
-        finally:
-            if isinstance(body, Generator):
-                body.close()
-        if span.at < stop:
-            raise PassingError(f"the body ended at byte {span.at - start} of {stop - start}")
 
     def _settle(self, work: Work, span: Span, source: Source, fault: Exception, began_at: float, got: int) -> None:
         """What follows from a failed request."""
@@ -370,12 +351,10 @@ class Transfers:
         self._restart(work, best.origin.url if best is not None else None)
 
     def _judge_checked(self, work: Work, check: Check) -> None:
-        wrong = check.wrong()
-        if not wrong:
+        if not (wrong := check.wrong()):
             work.file.finish()
             return self._end(work, None)
-        num_bytes = sum(stop - start for start, stop in wrong)
-        log.warning("%s: %d bytes did not verify, fetching them anew", work.info.name, num_bytes)
+        log.warning("%s: %d bytes did not verify, fetching them anew", work.info.name, sum(b - a for a, b in wrong))
         work.file.forget(wrong)
         with self._changed:
             work.pending = [span for span in work.file.spans if span.at < span.stop]
@@ -418,7 +397,3 @@ class Transfers:
         if error is not None and cause is not None:
             error.__cause__ = cause
         work.finished(error)
-
-
-def _cancelled(info: SliceInfo) -> TransferCancelledError:
-    return TransferCancelledError(f"{info.name}: the transfer was cancelled; what was fetched is kept and resumed")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.dataset.manifest import SliceInfo
-from millrace.errors import IntegrityError, NetworkError
-from millrace.store.origins import Origin
+from millrace.errors import IntegrityError, NetworkError, ProtocolViolation
+from millrace.store.origins import Origin, PassingError
 from millrace.store.pieces import EARLIER, PartFile, Span
 from millrace.store.sources import Source
 
@@ -86,6 +86,30 @@ class Work:
             span.not_before = not_before
             insort(self.pending, span, key=lambda span: span.start)
 
+    def receive(self, span: Span, source: Source, clock: Callable[[], float], look: Callable[[Work], object]) -> None:
+        """What one request gives, into the file; `look` is called as it grows. Without the lock.
+
+        Raises:
+            PassingError: If the body broke off.
+            ProtocolViolation: If there is more of it than was asked for.
+        """
+        url, start, stop = source.origin.url, span.at, span.stop
+        body = source.origin.read(self.info.name, start, stop)
+        try:
+            for data in body:
+                if len(data) > stop - span.at:
+                    raise ProtocolViolation(f"{url}: gave more than the {stop - start} bytes asked for")
+                if not self.file.write(span, data, url):
+                    return
+                span.tries = 0
+                span.byte_at = self.byte_at = clock()
+                look(self)
+        finally:
+            if isinstance(body, Generator):
+                body.close()
+        if span.at < stop:
+            raise PassingError(f"the body ended at byte {span.at - start} of {stop - start}")
+
     def tell(self, origin: Origin, reason: str) -> None:
         """Name a bad source, to the log and to whoever asked for it. Without the lock."""
         log.warning("%s: %s", origin.url, reason)
@@ -137,6 +161,11 @@ class Work:
 
 class TransferCancelledError(NetworkError):
     """A transfer was given up by whoever started it."""
+
+    @classmethod
+    def of(cls, info: SliceInfo) -> TransferCancelledError:
+        """The error of a transfer of this."""
+        return cls(f"{info.name}: the transfer was cancelled; what was fetched is kept and resumed")
 
 
 class Transfer:
