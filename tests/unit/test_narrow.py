@@ -50,7 +50,7 @@ def test_an_unknown_type() -> None:
         dtype_name("complex")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(INTEGERS),
     st.sampled_from(INTEGERS),
@@ -98,7 +98,7 @@ def test_integers_become_floats_only_where_these_are_the_same(numbers: list[int]
         narrow(values, to, "x", lossy=True)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.floats(width=64, allow_nan=False))
 def test_bf16_is_the_nearest_and_ties_are_even(value: float) -> None:
     bits = int(narrow_bf16(np.array([value], np.float64))[0])

@@ -23,11 +23,12 @@ _EXACT = 1 << 53
 
 
 class TableDigest:
-    """Grows with each batch of a table. Columns of no values at all count as missing everywhere."""
+    """Grows with each batch of a table. A column without any value is as good as none: some formats do not hold it."""
 
     def __init__(self) -> None:
         self._columns: dict[str, Any] = {}
         self._reached: dict[str, int] = {}
+        self._valued: set[str] = set()
         self.num_rows = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
@@ -37,8 +38,9 @@ class TableDigest:
             self._column(name, column)
 
     def columns(self) -> dict[str, str]:
-        """Hex by column; fields of a struct are columns of their own, `column.field`."""
-        return {name: digest.hexdigest() for name, digest in sorted(self._columns.items())}
+        """Hex by column that has a value; fields of a struct are columns of their own, `column.field`."""
+        valued = {name: one for name, one in self._columns.items() if name.rstrip("#?") in self._valued}
+        return {name: digest.hexdigest() for name, digest in sorted(valued.items())}
 
     def text(self) -> str:
         """`columns` as JSON: what `Written.digest` holds."""
@@ -55,6 +57,8 @@ class TableDigest:
             return
         digest = self._columns.setdefault(name, hashlib.blake2b(digest_size=16))
         counts, leaves = flatten(column)
+        if (counts >= 0).any():
+            self._valued.add(name.rstrip("#?"))
         # Lengths, gaps and values go into hashes of their own, so that batches may be cut anywhere.
         self._columns.setdefault(f"{name}#", hashlib.blake2b(digest_size=16)).update(counts.astype("<i8").data)
         if leaves.null_count and _is_number(leaves.type):
@@ -113,7 +117,7 @@ def _canonical(leaves: pa.Array) -> Any:
         return b""
     if _is_number(kind):
         return _numbers(leaves.drop_null().to_numpy(zero_copy_only=False)).data
-    if pa.types.is_struct(kind):
+    if pa.types.is_nested(kind):
         return b"".join(repr(value).encode() for value in leaves.to_pylist())
     if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)):
         leaves = leaves.cast(pa.large_string())
@@ -129,7 +133,8 @@ def _numbers(values: NDArray[Any]) -> NDArray[Any]:
         bits = floats.view("<u8").copy()
         bits[large] = values[large].astype("<i8" if values.dtype.kind == "i" else "<u8").view("<u8")
         return bits
-    floats = values.astype(np.float64) + 0.0  # -0.0 is 0.
+    with np.errstate(invalid="ignore"):  # A signalling NaN is a NaN.
+        floats = values.astype(np.float64) + 0.0  # -0.0 is 0.
     bits = floats.view("<u8").copy()
     bits[np.isnan(floats)] = 0x7FF8 << 48
     with np.errstate(invalid="ignore"):

@@ -74,3 +74,17 @@ def refuse_columns(schema: pa.Schema, fits: Callable[[Any], bool], what: str, ad
     bad = [f"{field.name}: {field.type}" for field in schema if not fits(field.type)]
     if bad:
         raise UsageError(f"{what}: expected columns that it can hold, got {', '.join(bad)[:300]}. {advice}")
+
+
+def is_beyond_json(kind: Any) -> bool:
+    """Whether JSON has no values of this type (bytes apart)."""
+    return bool(pa.types.is_temporal(kind) or pa.types.is_decimal(kind) or pa.types.is_map(kind))
+
+
+def contains(kind: Any, test: Callable[[Any], bool]) -> bool:
+    """Whether a type, or one that it is made of, is such."""
+    if test(kind):
+        return True
+    if isinstance(kind, pa.BaseExtensionType):
+        return contains(kind.storage_type, test)
+    return any(contains(kind.field(i).type, test) for i in range(kind.num_fields))

@@ -18,7 +18,7 @@ import zstandard
 
 from millrace.convert.content import Options, TableSource, Written
 from millrace.convert.table_digest import flatten
-from millrace.convert.table_sinks.base import Part, refuse_columns, write_parts
+from millrace.convert.table_sinks.base import Part, contains, is_beyond_json, refuse_columns, write_parts
 from millrace.errors import DatasetError, UsageError
 
 _ADVICE = "Write --to parquet, or leave the column out."
@@ -57,7 +57,12 @@ def write_jsonl(source: TableSource, out: Path, options: Options) -> Written:
         UsageError: If a column holds bytes, times or decimals.
         DatasetError: If a number is not finite.
     """
-    refuse_columns(source.schema, lambda kind: not _has(kind, _is_foreign), "JSONL", _ADVICE)
+    refuse_columns(
+        source.schema,
+        lambda kind: not contains(kind, lambda one: _is_bytes(one) or is_beyond_json(one)),
+        "JSONL",
+        _ADVICE,
+    )
     pack, suffix = _packing(out, options)
     return write_parts(source, out, options, ".jsonl" + suffix, lambda file, _: _JsonPart(pack(file)))
 
@@ -126,19 +131,5 @@ def _is_bytes(kind: Any) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
 
 
-def _is_foreign(kind: Any) -> bool:
-    """Whether JSON has no values of this type."""
-    return _is_bytes(kind) or bool(pa.types.is_temporal(kind) or pa.types.is_decimal(kind) or pa.types.is_map(kind))
-
-
 def _is_nested(kind: Any) -> bool:
     return bool(pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType))
-
-
-def _has(kind: Any, test: Callable[[Any], bool]) -> bool:
-    """Whether a type, or one that it is made of, is such."""
-    if test(kind):
-        return True
-    if isinstance(kind, pa.BaseExtensionType):
-        return _has(kind.storage_type, test)
-    return any(_has(kind.field(i).type, test) for i in range(kind.num_fields))

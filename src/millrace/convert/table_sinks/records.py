@@ -102,7 +102,7 @@ def _features(name: str, column: pa.Array, first_row: int, lossy: bool) -> list[
 
 
 def _singles(values: NDArray[Any], name: str, first_row: int, lossy: bool) -> NDArray[Any]:
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         singles = values.astype(np.float32)
     kept = (singles == values) | np.isnan(values)
     if not lossy and not kept.all():

@@ -20,7 +20,7 @@ import pyarrow as pa
 from millrace.convert.content import Options, TableSource, Written
 from millrace.convert.images import bare_images
 from millrace.convert.table_digest import flatten
-from millrace.convert.table_sinks.base import write_parts
+from millrace.convert.table_sinks.base import contains, is_beyond_json, refuse_columns, write_parts
 from millrace.convert.table_sources.samples import KEY
 from millrace.errors import DatasetError, UsageError
 
@@ -38,12 +38,11 @@ class _Part:
         for i, key in enumerate(keys):
             told: dict[str, Any] = {}
             for name, values in columns.items():
-                if values[i] is not None:
-                    member = _member(name, values[i])
-                    if member is None:
-                        told[name] = values[i]
-                    else:
-                        self._add(f"{key}.{member[0]}", member[1])
+                member = _member(name, values[i])
+                if member is None:
+                    told[name] = values[i]
+                else:
+                    self._add(f"{key}.{member[0]}", member[1])
             if told or not columns:
                 self._add(f"{key}.json", orjson.dumps(told))
 
@@ -60,13 +59,16 @@ def write_webdataset(source: TableSource, out: Path, options: Options) -> Writte
     """Tar files of samples.
 
     Raises:
-        UsageError: If a column's name cannot be part of a file's.
-        DatasetError: If a key has a dot in its last part, or arrays have gaps.
+        UsageError: If a column's name cannot be part of a file's, or its type is none of JSON's.
+        DatasetError: If a key has a dot in its last part, arrays have gaps, or a number is not finite.
     """
     source = bare_images(source)
     bad = [name for name in source.schema.names if "/" in name or not name.isprintable() or name == "json"]
     if bad:
         raise UsageError(f"WebDataset: expected names of columns that can be in a file's name, got {bad}. Rename them.")
+    refuse_columns(
+        source.schema, lambda kind: not contains(kind, is_beyond_json), "WebDataset", "Write --to parquet instead."
+    )
     return write_parts(source, out, options, ".tar", lambda file, _: _Part(file))
 
 
@@ -102,6 +104,11 @@ def _values(name: str, column: pa.Array, first_row: int) -> list[Any]:
         rows = [None if n < 0 else values[stop - n : stop] for n, stop in zip(counts.tolist(), stops)]
         return [row.reshape(column.type.shape) if is_tensor and row is not None else row for row in rows]
     found: list[Any] = (column.cast(pa.float32()) if pa.types.is_float16(column.type) else column).to_pylist()
+    if pa.types.is_floating(kind) and not np.isfinite(leaves.drop_null().to_numpy(zero_copy_only=False)).all():
+        raise DatasetError(
+            f"WebDataset: expected finite numbers in {name!r}, which stands in JSON, got others (row {first_row} or "
+            "after). Write --to parquet, or leave the column out."
+        )
     if name == KEY:
         for key in found:
             if not isinstance(key, str) or not key or "." in key.rpartition("/")[2]:

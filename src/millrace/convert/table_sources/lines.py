@@ -127,7 +127,9 @@ def _row(line: bytes, path: Path, number: int) -> dict[str, object]:
 
 
 def _csv_readers(paths: Sequence[Path], schema: pa.Schema | None) -> Iterator[tuple[Path, pa.csv.CSVStreamingReader]]:
-    kinds = {} if schema is None else {field.name: field.type for field in schema}
+    kinds = {}
+    for one in schema or ():
+        kinds[one.name] = pa.float32() if pa.types.is_float16(one.type) else one.type
     for path in paths:
         with open_bytes(path) as file:
             head = file.readline()
@@ -139,7 +141,12 @@ def _csv_readers(paths: Sequence[Path], schema: pa.Schema | None) -> Iterator[tu
                     pa.csv.open_csv(
                         file,
                         pa.csv.ReadOptions(block_size=BATCH_BYTES, use_threads=False),
-                        pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+                        pa.csv.ParseOptions(
+                            # An empty line is a row of one column without a value.
+                            delimiter=delimiter,
+                            newlines_in_values=True,
+                            ignore_empty_lines=delimiter.encode() in head,
+                        ),
                         pa.csv.ConvertOptions(
                             column_types=kinds,
                             null_values=[""],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -53,13 +53,14 @@ def open_samples(paths: Sequence[Path]) -> Table:
             break
     if plain is None:
         raise DatasetError(f"{paths[0]}: expected samples, got none.")
-    known = plain
+    known = pa.schema([one for one in plain if one.name not in arrays])
     tensors = [_array_field(name, kinds, paths[0]) for name, kinds in sorted(arrays.items())]
     return Table("webdataset", pa.schema([*known, *tensors]), None, lambda: _read(paths, known, tensors))
 
 
-def _plain(row: _Row) -> _Row:
-    return {name: value for name, value in row.items() if not isinstance(value, np.ndarray)}
+def _plain(row: _Row, arrays: Container[str] = ()) -> _Row:
+    """What is no array, nor missing where others have one."""
+    return {name: value for name, value in row.items() if not isinstance(value, np.ndarray) and name not in arrays}
 
 
 def _array_field(name: str, kinds: set[tuple[str, tuple[int, ...]]], path: Path) -> pa.Field:
@@ -74,8 +75,9 @@ def _array_field(name: str, kinds: set[tuple[str, tuple[int, ...]]], path: Path)
 def _read(paths: Sequence[Path], plain: pa.Schema, tensors: list[pa.Field]) -> Iterator[pa.RecordBatch]:
     schema = pa.schema([*plain, *tensors])
     for where, rows, _ in _batches(paths):
-        first = rows_batch([_plain(row) for row in rows], plain, where)
-        extra = {n for row in rows for n, v in row.items() if isinstance(v, np.ndarray)} - {f.name for f in tensors}
+        names = {field.name for field in tensors}
+        first = rows_batch([_plain(row, names) for row in rows], plain, where)
+        extra = {name for row in rows for name, value in row.items() if isinstance(value, np.ndarray)} - names
         if extra:
             raise DatasetError(f"{where} and after: expected columns {schema.names}, got arrays {sorted(extra)}.")
         columns = [_array_column([row.get(field.name) for row in rows], field, where) for field in tensors]
@@ -83,7 +85,8 @@ def _read(paths: Sequence[Path], plain: pa.Schema, tensors: list[pa.Field]) -> I
 
 
 def _array_column(values: list[Any], field: pa.Field, where: str) -> pa.Array:
-    if any(value is None for value in values):
+    missing = np.array([value is None for value in values])
+    if missing.any() and not pa.types.is_list(field.type):
         raise DatasetError(f"{where} and after: expected an array {field.name!r} in every sample, got none in some.")
     try:
         if not pa.types.is_list(field.type):
@@ -91,8 +94,11 @@ def _array_column(values: list[Any], field: pa.Field, where: str) -> pa.Array:
             if field_of(field.name, found.dtype.newbyteorder("="), found.shape[1:]).type != field.type:
                 raise ValueError(f"{found.dtype} {list(found.shape[1:])}")
             return column_of(found.astype(found.dtype.newbyteorder("="), copy=False), field)
-        offsets = pa.array(np.cumsum([0, *map(len, values)], dtype=np.int32))
-        return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(values)), type=field.type)
+        there = [value for value in values if value is not None]
+        offsets = pa.array(np.cumsum([0, *(0 if value is None else len(value) for value in values)], dtype=np.int32))
+        leaves = pa.array(np.concatenate([np.empty(0, field.type.value_type.to_pandas_dtype()), *there]))
+        mask = pa.array(missing) if missing.any() else None
+        return pa.ListArray.from_arrays(offsets, leaves, type=field.type, mask=mask)
     except (ValueError, TypeError, pa.ArrowException) as error:
         raise DatasetError(
             f"{where} and after: expected arrays {field.name!r} of {field.type}, got: {error}."
@@ -117,8 +123,8 @@ def _batches(paths: Sequence[Path]) -> Iterator[tuple[str, list[_Row], int]]:
                     rows, size, where = [], 0, ""
             if not archive.has_end:
                 raise DatasetError(
-                    f"{path}: expected blocks of zeros at the archive's end, got none: it is cut. Fetch it again; or if "
-                    "its writer leaves them out, append 1024 bytes of zero."
+                    f"{path}: expected blocks of zeros at the archive's end, got none: it is cut. Fetch it again; or "
+                    "if its writer leaves them out, append 1024 bytes of zero."
                 )
             if rows:
                 yield where, rows, size
