@@ -122,6 +122,8 @@ class _Together:
         try:
             if self.generation is None or self.generation.number != generation.number:
                 self._enter(generation)
+                if training.step >= training.config.num_steps:
+                    return generation  # The others had done it all.
             mark = training.data.mark()
             batch = training.next_batch()
             try:
