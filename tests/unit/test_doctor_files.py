@@ -9,6 +9,7 @@ import os
 import shutil
 import struct
 import tarfile
+import zipfile
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert only("damaged", path).place == "row group 1"
     assert pq.ParquetFile(mended(path) / "a.parquet").metadata.num_rows == 2000
     assert only("truncated", cut(path, 100)).mend == "fetch or write it again"
-    with pytest.raises(UsageError, match="No copy can mend it"):
+    with pytest.raises(UsageError, match="No copy mends it"):
         mend(path, tmp_path / "none", Options())
 
 
@@ -318,6 +319,11 @@ def test_files_that_are_not_the_data(tmp_path: Path) -> None:
     page = tmp_path / "b.bin"
     page.write_text("<!DOCTYPE html><html><body>404</body></html>")
     assert "HTML" in only("not-the-data", page).evidence
+    model = tmp_path / "model.bin"
+    with zipfile.ZipFile(model, "w") as archive:
+        archive.writestr("data.pkl", "x" * 2000)
+    assert faults(model) == {"not-the-data"} and not [one for one in findings(tmp_path) if one.path == str(model)]
+    assert not findings(GOLDEN / "templar" / "sample_ids_000000.npy")
     (tmp_path / "c.npy").write_bytes(b"")
     assert faults(tmp_path / "c.npy") == {"empty"}
     (tmp_path / "d.parquet").write_bytes(b"")

@@ -65,7 +65,7 @@ def _show(report: Report) -> None:
     read, total = report.read_bytes, report.total_bytes
     seen = (
         "its head"
-        if report.kind in ("text", "json", "unknown")
+        if report.kind in ("text", "sample ids", "unknown")
         else "all of it"
         if read >= total
         else f"{read:,} of {total:,} bytes, --full reads all"

@@ -19,7 +19,7 @@ from millrace.doctor.mend import mend_vector
 from millrace.doctor.mend_megatron import mend_megatron
 from millrace.doctor.passages import Held, shared
 from millrace.doctor.report import CERTAIN, LIKELY, POSSIBLE, Finding, Options, Report, unique
-from millrace.doctor.sniff import KINDS_BY_SUFFIX, Subject, impostor, subjects, total_bytes
+from millrace.doctor.sniff import IDS_PREFIX, KINDS_BY_SUFFIX, Subject, impostor, subjects, total_bytes
 from millrace.doctor.tokens import TokenCounts
 from millrace.errors import DatasetError, UsageError
 from millrace.formats import npy
@@ -30,6 +30,7 @@ _FEWEST_BYTES = 4 << 20
 _MOST_COMPARED = 64
 _FEWEST_SHARED = 16
 _HELD_OUT = ("val", "test", "eval", "dev", "heldout")
+_NOT_READ = ("text", "sample ids", "unknown")
 _VECTORS = ("npy", "llm.c", "raw tokens")
 
 
@@ -87,7 +88,7 @@ def examine_one(subject: Subject, options: Options) -> tuple[Report, TokenCounts
     elif kind in ("parquet", "arrow"):
         table = (tables.examine_parquet if kind == "parquet" else tables.examine_arrow)(path, options)
         facts, findings, read, counts = table.facts, table.findings, table.read_bytes, table.counts
-    elif kind in ("text", "json", "unknown"):
+    elif kind in _NOT_READ:
         findings, read = _unknown(path), 0
     else:
         look = _DATASETS[kind](path, options)
@@ -115,6 +116,8 @@ _DATASETS: dict[str, Callable[[Path, Options], datasets.Look]] = {
 
 def _unknown(path: Path) -> list[Finding]:
     """A file that is not what its name says, or nothing to find."""
+    if path.name.startswith(IDS_PREFIX):
+        return []  # Examined with their tokens.
     head = head_of(path, 4096)
     promised = KINDS_BY_SUFFIX.get(path.suffix.lower(), "")
     what = impostor(head)
@@ -193,9 +196,15 @@ def mend(path: Path, out: Path, options: Options) -> list[Path]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"mend: expected a new or empty directory, got {out}. Name another.")
     options = replace(options, full=True)
+    found = [(subject, examine_one(subject, options)[0]) for subject in subjects(path, options)]
+    for _, report in found:
+        stuck = [one for one in report.findings if one.is_wrong and "--mend OUT" not in one.mend]
+        if stuck:
+            raise UsageError(
+                f"{stuck[0].path}: {stuck[0].fault}: {stuck[0].evidence}. No copy mends it: {stuck[0].mend}."
+            )
     written: list[Path] = []
-    for subject in subjects(path, options):
-        report, _ = examine_one(subject, options)
+    for subject, report in found:
         folder = out
         if path.is_dir() and subject.path != path:
             folder = out / subject.path.parent.relative_to(path)
@@ -206,9 +215,6 @@ def mend(path: Path, out: Path, options: Options) -> list[Path]:
 
 def _mend_one(subject: Subject, report: Report, out: Path, options: Options) -> list[Path]:
     path, kind = subject.path, subject.kind
-    stuck = [one for one in report.findings if one.is_wrong and "--mend OUT" not in one.mend]
-    if stuck:
-        raise UsageError(f"{path}: {stuck[0].fault}: {stuck[0].evidence}. No copy can mend it; {stuck[0].mend}.")
     if kind in _VECTORS:
         return mend_vector(path, out, options)
     if kind in ("tar", "tfrecord", "jsonl"):

@@ -27,9 +27,11 @@ _MOST_FILES = 100_000
 KINDS_BY_SUFFIX = {
     ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".tar": "tar", ".tfrecord": "tfrecord",
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".safetensors": "safetensors", ".npy": "npy", ".bin": "raw tokens",
-    ".ds": "raw tokens", ".idx": "megatron",
+    ".ds": "raw tokens",
 }  # fmt: skip
 """What a suffix promises: a file that is something else is told."""
+IDS_PREFIX = "sample_ids"
+_ZIP = b"PK\x03\x04"  # As torch.save and np.savez write, often named .bin.
 _STREAMS = ("tar", "tfrecord", "jsonl")
 
 
@@ -66,12 +68,12 @@ def _in_directory(path: Path, options: Options) -> Iterator[Subject]:
     entries = sorted(p for p in path.iterdir() if not p.name.startswith("."))
     files = [p for p in entries if p.is_file()][:_MOST_FILES]
     for file in files:
-        if file.name.startswith("sample_ids"):
+        if file.name.startswith(IDS_PREFIX):
             continue
         if file.with_suffix(".idx") in files and file.suffix == ".bin" and megatron.is_index(file.with_suffix(".idx")):
             continue  # Examined with its index.
         kind = kind_of(file, options)
-        if kind not in ("unknown", "text", "json") or _promises(file):
+        if kind not in ("unknown", "text") or (_promises(file) and not head_of(file, 4).startswith(_ZIP)):
             yield Subject(file, kind)
     for folder in entries:
         if folder.is_dir():
@@ -92,13 +94,15 @@ def dataset_kind(folder: Path) -> str:
 def kind_of(path: Path, options: Options) -> str:
     """What a file is, by its first bytes; by what stands beside it, and by suffix, only where these tell nothing."""
     head = head_of(path, _HEAD)
+    if path.name.startswith(IDS_PREFIX):
+        return "sample ids"
     if head.startswith(megatron.MAGIC):
         return "megatron"
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file() and megatron.is_index(path.with_suffix(".idx")):
         return "megatron"
     if not head:
         return KINDS_BY_SUFFIX.get(path.suffix, "unknown")
-    if impostor(head):
+    if impostor(head) or head.startswith(_ZIP):
         return "unknown"
     length = int.from_bytes(head[:8], "little")
     if head[8:9] == b"{" and 2 <= length <= 100_000_000 and (head[8:10] == b'{"' or path.suffix == ".safetensors"):

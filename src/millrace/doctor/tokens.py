@@ -1,8 +1,8 @@
 """What tokens tell of themselves: headers read as tokens, a wrong type or byte order, ids beyond the vocabulary …
 
-Hides: the statistics. A window of at most a million tokens is looked at once, in NumPy, and only counts are kept; 30
-to 45 M tokens a second of a core, 150 MB of memory whatever the size. Margins are wide: whatever is called `likely` does not occur in text by any
-tokenizer with ids that rise with rarity.
+Hides: the statistics. A window of at most a million tokens is looked at once, in NumPy, and only counts are kept: 30 to
+45 M tokens a second of a core, 150 MB of memory whatever the size. Margins are wide: whatever is called `likely` does
+not occur in text by any tokenizer with ids that rise with rarity.
 """
 
 from __future__ import annotations
