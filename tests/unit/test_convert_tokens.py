@@ -232,6 +232,17 @@ def test_templar_shards_of_both_generations(dtype: str, known: int, tmp_path: Pa
         assert found.tolist() == [known]
 
 
+@pytest.mark.parametrize("to", ["bin", "safetensors", "parquet"])
+def test_tokens_that_contradict_their_ids_are_not_converted_as_something_else(to: str, tmp_path: Path) -> None:
+    convert(GOLDEN / "templar", tmp_path / "in", "npy", Options(seq_len=512))
+    file = tmp_path / "in" / "train_000000.npy"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DatasetError, match="sample 7"):
+        convert(tmp_path / "in", tmp_path / "out", to, SMALL)
+
+
 def test_a_token_that_does_not_fit_is_named_with_its_place(tmp_path: Path) -> None:
     source = held([1, 2, 3, 70_000, 5, 80_000], [2, 6], [3], "U32")
     with pytest.raises(UsageError, match=r"65535 .* 70000 at token 3, after 1 documents\. .*uint32"):

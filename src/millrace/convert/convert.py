@@ -111,6 +111,9 @@ def _try_tokens(path: str | Path, options: Options) -> tuple[TokenSource | None,
     try:
         return open_tokens(path, options), None
     except (DatasetError, UsageError) as error:
+        place = Path(path)
+        if any((place if place.is_dir() else place.parent).glob("sample_ids*")):
+            raise  # Tokens that contradict their sample ids are no table of numbers.
         return None, error
 
 
