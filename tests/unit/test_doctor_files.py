@@ -271,6 +271,15 @@ def test_a_dataset_of_ours(tmp_path: Path) -> None:
     assert only("damaged", folder).place == "manifest"
 
 
+def test_an_empty_slice(tmp_path: Path) -> None:
+    folder = ours(tmp_path / "d")
+    for name in ("manifest.json", "slices.parquet"):
+        (folder / name).unlink()
+    write_token_slice(folder / "s2.safetensors", np.empty(0, np.uint16), np.empty(0, np.uint64))
+    adopt(folder)
+    assert only("empty", folder).place == "s2.safetensors"
+
+
 def test_safetensors_alone(tmp_path: Path) -> None:
     path = ours(tmp_path / "d") / "s0.safetensors"
     alone = Path(shutil.copy(path, tmp_path / "alone.safetensors"))

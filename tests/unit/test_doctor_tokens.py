@@ -181,6 +181,14 @@ def test_missing_eos(tmp_path: Path) -> None:
     assert not findings(path)
 
 
+def test_a_long_run_without_eos_is_only_told(tmp_path: Path) -> None:
+    tokens = text_tokens(5 << 20, eos=None) % 50_000
+    tokens[:300:3] = EOS
+    (report,) = look(raw(tmp_path / "a.bin", tokens), eos_id=EOS)
+    (found,) = report.findings
+    assert report.ok and (found.fault, found.confidence, found.place) == ("missing-eos", "possible", "token 298")
+
+
 def test_zeros_that_were_set_aside_are_cut(tmp_path: Path) -> None:
     tokens = text_tokens(N)
     path = raw(tmp_path / "a.bin", tokens)
@@ -188,6 +196,17 @@ def test_zeros_that_were_set_aside_are_cut(tmp_path: Path) -> None:
     found = only("trailing-zeros", path)
     assert found.place == f"byte {2 * N}" and "on disk" in found.evidence
     assert (mended(path) / "a.bin").read_bytes() == tokens.tobytes()
+
+
+def test_terabytes_that_were_set_aside_take_no_time(tmp_path: Path) -> None:
+    path = raw(tmp_path / "a.bin", text_tokens(N))
+    try:
+        os.truncate(path, 3 << 40)
+    except OSError:
+        pytest.skip("no sparse files of 3 TiB here")
+    (report,) = look(path)
+    assert [one.fault for one in report.findings] == ["trailing-zeros"] and report.facts["tokens"] == N
+    assert f"{((3 << 40) - 2 * N) // 2:,} tokens" in report.findings[0].evidence and report.seconds < 10
 
 
 def test_pieces_of_a_download_that_never_came(tmp_path: Path) -> None:

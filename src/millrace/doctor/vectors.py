@@ -6,7 +6,9 @@ parts to leave out), the findings come of it, and the mend writes what it says.
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -28,6 +30,7 @@ RAW_SUFFIXES = (".bin", ".ds", ".u16", ".u32", ".tokens", ".npy")
 LLMC_BYTES = 1024
 _LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 _MOST_HEADER = 10_000
+_MOST_EXTENTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,7 @@ def _ids(found: Survey) -> None:
 
 
 def _trailing_zeros(found: Survey) -> None:
-    stop = found.stop
+    stop = max(found.start, min(found.stop, _data_end(found.path, found.stop)))
     while stop > found.start:
         piece = found.memory[max(found.start, stop - (1 << 20)) : stop]
         nonzero = np.flatnonzero(piece)
@@ -277,6 +280,20 @@ def _trailing_zeros(found: Survey) -> None:
     stop += -(stop - found.start) % found.dtype.itemsize
     found.say("trailing-zeros", f"byte {stop}", evidence, LIKELY)
     found.stop = stop
+
+
+def _data_end(path: Path, size: int) -> int:
+    """Where a sparse file's last data ends, holes passed at once; `size` where the system does not tell."""
+    if not hasattr(os, "SEEK_HOLE"):
+        return size
+    with path.open("rb") as file:
+        end = 0
+        for _ in range(_MOST_EXTENTS):
+            try:
+                end = os.lseek(file.fileno(), os.lseek(file.fileno(), end, os.SEEK_DATA), os.SEEK_HOLE)
+            except OSError as error:
+                return end if error.errno == errno.ENXIO else size  # The former: no data from here on.
+    return size
 
 
 def _samples(found: Survey, options: Options) -> None:
