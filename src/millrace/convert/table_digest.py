@@ -102,6 +102,18 @@ def flatten(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
     return np.where(missing, -1, lengths), leaves
 
 
+def tensor_shape(kind: Any) -> tuple[int, ...] | None:
+    """The shape of every row of a column of this type, if the type fixes it: of tensors, and of lists of fixed size."""
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return tuple(kind.shape)
+    if not pa.types.is_fixed_size_list(kind):
+        return None
+    if not pa.types.is_nested(kind.value_type):
+        return (kind.list_size,)
+    inner = tensor_shape(kind.value_type)
+    return None if inner is None else (kind.list_size, *inner)
+
+
 def _is_list(kind: Any) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 

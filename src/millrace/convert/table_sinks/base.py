@@ -14,9 +14,10 @@ from typing import Any, BinaryIO, Protocol
 import pyarrow as pa
 
 from millrace.convert.content import Options, TableSource, Written
-from millrace.convert.table_digest import TableDigest
+from millrace.convert.table_digest import TableDigest, tensor_shape
+from millrace.convert.table_sources.base import Table
 from millrace.dataset.slices import sync_directory
-from millrace.errors import UsageError
+from millrace.errors import DatasetError, UsageError
 
 _STEP_ROWS = 1024  # A part is looked at after so many rows, or fewer if they weigh more than an eighth of it.
 
@@ -74,6 +75,41 @@ def refuse_columns(schema: pa.Schema, fits: Callable[[Any], bool], what: str, ad
     bad = [f"{field.name}: {field.type}" for field in schema if not fits(field.type)]
     if bad:
         raise UsageError(f"{what}: expected columns that it can hold, got {', '.join(bad)[:300]}. {advice}")
+
+
+def with_lists(source: TableSource) -> TableSource:
+    """The table with tensors as lists of fixed size in lists of fixed size, which others read, too. No copy."""
+    kinds = [_list_type(field.type) for field in source.schema]
+    if kinds == source.schema.types:
+        return source
+    schema = pa.schema([field.with_type(kind) for field, kind in zip(source.schema, kinds)])
+
+    def read() -> Iterator[pa.RecordBatch]:
+        for batch in source.batches():
+            columns = [_listed(column, kind) for column, kind in zip(batch.columns, kinds)]
+            yield pa.record_batch(columns, schema=schema)
+
+    return Table(source.kind, schema, source.num_rows, read, getattr(source, "facts", {}))
+
+
+def _list_type(kind: Any) -> Any:
+    if not isinstance(kind, pa.FixedShapeTensorType) or 0 in kind.shape:
+        return kind
+    found = kind.value_type
+    for size in reversed(kind.shape):
+        found = pa.list_(found, size)
+    return found
+
+
+def _listed(column: pa.Array, kind: Any) -> pa.Array:
+    if kind == column.type:
+        return column
+    if column.null_count:
+        raise DatasetError("tensors: expected one in every row, got none in some. Fill or drop these rows.")
+    values, sizes = column.storage.flatten(), tensor_shape(kind)
+    for size in reversed(sizes or ()):
+        values = pa.FixedSizeListArray.from_arrays(values, size)
+    return values
 
 
 def is_beyond_json(kind: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Columns: Parquet, compressed with zstd or snappy, and Arrow IPC files."""
+"""Columns: Parquet, compressed with zstd or snappy, and Arrow IPC files. Tensors are lists of fixed size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from millrace.convert.content import Options, TableSource, Written
-from millrace.convert.table_sinks.base import Part, write_parts
+from millrace.convert.table_sinks.base import Part, with_lists, write_parts
 from millrace.errors import UsageError
 
 _GROUP_BYTES = 8 << 20
@@ -59,7 +59,7 @@ def write_parquet(source: TableSource, out: Path, options: Options) -> Written:
         except pa.ArrowNotImplementedError as error:
             raise UsageError(f"Parquet: expected columns that it can hold, got: {error}. Leave them out.") from error
 
-    return write_parts(source, out, options, ".parquet", open_part)
+    return write_parts(with_lists(source), out, options, ".parquet", open_part)
 
 
 class _FeatherPart:
@@ -80,4 +80,4 @@ def write_feather(source: TableSource, out: Path, options: Options) -> Written:
     def open_part(file: BinaryIO, schema: pa.Schema) -> Part:
         return _FeatherPart(file, schema, codec)
 
-    return write_parts(source, out, options, ".arrow", open_part)
+    return write_parts(with_lists(source), out, options, ".arrow", open_part)

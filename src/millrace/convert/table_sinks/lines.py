@@ -17,7 +17,7 @@ import pyarrow.csv
 import zstandard
 
 from millrace.convert.content import Options, TableSource, Written
-from millrace.convert.table_digest import flatten
+from millrace.convert.table_digest import flatten, tensor_shape
 from millrace.convert.table_sinks.base import Part, contains, is_beyond_json, refuse_columns, write_parts
 from millrace.errors import DatasetError, UsageError
 
@@ -117,8 +117,9 @@ def _plain(name: str, column: pa.Array, first_row: int) -> list[Any]:
             raise DatasetError(
                 f"JSONL: expected finite numbers, got another ({name}, row {first_row + row}). {_ADVICE}"
             )
-    if isinstance(column.type, pa.FixedShapeTensorType):
-        values = leaves.to_numpy(zero_copy_only=False).reshape(len(column), *column.type.shape)
+    shape = tensor_shape(column.type)
+    if shape is not None and not column.null_count and not leaves.null_count:
+        values = leaves.to_numpy(zero_copy_only=False).reshape(len(column), *shape)
         nested: list[Any] = values.tolist()
         return nested
     if pa.types.is_float16(leaves.type) and not pa.types.is_float16(column.type):

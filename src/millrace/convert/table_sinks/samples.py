@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from millrace.convert.content import Options, TableSource, Written
 from millrace.convert.images import bare_images
-from millrace.convert.table_digest import flatten
+from millrace.convert.table_digest import flatten, tensor_shape
 from millrace.convert.table_sinks.base import contains, is_beyond_json, refuse_columns, write_parts
 from millrace.convert.table_sources.samples import KEY
 from millrace.errors import DatasetError, UsageError
@@ -94,15 +94,15 @@ def _values(name: str, column: pa.Array, first_row: int) -> list[Any]:
     counts, leaves = flatten(column)
     kind = leaves.type
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    is_tensor = isinstance(column.type, pa.FixedShapeTensorType)
+    shape = tensor_shape(column.type)
     inner = getattr(column.type, "value_type", None)
-    if is_number and (is_tensor or (inner is not None and inner == kind)):
+    if is_number and (shape is not None or (inner is not None and inner == kind)):
         if leaves.null_count:
             raise DatasetError(f"WebDataset: expected no gaps in {name!r}, got some (row {first_row} or after).")
         values = leaves.to_numpy(zero_copy_only=False)
         stops = np.cumsum(np.maximum(counts, 0)).tolist()
         rows = [None if n < 0 else values[stop - n : stop] for n, stop in zip(counts.tolist(), stops)]
-        return [row.reshape(column.type.shape) if is_tensor and row is not None else row for row in rows]
+        return [row if row is None or shape is None else row.reshape(shape) for row in rows]
     found: list[Any] = (column.cast(pa.float32()) if pa.types.is_float16(column.type) else column).to_pylist()
     if pa.types.is_floating(kind) and not np.isfinite(leaves.drop_null().to_numpy(zero_copy_only=False)).all():
         raise DatasetError(
