@@ -1,0 +1,163 @@
+"""Workers of a coordinator: ranks and settings come from it, a killed one costs no sample, a newcomer takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.errors import UsageError
+from millrace.schedule.coordinator import Coordinator
+from millrace.schedule.members import Rules
+from millrace.worker import WorkerClient, WorkerConfig
+from millrace.worker.membership import CoordinatorGoneError
+from millrace.worker.together import _Carried, agreed, shared_settings
+from millrace.worker.training import Training
+
+WORKER = """
+import asyncio, json, os, signal, sys, time
+from millrace.worker import WorkerClient, WorkerConfig
+
+def on_step(step, batch, loss):
+    report = worker.report
+    print(json.dumps([step, report.rank, report.world_size, batch.sample_ids.tolist()]), flush=True)
+    while step == 15 and not os.path.exists(sys.argv[3]):
+        time.sleep(0.01)
+    if step + 1 == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+async def main():
+    async with worker:
+        await worker.run_training(use_distributed=True)
+
+config = WorkerConfig(
+    worker_id=sys.argv[1], dataset_type="distributed_dummy", batch_size=2, num_steps=40, trainer="count", patience_s=20
+)
+worker = WorkerClient(config, tell=lambda line: None, on_step=on_step)
+asyncio.run(main())
+"""
+
+
+def start(worker_id: str, die_after: int, out: Path) -> subprocess.Popen[bytes]:
+    """A worker that waits after step 15 until the folder has a file `all-here`."""
+    with out.open("ab") as file:
+        arguments = [worker_id, str(die_after), str(out.parent / "all-here")]
+        return subprocess.Popen([sys.executable, "-c", WORKER, *arguments], stdout=file)
+
+
+def told(folder: Path) -> dict[int, list[tuple[int, int, list[int]]]]:
+    """(rank, world size, sample ids) of each worker's step."""
+    found = defaultdict(list)
+    for path in folder.glob("*.out"):
+        for line in path.read_text().splitlines():
+            step, *rest = json.loads(line)
+            found[step].append(tuple(rest))
+    return found
+
+
+def test_a_killed_worker_costs_no_sample_and_others_may_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = Rules(min_workers=2, heartbeat_s=1.0, stale_s=3.0, lost_s=0.3)
+    with Coordinator("127.0.0.1", 0, rules=rules) as coordinator:
+        monkeypatch.setenv("MILLRACE_COORDINATOR", coordinator.address)
+        workers = [start("w1", 0, tmp_path / "w1.out"), start("w2", 10, tmp_path / "w2.out")]
+        assert workers.pop().wait(30) == -9
+        workers.append(start("w3", 0, tmp_path / "w3.out"))
+        workers.append(start("w2", 0, tmp_path / "again.out"))
+        while len([one for one in coordinator.status()["members"] if not one["lost"]]) < 3:
+            time.sleep(0.02)
+        (tmp_path / "all-here").touch()
+        assert [worker.wait(60) for worker in workers] == [0, 0, 0]
+    steps = told(tmp_path)
+    assert sorted(steps) == list(range(40))
+    samples = [sample for step in steps.values() for _, _, ids in step for sample in ids]
+    assert len(samples) == len(set(samples))
+    for step in steps.values():
+        ranks = [rank for rank, _, _ in step]
+        assert len({world for _, world, _ in step}) == 1 and len(ranks) == len(set(ranks))
+    assert {world for rank, world, _ in steps[39]} == {3} and len(steps[39]) == 3
+
+
+def alone(config: WorkerConfig, lines: list[str]) -> Any:
+    async def run() -> Any:
+        async with WorkerClient(config, tell=lines.append) as worker:
+            return await worker.run_training(use_distributed=True)
+
+    return asyncio.run(run())
+
+
+def test_what_the_coordinator_says_goes_before_what_a_worker_was_told(tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"line {i} of many"}) + "\n" for i in range(500)))
+    config = {"dataset_name": str(texts), "tokenizer_name": "bytes", "batch_size": 6, "seq_len": 8, "num_steps": 5}
+    lines: list[str] = []
+    with Coordinator("127.0.0.1", 0, config=config) as coordinator:
+        report = alone(WorkerConfig(batch_size=2, trainer="count", coordinator=coordinator.address), lines)
+    assert (report.finished, report.tokens, report.effective_batch_size) == (True, 5 * 6 * 8, 6)
+    assert any("batch_size" in line for line in lines)
+    assert any("effective batch size 6 (6 x 1)" in line for line in lines)
+
+
+def test_a_coordinator_that_is_away(tmp_path: Path) -> None:
+    with pytest.raises(CoordinatorGoneError, match="millrace coordinate"):
+        alone(WorkerConfig(trainer="count", coordinator="127.0.0.1:9", patience_s=0.3), [])
+    with pytest.raises(UsageError, match="partition"):
+        alone(WorkerConfig(dataset_name=__file__, tokenizer_name="bytes", partition="records"), [])
+
+
+def test_a_worker_that_waits_for_others_can_be_stopped() -> None:
+    async def run(address: str) -> Any:
+        lines: list[str] = []
+        worker = WorkerClient(WorkerConfig(trainer="count", coordinator=address), tell=lines.append)
+        await worker.start()
+        running = asyncio.create_task(worker.run_training(use_distributed=True))
+        while not any("waiting" in line for line in lines):
+            await asyncio.sleep(0.02)
+        await worker.stop()
+        return await running
+
+    with Coordinator("127.0.0.1", 0, rules=Rules(min_workers=2)) as coordinator:
+        report = asyncio.run(run(coordinator.address))
+    assert not report.finished and report.steps == 0
+
+
+def test_what_workers_agree_on() -> None:
+    config = WorkerConfig(dataset_name="pile")
+    shared = shared_settings(config)
+    assert shared == {
+        "dataset_type": "huggingface", "dataset_name": "pile", "batch_size": 4, "num_steps": 100, "seed": 42,
+    }  # fmt: skip
+    assert agreed(config, shared) == config and agreed(config, shared).resolved_seq_len() == 2048
+    named = agreed(WorkerConfig(), {"dataset_type": "dummy", "dataset_name": "fineweb", "batch_size": 2, "other": 1})
+    assert (named.dataset_type, named.dataset_name, named.resolved_seq_len()) == ("huggingface", "fineweb", 1024)
+    assert agreed(config, {**shared, "dataset_type": "dummy"}).dataset_name is None
+
+
+def test_weights_optimizer_and_place_are_handed_over(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"line {i} of many"}) + "\n" for i in range(500)))
+    config = WorkerConfig(dataset_name=str(texts), tokenizer_name="bytes", seq_len=8, device="cpu")
+    source, newcomer = (Training(config, threading.Event(), lambda line: None) for _ in range(2))
+    for _ in range(3):
+        batch = source.next_batch()
+        source.learn(source.trainer.step, batch)
+    data = io.BytesIO()
+    torch.save(_Carried(source.trainer.optimizer, source).state_dict(), data)  # type: ignore[attr-defined]
+    data.seek(0)
+    state = torch.load(data, weights_only=True)
+    _Carried(newcomer.trainer.optimizer, newcomer).load_state_dict(state)  # type: ignore[attr-defined]
+    source.dealt(0, 2)
+    newcomer.dealt(1, 2)
+    first, second = source.next_batch(), newcomer.next_batch()
+    assert [first.sample_ids.tolist(), second.sample_ids.tolist()] == [[12, 14, 16, 18], [13, 15, 17, 19]]
+    source.close()
+    newcomer.close()
