@@ -196,10 +196,13 @@ class Coordinator:
             if isinstance(action, Note):
                 self._on_note(action.text)
             elif isinstance(action, Formed):
-                new = action.generation
-                names = ", ".join(place.worker_id for place in new.places)
-                self._on_note(f"generation {new.number} from step {new.start_step}: {len(new.places)} workers: {names}")
-        if (state.generation, state.changing, state.run_to) != (before.generation, before.changing, before.run_to):
+                formed = action.generation
+                names = ", ".join(place.worker_id for place in formed.places)
+                self._on_note(
+                    f"generation {formed.number} from step {formed.start_step}: {len(formed.places)} workers: {names}"
+                )
+        old, new = ((s.generation, s.changing, s.broken, s.run_to) for s in (before, state))
+        if old != new:
             self._changed.notify_all()
         return refused
 
@@ -304,18 +307,18 @@ class Coordinator:
         refused = self._tell(Heartbeat(worker_id, session, known, _count(body, "step")))
         if refused is not None:
             return error_response(409, refused.code, refused.message)
-        believed = body.get("changing") is True
+        believed = (body.get("changing") is True, body.get("broken") is True)
 
         def news() -> bool:
             member, generation = self._state.members.get(worker_id), self._state.generation
             if member is None or member.session != session or generation is None or generation.number != known:
                 return True
-            return self._state.changing != believed
+            return (self._state.changing, self._state.broken) != believed
 
         self._wait(request, worker_id, session, _wait_s(body), news)
         if (member := self._state.members.get(worker_id)) is None or member.session != session:
             return error_response(409, "expelled", f"worker {worker_id!r}: given up or replaced. Join again.")
-        return json_response({"changing": self._is_changing(known)})
+        return json_response({"changing": self._is_changing(known), "broken": self._is_broken(known)})
 
     def _leave(self, request: Request, body: dict[str, Any]) -> Response:
         worker_id, session, known = _of(body)
@@ -343,6 +346,11 @@ class Coordinator:
         """Whether a member of generation `known` should stop at its next boundary."""
         generation = self._state.generation
         return self._state.changing or generation is None or generation.number != known
+
+    def _is_broken(self, known: int) -> bool:
+        """Whether the step under way in generation `known` cannot be finished."""
+        generation = self._state.generation
+        return self._state.broken or generation is None or generation.number != known
 
     def _place(self, session: str) -> int | None:
         return self._state.generation.rank_of(session) if self._state.generation is not None else None

@@ -7,6 +7,7 @@ from typing import Any
 _TEXT, _COUNT, _FLAG = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
 _WAIT = {"type": "number", "minimum": 0, "maximum": 30, "description": "Seconds to hold the answer for news."}
 _SESSION = {"worker_id": _TEXT, "session": {**_TEXT, "description": "Random, 8 to 64 characters, one a process."}}
+_BELIEVED = {**_FLAG, "description": "What the worker believes: answered when it is otherwise."}
 _IN = {**_SESSION, "generation": _COUNT, "step": {**_COUNT, "description": "Steps finished."}}
 
 _DOORS: list[tuple[str, str, str, dict[str, Any]]] = [
@@ -18,8 +19,7 @@ _DOORS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("post", "/v1/members/ready", "Stopped at a boundary: {generation}, {run_to} to catch up, or {waiting}.",
      {**_IN, "broken": _FLAG, "held_step": _COUNT, "held_samples": _COUNT, "wait_s": _WAIT}),
     ("post", "/v1/members/heartbeat", "Alive; {changing} says whether to stop at the next boundary.",
-     {**_IN, "changing": {**_FLAG, "description": "What the worker believes: answered when it is otherwise."},
-      "wait_s": _WAIT}),
+     {**_IN, "changing": _BELIEVED, "broken": _BELIEVED, "wait_s": _WAIT}),
     ("post", "/v1/members/leave", "Not a member any more; `finished` if the last step is done.",
      {**_IN, "finished": _FLAG}),
     ("get", "/v1/generation", "The generation now.", {}),

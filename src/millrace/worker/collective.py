@@ -65,6 +65,7 @@ class Collective:
         device: Where gradients lie; "cuda" uses NCCL, else Gloo.
         timeout_s: A rank that is silent for longer counts as lost.
         abandon: Asked while ranks are missing: whether to stop waiting, as another generation is wanted.
+        broken: Asked while gradients are summed: whether another rank says that this cannot end.
 
     Raises:
         PeerLostError: If not all ranks come in time.
@@ -77,7 +78,9 @@ class Collective:
         device: str = "cpu",
         timeout_s: float = 60.0,
         abandon: Callable[[], bool] = lambda: False,
+        broken: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._broken = broken
         self.generation = generation
         self._device = torch.device(device)
         self._open = False
@@ -159,7 +162,7 @@ class Collective:
         said = torch.tensor([loss, float(stop)], device=self._device)
         flat = torch.cat([part.detach().reshape(-1).float() for part in parts] + [said])
         with self._losing("averaged gradients"):
-            dist.all_reduce(flat)
+            self._finish(dist.all_reduce(flat, async_op=True))
             mean, stops = (float(value) for value in flat[-2:])  # waits for the device: an error shows here
         at = 0
         for parameter, part in zip(held, parts):
@@ -167,6 +170,20 @@ class Collective:
             parameter.grad = mine.to(part.dtype)
             at += part.numel()
         return mean / self.generation.world_size, stops > 0
+
+    def _finish(self, work: Any) -> None:
+        """Waits for a sum, but not for one that another rank gave up.
+
+        A ring shows a death to the neighbours only, and Gloo ends no wait before its time: such a sum is left behind.
+        """
+        pause_s = 0.0
+        while self._device.type == "cpu" and not work.is_completed():
+            if self._broken():
+                _left_behind.append((dist.group.WORLD, work))
+                raise RuntimeError("another rank lost one")
+            time.sleep(pause_s)
+            pause_s = min(0.005, pause_s + 0.0001)
+        work.wait()
 
     def close(self) -> None:
         """Leaves the group at once; ranks that wait for this one hear of it. May be called twice."""
@@ -196,6 +213,8 @@ def _reach(host: str, port: int, timeout_s: float, abandon: Callable[[], bool]) 
 
 
 _GONE = 1 << 32
+# Sums that nobody waits for any more, with their groups: let go before their time they would block.
+_left_behind: list[tuple[Any, Any]] = []
 
 
 def _gather(store: Any, world_size: int, timeout_s: float, abandon: Callable[[], bool]) -> None:
@@ -256,8 +275,13 @@ def train_together(
                         collective.close()
                     holds = generation.rank == generation.source or (holds and step == generation.start_step)
                     collective, step = None, generation.start_step
+                    _left_behind[:] = [(group, work) for group, work in _left_behind if not work.is_completed()]
                     collective = Collective(
-                        generation, device=device, timeout_s=timeout_s, abandon=lambda: membership.changing
+                        generation,
+                        device=device,
+                        timeout_s=timeout_s,
+                        abandon=lambda: membership.changing,
+                        broken=lambda: membership.broken,
                     )
                     collective.share(model, optimizer)
                     holds = True

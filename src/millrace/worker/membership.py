@@ -133,7 +133,7 @@ class Membership:
         self._step = step
         self._held = (step, samples)
         self._run_to = 0
-        self._changing = False
+        self._changing = self._broken = False
         self._lost = ""
         self._heartbeat_s = 30.0
         self._lost_s = 5.0
@@ -155,6 +155,11 @@ class Membership:
     def changing(self) -> bool:
         """Whether a new generation is wanted: stop at the next boundary, all ranks at the same one."""
         return self._changing or bool(self._lost)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a rank of this generation says that its step cannot be finished."""
+        return self._broken or bool(self._lost)
 
     def agree(self) -> dict[str, Any]:
         """What the run does: this worker's settings, with the coordinator's in their place where it has any.
@@ -281,7 +286,7 @@ class Membership:
                     f"generation {generation.number}: rank {generation.rank} of {generation.world_size} "
                     f"from step {generation.start_step}"
                 )
-            self._generation, self._changing = generation, False
+            self._generation, self._changing, self._broken = generation, False, False
         if self._beats is None:
             self._beats = threading.Thread(target=self._beat, args=(self._session,), name="membership", daemon=True)
             self._beats.start()
@@ -293,8 +298,9 @@ class Membership:
         wait_s = min(self._heartbeat_s, MAX_WAIT_S)
         while not self._closing.is_set() and self._session == session:
             with self._lock:
-                number, step, changing = self.generation.number, self._step, self._changing
-            body = {**self._me(), "session": session, "generation": number, "step": step, "changing": changing}
+                number, step, changing, broken = self.generation.number, self._step, self._changing, self._broken
+            body = {**self._me(), "session": session, "generation": number, "step": step}
+            body |= {"changing": changing, "broken": broken}
             try:
                 answer = self._ask("/v1/members/heartbeat", {**body, "wait_s": wait_s}, wait_s)
                 pause_s = 0.1
@@ -308,6 +314,7 @@ class Membership:
             with self._lock:
                 if answer and self.generation.number == number:
                     self._changing = answer.get("changing") is True
+                    self._broken = answer.get("broken") is True
             if not answer or self._changing:
                 # While a change is awaited at a boundary, news of its being called off may take this long.
                 self._closing.wait(pause_s)
