@@ -18,6 +18,12 @@ from typing import Any
 
 import pytest
 
+from millrace.errors import StateError, UsageError
+from millrace.network.client import Client, RemoteError
+from millrace.network.identity import Identity
+from millrace.schedule.coordinator import Coordinator
+from millrace.worker.membership import CoordinatorGoneError, DuplicateWorkerError, Membership
+
 HERE = Path(__file__).parent
 BATCH = 2
 
@@ -182,8 +188,6 @@ def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(
 def test_the_coordinator_hands_out_ranks_and_refuses_a_second_of_the_same_name(
     spawn: Callable[..., Process], tmp_path: Path
 ) -> None:
-    from millrace.worker.membership import DuplicateWorkerError, Membership
-
     config = tmp_path / "run.toml"
     config.write_text('dataset_name = "tiny"\nbatch_size = 8\n')
     process, address = coordinator(spawn, "--min-workers", "4", "--config", str(config), "--seq-len", "32")
@@ -201,16 +205,13 @@ def test_the_coordinator_hands_out_ranks_and_refuses_a_second_of_the_same_name(
     assert (told["batch_size"], told["dataset_name"], told["seq_len"], told["num_steps"]) == (8, "tiny", 32, 9)
     with pytest.raises(DuplicateWorkerError, match="worker-1"):
         Membership(address, "worker-1").join()
-    before = members[3].generation.rank
-    again = Membership(address, "worker-3")
-    members[3]._closing.set()  # its heartbeat ends, as if its process had
-    members[3]._client.close()
     assert get(address, "/v1/generation")["world_size"] == 4
     assert "/v1/members/join" in get(address, "/openapi.json")["paths"]
     members[0].leave()
-    for member in members[1:3]:
+    for member in members[1:]:
         until(lambda member=member: member.changing, "news of the one who left")
-    assert before == 3 or again is not None
+    for member in members[1:]:
+        member.leave()
     assert process.end(signal.SIGTERM) == 0
 
 
@@ -226,3 +227,43 @@ def test_plain_http_stays_on_this_machine_unless_told_and_refuses_web_pages(spaw
         assert refusal.value.code == 403
         refusal.value.close()
     assert process.end(signal.SIGINT) == 0
+
+
+def test_over_mutual_tls_a_session_is_its_certificates_alone(make_identity: Callable[[str], Identity]) -> None:
+    with Coordinator(identity=make_identity("coordinator")) as desk:
+        client = Client(make_identity("thief"))
+        with Membership(f"https://{desk.address}", "w", identity=make_identity("worker")) as membership:
+            membership.join()
+            assert membership.generation.world_size == 1
+            body = {**membership._me(), "generation": 1, "step": 0}
+            with pytest.raises(RemoteError, match="another peer"):
+                client.request_json(desk.address, "POST", "/v1/members/leave", body)
+            assert desk.status()["generation"]["world_size"] == 1
+        assert desk.status()["members"] == []
+        with pytest.raises(UsageError, match="https"):
+            Membership(f"http://{desk.address}", identity=make_identity("other"))
+
+
+def test_a_coordinator_that_stays_away_is_named_and_a_dead_one_comes_back_as_it_was(tmp_path: Path) -> None:
+    with pytest.raises(CoordinatorGoneError, match="millrace coordinate"):
+        Membership("127.0.0.1:9", patience_s=0.2).join()
+    with Coordinator(state_dir=tmp_path, config={"batch_size": 4}) as desk:
+        membership = Membership(desk.address, "w", lockstep=False)
+        membership.join()
+        membership.boundary(3)
+        other = Membership(desk.address, "v", lockstep=False)
+        joining = threading.Thread(target=other.join)
+        joining.start()
+        until(lambda: membership.changing, "news of the newcomer")
+        assert membership.boundary(5).start_sample == 5 * 4
+        joining.join(10)
+        run_id = desk.run_id
+        membership.leave()
+        other.leave()
+    with pytest.raises(StateError, match="batch_size"), Coordinator(state_dir=tmp_path, config={"batch_size": 8}):
+        pass
+    with Coordinator(state_dir=tmp_path) as desk:
+        assert desk.run_id == run_id and desk.status()["generation"]["number"] == 2
+        found = get(desk.address, "/v1/log?sample=17")
+        assert (found["step"], found["worker_id"], found["generation"]) == (4, "w", 1)
+        assert [g["start_step"] for g in get(desk.address, "/v1/log")["generations"]] == [0, 5]
