@@ -118,6 +118,15 @@ def test_kept_shards_are_fetched_once(server: S3Server) -> None:
     assert all(asked(server, i) == SAMPLES * L * 2 + 128 for i in range(SHARDS))
 
 
+def test_a_jump_to_another_step_leaves_nothing_behind(bucket: Path, tmp_path: Path) -> None:
+    with SharedShardedDatasetManager(**QUICK, url=bucket, folder=tmp_path / "here", reset_step=10) as shards:
+        for step, wanted in ((0, 0), (7, 2), (9, 3), (10, 0), (1, 0), (5, 1)):
+            assert shards.at_step(step).index == wanted
+            assert shards.upcoming_dataset is not None and shards.upcoming_dataset.done.wait(20)
+            kept = {wanted, shards.upcoming_dataset.index}
+            assert files(str(tmp_path / "here")) == sorted(name for index in kept for name in pair(index))
+
+
 def test_as_the_guides_own_code_calls_it(server: S3Server) -> None:
     async def train() -> None:
         manager = SharedShardedDatasetManager(L, 0, 1, None, num_shards=SHARDS)

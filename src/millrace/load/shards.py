@@ -8,7 +8,8 @@ Hides: when a shard is due, that it comes in the background, that the ranks of a
 old one goes. Which shard and which samples a step reads follows from its number alone, so that a run resumed at any
 step, and whoever checks one, sees the same.
 
-Costs: the disk holds the shard in use and the next one; memory is 8 MiB and `max_workers` x 2 MiB, and what the system caches.
+Costs: the disk holds the shard in use and the next one; memory is 8 MiB and `max_workers` x 2 MiB, and what the
+system caches.
 """
 
 from __future__ import annotations
@@ -281,6 +282,7 @@ class SharedShardedDatasetManager:
         arrival, self.upcoming_dataset = self.upcoming_dataset, None
         if arrival is not None and arrival.index != index:
             arrival.stop()
+            self._old.add(arrival.index)
             arrival = None
         if arrival is None:
             self._check_room(index, upcoming)
@@ -317,6 +319,7 @@ class SharedShardedDatasetManager:
             return
         if coming is not None:
             coming.stop()
+            self._old.add(coming.index)
         assert self._arriving is not None
         self.upcoming_dataset = self._start(upcoming, self._arriving)
 

@@ -219,10 +219,13 @@ class ShardFolder:
         return True
 
     def clean(self, keep: set[int]) -> None:
-        """Remove what earlier runs left: partial files, and pairs fetched here, of shards that are not kept."""
+        """Remove what earlier runs left: partial files that nobody goes on with, and pairs that are not kept."""
         for path in [*self.tmp_dir.glob(".*.part"), *self.folder.glob(".*.part"), *self.folder.glob(".*.tmp")]:
-            found = re.search(rf"^\.(?:{self._prefix}|sample_ids)_(?:{self._prefix}_)?(\d{{6}})\.", path.name)
-            if found and int(found[1]) not in keep and not is_locked(self._lock(int(found[1]), "fetch"), EXCLUSIVE):
+            found = re.search(rf"^\.+(?:{self._prefix}|sample_ids)_(?:{self._prefix}_)?(\d{{6}})\.", path.name)
+            if found is None or is_locked(self._lock(int(found[1]), "fetch"), EXCLUSIVE):
+                continue
+            here = path.suffix == ".part" and path.parent == self.tmp_dir
+            if not (here and int(found[1]) in keep and self.ready(int(found[1])) is None):
                 path.unlink(missing_ok=True)
         for path in self.folder.glob(f".{self._prefix}_*.mark"):
             index = int(path.name.removesuffix(".mark").rpartition("_")[2])
@@ -290,6 +293,8 @@ class ShardFolder:
         place(ids_part, ids)
         place(part, tokens, self._make_judge(index, ids, head.bytes).finish)
         self._set_mark(index, tokens, ids, True)
+        for path in [*self.tmp_dir.glob(f".{name}.*.part"), *self.tmp_dir.glob(f".{ids_name}.*.part")]:
+            path.unlink(missing_ok=True)  # of a start that was killed between the two names
         return got
 
     def _judge_local(self, index: int) -> bool:
