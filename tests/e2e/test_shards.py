@@ -404,7 +404,7 @@ def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server,
         assert len(ids) == len(set(ids)) == 24
     with SharedShardedDatasetManager(**QUICK, tmp_dir="tmp") as shards:
         shards.at_step(0)
-        until(lambda: "train_000001.npy" in files())
+        assert shards.upcoming_dataset is not None and shards.upcoming_dataset.done.wait(20)
         assert files() == sorted([*pair(0), *pair(1)])
         assert list(Path("tmp").glob("*")) == [] and not list(folder.glob(".*.part"))
 
