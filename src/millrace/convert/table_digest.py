@@ -2,7 +2,7 @@
 
 Numbers count by value (2 and 2.0 are one, U16 and I64, too), lists by how many values each row has and what these are,
 text and bytes by their bytes. So a table that came back from a format with fewer types has the digest it had.
-Cost: about 2 ns a byte.
+Cost: about 12 ns a number of a tensor, 30 of a plain column.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from millrace.convert.content import TableSource
 
 _EXACT = 1 << 53
 """Integers below are all floats of 64 bits."""
+_AT_ONCE = 1 << 18  # Values: as eight bytes each, and a few copies, they stay in the cache.
 
 
 class TableDigest:
@@ -40,7 +41,7 @@ class TableDigest:
     def columns(self) -> dict[str, str]:
         """Hex by column that has a value; fields of a struct are columns of their own, `column.field`."""
         valued = {name: one for name, one in self._columns.items() if name.rstrip("#?") in self._valued}
-        return {name: digest.hexdigest() for name, digest in sorted(valued.items())}
+        return {name: digest.hexdigest()[:32] for name, digest in sorted(valued.items())}
 
     def text(self) -> str:
         """`columns` as JSON: what `Written.digest` holds."""
@@ -55,17 +56,18 @@ class TableDigest:
             for part, values in zip(column.type, column.flatten()):
                 self._column(f"{name}.{part.name}", values)
             return
-        digest = self._columns.setdefault(name, hashlib.blake2b(digest_size=16))
+        digest = self._columns.setdefault(name, hashlib.sha256())
         counts, leaves = flatten(column)
         if (counts >= 0).any():
             self._valued.add(name.rstrip("#?"))
         # Lengths, gaps and values go into hashes of their own, so that batches may be cut anywhere.
-        self._columns.setdefault(f"{name}#", hashlib.blake2b(digest_size=16)).update(counts.astype("<i8").data)
+        self._columns.setdefault(f"{name}#", hashlib.sha256()).update(counts.astype("<i8").data)
         if leaves.null_count and _is_number(leaves.type):
             places = np.flatnonzero(np.asarray(leaves.is_null())) + self._reached.get(name, 0)
-            self._columns.setdefault(f"{name}?", hashlib.blake2b(digest_size=16)).update(places.astype("<i8").data)
+            self._columns.setdefault(f"{name}?", hashlib.sha256()).update(places.astype("<i8").data)
         self._reached[name] = self._reached.get(name, 0) + len(leaves)
-        digest.update(_canonical(leaves))
+        for start in range(0, len(leaves), _AT_ONCE):
+            digest.update(_canonical(leaves.slice(start, _AT_ONCE)))
 
 
 def table_digest(source: TableSource) -> TableDigest:
@@ -84,7 +86,9 @@ def flatten(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     if not _is_list(column.type):
-        counts = np.where(np.asarray(column.is_valid()), 1, -1).astype(np.int64)
+        counts = np.ones(len(column), np.int64)
+        if column.null_count:
+            counts[np.asarray(column.is_null())] = -1
         return counts, column.drop_null()
     missing = np.asarray(column.is_null())
     if pa.types.is_fixed_size_list(column.type):
@@ -141,6 +145,8 @@ def _numbers(values: NDArray[Any]) -> NDArray[Any]:
     """Eight bytes for each: the bits of the float that it is, or of the integer, where that is larger than 2**53."""
     if values.dtype.kind != "f":
         floats = values.astype(np.float64)
+        if values.dtype.itemsize <= 4:
+            return floats.view("<u8")
         large = np.asarray((values > _EXACT) if values.dtype.kind in "bu" else np.abs(floats) > _EXACT)
         bits = floats.view("<u8").copy()
         bits[large] = values[large].astype("<i8" if values.dtype.kind == "i" else "<u8").view("<u8")
