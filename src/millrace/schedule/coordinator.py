@@ -13,7 +13,6 @@ What it costs: a thread and a connection or two a worker; one fsync for each cha
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import threading
 import time
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.network.exchange import BadRequestError, Request, Response, error_response, json_response
 from millrace.network.https import Server
-from millrace.schedule.doors import describe
+from millrace.schedule.doors import ADDRESS, NAME, SESSION, count_of, describe, text_of, wait_of, worker_of
 from millrace.schedule.members import (
     Agree,
     Disconnect,
@@ -45,7 +44,6 @@ from millrace.schedule.roster import Roster
 if TYPE_CHECKING:
     from millrace.network.identity import Identity
 
-MAX_WAIT_S = 30.0
 MAX_WORKERS = 1024
 MAX_SETTINGS = 64
 # How often a waiting request looks whether its peer is still there.
@@ -53,9 +51,6 @@ LOOK_S = 0.25
 TICK_S = 0.2
 
 log = logging.getLogger(__name__)
-_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,200}")
-_SESSION = re.compile(r"[A-Za-z0-9._-]{8,64}")
-_ADDRESS = re.compile(r"[^\x00-\x20\x7f]{0,300}")
 
 
 class Coordinator:
@@ -274,21 +269,21 @@ class Coordinator:
         return json_response(self._config())
 
     def _join(self, request: Request, body: dict[str, Any]) -> Response:
-        worker_id, session = _text(body, "worker_id", _NAME), _text(body, "session", _SESSION)
+        worker_id, session = text_of(body, "worker_id", NAME), text_of(body, "session", SESSION)
         if len(self._state.members) >= MAX_WORKERS and worker_id not in self._state.members:
             return error_response(503, "full", f"the coordinator takes {MAX_WORKERS} workers at a time")
-        address = _text({"address": "", **body}, "address", _ADDRESS)
-        step, samples = _count(body, "step"), _count(body, "samples")
+        address = text_of({"address": "", **body}, "address", ADDRESS)
+        step, samples = count_of(body, "step"), count_of(body, "samples")
         refused = self._tell(Join(worker_id, session, address, request.peer.peer_id, step, samples))
         if refused is not None:
             return error_response(409, refused.code, refused.message)
-        self._wait(request, worker_id, session, _wait_s(body), lambda: self._place(session) is not None)
+        self._wait(request, worker_id, session, wait_of(body), lambda: self._place(session) is not None)
         return self._told(worker_id, session, 0)
 
     def _ready(self, request: Request, body: dict[str, Any]) -> Response:
-        worker_id, session, known = _of(body)
-        step = _count(body, "step")
-        held = (_count(body, "held_step"), _count(body, "held_samples")) if "held_step" in body else None
+        worker_id, session, known = worker_of(body)
+        step = count_of(body, "step")
+        held = (count_of(body, "held_step"), count_of(body, "held_samples")) if "held_step" in body else None
         refused = self._tell(Ready(worker_id, session, known, step, body.get("broken") is True, held))
         if refused is not None:
             return error_response(409, refused.code, refused.message)
@@ -299,12 +294,12 @@ class Coordinator:
                 return True
             return generation.number != known or not self._state.changing or step < self._state.run_to
 
-        self._wait(request, worker_id, session, _wait_s(body), settled)
+        self._wait(request, worker_id, session, wait_of(body), settled)
         return self._told(worker_id, session, known)
 
     def _heartbeat(self, request: Request, body: dict[str, Any]) -> Response:
-        worker_id, session, known = _of(body)
-        refused = self._tell(Heartbeat(worker_id, session, known, _count(body, "step")))
+        worker_id, session, known = worker_of(body)
+        refused = self._tell(Heartbeat(worker_id, session, known, count_of(body, "step")))
         if refused is not None:
             return error_response(409, refused.code, refused.message)
         believed = (body.get("changing") is True, body.get("broken") is True)
@@ -315,14 +310,14 @@ class Coordinator:
                 return True
             return (self._state.changing, self._state.broken) != believed
 
-        self._wait(request, worker_id, session, _wait_s(body), news)
+        self._wait(request, worker_id, session, wait_of(body), news)
         if (member := self._state.members.get(worker_id)) is None or member.session != session:
             return error_response(409, "expelled", f"worker {worker_id!r}: given up or replaced. Join again.")
         return json_response({"changing": self._is_changing(known), "broken": self._is_broken(known)})
 
     def _leave(self, request: Request, body: dict[str, Any]) -> Response:
-        worker_id, session, known = _of(body)
-        self._tell(Leave(worker_id, session, known, _count(body, "step"), body.get("finished") is True))
+        worker_id, session, known = worker_of(body)
+        self._tell(Leave(worker_id, session, known, count_of(body, "step"), body.get("finished") is True))
         return json_response({"left": True})
 
     def _log_of(self, request: Request, body: dict[str, Any]) -> Response:
@@ -385,28 +380,3 @@ class Coordinator:
                 for rank, place in enumerate(generation.places)
             ],
         }
-
-
-def _of(body: dict[str, Any]) -> tuple[str, str, int]:
-    return _text(body, "worker_id", _NAME), _text(body, "session", _SESSION), _count(body, "generation")
-
-
-def _text(body: dict[str, Any], key: str, pattern: re.Pattern[str]) -> str:
-    value = body.get(key)
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise BadRequestError(f"{key}: expected text like {pattern.pattern}, got {str(value)[:80]!r}")
-    return value
-
-
-def _count(body: dict[str, Any], key: str) -> int:
-    value = body.get(key, 0)
-    if type(value) is not int or not 0 <= value < 2**62:
-        raise BadRequestError(f"{key}: expected an integer from 0, got {str(value)[:80]!r}")
-    return value
-
-
-def _wait_s(body: dict[str, Any]) -> float:
-    value = body.get("wait_s", 0)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= MAX_WAIT_S:
-        raise BadRequestError(f"wait_s: expected 0 to {MAX_WAIT_S:g}, got {str(value)[:80]!r}")
-    return float(value)
