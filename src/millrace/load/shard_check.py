@@ -55,6 +55,7 @@ class SampleCheck:
         self.ids = read_ids(ids)
         self.num_bytes = num_bytes
         self.verified = 0
+        self.piece_bytes = PIECE_BYTES
         self.path: Path | None = None
         self.vector: Vector | None = None
         self.changed = threading.Condition()
@@ -99,8 +100,9 @@ class SampleCheck:
         assert self.vector is not None
         width, offset = self.seq_len * self.vector.kind.itemsize, self.vector.offset
         starts = np.array(sorted(self._bad), np.int64) * width + offset
-        pieces = sorted({*(starts // PIECE_BYTES).tolist(), *((starts + width - 1) // PIECE_BYTES).tolist()})
-        ranges = [(p * PIECE_BYTES, min((p + 1) * PIECE_BYTES, self.num_bytes)) for p in pieces]
+        size = self.piece_bytes
+        pieces = sorted({*(starts // size).tolist(), *((starts + width - 1) // size).tolist()})
+        ranges = [(p * size, min((p + 1) * size, self.num_bytes)) for p in pieces]
         self._bad = set()
         self._again = [(max(0, a - offset) // width, min(len(self.ids), -(-(b - offset) // width))) for a, b in ranges]
         with self.changed:

@@ -53,7 +53,9 @@ class Pair:
 
 
 class Judge(Check, Protocol):
-    """Compares tokens with their ids. Made when the ids are there."""
+    """Compares tokens with their ids. Made when the ids are there; `piece_bytes` are fetched again at once."""
+
+    piece_bytes: int
 
     def finish(self, path: Path) -> None:
         """Judge a whole local file. Raises IntegrityError or DatasetError."""
@@ -282,12 +284,13 @@ class ShardFolder:
             self.origin, ids_name, ids_head, ids_part, plan_large(ids_head.bytes, None, self._max_workers),
             sha256=listed, **settings,
         )  # fmt: skip
+        plan = plan_large(head.bytes, self._chunk_size, self._max_workers)
         judge = self._make_judge(index, ids_part, head.bytes)
+        judge.piece_bytes = plan.piece_bytes
         if on_judge is not None:
             on_judge(judge)
         got = fetch_part(
-            self.origin, name, head, part, plan_large(head.bytes, self._chunk_size, self._max_workers),
-            check=judge, on_progress=on_progress, **settings,
+            self.origin, name, head, part, plan, check=judge, on_progress=on_progress, **settings
         )  # fmt: skip
         tokens, ids = self.folder / name, self.folder / ids_name
         place(ids_part, ids)
