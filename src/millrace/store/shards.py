@@ -21,16 +21,7 @@ from typing import Any, Literal, Protocol
 
 from millrace.dataset.slices import atomic_write
 from millrace.errors import DatasetError, IntegrityError, UsageError
-from millrace.store.large import (
-    Fetched,
-    Workers,
-    fetch_part,
-    head_of,
-    head_origin,
-    part_path,
-    place,
-    plan_large,
-)
+from millrace.store.large import Fetched, Workers, fetch_part, head_of, head_origin, part_path, place, plan_large
 from millrace.store.locks import EXCLUSIVE, SHARED, Lock, is_locked, take, try_take
 from millrace.store.origins import ChangedError, Head, Origin, PassingError, RefusedError
 from millrace.store.pieces import Check
