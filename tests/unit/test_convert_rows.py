@@ -411,3 +411,18 @@ def test_what_cannot_be_rows_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"numbers called absent, got label"):
         convert(a_table({"label": [1]}), tmp_path / "a", "safetensors", Options(tensors={"absent": "u8"}))
     assert not list(tmp_path.iterdir())
+
+
+def test_labels_beside_tokens_are_kept_or_said_to_be_left_out(tmp_path: Path) -> None:
+    """Rows with labels stay rows; where a format holds tokens alone, the report says what it does not hold."""
+    path = tmp_path / "chat.jsonl"
+    path.write_text(
+        "".join(json.dumps({"input_ids": [i, 2, 3], "labels": [-100, 2, 3], "url": "x"}) + "\n" for i in range(5))
+    )
+    report = convert(path, tmp_path / "rows", "safetensors", Options())
+    assert open_dataset(tmp_path / "rows").manifest.layout == "rows" and report.written.num_rows == 5
+    assert open_dataset(tmp_path / "rows").open_slice(0).tensors["labels"][0].tolist() == [-100, 2, 3]
+    report = convert(path, tmp_path / "pairs", "megatron", Options())
+    assert "columns left out: labels, url" in report.written.notes
+    report = convert(path, tmp_path / "tokens", "safetensors", Options(column="input_ids"))
+    assert open_dataset(tmp_path / "tokens").manifest.layout == "tokens"

@@ -106,7 +106,11 @@ def test_every_sink_keeps_every_document(
     tmp_path_factory: pytest.TempPathFactory, source: Held, to: str, size: int
 ) -> None:
     folder = tmp_path_factory.mktemp("law")
-    options = Options(slice_bytes=size, eos_id=None if source.num_documents else 7, compress="zstd" if size % 2 else "")
+    options = Options(
+        slice_bytes=size,
+        eos_id=None if source.num_documents else 7,
+        compress="zstd" if size % 2 and to in ("litdata", "mds") else "",
+    )
     report = convert(source, folder / "out", to, options)
     assert report.is_verified and report.written.num_tokens == source.num_tokens
     assert rows(open_source(folder / "out", Options(), "bin")) == rows(settle(source, options, "rows"))

@@ -52,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 _EXTRAS = {
-    "cryptography": "network", "libtorrent": "network", "torch": "torch", "huggingface_hub": "hf", "datasets": "hf",
-    "tiktoken": "tiktoken", "kenlm": "lm", "obstore": "remote", "ray": "ray", "prometheus_client": "metrics",
+    "cryptography": "network", "libtorrent": "network", "torch": "torch", "transformers": "hf", "datasets": "hf",
+    "PIL": "vision", "tiktoken": "tiktoken", "kenlm": "lm", "obstore": "remote", "ray": "ray",
+    "prometheus_client": "metrics",
 }  # fmt: skip
 """Which extra brings a package; all others come with `prepare`."""
 

@@ -66,7 +66,13 @@ class _Progress:
 def _options(args: argparse.Namespace) -> Options:
     from millrace.convert.content import Options
 
-    more = {"flat": args.flat, "header": args.header, "generation": args.generation, "items": args.items}
+    more = {
+        "flat": args.flat,
+        "header": args.header,
+        "generation": args.generation,
+        "items": args.items,
+        "slice_rows": args.slice_rows,
+    }
     return Options(
         dtype=_DTYPES.get(args.dtype),
         input_dtype=args.input_dtype,
@@ -113,7 +119,12 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--shard-tokens", type=positive, metavar="N", help="tokens of each file instead")
     p.add_argument("--eos-id", type=int, metavar="N", help="the token that ends a document, where SRC tells no ends")
     p.add_argument("--name", metavar="NAME", help="of the dataset, or of its files")
-    p.add_argument("--compress", choices=["zstd"], help="for formats that can be compressed")
+    p.add_argument(
+        "--compress",
+        choices=["zstd", "snappy", "gzip", "none"],
+        help="zstd: most formats; snappy: Parquet; gzip: lines",
+    )
+    p.add_argument("--slice-rows", type=positive, metavar="N", help="rows of a slice, in place of --slice-bytes")
     p.add_argument("--flat", action="store_true", help="safetensors: files alone, without a manifest")
     p.add_argument("--header", action="store_true", help="bin: with llm.c's header")
     p.add_argument("--generation", choices=["npy", "bin"], help="npy: of the sample ids (default: npy)")

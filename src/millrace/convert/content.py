@@ -74,7 +74,7 @@ class TokenSource(Protocol):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """`tokenizer`, `eos_id`, `vocab_size`, `name` where they are known."""
+        """`tokenizer`, `eos_id`, `vocab_size`, `name` where they are known; `left_out`, columns of a table."""
 
     def parts(self) -> Iterator[TokenPart]:
         """The stream, in order. Raises DatasetError where it is damaged."""
@@ -277,7 +277,9 @@ def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSourc
         if len(lengths) < 2:
             lengths.update(np.unique(np.diff(ends, prepend=np.uint64(0)))[:2].tolist())
     seq_len = lengths.pop() if len(lengths) == 1 else None
-    return _TableTokens(table, name, "U16" if largest < 1 << 16 else "U32", total, rows, seq_len or None)
+    others = [field.name for field in table.schema if field.name != name]
+    facts = {"left_out": others} if others else {}
+    return _TableTokens(table, name, "U16" if largest < 1 << 16 else "U32", total, rows, seq_len or None, facts)
 
 
 def table_of_tokens(source: TokenSource, column: str = "input_ids") -> TableSource:

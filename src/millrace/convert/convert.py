@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from millrace.convert.content import (
     Digest,
     Options,
@@ -36,6 +38,7 @@ from millrace.store.locks import try_take
 
 FORMATS = tuple(sorted({*TOKEN_SINKS, *TABLE_SINKS}))
 _BOTH = ("arrow", "safetensors files")  # Where a table may hold more than the tokens.
+_COMPRESSED = ("litdata", "mds")
 _HELD = 1.02  # Bytes written for one of the tokens', at most, besides document ends.
 
 
@@ -92,7 +95,7 @@ def open_source(path: str | Path, options: Options, to: str | None = None) -> To
     if tokens is not None:
         return tokens
     if table is not None:
-        is_rows = to is None or (to in TABLE_SINKS and token_column(table.schema, options.column) is None)
+        is_rows = to is None or (to in TABLE_SINKS and _holds_more(table, options.column))
         return table if is_rows else tokens_of_table(table, options.column)
     if problem is not None:
         raise problem
@@ -104,6 +107,19 @@ def open_source(path: str | Path, options: Options, to: str | None = None) -> To
 
 def _wants_table(to: str | None, options: Options) -> bool:
     return to in TABLE_SINKS and (to not in TOKEN_SINKS or bool(options.tensors))
+
+
+def _holds_more(table: TableSource, column: str | None) -> bool:
+    """Whether rows say more than their tokens, in numbers: labels, masks. A column that is named is wanted alone."""
+    name = token_column(table.schema, column)
+    others = [field.type for field in table.schema if field.name != name]
+    return name is None or (column is None and any(_holds_numbers(kind) for kind in others))
+
+
+def _holds_numbers(kind: Any) -> bool:
+    while isinstance(kind, pa.BaseExtensionType) or hasattr(kind, "value_type"):
+        kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def _try_tokens(path: str | Path, options: Options) -> tuple[TokenSource | None, MillraceError | None]:
@@ -174,6 +190,7 @@ def convert(
         if isinstance(source, TokenSource) and _wants_table(to, options):
             written = _write_as_table(source, staged, to, options, verify)
         elif isinstance(source, TokenSource):
+            _check_compression(to, options)
             written = TOKEN_SINKS[to](source, staged, options)
             if verify:
                 _verify_tokens(staged, written, options, options.dtype or source.dtype)
@@ -184,6 +201,9 @@ def convert(
         _sync(staged)
         num_bytes = sum((staged / name).stat().st_size for name in written.files)
         _commit(stage, staged, place)
+    left_out = source.facts.get("left_out", ()) if isinstance(source, TokenSource) else ()
+    if left_out:
+        written = replace(written, notes=(*written.notes, f"columns left out: {', '.join(left_out)}"))
     return Report(source.kind, to, place, written, num_bytes, verify)
 
 
@@ -223,6 +243,13 @@ def check_place(path: object, out: Path, force: bool) -> None:
         raise UsageError(f"{out}: expected a place that is free, got one that is not. Name another, or give --force.")
     if not out.parent.is_dir():
         out.parent.mkdir(parents=True)
+
+
+def _check_compression(to: str, options: Options) -> None:
+    if options.compress and (to not in _COMPRESSED or options.compress != "zstd"):
+        raise UsageError(
+            f"--compress: expected zstd, for {' or '.join(_COMPRESSED)} of tokens, got {options.compress!r} for {to}."
+        )
 
 
 def _check_room(source: TokenSource | TableSource, out: Path, options: Options) -> None:

@@ -95,7 +95,7 @@ def is_saved(path: Path) -> bool:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a saved dataset, in its order. Raises DatasetError if its description is damaged, or selects rows."""
+    """The files of a saved dataset, in order. Raises DatasetError if its description is damaged, or selects rows."""
     state_file = path / STATE_FILE
     try:
         state = orjson.loads(head_of(state_file, _MOST_STATE_BYTES))

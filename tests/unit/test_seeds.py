@@ -1,0 +1,33 @@
+"""The page that lists what the seeds ask for: no item is missing, and what is named to show it is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "seeds.md").read_text()
+ITEMS = {"S0": 24, "S1": 34, "S2": 34, "S3": 19, "S4": 26}
+
+
+@pytest.mark.parametrize("seed", ITEMS)
+def test_every_item_has_a_line_and_something_that_shows_it(seed: str) -> None:
+    lines = re.findall(rf"^\| {seed}\.(\d+) \| (.+?) \| (.+) \|$", PAGE, re.M)
+    assert [int(number) for number, _, _ in lines] == list(range(1, ITEMS[seed] + 1))
+    for number, _, shown in lines:
+        assert re.search(r"`|as S\d|the same|\]\(", shown), f"{seed}.{number} shows nothing"
+
+
+def test_every_test_that_is_named_exists() -> None:
+    named = set(re.findall(r"`((?:unit|e2e)/[\w/]+\.py|test_\w+\.py)(?:::(\w+))?`", PAGE))
+    assert len(named) > 100
+    for file, name in named:
+        text = (ROOT / "tests" / file).read_text()
+        assert not name or re.search(rf"^\s*(async )?def {name}\(", text, re.M), f"{file}::{name}"
+
+
+def test_every_link_of_the_page_resolves() -> None:
+    for target in re.findall(r"\]\(([^)#]+)", PAGE):
+        assert (ROOT / "docs" / target).exists(), target
