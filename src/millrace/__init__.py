@@ -15,16 +15,21 @@ from millrace.errors import MillraceError
 if TYPE_CHECKING:
     from millrace.load.loader import Loader
     from millrace.load.packing import DocumentFilter
+    from millrace.load.shards import SharedShardedDatasetManager
     from millrace.load.sources import Mixture, open_dataset
     from millrace.stream.text_stream import TextStream
 
 __version__ = "0.1.0"
-__all__ = ["DocumentFilter", "Loader", "MillraceError", "Mixture", "TextStream", "__version__", "open_dataset"]
+__all__ = [
+    "DocumentFilter", "Loader", "MillraceError", "Mixture", "SharedShardedDatasetManager", "TextStream", "__version__",
+    "open_dataset",
+]  # fmt: skip
 
 _HOME = {
     "DocumentFilter": "millrace.load.packing",
     "Loader": "millrace.load.loader",
     "Mixture": "millrace.load.sources",
+    "SharedShardedDatasetManager": "millrace.load.shards",
     "TextStream": "millrace.stream.text_stream",
     "open_dataset": "millrace.load.sources",
 }

@@ -12,7 +12,8 @@ import millrace
 
 def test_the_names() -> None:
     assert set(millrace.__all__) == {
-        "DocumentFilter", "Loader", "MillraceError", "Mixture", "TextStream", "__version__", "open_dataset",
+        "DocumentFilter", "Loader", "MillraceError", "Mixture", "SharedShardedDatasetManager", "TextStream",
+        "__version__", "open_dataset",
     }  # fmt: skip
     assert set(millrace.__all__) <= set(dir(millrace))
     for name in millrace.__all__:
