@@ -18,12 +18,26 @@ if TYPE_CHECKING:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from millrace.observe.model_plan import plan_model
     from millrace.observe.plan_checks import make_plan
     from millrace.observe.plan_words import words
 
-    plan = make_plan(_job(args))
-    print(json.dumps(plan.to_json()) if args.json else words(plan))
-    return 0 if plan.ok else 1
+    model = None
+    if args.model_size is not None:
+        memory = _memory() if args.device_mem is None else args.device_mem
+        model = plan_model(args.model_size, args.seq_len, args.vocab_size, memory)
+    told: dict[str, Any] = {}
+    ok = model is None or model.ok
+    if model is None or args.dataset is not None or args.bytes is not None:
+        plan = make_plan(_job(args))
+        told, ok = plan.to_json(), ok and plan.ok
+        if not args.json:
+            print(words(plan))
+    if model is not None and not args.json:
+        print(model.words())
+    if args.json:
+        print(json.dumps({**told, "ok": ok, **({} if model is None else {"model": model.to_json()})}))
+    return 0 if ok else 1
 
 
 def _job(args: argparse.Namespace) -> Job:
@@ -115,6 +129,9 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--volume", metavar="DIR|SIZE|ram", help="the disk that the cache shall lie on")
     p.add_argument("--keep", choices=["budget", "window", "all"], default="budget")
     p.add_argument("--mem", type=size, help="of a node (default: this machine's)")
+    p.add_argument("--model-size", choices=["tiny", "small", "medium"], help="of the worker: the batch that fits")
+    p.add_argument("--device-mem", type=size, help="of a device, for --model-size (default: this machine's)")
+    p.add_argument("--vocab-size", type=positive, default=50257, help="for --model-size (default: GPT-2's)")
     p.add_argument("--bandwidth", type=rate, help="of a node: 1Gb/s, 125MB/s")
     p.add_argument("--step-s", type=seconds, help="a step of training, in seconds, without waiting")
     p.add_argument("--connections", type=positive, default=16)

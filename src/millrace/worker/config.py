@@ -9,9 +9,10 @@ from pathlib import Path
 from millrace.errors import UsageError
 from millrace.load.arguments import check_choice, check_integer
 from millrace.worker.catalog import CatalogEntry, find_entry
+from millrace.worker.model_sizes import SIZES
 
 DATASET_TYPES = ("dummy", "distributed_dummy", "huggingface")
-MODEL_SIZES = {"tiny": 32, "small": 16, "medium": 4}
+MODEL_SIZES = {name: size.batch_size for name, size in SIZES.items()}
 """The models, and the local batch size to begin with for each."""
 COORDINATOR = "MILLRACE_COORDINATOR"
 DEFAULT_COORDINATOR = "127.0.0.1:8000"

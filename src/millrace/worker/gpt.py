@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,18 +31,6 @@ from torch import nn
 
 Tensor = Any
 _LOGITS_BYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model's shape."""
-
-    width: int
-    num_layers: int
-    num_heads: int
-
-
-SIZES = {"tiny": Size(128, 3, 4), "small": Size(384, 6, 6), "medium": Size(768, 12, 12)}
 
 
 class Block(nn.Module):  # type: ignore[misc]  # PyTorch is not checked

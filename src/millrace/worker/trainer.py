@@ -122,7 +122,8 @@ def make_sized_trainer(
 ) -> Trainer:
     """The trainer of a `WorkerConfig`: the GPT of a size, or counts; `auto` is the GPT where PyTorch is installed."""
     if name == "gpt" or (name == "auto" and has_torch()):
-        from millrace.worker.gpt import SIZES, GptTrainer
+        from millrace.worker.gpt import GptTrainer
+        from millrace.worker.model_sizes import SIZES
 
         size = SIZES[model_size]
         return GptTrainer(
