@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.cli import main
 from millrace.errors import DatasetError, IntegrityError, NetworkError, UsageError
 from millrace.formats.shard_writer import Shard, write_shards
-from millrace.load.shard_mirror import mirror_shards
 from millrace.load.shards import SharedShardedDatasetManager
 from millrace.order.shard_windows import receipt, window_sample_ids
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
@@ -449,25 +449,66 @@ def test_memory_stays_below_the_bound(tmp_path: Path, monkeypatch: pytest.Monkey
     assert grown < (8 << 20) + 16 * (2 << 20)
 
 
+def mirrored(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["mirror", *words, "--quiet", "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
 def test_shards_are_mirrored_to_ones_own_bucket(
-    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Self-hosting: from one bucket to another and to a directory; some, then the rest; over a bad network."""
-    (server.directory / "own").mkdir()
+    """Self-hosting: from one bucket to another and to a directory and back; some, then the rest; bad connections."""
+    own = server.directory / "own"
+    own.mkdir()
     monkeypatch.setenv("R2_DATASET_WRITE_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("R2_DATASET_WRITE_SECRET_ACCESS_KEY", SECRET_KEY)
-    settings = {"temporary": tmp_path / "tmp", "sequence_length": L}
-    server.faults.drop = 0.1
+    monkeypatch.setattr("millrace.store.targets._WAIT_S", 0.02)
+    to = ["r2://", "r2://own/copy", "--tmp-dir", str(tmp_path / "tmp")]
+    server.faults.drop = 0.05
     try:
-        assert mirror_shards("r2://", "r2://own/copy", shards=[1, 2], **settings) == [1, 2]
-        assert mirror_shards("r2://", "r2://own/copy", **settings) == [0, 3]
-        assert mirror_shards("r2://", "r2://own/copy", **settings) == []
-        assert not (tmp_path / "tmp").exists()
+        first = mirrored(capsys, *to, "--shards", "1:3")
+        assert (first["copied"], first["missing"], first["complete"]) == ([1, 2], [0, 3], False)
+        rest = mirrored(capsys, *to)
+        assert (rest["copied"], rest["skipped"], rest["complete"]) == ([0, 3], [1, 2], True)
+        again = mirrored(capsys, *to)
+        assert (again["copied"], again["copied_bytes"]) == ([], 0)
+        assert not any((tmp_path / "tmp").iterdir())
+        for index in range(SHARDS):
+            assert np.load(own / "copy" / f"train_{index:06d}.npy").tolist() == tokens_of(index).tolist()
         with SharedShardedDatasetManager(**QUICK, url="r2://own/copy", folder="from-own") as shards:
             assert shards.num_shards == SHARDS
             assert shards.at_step(9)[5].tolist() == tokens_of(3)[5 * L : 6 * L].tolist()
-        assert mirror_shards("r2://own/copy", tmp_path / "disk", shards=[3], **settings) == [3]
-        with SharedShardedDatasetManager(**QUICK, url=tmp_path / "disk", folder=tmp_path / "disk") as shards:
-            assert shards.at_step(9)[5].tolist() == tokens_of(3)[5 * L : 6 * L].tolist()
+        disk = tmp_path / "disk"
+        assert mirrored(capsys, "r2://own/copy", str(disk), "--shards", "3:4")["copied"] == [3]
+        assert files(str(disk)) == pair(3) and not (disk / ".mirror").exists()
+        damaged = bytearray((disk / "train_000003.npy").read_bytes())
+        damaged[5000] ^= 1
+        (disk / "train_000003.npy").write_bytes(damaged)
+        assert mirrored(capsys, "r2://own/copy", str(disk), "--shards", "2:4")["copied"] == [2, 3]
+        assert mirrored(capsys, str(disk), "r2://own/back", "--seq-len", str(L))["copied"] == [2, 3]
+        assert (own / "back" / "train_000003.npy").read_bytes() == (disk / "train_000003.npy").read_bytes()
+        for wrong in (["--shards", "3:9"], ["--shards", "0:1", "--slices", "0:1"], ["--seq-len", "77"]):
+            assert main(["mirror", "r2://", str(tmp_path / "x"), "--quiet", *wrong]) in (1, 2)
     finally:
-        shutil.rmtree(server.directory / "own")
+        shutil.rmtree(own)
+
+
+def test_a_mirror_that_is_killed_goes_on(server: S3Server, bucket: Path, tmp_path: Path) -> None:
+    """Between two directories and from a bucket, killed whenever: no wrong file under a name, nothing left."""
+    disk, chance = tmp_path / "disk", random.Random(4)
+    server.faults.bytes_per_s = 3 << 20
+    command = [sys.executable, "-m", "millrace.cli", "mirror", "r2://", str(disk), "--quiet", "--chunk-bytes", "64KiB"]
+    for _ in range(20):
+        goal = sum(server.bytes_sent.values()) + chance.randrange(1, 1_500_000)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        until(lambda process=process, goal=goal: process.poll() is not None or sum(server.bytes_sent.values()) > goal)
+        process.kill()
+        code = process.wait()
+        for path in disk.glob("train_*.npy"):
+            assert path.read_bytes() == (bucket / path.name).read_bytes()
+        if code == 0:
+            break
+    assert code == 0
+    assert sorted(path.name for path in disk.iterdir()) == sorted(name for i in range(SHARDS) for name in pair(i))

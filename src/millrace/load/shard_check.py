@@ -37,7 +37,7 @@ class SampleCheck:
         index: Of the shard, for messages.
         ids: The whole file of ids, raw u64 or .npy.
         num_bytes: Of the tokens' file.
-        seq_len: Tokens of a sample.
+        seq_len: Tokens of a sample; 0: as many as the sizes tell. The ids are of bytes, so that these judge as well.
         kind: Type of the tokens, checked against the header; None: as the header says, or as the sizes tell.
 
     Attributes:
@@ -141,7 +141,7 @@ class SampleCheck:
             raw = file.read(len(NPY_MAGIC)) != NPY_MAGIC
         if raw and kind is None:
             widths = {2: "<u2", 4: "<u4"}
-            kind = widths.get(self.num_bytes // max(1, count * self.seq_len))
+            kind = widths.get(self.num_bytes // max(1, count * self.seq_len) if self.seq_len else 2)
         if raw and kind is None:
             raise self._misfit(f"{self.num_bytes} bytes")
         vector = vector_in(path, self.num_bytes, kind)
@@ -150,7 +150,8 @@ class SampleCheck:
                 f"shard {self.index}: expected tokens of {self._kind or 'uint16 or uint32'}, got {vector.kind} "
                 f"({path}). Every sample would be another. Set token_dtype to what the shards hold."
             )
-        if vector.count != count * self.seq_len:
+        self.seq_len = self.seq_len or vector.count // count
+        if vector.count != count * self.seq_len or not self.seq_len:
             raise self._misfit(f"{vector.count} tokens")
         return vector
 

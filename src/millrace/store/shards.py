@@ -107,17 +107,20 @@ class ShardFolder:
             DatasetError: If there is none.
             NetworkError: If the origin cannot be reached.
         """
+        return self.indexes(stop)[-1] + 1
+
+    def indexes(self, stop: threading.Event | None = None) -> list[int]:
+        """Of the shards that are listed, at the origin or here, rising. Errors as of `count`."""
         names: list[str] = [path.name for path in self.folder.glob(f"{self._prefix}_*.npy")]
         if self.origin is not None:
-            listed = self._listed(stop)
-            if listed:
-                return max(listed) + 1
+            if listed := self._listed(stop):
+                return sorted(listed)
             names += self._names_at(stop)
-        found = [int(m[1]) for name in names if (m := re.fullmatch(rf"{self._prefix}_(\d{{6}})\.npy", name))]
+        found = {int(m[1]) for name in names if (m := re.fullmatch(rf"{self._prefix}_(\d{{6}})\.npy", name))}
         if not found:
             where = self.folder if self.origin is None else self.origin.url
             raise DatasetError(f"{where}: expected shards {self.tokens_name(0)} and on, got none. Check the address.")
-        return max(found) + 1
+        return sorted(found)
 
     def sizes(self, index: int, stop: threading.Event | None = None) -> int:
         """Bytes of a shard's two files, here or at the origin. Errors as of `fetch`."""
