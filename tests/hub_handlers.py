@@ -105,6 +105,8 @@ class _Base(http.server.BaseHTTPRequestHandler):
                 if faults.bytes_per_s:
                     ahead = (sent + len(data)) / faults.bytes_per_s - (time.monotonic() - began)
                     owner.stopping.wait(max(0.0, ahead))
+                if (wait_s := owner.booked_s(len(data))) > 0:
+                    owner.stopping.wait(wait_s)
                 self.wfile.write(data)
                 sent += len(data)
                 with owner.lock:

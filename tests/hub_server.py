@@ -24,6 +24,7 @@ import random
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,7 @@ class Faults:
         drop: Part of the requests whose connection is closed before an answer.
         truncate: Part of the file bodies that are cut at a random place.
         black_hole: Requests are read and never answered. `black_hole_files`: those to the CDN and for plain files.
-        bytes_per_s: Of each connection. 0: no limit.
+        bytes_per_s: Of each connection. 0: no limit. `all_bytes_per_s`: of all together.
         delay_s: Before each answer.
         throttle: So many of the next requests get 429 with `RateLimit: "api";r=0;t=0`.
         broken: So many of the next requests get 500.
@@ -58,6 +59,7 @@ class Faults:
     black_hole: bool = False
     black_hole_files: bool = False
     bytes_per_s: float = 0.0
+    all_bytes_per_s: float = 0.0
     delay_s: float = 0.0
     throttle: int = 0
     broken: int = 0
@@ -95,6 +97,7 @@ class HubServer:
         self.authorizations: list[str] = []
         self.ranges: list[tuple[str, int, int]] = []
         self.lock = threading.Lock()
+        self.free_at = 0.0  # when what was sent of all files fits `all_bytes_per_s`
         self.stopping = threading.Event()
         self.chance = random.Random(seed)
         outer = self
@@ -141,6 +144,13 @@ class HubServer:
     def happens(self, part: float) -> bool:
         with self.lock:
             return part > 0 and self.chance.random() < part
+
+    def booked_s(self, size: int) -> float:
+        """How long so many bytes have to wait for their turn among all that are sent."""
+        limit, now = self.faults.all_bytes_per_s, time.monotonic()
+        with self.lock:
+            self.free_at = max(self.free_at, now) + (size / limit if limit else 0.0)
+            return self.free_at - now if limit else 0.0
 
     def spend(self, name: str) -> bool:
         """Whether a fault that happens so many times happens now."""
