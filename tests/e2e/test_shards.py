@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from millrace.cli import main
@@ -356,6 +357,50 @@ def lines(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
+def test_the_next_shard_comes_in_a_process_of_its_own(
+    server: S3Server, bucket: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is of the lowest priority; its death, its errors and its end are the arrival's."""
+    monkeypatch.setattr("millrace.load.shards.LEAST_APART_BYTES", 0)
+    monkeypatch.setattr("millrace.load.shard_dataset._FIRST_RETRY_S", 0.01)
+    me = psutil.Process()
+
+    def helpers() -> list[psutil.Process]:
+        found = [one for one in me.children() if "shard_helper" in " ".join(one.cmdline())]
+        return [one for one in found if one.status() != psutil.STATUS_ZOMBIE]
+
+    with SharedShardedDatasetManager(**QUICK) as shards:
+        shards.at_step(0)
+        until(helpers)
+        server.faults.bytes_per_s = 1 << 19
+        until(lambda: asked(server, 1) > 1 << 16)
+        assert shards.upcoming_dataset is not None and helpers()[0].nice() == 19
+        helpers()[0].kill()
+        until(lambda: "ended with code -9" in caplog.text)
+        server.faults.bytes_per_s = 0
+        assert shards.at_step(3)[7].tolist() == tokens_of(1)[7 * L : 8 * L].tolist()
+        assert shards.stats()["fetched_bytes"] > SAMPLES * L * 2
+        assert shards.upcoming_dataset.done.wait(20)
+        server.faults.bytes_per_s = 1 << 18
+        shards.at_step(6)
+        until(lambda: asked(server, 3) > 0)
+        assert helpers()
+    until(lambda: not helpers())
+    server.faults.bytes_per_s = 0
+    tokens = bucket / "train_000001.npy"
+    whole = tokens.read_bytes()
+    try:
+        tokens.write_bytes(whole[:3000] + bytes([whole[3000] ^ 1]) + whole[3001:])
+        time.sleep(0.05)
+        with SharedShardedDatasetManager(**QUICK, folder="other") as shards:
+            shards.at_step(0)
+            with pytest.raises(IntegrityError, match=r"shard 1: .* the first sample 11"):
+                shards.at_step(3)
+    finally:
+        tokens.write_bytes(whole)
+        time.sleep(0.05)
+
+
 def test_ranks_of_a_machine_share_one_copy(server: S3Server, tmp_path: Path) -> None:
     outs = [tmp_path / f"{rank}.jsonl" for rank in range(4)]
     ranks = [
@@ -382,7 +427,9 @@ def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server,
     folder = Path("remote/tokenized")
     for turn in range(30):
         out = tmp_path / f"{turn}.jsonl"
-        process = start(out, start=at, steps=12 - at, step_s=0.02, tmp_dir="tmp" if turn % 2 else None)
+        process = start(
+            out, start=at, steps=12 - at, step_s=0.02, tmp_dir="tmp" if turn % 2 else None, apart=turn % 3 == 0
+        )
         goal = sum(server.bytes_sent.values()) + chance.randrange(1, 2_000_000)
         until(lambda process=process, goal=goal: process.poll() is not None or sum(server.bytes_sent.values()) > goal)
         if process.poll() is None:

@@ -15,6 +15,7 @@ from millrace.errors import IntegrityError, MillraceError, NetworkError, UsageEr
 from millrace.formats.foreign import map_file
 from millrace.formats.npy import vector_in
 from millrace.load.shard_check import SampleCheck, read_ids
+from millrace.store.large import Fetched
 from millrace.store.locks import Lock
 from millrace.store.shards import Judge, Pair, ShardFolder
 
@@ -99,6 +100,7 @@ class Arrival:
     Args:
         before: Called before each attempt; raises what makes it no use.
         after: Not begun before this is set.
+        obtain: In place of the folder's.
 
     Attributes:
         received, total: Bytes of the tokens.
@@ -112,6 +114,7 @@ class Arrival:
         index: int,
         before: Callable[[int], object],
         after: threading.Event | None = None,
+        obtain: Callable[..., tuple[Pair, Fetched | None]] | None = None,
     ) -> None:
         self.index = index
         self.done = threading.Event()
@@ -121,9 +124,9 @@ class Arrival:
         self.received = self.total = self.fetched_bytes = 0
         self.fetched_s = 0.0
         self.check: SampleCheck | None = None
-        self._folder = folder
         self._before = before
         self._after = after
+        self._obtain = obtain or folder.obtain
         self._stop = threading.Event()
         self._changed = threading.Condition()
         self._lock: Lock | None = folder.use(index)
@@ -195,7 +198,7 @@ class Arrival:
         while not self._stop.is_set():
             try:
                 self._before(self.index)
-                pair, fetched = self._folder.obtain(
+                pair, fetched = self._obtain(
                     self.index, stop=self._stop, on_progress=self._progress, on_judge=self._judging
                 )
             except (NetworkError, UsageError) as error:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +28,8 @@ from millrace.formats.foreign import token_kind
 from millrace.load.batch import IGNORE_INDEX, Batch
 from millrace.load.shard_check import SampleCheck
 from millrace.load.shard_dataset import Arrival, ShardDataset
+from millrace.load.shard_helper import LEAST_APART_BYTES, Helper
+from millrace.load.shard_room import check_room, check_room_for, tell_speed
 from millrace.order.shard_windows import (
     STEPS_PER_SHARD,
     Sampler,
@@ -37,16 +38,13 @@ from millrace.order.shard_windows import (
     shard_turn,
     window_sample_ids,
 )
-from millrace.sizes import words_of_bytes, words_of_rate
-from millrace.store.large import Workers
+from millrace.store.large import Fetched, Workers
 from millrace.store.origins import environment, open_origin
 from millrace.store.shards import Pair, ShardFolder
 
 __all__ = ["ShardDataset", "SharedShardedDatasetManager"]
 
 _SECTION_BYTES = 64 << 20
-_COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
-_COMMON_MEM_BYTES = 4 * 10**9
 log = logging.getLogger("millrace.load")
 
 
@@ -73,6 +71,8 @@ class SharedShardedDatasetManager:
             let go of the old. With 2, a fetch may have to wait for that.
         patience_s: A download fails when no byte came for so long.
         swap_patience_s: How long a swap waits for a shard whose download keeps failing.
+        fetch: Upcoming shards come in a process of their own, of priority `nice`, or in threads of this one; shards
+            below 64 MiB, and with first_batch="slice" all, come in threads.
 
     Raises:
         UsageError: If an argument or an environment variable is missing or wrong.
@@ -103,17 +103,20 @@ class SharedShardedDatasetManager:
         least_shards: int = 3,
         patience_s: float = 300.0,
         swap_patience_s: float = 3600.0,
+        fetch: Literal["process", "thread"] = "process",
+        nice: int = 19,
     ) -> None:
         del comms
         if (
             sequence_length < 1
             or not 0 <= rank < world_size
             or least_shards < 2
-            or first_batch not in ("shard", "slice")
+            or (first_batch, fetch) not in [(a, b) for a in ("shard", "slice") for b in ("process", "thread")]
         ):
             raise UsageError(
-                "shards: expected sequence_length >= 1, 0 <= rank < world_size, least_shards >= 2 and first_batch "
-                f"'shard' or 'slice', got {sequence_length=}, {rank=}, {world_size=}, {least_shards=}, {first_batch=}."
+                "shards: expected sequence_length >= 1, 0 <= rank < world_size, least_shards >= 2, first_batch "
+                f"'shard' or 'slice', fetch 'process' or 'thread', got {sequence_length=}, {rank=}, {world_size=}, "
+                f"{least_shards=}, {first_batch=}, {fetch=}."
             )
         shard_turn(0, steps_per_shard, reset_step)
         self.sequence_length = sequence_length
@@ -136,19 +139,22 @@ class SharedShardedDatasetManager:
         self._checked_room = False
         self._stats: dict[str, Any] = {"start_s": 0.0, "stall_s": 0.0, "swaps": 0, "late_swaps": 0}
         self._fetched = [0, 0.0]  # bytes, seconds
-        home = Path(folder if folder is not None else environment("DATASET_BINS_PATH", "shards"))
-        origin = open_origin(url if url is not None else "r2://")
-        self._folder = ShardFolder(
-            None if Path(origin.url) == home.absolute() else origin,
-            home,
-            self._make_check,
-            tmp_dir=None if tmp_dir is None else Path(tmp_dir),
-            chunk_size=chunk_size,
-            max_workers=max_workers,
-            generation=generation,
-            prefix=prefix,
-            patience_s=patience_s,
-        )
+        self._sizes: dict[int, int] = {}
+        home = Path(folder if folder is not None else environment("DATASET_BINS_PATH", "shards")).absolute()
+        source = "r2://" if url is None else str(url) if "://" in str(url) else str(Path(url).absolute())
+        origin = open_origin(source)
+        settings: dict[str, Any] = {
+            "chunk_size": chunk_size, "max_workers": max_workers, "generation": generation, "prefix": prefix,
+            "patience_s": patience_s,
+        }  # fmt: skip
+        there = None if Path(origin.url) == home else origin
+        tmp = None if tmp_dir is None else Path(tmp_dir).absolute()
+        self._folder = ShardFolder(there, home, self._make_check, tmp_dir=tmp, **settings)
+        kind = "" if self._kind is None else self._kind.str
+        self._helper = None
+        if fetch == "process" and there is not None and first_batch == "shard":
+            told = {**settings, "tmp_dir": tmp and str(tmp)}
+            self._helper = Helper(source, home, sequence_length, kind, told, nice)
         if self.remap:
             log.warning("shards replaced as asked: %s", ", ".join(f"{a} by {b}" for a, b in self.remap.items()))
 
@@ -308,7 +314,7 @@ class SharedShardedDatasetManager:
             old.close()
             self._old.add(old.index)
         self._follow(index, upcoming)
-        self._tell_speed(arrival)
+        tell_speed(arrival.index, arrival.fetched_bytes, arrival.fetched_s)
 
     def _follow(self, index: int, upcoming: int) -> None:
         self._keep = {index, upcoming}
@@ -324,20 +330,22 @@ class SharedShardedDatasetManager:
         self.upcoming_dataset = self._start(upcoming, self._arriving)
 
     def _start(self, index: int, after: Arrival | None) -> Arrival:
-        return Arrival(self._folder, index, self._before, None if after is None else after.done)
+        obtain = self._folder.obtain if self.active_dataset is None else self._obtain  # nothing trains yet
+        return Arrival(self._folder, index, self._before, None if after is None else after.done, obtain)
 
     def _before(self, index: int) -> None:
         """Before each attempt, in the arrival's thread: is there room for it?"""
         self._prune()
-        if self._folder.origin is None or self._folder.ready(index) is not None:
-            return
-        need = max(0, self._folder.sizes(index) - self._folder.on_disk(index))
-        free = shutil.disk_usage(self._folder.tmp_dir).free
-        if free < need:
-            raise UsageError(
-                f"shard {index}: expected room for {need} bytes in {self._folder.tmp_dir}, got {free}. "
-                "Free space there; what was fetched is kept and resumed."
-            )
+        if self._folder.origin is not None and self._folder.ready(index) is None:
+            self._sizes[index] = check_room_for(self._folder, index)
+
+    def _obtain(self, index: int, **given: Any) -> tuple[Pair, Fetched | None]:
+        """In a process of its own, where that is worth it."""
+        apart = self._helper is not None and self._sizes.get(index, 0) >= LEAST_APART_BYTES
+        if apart and self._folder.ready(index) is None:
+            assert self._helper is not None
+            return self._helper.obtain(index, **given)
+        return self._folder.obtain(index, **given)
 
     def _check_room(self, index: int, upcoming: int) -> None:
         """Before the first byte: clean up, and refuse a disk that cannot do."""
@@ -348,24 +356,8 @@ class SharedShardedDatasetManager:
             everything = set(range(self.num_shards)) | set(self.remap.values())
             self._folder.clean(everything if self.keep_shards else {index, upcoming})
         wanted = sorted(set(range(self.num_shards)) if self.keep_shards else {index, upcoming})
-        one = self._folder.sizes(index)
         count = len(wanted) if self.keep_shards else min(self._least_shards, self.num_shards)
-        held = sum(self._folder.on_disk(shard) for shard in wanted)
-        free = shutil.disk_usage(self._folder.folder).free
-        if free + held < count * one:
-            raise UsageError(
-                f"{self._folder.folder}: expected room for {count} shards of {words_of_bytes(one)} ({count * one} "
-                f"bytes), got {free + held} bytes ({held} of them hold shards). Nothing was fetched. Free "
-                f"{count * one - free - held} bytes, or choose another folder."
-            )
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if memory < _COMMON_MEM_BYTES:
-            log.warning("memory: %s; 4 GB or more is what runs like this have", words_of_bytes(memory))
-
-    def _tell_speed(self, arrival: Arrival) -> None:
-        if arrival.fetched_s > 1.0 and arrival.fetched_bytes / arrival.fetched_s < _COMMON_BYTES_PER_S:
-            rate = arrival.fetched_bytes / arrival.fetched_s
-            log.warning("shard %d came at %s; runs like this have 1 Gb/s or more", arrival.index, words_of_rate(rate))
+        check_room(self._folder, index, wanted, count)
 
     def _prune(self) -> None:
         """Remove what was used up, on local rank 0, as soon as no rank uses it."""
