@@ -233,7 +233,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if faults.black_hole:
                 owner.stopping.wait()
             if flip:
-                data[len(data) // 2] ^= 1
+                data[owner.chance.randrange(len(data))] ^= 1
                 flip = False
             owner.pace(len(data))
             if faults.connection_bytes_per_s:

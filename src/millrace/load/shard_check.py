@@ -1,7 +1,7 @@
 """Every sample of a shard against its id, while the shard comes, in threads.
 
-Hides: that bytes arrive piece by piece, and which sample is right so far. What is wrong is asked for again twice, as
-whole pieces; what is wrong then, too, is wrong at the origin.
+Hides: that bytes arrive piece by piece, and which sample is right so far. What is wrong is asked for again, as
+whole pieces; what is wrong in the same way three times is wrong at the origin, what differs was damaged on its way.
 
 Cost: 1 GB/s a processor for samples of 4 KiB (8-byte BLAKE2b, without the interpreter's lock); the ids stay a map.
 """
@@ -25,7 +25,8 @@ from millrace.formats.npy import NPY_MAGIC, Vector, vector_in
 from millrace.store.transfer import PIECE_BYTES
 
 _BLOCK_BYTES = 1 << 20
-_TRIES = 2
+_TRIES = 2  # after the first, with the same wrong bytes
+_MOST_TRIES = 10
 _NO_BYTES = 13020603013274838756  # the id of nothing: one writer gave it to every sample of the second half
 _LEAST_HEAD = 12 << 10
 
@@ -63,7 +64,8 @@ class SampleCheck:
         self._ids_path = ids
         self._bytes: NDArray[np.uint8] | None = None
         self._next = 0
-        self._bad: set[int] = set()
+        self._bad: dict[int, int] = {}  # sample: the id that its bytes have
+        self._was: dict[int, tuple[int, int]] = {}  # of bad ones, the id of the bytes before, and how often it came
         self._again: list[tuple[int, int]] = []
         self._tries = 0
 
@@ -91,10 +93,14 @@ class SampleCheck:
             self.changed.notify_all()
 
     def wrong(self) -> list[tuple[int, int]]:
-        """See Check. Raises IntegrityError after two tries."""
+        """See Check. Raises IntegrityError where the same wrong bytes come again and again."""
         if not self._bad:
             return []
-        if self._tries == _TRIES:
+        before, self._was = self._was, {}
+        for sample, got in self._bad.items():
+            last, count = before.get(sample, (got, -1))
+            self._was[sample] = (got, count + 1 if got == last else 0)
+        if self._tries == _MOST_TRIES or any(count == _TRIES for _, count in self._was.values()):
             raise self._error()
         self._tries += 1
         assert self.vector is not None
@@ -103,7 +109,7 @@ class SampleCheck:
         size = self.piece_bytes
         pieces = sorted({*(starts // size).tolist(), *((starts + width - 1) // size).tolist()})
         ranges = [(p * size, min((p + 1) * size, self.num_bytes)) for p in pieces]
-        self._bad = set()
+        self._bad = {}
         self._again = [(max(0, a - offset) // width, min(len(self.ids), -(-(b - offset) // width))) for a, b in ranges]
         with self.changed:
             self.verified = min(self.verified, self._again[0][0])  # What comes anew is judged anew.
@@ -163,14 +169,14 @@ class SampleCheck:
             "sequence_length; fetch both again, or set sequence_length."
         )
 
-    def _map(self, blocks: list[range]) -> Iterator[set[int]]:
+    def _map(self, blocks: list[range]) -> Iterator[dict[int, int]]:
         if len(blocks) < 2:
             return iter([self._check(block) for block in blocks])
         with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
             return iter(list(pool.map(self._check, blocks)))
 
-    def _check(self, samples: range) -> set[int]:
-        """Which of these are wrong."""
+    def _check(self, samples: range) -> dict[int, int]:
+        """Which of these are wrong, and the ids that they have."""
         assert self.vector is not None and self._bytes is not None
         width = self.seq_len * self.vector.kind.itemsize
         first = self.vector.offset + samples.start * width
@@ -178,8 +184,9 @@ class SampleCheck:
         got = b"".join(
             hashlib.blake2b(data[at : at + width], digest_size=8).digest() for at in range(0, len(data), width)
         )
-        differ = np.flatnonzero(np.frombuffer(got, "<u8") != self.ids[samples.start : samples.stop])
-        return {samples.start + int(i) for i in differ}
+        found = np.frombuffer(got, "<u8")
+        differ = np.flatnonzero(found != self.ids[samples.start : samples.stop])
+        return {samples.start + int(i): int(found[i]) for i in differ}
 
     def _error(self) -> IntegrityError:
         first, count = min(self._bad), len(self._bad)

@@ -25,9 +25,10 @@ from millrace.store.large import Fetched, Workers, fetch_part, head_of, head_ori
 from millrace.store.locks import EXCLUSIVE, SHARED, Lock, is_locked, take, try_take
 from millrace.store.origins import ChangedError, Head, Origin, PassingError, RefusedError
 from millrace.store.pieces import Check
+from millrace.store.shard_doubt import Doubt
 
 LIST_FILE = "shards.json"
-_ROUNDS = 4
+_ROUNDS = 8
 _WAIT_S = 0.1
 _MOST_SHARDS = 100_000
 log = logging.getLogger("millrace.store")
@@ -241,37 +242,38 @@ class ShardFolder:
                 "there, or give a url to fetch it from."
             )
         atomic_write(self._mark_path(index), json.dumps({"fetched": True}).encode())
-        fresh = False
+        doubt = Doubt()
         for left in range(_ROUNDS, -1, -1):
+            head, ids_name, ids_head = self._heads(index, stop)
+            ids_part = part_path(self.tmp_dir, ids_name, ids_head)
+            part = part_path(self.tmp_dir, self.tokens_name(index), head)
             try:
-                return self._fetch_once(index, fresh, stop, on_progress, on_judge)
+                return self._fetch_once(index, head, ids_name, ids_head, stop, on_progress, on_judge)
             except ChangedError as error:
                 if not left:
                     raise
                 log.warning("%s; fetching the shard from its start", error)
-            except IntegrityError as error:
-                if fresh:
+            except (IntegrityError, DatasetError) as error:
+                if not left or not doubt.again(error, ids_part, part):
                     raise
                 log.warning("%s Fetching the ids again", error)
-                fresh = True
         raise AssertionError
 
     def _fetch_once(
         self,
         index: int,
-        fresh_ids: bool,
+        head: Head,
+        ids_name: str,
+        ids_head: Head,
         stop: threading.Event,
         on_progress: Callable[[int, int], object] | None,
         on_judge: Callable[[Judge], object] | None,
     ) -> Fetched:
         """The ids first, as nothing can be judged without; then the tokens, judged as they come."""
         assert self.origin is not None
-        head, ids_name, ids_head = self._heads(index, stop)
         listed = self._listed(stop).get(index, "")
         name = self.tokens_name(index)
         ids_part = part_path(self.tmp_dir, ids_name, ids_head)
-        if fresh_ids:
-            ids_part.unlink(missing_ok=True)
         part = part_path(self.tmp_dir, name, head)
         settings: dict[str, Any] = {"patience_s": self._patience_s, "stop": stop}
         fetch_part(

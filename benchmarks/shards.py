@@ -1,0 +1,219 @@
+"""Shared shards on loopback: how fast they come, what a GB costs, and what a training step feels of it.
+
+The server is one process that sends files by `sendfile`. Yardsticks of the same rounds: a socket that is received and
+written to the file without any check, over as many connections; a copy in memory. Each side's processor seconds are
+told apart. A step feels: 0.3 s with the download and 0.3 s without (the server is stopped and goes on) in turn, the
+server at the lowest priority, since it is another machine's work.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import itertools
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import Figure, cpu_s, median, percentile, process_cpu_s, show
+from millrace.formats.shard_writer import write_shards
+from millrace.load.shard_check import SampleCheck
+from millrace.load.shards import SharedShardedDatasetManager
+from millrace.store.large import download_large_file
+
+NUM_BYTES = 1 << 29
+CONNECTIONS = 4
+SHARD_BYTES_PER_S = 215e9 / 1200  # a shard in 20 minutes
+STEP_S = 0.008
+_SHARDS = 4
+_SEQ_LEN = 2048
+
+
+@contextmanager
+def server(folder: Path, rate: float = 0.0, nice: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server process of a directory, and its port."""
+    program = str(Path(__file__).with_name("shard_server.py"))
+    process = subprocess.Popen(
+        [sys.executable, program, str(folder), str(rate), str(nice)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def plain(port: int, name: str, size: int, out: Path, connections: int) -> None:
+    """Receive and write, nothing else."""
+    with out.open("wb") as file:
+
+        def one(at: int, stop: int) -> None:
+            with socket.create_connection(("127.0.0.1", port)) as door:
+                door.sendall(b"GET /%s HTTP/1.1\r\nRange: bytes=%d-%d\r\n\r\n" % (name.encode(), at, stop - 1))
+                buffer, head = memoryview(bytearray(256 << 10)), b""
+                while b"\r\n\r\n" not in head:
+                    head += door.recv(1)
+                while at < stop:
+                    got = door.recv_into(buffer[: stop - at])
+                    os.pwrite(file.fileno(), buffer[:got], at)
+                    at += got
+
+        edges = [size * k // connections for k in range(connections + 1)]
+        threads = [threading.Thread(target=one, args=pair) for pair in itertools.pairwise(edges)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def measure_download(folder: Path, rounds: int) -> list[Figure]:
+    """GB/s and processor seconds a GB; medians of interleaved rounds."""
+    name, out = "train_000000.npy", folder / "out"
+    size = (folder / "shards" / name).stat().st_size
+    ids = folder / "shards" / "sample_ids_000000.npy"
+    taken: dict[str, list[tuple[float, float, float]]] = {}
+    with server(folder / "shards") as (process, port):
+        web, bucket = f"http://127.0.0.1:{port}", f"s3://b/p?endpoint=http://127.0.0.1:{port}&skip_signature=true"
+
+        def copy() -> None:
+            block = np.ones(1 << 26, np.uint8)
+            for _ in range(size >> 26):
+                block.copy()
+
+        cases: dict[str, Callable[[], object]] = {
+            "copy in memory": copy,
+            "plain socket": lambda: plain(port, name, size, out, CONNECTIONS),
+            "download, http": lambda: download_large_file(web, name, out, max_workers=CONNECTIONS),
+            "download, bucket": lambda: download_large_file(bucket, name, out, max_workers=CONNECTIONS),
+            "judging": lambda: SampleCheck(0, ids, size, _SEQ_LEN).finish(folder / "shards" / name),
+        }
+        for _ in range(rounds):
+            for case, do in cases.items():
+                out.unlink(missing_ok=True)
+                began = time.perf_counter(), cpu_s(), process_cpu_s(process.pid)
+                do()
+                now = time.perf_counter(), cpu_s(), process_cpu_s(process.pid)
+                taken.setdefault(case, []).append((now[0] - began[0], now[1] - began[1], now[2] - began[2]))
+    figures, cpu = [], {}
+    wall = {case: median([one[0] for one in costs]) for case, costs in taken.items()}
+    for case, costs in taken.items():
+        cpu[case], there = (median([one[k] for one in costs]) / size * 1e9 for k in (1, 2))
+        note = f"{cpu[case]:.2f} CPU s/GB, server {there:.2f}; best {size / min(one[0] for one in costs) / 1e9:.2f}"
+        figures.append(Figure(case, size / wall[case] / 1e9, "GB/s", note))
+    for case in ("download, http", "download, bucket"):
+        figures.append(Figure(f"{case}/plain socket", wall["plain socket"] / wall[case], "x speed"))
+    cost = cpu["download, bucket"] + cpu["judging"]
+    figures.append(Figure("fetched and judged", cost, "CPU s/GB", "without TLS"))
+    figures.append(Figure("cores for 215 GB in 20 min", cost * SHARD_BYTES_PER_S / 1e9, "cores"))
+    return figures
+
+
+def measure_steps(folder: Path, rate: float, seconds: float, fetch: Any = "process") -> list[Figure]:
+    """Steps of 8 ms, with the next shard on its way, in parts of those without."""
+    compute = _computation()
+    steps: dict[str, Callable[[], object]] = {"computing": compute, "sleeping": lambda: time.sleep(STEP_S)}
+    figures = []
+    for kind, step in steps.items():
+        on, off = _alternate(folder, rate, seconds, step, fetch)
+        told = f"n={len(on)}; p99 {percentile(on, 99) * 1e3:.1f} ms with, {percentile(off, 99) * 1e3:.1f} without"
+        words = f"{kind} step at {rate / 1e6:.0f} MB/s by {fetch}" if rate else f"{kind} step, no limit, by {fetch}"
+        for percent in (50, 90, 99):
+            ratio = percentile(on, percent) / percentile(off, percent)
+            figures.append(Figure(f"{words}, p{percent}", ratio, "x without", told if percent == 99 else ""))
+    return figures
+
+
+def _computation() -> Callable[[], None]:
+    a = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
+
+    def compute(turns: int) -> float:
+        x, began = a, time.perf_counter()
+        for _ in range(turns):
+            x = np.tanh(a @ x * 1e-3)
+        return time.perf_counter() - began
+
+    compute(200)
+    turns = max(1, int(STEP_S / min(compute(20) / 20 for _ in range(40))))
+
+    def step() -> None:
+        compute(turns)
+
+    return step
+
+
+def _alternate(
+    folder: Path, rate: float, seconds: float, step: Callable[[], object], fetch: Any
+) -> tuple[list[float], list[float]]:
+    """Seconds of the steps with and without."""
+    taken: tuple[list[float], list[float]] = ([], [])
+
+    def window(into: list[float] | None, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            began = time.perf_counter()
+            step()
+            if into is not None:
+                into.append(time.perf_counter() - began)
+
+    home = folder / "home"
+    shutil.rmtree(home, ignore_errors=True)
+    with server(folder / "shards", rate, 19) as (process, port):
+        url = f"s3://b/p?endpoint=http://127.0.0.1:{port}&skip_signature=true"
+        with SharedShardedDatasetManager(
+            _SEQ_LEN, url=url, folder=home, num_shards=_SHARDS, steps_per_shard=1, fetch=fetch
+        ) as shards:
+            at, end = 0, time.monotonic() + seconds
+            shards.at_step(at)
+            while time.monotonic() < end:
+                coming = shards.upcoming_dataset
+                assert coming is not None
+                if coming.done.is_set():
+                    at += 1
+                    shards.at_step(at)
+                    while shards.upcoming_dataset is None or not shards.upcoming_dataset.received:
+                        step()
+                window(None, 0.05)
+                window(taken[0], 0.3)
+                process.send_signal(signal.SIGSTOP)
+                window(None, 0.05)
+                window(taken[1], 0.3)
+                process.send_signal(signal.SIGCONT)
+    return taken
+
+
+def make_shards(folder: Path) -> None:
+    """Random tokens, each shard of NUM_BYTES."""
+    chance = np.random.default_rng(0)
+    tokens = (chance.integers(0, 50_000, 1 << 22).astype(np.uint16) for _ in range(_SHARDS * NUM_BYTES >> 23))
+    write_shards(tokens, folder, seq_len=_SEQ_LEN, shard_tokens=NUM_BYTES >> 1, generation="npy")
+    (folder / "shards.json").unlink()
+
+
+def measure(rounds: int = 5, seconds: float = 20.0) -> list[Figure]:
+    """The figures. Takes three minutes; needs 5 GB in TMPDIR."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_shards(folder / "shards")
+        figures = measure_download(folder, rounds)
+        for rate in (SHARD_BYTES_PER_S, 0.0):
+            for fetch in ("process", "thread"):
+                figures += measure_steps(folder, rate, seconds, fetch)
+    return figures
+
+
+if __name__ == "__main__":
+    show("shards", measure())
