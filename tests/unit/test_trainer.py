@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.errors import UsageError
+from millrace.errors import StateError, UsageError
 from millrace.worker.leasing_config import LeaseSettings
 from millrace.worker.trainer import CountTrainer, Trainer, make_trainer
 
@@ -43,6 +43,47 @@ def test_the_gpt_learns() -> None:
     assert trainer.step(np.zeros((1, 4), np.int64), np.full((1, 4), -100)) == 0.0
     found = losses(trainer, 60)
     assert found[-1] < found[0] / 2
+
+
+def test_the_loss_and_its_gradients_are_those_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from millrace.worker import cross_entropy
+
+    monkeypatch.setattr(cross_entropy, "_CPU_BYTES", 4 * 100 * 16)  # of the last shape, three pieces
+    chance = torch.Generator().manual_seed(0)
+    for tokens, vocab in ((1, 1), (5, 3), (40, 100)):
+        hidden = torch.randn(tokens, 8, generator=chance).requires_grad_()
+        weight = (20 * torch.randn(vocab, 8, generator=chance)).requires_grad_()
+        targets = torch.randint(0, vocab, (tokens,), generator=chance)
+        targets[tokens // 2] = -100
+        found = cross_entropy.summed_cross_entropy(hidden, weight, targets) * 3
+        wanted = torch.nn.functional.cross_entropy(hidden @ weight.T, targets, ignore_index=-100, reduction="sum") * 3
+        ours = [found.detach(), *torch.autograd.grad(found, (hidden, weight))]
+        theirs = [wanted.detach(), *torch.autograd.grad(wanted, (hidden, weight))]
+        for mine, other in zip(ours, theirs):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+
+
+def test_adamw_is_that_of_pytorch() -> None:
+    torch = pytest.importorskip("torch")
+    from millrace.worker.adamw import AdamW
+
+    # PyTorch 2.13, torch.optim.AdamW(lr=0.1, weight_decay=0.01): three steps with gradients p, p**2 - 1, none.
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.0, 1e-4]))
+    ours = AdamW([weight], 0.1)
+    for gradient in (lambda p: p, lambda p: p**2 - 1, lambda p: 0 * p):
+        ours.zero_grad()
+        weight.grad = gradient(weight.detach())
+        ours.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([0.8054742, -1.926533, 0.1318613, 0.03215888]))
+    other = AdamW([torch.nn.Parameter(torch.zeros(4))], 0.1)
+    other.load_state_dict(ours.state_dict())
+    assert other.state_dict()["steps"] == 3 and torch.equal(
+        other.state_dict()["means"][0], ours.state_dict()["means"][0]
+    )
+    for state in ({}, {"steps": 1, "means": [], "squares": []}):
+        with pytest.raises(StateError, match="optimizer"):
+            other.load_state_dict(state)
 
 
 def test_choice_of_trainer() -> None:

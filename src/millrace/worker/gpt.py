@@ -1,11 +1,10 @@
-"""A small GPT to train for real with: the only file that imports PyTorch here.
+"""A small GPT to train for real with: decoder-only, in PyTorch.
 
-Decoder-only, pre-norm, learned positions, tied embeddings; by default 3 layers of 128, about 0.6 M weights
+Pre-norm, learned positions, tied embeddings; by default 3 layers of 128, about 0.6 M weights
 without the vocabulary; size "small" has 11 M, "medium" 85 M. Meant to show a falling loss in seconds on a CPU, not to
 win a benchmark.
 
-A batch is learnt in pieces, so that their logits take at most 256 MiB: 16 x 256 tokens of GPT-2's vocabulary would
-take 0.8 GB, and their gradient as much again.
+A batch is learnt in pieces of about 4096 tokens, so that memory does not grow with it.
 Source of the shape: Radford et al. 2019 (GPT-2).
 """
 
@@ -29,8 +28,11 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
+from millrace.worker.adamw import AdamW
+from millrace.worker.cross_entropy import summed_cross_entropy
+
 Tensor = Any
-_LOGITS_BYTES = 256 << 20
+_PIECE_TOKENS = 4096
 
 
 class Block(nn.Module):  # type: ignore[misc]  # PyTorch is not checked
@@ -66,10 +68,14 @@ class Gpt(nn.Module):  # type: ignore[misc]  # PyTorch is not checked
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits that at each place depend on that place and those before it."""
+        return self.hidden(ids) @ self.tokens.weight.T
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """[B, L] to [B, L, width]: what logits are made of."""
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
-        return self.norm(x) @ self.tokens.weight.T
+        return self.norm(x)
 
 
 class GptTrainer:
@@ -92,7 +98,7 @@ class GptTrainer:
             torch.manual_seed(seed)
             model = Gpt(vocab_size, seq_len, width, num_layers, num_heads)
         self.model = model.to(self.device)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.01)
+        self._optimizer = AdamW(self.model.parameters(), learning_rate)
 
     def step(self, inputs: NDArray[np.integer[Any]], labels: NDArray[np.integer[Any]]) -> float:
         """See Trainer."""
@@ -103,19 +109,19 @@ class GptTrainer:
 
     def gradients(self, inputs: NDArray[np.integer[Any]], labels: NDArray[np.integer[Any]]) -> tuple[float, int]:
         """The mean loss and the labels it is of; its gradient is left in the parameters, for `apply`."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         count = int((labels != -100).sum())
         if not count:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             return 0.0, 0
         total = 0.0
-        rows = max(1, _LOGITS_BYTES // (4 * self.model.tokens.num_embeddings * inputs.shape[1]))
+        rows = max(1, _PIECE_TOKENS // inputs.shape[1])
         for start in range(0, len(inputs), rows):
             ids = torch.from_numpy(inputs[start : start + rows].astype(np.int64)).to(self.device)
             targets = torch.from_numpy(labels[start : start + rows].astype(np.int64)).to(self.device)
-            logits = self.model(ids).flatten(0, 1).float()
-            loss = functional.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum") / count
+            hidden = self.model.hidden(ids).flatten(0, 1)
+            loss = summed_cross_entropy(hidden, self.model.tokens.weight, targets.flatten()) / count
             loss.backward()
             total += float(loss.detach())
         return total, count
@@ -126,8 +132,8 @@ class GptTrainer:
         self._optimizer.step()
 
     @property
-    def optimizer(self) -> Any:
-        """AdamW, as PyTorch has it."""
+    def optimizer(self) -> AdamW:
+        """What steps the weights."""
         return self._optimizer
 
     def to_bytes(self) -> bytes:
