@@ -1,0 +1,1 @@
+"""Token formats written and read by `millrace convert`, and by the libraries whose formats they are."""

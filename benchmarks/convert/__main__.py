@@ -1,0 +1,144 @@
+"""Converting tokens, beside each format's own library: `python -m benchmarks.convert [FORMAT…]`.
+
+200 M tokens U16 in documents: CPU seconds for a GB of tokens, ours with and without reading again what was written;
+then documents read one after another and at random, from the files that `millrace convert` wrote.
+
+scripts/peers.sh loaders makes the libraries' environments in .venv-peers-loaders, or where MILLRACE_LOADER_PEERS says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.convert import corpus
+from benchmarks.convert.peers import PEERS
+from benchmarks.loading.__main__ import place
+from benchmarks.loading.fleet import ROOT, NotMeasuredError, clean_environment, folder_of_peers
+from benchmarks.measure import Figure, median, show
+
+PATIENCE_S = 300.0
+
+
+def ask(name: str, who: str, folder: Path, **what: Any) -> dict[str, Any]:
+    """One task, in the interpreter that has its library.
+
+    Raises:
+        NotMeasuredError: If it gives no figure.
+    """
+    group = PEERS[name].group if who == "peer" else ""
+    python = folder_of_peers() / group / "bin/python" if group else Path(sys.executable)
+    if not python.exists():
+        raise NotMeasuredError(f"no {python}; run scripts/peers.sh loaders")
+    told = json.dumps({"format": name, "who": who, **what})
+    with (folder / f"{name}-{who}.log").open("ab") as log:
+        try:
+            done = subprocess.run(
+                [str(python), "-m", "benchmarks.convert.child", told], cwd=ROOT, env=clean_environment(),
+                stdout=subprocess.PIPE, stderr=log, timeout=PATIENCE_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise NotMeasuredError(f"no answer in {PATIENCE_S:.0f} s") from error
+    if not done.stdout:
+        raise NotMeasuredError(f"its process ended with {done.returncode}; see {name}-{who}.log")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    if "error" in answer:
+        raise NotMeasuredError(answer["error"])
+    return answer
+
+
+def written(name: str, data: Path, folder: Path, rounds: int, num_bytes: int) -> list[Figure]:
+    """The three ways to write a format, in turns."""
+    ways: dict[str, dict[str, Any]] = {
+        "millrace convert": {"who": "ours", "verify": True, "out": str(folder / f"{name}-ours")},
+        "millrace convert --no-verify": {"who": "ours", "verify": False, "out": str(folder / f"{name}-bare")},
+        PEERS[name].label: {"who": "peer", "out": str(folder / f"{name}-peer")},
+    }
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    lost: dict[str, str] = {}
+    for _ in range(rounds):
+        for way, what in ways.items():
+            if way in lost:
+                continue
+            try:
+                found[way].append(ask(name, folder=folder, do="write", corpus=str(data), **what))
+            except NotMeasuredError as error:
+                lost[way] = str(error)
+    figures = []
+    for way, runs in found.items():
+        if way in lost:
+            figures.append(Figure(f"{name}: {way}", math.nan, "", f"not measured: {lost[way]}"))
+            continue
+        cpu, wall = (median([run[key] for run in runs]) / num_bytes * 1e9 for key in ("cpu_s", "wall_s"))
+        figures.append(
+            Figure(f"{name}: {way}", cpu, "CPU s/GB", f"{wall:.3g} s/GB of the clock, {runs[0]['versions']}")
+        )
+    theirs = found[PEERS[name].label]
+    for way in list(ways)[:2]:
+        if theirs and found[way] and way not in lost:
+            ratio = median([a["cpu_s"] / b["cpu_s"] for a, b in zip(found[way], theirs)])
+            figures.append(Figure(f"{name}: {way}, of the library's CPU", ratio, "x"))
+    return figures
+
+
+def looked_up(name: str, data: Path, folder: Path, rounds: int) -> list[Figure]:
+    """Reading by number, from what ours wrote."""
+    if PEERS[name].read is None:
+        return []
+    figures = []
+    for who, label in (("ours", "millrace"), ("peer", PEERS[name].label.partition(",")[0])):
+        try:
+            out = str(folder / f"{name}-ours")
+            runs = [ask(name, who, folder, do="read", corpus=str(data), out=out, seconds=1.5) for _ in range(rounds)]
+        except NotMeasuredError as error:
+            figures.append(Figure(f"{name}, read by {label}", math.nan, "", f"not measured: {error}"))
+            continue
+        unit, speed = runs[0]["unit"], median([r["tokens"] / r["wall_s"] for r in runs])
+        figures += [
+            Figure(f"{name}, read by {label}: tokens", speed / 1e6, "M/s", unit),
+            Figure(f"{name}, read by {label}: open", median([r["open_s"] for r in runs]), "s"),
+            Figure(f"{name}, read by {label}: p50", median([r["p50_us"] for r in runs]), "us", f"a {unit} at random"),
+            Figure(f"{name}, read by {label}: p99", median([r["p99_us"] for r in runs]), "us"),
+        ]
+    return figures
+
+
+def main(given: Sequence[str]) -> int:
+    """Measure what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("formats", nargs="*", metavar="FORMAT", choices=[[], *PEERS], help=", ".join(PEERS))
+    parser.add_argument("--tokens", type=float, default=200e6, help="of the corpus (200e6)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each is measured, in turns (3)")
+    parser.add_argument("--folder", type=Path, help="keep the corpus and the formats here (a temporary folder)")
+    wanted = parser.parse_args(given)
+    with place(wanted.folder) as folder:
+        data = corpus.make(folder, int(wanted.tokens))
+        own = folder / f"{data.name}-millrace"
+        if not own.exists():
+            from benchmarks.convert.peers import write_safetensors
+            from millrace.dataset.adopt import adopt
+
+            write_safetensors(data, own)
+            adopt(own, "benchmark")
+        for name in wanted.formats or PEERS:
+            began = time.perf_counter()
+            figures = written(name, data, folder, wanted.rounds, 2 * int(wanted.tokens))
+            figures += looked_up(name, data, folder, wanted.rounds)
+            if there := [figure for figure in figures if not math.isnan(figure.value)]:
+                show(f"{name}: {wanted.tokens / 1e6:.0f} M tokens U16", there)
+            for figure in figures:
+                if math.isnan(figure.value):
+                    print(f"  {figure.name}: {figure.note}")
+            print(f"({name}: {time.perf_counter() - began:.0f} s, {time.strftime('%Y-%m-%d')})", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,157 @@
+"""Each format by its own library: `write(corpus, out)`, and `open_documents(place)` for reading by number.
+
+A document is an item, as in what `millrace convert` writes. Imports lie in the functions: every library has an
+interpreter of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.convert.corpus import load
+
+SHARD_BYTES = 64 << 20
+SHARD_DOCUMENTS = 32_000  # 64 MiB of documents of 1000 tokens
+BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class Reader:
+    """`count` items, `get(i)` one of them; `unit` is what an item is. None of `get`: no random access."""
+
+    count: int
+    get: Callable[[int], Any]
+    unit: str = "document"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`group`: which environment has it ("": our own). `read` is of what `millrace convert` wrote, too."""
+
+    label: str
+    group: str
+    package: str
+    write: Callable[[Path, Path], None]
+    read: Callable[[Path], Reader] | None
+
+
+def _runs(corpus: Path) -> Iterator[tuple[Any, Any]]:
+    """Tokens and document ends within them, a shard's worth at a time."""
+    tokens, ends = load(corpus)
+    for first in range(0, len(ends), SHARD_DOCUMENTS):
+        last = min(first + SHARD_DOCUMENTS, len(ends))
+        start = int(ends[first - 1]) if first else 0
+        yield tokens[start : int(ends[last - 1])], ends[first:last] - start
+
+
+def _documents(corpus: Path) -> Iterator[Any]:
+    tokens, ends = load(corpus)
+    return (tokens[start:stop] for start, stop in pairwise([0, *ends.tolist()]))
+
+
+def write_megatron(corpus: Path, out: Path) -> None:
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    out.mkdir()
+    builder = IndexedDatasetBuilder(str(out / "peer_text_document.bin"), dtype=np.uint16)
+    for tokens in _documents(corpus):
+        builder.add_document(torch.from_numpy(tokens.copy()), [len(tokens)])
+    builder.finalize(str(out / "peer_text_document.idx"))
+
+
+def read_megatron(place: Path) -> Reader:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    (index,) = place.glob("*.idx")
+    dataset = IndexedDataset(str(index.with_suffix("")))
+    return Reader(len(dataset), dataset.__getitem__)
+
+
+def write_mds(corpus: Path, out: Path) -> None:
+    from benchmarks.loading.peers.peer_mosaic import _import
+
+    columns = {"tokens": "ndarray:uint16"}
+    with _import().MDSWriter(out=str(out), columns=columns, size_limit=SHARD_BYTES, hashes=["sha256"]) as writer:
+        for tokens in _documents(corpus):
+            writer.write({"tokens": tokens})
+
+
+def read_mds(place: Path) -> Reader:
+    from benchmarks.loading.peers.peer_mosaic import _import
+
+    dataset = _import().StreamingDataset(local=str(place), shuffle=False, batch_size=1)
+    return Reader(dataset.num_samples, lambda i: dataset[i]["tokens"])
+
+
+def _items(first: int, corpus: str) -> Iterator[Any]:
+    import torch
+
+    tokens, ends = load(Path(corpus))
+    mine = ends[first : first + SHARD_DOCUMENTS].tolist()
+    for start, stop in pairwise([int(ends[first - 1]) if first else 0, *mine]):
+        yield torch.from_numpy(tokens[start:stop].copy())
+
+
+def write_litdata(corpus: Path, out: Path) -> None:
+    from litdata import TokensLoader, optimize
+
+    optimize(
+        fn=partial(_items, corpus=str(corpus)), inputs=list(range(0, len(load(corpus)[1]), SHARD_DOCUMENTS)),
+        output_dir=str(out), chunk_bytes=SHARD_BYTES, item_loader=TokensLoader(block_size=BLOCK), num_workers=1,
+    )  # fmt: skip
+
+
+def read_litdata(place: Path) -> Reader:
+    from litdata import StreamingDataset, TokensLoader
+
+    dataset = StreamingDataset(str(place), item_loader=TokensLoader(block_size=BLOCK), shuffle=False)
+    return Reader(len(dataset), dataset.__getitem__, f"block of {BLOCK}")
+
+
+def write_parquet(corpus: Path, out: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema([("input_ids", pa.list_(pa.uint16()))])
+    out.mkdir()
+    for number, (tokens, ends) in enumerate(_runs(corpus)):
+        offsets = pa.array(np.append(0, ends).astype(np.int32))
+        rows = pa.ListArray.from_arrays(offsets, pa.array(tokens))
+        table = pa.Table.from_arrays([rows], schema=schema)
+        pq.write_table(
+            table, out / f"{number:05d}.parquet", compression="zstd", row_group_size=4096, write_page_checksum=True
+        )
+
+
+def write_safetensors(corpus: Path, out: Path) -> None:
+    from safetensors.numpy import save_file
+
+    out.mkdir()
+    for number, (tokens, ends) in enumerate(_runs(corpus)):
+        tensors = {"tokens": np.ascontiguousarray(tokens), "document_ends": ends.astype(np.uint64)}
+        save_file(tensors, out / f"{number:05d}.safetensors")
+
+
+PEERS = {
+    "megatron": Peer(
+        "megatron-core, IndexedDatasetBuilder", "megatron", "megatron-core", write_megatron, read_megatron
+    ),
+    "mds": Peer("mosaicml-streaming, MDSWriter", "mosaic", "mosaicml-streaming", write_mds, read_mds),
+    "litdata": Peer("litdata, optimize", "general", "litdata", write_litdata, read_litdata),
+    "parquet": Peer("pyarrow, write_table", "", "pyarrow", write_parquet, None),
+    "safetensors": Peer("safetensors, save_file", "", "safetensors", write_safetensors, None),
+}
+
+
+def versions(name: str) -> str:
+    """Of the library that writes a format."""
+    return f"{PEERS[name].package} {version(PEERS[name].package)}"
