@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Makes the environments of what Millrace is measured against: none of it is a dependency. `peers.sh [prepare|loaders]`:
+# Makes the environments of what Millrace is measured against: none of it is a dependency. `peers.sh [NAME]`, of:
 #   prepare  $PEERS (.venv-peers): preparation
 #   loaders  $MILLRACE_LOADER_PEERS (.venv-peers-loaders), a folder of three: their pins of NumPy, pyarrow and
 #            transformers exclude one another
+#   interop  those, and a fourth with megatron-core: streaming from the hub and conversion
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -48,13 +49,20 @@ group() {
 loaders() {
   local failed=0
   group general 'grain>=0.2.18' array-record litdata webdataset torchdata || failed=1
-  group hf 'datasets>=4' torchdata || failed=1
+  group hf 'datasets>=4' torchdata transformers || failed=1
   # Without the lower bound the resolver falls back to 0.10, the last without a pin of NumPy.
   group mosaic 'mosaicml-streaming>=0.13' || failed=1
   return $failed
 }
 
+interop() {
+  local failed=0
+  loaders || failed=1
+  group megatron 'megatron-core>=0.16' || failed=1
+  return $failed
+}
+
 case ${1:-prepare} in
-  prepare | loaders) "${1:-prepare}" ;;
-  *) echo "peers: expected prepare or loaders, got $1" >&2; exit 2 ;;
+  prepare | loaders | interop) "${1:-prepare}" ;;
+  *) echo "peers: expected prepare, loaders or interop, got $1" >&2; exit 2 ;;
 esac

@@ -3,7 +3,7 @@
 200 M tokens U16 in documents: CPU seconds for a GB of tokens, ours with and without reading again what was written;
 then documents read one after another and at random, from the files that `millrace convert` wrote.
 
-scripts/peers.sh loaders makes the libraries' environments in .venv-peers-loaders, or where MILLRACE_LOADER_PEERS says.
+scripts/peers.sh interop makes the libraries' environments in .venv-peers-loaders, or where MILLRACE_LOADER_PEERS says.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def ask(name: str, who: str, folder: Path, **what: Any) -> dict[str, Any]:
     group = PEERS[name].group if who == "peer" else ""
     python = folder_of_peers() / group / "bin/python" if group else Path(sys.executable)
     if not python.exists():
-        raise NotMeasuredError(f"no {python}; run scripts/peers.sh loaders")
+        raise NotMeasuredError(f"no {python}; run scripts/peers.sh interop")
     told = json.dumps({"format": name, "who": who, **what})
     with (folder / f"{name}-{who}.log").open("ab") as log:
         try:

@@ -5,7 +5,7 @@
     resume  a state saved in mid-epoch: how soon a fresh process goes on, and whether with the same batches
     ranks   four files for 2 and for 6 ranks: what each rank is given, and what it fetches
 
-The hub is the tests' server, on this machine; the repository is written from a seed. scripts/peers.sh loaders makes
+The hub is the tests' server, on this machine; the repository is written from a seed. scripts/peers.sh interop makes
 the environment of `datasets` in .venv-peers-loaders/hf, or where MILLRACE_LOADER_PEERS says. About ten minutes.
 """
 

@@ -49,7 +49,7 @@ def run(
     group = SUBJECTS[name].group
     python = folder_of_peers() / group / "bin/python" if group else Path(sys.executable)
     if not python.exists():
-        raise NotMeasuredError(f"no {python}; run scripts/peers.sh loaders")
+        raise NotMeasuredError(f"no {python}; run scripts/peers.sh interop")
     tokenizer = hub.folder / "models/gpt2"
     told = json.dumps({"subject": name, "tokenizer": str(tokenizer), "shuffle": shuffle, "seq_len": SEQ_LEN, **ask})
     environment = clean_environment(
