@@ -27,6 +27,7 @@ from millrace.store.transfer import PIECE_BYTES
 _BLOCK_BYTES = 1 << 20
 _TRIES = 2  # after the first, with the same wrong bytes
 _MOST_TRIES = 10
+_LEAST_SAMPLES = 64  # none right of so many: ids of another shard
 _NO_BYTES = 13020603013274838756  # the id of nothing: one writer gave it to every sample of the second half
 _LEAST_HEAD = 12 << 10
 
@@ -87,6 +88,8 @@ class SampleCheck:
         blocks = [range(r.start + k, min(r.start + k + step, r.stop)) for r in todo for k in range(0, len(r), step)]
         for bad in self._map(blocks):
             self._bad |= bad
+        if len(self._bad) == self._next >= min(_LEAST_SAMPLES, len(self.ids)):
+            raise self._error()  # No damage on the way is like this.
         with self.changed:
             edges = [*self._bad, *(a for a, _ in self._again), self._next]
             self.verified = min(edges)

@@ -27,7 +27,8 @@ from millrace.load.shard_check import SampleCheck
 from millrace.sizes import words_of_bytes
 from millrace.store.large import Workers, head_of, head_origin
 from millrace.store.origins import Head, Origin, open_origin, read_small
-from millrace.store.shards import LIST_FILE, Pair, ShardFolder
+from millrace.store.shard_list import LIST_FILE
+from millrace.store.shards import Pair, ShardFolder
 from millrace.store.targets import FolderTarget, Target, open_target
 
 _MOST_LIST_BYTES = 64 << 20

@@ -118,6 +118,8 @@ class SharedShardedDatasetManager:
                 f"'shard' or 'slice', fetch 'process' or 'thread', got {sequence_length=}, {rank=}, {world_size=}, "
                 f"{least_shards=}, {first_batch=}, {fetch=}."
             )
+        if any(index < 0 for pair in (remap or {}).items() for index in pair):
+            raise UsageError(f"remap: expected indexes of shards, got {dict(remap or {})}.")
         shard_turn(0, steps_per_shard, reset_step)
         self.sequence_length = sequence_length
         self.rank, self.world_size = rank, world_size

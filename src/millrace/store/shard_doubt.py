@@ -18,6 +18,7 @@ class Doubt:
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
+        self._wrong: dict[bytes, IntegrityError] = {}  # by the digest of the ids
 
     def again(self, error: IntegrityError | DatasetError, ids: Path, tokens: Path) -> bool:
         """Whether to fetch the ids again, and where a header was wrong, the tokens; what is in doubt is removed."""
@@ -31,8 +32,15 @@ class Doubt:
         if digest.digest() in self._seen:
             return False
         self._seen.add(digest.digest())
+        if isinstance(error, IntegrityError):
+            self._wrong[digest.digest()] = error
         ids.unlink()
         if header and tokens.stat().st_blocks * 512 <= _MOST_DROPPED:  # it is found when the first bytes are there
             with contextlib.suppress(FileNotFoundError):
                 tokens.unlink()
         return True
+
+    def check(self, ids: Path) -> None:
+        """Raise what was wrong before, if the ids that were fetched again are the same."""
+        if self._wrong and (error := self._wrong.get(hashlib.blake2b(ids.read_bytes()).digest())) is not None:
+            raise error

@@ -10,7 +10,7 @@ Disk: the pairs that are kept and one partial.
 
 from __future__ import annotations
 
-import json
+import errno
 import logging
 import re
 import threading
@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from millrace.dataset.slices import atomic_write
 from millrace.errors import DatasetError, IntegrityError, UsageError
 from millrace.store.large import Fetched, Workers, fetch_part, head_of, head_origin, part_path, place, plan_large
 from millrace.store.locks import EXCLUSIVE, SHARED, Lock, is_locked, take, try_take
 from millrace.store.origins import ChangedError, Head, Origin, PassingError, RefusedError
 from millrace.store.pieces import Check
 from millrace.store.shard_doubt import Doubt
+from millrace.store.shard_list import LIST_FILE, read_list
+from millrace.store.shard_marks import Marks, unwritable
 
-LIST_FILE = "shards.json"
 _ROUNDS = 8
 _WAIT_S = 0.1
 _MOST_SHARDS = 100_000
@@ -90,8 +90,12 @@ class ShardFolder:
         self._suffixes = {"auto": ("npy", "bin"), "bin": ("bin",), "npy": ("npy",)}[generation]
         self._patience_s = patience_s
         self._list: dict[int, str] | None = None
-        for made in (self.folder, self.tmp_dir):
-            made.mkdir(parents=True, exist_ok=True)
+        self._marks = Marks(self.folder, prefix)
+        try:
+            for made in (self.folder, self.tmp_dir):
+                made.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
 
     def tokens_name(self, index: int) -> str:
         """Of a shard's tokens."""
@@ -143,16 +147,18 @@ class ShardFolder:
 
     def ready(self, index: int) -> Pair | None:
         """The pair if it is here, judged, and unchanged since."""
-        mark = self._mark(index)
         for suffix in self._suffixes:
             tokens, ids = self.folder / self.tokens_name(index), self.folder / self.ids_name(index, suffix)
-            if mark.get("judged") and mark["judged"] == _state(tokens, ids):
+            if self._marks.is_judged(index, tokens, ids):
                 return Pair(index, tokens, ids, tokens.stat().st_size + ids.stat().st_size)
         return None
 
     def use(self, index: int) -> Lock:
-        """Keep a shard from being removed by any process, until it is released."""
-        return take(self._lock(index, "use"), SHARED)
+        """Keep a shard from being removed by any process, until it is released. UsageError if it cannot be written."""
+        try:
+            return take(self._lock(index, "use"), SHARED)
+        except OSError as error:
+            return self._no_lock(error)
 
     def obtain(
         self,
@@ -176,7 +182,10 @@ class ShardFolder:
         while True:
             if (pair := self.ready(index)) is not None:
                 return pair, None
-            lock = try_take(self._lock(index, "fetch"))
+            try:
+                lock = try_take(self._lock(index, "fetch"))
+            except OSError as error:
+                lock = self._no_lock(error)
             if lock is not None:
                 break
             if stop.wait(_WAIT_S):
@@ -194,7 +203,7 @@ class ShardFolder:
 
     def remove(self, index: int) -> bool:
         """Remove a pair that was fetched here and that nobody uses; whether nothing of it is left."""
-        if not self._mark(index).get("fetched"):
+        if not self._marks.read(index).get("fetched"):
             return True
         locks: list[Lock] = []
         try:
@@ -206,7 +215,7 @@ class ShardFolder:
             for suffix in ("npy", "bin"):
                 (self.folder / self.ids_name(index, suffix)).unlink(missing_ok=True)
             (self.folder / self.tokens_name(index)).unlink(missing_ok=True)
-            self._mark_path(index).unlink(missing_ok=True)
+            self._marks.path(index).unlink(missing_ok=True)
             for lock in locks:
                 lock.path.unlink(missing_ok=True)  # Who waits for it takes a new one.
         finally:
@@ -241,14 +250,14 @@ class ShardFolder:
                 f"{self.folder}: expected shard {index} ({self.tokens_name(index)} and its ids), got none. Copy it "
                 "there, or give a url to fetch it from."
             )
-        atomic_write(self._mark_path(index), json.dumps({"fetched": True}).encode())
+        self._marks.begin(index)
         doubt = Doubt()
         for left in range(_ROUNDS, -1, -1):
             head, ids_name, ids_head = self._heads(index, stop)
             ids_part = part_path(self.tmp_dir, ids_name, ids_head)
             part = part_path(self.tmp_dir, self.tokens_name(index), head)
             try:
-                return self._fetch_once(index, head, ids_name, ids_head, stop, on_progress, on_judge)
+                return self._fetch_once(index, head, ids_name, ids_head, doubt, stop, on_progress, on_judge)
             except ChangedError as error:
                 if not left:
                     raise
@@ -265,6 +274,7 @@ class ShardFolder:
         head: Head,
         ids_name: str,
         ids_head: Head,
+        doubt: Doubt,
         stop: threading.Event,
         on_progress: Callable[[int, int], object] | None,
         on_judge: Callable[[Judge], object] | None,
@@ -280,6 +290,7 @@ class ShardFolder:
             self.origin, ids_name, ids_head, ids_part, plan_large(ids_head.bytes, None, self._max_workers),
             sha256=listed, **settings,
         )  # fmt: skip
+        doubt.check(ids_part)
         plan = plan_large(head.bytes, self._chunk_size, self._max_workers)
         judge = self._make_judge(index, ids_part, head.bytes)
         judge.piece_bytes = plan.piece_bytes
@@ -303,7 +314,7 @@ class ShardFolder:
             if not (tokens.is_file() and ids.is_file()):
                 continue
             log.info("shard %d lies in %s already: comparing all its samples with their ids", index, self.folder)
-            fetched = bool(self._mark(index).get("fetched"))
+            fetched = bool(self._marks.read(index).get("fetched"))
             try:
                 self._make_judge(index, ids, tokens.stat().st_size).finish(tokens)
             except (DatasetError, IntegrityError) as error:
@@ -360,39 +371,20 @@ class ShardFolder:
                 head_of(self.origin, LIST_FILE, patience_s=self._patience_s, stop=stop)
             except DatasetError:
                 return self._list
-            self._list = _read_list(self.origin.get(LIST_FILE, 64 << 20), f"{self.origin.url}/{LIST_FILE}")
+            self._list = read_list(self.origin.get(LIST_FILE, 64 << 20), f"{self.origin.url}/{LIST_FILE}")
         return self._list
 
-    def _mark_path(self, index: int) -> Path:
-        return self.folder / f".{self._prefix}_{index:06d}.mark"
-
-    def _mark(self, index: int) -> dict[str, Any]:
-        try:
-            found = json.loads(self._mark_path(index).read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
     def _set_mark(self, index: int, tokens: Path, ids: Path, fetched: bool) -> None:
-        mark = {"fetched": fetched, "judged": _state(tokens, ids)}
-        atomic_write(self._mark_path(index), json.dumps(mark).encode())
+        try:
+            self._marks.set_judged(index, tokens, ids, fetched)
+        except OSError as error:
+            self._no_lock(error)
+
+    def _no_lock(self, error: OSError) -> Lock:
+        """In a directory that nobody here writes, what lies there is used without; it is judged at each start."""
+        if self.origin is None and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return Lock(self.folder, -1)
+        raise unwritable(self.folder, error) from error
 
     def _lock(self, index: int, kind: str) -> Path:
         return self.folder / f".{self._prefix}_{index:06d}.{kind}"
-
-
-def _state(tokens: Path, ids: Path) -> list[int]:
-    """Sizes and times of change; empty if one is missing."""
-    try:
-        found = [tokens.stat(), ids.stat()]
-    except OSError:
-        return []
-    return [number for one in found for number in (one.st_size, one.st_mtime_ns, one.st_ino)]
-
-
-def _read_list(data: bytes, where: str) -> dict[int, str]:
-    try:
-        rows = [(str(row["tokens"]["name"]), str(row["ids"]["sha256"])) for row in json.loads(data)["shards"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DatasetError(f"{where}: expected a list of shards, got: {error!r}. Publish the shards again.") from error
-    return {int(found[1]): sha256 for name, sha256 in rows if (found := re.search(r"_(\d{6})\.npy$", name))}
