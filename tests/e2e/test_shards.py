@@ -149,31 +149,27 @@ def test_as_the_guides_own_code_calls_it(server: S3Server) -> None:
 
 def test_training_begins_with_the_first_shard_and_the_next_comes_beside_it(server: S3Server) -> None:
     server.faults.bytes_per_s = 2 << 20
-    began = time.monotonic()
     with SharedShardedDatasetManager(**QUICK) as shards:
         shards.at_step(0)
-        first_s = time.monotonic() - began
+        assert asked(server, 1) < SAMPLES * L * 2 and asked(server, 2) == 0
         assert files()[: len(pair(0))] and set(pair(0)) <= set(files())
         assert "train_000001.npy" not in files()
         until(lambda: "train_000001.npy" in files())
         assert asked(server, 2) == 0
-        at = time.monotonic()
+        assert shards.upcoming_dataset is not None and shards.upcoming_dataset.done.wait(20)
         shards.at_step(3)
-        assert time.monotonic() - at < 0.2  # it was there
-        assert shards.stats()["stall_s"] < 0.2
-    assert first_s < 3 * SAMPLES * L * 2 / (2 << 20) + 1
+        assert shards.stats()["late_swaps"] == 0  # it was there
 
 
 def test_with_slices_training_begins_before_the_shard_is_there(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millrace.store.hashing._AHEAD_BYTES", 1 << 16)  # the shard is smaller than a look at it
-    server.faults.bytes_per_s = 1 << 18  # 2 s a shard
+    server.faults.bytes_per_s = 1 << 19  # 1 s a shard
     settings = {**QUICK, "first_batch": "slice", "max_workers": 2}
     with SharedShardedDatasetManager(**settings) as shards:
-        began = time.monotonic()
         data = shards.at_step(0)
-        assert time.monotonic() - began < 1.5 and not data.is_whole
+        assert not data.is_whole
         last = -1
         for sample in (0, 3, 900, SAMPLES - 1):
             assert data[sample].tolist() == tokens_of(0)[sample * L : (sample + 1) * L].tolist()
@@ -231,12 +227,12 @@ def test_a_network_cut_is_not_felt_before_the_swap(
             shards.upcoming_dataset.stop()
             shards.upcoming_dataset = None
         assert [next(steps).run_step, next(steps).run_step] == [1, 2]
-        threading.Timer(1.5, setattr, (server.faults, "refuse", False)).start()
+        threading.Timer(0.8, setattr, (server.faults, "refuse", False)).start()
         began = time.monotonic()
         assert next(steps).run_step == 3
         waited_s = time.monotonic() - began
         stats = shards.stats()
-    assert waited_s > 0.8 and abs(stats["stall_s"] - waited_s) < 0.5 and stats["late_swaps"] == 1
+    assert waited_s >= stats["stall_s"] > 0.3 and stats["late_swaps"] == 1
     assert "training waits for shard 1 since" in caplog.text and "s late" in caplog.text
 
 
@@ -322,6 +318,45 @@ def test_shards_in_their_place_are_used_there_and_stay(bucket: Path, tmp_path: P
         pytest.raises(IntegrityError, match=r"do not have the hash"),
     ):
         shards.at_step(0)
+
+
+def test_what_cannot_be_is_told_or_gone_on_with(
+    bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def steps(wanted: list[int], source: Path = bucket, **given: Any) -> list[int]:
+        settings = {**QUICK, "url": source, "folder": tmp_path / f"h{len(list(tmp_path.iterdir()))}", **given}
+        with SharedShardedDatasetManager(**settings) as shards:
+            return [shards.at_step(step).index for step in wanted]
+
+    def source(name: str, change: Callable[[Path], object]) -> Path:
+        shutil.copytree(bucket, tmp_path / name)
+        change(tmp_path / name)
+        return tmp_path / name
+
+    swapped = source("swapped", lambda at: shutil.copy(at / "sample_ids_000002.bin", at / "sample_ids_000001.bin"))
+    with pytest.raises(IntegrityError, match=r"shard 1: .* got 2000 of 2000"):
+        steps([0, 3], swapped)
+    assert "did not verify" not in caplog.text  # told before it is fetched again and again
+    without = source("without", lambda at: (at / "sample_ids_000001.bin").unlink())
+    with pytest.raises(DatasetError, match=r"sample_ids_000001\.bin"):
+        steps([0, 3], without)
+    with pytest.raises(DatasetError, match="expected 128000 tokens, 64 for each"):
+        steps([0], sequence_length=64)
+    with pytest.raises(DatasetError, match=r"train_000004\.npy"):
+        steps([9, 12], num_shards=9)
+    with pytest.raises(UsageError, match="remap"):
+        steps([0], remap={1: -1})
+    assert steps([0, 3, 6], remap={1: 0}) == [0, 0, 2]
+    assert steps([10**15]) == [10**15 // 3 % SHARDS]
+    caplog.clear()
+    real = shutil.disk_usage
+    monkeypatch.setattr("millrace.load.shard_room.COMMON_MEM_BYTES", 1 << 60)
+    monkeypatch.setattr("millrace.load.shard_room._LEAST_S", 0.0)
+    monkeypatch.setattr("millrace.load.shard_room.COMMON_BYTES_PER_S", 1e15)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1_700_000))
+    assert steps([0]) == [0]
+    for words in ("disk: room for 1.7 MB in", "memory: ", "runs like this have 1 Gb/s or more"):
+        assert words in caplog.text, caplog.text
 
 
 def test_a_pair_that_changed_here_is_judged_again(bucket: Path, tmp_path: Path) -> None:
@@ -548,7 +583,7 @@ def test_a_mirror_that_is_killed_goes_on(server: S3Server, bucket: Path, tmp_pat
     server.faults.bytes_per_s = 3 << 20
     command = [sys.executable, "-m", "millrace.cli", "mirror", "r2://", str(disk), "--quiet", "--chunk-bytes", "64KiB"]
     for _ in range(20):
-        goal = sum(server.bytes_sent.values()) + chance.randrange(1, 1_500_000)
+        goal = sum(server.bytes_sent.values()) + chance.randrange(200_000, 1_800_000)
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         until(lambda process=process, goal=goal: process.poll() is not None or sum(server.bytes_sent.values()) > goal)
         process.kill()
