@@ -103,7 +103,7 @@ def test_dummies_train_without_any_framework(dataset_type: str) -> None:
     report = train(WorkerConfig(dataset_type=dataset_type, batch_size=8, **COUNT), lines)
     assert (report.finished, report.steps, report.samples, report.tokens) == (True, 6, 48, 48 * 32)
     assert (report.rank, report.world_size, report.effective_batch_size, len(report.losses)) == (0, 1, 8, 6)
-    assert lines[0].startswith("rank 0 of 1: effective batch size 8 (8 x 1)")
+    assert lines[1].startswith("rank 0 of 1: effective batch size 8 (8 x 1)")
     assert lines[-1].startswith("done: step 6/6")
 
 

@@ -277,7 +277,12 @@ class Coordinator:
         refused = self._tell(Join(worker_id, session, address, request.peer.peer_id, step, samples))
         if refused is not None:
             return error_response(409, refused.code, refused.message)
-        self._wait(request, worker_id, session, wait_of(body), lambda: self._place(session) is not None)
+
+        def settled() -> bool:
+            member = self._state.members.get(worker_id)
+            return member is None or member.session != session or self._place(session) is not None
+
+        self._wait(request, worker_id, session, wait_of(body), settled)
         return self._told(worker_id, session, 0)
 
     def _ready(self, request: Request, body: dict[str, Any]) -> Response:

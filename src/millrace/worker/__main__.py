@@ -30,6 +30,7 @@ _FLAGS: tuple[tuple[str, type, str], ...] = (
     ("num-steps", int, "steps of the run (100)"),
     ("worker-id", str, "by which the coordinator knows this worker again"),
     ("coordinator", str, "host:port or URL (MILLRACE_COORDINATOR, or 127.0.0.1:8000)"),
+    ("network", str, "this node's directory, for a coordinator with --network"),
     ("host", str, "this machine's address for other workers (the one towards the coordinator)"),
     ("seed", int, "of data and first weights (42)"),
     ("shuffle-buffer", int, "documents that are mixed (the dataset's own)"),

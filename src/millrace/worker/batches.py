@@ -57,6 +57,10 @@ class Batches(ABC):
         return self.batch_size * self.world_size
 
     @abstractmethod
+    def describe(self) -> str:
+        """What these are, for whoever looks on."""
+
+    @abstractmethod
     def mark(self) -> Any:
         """The place after the last batch given out, for `go_to` of this object or one that `dealt` gave; cheap."""
 
@@ -77,6 +81,10 @@ class Batches(ABC):
 
     @abstractmethod
     def _load(self, state: dict[str, Any]) -> None: ...
+
+    def rewind(self) -> None:
+        """Back to the first batch."""
+        self.go_to(self._begin)
 
     def __len__(self) -> int:
         return self.num_batches

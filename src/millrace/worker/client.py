@@ -18,6 +18,8 @@ import sys
 import threading
 from dataclasses import replace
 
+from tqdm import tqdm
+
 from millrace.errors import UsageError
 from millrace.worker.config import WorkerConfig
 from millrace.worker.training import OnStep, Tell, Training, TrainingReport
@@ -26,8 +28,9 @@ __all__ = ["TrainingReport", "WorkerClient"]
 
 
 def tell_stderr(line: str) -> None:
-    """A line for whoever looks on."""
-    print(line, file=sys.stderr, flush=True)
+    """A line for whoever looks on, above the bar where there is one."""
+    tqdm.write(line, file=sys.stderr)
+    sys.stderr.flush()
 
 
 class WorkerClient:
@@ -63,7 +66,8 @@ class WorkerClient:
         """
         await self.stop()
         self._stop.clear()
-        self._training = await asyncio.to_thread(Training, self.config, self._stop, self._tell, self._on_step)
+        bar = self._tell is tell_stderr and sys.stderr.isatty()
+        self._training = await asyncio.to_thread(Training, self.config, self._stop, self._tell, self._on_step, bar=bar)
 
     async def run_training(self, use_distributed: bool = False) -> TrainingReport:
         """Train until num_steps are done, or `stop`; after a stop it may be called again and goes on.
@@ -77,7 +81,6 @@ class WorkerClient:
             OutOfMemory: If a step does not fit its device. It is a RuntimeError, too.
             CoordinatorGoneError: If the coordinator does not answer.
         """
-        training = self._opened()
         training = self._opened()
         if self._running is not None:
             raise UsageError("worker: expected one run_training at a time. Wait for the one under way, or stop it.")

@@ -37,6 +37,7 @@ class WorkerConfig:
         model_size: "tiny", "small" or "medium".
         worker_id: By which the coordinator knows this worker again; None makes one up.
         coordinator: "host:port" or an http(s) URL; None is the environment's MILLRACE_COORDINATOR, or 127.0.0.1:8000.
+        network: This node's directory (`millrace network join`), for a coordinator with --network; None: plain HTTP.
         host: The address of this machine that other workers reach; None: the one on the way to the coordinator.
         seed: Of data, dummies and the model's first weights.
         streaming: Whether text is streamed, or kept on this machine first; None: streamed if above 10 GB.
@@ -65,6 +66,7 @@ class WorkerConfig:
     model_size: str = "tiny"
     worker_id: str | None = None
     coordinator: str | None = None
+    network: str | Path | None = None
     host: str | None = None
     seed: int = 42
     streaming: bool | None = None

@@ -63,6 +63,11 @@ class DummyDataset(Batches):
         """See Batches."""
         return self._vocab_size
 
+    def describe(self) -> str:
+        """See Batches."""
+        kind = f"{self._num_samples:,} random samples, dealt" if self._num_samples else "random samples"
+        return f"{kind}, ids below {self._vocab_size:,}"
+
     def mark(self) -> int:
         """See Batches: samples of all ranks taken."""
         return self._position

@@ -126,6 +126,11 @@ class GptTrainer:
             total += float(loss.detach())
         return total, count
 
+    def describe(self) -> str:
+        """See Trainer."""
+        weights = sum(parameter.numel() for parameter in self.model.parameters())
+        return f"a GPT of {weights:,} weights on {self.device}"
+
     def apply(self) -> None:
         """One step of the optimizer by the gradient in the parameters, of a norm of 1 at most."""
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from tqdm import tqdm
+
 from millrace.errors import MissingPackageError, StateError, UsageError
 from millrace.load.arguments import check_integer
 from millrace.load.batch import Batch
 from millrace.prepare.read.hub import PREFIX, find_dataset, parse_url
-from millrace.prepare.read.hub_cache import download_hub
+from millrace.prepare.read.hub_cache import HubCopy, download_hub
 from millrace.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer
 from millrace.stream.moments import Moment
 from millrace.stream.text_stream import TextStream
@@ -41,11 +43,13 @@ class _Text:
     name: str
     inputs: Any
     tokenizer: TokenizerFile
+    tokenizer_name: str
     seq_len: int
     seed: int
     buffer_size: int
     partition: str
     text_key: str
+    streaming: bool
 
     def stream(self, rank: int, world_size: int, batch_size: int) -> TextStream:
         """One rank's."""
@@ -108,15 +112,18 @@ def create_huggingface_dataset(
     entry = find_entry(dataset_name)
     check_integer("seq_len", seq_len, 1)
     check_integer("buffer_size", buffer_size, 0)
+    inputs = _inputs(entry, config, split, entry.streaming if streaming is None else streaming)
     text = _Text(
         name=dataset_name,
-        inputs=_inputs(entry, config, split, entry.streaming if streaming is None else streaming),
+        inputs=inputs,
         tokenizer=load_tokenizer(tokenizer_name or entry.tokenizer),
+        tokenizer_name=tokenizer_name or entry.tokenizer,
         seq_len=entry.seq_len if seq_len is None else seq_len,
         seed=seed,
         buffer_size=entry.buffer_size if buffer_size is None else buffer_size,
         partition=partition,
         text_key=text_key or entry.text_key,
+        streaming=not entry.local and not isinstance(inputs, HubCopy),
     )
     return HubDataset(text, rank, world_size, num_batches, batch_size, tensors)
 
@@ -134,10 +141,21 @@ def _inputs(entry: CatalogEntry, config: str | None, split: str | None, streamin
     url += f":{split or name.split}"
     if not streaming:
         try:
-            return download_hub(url)
+            return _kept(entry.name, url)
         except MissingPackageError:
             _log.info("%s: its files are not read without the hub's library, which streams them.", entry.name)
     return find_dataset(url) or url
+
+
+def _kept(name: str, url: str) -> HubCopy:
+    """The files on this machine; on a terminal with a bar, if fetching them takes more than a moment."""
+    with tqdm(desc=name, unit="B", unit_scale=True, disable=None, delay=0.5, leave=False) as bar:
+
+        def show(here: int, whole: int) -> None:
+            bar.total = whole
+            bar.update(here - bar.n)
+
+        return download_hub(url, progress=show)
 
 
 class HubDataset(Batches):
@@ -165,6 +183,11 @@ class HubDataset(Batches):
         """Documents, bytes, tokens, malformed records and tails up to now; see `TextStream.stats`."""
         return self._stream.stats()
 
+    def describe(self) -> str:
+        """See Batches."""
+        how = "streamed" if self._text.streaming else "kept on this machine"
+        return f"{self._text.name}, {how}; tokenizer {self._text.tokenizer_name}, {self.vocab_size:,} ids"
+
     def mark(self) -> Moment:
         """See Batches."""
         return self._stream.moment
@@ -189,6 +212,7 @@ class HubDataset(Batches):
         tensors = "torch" if self._tensors else "numpy"
         other = HubDataset(self._text, rank, world_size, self.num_batches, self.batch_size, tensors)
         other.go_to(moment)
+        other._told = self._told
         return other
 
     def endless(self) -> Generator[Batch, None, None]:
@@ -198,7 +222,9 @@ class HubDataset(Batches):
                 if batch.epoch > self._told:
                     self._told = batch.epoch
                     _log.warning(
-                        "%s: all of it was read; epoch %d begins, in another order.", self._text.name, batch.epoch
+                        "%s: all of it was read; epoch %d begins, in another order.",
+                        self._text.name,
+                        batch.epoch + 1,
                     )
                 yield batch
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # How long one question waits for its answer; a worker that is told to stop waits so long at most.
 WAIT_S = 2.0
+FIRST_WAIT_S = 0.3
 MAX_WAIT_S = 20.0
 LEAVE_S = 3.0
 
@@ -96,6 +97,7 @@ class Membership:
         address: Where peers meet this worker ("host:port"), handed out to them; "" where they need not.
         settings: What this worker would do (dataset_type, dataset_name, tokenizer_name, batch_size, seq_len,
             num_steps, seed …). The coordinator's own come first; what it does not say, the run's first worker does.
+        defaults: The same, as nobody chose it: where the run has another, nothing is said.
         lockstep: Whether workers step together by a collective; then the source's weights count. Without, each
             catches up to the same step before a generation ends.
         step, samples: Where this worker's checkpoint stands, if it has one: both count only where no worker of
@@ -112,6 +114,7 @@ class Membership:
         *,
         address: str = "",
         settings: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
         lockstep: bool = True,
         step: int = 0,
         samples: int = 0,
@@ -125,6 +128,7 @@ class Membership:
         self._at = _address(coordinator, identity)
         self._address = address
         self._settings = {**(settings or {}), "lockstep": lockstep}
+        self._defaults = dict(defaults or {})
         self._patience_s = patience_s
         self._on_note = on_note or (lambda text: None)
         self._lock = threading.Lock()
@@ -167,9 +171,10 @@ class Membership:
         Raises:
             CoordinatorGoneError: After `patience_s` without an answer.
         """
-        answer = self._call("/v1/config", {"settings": self._settings})
+        wanted = {**self._defaults, **self._settings}
+        answer = self._call("/v1/config", {"settings": wanted})
         self._heartbeat_s, self._lost_s = float(answer["heartbeat_s"]), float(answer["lost_s"])
-        config = {**self._settings, **answer["config"]}
+        config = {**wanted, **answer["config"]}
         for key, given in self._settings.items():
             if given is not None and config[key] != given:
                 self._on_note(f"{key}: the run's {config[key]!r} holds, not {given!r} as given to {self.worker_id}")
@@ -189,14 +194,15 @@ class Membership:
         self._session, self._lost, self._run_to = secrets.token_hex(16), "", 0
         body = {"address": self._address, "step": self._held[0], "samples": self._held[1]}
         unsure_until, said = time.monotonic() + self._heartbeat_s + 2 * self._lost_s, ""
+        wait_s = FIRST_WAIT_S
         while True:
             try:
-                answer = self._call("/v1/members/join", {**self._me(), **body, "wait_s": WAIT_S}, WAIT_S)
+                answer = self._call("/v1/members/join", {**self._me(), **body, "wait_s": wait_s}, wait_s)
             except RemoteError as error:
                 if error.code == "unsure" and time.monotonic() < unsure_until and not self._closing.wait(0.5):
                     continue
                 if error.code in ("duplicate", "unsure"):
-                    raise DuplicateWorkerError(str(error)) from error
+                    raise DuplicateWorkerError(str(error).partition(f"{error.code}: ")[2] or str(error)) from error
                 if error.code == "expelled":
                     continue
                 raise
@@ -206,6 +212,7 @@ class Membership:
             text = f"waiting for a generation: {waiting.get('members')} here, {waiting.get('waits_for')} waited for"
             if text != said:
                 self._on_note(said := text)
+            wait_s = WAIT_S
 
     def boundary(self, step: int, *, stop: bool | None = None, broken: bool = False, holds: bool = True) -> Generation:
         """To be called between steps, with the number of steps finished. The generation to go on in.
@@ -247,6 +254,21 @@ class Membership:
                 self._run_to = int(answer["run_to"])
                 break
         return generation
+
+    def past(self) -> list[tuple[int, int, int]]:
+        """The steps before this generation as (start, stop, world size), those that count, in order and without a gap.
+
+        Raises:
+            CoordinatorGoneError: After `patience_s` without an answer.
+        """
+        spans: list[tuple[int, int, int]] = []
+        for one in self._call("/v1/log", None)["generations"]:
+            start = int(one["start_step"])
+            spans = [(a, min(b, start), world) for a, b, world in spans if a < start]
+            if int(one["number"]) >= self.generation.number:
+                break
+            spans.append((start, self.generation.start_step, len(one["workers"])))
+        return [span for span in spans if span[0] < span[1]]
 
     def leave(self, *, finished: bool = False) -> None:
         """Ends the membership; never raises for a coordinator that is away. May be called twice, and from any thread.
@@ -325,13 +347,14 @@ class Membership:
         if beats is not None and beats is not threading.current_thread() and self._closing.is_set():
             beats.join(2.0)
 
-    def _ask(self, path: str, body: dict[str, Any], wait_s: float = 0.0) -> dict[str, Any]:
-        answer, _ = self._client.request_json(self._at, "POST", path, body, timeout_s=wait_s + 10)
+    def _ask(self, path: str, body: dict[str, Any] | None, wait_s: float = 0.0) -> dict[str, Any]:
+        method = "GET" if body is None else "POST"
+        answer, _ = self._client.request_json(self._at, method, path, body, timeout_s=wait_s + 10)
         if not isinstance(answer, dict):
             raise ProtocolViolation(f"coordinator {self._at}{path}: expected an object, got {answer!r:.80}")
         return answer
 
-    def _call(self, path: str, body: dict[str, Any], wait_s: float = 0.0) -> dict[str, Any]:
+    def _call(self, path: str, body: dict[str, Any] | None, wait_s: float = 0.0) -> dict[str, Any]:
         """One exchange, repeated with back-off while the coordinator is away."""
         deadline, pause_s, said = time.monotonic() + self._patience_s, 0.05, False
         while True:
@@ -344,11 +367,15 @@ class Membership:
                     raise
                 if time.monotonic() + pause_s > deadline:
                     raise CoordinatorGoneError(
-                        f"coordinator {self._at}: no answer for {self._patience_s:g} s; last: {error}. "
-                        "Is it running (millrace coordinate), and the address right?"
+                        f"coordinator {self._at}: no answer for {self._patience_s:g} s. Start it with "
+                        f"`millrace coordinate --listen {self._at}`, or say where it is: --coordinator, "
+                        f"MILLRACE_COORDINATOR. Last: {error}"
                     ) from error
                 if not said and pause_s > 0.5:
-                    self._on_note(f"coordinator {self._at} does not answer; asking for {self._patience_s:g} s")
+                    self._on_note(
+                        f"coordinator {self._at} does not answer, asking for {self._patience_s:g} s. To start one: "
+                        f"millrace coordinate --listen {self._at}"
+                    )
                     said = True
             self._closing.wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2.0, 2 * pause_s)

@@ -4,7 +4,8 @@ Each step: gradients of this rank's samples, their mean over all ranks, one step
 a step, nothing of it was applied; it is taken again by the ranks of the next generation. At a generation's beginning
 the source's weights, optimizer and place in the data go to all, so that it does not matter who was where.
 
-Without PyTorch there is no mean: each worker's counts are its own, and only ranks, samples and steps are shared.
+Without PyTorch there is no mean: each worker's counts are its own, and only ranks, samples and steps are shared. Such
+a worker that comes late to a text reads what the others have read, for a place in a text may be megabytes large.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from millrace.errors import UsageError
+from millrace.errors import MissingPackageError, UsageError
 from millrace.load.batch import Batch
 from millrace.network.client import parse_address
 from millrace.worker.config import WorkerConfig
@@ -25,6 +26,7 @@ from millrace.worker.trainer import has_torch
 from millrace.worker.training import Training, TrainingReport
 
 if TYPE_CHECKING:
+    from millrace.network.identity import Identity
     from millrace.worker.collective import Collective
 
 SHARED = (
@@ -78,6 +80,8 @@ class _Together:
             config.worker_id,
             address=self.address,
             settings=shared_settings(config),
+            defaults=default_settings(config),
+            identity=_identity(config),
             lockstep=self.lockstep,
             step=step,
             samples=samples,
@@ -187,14 +191,32 @@ class _Together:
             training.close_batches()
             training.data.go_to(generation.start_sample)
         elif here != generation.start_step:
-            raise UsageError(
-                f"worker {training.config.worker_id!r}: expected to go on at step {generation.start_step}, got "
-                f"{here}: a place in a text is handed over with PyTorch only. Install millrace[torch]."
-            )
+            self._catch_up(here, generation.start_step)
+            if training.stop.is_set():
+                return
         training.samples_taken = generation.start_sample
         training.dealt(generation.rank, generation.world_size)
         training.report.generations += self.generation is not None
         self.generation = generation
+
+    def _catch_up(self, here: int, start: int) -> None:
+        """Read what the run's workers have read and leave it, up to step `start`: so the place is theirs."""
+        training = self.training
+        training.close_batches()
+        training.tell(f"reading on from step {here if here < start else 0} to {start}, where the others are")
+        if here > start:  # Of a checkpoint that nobody waited for.
+            here = 0
+            training.data.rewind()
+        for first, stop, world_size in self.membership.past():
+            if stop <= here:
+                continue
+            training.data = training.data.dealt(0, world_size)
+            for step in range(max(first, here), stop):
+                if training.stop.is_set():
+                    return
+                training.next_batch()
+                training.report.step = step + 1
+            training.close_batches()
 
     def _part(self) -> None:
         """Leave the group; peers that wait hear of it."""
@@ -225,10 +247,15 @@ def shared_settings(config: WorkerConfig) -> dict[str, Any]:
     """What a worker would do, for the run to agree on: what it was given, or what differs from the default."""
     defaults = {field.name: field.default for field in fields(config)}
     found = {name: getattr(config, name) for name in SHARED if getattr(config, name) != defaults[name]}
-    found["dataset_type"] = config.dataset_type
     if config.seq_len_is_given:
         found["seq_len"] = config.seq_len
-    return {"batch_size": config.batch_size, "num_steps": config.num_steps, "seed": config.seed, **found}
+    return found
+
+
+def default_settings(config: WorkerConfig) -> dict[str, Any]:
+    """What nobody chose, but a run has to have."""
+    names = ("dataset_type", "batch_size", "num_steps", "seed")
+    return {name: getattr(config, name) for name in names}
 
 
 def agreed(config: WorkerConfig, told: dict[str, Any]) -> WorkerConfig:
@@ -239,6 +266,18 @@ def agreed(config: WorkerConfig, told: dict[str, Any]) -> WorkerConfig:
     elif found.get("dataset_type") != "huggingface":
         found["dataset_name"] = None
     return replace(config, **found)
+
+
+def _identity(config: WorkerConfig) -> Identity | None:
+    if config.network is None:
+        return None
+    try:
+        from millrace.network.identity import Identity
+    except ImportError as error:
+        raise MissingPackageError(
+            f"network {config.network}: {error.name} is not installed. Run: pip install 'millrace[network]'."
+        ) from error
+    return Identity.load(config.network)
 
 
 def _peer_lost(lockstep: bool) -> type[Exception] | tuple[type[Exception], ...]:

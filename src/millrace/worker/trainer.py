@@ -25,6 +25,10 @@ class Trainer(Protocol):
         """Learns from `inputs` and `labels` [B, L]; label -100 does not count. The loss in nats a token."""
         ...
 
+    def describe(self) -> str:
+        """What it is, for whoever looks on."""
+        ...
+
     def to_bytes(self) -> bytes:
         """All that was learnt, for `from_bytes` of a trainer that was made alike."""
         ...
@@ -60,6 +64,11 @@ class CountTrainer:
         np.add.at(self._pairs, cell, 1)
         np.add.at(self._contexts, context, 1)
         return float(-np.log(chance).mean())
+
+    def describe(self) -> str:
+        """See Trainer."""
+        advice = "" if has_torch() else " (pip install 'millrace[torch]' trains a GPT)"
+        return f"counts which token follows which{advice}"
 
     def to_bytes(self) -> bytes:
         """See Trainer."""

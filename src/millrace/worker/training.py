@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from millrace.errors import StateError
 from millrace.load.batch import Batch
@@ -33,7 +36,8 @@ class TrainingReport:
         steps: Taken here; `step` counts those of the run, before a resumed checkpoint and by others included.
         samples, tokens: Of this worker's batches.
         losses: Of each step, in nats a token, before it was learnt; over all workers where they train together.
-        wait_share: The part of the time that steps waited for data, in [0, 1].
+        first_batch_s: Until the first batch was there, from the run's beginning.
+        tokens_per_s, wait_share: Since then; the second is the part of the time that steps waited for data, in [0, 1].
         generations: Memberships that the run went through here; 1 alone.
         epochs: Begun of the data.
         finished: Whether all num_steps are done.
@@ -48,6 +52,7 @@ class TrainingReport:
     samples: int = 0
     tokens: int = 0
     losses: list[float] = field(default_factory=list)
+    first_batch_s: float = 0.0
     tokens_per_s: float = 0.0
     wait_share: float = 0.0
     generations: int = 1
@@ -98,22 +103,34 @@ class Training:
     Args:
         tell: Told a line at the beginning, every two seconds, and at the end.
         on_step: Called after each step with its number, from 0, this rank's batch, and the loss.
+        bar: Draw a bar on stderr in place of the lines on the way.
     """
 
-    def __init__(self, config: WorkerConfig, stop: threading.Event, tell: Tell, on_step: OnStep | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        stop: threading.Event,
+        tell: Tell,
+        on_step: OnStep | None = None,
+        *,
+        bar: bool = False,
+    ) -> None:
         self.config, self.stop, self.tell, self.on_step = config, stop, tell, on_step
+        self._wants_bar = bar
+        self._bar: Any = None
         self.data = open_data(config)
         self.report = TrainingReport(worker_id=config.worker_id or "")
         self.samples_taken = 0
         self._trainer: Trainer | None = None
         self._batches: Generator[Batch, None, None] | None = None
         self._waited_s = self._begun = self._told_at = 0.0
+        self._introduced = False
 
     def adopt(self, config: WorkerConfig) -> None:
         """Take over settings that a run agreed on; the data are opened again if they are others. Before any step."""
         if config != self.config or config.resolved_seq_len() != self.config.resolved_seq_len():
             self.close()
-            self.config, self._trainer = config, None
+            self.config, self._trainer, self._introduced = config, None, False
             self.data = open_data(config)
 
     @property
@@ -144,8 +161,8 @@ class Training:
             OutOfMemory: If a step does not fit its device.
         """
         self.resume()
-        self.dealt(0, 1)
         self.begin()
+        self.dealt(0, 1)
         while self.step < self.config.num_steps and not self.stop.is_set():
             batch = self.next_batch()
             self.count(batch, self.learn(self.trainer.step, batch))
@@ -165,8 +182,10 @@ class Training:
         )
 
     def begin(self) -> None:
-        """Make the trainer, if that was not done before, then start the clocks."""
-        self._trainer = self.trainer
+        """Make the trainer, and say what learns from what, if that was not done before; then start the clocks."""
+        if not self._introduced:
+            self.tell(f"{self.data.describe()}; {self.trainer.describe()}")
+            self._introduced = True
         self._begun = self._told_at = time.monotonic()
 
     def next_batch(self) -> Batch:
@@ -175,7 +194,12 @@ class Training:
         if self._batches is None:
             self._batches = self.data.endless()
         batch = next(self._batches)
-        self._waited_s += time.monotonic() - began
+        now = time.monotonic()
+        if self.report.first_batch_s:
+            self._waited_s += now - began
+        else:
+            self.report.first_batch_s, self._begun = now - self._begun, now
+            self.tell(f"first batch after {self.report.first_batch_s:.2f} s")
         return batch
 
     def learn(self, step: Callable[[Integers, Integers], float], batch: Batch) -> float:
@@ -207,9 +231,11 @@ class Training:
         elapsed = max(now - self._begun, 1e-9)
         report.tokens_per_s = report.tokens / elapsed
         report.wait_share = min(1.0, self._waited_s / elapsed)
-        if now - self._told_at >= PROGRESS_S:
+        if self._wants_bar:
+            self._draw()
+        elif now - self._told_at >= PROGRESS_S:
             self._told_at = now
-            self.tell(self._progress())
+            self.tell(f"step {report.step}/{self.config.num_steps}  {self._progress()}")
         if self.on_step is not None:
             self.on_step(report.step - 1, batch, loss)
         if report.step % self.config.checkpoint_steps == 0 and report.step < self.config.num_steps:
@@ -217,19 +243,36 @@ class Training:
 
     def _progress(self) -> str:
         report = self.report
-        loss = f"  loss {report.losses[-1]:.3f}" if report.losses else ""
-        return (
-            f"step {report.step}/{self.config.num_steps}{loss}  {report.tokens_per_s:,.0f} tokens/s  "
-            f"waited for data {100 * report.wait_share:.0f} %"
-        )
+        loss = f"loss {report.losses[-1]:.3f}  " if report.losses else ""
+        return f"{loss}{report.tokens_per_s:,.0f} tokens/s  waited for data {100 * report.wait_share:.0f} %"
+
+    def _draw(self) -> None:
+        report = self.report
+        if self._bar is None:
+            self._bar = tqdm(
+                total=self.config.num_steps,
+                initial=report.step - 1,
+                bar_format="step {n_fmt}/{total_fmt} |{bar:30}| {postfix}  {remaining} left",
+                file=sys.stderr,
+                leave=False,
+            )
+        self._bar.set_postfix_str(self._progress(), refresh=False)
+        self._bar.update(report.step - self._bar.n)
+
+    def _end_bar(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()
 
     def end(self) -> TrainingReport:
         """The report, after the last checkpoint."""
         self.close_batches()
+        self._end_bar()
         self.report.finished = self.step >= self.config.num_steps
         if self.report.steps:
             self.keep()
-        self.tell(f"{'done' if self.report.finished else 'stopped'}: {self._progress()}")
+        done = "done" if self.report.finished else "stopped"
+        self.tell(f"{done}: step {self.step}/{self.config.num_steps}  {self._progress()}")
         return self.report
 
     def close_batches(self) -> None:
@@ -241,6 +284,7 @@ class Training:
     def close(self) -> None:
         """Close the data. May be called twice."""
         self.close_batches()
+        self._end_bar()
         self.data.close()
 
     def keep(self) -> None:
