@@ -1,4 +1,4 @@
-"""A shard fetched and judged by a process of its own, of the lowest priority, so that training does not feel it.
+"""A shard fetched and judged by a process of its own, of the lowest priority, so that training feels it least.
 
 Threads beside the training loop would take turns with it at the interpreter's lock, 250 000 times a GB, and at the
 processors. The process takes what training leaves; it ends when its parent does. Cost: its start, 0.4 s of a
