@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from millrace.network.identity import Identity, create_network, join
+
+# Tests run one a core: PyTorch's threads would spin for each other, at four times the CPU time of small models.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
