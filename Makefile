@@ -5,7 +5,7 @@ PYTHON  ?= python3
 DEMO    ?=
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test lint check bench bench-prepare bench-loader clean
+.PHONY: setup demo test lint check bench bench-prepare bench-loader bench-interop test-peers clean
 
 setup: $(VENV)/.ready
 
@@ -36,6 +36,15 @@ bench-prepare: setup
 bench-loader: setup
 	$(PY) -m benchmarks.loading
 	$(PY) -m benchmarks.loading.remote
+
+# The hub's streaming and conversions beside the libraries of those formats (scripts/peers.sh interop installs them).
+bench-interop: setup
+	$(PY) -m benchmarks.hub
+	$(PY) -m benchmarks.convert
+
+# Files of other projects' own libraries, both ways; MILLRACE_FORMAT_PEERS names interpreters that have them.
+test-peers: setup
+	$(PY) -m pytest -n0 tests/peers
 
 clean:
 	rm -rf $(VENV) .venv-peers .venv-peers-loaders .pytest_cache .mypy_cache .ruff_cache .hypothesis
