@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import DatasetError, StateError, UnknownDatasetError, UsageError
+from millrace.errors import DatasetError, PrepareError, StateError, UnknownDatasetError, UsageError
 from millrace.stream.text_stream import TextStream
 from millrace.worker import DummyDataset, HubDataset, create_huggingface_dataset, list_available_datasets
 from millrace.worker.batches import Batches
@@ -88,6 +89,8 @@ def test_names() -> None:
     assert custom.text_key == "content"
     assert find_entry("HuggingFaceFW/fineweb-edu") is CATALOG["fineweb-edu"]
     assert find_entry("hf:EleutherAI/pile") is CATALOG["pile"]
+    here = find_entry("./texts.jsonl")
+    assert here.local and here.repository == str(Path("texts.jsonl").absolute())
     with pytest.raises(FileNotFoundError, match=r"^Dataset 'my-dataset' not found") as missing:
         find_entry("my-dataset")
     assert "full path" in str(missing.value) and isinstance(missing.value, UnknownDatasetError)
@@ -265,3 +268,20 @@ def test_the_first_batch_waits_for_few_documents(tmp_path: Path) -> None:
         next(iter(stream))
         read.append(stream.moment.records)
     assert read[0] < 1500 and read[1] > 10_000
+
+
+def test_the_first_cause_of_a_librarys_error_is_told() -> None:
+    def rows() -> Iterator[dict[str, str]]:
+        yield {"text": "one"}
+        try:
+            raise ImportError("install 'Pillow'.")
+        except ImportError:
+            raise RuntimeError("no event loop")  # noqa: B904
+
+    class Texts:
+        def __iter__(self) -> Iterator[dict[str, str]]:
+            return rows()
+
+    stream = TextStream(Texts(), tokenizer="bytes", seq_len=8, batch_size=1)
+    with pytest.raises(PrepareError, match=r"after 1 records: ImportError: install 'Pillow'\. Check"):
+        next(iter(stream))

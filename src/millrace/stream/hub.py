@@ -160,7 +160,10 @@ class ObjectReading:
             except MillraceError:
                 raise
             except Exception as error:  # file systems and decoders raise anything
-                why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+                first: BaseException = error
+                while first.__context__ is not None:  # what a library raises while it handles an error hides that
+                    first = first.__context__
+                why = " ".join(f"{type(first).__name__}: {first}".split())[:500].rstrip(".")
                 raise PrepareError(
                     f"{self._name}: cannot read input after {self._number} records: {why}. Check the dataset."
                 ) from error

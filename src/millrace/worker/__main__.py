@@ -22,49 +22,73 @@ from millrace.worker.catalog import list_available_datasets
 from millrace.worker.client import WorkerClient, tell_stderr
 from millrace.worker.config import DATASET_TYPES, MODEL_SIZES, WorkerConfig
 
-_FLAGS: tuple[tuple[str, type, str], ...] = (
+_Flag = tuple[str, Any, str]
+_DATA: tuple[_Flag, ...] = (
     ("dataset-name", str, "a short name, OWNER/NAME of the hub, or a path of text files"),
+    ("dataset-type", DATASET_TYPES, "kind of data (dummy; huggingface with a name)"),
     ("tokenizer-name", str, "in place of the dataset's own"),
     ("batch-size", int, "samples of this worker's step (4)"),
     ("seq-len", int, "tokens of a sample (the dataset's own, or 32)"),
-    ("num-steps", int, "steps of the run (100)"),
-    ("worker-id", str, "by which the coordinator knows this worker again"),
-    ("coordinator", str, "host:port or URL (MILLRACE_COORDINATOR, or 127.0.0.1:8000)"),
-    ("network", str, "this node's directory, for a coordinator with --network"),
-    ("host", str, "this machine's address for other workers (the one towards the coordinator)"),
     ("seed", int, "of data and first weights (42)"),
     ("shuffle-buffer", int, "documents that are mixed (the dataset's own)"),
     ("text-key", str, "the column with the text (the dataset's own)"),
+    ("partition", ("samples", "records"), "how ranks share text (samples)"),
     ("vocab-size", int, "of dummies' ids (1024)"),
+)
+_TRAINING: tuple[_Flag, ...] = (
+    ("num-steps", int, "steps of the run (100)"),
+    ("model-size", tuple(MODEL_SIZES), "of the GPT (tiny)"),
+    ("trainer", ("auto", "gpt", "count"), "what learns (auto: the GPT if PyTorch is installed)"),
     ("learning-rate", float, "AdamW's (0.001)"),
     ("device", str, "cpu, cuda, … (the accelerator if there is one)"),
     ("checkpoint-dir", str, "where the run is kept, and resumed from"),
     ("checkpoint-steps", int, "between two checkpoints (1000)"),
-    ("patience-s", float, "how long a coordinator that is away is waited for (60)"),
 )
+_TOGETHER: tuple[_Flag, ...] = (
+    ("worker-id", str, "by which the coordinator knows this worker again"),
+    ("coordinator", str, "host:port or URL (MILLRACE_COORDINATOR, or 127.0.0.1:8000)"),
+    ("network", str, "this node's directory, for a coordinator with --network"),
+    ("host", str, "this machine's address for other workers (the one towards the coordinator)"),
+    ("patience-s", float, "how long a coordinator or peer that is away is waited for (60)"),
+)
+_METAVAR = {str: "NAME", int: "N", float: "X"}
 
 
 def parser() -> argparse.ArgumentParser:
     """The flags; those that are not given are absent."""
     found = argparse.ArgumentParser(
-        prog="python -m millrace.worker", description=(__doc__ or "").partition(":")[2].partition("\n")[0].strip()
+        prog="python -m millrace.worker",
+        usage="%(prog)s [--dataset-name NAME] [--num-steps N] [--distributed] [options]",
+        description="Train on a dataset by its name, alone or with others.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28, width=110),
     )
-    choice: dict[str, Any] = {"default": argparse.SUPPRESS}
-    found.add_argument("--dataset-type", choices=DATASET_TYPES, help="kind of data (dummy)", **choice)
-    for name, kind, help_text in _FLAGS:
-        found.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=help_text, **choice)
-    found.add_argument("--model-size", choices=tuple(MODEL_SIZES), help="tiny", **choice)
-    found.add_argument("--partition", choices=("samples", "records"), help="how ranks share text (samples)", **choice)
-    found.add_argument("--trainer", choices=("auto", "gpt", "count"), help="what learns (auto)", **choice)
-    found.add_argument(
-        "--streaming", action=argparse.BooleanOptionalAction, help="stream, or keep the files here first", **choice
+    data = found.add_argument_group("data")
+    _add(data, _DATA)
+    data.add_argument(
+        "--streaming",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="stream, or keep the files here first (streamed above 10 GB)",
     )
-    found.add_argument("--config", type=Path, metavar="FILE", help="these settings from a TOML file")
-    found.add_argument("--distributed", action="store_true", help="train together with the coordinator's workers")
-    found.add_argument("--list-datasets", action="store_true", help="the datasets with a short name, and nothing else")
-    found.add_argument("--json", action="store_true", help="the report, or the list, as JSON on stdout")
-    found.add_argument("--quiet", action="store_true", help="no lines of progress")
+    data.add_argument("--list-datasets", action="store_true", help="the datasets with a short name, and nothing else")
+    _add(found.add_argument_group("training"), _TRAINING)
+    together = found.add_argument_group("several workers")
+    together.add_argument("--distributed", action="store_true", help="train together with the coordinator's workers")
+    _add(together, _TOGETHER)
+    out = found.add_argument_group("settings and output")
+    out.add_argument("--config", type=Path, metavar="FILE", help="these settings from a TOML file; flags go before it")
+    out.add_argument("--json", action="store_true", help="the report, or the list, as JSON on stdout")
+    out.add_argument("--quiet", action="store_true", help="no lines of progress")
     return found
+
+
+def _add(group: Any, flags: tuple[_Flag, ...]) -> None:
+    for name, kind, help_text in flags:
+        if isinstance(kind, tuple):
+            given: dict[str, Any] = {"choices": kind, "metavar": "|".join(kind)}
+        else:
+            given = {"type": kind, "metavar": _METAVAR[kind]}
+        group.add_argument(f"--{name}", help=help_text, default=argparse.SUPPRESS, **given)
 
 
 def read_config(path: Path) -> dict[str, Any]:

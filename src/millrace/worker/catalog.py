@@ -110,7 +110,7 @@ def find_entry(name: str) -> CatalogEntry:
         return CATALOG[name]
     plain = name.removeprefix("hf://datasets/").removeprefix("hf:")
     if is_path(plain):
-        path = Path(plain).expanduser()
+        path = Path(plain).expanduser().absolute()  # without a `./` it would look like a name of the hub
         return CatalogEntry(name, str(path), size_bytes=0)
     for entry in CATALOG.values():
         if plain == entry.repository:
