@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -80,6 +81,7 @@ class Collective:
         abandon: Callable[[], bool] = lambda: False,
         broken: Callable[[], bool] = lambda: False,
     ) -> None:
+        _left_behind[:] = [(group, work) for group, work in _left_behind if not work.is_completed()]
         self._broken = broken
         self.generation = generation
         self._device = torch.device(device)
@@ -113,7 +115,7 @@ class Collective:
             generation = self.generation
             raise PeerLostError(
                 f"collective: generation {generation.number}, rank {generation.rank} of {generation.world_size}: "
-                f"a rank was lost as ranks {what}: {str(error).splitlines()[0][:200]}. "
+                f"a rank was lost as ranks {what}: {_words(error)}. "
                 "Go on at the next boundary with broken=True."
             ) from error
 
@@ -199,6 +201,11 @@ class Collective:
         self.close()
 
 
+def _words(error: Exception) -> str:
+    """What a group says, without the place in its source."""
+    return re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0])[:200].rstrip(". ")
+
+
 def _reach(host: str, port: int, timeout_s: float, abandon: Callable[[], bool]) -> None:
     """Waits until the first rank's store takes connections; the store itself could not be told to stop waiting."""
     deadline = time.monotonic() + timeout_s
@@ -275,7 +282,6 @@ def train_together(
                         collective.close()
                     holds = generation.rank == generation.source or (holds and step == generation.start_step)
                     collective, step = None, generation.start_step
-                    _left_behind[:] = [(group, work) for group, work in _left_behind if not work.is_completed()]
                     collective = Collective(
                         generation,
                         device=device,

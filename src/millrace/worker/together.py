@@ -184,6 +184,7 @@ class _Together:
                 device=trainer.device.partition(":")[0],
                 timeout_s=training.config.patience_s,
                 abandon=lambda: membership.changing,
+                broken=lambda: membership.broken,
             )
             self.collective.share(trainer.model, _Carried(trainer.optimizer, training))
             self._holds = True
