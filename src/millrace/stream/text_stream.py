@@ -271,7 +271,7 @@ class TextStream:
             if not count or (self._drop_last and count < size):
                 raise DatasetError(
                     f"stream: expected at least one batch an epoch, got {left} tokens of {moment.records} records for "
-                    f"{size} samples of {self.seq_len}. Ask for shorter samples or smaller batches, or check text_key."
+                    f"{size} samples of {self.seq_len}. {self._advice(tally)}"
                 )
             more = left >= wanted
             batch = self._batch(moment, count)
@@ -291,6 +291,16 @@ class TextStream:
                 empty = moment.tokens[:0]
                 moment = Moment(moment.epoch + 1, run_step=moment.run_step + 1, tokens=empty, counts=counts)
             yield batch, moment
+
+    @staticmethod
+    def _advice(tally: Tally) -> str:
+        if not tally.malformed:
+            return "Ask for shorter samples or smaller batches."
+        first = tally.malformed[0]
+        return (
+            f"{tally.counts['malformed']} records were passed over, the first at {first.where} of {first.name}: "
+            f"{first.problem}. Name the column with the text (text_key, --text-key), or look at the file."
+        )
 
     def _filled(self, moment: Moment, documents: Documents, tally: Tally, wanted: int) -> Moment:
         """The moment with at least `wanted` tokens, or all that are left of the epoch."""

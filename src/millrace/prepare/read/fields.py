@@ -81,6 +81,9 @@ def _text(row: Mapping[str, object], key: str) -> tuple[str, str]:
     if isinstance(value, str):
         return without_turns(value), ""
     got = "nothing" if value is None and key not in row else "null" if value is None else type(value).__name__
+    if got == "nothing" and isinstance(row, dict) and row:  # a row of a table has its own columns checked before
+        names = [str(name)[:40] for name in row]
+        got += f" among {', '.join(names[:8])}" + (" …" if len(names) > 8 else "")
     return "", f"expected a string under {key!r}, got {got}"
 
 
