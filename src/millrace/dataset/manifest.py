@@ -201,7 +201,9 @@ class SliceTable:
         """
         try:
             # Not read_table, which imports three times as much.
-            table = pq.ParquetFile(io.BytesIO(data)).read(list(_COLUMNS), use_threads=False).combine_chunks()
+            # From a buffer: a file of Python's may be let go of by a thread that outlives the interpreter, and aborts.
+            file = pq.ParquetFile(pa.BufferReader(data))
+            table = file.read(list(_COLUMNS), use_threads=False).combine_chunks()
             wanted = [pa.string(), pa.int64(), pa.binary(32), pa.int64(), pa.int64()]
             columns = []
             for name, kind in zip(_COLUMNS, wanted):

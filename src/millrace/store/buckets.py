@@ -176,6 +176,7 @@ class BucketOrigin:
             isinstance(error, FileNotFoundError)
             or kind.startswith(_LASTING)
             or "credential" in why.lower()
+            or "non-partial response" in why  # A server that does not know ranges will not learn them.
             or re.search(r"(status|code|:)\D{0,12}4(00|01|03|04|16)\b", why)
         ):
             return RefusedError(text)
