@@ -158,7 +158,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_unknown_name_is_told_in_one_line(node: Path, tmp_path: Path) -> None:
     assert_one_line(millrace("find", "no-such-name", "--network", node, "--timeout", 2), "no-such-name")
-    assert_one_line(millrace("schedule", "no-such-name", "--network", node, "--state", tmp_path / "s"), "no-such-name")
+    state = ("--state", tmp_path / "s", "--wait", 2)
+    assert_one_line(millrace("schedule", "no-such-name", "--network", node, *state), "no-such-name")
 
 
 def test_a_port_in_use_is_told_in_one_line(node: Path, dataset: Path) -> None:

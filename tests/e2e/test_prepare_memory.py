@@ -127,8 +127,9 @@ def giants(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("tokenizer", ["gpt-neo-test-tokenizer.json", "llama-test-tokenizer.json"])
-def test_giant_documents(tmp_path: Path, giants: Path, tokenizer: str) -> None:
+# A run of each takes half a minute of a processor: MILLRACE_TOKENIZER=llama-test-tokenizer.json names another.
+def test_giant_documents(tmp_path: Path, giants: Path) -> None:
+    tokenizer = os.environ.get("MILLRACE_TOKENIZER", "gpt-neo-test-tokenizer.json")
     if not (TOKENIZERS / tokenizer).is_file():
         pytest.skip(f"needs {TOKENIZERS / tokenizer}")
     settings = {

@@ -167,6 +167,7 @@ def _schedule(args: argparse.Namespace) -> int:
         seed=args.seed,
         lease_s=args.lease,
         dataset_id=args.id,
+        wait_s=args.wait,
     )
     try:
         service.start()
@@ -311,6 +312,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--epochs", type=positive, default=1)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--lease", type=float, default=30.0, metavar="S")
+    p.add_argument("--wait", type=float, default=30.0, metavar="S", help="how long to look for a data node")
     p.add_argument("--exit-when-done", action="store_true")
     p = node("work", _work, "a worker: lease, fetch, verify, train, acknowledge")
     p.add_argument("name", nargs="?")
