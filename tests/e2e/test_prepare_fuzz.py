@@ -1,6 +1,6 @@
 """Preparations of files that were damaged in every way: a dataset or a clear error, in time, and no good text lost.
 
-`MILLRACE_FUZZ_S` is for how long random damage is done (12 s); `MILLRACE_FUZZ_SEED` is where it begins.
+`MILLRACE_FUZZ_S` is for how long random damage is done (6 s); `MILLRACE_FUZZ_SEED` is where it begins.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import zstandard
 from millrace.errors import MillraceError
 from millrace.prepare import PrepareSummary, load_recipe, prepare
 
-FUZZ_S = float(os.environ.get("MILLRACE_FUZZ_S", "12"))
+FUZZ_S = float(os.environ.get("MILLRACE_FUZZ_S", "6"))
 SEED = int(os.environ.get("MILLRACE_FUZZ_SEED", "1"))
 TIME_LIMIT_S = 20
 TEXTS = [f"{i}. " + text for i, text in enumerate(whole.texts(40, seed=3))]
