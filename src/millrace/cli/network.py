@@ -257,7 +257,7 @@ def _status(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+def _membership_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     network = group("network", "identities and membership")
     p = verb("init", _network_init, "make a network: its root key and certificate", network)
     p.add_argument("directory", type=Path)
@@ -282,6 +282,10 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p = verb("show", _network_show, "who a node is, and whom it shuts out", network)
     p.add_argument("directory", type=Path)
     p.add_argument("--json", action="store_true")
+
+
+def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    _membership_verbs(verb, group)
 
     def node(name: str, run: Verb, about: str, network: bool = True) -> argparse.ArgumentParser:
         p = verb(name, run, about)
