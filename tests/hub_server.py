@@ -19,17 +19,15 @@ Link pages), paths-info, refs, resolve with HEAD and ranges. One commit, that of
 from __future__ import annotations
 
 import contextlib
-import http.server
 import random
-import socket
 import sys
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from cuttable import CuttableServer
 from hub_handlers import CdnHandler, HubHandler
 from hub_repos import make_hub
 from hub_tree import commit_of
@@ -108,7 +106,7 @@ class HubServer:
         class Cdn(CdnHandler):
             owner = outer
 
-        self._servers = [_Server(("127.0.0.1", port), Hub), _Server(("127.0.0.1", 0), Cdn)]
+        self._servers = [CuttableServer(("127.0.0.1", port), Hub), CuttableServer(("127.0.0.1", 0), Cdn)]
         self.url, self.cdn_url = (f"http://127.0.0.1:{server.server_address[1]}" for server in self._servers)
         self._threads = [
             threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True) for server in self._servers
@@ -162,31 +160,6 @@ class HubServer:
     def commit(self, repo: Path) -> str:
         """The commit that `main` of a repository is at."""
         return self.commits.get(str(repo.relative_to(self.directory)), "") or commit_of(repo)
-
-
-class _Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 256
-
-    def __init__(self, *args: Any) -> None:
-        self.open: set[socket.socket] = set()
-        super().__init__(*args)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self.open.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self.open.discard(request)
-        super().shutdown_request(request)
-
-    def cut(self) -> None:
-        for connection in list(self.open):
-            with contextlib.suppress(OSError):  # closed by the other side
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no error of the server's."""
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ be put there, whole or in parts (`uploads.py`).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import http.server
 import random
-import socket
 import threading
 import time
 import urllib.parse
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import uploads
+from cuttable import CuttableServer
 
 ACCESS_KEY = "test-key"
 SECRET_KEY = "test-secret"
@@ -105,7 +104,7 @@ class OriginServer:
         class Bound(_Handler):
             owner = outer
 
-        self._server = _Server(("127.0.0.1", 0), Bound)
+        self._server = CuttableServer(("127.0.0.1", 0), Bound)
         self.port: int = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.s3_url = f"s3://{BUCKET}"
@@ -173,31 +172,6 @@ class OriginServer:
         with self.lock:
             self._now += by
             self.most_at_once = max(self.most_at_once, self._now)
-
-
-class _Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 256
-
-    def __init__(self, *args: Any) -> None:
-        self.open: set[socket.socket] = set()
-        super().__init__(*args)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self.open.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self.open.discard(request)
-        super().shutdown_request(request)
-
-    def cut(self) -> None:
-        for connection in list(self.open):
-            with contextlib.suppress(OSError):  # closed by the other side
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no error of the server's."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

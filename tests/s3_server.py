@@ -28,6 +28,8 @@ from typing import Any
 
 import pytest
 
+from cuttable import CuttableServer
+
 ACCESS_KEY, SECRET_KEY = "test-access-key", "test-secret-key-0123456789"
 _STEP = 16 << 10
 
@@ -98,7 +100,7 @@ class S3Server:
             assert self._process.poll() is None and time.monotonic() < until, "rclone did not start"
             time.sleep(0.02)
         handler = type("Handler", (_Handler,), {"owner": self})
-        self._server = _Server(("127.0.0.1", 0), handler)
+        self._server = CuttableServer(("127.0.0.1", 0), handler)
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
         self._thread.start()
@@ -145,26 +147,6 @@ class S3Server:
                 self._sent_until = max(self._sent_until, time.monotonic()) + size / self.faults.bytes_per_s
                 wait_s = self._sent_until - time.monotonic()
             self.stopping.wait(max(0.0, wait_s))
-
-
-class _Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 256
-
-    def __init__(self, *args: Any) -> None:
-        self.open: set[socket.socket] = set()
-        super().__init__(*args)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self.open.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self.open.discard(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no error of the server's."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

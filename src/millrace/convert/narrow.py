@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.dataset import slices
 from millrace.errors import DatasetError, UsageError
 
 Array: TypeAlias = NDArray[Any]
@@ -24,21 +25,8 @@ QUANTIZED = ("q8", "q8-tensor")
 SCALE_SUFFIX = ".scale"
 """Of the tensor, F32 [N], that holds the scales of the rows of another."""
 
-DTYPES: dict[str, np.dtype[Any]] = {
-    "BOOL": np.dtype("?"),
-    "U8": np.dtype("u1"),
-    "I8": np.dtype("i1"),
-    "U16": np.dtype("<u2"),
-    "I16": np.dtype("<i2"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-    "U32": np.dtype("<u4"),
-    "I32": np.dtype("<i4"),
-    "F32": np.dtype("<f4"),
-    "U64": np.dtype("<u8"),
-    "I64": np.dtype("<i8"),
-    "F64": np.dtype("<f8"),
-}
+DTYPES = {name: kind for name, kind in slices.DTYPES.items() if not name.startswith("F8")}
+"""Types that values are narrowed to; 8-bit floats are only carried."""
 _LEVELS = 127  # Of q8, to either side of zero.
 
 

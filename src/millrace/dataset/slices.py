@@ -28,7 +28,7 @@ MAX_HEADER_BYTES = 100_000_000
 _CHUNK = 1 << 20
 
 # BF16 and the 8-bit floats have no NumPy type: they come as their bits.
-_DTYPES: dict[str, np.dtype[Any]] = {
+DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
     "U8": np.dtype("u1"),
     "I8": np.dtype("i1"),
@@ -45,7 +45,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype("<i8"),
     "F64": np.dtype("<f8"),
 }
-_NAME_OF = {dtype: name for name, dtype in _DTYPES.items() if name not in ("F8_E4M3", "F8_E5M2", "BF16")}
+_NAME_OF = {dtype: name for name, dtype in DTYPES.items() if name not in ("F8_E4M3", "F8_E5M2", "BF16")}
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def open_slice(path: Path | str) -> Slice:
     except _HeaderError as error:
         raise DatasetError(f"{path}: {error}. The file is no slice or is damaged; fetch it again.") from error
     tensors = {
-        name: memory[start + first : start + last].view(_DTYPES[kind]).reshape(shape)
+        name: memory[start + first : start + last].view(DTYPES[kind]).reshape(shape)
         for name, kind, shape, first, last in entries
     }
     return Slice(path, tensors, {name: kind for name, kind, *_ in entries})
@@ -216,14 +216,14 @@ def _check_entry(name: str, entry: Any) -> _Entry:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise _HeaderError(f"expected dtype, shape and data_offsets of tensor {name!r}")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(kind, str) or kind not in _DTYPES:
-        raise _HeaderError(f"expected a dtype of tensor {name!r} in {sorted(_DTYPES)}, got {kind!r}")
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise _HeaderError(f"expected a dtype of tensor {name!r} in {sorted(DTYPES)}, got {kind!r}")
     for what, numbers in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
             raise _HeaderError(f"expected {what} of tensor {name!r} as whole numbers, got {str(numbers)[:100]}")
     if len(offsets) != 2 or len(shape) > 32:
         raise _HeaderError(f"expected two offsets and at most 32 dimensions of tensor {name!r}")
-    wanted = math.prod(shape) * _DTYPES[kind].itemsize
+    wanted = math.prod(shape) * DTYPES[kind].itemsize
     if offsets[1] - offsets[0] != wanted:
         raise _HeaderError(f"expected {wanted} bytes of tensor {name!r}, got {offsets[1] - offsets[0]}")
     return name, kind, tuple(shape), offsets[0], offsets[1]
@@ -295,7 +295,7 @@ def _write(path: Path, tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str,
     for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
         array = np.ascontiguousarray(tensors[name])
         kind = (dtypes or {}).get(name) or _NAME_OF.get(array.dtype.newbyteorder("<"))
-        if kind is None or _DTYPES.get(kind) != array.dtype.newbyteorder("<"):
+        if kind is None or DTYPES.get(kind) != array.dtype.newbyteorder("<"):
             raise UsageError(
                 f"tensor {name!r} of a slice: expected a type in {sorted(_NAME_OF.values())}, got {array.dtype}"
             )
