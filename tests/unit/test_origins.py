@@ -130,6 +130,13 @@ def test_short_bodies_keep_what_came(server: OriginServer) -> None:
     assert CONTENT.startswith(bytes(got))
 
 
+def test_a_bucket_that_knows_no_ranges_is_not_asked_again(server: OriginServer) -> None:
+    origin = open_origin(f"{server.s3_url}/data", patience=QUICK)
+    server.faults.ignore_ranges = True
+    with pytest.raises(RefusedError, match="non-partial response"):
+        list(origin.read(NAME, 1, 5))
+
+
 def test_a_server_without_ranges(server: OriginServer) -> None:
     server.faults.ignore_ranges = True
     assert read(open_origin(f"{server.url}/data"), NAME, 300_000, 300_010) == CONTENT[300_000:300_010]
