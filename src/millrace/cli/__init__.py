@@ -13,7 +13,23 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.cli import bench, convert, coordinate, data, doctor, job, mirror, network, plan, prepare
+from millrace.cli import (
+    bench,
+    convert,
+    coordinate,
+    data,
+    doctor,
+    job,
+    ledger,
+    mirror,
+    network,
+    plan,
+    prepare,
+    schedule,
+    simulate,
+    trust,
+    work,
+)
 from millrace.cli.running import Verb
 from millrace.errors import MillraceError, UsageError
 
@@ -95,7 +111,12 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_verbs(verb, group)
     plan.add_verbs(verb, group)
     job.add_verbs(verb, group)
+    trust.add_verbs(verb, group)
     network.add_verbs(verb, group)
+    schedule.add_verbs(verb, group)
+    work.add_verbs(verb, group)
+    ledger.add_verbs(verb, group)
     coordinate.add_verbs(verb, group)
+    simulate.add_verbs(verb, group)
     bench.add_verbs(verb, group)
     return parser

@@ -1,4 +1,4 @@
-"""Commands on data: inspect, verify, adopt, ledger, demo."""
+"""Commands on data: inspect, verify, adopt, demo."""
 
 from __future__ import annotations
 
@@ -59,22 +59,6 @@ def _adopt(args: argparse.Namespace) -> int:
     return 0
 
 
-def _ledger_verify(args: argparse.Namespace) -> int:
-    from millrace.ledger import verify_ledger
-    from millrace.network.identity import verify
-
-    report = verify_ledger(args.file, verify=verify)
-    if args.json:
-        print(json.dumps(report.to_json()))
-    else:
-        for e in report.epochs:
-            print("epoch {epoch}: {samples:,} samples used, {missing:,} missing, {repeated:,} repeated".format(**e))
-        for problem in report.problems:
-            print(f"problem: {problem}")
-        print("ok: chain, signatures and coverage hold" if report.ok else "NOT ok")
-    return 0 if report.ok else 1
-
-
 def _demo(args: argparse.Namespace) -> int:
     from millrace.demo import run_demo
 
@@ -109,13 +93,4 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p = verb("adopt", _adopt, "give a directory of SafeTensors files a manifest")
     p.add_argument("directory", type=Path)
     p.add_argument("--name")
-    p.add_argument("--json", action="store_true")
-
-    p = verb(
-        "verify",
-        _ledger_verify,
-        "prove that each sample of an epoch was used exactly once",
-        group("ledger", "who used which samples"),
-    )
-    p.add_argument("file", type=Path)
     p.add_argument("--json", action="store_true")

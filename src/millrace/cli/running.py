@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace.cli.arguments import address, plain
@@ -67,3 +68,17 @@ def until_stopped(args: argparse.Namespace, until: Callable[[], bool] | None = N
     while not stop.wait(0.2):
         if until is not None and until():
             return
+
+
+def add_node(
+    verb: Callable[..., argparse.ArgumentParser], name: str, run: Verb, about: str, network: bool = True
+) -> argparse.ArgumentParser:
+    """A verb that runs a node: the flags which all of them have."""
+    p = verb(name, run, about)
+    if network:
+        p.add_argument("--network", type=Path, metavar="DIR", help="this node's directory, from network join")
+        p.add_argument("--dht", default="127.0.0.1:0", metavar="HOST:PORT", help="where our DHT node listens (UDP)")
+    p.add_argument("--bootstrap", action="append", default=[], metavar="HOST:PORT")
+    p.add_argument("--json", action="store_true")
+    p.add_argument("--lifeline", action="store_true", help="stop when standard input ends")
+    return p

@@ -1,0 +1,89 @@
+"""The command of a worker."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from millrace.cli.arguments import positive, show, size
+from millrace.cli.running import add_node, join_network, on_stop
+from millrace.errors import UsageError
+
+
+def _work(args: argparse.Namespace) -> int:
+    from millrace.worker.leasing import run_worker
+
+    settings = _work_settings(args)
+    identity, discovery = join_network(args)
+    stop = threading.Event()
+    on_stop(stop, args)
+    try:
+        report = run_worker(
+            identity,
+            settings["name"],
+            discovery=discovery,
+            scheduler=settings["scheduler"],
+            cache_dir=Path(settings["cache_dir"]),
+            cache_bytes=int(settings["cache_bytes"]),
+            batch_size=int(settings["batch_size"]),
+            trainer=settings["trainer"],
+            on_progress=lambda p: print(json.dumps(p) if args.json else _progress_line(p), flush=True),
+            stop=stop,
+        )
+    finally:
+        discovery.close()
+    result = report.to_json()
+    if args.json:
+        print(json.dumps({"report": result}), flush=True)
+    else:
+        show(result, False)
+    return 0
+
+
+def _work_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Flags over the file's [work] table over defaults."""
+    settings: dict[str, Any] = {
+        "name": None,
+        "scheduler": None,
+        "cache_dir": "./millrace-cache",
+        "cache_bytes": 4 << 30,
+        "batch_size": 8,
+        "trainer": "auto",
+        "network": None,
+    }
+    if args.config:
+        import tomllib
+
+        try:
+            table = tomllib.loads(Path(args.config).read_text()).get("work", {})
+        except tomllib.TOMLDecodeError as error:
+            raise UsageError(f"{args.config}: not valid TOML: {error}. Mend the line named") from None
+        if unknown := sorted(set(table) - set(settings)):
+            raise UsageError(f"{args.config}: unknown key work.{unknown[0]}. Known: {', '.join(sorted(settings))}")
+        settings |= table
+    settings |= {k: v for k in settings if (v := getattr(args, k, None)) is not None}
+    if not settings["name"]:
+        raise UsageError("which dataset? Give its name: millrace work NAME, or work.name in the --config file")
+    args.network = settings["network"]
+    return settings
+
+
+def _progress_line(p: dict[str, Any]) -> str:
+    loss = "" if p.get("loss") is None else f"  loss {p['loss']:.3f}"
+    return "step {step:,}  {tokens:,} tokens  {tokens_per_s:,.0f} tokens/s  waited {wait_share:.1%}".format(**p) + loss
+
+
+def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    """Adds the verbs of this module."""
+    p = add_node(verb, "work", _work, "a worker: lease, fetch, verify, train, acknowledge")
+    p.add_argument("name", nargs="?")
+    p.add_argument("--config", type=Path, metavar="F", help="TOML with a [work] table; flags win over it")
+    p.add_argument("--scheduler", metavar="HOST:PORT", help="default: found in the DHT")
+    p.add_argument("--cache-dir", metavar="DIR")
+    p.add_argument("--cache-bytes", type=size)
+    p.add_argument("--batch-size", type=positive)
+    p.add_argument("--trainer", choices=["auto", "gpt", "count", "none"])
