@@ -39,6 +39,7 @@ from millrace.network.exchange import (
     file_response,
     json_response,
 )
+from millrace.network.limits import Bounds, Throttle
 from millrace.network.peer import Peer
 
 if TYPE_CHECKING:
@@ -86,7 +87,12 @@ class Server:
         handle: Callable[[Request], Response],
         max_connections: int = 256,
         on_bytes: Callable[[Peer, int], None] | None = None,
+        *,
+        bounds: Bounds | None = None,
+        throttle: Throttle | None = None,
     ) -> None:
+        self.bounds = bounds or Bounds()
+        self.throttle = throttle or Throttle()
         self.identity = identity
         self.host = host
         self.port = port
