@@ -1,1 +1,24 @@
-"""A whole network in virtual time, on the code that runs the real one."""
+"""A whole network in virtual time, on the code that runs the real one.
+
+Only time, sockets and disks are simulated. Leases are the scheduler's own `Desk`, who fetches what from whom is the
+`Swarm`'s word, generations are `membership.apply`'s, the order is `order.run`'s, and back-off is the store's.
+"""
+
+from __future__ import annotations
+
+from millrace.simulate.result import Result
+from millrace.simulate.settings import Settings
+from millrace.simulate.trace import Progress
+
+__all__ = ["Progress", "Result", "Settings", "simulate"]
+
+
+def simulate(settings: Settings, progress: Progress | None = None) -> Result:
+    """Runs a world to its end. Equal settings give equal results.
+
+    Args:
+        progress: Told now and then how far it is.
+    """
+    from millrace.simulate import leasing
+
+    return {"lease": leasing.run}[settings.mode](settings, progress)
