@@ -162,7 +162,7 @@ def test_bad_runs_are_refused(runs: object) -> None:
 
 
 def test_a_quarter_of_a_million_slices_verify_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.ledger.os.fsync", lambda fd: None)
+    monkeypatch.setattr("millrace.ledger.writer.os.fsync", lambda fd: None)
     path = tmp_path / "ledger.jsonl"
     num_slices = 250_000
     with Ledger.open(path, lambda message: b"s") as ledger:

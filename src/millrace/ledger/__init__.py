@@ -1,0 +1,40 @@
+"""The ledger: which worker used which samples at which step, in a chain that cannot be quietly changed.
+
+A text file of JSON lines, hash-chained and signed: `chain` is its form, `writer` its writing, `receipts` what workers
+sign, `verify` what it all proves. Only a cut at the end of the file leaves a valid chain, and that shows as samples
+missing.
+
+Kinds, with their bodies: `job` (always first: dataset, seed, seq_len, samples of each slice, the scheduler's key),
+`worker` (peer id and public key, once each), `uses` (a worker's signed receipt for samples of slices), `epoch` (its
+end: samples and the Merkle root of its coverage), `set_aside` and `readmitted` (samples that failed on every worker),
+`paused`, `resumed`, `weights`.
+
+No network and no cryptography in here: what signs and what checks a signature is passed in.
+"""
+
+from millrace.ledger.chain import GENESIS, Checkpoint, Entry, canonical_json, read_entries
+from millrace.ledger.coverage import count_coverage
+from millrace.ledger.receipts import Used, receipt_message
+from millrace.ledger.runs import MAX_SLICES, decode_runs, encode_runs
+from millrace.ledger.verify import MAX_PROBLEMS, LedgerReport, Verifier, verify_ledger
+from millrace.ledger.writer import Ledger, Signer
+
+__all__ = [
+    "GENESIS",
+    "MAX_PROBLEMS",
+    "MAX_SLICES",
+    "Checkpoint",
+    "Entry",
+    "Ledger",
+    "LedgerReport",
+    "Signer",
+    "Used",
+    "Verifier",
+    "canonical_json",
+    "count_coverage",
+    "decode_runs",
+    "encode_runs",
+    "read_entries",
+    "receipt_message",
+    "verify_ledger",
+]
