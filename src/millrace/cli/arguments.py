@@ -38,10 +38,12 @@ def plain(value: Any) -> str:
 
 
 def address(text: str) -> tuple[str, int]:
+    """`HOST:PORT` as a pair; IPv6 in brackets, and without them in the pair."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise UsageError(f"{text!r} is not an address: expected HOST:PORT, such as 127.0.0.1:7410")
-    return host, int(port)
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not bare or (":" in bare) != (bare != host) or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"{text!r} is not an address: expected HOST:PORT, such as 127.0.0.1:7410 or [::1]:7410")
+    return bare, int(port)
 
 
 def size(text: str) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.cli.arguments import address, positive, show
-from millrace.cli.running import add_node, join_network, ready, until_stopped
+from millrace.cli.running import add_node, join_network, listen_at, ready, until_stopped
 
 
 def _probe(args: argparse.Namespace) -> int:
@@ -46,7 +46,7 @@ def _serve(args: argparse.Namespace) -> int:
 
     datasets = [open_dataset(path) for path in args.datasets]
     identity, discovery = join_network(args)
-    host, port = address(args.listen)
+    host, port = listen_at(args, discovery)
     node = DataNode(identity, datasets, host, port, discovery, ttl_s=args.ttl)
     try:
         node.start()
@@ -108,7 +108,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--nodes", type=positive, default=1)
     p = add_node(verb, "serve", _serve, "a data node: serve datasets and announce them")
     p.add_argument("datasets", nargs="+", metavar="DATASET")
-    p.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT")
+    p.add_argument("--listen", metavar="HOST:PORT", help="default: a free port where our DHT node listens")
     p.add_argument("--ttl", type=float, default=60.0, metavar="S", help="how long a claim holds without renewal")
     p = add_node(verb, "find", _find, "who has a dataset")
     p.add_argument("name")

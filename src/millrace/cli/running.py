@@ -17,11 +17,11 @@ from millrace.errors import UsageError
 Verb = Callable[[argparse.Namespace], int]
 
 if TYPE_CHECKING:
-    from millrace.network.discovery import Discovery
+    from millrace.network.dht import LibtorrentDht
     from millrace.network.identity import Identity
 
 
-def join_network(args: argparse.Namespace) -> tuple[Identity, Discovery]:
+def join_network(args: argparse.Namespace) -> tuple[Identity, LibtorrentDht]:
     """This node's identity and its place in the DHT; the caller closes the latter."""
     from millrace.network.dht import LibtorrentDht
     from millrace.network.identity import Identity
@@ -34,8 +34,13 @@ def join_network(args: argparse.Namespace) -> tuple[Identity, Discovery]:
         raise UsageError(
             f"no DHT node is known for {args.network}: give --bootstrap HOST:PORT (one runs with: millrace dht)"
         )
-    host, port = address(args.dht)
+    host, port = address(args.dht) if args.dht else ("", 0)
     return identity, LibtorrentDht(host, port, bootstrap)
+
+
+def listen_at(args: argparse.Namespace, discovery: LibtorrentDht) -> tuple[str, int]:
+    """Where a server listens: as told, else at a free port of the address under which the DHT names this host."""
+    return address(args.listen) if args.listen else (discovery.host, 0)
 
 
 def ready(args: argparse.Namespace, **facts: Any) -> None:
@@ -77,7 +82,8 @@ def add_node(
     p = verb(name, run, about)
     if network:
         p.add_argument("--network", type=Path, metavar="DIR", help="this node's directory, from network join")
-        p.add_argument("--dht", default="127.0.0.1:0", metavar="HOST:PORT", help="where our DHT node listens (UDP)")
+        where = "where our DHT node listens (UDP); default: the address from which the first bootstrap node is reached"
+        p.add_argument("--dht", metavar="HOST:PORT", help=where)
     p.add_argument("--bootstrap", action="append", default=[], metavar="HOST:PORT")
     p.add_argument("--json", action="store_true")
     p.add_argument("--lifeline", action="store_true", help="stop when standard input ends")

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from millrace.cli.arguments import address, positive
-from millrace.cli.running import add_node, join_network, ready, until_stopped
+from millrace.cli.arguments import positive
+from millrace.cli.running import add_node, join_network, listen_at, ready, until_stopped
 
 
 def _schedule(args: argparse.Namespace) -> int:
@@ -17,7 +17,7 @@ def _schedule(args: argparse.Namespace) -> int:
     from millrace.schedule.service import SchedulerService
 
     identity, discovery = join_network(args)
-    host, port = address(args.listen)
+    host, port = listen_at(args, discovery)
     service = SchedulerService(
         identity,
         args.name,
@@ -63,7 +63,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p = add_node(verb, "schedule", _schedule, "a scheduler: find a dataset and lease its slices")
     p.add_argument("name")
     p.add_argument("--id", help="the dataset id, where a name stands for several")
-    p.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT")
+    p.add_argument("--listen", metavar="HOST:PORT", help="default: a free port where our DHT node listens")
     p.add_argument("--state", type=Path, default=Path("./millrace-state"), metavar="DIR")
     p.add_argument("--seq-len", type=positive, default=1024)
     p.add_argument("--epochs", type=positive, default=1)

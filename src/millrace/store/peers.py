@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import socket
 import threading
 import time
 import urllib.parse
@@ -243,18 +242,7 @@ def _join(identity: Identity) -> Discovery:
             f"millrace://: no DHT node is known for {identity.node_dir}: its network was made without --bootstrap. "
             "Give a discovery of your own, or join a network that names one."
         )
-    return LibtorrentDht(_host_towards(identity.bootstrap[0]), 0, identity.bootstrap)
-
-
-def _host_towards(address: tuple[str, int]) -> str:
-    """The address of this host from which another is reached; sends nothing. libtorrent's 0.0.0.0 leaves out 127.*."""
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "0.0.0.0"
+    return LibtorrentDht("", 0, identity.bootstrap)
 
 
 def _told(url: str, error: NetworkError) -> NetworkError:
