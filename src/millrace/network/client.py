@@ -262,7 +262,7 @@ class Client:
                 f"peer at {address}: expected {expect_peer}, got {peer_id} ({connection.peer.name}). "
                 "Nothing was asked of it; find the provider's address again."
             )
-        if self.identity is not None and self.identity.is_revoked(peer_id):
+        if self.identity is not None and self.identity.is_revoked(connection.peer):
             raise NetworkError(f"peer at {address}: {peer_id} ({connection.peer.name}) is revoked in this network")
 
     def _take(self, address: str, deadline: float) -> _Connection:
@@ -291,10 +291,9 @@ class Client:
             raise _unreachable("connect", address, error) from error
         der = tls.getpeercert(binary_form=True)
         assert der is not None  # CERT_REQUIRED
-        from millrace.network.identity import peer_of
-
+        assert self.identity is not None  # no context without one
         try:
-            return _Connection(tls, peer_of(der))
+            return _Connection(tls, self.identity.peer(der))
         except ProtocolViolation:
             tls.close()
             raise

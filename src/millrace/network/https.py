@@ -227,9 +227,8 @@ class Server:
                 raise
             der = tls.getpeercert(binary_form=True)
             assert der is not None  # CERT_REQUIRED: no handshake without one
-            from millrace.network.identity import peer_of
-
-            _Handler(tls, peer_of(der), self, connection)
+            assert self.identity is not None  # no context without one
+            _Handler(tls, self.identity.peer(der), self, connection)
         except NetworkError as error:
             log.warning("server %s: refused a connection: %s", self.address, error)
         except OSError as error:  # ssl.SSLError is one: strangers, resets, time-outs
@@ -255,7 +254,7 @@ class Server:
         try:
             if self.identity is None and (refused := _refuse_page(request)) is not None:
                 return refused
-            if self.identity is not None and self.identity.is_revoked(request.peer.peer_id):
+            if self.identity is not None and self.identity.is_revoked(request.peer):
                 return error_response(403, "revoked", f"peer {request.peer.peer_id} is revoked in this network")
             return self.handle(request)
         except BadRequestError as error:

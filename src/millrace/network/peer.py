@@ -1,14 +1,57 @@
-"""Who is at the other end of a connection; known without the packages that prove it."""
+"""Who is at the other end of a connection, and what it may do; known without the packages that prove it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+ROLES = frozenset({"worker", "data", "scheduler", "admin"})
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a certificate lets its holder do. Without `roles` all of them; without `datasets` all.
+
+    Attributes:
+        roles: Of ROLES.
+        datasets: Glob patterns of dataset names.
+        within: The organisation's own patterns: a name must match one of them, too.
+    """
+
+    roles: frozenset[str] = frozenset()
+    datasets: tuple[str, ...] = ()
+    within: tuple[str, ...] = ()
+
+    def allows(self, role: str) -> bool:
+        """Whether the holder may act in a role."""
+        return not self.roles or role in self.roles
+
+    def covers(self, name: str) -> bool:
+        """Whether the holder may read, serve or schedule the dataset of this name."""
+        return all(
+            not globs or any(fnmatchcase(name, glob) for glob in globs) for globs in (self.datasets, self.within)
+        )
+
+    def exceeds(self, outer: Scope) -> frozenset[str]:
+        """The roles here that `outer` does not give."""
+        return self.roles - outer.roles if outer.roles else frozenset()
+
+    def bounded_by(self, outer: Scope) -> Scope:
+        """This scope in the bounds of an organisation's; its roles must not exceed them."""
+        return Scope(self.roles or outer.roles, self.datasets, outer.datasets)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Who is at the other end of a connection, proven by its certificate; over plain HTTP `peer_id` is empty."""
+    """Who is at the other end of a connection, proven by its certificate; over plain HTTP `peer_id` is empty.
+
+    Attributes:
+        org: The peer id of the organisation that signed the certificate; empty: the network's root did.
+        scope: What the certificate allows, in the bounds of its organisation's.
+    """
 
     peer_id: str
     public_key: bytes
     name: str
+    org: str = ""
+    scope: Scope = Scope()
