@@ -1,0 +1,420 @@
+"""Who fetches which slice from whom: a pure state machine, steered by whoever tracks a dataset's holders.
+
+It lives in the scheduler for leases, in each data node for readers, and in the simulator. Time is an argument, chance
+is none: the same calls in the same order give the same answers.
+
+The policy:
+- Everybody wants much (`assign`): the rarest first. An origin gives a slice once while a copy of it lives, or is on
+  its way to somebody who can pass it on; the others wait for that copy. New ones go to those who will soonest have
+  passed on what they were given.
+- Somebody must have one slice (`providers`): whoever holds it, the least loaded a slot first, origins last.
+- What a holder uploads at once is bounded by its slots. Who fails is avoided by that asker for a while, and by all
+  after three failures until it is heard of again; who gave wrong bytes is banned for that asker at once, and for all
+  after a second asker says so: one may lie.
+
+What the choice costs: a bit for each member and slice (312 MB for 10,000 members of 250,000 slices), laid out so that
+the holders of one slice are read in one piece; a look over 8,192 of the wanted slices a call, not over all.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import UsageError
+from millrace.network.members import Members
+
+PATIENCE_S = 60.0
+_LOOK = 8192  # wanted slices that one call looks at
+_TRIED = 32  # candidates of each kind whose holders one call looks at, beside those it needs
+_ROUNDS = 3  # calls in which somebody slow is passed over for a new slice
+_SLOW = 4.0  # times the mean time to pass on
+_PATIENT = 8.0  # times the mean duration of a download, before it is given up for lost
+_AVOID_S, _MAX_AVOID_S = 1.0, 60.0
+_MAX_FAILURES = 3
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who has slices. `address`: `host:port`, or a URL of a web server or bucket; empty for one whom nobody reaches."""
+
+    peer_id: str
+    address: str
+    is_origin: bool
+
+    @property
+    def is_url(self) -> bool:
+        """Whether it is a web server or bucket, which is asked for names and not for hashes."""
+        return "://" in self.address
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Fetch this slice from this holder."""
+
+    index: int
+    holder: Holder
+
+
+@dataclass
+class _UnderWay:
+    """A slice on its way from one member to another."""
+
+    holder: str
+    since: float
+    fresh: bool  # from an origin
+
+
+class Swarm:
+    """The holders of one dataset, and what is under way between them.
+
+    Args:
+        ttl_s: Who is not heard of for so long is gone.
+        slots: Uploads at once of a holder that does not say; `origin_slots` of an origin.
+        patience_s: A download is given up for lost after so long, or 8 times the usual duration if that is more.
+
+    Raises:
+        UsageError: If a number is not positive.
+    """
+
+    def __init__(
+        self,
+        num_slices: int,
+        *,
+        ttl_s: float = 30.0,
+        slots: int = 4,
+        origin_slots: int = 8,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        if num_slices < 0 or not (ttl_s > 0 and slots > 0 and origin_slots > 0 and patience_s > 0):
+            raise UsageError(f"swarm: expected positive numbers, got {num_slices=} {ttl_s=} {slots=} {origin_slots=}")
+        self.num_slices = num_slices
+        self.ttl_s = ttl_s
+        self.slots = slots
+        self.origin_slots = origin_slots
+        self.patience_s = patience_s
+        self._members = Members(num_slices)
+        self._holders: dict[str, Holder] = {}
+        self._coming = np.zeros(num_slices, np.int32)  # on their way to somebody who can pass them on
+        self._under_way: OrderedDict[tuple[str, int], _UnderWay] = OrderedDict()  # (asker, slice), the oldest first
+        self._of: dict[str, set[tuple[str, int]]] = {}  # what is under way from or to a member
+        self._banned: dict[str, set[str]] = {}  # by asker
+        self._accusers: dict[str, set[str]] = {}  # by accused
+        self._banned_for_all: set[str] = set()
+        self._avoid: dict[str, dict[str, tuple[float, float]]] = {}  # asker: holder: (until, seconds)
+        self._cursor: dict[str, int] = {}
+        self._passed_over: dict[str, int] = {}
+        self._usual_s = 0.0
+        self._counts = {"from_origins": 0, "from_peers": 0, "finished": 0, "failed": 0, "overdue": 0}
+
+    # Who is there, and what they have.
+
+    def join(self, holder: Holder, have: NDArray[np.bool_] | None, now: float, *, slots: int | None = None) -> None:
+        """A member is here, or still here.
+
+        Args:
+            have: [num_slices] flags of what it holds; None: as before. Not looked at for an origin, which has all,
+                nor for a member without an address, which gives nothing.
+            slots: How much it uploads at once; 0: nothing now. None: as before, or the default.
+        """
+        members, peer_id = self._members, holder.peer_id
+        before = self._holders.get(peer_id)
+        if before is not None and (before.is_origin, not before.address) != (holder.is_origin, not holder.address):
+            self.leave(peer_id)
+            before = None
+        if before is None:
+            members.add(peer_id, is_origin=holder.is_origin, gives=bool(holder.address))
+        if before is None or slots is not None:
+            default = self.origin_slots if holder.is_origin else self.slots
+            members.slots[members.row(peer_id)] = default if slots is None else max(0, slots)
+        self._holders[peer_id] = holder
+        members.heard(peer_id, now)
+        if have is not None and not holder.is_origin and holder.address:
+            members.hold(peer_id, have)
+
+    def gained(self, peer_id: str, index: int, now: float) -> None:
+        """A member has a slice now, wherever from. Nothing, if it is not known."""
+        self._end((peer_id, index))
+        holder = self._holders.get(peer_id)
+        if holder is None:
+            return
+        self._members.heard(peer_id, now)
+        if holder.address and not holder.is_origin:
+            self._members.set(peer_id, index, True)
+
+    def lost(self, peer_id: str, index: int) -> None:
+        """A member has a slice no longer."""
+        holder = self._holders.get(peer_id)
+        if holder is not None and not holder.is_origin:
+            self._members.set(peer_id, index, False)
+
+    def leave(self, peer_id: str) -> None:
+        """A member is gone, with what it had. What it was banned for stays."""
+        if self._holders.get(peer_id) is None:
+            return
+        for pair in list(self._of.get(peer_id, ())):
+            self._end(pair)
+        del self._holders[peer_id]
+        self._members.remove(peer_id)
+        for table in (self._avoid, self._cursor, self._passed_over):
+            table.pop(peer_id, None)
+
+    def expire(self, now: float) -> list[str]:
+        """Let those go who were not heard of for `ttl_s`: their ids. Ends what is overdue too."""
+        self._end_overdue(now)
+        gone = [self._members.ids[row] for row in self._members.silent_since(now - self.ttl_s)]
+        for peer_id in gone:
+            self.leave(peer_id)
+        return gone
+
+    # Who gets what from whom.
+
+    def providers(self, index: int, asker: str, now: float, limit: int = 4) -> list[Holder]:
+        """Who may give one slice that the asker must have: the least loaded first, origins last.
+
+        The first is taken to be busy with it until `gained`, `finished` or `failed`. Who is banned or avoided is never
+        named; who has no free slot only if nobody has.
+        """
+        self._end_overdue(now)
+        members = self._members
+        self._end((asker, index))
+        willing = members.gives & ~self._shunned(asker, now)
+        rows = np.flatnonzero(members.holders_of(index) & willing)
+        rows = np.concatenate([members.by_load(rows), members.by_load(np.flatnonzero(willing & members.is_origin))])
+        free = members.uploads[rows] < members.slots[rows]
+        rows = np.concatenate([rows[free], rows[~free]])[:limit]
+        found = [self._holders[members.ids[row]] for row in rows.tolist()]
+        if found:
+            self._begin(asker, index, found[0], now)
+        return found
+
+    def assign(self, asker: str, wanted: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
+        """What a member shall fetch now, of much that it wants; fewer than `num`, or nothing, if it had better wait.
+
+        A slice in `wanted` that is on its way to the asker already is answered again, and counts: so a repeated call
+        is harmless, if what the asker is at is not in `wanted`. One that it was thought to have, it has no longer.
+
+        Args:
+            asker: A member: `join` it first.
+            wanted: [n] slices that it lacks and is not fetching, in any order.
+        """
+        if asker not in self._holders:
+            raise UsageError(f"swarm: expected {asker} to have joined before it asks. Call join first.")
+        self._end_overdue(now)
+        given = self._again(asker, wanted, num, now)
+        if len(given) >= num:
+            return given
+        wanted = self._window(asker, wanted)
+        is_open = self._holders[asker].address != ""
+        if is_open:
+            self._members.clear(asker, wanted)
+        shunned = self._shunned(asker, now)
+        for index in self._candidates(asker, wanted, num - len(given), shunned):
+            holder = self._source(asker, index, shunned)
+            if holder is not None:
+                self._begin(asker, index, holder, now)
+                given.append(Assignment(index, holder))
+                if len(given) == num:
+                    break
+        return given
+
+    def finished(self, asker: str, index: int, now: float) -> None:
+        """The asker has the slice, verified, from the holder it was told."""
+        done = self._under_way.get((asker, index))
+        if done is not None and done.holder in self._holders:
+            took_s = max(now - done.since, 1e-6)
+            self._usual_s = took_s if not self._usual_s else self._usual_s + 0.1 * (took_s - self._usual_s)
+            self._members.gave(done.holder, took_s)
+            self._avoid.get(asker, {}).pop(done.holder, None)
+            self._counts["finished"] += 1
+            if done.fresh and asker in self._holders:
+                self._members.owed[self._members.row(asker)] += 1
+        self.gained(asker, index, now)
+
+    def failed(self, asker: str, index: int, peer_id: str, now: float, wrong: bool = False) -> None:
+        """The asker did not get the slice from this holder.
+
+        Args:
+            wrong: It gave wrong bytes, or broke the protocol.
+        """
+        done = self._under_way.get((asker, index))
+        if done is not None and done.holder == peer_id:
+            self._end((asker, index))
+        self._counts["failed"] += 1
+        if wrong:
+            self._banned.setdefault(asker, set()).add(peer_id)
+            accusers = self._accusers.setdefault(peer_id, set())
+            accusers.add(asker)
+            if len(accusers) >= 2:
+                self.ban(peer_id)
+            return
+        avoided = self._avoid.setdefault(asker, {})
+        seconds = min(_MAX_AVOID_S, 2 * avoided[peer_id][1] if peer_id in avoided else _AVOID_S)
+        avoided[peer_id] = (now + seconds, seconds)
+        if peer_id in self._holders:
+            self._members.failures[self._members.row(peer_id)] += 1
+
+    def dropped(self, asker: str, index: int) -> None:
+        """The asker fetches a slice no longer, and that is nobody's fault."""
+        self._end((asker, index))
+
+    def ban(self, peer_id: str) -> None:
+        """Never name a member again, to anybody."""
+        self._banned_for_all.add(peer_id)
+
+    # What there is to know.
+
+    def copies(self) -> NDArray[np.int32]:
+        """[num_slices] living copies of each slice, origins not counted."""
+        return self._members.copies.copy()
+
+    def members(self) -> list[Holder]:
+        """All who are here, origins too, by peer id."""
+        return [self._holders[peer_id] for peer_id in sorted(self._holders)]
+
+    def holds(self, peer_id: str) -> NDArray[np.bool_]:
+        """[num_slices] flags of what a member is known to have."""
+        holder = self._holders.get(peer_id)
+        if holder is None or holder.is_origin:
+            return np.full(self.num_slices, holder is not None)
+        return self._members.held_by(peer_id)
+
+    def facts(self) -> dict[str, Any]:
+        """Counts for status and metrics."""
+        copies = self._members.copies
+        return {
+            "members": len(self._holders),
+            "origins": sum(holder.is_origin for holder in self._holders.values()),
+            "unreachable": sum(not holder.address for holder in self._holders.values()),
+            "under_way": len(self._under_way),
+            "slices_with_copies": int(np.count_nonzero(copies)),
+            "least_copies": int(copies.min()) if self.num_slices else 0,
+            "banned": sorted(self._banned_for_all),
+            **self._counts,
+        }
+
+    # Inside.
+
+    def _again(self, asker: str, wanted: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
+        """What the asker was told before and asks for again."""
+        told = [index for who, index in self._of.get(asker, ()) if who == asker]
+        told = sorted(set(told).intersection(wanted.tolist())) if told else []
+        given, shunned = [], self._shunned(asker, now) if told else None
+        for index in told[:num]:
+            holder = self._holders[self._under_way[asker, index].holder]
+            if shunned is not None and shunned[self._members.row(holder.peer_id)]:
+                self._end((asker, index))
+            else:
+                given.append(Assignment(index, holder))
+        return given
+
+    def _window(self, asker: str, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As many of the wanted as one call looks at: each in its turn."""
+        told = [index for who, index in self._of.get(asker, ()) if who == asker]
+        if len(wanted) > _LOOK:
+            start = self._cursor.get(asker, 0) % len(wanted)
+            self._cursor[asker] = start + _LOOK
+            wanted = np.concatenate([wanted[start : start + _LOOK], wanted[: max(0, start + _LOOK - len(wanted))]])
+        return wanted[~np.isin(wanted, told)] if told else wanted
+
+    def _shunned(self, asker: str, now: float) -> NDArray[np.bool_]:
+        """[rows] whom this asker is not to be told of; itself, too."""
+        members = self._members
+        shunned = members.failures >= _MAX_FAILURES
+        avoided = [who for who, (until, _) in self._avoid.get(asker, {}).items() if until > now]
+        for peer_id in (asker, *avoided, *self._banned.get(asker, ()), *self._banned_for_all):
+            if peer_id in self._holders:
+                shunned[members.row(peer_id)] = True
+        return shunned
+
+    def _candidates(self, asker: str, wanted: NDArray[np.int64], num: int, shunned: NDArray[np.bool_]) -> Iterator[int]:
+        """Slices worth a look: new ones if the asker may have them, the rarest, and then some of the rest."""
+        members = self._members
+        copies = members.copies[wanted]
+        row = members.row(asker)
+        # Ties are broken differently for each asker, so that they do not all want the same next.
+        tie = (wanted * 2654435761 + (row + 1) * 40503) & 0xFFFFF
+        new = np.flatnonzero((copies == 0) & (self._coming[wanted] == 0))
+        if len(new) and self._may_have_new(asker, shunned):
+            yield from wanted[new[np.argsort(tie[new], kind="stable")[:num]]].tolist()
+        old = np.flatnonzero(copies > 0)
+        if not len(old):
+            return
+        order = (copies[old].astype(np.int64) << 20) + tie[old]
+        most = min(len(old), num + _TRIED)
+        part = np.argpartition(order, most - 1)
+        rarest, rest = part[:most], np.sort(part[most:])
+        yield from wanted[old[rarest[np.argsort(order[rarest], kind="stable")]]].tolist()
+        yield from wanted[old[rest[:: max(1, len(rest) // most)][:most]]].tolist()
+
+    def _may_have_new(self, asker: str, shunned: NDArray[np.bool_]) -> bool:
+        """Whether an origin has a slot, and the asker passes on as soon as others do; if not, only now and then."""
+        members = self._members
+        if not (members.is_origin & members.gives & ~shunned & (members.uploads < members.slots)).any():
+            return False
+        peers = members.gives & ~members.is_origin
+        row = members.row(asker)
+        if peers[row]:
+            owes_s = (members.owed + 1) / members.speeds()
+            if owes_s[row] <= _SLOW * float(owes_s[peers].mean()):
+                return True
+        elif not peers.any():
+            return True
+        rounds = self._passed_over.get(asker, 0) + 1
+        self._passed_over[asker] = rounds % _ROUNDS
+        return rounds == _ROUNDS
+
+    def _source(self, asker: str, index: int, shunned: NDArray[np.bool_]) -> Holder | None:
+        """Who gives a slice now; None if it is better to wait."""
+        members = self._members
+        having = members.holders_of(index) & members.gives & ~shunned & (members.slots > 0)
+        if not having.any():
+            if self._coming[index] > 0:
+                return None
+            having = members.is_origin & members.gives & ~shunned
+        rows = np.flatnonzero(having & (members.uploads < members.slots))
+        if not len(rows):
+            return None
+        return self._holders[members.ids[int(members.by_load(rows)[0])]]
+
+    def _begin(self, asker: str, index: int, holder: Holder, now: float) -> None:
+        self._under_way[asker, index] = _UnderWay(holder.peer_id, now, holder.is_origin)
+        for peer_id in (asker, holder.peer_id):
+            self._of.setdefault(peer_id, set()).add((asker, index))
+        self._members.uploads[self._members.row(holder.peer_id)] += 1
+        if self._can_pass_on(asker):
+            self._coming[index] += 1
+        self._counts["from_origins" if holder.is_origin else "from_peers"] += 1
+
+    def _end(self, pair: tuple[str, int]) -> None:
+        """What was under way is so no longer. Nothing, if it was not."""
+        asker, index = pair
+        done = self._under_way.pop(pair, None)
+        if done is None:
+            return
+        for peer_id in {asker, done.holder}:
+            pairs = self._of[peer_id]
+            pairs.discard(pair)
+            if not pairs:
+                del self._of[peer_id]
+        self._members.uploads[self._members.row(done.holder)] -= 1
+        if self._can_pass_on(asker):
+            self._coming[index] -= 1
+
+    def _can_pass_on(self, asker: str) -> bool:
+        holder = self._holders.get(asker)
+        return holder is not None and holder.address != "" and not holder.is_origin
+
+    def _end_overdue(self, now: float) -> None:
+        before = now - max(self.patience_s, _PATIENT * self._usual_s)
+        while self._under_way:
+            pair, oldest = next(iter(self._under_way.items()))
+            if oldest.since > before:
+                return
+            self._counts["overdue"] += 1
+            self.failed(pair[0], pair[1], oldest.holder, now)
