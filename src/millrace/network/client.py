@@ -258,7 +258,7 @@ class Client:
     def _check_peer(self, address: str, connection: _Connection, expect_peer: str | None) -> None:
         peer_id = connection.peer.peer_id
         if expect_peer is not None and peer_id != expect_peer:
-            raise NetworkError(
+            raise WrongPeerError(
                 f"peer at {address}: expected {expect_peer}, got {peer_id} ({connection.peer.name}). "
                 "Nothing was asked of it; find the provider's address again."
             )
@@ -307,6 +307,10 @@ class Client:
                     idle.append(connection)
                     return
         connection.tls.close()
+
+
+class WrongPeerError(NetworkError):
+    """Another peer stands at an address than the one that was asked for."""
 
 
 class PeerGoneError(NetworkError):

@@ -7,7 +7,6 @@ requests of 2 MiB over a kept connection, as the client below fills a buffer and
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import threading
 import time
@@ -16,19 +15,18 @@ import weakref
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from millrace.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
 from millrace.errors import NetworkError, ProtocolViolation, UsageError
-from millrace.network.client import Client, RemoteError
+from millrace.network.client import Client
 from millrace.network.discovery import Claim, Discovery, find_providers
 from millrace.network.identity import Identity
+from millrace.store.holders import read_by_hash, told
 from millrace.store.origins import Origin, PassingError, Patience, RefusedError
 
-REQUEST_BYTES = 2 << 20
 _FIND_S = 10.0
 _FRESH_S = 15.0
 _MAX_TABLE_BYTES = 1 << 30
@@ -146,22 +144,9 @@ class PeerSource:
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         """See Origin."""
-        path = f"/v1/slices/{self._origin.sha256_of(name)}"
-        client, claim, into = self._origin.client, self.claim, _Into(min(REQUEST_BYTES, stop - start))
-        file, stall_s = cast(BinaryIO, into), self._origin.patience.stall_s
-        while start < stop:
-            upto = min(stop, start + REQUEST_BYTES)
-            fault: NetworkError | None = None
-            into.held = 0
-            try:
-                client.download(claim.address, path, file, start, upto, claim.peer_id, timeout_s=stall_s)
-            except NetworkError as error:
-                fault = error
-            if into.held:
-                yield into.view[: into.held]
-            start += into.held
-            if fault is not None:
-                raise _told(self.url, fault) from fault
+        origin, claim = self._origin, self.claim
+        sha256, stall_s = origin.sha256_of(name), origin.patience.stall_s
+        yield from read_by_hash(origin.client, claim.address, claim.peer_id, sha256, start, stop, stall_s, self.url)
 
     def get(self, name: str, max_bytes: int) -> bytes:
         """See Origin."""
@@ -175,7 +160,7 @@ class PeerSource:
                 self._origin.patience.stall_s,
             )
         except NetworkError as error:
-            raise _told(self.url, error) from error
+            raise told(self.url, error) from error
         if name == MANIFEST_FILE and hashlib.sha256(data).hexdigest() != claim.dataset_id:
             raise ProtocolViolation(f"{self.url}: its {name} is not that of the dataset which it claims")
         return data
@@ -183,19 +168,6 @@ class PeerSource:
     def sources(self) -> Sequence[Origin]:
         """See Origin."""
         return [self]
-
-
-class _Into(io.RawIOBase):
-    """One buffer that the client fills, again and again."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.view = memoryview(bytearray(num_bytes))
-        self.held = 0
-
-    def write(self, data: Any, /) -> int:
-        self.view[self.held : self.held + len(data)] = data
-        self.held += len(data)
-        return len(data)
 
 
 def open_peers(
@@ -243,13 +215,3 @@ def _join(identity: Identity) -> Discovery:
             "Give a discovery of your own, or join a network that names one."
         )
     return LibtorrentDht("", 0, identity.bootstrap)
-
-
-def _told(url: str, error: NetworkError) -> NetworkError:
-    """A client's error as one that says whether to ask again."""
-    if isinstance(error, (ProtocolViolation, RefusedError, PassingError)):
-        return error
-    text = f"{url}: {error}"
-    if isinstance(error, RemoteError) and error.status < 500 and error.status != 429:
-        return RefusedError(text)
-    return PassingError(text, throttled=isinstance(error, RemoteError) and error.status in (429, 503))
