@@ -13,17 +13,17 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
-from millrace.errors import NetworkError, ProtocolViolation
+from millrace.errors import NetworkError, ProtocolViolation, UsageError
+from millrace.network.ask import ask_many
 from millrace.network.client import Client
 from millrace.network.identity import Identity, Peer, verify
 
 MAX_CLAIMS = 4096
 MAX_CLAIMS_BYTES = 4 << 20
-MAX_ADDRESSES = 256
+MAX_ADDRESSES = 4096  # asked in one search
 ASK_TIMEOUT_S = 5.0
 log = logging.getLogger("millrace.network")
 Address = tuple[str, int]
@@ -67,8 +67,8 @@ class LocalDiscovery:
         """See Discovery. There is nothing to close."""
 
 
-def record_key(network_id: str, kind: Literal["dataset", "scheduler"], name: str) -> bytes:
-    """The key in the DHT (20 bytes) for a dataset's or a scheduler's name in one network."""
+def record_key(network_id: str, kind: Literal["dataset", "scheduler", "revocations"], name: str) -> bytes:
+    """The key in the DHT (20 bytes) for a dataset's or a scheduler's name in one network; revocations have none."""
     return hashlib.sha1(f"millrace/1\n{network_id}\n{kind}\n{name}".encode(), usedforsecurity=False).digest()
 
 
@@ -139,24 +139,31 @@ def find_providers(
 ) -> list[Claim]:
     """Who serves a dataset of this name, one claim a peer and dataset id, in order of peer id.
 
-    Asks all addresses at once. Who does not answer, or answers wrongly, is left out and logged.
+    The list of addresses may be full of dead and forged ones: all are asked at once (see ask), and who does not
+    answer, or answers wrongly, is left out and logged. Ends soon after somebody has answered well.
 
     Args:
-        timeout_s: For the DHT; each address then has 5 seconds.
+        timeout_s: For the DHT, which is asked again while only false addresses are found; the answers to the last
+            question then have 5 seconds more.
     """
-    found = discovery.find(record_key(network_id, "dataset", name), timeout_s)[:MAX_ADDRESSES]
-    addresses = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in found]
-    if not addresses:
-        return []
+    key, deadline = record_key(network_id, "dataset", name), time.monotonic() + timeout_s
 
-    def ask(address: str) -> list[Claim]:
+    def ask(where: Address) -> list[Claim] | None:
+        address = f"[{where[0]}]:{where[1]}" if ":" in where[0] else f"{where[0]}:{where[1]}"
         try:
-            return read_claims(client, address)
-        except NetworkError as error:
+            return [claim for claim in read_claims(client, address) if claim.name == name] or None
+        except (NetworkError, UsageError) as error:
             log.info("providers of %s: %s left out: %s", name, address, error)
-            return []
+            return None
 
-    with ThreadPoolExecutor(min(16, len(addresses)), thread_name_prefix="claims") as pool:
-        answers = list(pool.map(ask, addresses))
-    unique = {(claim.peer_id, claim.dataset_id): claim for claims in answers for claim in claims if claim.name == name}
+    asked: set[Address] = set()
+    answers: list[list[Claim]] = []
+    while not answers:
+        found = discovery.find(key, max(0.0, deadline - time.monotonic()))
+        fresh = [address for address in found if address not in asked][: MAX_ADDRESSES - len(asked)]
+        if not fresh:
+            break
+        asked.update(fresh)
+        answers = ask_many(fresh, ask, max(deadline, time.monotonic()) + ASK_TIMEOUT_S)
+    unique = {(claim.peer_id, claim.dataset_id): claim for claims in reversed(answers) for claim in claims}
     return [unique[key] for key in sorted(unique)]
