@@ -15,6 +15,7 @@ import datetime as dt
 import logging
 import ssl
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from millrace.network.networks import peer_in, read_cert, read_key, read_network
 from millrace.network.networks import renew as renew
 from millrace.network.peer import Peer as Peer
 from millrace.network.peer import Scope as Scope
-from millrace.network.revocation import Revocations
+from millrace.network.revocation import Revocations, file_stamp
 from millrace.network.revocation import read_revoked as read_revoked
 from millrace.network.revocation import revoke as revoke
 from millrace.peer_id import peer_id_of
@@ -84,6 +85,8 @@ class Identity:
         self.org = judged.peer.org
         self.expires_at = judged.valid_until
         self.revocations = Revocations(node_dir, root)
+        self._cert_stamp = file_stamp(node_dir / "node-cert.pem")
+        self._contexts: weakref.WeakSet[ssl.SSLContext] = weakref.WeakSet()
 
     @classmethod
     def load(cls, node_dir: str | Path) -> Identity:
@@ -165,7 +168,29 @@ class Identity:
             context.load_verify_locations(self.node_dir / "root-cert.pem")
         except (OSError, ssl.SSLError) as error:
             raise UsageError(f"identity: cannot load certificates from {self.node_dir}: {error}") from error
+        self._contexts.add(context)
         return context
+
+    def refresh(self) -> bool:
+        """Takes up a renewed certificate for connections to come, without a restart; whether there was one.
+
+        Raises:
+            UsageError: If the new files do not belong together; the old certificate stays in use.
+        """
+        stamp = file_stamp(self.node_dir / "node-cert.pem")
+        if stamp == self._cert_stamp:
+            return False
+        self._cert_stamp = stamp
+        fresh = Identity.load(self.node_dir)
+        if fresh.peer_id != self.peer_id:
+            raise UsageError(
+                f"identity: expected {self.peer_id}, got {fresh.peer_id} ({self.node_dir}). Restart the node."
+            )
+        for context in list(self._contexts):
+            context.load_cert_chain(self.node_dir / "node-cert.pem", self.node_dir / "node-key.pem")
+        self.as_peer, self.scope, self.expires_at = fresh.as_peer, fresh.scope, fresh.expires_at
+        log.info("certificate of %s renewed", self.name)
+        return True
 
     def is_revoked(self, peer: Peer | str) -> bool:
         """Whether a peer, or the organisation it is of, is revoked; one stat of two files a call, no restart.

@@ -189,7 +189,7 @@ class Revocations:
         return newer
 
     def _refresh(self) -> None:
-        stamps = (_stamp(self._text_path), _stamp(self._lists_path))
+        stamps = (file_stamp(self._text_path), file_stamp(self._lists_path))
         if stamps == self._stamps:
             return
         self._listed = read_revoked(self._text_path) if stamps[0] else frozenset()
@@ -247,7 +247,8 @@ def read_revoked(path: Path) -> frozenset[str]:
     return frozenset(line for line in lines if line)
 
 
-def _stamp(path: Path) -> Stamp:
+def file_stamp(path: Path) -> Stamp:
+    """Changes when a file is written or replaced; None if there is none."""
     try:
         stat = path.stat()
     except FileNotFoundError:
