@@ -19,6 +19,6 @@ def simulate(settings: Settings, progress: Progress | None = None) -> Result:
     Args:
         progress: Told now and then how far it is.
     """
-    from millrace.simulate import leasing
+    from millrace.simulate import broadcast, leasing
 
-    return {"lease": leasing.run}[settings.mode](settings, progress)
+    return {"lease": leasing.run, "swarm": broadcast.run}[settings.mode](settings, progress)

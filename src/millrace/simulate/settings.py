@@ -32,6 +32,7 @@ class Settings:
         lost: Share of the answers of the scheduler that never arrive.
         cache: Slices that a worker keeps.
         lease_s, exchange_s: How long a lease lives without contact; how often a worker speaks.
+        stall_s, steal_s: See `schedule.desk.JobSpec`.
         limit_rps: Requests a second above which the store answers 503.
         deadline_s: A sample used later than this is late.
     """
@@ -64,6 +65,8 @@ class Settings:
     cache: int = 64
     lease_s: float = 30.0
     exchange_s: float = 5.0
+    stall_s: float = 600.0
+    steal_s: float = 2.0
     limit_rps: float = 200.0
     deadline_s: float | None = None
 
