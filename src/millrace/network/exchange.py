@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ BINARY = "application/octet-stream"
 
 @dataclass(frozen=True)
 class Request:
-    """What a peer asks. `query` keeps the last value of a repeated name; `gone`: has the peer hung up meanwhile?"""
+    """What a peer asks. `query` keeps the last value of a repeated name, `headers` know names in any
+    case; `gone`: has the peer hung up meanwhile?"""
 
     method: str
     path: str
     query: dict[str, str]
-    headers: Message
+    headers: Mapping[str, str]
     body: bytes
     peer: Peer
     gone: Callable[[], bool] = lambda: False
@@ -91,3 +91,15 @@ def file_response(request: Request, path: Path, size: int) -> Response:
         return error_response(416, "bad_range", f"Range: [{start}, {stop}) is not in [0, {size})")
     headers = {"Content-Range": f"bytes {start}-{stop - 1}/{size}", "Accept-Ranges": "bytes"}
     return Response(206, FileRange(path, start, stop), BINARY, headers)
+
+
+def refuse_page(request: Request) -> Response | None:
+    """Refuses what a web page can make a browser send here; None for a program's request."""
+    kind = request.headers.get("Content-Type", JSON).partition(";")[0].strip().lower()
+    if "Origin" not in request.headers and (request.method == "GET" or kind == JSON):
+        return None
+    return error_response(
+        403,
+        "cross_site",
+        f"request: expected Content-Type {JSON} and no Origin, got {kind[:80]!r}. Ask with a program.",
+    )
