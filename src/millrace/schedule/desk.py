@@ -1,93 +1,446 @@
-"""The desk: who gets which lease of which job from whom, as a function of what workers say. (Under way.)"""
+"""The desk: who gets which lease of which job, and from whom, as a function of what workers say.
+
+Pure: no clock, no disk, no socket, no chance. `exchange` answers one worker and says what happened, as events; the
+journal has those on disk before the answer goes out, and `apply` replays them. What only helps to choose well (who is
+alive, how fast, what is cached where) is not kept: workers say it again.
+
+What it costs: some 50 us an exchange with a receipt and a lease, whatever the numbers of slices and workers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from millrace.errors import LeaseError, UsageError
 from millrace.network.swarm import Holder, Swarm
-from millrace.schedule.ask import Ask, Reply
+from millrace.schedule import events
+from millrace.schedule.ask import Accepted, Ask, Bad, Failed, Grant, Live, Refused, Reply
 from millrace.schedule.events import Event
+from millrace.schedule.jobs import Job, JobSpec, Source, at_index, check_weights
+from millrace.schedule.owners import Owner, OwnerKey
+from millrace.schedule.parts import Part
+from millrace.schedule.sessions import Session, Sessions
+from millrace.schedule.table import LeaseLostError, LeaseTable
 
+__all__ = ["Ask", "Bad", "Desk", "Failed", "JobSpec", "Reply", "Source"]
 
-@dataclass(frozen=True)
-class Source:
-    """A dataset of a job: `samples` is int64 [S], the samples of each slice; `weight` its share in a mixture."""
-
-    name: str
-    dataset_id: str
-    samples: NDArray[np.int64]
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class JobSpec:
-    """What a job is.
-
-    Args:
-        sources: One dataset, or several as a mixture by weights in samples.
-        changes: (samples used by the job, weight of each source): weights that hold from there on.
-        priority: Workers that name no job get leases of the job with the highest one that has any; among
-            equals by `weight`, in samples.
-        stall_s: A worker that acknowledges nothing for so long loses its leases, however alive it is.
-        max_failures: A slice on which so many different workers failed is set aside.
-        steal_s: Leases are cut for an idle worker only if their owner would need longer than this.
-    """
-
-    name: str
-    sources: tuple[Source, ...]
-    seed: int = 0
-    epochs: int = 1
-    lease_s: float = 30.0
-    stall_s: float = 600.0
-    max_failures: int = 3
-    steal_s: float = 2.0
-    priority: int = 0
-    weight: float = 1.0
-    changes: tuple[tuple[int, tuple[float, ...]], ...] = field(default=())
+# A session has the lease in use and those it fetches ahead; a peer runs several sessions, but holds no dataset back.
+MAX_LEASES = 16
+MAX_LEASES_PER_PEER = 256
+MAX_PROVIDERS = 4
 
 
 class Desk:
-    """Several jobs and their swarms. Pure: no clock, disk or socket, and no chance.
+    """Several jobs and their swarms.
 
     Args:
         salt: Begins the ids of leases: another one after each restart, so that no id is given twice.
+        ttl_s: How long a holder of slices is believed to be there after it was heard of.
     """
 
-    def __init__(self, jobs: Sequence[JobSpec], *, salt: str = "") -> None:
+    def __init__(self, jobs: Sequence[JobSpec], *, salt: str = "", ttl_s: float = 30.0) -> None:
+        self.jobs = {spec.name: Job(spec) for spec in jobs}
+        if len(self.jobs) != len(jobs) or not jobs:
+            raise UsageError(f"desk: expected jobs of different names, got {[spec.name for spec in jobs]}.")
+        self.salt = salt
         self.swarms: dict[str, Swarm] = {}
+        for spec in jobs:
+            for source in spec.sources:
+                self.swarms.setdefault(source.dataset_id, Swarm(len(source.samples), ttl_s=ttl_s))
+        self.sessions = Sessions(self.swarms, 4 * max(spec.lease_s for spec in jobs))
+        self.reports: dict[tuple[str, str, int], dict[str, str]] = {}
+        self._num_ids = 0
+        # (worker, job, slice) to when it may have it again after it failed on it.
+        self._avoided: dict[tuple[str, str, int], float] = {}
+
+    # What a worker says.
 
     def exchange(self, peer_id: str, ask: Ask, now: float) -> tuple[Reply, list[Event]]:
-        """Takes what a worker says and answers it; the events are on disk before the reply goes out."""
-        raise NotImplementedError
+        """Takes what a session of a worker says and answers it; the events belong on disk before the reply goes out.
+
+        Raises:
+            LeaseError: If it names a job that is not here.
+        """
+        if ask.job and ask.job not in self.jobs:
+            raise LeaseError(f"job {ask.job}: this scheduler has none of that name, but {', '.join(self.jobs)}.")
+        done: list[Event] = []
+        session = self._session((peer_id, ask.session), now)
+        self._hear(session, ask, now)
+        accepted, refused = self._take_uses(peer_id, ask, done, now)
+        self._take_back(session, ask, done, now)
+        self._cut(session, ask, done, now)
+        for job in self.jobs.values():
+            self._settle(job, done, now)
+        grants, wait_s = self._grant(session, ask, done, now)
+        live, lost = self._tell(session, ask, now)
+        jobs = [self.jobs[ask.job]] if ask.job else list(self.jobs.values())
+        unfinished = [job for job in jobs if not job.done]
+        reply = Reply(
+            tuple(accepted),
+            tuple(refused),
+            live,
+            tuple(lost),
+            tuple(grants),
+            wait_s,
+            not unfinished,
+            bool(unfinished) and all(job.paused for job in unfinished),
+            any(s.dataset_id not in session.have for job in unfinished for s in job.spec.sources),
+        )
+        return reply, done
+
+    def _session(self, key: OwnerKey, now: float) -> Session:
+        """Who speaks, alive now; after a restart it finds its leases again."""
+        is_new = key not in self.sessions.all
+        session = self.sessions.at(key, now)
+        if is_new:
+            for job in self.jobs.values():
+                for dataset, table in enumerate(job.tables):
+                    if key in table.owners.all:
+                        session.owners[job.name, dataset] = table, table.touch(key, now)
+        return session
+
+    def _hear(self, session: Session, ask: Ask, now: float) -> None:
+        """What it has and hands on, and how fast it says it is."""
+        have = {i: indexes for i, indexes in ask.have.items() if i in self.swarms}
+        for dataset_id, indexes in have.items():
+            if len(indexes) and not 0 <= indexes[0] <= indexes[-1] < self.swarms[dataset_id].num_slices:
+                raise LeaseError(f"have: expected slices of dataset {dataset_id}, got up to {indexes[-1]}.")
+        self.sessions.tell(session, ask.address, have, now)
+        for (job, dataset), (table, owner) in session.owners.items():
+            dataset_id = self.jobs[job].spec.sources[dataset].dataset_id
+            if dataset_id in have:
+                table.know(owner, have[dataset_id])
+            if ask.speed is not None:
+                owner.speed.told(ask.speed)
+
+    def _take_uses(self, peer_id: str, ask: Ask, done: list[Event], now: float) -> tuple[list[Accepted], list[Refused]]:
+        """Records the batch, or nothing of it unless all of it is new: the receipt is over all of it."""
+        known: dict[str, Accepted] = {}
+        refused: list[Refused] = []
+        fresh: dict[str, tuple[Job, int, LeaseTable]] = {}
+        reached: dict[str, int] = {}
+        for used in ask.uses:
+            place = self._find(used.lease)
+            try:
+                if place is None:
+                    raise LeaseLostError(f"lease {used.lease}: it is not live. Drop it and ask for another.")
+                job, dataset, table = place
+                if table.check_use(peer_id, at_index(used, used.slice - job.bases[dataset]), reached.get(used.lease)):
+                    fresh[used.lease], reached[used.lease] = place, used.stop
+                else:
+                    known[used.lease] = _standing(table, used.lease)
+            except LeaseLostError as error:
+                refused.append(Refused(used.lease, "lost", str(error), 0))
+            except LeaseError as error:
+                refused.append(Refused(used.lease, "range", str(error), table.leases[used.lease].position))
+        jobs = {job.name for job, _, _ in fresh.values()}
+        if fresh and len(jobs) == 1 and not known and not refused:
+            self._note_fetched(peer_id, fresh, now)
+            self._do(events.Recorded(jobs.pop(), peer_id, ask.uses, ask.receipt), done, now)
+            known = {lease_id: _standing(table, lease_id) for lease_id, (_, _, table) in fresh.items()}
+        else:
+            message = "the rest of this receipt was not taken: sign the uses anew, as of the offsets"
+            refused += [Refused(i, "range", message, t.leases[i].position) for i, (_, _, t) in fresh.items()]
+        return list(known.values()), refused
+
+    def _note_fetched(self, peer_id: str, fresh: dict[str, tuple[Job, int, LeaseTable]], now: float) -> None:
+        """Who begins a slice has it."""
+        for lease_id, (job, dataset, table) in fresh.items():
+            lease = table.leases[lease_id]
+            if lease.position == lease.start:
+                self.swarms[job.spec.sources[dataset].dataset_id].finished(peer_id, lease.slice_index, now)
+
+    def _find(self, lease_id: str) -> tuple[Job, int, LeaseTable] | None:
+        for job in self.jobs.values():
+            found = job.find(lease_id)
+            if found is not None:
+                return job, *found
+        return None
+
+    def _take_back(self, session: Session, ask: Ask, done: list[Event], now: float) -> None:
+        """Failed and released leases, those that it never heard of, and its reports of bad providers."""
+        for bad in ask.bad:
+            key = (bad.peer_id, bad.dataset_id, bad.index)
+            if bad.dataset_id in self.swarms and session.key[0] not in self.reports.get(key, ()):
+                report = events.Reported(bad.peer_id, bad.dataset_id, bad.index, session.key[0], bad.reason)
+                self._do(report, done, now)
+        for failed in ask.failed:
+            self._fail(session, failed, done, now)
+        unheld = [] if ask.held is None else [i for i in self._leases_of(session) if i not in ask.held]
+        for why, lease_ids in (("released", ask.release), ("unheld", unheld)):
+            for lease_id in lease_ids:
+                if self._own(session, lease_id) is not None:
+                    self._give_back(lease_id, why, done, now)
+
+    def _fail(self, session: Session, failed: Failed, done: list[Event], now: float) -> None:
+        own = self._own(session, failed.lease_id)
+        if own is None:
+            return
+        job, dataset, table = own
+        worker = session.key[0]
+        index = job.bases[dataset] + table.leases[failed.lease_id].slice_index
+        self._do(events.Failure(job.name, index, worker, failed.reason), done, now)
+        self._give_back(failed.lease_id, "failed", done, now)
+        self._avoided[worker, job.name, index] = now + job.spec.lease_s
+        if len(job.failures.get(index, ())) >= job.spec.max_failures and index not in job.reasons:
+            self._do(events.SetAside(job.name, index, failed.reason), done, now)
+
+    def _cut(self, session: Session, ask: Ask, done: list[Event], now: float) -> None:
+        for lease_id, horizon in ask.horizons.items():
+            own = self._own(session, lease_id)
+            if own is None:
+                continue
+            job, _, table = own
+            stop = table.declare(table.leases[lease_id], horizon, now)
+            if stop is not None:
+                self._do(events.Cut(job.name, lease_id, stop), done, now)
+
+    def _own(self, session: Session, lease_id: str) -> tuple[Job, int, LeaseTable] | None:
+        """Where a live lease of this session is."""
+        for (job, dataset), (table, owner) in session.owners.items():
+            if lease_id in owner.leases:
+                return self.jobs[job], dataset, table
+        return None
+
+    def _leases_of(self, session: Session) -> list[str]:
+        return [lease_id for _, owner in session.owners.values() for lease_id in owner.leases]
+
+    def _give_back(self, lease_id: str, why: str, done: list[Event], now: float) -> None:
+        place = self._find(lease_id)
+        assert place is not None
+        job, dataset, table = place
+        lease = table.leases[lease_id]
+        self.swarms[job.spec.sources[dataset].dataset_id].dropped(lease.worker, lease.slice_index)
+        self._do(events.Returned(job.name, lease_id, why), done, now)
+
+    # What it gets.
+
+    def _grant(self, session: Session, ask: Ask, done: list[Event], now: float) -> tuple[list[Grant], float]:
+        """Up to `want` leases, and how long to wait for more, seconds."""
+        grants: list[Grant] = []
+        worker = session.key[0]
+        room = min(MAX_LEASES - session.num_leases(), MAX_LEASES_PER_PEER - self.sessions.num_leases(worker))
+        if any(owner.stalled for _, owner in session.owners.values()):
+            room = min(room, 1 - session.num_leases())
+        for _ in range(min(ask.want, room)):
+            found = self._choose(session, ask.job, now)
+            if found is None:
+                break
+            job, dataset, part = found
+            lease_id = f"{self.salt}{self._num_ids:x}"
+            self._num_ids += 1
+            index = job.bases[dataset] + part[0]
+            epoch = job.tables[dataset].epoch
+            self._do(events.Granted(job.name, lease_id, *session.key, epoch, index, *part[1:]), done, now)
+            for table, owner in session.owners.values():
+                table.stop_waiting(owner)
+            grants.append(self._describe(session, job, dataset, lease_id, now))
+            change = job.due_change()
+            if change is not None:
+                self._do(change, done, now)
+        if len(grants) == ask.want:
+            return grants, 0.0
+        return grants, self._wait(session, ask.job, now)
+
+    def _turns(self, name: str) -> list[Job]:
+        """The jobs that a worker may get leases of, whose turn it is first."""
+        if name:
+            return [self.jobs[name]] if not self.jobs[name].paused else []
+        jobs = [job for job in self.jobs.values() if not job.paused and not job.done]
+        return sorted(jobs, key=lambda job: (-job.spec.priority, job.given / job.spec.weight))
+
+    def _choose(self, session: Session, name: str, now: float) -> tuple[Job, int, Part] | None:
+        worker = session.key[0]
+        for job in self._turns(name):
+            for dataset in job.turns():
+                owner = self._owner(session, job, dataset, now)
+                base = job.bases[dataset]
+
+                def avoided(index: int, job: Job = job, base: int = base) -> bool:
+                    if base + index not in job.failures:
+                        return False
+                    return self._avoided.get((worker, job.name, base + index), now) > now
+
+                part = job.tables[dataset].choose(owner, avoided, now)
+                if part is not None:
+                    return job, dataset, part
+        return None
+
+    def _owner(self, session: Session, job: Job, dataset: int, now: float) -> Owner:
+        """This session's place at a table; a new one knows what the session has cached."""
+        at = session.owners.get((job.name, dataset))
+        table = job.tables[dataset]
+        if at is None or table.owners.all.get(session.key) is not at[1]:
+            owner = table.touch(session.key, now)
+            session.owners[job.name, dataset] = table, owner
+            have = session.have.get(job.spec.sources[dataset].dataset_id)
+            if have is not None:
+                table.know(owner, have)
+            return owner
+        return at[1]
+
+    def _wait(self, session: Session, name: str, now: float) -> float:
+        waits = [
+            job.tables[dataset].wait(self._owner(session, job, dataset, now), now)
+            for job in self._turns(name)[:1]
+            for dataset in job.turns()
+        ]
+        return round(min(waits, default=1.0), 3)
+
+    def _describe(self, session: Session, job: Job, dataset: int, lease_id: str, now: float) -> Grant:
+        table = job.tables[dataset]
+        lease = table.leases[lease_id]
+        dataset_id = job.spec.sources[dataset].dataset_id
+        swarm, index = self.swarms[dataset_id], lease.slice_index
+        limit = MAX_PROVIDERS if not session.has(dataset_id, index) else 0
+        providers = tuple(swarm.providers(index, lease.worker, now, limit)) if limit else ()
+        return Grant(
+            lease_id, job.name, lease.epoch, job.bases[dataset] + index, dataset_id, index, lease.start, lease.stop,
+            int(table.samples[index]), providers, round(table.lease_s, 3),
+        )  # fmt: skip
+
+    def _tell(self, session: Session, ask: Ask, now: float) -> tuple[dict[str, Live], list[str]]:
+        """What became of the leases that it holds."""
+        live: dict[str, Live] = {}
+        lost: list[str] = []
+        held = self._leases_of(session) if ask.held is None else ask.held
+        for lease_id in held:
+            own = self._own(session, lease_id)
+            if own is not None:
+                table = own[2]
+                owner = table.owners.all[session.key]
+                live[lease_id] = Live(table.leases[lease_id].stop, round(owner.deadline - now, 3))
+                continue
+            place = self._find(lease_id)
+            ended = place[2].remembered.get(lease_id) if place is not None else None
+            if ended is not None and ended.whole and ended.worker == session.key[0]:
+                live[lease_id] = Live(ended.reached, 0.0)
+            else:
+                lost.append(lease_id)
+        return live, lost
+
+    # What happens.
+
+    def _do(self, event: Event, done: list[Event], now: float) -> None:
+        self.apply(event, now)
+        done.append(event)
+        if isinstance(event, events.Recorded | events.SetAside | events.Returned):
+            self._settle(self.jobs[event.job], done, now)
+
+    def _settle(self, job: Job, done: list[Event], now: float) -> None:
+        """Ends epochs that are over, and changes weights that are due."""
+        for event in self.settle(job.name):
+            self._do(event, done, now)
+
+    def settle(self, name: str) -> list[Event]:
+        """What follows from a job's state by itself: ends of epochs, changes of weights. Not applied yet."""
+        job = self.jobs[name]
+        found = [event for event in map(job.ended, range(len(job.tables))) if event is not None]
+        change = job.due_change()
+        return [*found, change] if change is not None else found
+
+    def apply(self, event: Event, now: float = 0.0) -> None:
+        """Changes the state by an event: as it happens, or replayed.
+
+        Raises:
+            LeaseError: If it contradicts the state.
+        """
+        if not isinstance(event, events.Reported):
+            self.jobs[event.job].apply(event, now)
+            return
+        key = (event.peer_id, event.dataset_id, event.index)
+        self.reports.setdefault(key, {})[event.reporter] = event.reason
+        if event.dataset_id in self.swarms:
+            self.swarms[event.dataset_id].failed(event.reporter, event.index, event.peer_id, now, wrong=True)
 
     def expire(self, now: float) -> list[Event]:
         """Takes back what is late; call it every second or so."""
-        raise NotImplementedError
-
-    def apply(self, event: Event, now: float = 0.0) -> None:
-        """Replays an event."""
-        raise NotImplementedError
+        done: list[Event] = []
+        for job in self.jobs.values():
+            for table in job.tables:
+                for lease_id, why in table.late(now):
+                    if lease_id in table.leases:
+                        self._give_back(lease_id, why, done, now)
+        self.sessions.expire(now)
+        for swarm in self.swarms.values():
+            swarm.expire(now)
+        for key in [key for key, until in self._avoided.items() if until <= now]:
+            del self._avoided[key]
+        return done
 
     def origins(self, dataset_id: str, holders: Sequence[Holder], now: float) -> None:
         """The data nodes that serve a dataset now; call it within the swarm's time to live."""
-        raise NotImplementedError
+        for holder in holders:
+            self.swarms[dataset_id].join(holder, None, now)
 
-    def pause(self, job: str, paused: bool) -> list[Event]:
+    # What an administrator says.
+
+    def pause(self, name: str, paused: bool) -> list[Event]:
         """No new leases of a job, or again; what is leased is used up."""
-        raise NotImplementedError
+        job = self._job(name)
+        done: list[Event] = []
+        if job.paused != paused:
+            self._do(events.Paused(name) if paused else events.Resumed(name), done, 0.0)
+        return done
 
-    def readmit(self, job: str, slices: Sequence[int] | None = None) -> list[Event]:
+    def readmit(self, name: str, slices: Sequence[int] | None = None) -> list[Event]:
         """Leases slices again that were set aside; None for all of them."""
-        raise NotImplementedError
+        job = self._job(name)
+        done: list[Event] = []
+        for index in list(job.reasons) if slices is None else slices:
+            if index in job.reasons:
+                self._do(events.Readmitted(name, index), done, 0.0)
+        return done
 
-    def reweight(self, job: str, weights: Mapping[str, float], at: int | None = None) -> list[Event]:
-        """Other weights, from the `at`-th sample used on; None: from now on."""
-        raise NotImplementedError
+    def reweight(self, name: str, weights: Mapping[str, float], at: int | None = None) -> list[Event]:
+        """Other weights, by dataset name, from the `at`-th sample used on; None: from now on."""
+        job = self._job(name)
+        names = [source.name for source in job.spec.sources]
+        if set(weights) - set(names):
+            raise UsageError(f"job {name}: expected weights of {', '.join(names)}, got {', '.join(weights)}.")
+        given = tuple(float(weights.get(source, old)) for source, old in zip(names, job.weights))
+        check_weights(name, given, len(names))
+        done: list[Event] = []
+        self._do(events.Weighted(name, job.used if at is None else at, given), done, 0.0)
+        return done
+
+    def _job(self, name: str) -> Job:
+        if name not in self.jobs:
+            raise UsageError(f"job {name}: this scheduler has none of that name, but {', '.join(self.jobs)}.")
+        return self.jobs[name]
 
     def done(self) -> bool:
         """Whether every job is done."""
-        raise NotImplementedError
+        return all(job.done for job in self.jobs.values())
+
+    # Keeping.
+
+    def extend_all(self, now: float) -> None:
+        """A whole term for every lease: after an outage that was not the workers' doing."""
+        for job in self.jobs.values():
+            for table in job.tables:
+                table.extend_all(now)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that replaying every event would give, as plain values."""
+        return {
+            "jobs": {name: job.snapshot() for name, job in self.jobs.items()},
+            "reports": [[*key, reporters] for key, reporters in self.reports.items()],
+        }
+
+    def restore(self, saved: Mapping[str, Any], now: float = 0.0) -> None:
+        """Puts a snapshot back into a new desk of the same jobs."""
+        for name, state in saved["jobs"].items():
+            self.jobs[name].restore(state, now)
+        for peer_id, dataset_id, index, reporters in saved["reports"]:
+            for reporter, reason in reporters.items():
+                self.apply(events.Reported(peer_id, dataset_id, index, reporter, reason), now)
+
+
+def _standing(table: LeaseTable, lease_id: str) -> Accepted:
+    lease = table.leases.get(lease_id)
+    if lease is not None:
+        return Accepted(lease_id, lease.position, lease.stop)
+    reached = table.remembered[lease_id].reached
+    return Accepted(lease_id, reached, reached)

@@ -145,7 +145,7 @@ _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 def to_row(event: Event) -> list[Any]:
     """An event as a list of plain values, for JSON."""
     if isinstance(event, Recorded):
-        rows = [[u.lease, u.epoch, u.slice, u.start, u.stop, u.step] for u in event.uses]
+        rows = [used.to_row() for used in event.uses]
         return [_NUMBERS[Recorded], event.job, event.worker, rows, event.receipt]
     return [_NUMBERS[type(event)], *(getattr(event, name) for name in event.__slots__)]
 
@@ -155,7 +155,8 @@ def from_row(row: list[Any]) -> Event:
     kind, *values = row
     if _KINDS[kind] is Recorded:
         job, worker, rows, receipt = values
-        return Recorded(job, worker, tuple(Used(*use) for use in rows), receipt)
+        return Recorded(job, worker, tuple(Used(*used) for used in rows), receipt)
     if _KINDS[kind] is Weighted:
         return Weighted(values[0], values[1], tuple(values[2]))
-    return _KINDS[kind](*values)
+    event: Event = _KINDS[kind](*values)
+    return event

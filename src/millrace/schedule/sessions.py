@@ -1,0 +1,114 @@
+"""Who talks to the desk: sessions of workers, what they have cached, and whom they hand it on from."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.network.swarm import Holder, Swarm
+from millrace.schedule.owners import Owner, OwnerKey
+from millrace.schedule.table import LeaseTable
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One process of a worker.
+
+    Attributes:
+        have: Dataset id to the slices it has, int64, rising.
+        owners: (job, dataset) to the table and its place there.
+        announced_at: When the swarms last heard of it.
+    """
+
+    key: OwnerKey
+    deadline: float
+    address: str = ""
+    have: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    owners: dict[tuple[str, int], tuple[LeaseTable, Owner]] = field(default_factory=dict)
+    announced_at: dict[str, float] = field(default_factory=dict)
+
+    def num_leases(self) -> int:
+        return sum(len(owner.leases) for _, owner in self.owners.values())
+
+    def has(self, dataset_id: str, index: int) -> bool:
+        """Whether it has a slice cached, as far as it said."""
+        have = self.have.get(dataset_id)
+        if have is None:
+            return False
+        at = int(np.searchsorted(have, index))
+        return at < len(have) and int(have[at]) == index
+
+
+class Sessions:
+    """The sessions heard of lately, and their part in the swarms."""
+
+    def __init__(self, swarms: dict[str, Swarm], patience_s: float) -> None:
+        self.all: dict[OwnerKey, Session] = {}
+        self.of_peer: dict[str, set[OwnerKey]] = {}
+        self._swarms = swarms
+        self._patience_s = patience_s
+        self._due: list[tuple[float, OwnerKey]] = []
+        # A peer is in a swarm once: by the session of it that came first.
+        self._sharing: dict[tuple[str, str], OwnerKey] = {}
+
+    def at(self, key: OwnerKey, now: float) -> Session:
+        """The session, alive now; a new one if need be."""
+        session = self.all.get(key)
+        if session is None:
+            session = self.all[key] = Session(key, now + self._patience_s)
+            self.of_peer.setdefault(key[0], set()).add(key)
+            heapq.heappush(self._due, (session.deadline, key))
+        session.deadline = max(session.deadline, now + self._patience_s)
+        for table, owner in session.owners.values():
+            owner.deadline = max(owner.deadline, now + table.lease_s)
+        return session
+
+    def num_leases(self, peer_id: str) -> int:
+        """Leases of all sessions of a peer."""
+        return sum(self.all[key].num_leases() for key in self.of_peer.get(peer_id, ()))
+
+    def tell(self, session: Session, address: str, have: dict[str, NDArray[np.int64]], now: float) -> None:
+        """What a session says it has and hands on; the swarms hear of it."""
+        moved = address != session.address
+        session.address = address
+        session.have.update(have)
+        for dataset_id in have if not moved else session.have:
+            self._share(session, dataset_id, session.have[dataset_id], now)
+        for dataset_id in session.have:
+            if now - session.announced_at.get(dataset_id, now) > self._swarms[dataset_id].ttl_s / 3:
+                self._share(session, dataset_id, None, now)
+
+    def _share(self, session: Session, dataset_id: str, have: NDArray[np.int64] | None, now: float) -> None:
+        peer_id = session.key[0]
+        if self._sharing.setdefault((dataset_id, peer_id), session.key) != session.key:
+            return
+        swarm = self._swarms[dataset_id]
+        flags: NDArray[np.bool_] | None = None
+        if have is not None:
+            flags = np.zeros(swarm.num_slices, np.bool_)
+            flags[have] = True
+        swarm.join(Holder(peer_id, session.address, False), flags, now)
+        session.announced_at[dataset_id] = now
+
+    def expire(self, now: float) -> None:
+        """Forgets the sessions that were silent for long; their leases are long gone."""
+        while self._due and self._due[0][0] <= now:
+            _, key = heapq.heappop(self._due)
+            session = self.all.get(key)
+            if session is None:
+                continue
+            if session.deadline > now:
+                heapq.heappush(self._due, (session.deadline, key))
+                continue
+            del self.all[key]
+            peers = self.of_peer[key[0]]
+            peers.discard(key)
+            if not peers:
+                del self.of_peer[key[0]]
+            for dataset_id in session.announced_at:
+                if self._sharing.get((dataset_id, key[0])) == key:
+                    del self._sharing[dataset_id, key[0]]
+                    self._swarms[dataset_id].leave(key[0])
