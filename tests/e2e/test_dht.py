@@ -1,19 +1,36 @@
-"""Six nodes of the DHT on loopback, over real UDP."""
+"""The DHT on loopback, over real UDP: found from everywhere, quickly, whoever dies or lies.
+
+MILLRACE_DHT_NODES=200 and MILLRACE_DHT_FORGED=1000 make the crowd and the flood larger.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import libtorrent as lt
 import pytest
+from nodes import NAME, make_dataset
 
-from millrace.errors import NetworkError
-from millrace.network.dht import LibtorrentDht
-from millrace.network.discovery import record_key
+from millrace.errors import DatasetError, NetworkError, UsageError
+from millrace.network.client import Client
+from millrace.network.dht import LibtorrentDht, host_towards
+from millrace.network.discovery import LocalDiscovery, find_providers, record_key
+from millrace.network.identity import Identity
+from millrace.schedule.service import SchedulerService
+from millrace.serve import DataNode
+from millrace.store.peers import PeerOrigin
 
 KEY = record_key("network", "dataset", "tiny")
+CROWD = int(os.environ.get("MILLRACE_DHT_NODES", "50"))
+FORGED = int(os.environ.get("MILLRACE_DHT_FORGED", "200"))
+Make = Callable[[str], Identity]
 
 
 @pytest.fixture
@@ -92,3 +109,138 @@ def test_keys_part_networks_kinds_and_names() -> None:
         record_key("a", "dataset", "y"),
     }
     assert len(keys) == 4 and {len(key) for key in keys} == {20}
+
+
+def test_fifty_nodes_find_a_name_in_half_a_second() -> None:
+    with contextlib.ExitStack() as stack:
+        first = LibtorrentDht("127.0.0.1", 0)
+        nodes = [first, *(LibtorrentDht("127.0.0.1", 0, [("127.0.0.1", first.port)]) for _ in range(CROWD - 1))]
+        for node in nodes:
+            stack.callback(node.close)
+        nodes[7].announce(KEY, 7001)
+
+        def timed(node: LibtorrentDht) -> float:
+            begun = time.monotonic()
+            assert node.find(KEY, 20.0) == [("127.0.0.1", 7001)]
+            return time.monotonic() - begun
+
+        with ThreadPoolExecutor(4) as pool:
+            times = sorted(pool.map(timed, nodes))
+    print(f"{CROWD} nodes: find median {statistics.median(times) * 1e3:.0f} ms, worst {times[-1] * 1e3:.0f} ms")
+    assert statistics.median(times) < 0.5
+    assert times[-1] < 5.0  # a node just started may have to ask again after a second
+
+
+@pytest.mark.skipif(host_towards(("192.0.2.1", 9)) in ("0.0.0.0", "127.0.0.1"), reason="only loopback here")
+def test_all_addresses_of_a_host_share_a_port_and_none_of_them_is_the_wildcard() -> None:
+    first = LibtorrentDht("0.0.0.0", 0)
+    try:
+        first.announce(KEY, 7001)
+        found = first.find(KEY, 5.0)
+        assert found and {port for _, port in found} == {7001}
+        hosts = {host for host, _ in found}
+        assert not hosts & {"0.0.0.0", "127.0.0.1"}, "an address that others may reach"
+        host = min(hosts)
+        second = LibtorrentDht("", 0, [(host, first.port)])
+        try:
+            assert second.host == host
+            assert (host, 7001) in second.find(KEY, 10.0)
+        finally:
+            second.close()
+    finally:
+        first.close()
+
+
+def test_a_dead_provider_is_gone_and_a_living_one_outlives_its_time_to_live(
+    tmp_path: Path, make_identity: Make
+) -> None:
+    dataset = make_dataset(tmp_path / "dataset", 2, 50)
+    with contextlib.ExitStack() as stack:
+        first = LibtorrentDht("127.0.0.1", 0)
+        stack.callback(first.close)
+        other = LibtorrentDht("127.0.0.1", 0, [("127.0.0.1", first.port)])
+        stack.callback(other.close)
+        seeker = make_identity("seeker")
+        client = stack.enter_context(Client(seeker))
+        nodes = [DataNode(make_identity(name), [dataset], "127.0.0.1", 0, first, ttl_s=0.6) for name in ("a", "b")]
+        for node in nodes:
+            node.start()
+            stack.callback(node.stop)
+
+        def found() -> set[str]:
+            claims = find_providers(other, client, seeker.network_id, NAME)
+            assert all(0 < claim.expires_at - time.time() <= 0.6 for claim in claims)
+            return {claim.peer_id for claim in claims}
+
+        both = {node.identity.peer_id for node in nodes}
+        deadline = time.monotonic() + 20
+        while found() != both:
+            assert time.monotonic() < deadline
+        time.sleep(1.0)  # longer than the time to live
+        assert found() == both
+        nodes[0]._server.close()  # its address stays in the DHT: nobody takes it back for the dead
+        assert found() == {nodes[1].identity.peer_id}
+
+
+def test_a_name_of_two_datasets_is_told_and_never_mixed(tmp_path: Path, make_identity: Make) -> None:
+    table = LocalDiscovery()
+    datasets = [make_dataset(tmp_path / "one", 2, 50), make_dataset(tmp_path / "two", 3, 60)]
+    with contextlib.ExitStack() as stack:
+        for index, dataset in enumerate(datasets):
+            stack.enter_context(DataNode(make_identity(f"data-{index}"), [dataset], "127.0.0.1", 0, table))
+        seeker = make_identity("seeker")
+        client = stack.enter_context(Client(seeker))
+        claims = find_providers(table, client, seeker.network_id, NAME)
+        assert {claim.dataset_id for claim in claims} == {dataset.id for dataset in datasets}
+        scheduler = SchedulerService(seeker, NAME, table, client, tmp_path / "state", seq_len=8, wait_s=2.0)
+        with pytest.raises(DatasetError, match="stands for 2 datasets") as told:
+            scheduler.start()
+        scheduler.stop()
+        assert all(dataset.id in str(told.value) for dataset in datasets)
+        with pytest.raises(UsageError, match="never mixed"):  # what a Loader of millrace://NETWORK/NAME reads from
+            PeerOrigin(seeker, NAME, discovery=table).sources()
+        chosen = PeerOrigin(seeker, NAME, discovery=table, expected_id=datasets[1].id)
+        assert [source.claim.dataset_id for source in chosen.sources()] == [datasets[1].id]
+
+
+def forge(node: LibtorrentDht, key: bytes, ports: range) -> None:
+    """Announce many ports to a node, as any stranger may who can send it a packet."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as door:
+        door.bind(("127.0.0.1", 0))
+        door.connect(("127.0.0.1", node.port))
+        door.settimeout(5.0)
+        body = {b"id": b"a-stranger-of-20-byt", b"info_hash": key}
+        door.send(lt.bencode({b"t": b"00", b"y": b"q", b"q": b"get_peers", b"a": body}))
+        token = lt.bdecode(door.recv(65536))[b"r"][b"token"]
+        for port in ports:
+            asked = {**body, b"port": port, b"token": token}
+            door.send(lt.bencode({b"t": b"01", b"y": b"q", b"q": b"announce_peer", b"a": asked}))
+            door.recv(65536)  # its answer: no faster than it takes them
+
+
+def test_forged_announcements_delay_a_search_by_a_bounded_time(
+    tmp_path: Path, nodes: list[LibtorrentDht], make_identity: Make
+) -> None:
+    dataset = make_dataset(tmp_path / "dataset", 2, 50)
+    seeker = make_identity("seeker")
+    key = record_key(seeker.network_id, "dataset", NAME)
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(Client(seeker))
+        traps = [socket.create_server(("127.0.0.1", 0)) for _ in range(24)]  # they accept, and say nothing
+        for trap in traps:
+            stack.callback(trap.close)
+        for node in nodes:
+            forge(node, key, range(20_000, 20_000 + FORGED))
+            for trap in traps:
+                node.announce(key, trap.getsockname()[1])
+        provider = stack.enter_context(DataNode(make_identity("data"), [dataset], "127.0.0.1", 0, nodes[2], ttl_s=3.0))
+        deadline = time.monotonic() + 40
+        took, found = 0.0, False
+        while not found:  # an answer holds 100 addresses by chance, so that a search may miss the one that is true
+            assert time.monotonic() < deadline
+            begun = time.monotonic()
+            claims = find_providers(nodes[5], client, seeker.network_id, NAME)
+            took, found = time.monotonic() - begun, bool(claims)
+        assert [claim.peer_id for claim in claims] == [provider.identity.peer_id]
+        print(f"{FORGED} forged, {len(traps)} traps: found in {took:.2f} s")
+        assert took < 8.0

@@ -41,8 +41,8 @@ class LibtorrentDht:
     """A node of the DHT, running from construction to `close`.
 
     Args:
-        host: The address to listen at; `0.0.0.0` or `::` for all; "" for the one from which the first bootstrap
-            node is reached, as a packet to it would leave.
+        host: The address to listen at; `0.0.0.0` or `::` for all but the loopback's; "" for the one from which the
+            first bootstrap node is reached.
         port: UDP; 0 takes a free one, the same on every address.
         bootstrap: Nodes to enter by; none for the first node of a network.
 
@@ -176,25 +176,24 @@ class LibtorrentDht:
 
     def _ask_itself(self, key: bytes) -> set[Address]:
         """What this node's own store holds: a search asks other nodes only."""
-        reply = self._query(self._own_address(), b"get_peers", {b"info_hash": key})
+        reply = self._query(self._own_addresses()[0], b"get_peers", {b"info_hash": key})
         values = reply.get(b"values", [])
         found = [_parse_compact(compact) for compact in values] if isinstance(values, list) else []
         return {address for address in found if address is not None}
 
     def _tell_itself(self, key: bytes, port: int) -> None:
         """Announce to this node's own store, from each address at which another host may reach this one."""
-        with self._changed:
-            addresses = sorted(self._addresses)
-        reachable = [host for host in addresses if not _is_local(host)] or addresses
-        for host in reachable:
+        for host in self._own_addresses():
             token = self._query(host, b"get_peers", {b"info_hash": key}).get(b"token")
             if token:
                 body = {b"info_hash": key, b"port": port, b"token": token, b"implied_port": 0}
                 self._query(host, b"announce_peer", body)
 
-    def _own_address(self) -> str:
+    def _own_addresses(self) -> list[str]:
+        """Where this node answers. Listening at all addresses, the engine leaves out the loopback's."""
         with self._changed:
-            return self.host if self.host in self._addresses else min(self._addresses, default=self.host)
+            addresses = sorted(self._addresses)
+        return [host for host in addresses if not _is_local(host)] or addresses
 
     def _query(self, host: str, name: bytes, arguments: dict[bytes, Any]) -> dict[bytes, Any]:
         """One question of BEP 5 to this very node, over its UDP door at a host; {} if it does not answer."""
