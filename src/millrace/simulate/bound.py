@@ -23,28 +23,29 @@ from millrace.simulate.settings import Settings
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds; `why` names what binds: compute, origin or links."""
+    """Seconds; `why` names what binds. `curve`: (moment, part of the work that could be done by then)."""
 
     seconds: float
     why: str
     parts: dict[str, float]
+    curve: tuple[tuple[float, float], ...] = ()
 
 
-def _largest(parts: dict[str, float]) -> Bound:
+def _largest(parts: dict[str, float], curve: tuple[tuple[float, float], ...] = ()) -> Bound:
     why = max(parts, key=lambda name: parts[name])
-    return Bound(parts[why], why, parts)
+    return Bound(parts[why], why, parts, curve or ((0.0, 0.0), (parts[why], 1.0)))
 
 
 def lease_bound(settings: Settings, machines: Sequence[Machine]) -> Bound:
     """The least time in which the samples of all epochs can be used."""
     size, origin_up = settings.slice_bytes, settings.origin_up * settings.origins
     work = float(settings.slices * settings.samples * settings.epochs)
-    return _largest(
-        {
-            "compute": _time_for(work, _supply(settings, machines)),
-            "origin": settings.slices * size / origin_up + 2 * settings.latency_s,
-        }
-    )
+    done = _work_done(work, _supply(settings, machines))
+    parts = {
+        "compute": done[-1][0] if done[-1][1] >= 1 else float("inf"),
+        "origin": settings.slices * size / origin_up + 2 * settings.latency_s,
+    }
+    return _largest(parts, tuple(done))
 
 
 def swarm_bound(settings: Settings, machines: Sequence[Machine]) -> Bound:
@@ -95,11 +96,13 @@ def _filling(settings: Settings, machines: Sequence[Machine]) -> list[float]:
     return moments
 
 
-def _time_for(work: float, supply: Sequence[tuple[float, float]]) -> float:
-    """When so many samples can have been used; infinity if never."""
-    done = 0.0
+def _work_done(work: float, supply: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(moment, part of the work that can have been done by then), up to the end if it is ever reached."""
+    done, curve = 0.0, [(0.0, 0.0)]
     for (at, rate), (until, _) in zip(supply, [*supply[1:], (float("inf"), 0.0)]):
         if rate > 0 and done + rate * (until - at) >= work:
-            return at + (work - done) / rate
-        done += rate * (until - at) if rate > 0 else 0.0
-    return float("inf")
+            return [*curve, (at + (work - done) / rate, 1.0)]
+        if rate > 0:
+            done += rate * (until - at)
+        curve.append((until, done / work))
+    return [point for point in curve if point[0] < float("inf")]

@@ -50,7 +50,9 @@ def run(settings: Settings, progress: Progress | None = None) -> Result:
     else:
         fault = world.scheduler.fault()
     time_s = world.clock.now if world.ended_at is None else world.ended_at
-    return Result(settings, verdict, time_s, bound, world.net.origin_bytes(), counts, fault, trace)
+    busy = world.book.busy({machine.index: machine.speed for machine in faults.machines})
+    alive = {machine.index: (machine.joins_at, machine.dies_at) for machine in faults.machines}
+    return Result(settings, verdict, time_s, bound, world.net.origin_bytes(), counts, fault, trace, busy, alive)
 
 
 class _Scheduler:
