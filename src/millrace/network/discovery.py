@@ -74,7 +74,12 @@ def record_key(network_id: str, kind: Literal["dataset", "scheduler", "revocatio
 
 @dataclass(frozen=True)
 class Claim:
-    """What a provider says it serves, until `expires_at` (unix seconds)."""
+    """What a provider says it serves, until `expires_at` (unix seconds).
+
+    Attributes:
+        held: How many of the slices it has itself; None: all.
+        url: A web server or bucket that has them all, which the provider stands for; empty: none.
+    """
 
     name: str
     dataset_id: str
@@ -82,14 +87,24 @@ class Claim:
     peer_id: str
     address: str
     expires_at: float
+    held: int | None = None
+    url: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has every slice, or knows who has."""
+        return self.held is None or self.url != ""
 
     def signed_bytes(self) -> bytes:
         """The canonical bytes that the signature covers."""
-        return b"millrace/1 claim\n" + json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        return b"millrace/1 claim\n" + json.dumps(self._said(), sort_keys=True, separators=(",", ":")).encode()
 
     def to_json(self, identity: Identity) -> dict[str, Any]:
         """The claim with its provider's signature, as it stands in `GET /v1/claims`."""
-        return {**asdict(self), "signature": identity.sign(self.signed_bytes()).hex()}
+        return {**self._said(), "signature": identity.sign(self.signed_bytes()).hex()}
+
+    def _said(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None and value != ""}
 
 
 def parse_claim(obj: Any, peer: Peer) -> Claim:
@@ -106,6 +121,8 @@ def parse_claim(obj: Any, peer: Peer) -> Claim:
             peer_id=str(obj["peer_id"]),
             address=str(obj["address"]),
             expires_at=float(obj["expires_at"]),
+            held=int(obj["held"]) if "held" in obj else None,
+            url=str(obj.get("url", "")),
         )
         signature = bytes.fromhex(obj["signature"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -272,6 +273,17 @@ class Swarm:
     def copies(self) -> NDArray[np.int32]:
         """[num_slices] living copies of each slice, origins not counted."""
         return self._members.copies.copy()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def knows(self, peer_id: str) -> Holder | None:
+        """A member as it joined last; None if it is not here."""
+        return self._holders.get(peer_id)
+
+    def sharers(self, most: int) -> list[Holder]:
+        """Some of those who can be asked and are no origins: who joined first."""
+        return list(islice((one for one in self._holders.values() if one.address and not one.is_origin), most))
 
     def members(self) -> list[Holder]:
         """All who are here, origins too, by peer id."""
