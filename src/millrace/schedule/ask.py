@@ -37,6 +37,8 @@ class Ask:
     Args:
         job: The job's name; "" takes whatever job has work.
         session: One process of a peer; its leases are its own.
+        attempt: Rises with each attempt of an exchange; one that comes after a later one was heard is refused, so
+            that what was given up on its way cuts and takes back nothing. 0: not numbered.
         address: host:port where this worker hands on what it cached; "" if it does not.
         held: The lease ids that it knows of; whatever else this session holds is taken back. None: unsaid.
         job_id, uses, receipt: What it used, all of one job, and its signature over them in hex.
@@ -51,6 +53,7 @@ class Ask:
 
     job: str = ""
     session: str = ""
+    attempt: int = 0
     address: str = ""
     held: tuple[str, ...] | None = None
     job_id: str = ""

@@ -60,12 +60,15 @@ class Desk:
         """Takes what a session of a worker says and answers it; the events belong on disk before the reply goes out.
 
         Raises:
-            LeaseError: If it names a job that is not here.
+            LeaseError: If it names a job that is not here, or comes after a later attempt.
         """
         if ask.job and ask.job not in self.jobs:
             raise LeaseError(f"job {ask.job}: this scheduler has none of that name, but {', '.join(self.jobs)}.")
         done: list[Event] = []
         session = self._session((peer_id, ask.session), now)
+        if 0 < ask.attempt <= session.attempt:
+            raise LeaseError(f"exchange: attempt {ask.attempt} came after {session.attempt}. It was given up; drop it.")
+        session.attempt = max(session.attempt, ask.attempt)
         self._hear(session, ask, now)
         accepted, refused = self._take_uses(peer_id, ask, done, now)
         self._take_back(session, ask, done, now)
@@ -184,7 +187,8 @@ class Desk:
         self._give_back(failed.lease_id, "failed", done, now)
         self._avoided[worker, job.name, index] = now + job.spec.lease_s
         if len(job.failures.get(index, ())) >= job.spec.max_failures and index not in job.reasons:
-            self._do(events.SetAside(job.name, index, failed.reason), done, now)
+            for event in job.set_aside(index, failed.reason):
+                self._do(event, done, now)
 
     def _cut(self, session: Session, ask: Ask, done: list[Event], now: float) -> None:
         for lease_id, horizon in ask.horizons.items():
@@ -211,8 +215,12 @@ class Desk:
         assert place is not None
         job, dataset, table = place
         lease = table.leases[lease_id]
+        index = job.bases[dataset] + lease.slice_index
         self.swarms[job.spec.sources[dataset].dataset_id].dropped(lease.worker, lease.slice_index)
         self._do(events.Returned(job.name, lease_id, why), done, now)
+        if index in job.reasons and lease.left:
+            part = (lease.position, lease.stop)
+            self._do(events.SetAside(job.name, lease.epoch, index, *part, job.reasons[index]), done, now)
 
     # What it gets.
 
@@ -325,13 +333,17 @@ class Desk:
     def _do(self, event: Event, done: list[Event], now: float) -> None:
         self.apply(event, now)
         done.append(event)
-        if isinstance(event, events.Recorded | events.SetAside | events.Returned):
+        if isinstance(event, events.Recorded | events.SetAside):
             self._settle(self.jobs[event.job], done, now)
 
     def _settle(self, job: Job, done: list[Event], now: float) -> None:
         """Ends epochs that are over, and changes weights that are due."""
         for event in self.settle(job.name):
             self._do(event, done, now)
+            if isinstance(event, events.EpochEnded) and not job.tables[event.dataset].done:
+                for kept in job.still_aside(event.dataset):
+                    self.apply(kept, now)
+                    done.append(kept)
 
     def settle(self, name: str) -> list[Event]:
         """What follows from a job's state by itself: ends of epochs, changes of weights. Not applied yet."""

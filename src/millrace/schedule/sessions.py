@@ -18,6 +18,7 @@ class Session:
     """One process of a worker.
 
     Attributes:
+        attempt: The latest attempt of an exchange that was heard.
         have: Dataset id to the slices it has, int64, rising.
         owners: (job, dataset) to the table and its place there.
         announced_at: When the swarms last heard of it.
@@ -26,6 +27,7 @@ class Session:
     key: OwnerKey
     deadline: float
     address: str = ""
+    attempt: int = 0
     have: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     owners: dict[tuple[str, int], tuple[LeaseTable, Owner]] = field(default_factory=dict)
     announced_at: dict[str, float] = field(default_factory=dict)
