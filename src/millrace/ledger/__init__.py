@@ -1,7 +1,7 @@
 """The ledger: which worker used which samples at which step, in a chain that cannot be quietly changed.
 
 A text file of JSON lines, hash-chained and signed: `chain` is its form, `writer` its writing, `receipts` what workers
-sign, `verify` what it all proves. Only a cut at the end of the file leaves a valid chain, and that shows as samples
+sign, `verify` what it all proves, `proof` what a slice's part of it proves to others, `index` how it is asked. Only a cut at the end of the file leaves a valid chain, and that shows as samples
 missing.
 
 Kinds, with their bodies: `job` (always first: dataset, seed, seq_len, samples of each slice, the scheduler's key),
@@ -13,10 +13,13 @@ No network and no cryptography in here: what signs and what checks a signature i
 """
 
 from millrace.ledger.chain import GENESIS, Checkpoint, Entry, canonical_json, read_entries
-from millrace.ledger.coverage import count_coverage
+from millrace.ledger.coverage import count_coverage, coverage_root
+from millrace.ledger.index import LedgerIndex, open_index
+from millrace.ledger.job import Job
+from millrace.ledger.proof import ProofReport, check_proof, prove
 from millrace.ledger.receipts import Used, receipt_message
 from millrace.ledger.runs import MAX_SLICES, decode_runs, encode_runs
-from millrace.ledger.verify import MAX_PROBLEMS, LedgerReport, Verifier, verify_ledger
+from millrace.ledger.verify import MAX_PROBLEMS, LedgerReport, Replay, Verifier, verify_ledger
 from millrace.ledger.writer import Ledger, Signer
 
 __all__ = [
@@ -25,15 +28,23 @@ __all__ = [
     "MAX_SLICES",
     "Checkpoint",
     "Entry",
+    "Job",
     "Ledger",
+    "LedgerIndex",
     "LedgerReport",
+    "ProofReport",
+    "Replay",
     "Signer",
     "Used",
     "Verifier",
     "canonical_json",
+    "check_proof",
     "count_coverage",
+    "coverage_root",
     "decode_runs",
     "encode_runs",
+    "open_index",
+    "prove",
     "read_entries",
     "receipt_message",
     "verify_ledger",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.errors import LedgerError
-from millrace.ledger.chain import canonical_json
+from millrace.ledger.chain import Entry, canonical_json
 
 MAX_COUNT = 1 << 62
 
@@ -53,3 +53,13 @@ def receipt_message(job_id: str, uses: Sequence[Used] = (), **old: Any) -> bytes
         old["slice"], old["lease"] = old.pop("slice_index"), old.pop("lease_id")
         return b"millrace receipt 1\n" + canonical_json({"job": job_id, **old})
     return b"millrace receipt 2\n" + canonical_json({"job": job_id, "uses": [use.to_row() for use in uses]})
+
+
+def uses_of(entry: Entry) -> list[Used]:
+    """The uses of a `uses` entry. Raises LedgerError if it is not one."""
+    try:
+        if entry.kind == "use":
+            return [Used.from_row([entry.body[key] for key in ("lease", "epoch", "slice", "start", "stop", "step")])]
+        return [Used.from_row(row) for row in entry.body["uses"]]
+    except (KeyError, TypeError) as error:
+        raise LedgerError(f"expected uses, got {error!r}") from None
