@@ -31,6 +31,7 @@ from millrace.peer_id import peer_id_of
 ROOT_VALID_DAYS = 3650
 ORG_VALID_DAYS = 1825
 NODE_VALID_DAYS = 825
+EARLY = dt.timedelta(hours=1)  # members' clocks may differ
 # Arcs under 2.25 are UUIDs, which need nobody's register.
 SCOPE_OID = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529584")
 ORGANISATION_OID = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529585")
@@ -112,6 +113,14 @@ def issue(
         above = x509.UnrecognizedExtension(ORGANISATION_OID, der_of(issuer.cert))
         builder = builder.add_extension(above, critical=False)
     return builder.sign(issuer.key, None)
+
+
+def issue_server(issuer: Issuer) -> x509.Certificate:
+    """A certificate of an issuer's own key for its admission server: it says the key, and nothing that others trust."""
+    name = str(issuer.cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+    builder = _builder(name, name, issuer.key.public_key(), NODE_VALID_DAYS, None)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    return builder.add_extension(_key_usage(is_ca=False), critical=True).sign(issuer.key, None)
 
 
 def der_of(cert: x509.Certificate) -> bytes:
@@ -295,7 +304,7 @@ def _builder(
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(hours=1))  # members' clocks may differ
+        .not_valid_before(now - EARLY)
         .not_valid_after(end if above is None else min(end, above.not_valid_after_utc))
         .add_extension(x509.SubjectKeyIdentifier(_key_id(key)), critical=False)
     )

@@ -84,6 +84,7 @@ class Identity:
         self.scope = judged.peer.scope
         self.org = judged.peer.org
         self.expires_at = judged.valid_until
+        self._valid_days = (judged.valid_until - judged.valid_from) / 86400
         self.revocations = Revocations(node_dir, root)
         self._cert_stamp = file_stamp(node_dir / "node-cert.pem")
         self._contexts: weakref.WeakSet[ssl.SSLContext] = weakref.WeakSet()
@@ -117,9 +118,9 @@ class Identity:
         return identity
 
     def warn_of_expiry(self, now: float) -> None:
-        """Logs a warning once the certificate has less than EXPIRY_WARNING_DAYS left at `now` (unix seconds)."""
+        """Logs a warning once the certificate has less than a third of its time, or 30 days, left at `now` (unix s)."""
         days = (self.expires_at - now) / 86400
-        if days < EXPIRY_WARNING_DAYS:
+        if days < min(EXPIRY_WARNING_DAYS, self._valid_days / 3):
             at = dt.datetime.fromtimestamp(self.expires_at, dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
             state = f"expires in {days:.1f} days" if days > 0 else "has expired: nobody lets this node in"
             log.warning("certificate of %s %s (%s). Renew it with `millrace network renew`.", self.name, state, at)

@@ -146,6 +146,16 @@ def renew(network_dir: str | Path, node_dir: str | Path, *, valid_days: float = 
     return _issue(Path(network_dir), folder, peer_in(old).name, key, scope_of(old), valid_days)
 
 
+def renew_organisation(network_dir: str | Path, org_dir: str | Path, *, valid_days: float = ORG_VALID_DAYS) -> str:
+    """Give an organisation a new certificate for the key it has, of the same scope. Returns its peer id."""
+    folder = Path(org_dir)
+    old = read_issuer(folder)
+    name = peer_in(old.cert).name
+    cert = issue(read_issuer(network_dir), name, old.key.public_key(), old.scope, valid_days, organisation=True)
+    write_file(folder / "org-cert.pem", cert.public_bytes(PEM))
+    return old.peer_id
+
+
 def node_pem(issuer: Issuer, name: str, key: Ed25519PublicKey, scope: Scope, valid_days: float) -> bytes:
     """A node-cert.pem: the node's certificate and, behind it, its organisation's."""
     cert = issue(issuer, name, key, scope, valid_days).public_bytes(PEM)
