@@ -3,24 +3,40 @@
 Only what it announces can be asked for, and only by a hash that a slice table lists: no path comes from a
 request. What it says it has is signed and short-lived, so that a node which died is soon believed by nobody.
 
+It is the tracker of its datasets' swarms too: readers who share ask it what to fetch from whom (`store/tracker.py`),
+so that each slice leaves the node about once. A dataset that lies on a web server or in a bucket is announced and
+steered as well, and its slices come from there.
+
 What the choice costs: the table of hashes, some 300 bytes a slice (75 MB for 250,000 slices).
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from millrace.dataset.reader import Dataset
-from millrace.errors import NetworkError, UsageError
+from millrace.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE
+from millrace.dataset.reader import Dataset, listed_files
+from millrace.errors import DatasetError, NetworkError, UsageError
+from millrace.network.access import Access
+from millrace.network.client import Client
 from millrace.network.discovery import Claim, Discovery, record_key
-from millrace.network.https import Request, Response, Server, error_response, file_response, json_response
+from millrace.network.exchange import BINARY
+from millrace.network.https import FileRange, Request, Response, Server, error_response, file_response, json_response
 from millrace.network.identity import Identity, Peer
+from millrace.network.limits import Throttle
+from millrace.network.swarm import Holder
+from millrace.store.origins import Origin, read_small
+from millrace.store.remote import RemoteDataset
+from millrace.store.tracker import Tracker
 
+_MAX_SMALL_BYTES = 1 << 30
 FILES = ("manifest.json", "slices.parquet", "tokenizer.json")
 log = logging.getLogger("millrace.serve")
 
@@ -32,7 +48,9 @@ class DataNode:
         port: TCP; 0 takes a free one, `.port` and `.address` then say which.
         discovery: Where to announce; stays the caller's to close. None: nobody finds it by name.
         ttl_s: How long a claim holds; it is announced anew every third of that.
-        max_connections: Each costs a thread and, while it sends, 1 MiB.
+        throttle: Of uploads and requests.
+        access: Who may read what; None: every member reads all.
+        origin_slots: Slices that a swarm's members fetch from here, or from the server behind, at once.
 
     Raises:
         UsageError: If two datasets have one name: a name would lead to two ids.
@@ -47,6 +65,10 @@ class DataNode:
         discovery: Discovery | None,
         ttl_s: float = 60.0,
         max_connections: int = 256,
+        *,
+        throttle: Throttle | None = None,
+        access: Access | None = None,
+        origin_slots: int = 8,
     ) -> None:
         if len({dataset.name for dataset in datasets}) != len(datasets):
             names = sorted(dataset.name for dataset in datasets)
@@ -58,8 +80,13 @@ class DataNode:
         self.discovery = discovery
         self.ttl_s = ttl_s
         self._by_id = {dataset.id: dataset for dataset in datasets}
-        self._slices: dict[str, tuple[Path, int]] = {}
-        self._server = Server(identity, host, port, self._handle, max_connections, self._count)
+        self._access = access
+        self._origin_slots = origin_slots
+        self._slices: dict[str, tuple[Dataset, Path, int]] = {}
+        self._small: dict[tuple[str, str], bytes] = {}  # of remote datasets, by id and name
+        self._client = Client(identity)
+        self._tracker = Tracker(self._client)
+        self._server = Server(identity, host, port, self._handle, max_connections, self._count, throttle=throttle)
         self._lock = threading.Lock()
         self._sent: dict[str, int] = {}
         self._num_announcements = 0
@@ -82,13 +109,20 @@ class DataNode:
         """Serve and announce, in background threads.
 
         Raises:
-            NetworkError: If it cannot listen.
+            NetworkError: If it cannot listen, or reach the server behind a dataset.
         """
         for dataset in self.datasets:
+            if (origin := _origin_of(dataset)) is not None:
+                self._take_small(dataset, origin)
+                continue
             for index in range(dataset.num_slices):
                 row = dataset.table.row(index)
-                self._slices[row.sha256] = (dataset.slice_path(index), row.bytes)
+                self._slices[row.sha256] = (dataset, dataset.slice_path(index), row.bytes)
         self._server.start()
+        for dataset in self.datasets:
+            origin = _origin_of(dataset)
+            own = Holder(self.identity.peer_id, self.address, True) if origin is None else _seed(origin)
+            self._tracker.add(dataset.id, dataset.num_slices, [own], origin_slots=self._origin_slots)
         self._announce()
         self._announcer = threading.Thread(target=self._keep_announced, name="announce", daemon=True)
         self._announcer.start()
@@ -104,6 +138,8 @@ class DataNode:
             self._announcer.join()
         drained = self._server.drain(timeout_s)
         self._server.close()
+        self._tracker.close()
+        self._client.close()
         return drained
 
     def __enter__(self) -> DataNode:
@@ -129,6 +165,7 @@ class DataNode:
             "refused_connections": self._server.refused_connections,
             "announcements": announcements,
             "announce_error": failure,
+            "swarms": self._tracker.facts(),
             "draining": self._server.draining,
             "up_s": round(time.time() - self._started_at, 3),
         }
@@ -136,9 +173,11 @@ class DataNode:
     def claims(self) -> list[dict[str, Any]]:
         """The node's signed claims, good for `ttl_s` from now."""
         expires_at = time.time() + self.ttl_s
-        made = [
-            Claim(d.name, d.id, d.num_slices, self.identity.peer_id, self.address, expires_at) for d in self.datasets
-        ]
+        made = []
+        for d in self.datasets:
+            claim = Claim(d.name, d.id, d.num_slices, self.identity.peer_id, self.address, expires_at)
+            origin = _origin_of(d)
+            made.append(claim if origin is None else replace(claim, held=0, url=origin.url))
         return [claim.to_json(self.identity) for claim in made]
 
     def _keep_announced(self) -> None:
@@ -163,25 +202,51 @@ class DataNode:
         with self._lock:
             self._sent[peer.peer_id] = self._sent.get(peer.peer_id, 0) + num_bytes
 
+    def _take_small(self, dataset: Dataset, origin: Origin) -> None:
+        """Keep the small files of a remote dataset: members take its slices there, and the rest here."""
+        self._small[dataset.id, MANIFEST_FILE] = data = read_small(origin, MANIFEST_FILE, MAX_MANIFEST_BYTES)
+        self._small[dataset.id, TABLE_FILE] = read_small(origin, TABLE_FILE, _MAX_SMALL_BYTES)
+        if hashlib.sha256(data).hexdigest() != dataset.id:
+            raise DatasetError(f"{origin.url}: expected the dataset {dataset.id}, which it was. Serve it again.")
+        for name in sorted(set(listed_files(dataset.manifest)) & set(FILES)):
+            self._small[dataset.id, name] = read_small(origin, name, _MAX_SMALL_BYTES)
+
     def _handle(self, request: Request) -> Response:
-        if request.method != "GET":
-            return error_response(405, "read_only", f"a data node only answers GET, not {request.method}")
-        match request.path.split("/")[1:]:
-            case ["v1", "claims"]:
+        match request.method, request.path.split("/")[1:]:
+            case "GET", ["v1", "claims"]:
                 return json_response({"claims": self.claims()})
-            case ["v1", "status"]:
+            case "GET", ["v1", "status"]:
                 return json_response(self.status())
-            case ["v1", "slices", sha256]:
+            case "GET", ["v1", "slices", sha256]:
                 return self._slice(request, sha256)
-            case ["v1", "datasets", dataset_id, name] if name in FILES:
+            case "GET", ["v1", "datasets", dataset_id, name] if name in FILES:
                 return self._file(request, dataset_id, name)
+            case "POST", ["v1", "swarm", dataset_id]:
+                return self._steer(request, dataset_id)
+        if request.method != "GET":
+            return error_response(405, "read_only", f"a data node answers no {request.method} here")
         return error_response(404, "unknown_path", "nothing is served at this path")
+
+    def _refusal(self, request: Request, dataset: Dataset, num_bytes: int) -> Response | None:
+        """The answer to a peer that may not have so many bytes of a dataset."""
+        if self._access is None:
+            return None
+        reason = self._access.check(request.peer, dataset.name, dataset.id, num_bytes, time.time())
+        return error_response(403, "no_access", reason) if reason is not None else None
+
+    def _steer(self, request: Request, dataset_id: str) -> Response:
+        dataset = self._by_id.get(dataset_id)
+        if dataset is None:
+            return error_response(404, "unknown_dataset", "this node announces no dataset of this id")
+        if (refused := self._refusal(request, dataset, 0)) is not None:
+            return refused
+        return json_response(self._tracker.answer(request.peer, dataset_id, request.json()))
 
     def _slice(self, request: Request, sha256: str) -> Response:
         held = self._slices.get(sha256)
         if held is None:
             return error_response(404, "unknown_slice", "this node announces no slice of this hash")
-        path, size = held
+        dataset, path, size = held
         try:
             found = path.stat().st_size
         except OSError as error:
@@ -190,13 +255,29 @@ class DataNode:
         if found != size:
             log.error("slice %s: %s has %d bytes, the table says %d", sha256, path, found, size)
             return error_response(404, "slice_changed", "this node's file of the slice has changed")
-        return file_response(request, path, size)
+        response = file_response(request, path, size)
+        sends = response.body.stop - response.body.start if isinstance(response.body, FileRange) else 0
+        return self._refusal(request, dataset, sends) or response
 
     def _file(self, request: Request, dataset_id: str, name: str) -> Response:
         dataset = self._by_id.get(dataset_id)
         if dataset is None:
             return error_response(404, "unknown_dataset", "this node announces no dataset of this id")
+        if (refused := self._refusal(request, dataset, 0)) is not None:
+            return refused
+        if (data := self._small.get((dataset_id, name))) is not None:
+            return Response(200, data, BINARY)
         path = dataset.path / name
-        if not path.is_file():
+        if _origin_of(dataset) is not None or not path.is_file():
             return error_response(404, "unknown_file", f"dataset {dataset_id} has no {name}")
         return file_response(request, path, path.stat().st_size)
+
+
+def _origin_of(dataset: Dataset) -> Origin | None:
+    """Where the slices of a remote dataset lie; None for a local one."""
+    return dataset.origin if isinstance(dataset, RemoteDataset) else None
+
+
+def _seed(origin: Origin) -> Holder:
+    """A web server or bucket as a holder, known by its URL."""
+    return Holder(origin.url, origin.url, True)
