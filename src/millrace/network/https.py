@@ -153,7 +153,8 @@ class Server:
         self.port = listener.getsockname()[1]
         bounds = self.bounds
         shortest = min(bounds.idle_s, bounds.handshake_s, bounds.head_s)
-        self._lot = Lot(self._ready, self._end, min(1.0, shortest / 4), "https-lot")
+        self._revoked = self.identity.revocations.stamp() if self.identity is not None else None
+        self._lot = Lot(self._ready, self._end, self._check, min(1.0, shortest / 4))
         self._lot.start(listener, self._arrived)
 
     def drain(self, timeout_s: float = 30.0) -> bool:
@@ -230,6 +231,13 @@ class Server:
             return None
         return functools.partial(self._answerers.run, functools.partial(self._serve, connection, asked))
 
+    def _check(self) -> None:
+        """Cuts off whom a revocation names that has come since."""
+        if self.identity is not None and (stamp := self.identity.revocations.stamp()) != self._revoked:
+            self._revoked = stamp
+            if num := self.cut(self.identity.is_revoked):
+                log.warning("server %s: cut %d connections of revoked peers", self.address, num)
+
     def _end(self, connection: Connection) -> None:
         """Close a connection that the caller holds."""
         connection.socket.close()
@@ -291,9 +299,8 @@ class Server:
             connection.socket.do_handshake()
             der = connection.socket.getpeercert(binary_form=True)
             assert der is not None  # CERT_REQUIRED: no handshake without one
-            from millrace.network.identity import peer_of
-
-            connection.peer = peer_of(der)
+            assert self.identity is not None  # no context without one
+            connection.peer = self.identity.peer(der)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as wanted:
             connection.events = READ if isinstance(wanted, ssl.SSLWantReadError) else WRITE
             connection.deadline += time.monotonic() - connection.ready_at  # our time, not the client's
@@ -368,7 +375,7 @@ class Server:
         try:
             if self.identity is None and (refused := refuse_page(request)) is not None:
                 return refused
-            if self.identity is not None and self.identity.is_revoked(request.peer.peer_id):
+            if self.identity is not None and self.identity.is_revoked(request.peer):
                 return error_response(403, "revoked", f"peer {request.peer.peer_id} is revoked in this network")
             if (wait_s := self.throttle.admit(payer, time.monotonic())) > 0:
                 refused = error_response(429, "too_many", f"ask again in {wait_s:.3g} s")

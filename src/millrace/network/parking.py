@@ -151,18 +151,19 @@ class Lot:
         ready: Called in the lot's thread, must not block. None: the connection stays parked. Else it leaves the lot,
             and what was returned is called, in the lot's thread as well.
         end: Closes a connection; called when it is late, or parked in a lot that has stopped.
-        check_s: How often deadlines are looked at.
+        check: Called when deadlines are looked at, every `check_s`.
     """
 
     def __init__(
         self,
         ready: Callable[[Connection], Callable[[], None] | None],
         end: Callable[[Connection], None],
+        check: Callable[[], None],
         check_s: float,
-        name: str,
     ) -> None:
         self._ready = ready
         self._end = end
+        self._check = check
         self._check_s = check_s
         self._lock = threading.Lock()
         self._arrivals: list[Connection] = []
@@ -170,7 +171,7 @@ class Lot:
         self._inner, self._outer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._is_stopped = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="https-lot", daemon=True)
 
     def start(self, listener: socket.socket, arrived: Callable[[socket.socket, str], None]) -> None:
         """Begin; `arrived` gets each new socket, non-blocking, and its IP address. The listener is the lot's now."""
@@ -235,7 +236,7 @@ class Lot:
             if self._must_be_deaf and not self._is_deaf.is_set():
                 self._close_listener()
             if now >= check_at:
-                self._check(now)
+                self._look(now)
                 check_at = now + self._check_s
         self._close()
 
@@ -277,7 +278,11 @@ class Lot:
             sock.setblocking(False)
             self._arrived(sock, str(address[0]))
 
-    def _check(self, now: float) -> None:
+    def _look(self, now: float) -> None:
+        try:
+            self._check()
+        except Exception:
+            log.exception("server: a check failed; trying again in %g s", self._check_s)
         for connection in [connection for connection in self._parked if connection.deadline <= now]:
             self._leave(connection)
             self._end(connection)
