@@ -10,6 +10,7 @@ nobody honest hears of no revocation; revoked.txt still counts.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -150,13 +151,14 @@ class Revocations:
 
     def digest(self) -> str:
         """Changes with the lists: 16 hexadecimal digits."""
-        numbers = [(found.issuer, found.number) for found in self.lists()]
-        return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
+        return _digest(self.lists())
 
     def stamp(self) -> tuple[str, frozenset[str]]:
-        """Changes with whatever is revoked."""
+        """Changes with whatever is revoked; as before while a file cannot be read, which `reason` tells."""
         with self._lock:
-            return self.digest(), self._listed
+            with contextlib.suppress(UsageError):
+                self._refresh()
+            return _digest(self._lists.values()), self._listed
 
     def to_json(self) -> dict[str, Any]:
         """What `GET /v1/revocations` answers."""
@@ -245,6 +247,11 @@ def read_revoked(path: Path) -> frozenset[str]:
                 "Nobody is let in until the line is mended."
             )
     return frozenset(line for line in lines if line)
+
+
+def _digest(lists: Iterable[RevocationList]) -> str:
+    numbers = sorted((found.issuer, found.number) for found in lists)
+    return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
 
 
 def file_stamp(path: Path) -> Stamp:

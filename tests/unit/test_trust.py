@@ -1,0 +1,323 @@
+"""Organisations, scopes and revocation: certificates against each other over TLS in memory, files on disk."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.errors import ProtocolViolation, UsageError
+from millrace.network import certificates
+from millrace.network.certificates import ORGANISATION_OID, SCOPE_OID, Issuer, der_of, issue, judge
+from millrace.network.identity import Identity, create_network, create_organisation, join, renew, revoke
+from millrace.network.networks import key_pem, read_cert, read_issuer, read_key, renew_organisation, write_file
+from millrace.network.peer import ROLES, Peer, Scope
+from millrace.network.revocation import parse_list, sign_list
+
+Make = Callable[[str], Identity]
+PEM = serialization.Encoding.PEM
+DATA = Scope(frozenset({"data", "worker"}), ("c4-*",))
+
+
+def shake(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[bytes, bytes]:
+    """A handshake in memory: the certificate that each side was shown, DER, server's first."""
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [
+        (server.wrap_bio(to_server, to_client, server_side=True)),
+        (client.wrap_bio(to_client, to_server, server_hostname=None)),
+    ]
+    for _ in range(4):
+        for side in reversed(sides):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    server_seen, client_seen = sides[1].getpeercert(binary_form=True), sides[0].getpeercert(binary_form=True)
+    assert server_seen and client_seen
+    return server_seen, client_seen
+
+
+def meets(one: Identity, other: Identity) -> Peer:
+    """The peer that `one` takes `other` for, after a handshake."""
+    return one.peer(shake(one.server_context(), other.client_context())[1])
+
+
+@pytest.fixture
+def org_dir(network_dir: Path, tmp_path: Path) -> Path:
+    create_organisation(network_dir, tmp_path / "org", "acme", DATA)
+    return tmp_path / "org"
+
+
+def forge(org_dir: Path, out: Path, *extensions: x509.ExtensionType) -> Path:
+    """A node that a rogue organisation signed with just these extensions."""
+    join(org_dir, out, "forged")
+    key, issuer, good = read_key(out / "node-key.pem"), read_issuer(org_dir), read_cert(out / "node-cert.pem")
+    builder = x509.CertificateBuilder(good.issuer, good.subject, key.public_key(), good.serial_number)
+    builder = builder.not_valid_before(good.not_valid_before_utc).not_valid_after(good.not_valid_after_utc)
+    for extension in extensions:
+        builder = builder.add_extension(extension, False)
+    cert = builder.sign(issuer.key, None)
+    (out / "node-cert.pem").write_bytes(cert.public_bytes(PEM) + issuer.cert.public_bytes(PEM))
+    return out
+
+
+def key_id_of(cert: x509.Certificate) -> x509.AuthorityKeyIdentifier:
+    """A certificate as the issuer that another names."""
+    return x509.AuthorityKeyIdentifier(certificates._own_key_id(cert), None, None)
+
+
+def carried(cert: x509.Certificate) -> x509.UnrecognizedExtension:
+    """A certificate as the organisation's that another carries."""
+    return x509.UnrecognizedExtension(ORGANISATION_OID, der_of(cert))
+
+
+def shown(node_dir: Path, one: Identity) -> bytes:
+    """What a node shows `one` in the handshake, though it could not load its own certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.load_cert_chain(node_dir / "node-cert.pem", node_dir / "node-key.pem")
+    return shake(one.server_context(), context)[1]
+
+
+def test_an_organisations_node_says_whose_it_is_and_what_it_may(
+    network_dir: Path, org_dir: Path, tmp_path: Path, make_identity: Make
+) -> None:
+    of_root, node = (
+        make_identity("r"),
+        join(org_dir, tmp_path / "n", "n", scope=Scope(frozenset({"worker"}), ("c4-en",))),
+    )
+    org_id = read_issuer(org_dir).peer_id
+    for seen in (meets(of_root, node), of_root.peer(shake(node.server_context(), of_root.client_context())[0])):
+        assert (seen.peer_id, seen.org) == (node.peer_id, org_id)
+        assert seen.scope == Scope(frozenset({"worker"}), ("c4-en",), ("c4-*",))
+    assert meets(node, of_root) == Peer(of_root.peer_id, of_root.public_key, "r", "", Scope())
+    assert (node.org, of_root.org) == (org_id, "")
+
+
+def test_a_node_gets_no_more_than_its_organisation(org_dir: Path, network_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="may give data, worker, got scheduler"):
+        join(org_dir, tmp_path / "n", "n", scope=Scope(frozenset({"scheduler"})))
+    wide = join(org_dir, tmp_path / "w", "w", scope=Scope(datasets=("*",))).scope
+    assert wide.roles == DATA.roles and wide.covers("c4-en") and not wide.covers("books")
+    with pytest.raises(UsageError, match="may have organisations"):
+        create_organisation(org_dir, tmp_path / "o2", "below")
+    with pytest.raises(UsageError, match="expected roles of"):
+        join(network_dir, tmp_path / "x", "x", scope=Scope(frozenset({"king"})))
+
+
+def test_an_organisation_that_exceeds_its_scope_is_refused(org_dir: Path, tmp_path: Path, make_identity: Make) -> None:
+    """It signs what it likes with its own key; who meets the node judges by what the root gave."""
+    one, org, root = make_identity("one"), read_issuer(org_dir), read_issuer(tmp_path / "network")
+    crown = x509.UnrecognizedExtension(SCOPE_OID, json.dumps({"roles": ["admin"], "datasets": []}).encode())
+    of_itself = key_id_of(org.cert)
+    bad = forge(org_dir, tmp_path / "a", of_itself, carried(org.cert), crown)
+    with pytest.raises(ProtocolViolation, match="may give data, worker, got admin"):
+        one.peer(shown(bad, one))
+
+    wider = issue(Issuer(org.key, root.cert, True), "acme", org.key.public_key(), Scope(), 9, organisation=True)
+    bad = forge(org_dir, tmp_path / "b", of_itself, carried(wider), crown)
+    with pytest.raises(ProtocolViolation, match="signed by the network's root, got another"):
+        one.peer(shown(bad, one))
+
+    create_organisation(tmp_path / "network", tmp_path / "rich", "rich")
+    bad = forge(org_dir, tmp_path / "c", of_itself, carried(read_issuer(tmp_path / "rich").cert), crown)
+    with pytest.raises(ProtocolViolation, match="organisation that issued its own"):
+        one.peer(shown(bad, one))
+
+
+def test_an_organisation_cannot_pass_for_the_root(org_dir: Path, tmp_path: Path, make_identity: Make) -> None:
+    """OpenSSL takes nobody for the issuer whose key id is another's than the certificate names."""
+    one = make_identity("one")
+    as_root = forge(org_dir, tmp_path / "a", key_id_of(read_cert(org_dir / "root-cert.pem")))
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shown(as_root, one)
+    with pytest.raises(ProtocolViolation, match="expected the key id of its issuer"):
+        one.peer(shown(forge(org_dir, tmp_path / "b"), one))
+
+
+def test_an_organisations_key_is_no_node_and_makes_no_organisation(
+    org_dir: Path, tmp_path: Path, make_identity: Make
+) -> None:
+    one, org = make_identity("one"), read_issuer(org_dir)
+    fake = tmp_path / "fake"
+    fake.mkdir()
+    write_file(fake / "node-key.pem", key_pem(org.key))
+    write_file(fake / "node-cert.pem", org.cert.public_bytes(PEM))
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shown(fake, one)
+    # An organisation under the organisation: the path length says no.
+    below, node_key = Ed25519PrivateKey.generate(), read_key(one.node_dir / "node-key.pem")
+    as_root = Issuer(org.key, read_issuer(tmp_path / "network").cert, True)
+    middle = issue(as_root, "acme", below.public_key(), Scope(), 9, organisation=True)
+    leaf = issue(Issuer(below, middle, False), "leaf", node_key.public_key(), Scope(), 9)
+    write_file(fake / "node-key.pem", key_pem(node_key))
+    write_file(fake / "node-cert.pem", b"".join(cert.public_bytes(PEM) for cert in (leaf, middle, org.cert)))
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shown(fake, one)
+
+
+def test_an_old_network_goes_on(network_dir: Path, tmp_path: Path) -> None:
+    """Root → node with SHA-1 key ids, path length 0 and no scope, as networks were made before organisations."""
+    key = read_key(network_dir / "root-key.pem")
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test-network")])
+    now = dt.datetime.now(dt.UTC)
+    builder = x509.CertificateBuilder(
+        name, name, key.public_key(), x509.random_serial_number(), now, now + dt.timedelta(9)
+    )
+    builder = builder.add_extension(x509.BasicConstraints(True, 0), True)
+    builder = builder.add_extension(certificates._key_usage(is_ca=True), True)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+    write_file(network_dir / "root-cert.pem", builder.sign(key, None).public_bytes(PEM))
+    a, b = join(network_dir, tmp_path / "a", "a"), join(network_dir, tmp_path / "b", "b")
+    assert meets(a, b) == Peer(b.peer_id, b.public_key, "b", "", Scope())
+    with pytest.raises(UsageError, match="path length 0. Make a new network"):
+        create_organisation(network_dir, tmp_path / "org", "acme")
+
+
+def test_another_networks_organisation_is_a_stranger(tmp_path: Path, make_identity: Make) -> None:
+    create_network(tmp_path / "other", "test-network")
+    create_organisation(tmp_path / "other", tmp_path / "other-org", "acme")
+    stranger = join(tmp_path / "other-org", tmp_path / "s", "s")
+    with pytest.raises(ssl.SSLCertVerificationError):
+        meets(make_identity("one"), stranger)
+
+
+def test_expiry_is_told_and_refused(
+    network_dir: Path, org_dir: Path, tmp_path: Path, make_identity: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = join(network_dir, tmp_path / "n", "n", valid_days=20)
+    assert not caplog.records  # short-lived, and new
+    node.warn_of_expiry(time.time() + 14 * 86400)
+    assert "expires in 6.0 days" in caplog.text and "millrace network renew" in caplog.text
+    # An organisation that has ended takes its nodes with it, whatever their own certificates say.
+    org = read_issuer(org_dir)
+    judged = judge(
+        der_of(issue(org, "x", org.key.public_key(), Scope(), 99999)), der_of(read_cert(org_dir / "root-cert.pem"))
+    )
+    assert judged.valid_until == org.cert.not_valid_after_utc.timestamp()
+
+
+def test_a_renewed_certificate_is_taken_up_without_a_restart(
+    network_dir: Path, tmp_path: Path, make_identity: Make
+) -> None:
+    node, other = make_identity("n"), make_identity("o")
+    context = node.client_context()
+    before = shake(other.server_context(), context)[1]
+    assert not node.refresh()
+    renew(network_dir, node.node_dir, valid_days=99)
+    assert node.refresh() and not node.refresh()
+    after = shake(other.server_context(), context)[1]
+    assert before != after and other.peer(after) == other.peer(before)
+    assert node.expires_at == pytest.approx(time.time() + 99 * 86400, abs=60)
+
+
+def test_an_organisation_is_renewed(network_dir: Path, org_dir: Path) -> None:
+    before = read_issuer(org_dir)
+    assert renew_organisation(network_dir, org_dir, valid_days=9) == before.peer_id
+    after = read_issuer(org_dir)
+    assert after.scope == before.scope and after.cert != before.cert
+
+
+@given(st.frozensets(st.sampled_from(sorted(ROLES))), st.frozensets(st.sampled_from(sorted(ROLES)), min_size=1))
+def test_bounds_only_narrow(mine: frozenset[str], given: frozenset[str]) -> None:
+    inner, outer = Scope(mine, ("a*",)), Scope(given, ("*b",))
+    if not inner.exceeds(outer):
+        bounded = inner.bounded_by(outer)
+        assert all(outer.allows(role) for role in ROLES if bounded.allows(role))
+        assert bounded.covers("ab") and not bounded.covers("a") and not bounded.covers("b")
+
+
+# Revocation lists.
+
+
+def test_a_list_goes_from_node_to_node(network_dir: Path, make_identity: Make) -> None:
+    a, b, c = make_identity("a"), make_identity("b"), make_identity("c")
+    made = revoke(network_dir, c.peer_id, a.node_dir)
+    assert made is not None and a.is_revoked(c.as_peer) and not b.is_revoked(c.as_peer)
+    stamp = b.revocations.stamp()
+    assert b.revocations.accept(a.revocations.to_json()) == [made]
+    assert b.is_revoked(c.as_peer) and not b.is_revoked(a.as_peer) and b.revocations.stamp() != stamp
+    assert b.revocations.accept(a.revocations.to_json()) == []
+    assert Identity.load(b.node_dir).is_revoked(c.peer_id)
+
+
+def test_older_forged_and_foreign_lists_are_refused(network_dir: Path, tmp_path: Path, make_identity: Make) -> None:
+    a, b = make_identity("a"), make_identity("b")
+    root = read_issuer(network_dir)
+    new, old = sign_list(root, [b.peer_id], 8), sign_list(root, [], 7)
+    assert a.revocations.accept({"lists": [new.to_json()]}) == [new]
+    for item in (old, sign_list(root, [], 8)):
+        assert a.revocations.accept({"lists": [item.to_json()]}) == [] and a.is_revoked(b.peer_id)
+    create_network(tmp_path / "other", "other")
+    foreign = sign_list(read_issuer(tmp_path / "other"), [], 99)
+    forged = {**new.to_json(), "number": 9, "revoked": []}
+    by_node = {
+        **sign_list(Issuer(read_key(b.node_dir / "node-key.pem"), root.cert, True), [], 99).to_json(),
+        "issuer": root.peer_id,
+    }
+    for bad in (foreign.to_json(), forged, by_node, {}, None, {**new.to_json(), "revoked": ["../x"]}):
+        with pytest.raises(ProtocolViolation, match="revocation list"):
+            a.revocations.accept({"lists": [bad]})
+    assert a.revocations.lists() == [new] and a.is_revoked(b.peer_id)
+
+
+def test_an_organisation_revokes_its_own_and_no_other(
+    network_dir: Path, org_dir: Path, tmp_path: Path, make_identity: Make
+) -> None:
+    one, node = make_identity("one"), join(org_dir, tmp_path / "n", "n")
+    revoke(org_dir, node.peer_id, one.node_dir)
+    revoke(org_dir, one.peer_id, one.node_dir)
+    assert one.is_revoked(node.as_peer)
+    assert not one.is_revoked(one.as_peer) and not one.is_revoked(one.peer_id)
+
+
+def test_revoking_an_organisation_revokes_its_nodes(
+    network_dir: Path, org_dir: Path, tmp_path: Path, make_identity: Make
+) -> None:
+    one, node = make_identity("one"), join(org_dir, tmp_path / "n", "n")
+    assert not one.is_revoked(node.as_peer)
+    revoke(network_dir, node.org, one.node_dir)
+    assert one.is_revoked(node.as_peer) and "organisation" in str(one.revocations.reason(node.as_peer))
+
+
+def test_numbers_rise_though_the_directory_was_restored(network_dir: Path, make_identity: Make) -> None:
+    first = revoke(network_dir, make_identity("a").peer_id)
+    (network_dir / "revocations.json").unlink()
+    second = revoke(network_dir, make_identity("b").peer_id)
+    assert first is not None and second is not None
+    assert second.number > first.number and set(first.revoked) < set(second.revoked)
+
+
+def test_garbled_lists_let_nobody_in_and_do_not_stop_the_server(network_dir: Path, make_identity: Make) -> None:
+    a = make_identity("a")
+    revoke(network_dir, a.peer_id, a.node_dir)
+    assert a.is_revoked(a.peer_id)
+    stamp = a.revocations.stamp()
+    (a.node_dir / "revocations.json").write_text('{"lists": [1]}')
+    with pytest.raises(UsageError, match=r"revocations.json"):
+        a.is_revoked(a.peer_id)
+    assert a.revocations.stamp() == stamp
+
+
+FIELDS = st.sampled_from(["issuer", "number", "revoked", "organisation", "signature"])
+JSON = st.recursive(st.none() | st.integers() | st.text(max_size=8), lambda x: st.dictionaries(FIELDS, x, max_size=5))
+
+
+@given(JSON)
+def test_garbage_is_no_list(obj: object) -> None:
+    with pytest.raises(ProtocolViolation):
+        parse_list(obj, _ROOT)
+
+
+_KEY = Ed25519PrivateKey.generate()
+_ROOT = der_of(certificates.issue_root("r", _KEY, 9))
