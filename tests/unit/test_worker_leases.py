@@ -1,0 +1,198 @@
+"""Workers' hands and the scheduler's desk, in virtual time: exchanges are lost, come twice and late; workers die."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.ledger import Used
+from millrace.network.swarm import Holder
+from millrace.schedule.ask import Ask, Failed, Reply
+from millrace.schedule.desk import Desk, JobSpec, Source
+from millrace.worker.answers import Answer, Grant
+from millrace.worker.hand import Hand, Held, Statement
+
+DATASET = "ab" * 32
+BATCH = 3
+
+
+def answer_of(reply: Reply) -> Answer:
+    """A reply as a worker reads it."""
+    return Answer.from_json(
+        {
+            "uses": [vars_of(use) for use in reply.uses],
+            "refused": [vars_of(refused) for refused in reply.refused],
+            "live": {lease_id: vars_of(live) for lease_id, live in reply.live.items()},
+            "lost": list(reply.lost),
+            "leases": [
+                {
+                    "lease_id": g.lease_id, "job": g.job, "job_id": g.job, "epoch": g.epoch, "slice": g.slice_index,
+                    "index": g.index, "dataset_id": g.dataset_id, "name": f"{g.index}", "sha256": f"{g.index:064x}",
+                    "bytes": 100, "count": g.count, "start": g.start, "stop": g.stop, "sample_base": 0, "seed": 0,
+                    "seq_len": 1, "layout": "tokens", "dtype": "U16", "vocab_size": 1,
+                    "providers": [vars_of(holder) for holder in g.providers], "expires_in_s": g.expires_in_s,
+                }
+                for g in reply.leases
+            ],
+            "wait_s": reply.wait_s, "done": reply.done, "paused": reply.paused, "tell_have": reply.tell_have,
+        }
+    )  # fmt: skip
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    return {key: getattr(value, key) for key in value.__dataclass_fields__}
+
+
+class Worker:
+    """A worker's hand, and what it used: (epoch, slice, sample) for each."""
+
+    def __init__(self, name: str, world: World, step_s: float) -> None:
+        self.name = name
+        self.world = world
+        self.step_s = step_s
+        self.let_go: Counter[str] = Counter()
+        self.hand = Hand(BATCH, None, 10_000, 0.5, self._let_go, lambda: world.now)
+        self.used: list[tuple[int, int, int]] = []
+        self.held: Held | None = None
+        self.said: Statement | None = None
+        self.attempt = self.steps = 0
+        self.fetched: Counter[str] = Counter()
+
+    def _let_go(self, grant: Grant) -> None:
+        self.let_go[grant.lease_id] += 1
+
+    def work(self) -> None:
+        """Fetches, and makes one step if one may be made now."""
+        for held in self.hand.held:
+            if held.path is None and not held.fetching and not held.over:
+                assert self.hand.next_to_fetch() is held
+                self.fetched[held.grant.lease_id] += 1
+                assert self.hand.note_fetched(held, Path("slice"), 0.1)
+        if self.held is None and any(held.path is not None and not held.is_spent for held in self.hand.held):
+            self.held = self.hand.next_ready()
+        held = self.held
+        if held is None or (min(held.taken + BATCH, held.stop) > held.limit and not held.over):
+            return
+        if (taken := self.hand.take(held)) is not None:
+            start, stop = taken
+            assert stop <= held.limit
+            self.world.now += self.step_s
+            self.steps += 1
+            self.hand.note_used(held, self.steps)
+            self.used += [(held.grant.epoch, held.grant.slice, sample) for sample in range(start, stop)]
+        if held.taken >= held.stop or held.over:
+            self.hand.note_over(held)
+            self.held = None
+
+    def ask(self) -> Ask:
+        """One more attempt of the exchange under way, or the first of the next."""
+        self.said = said = self.said or self.hand.state()
+        self.attempt += 1
+        uses = tuple(
+            Used(u.held.grant.lease_id, u.held.grant.epoch, u.held.grant.slice, u.start, u.stop, u.step)
+            for u in said.uses
+        )
+        return Ask(
+            "job", self.name, self.attempt, held=said.held, job_id="job", uses=uses, receipt="00",
+            horizons=said.horizons, release=said.release, failed=tuple(Failed(i, why) for i, why in said.failed),
+            want=said.want,
+        )  # fmt: skip
+
+    def hear(self, reply: Reply) -> None:
+        assert self.said is not None
+        self.hand.hear(self.said, answer_of(reply))
+        self.said = None
+
+
+class World:
+    def __init__(self, seed: int, sizes: list[int], epochs: int) -> None:
+        self.chance = random.Random(seed)
+        self.now = 0.0
+        source = Source("data", DATASET, np.array(sizes, np.int64))
+        spec = JobSpec("job", (source,), epochs=epochs, lease_s=30.0, steal_s=0.1)
+        self.desk = Desk([spec])
+        self.desk.origins(DATASET, [Holder("origin", "a:1", True)], 0.0)
+        self.late: list[tuple[str, Ask]] = []
+        self.recorded: Counter[tuple[int, int, int]] = Counter()
+        self.cuts = 0
+
+    def carry(self, worker: Worker) -> None:
+        """One attempt: it may be lost on its way or on the way back, and may come again, late."""
+        ask = worker.ask()
+        if self.chance.random() < 0.2:
+            self.late.append((worker.name, ask))
+        if self.chance.random() < 0.15:
+            return
+        reply = self.hand_in(worker.name, ask)
+        if reply is not None and self.chance.random() >= 0.15:
+            worker.hear(reply)
+
+    def hand_in(self, name: str, ask: Ask) -> Reply | None:
+        try:
+            reply, events = self.desk.exchange(name, ask, self.now)
+        except Exception as error:
+            if "came after" in str(error):
+                return None
+            raise
+        for event in events:
+            self.cuts += type(event).__name__ == "Cut"
+            for use in getattr(event, "uses", ()):
+                self.recorded.update((use.epoch, use.slice, sample) for sample in range(use.start, use.stop))
+        return reply
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_sample_is_used_twice_though_leases_are_cut_and_exchanges_lost(seed: int) -> None:
+    """Workers that live and speak waste nothing, lose nothing that they began, and use no sample of another's."""
+    chance = random.Random(seed)
+    sizes = [chance.randint(0, 40) for _ in range(chance.randint(1, 12))] + [7]
+    world = World(seed, sizes, epochs=2)
+    workers = [Worker(f"w{i}", world, chance.choice([0.01, 0.05, 0.5])) for i in range(chance.randint(2, 5))]
+    for _ in range(20_000):
+        worker = chance.choice(workers)
+        if worker.hand.is_closed:
+            workers_left = [w for w in workers if not w.hand.is_closed]
+            if not workers_left:
+                break
+            continue
+        match chance.randrange(6):
+            case 0 | 1:
+                world.carry(worker)
+            case 2 if world.late:
+                name, ask = world.late.pop(chance.randrange(len(world.late)))
+                world.hand_in(name, ask)
+            case _:
+                worker.work()
+        world.now += 0.001
+        if chance.random() < 0.01:
+            world.desk.expire(world.now)
+    assert all(worker.hand.done for worker in workers)
+    every = Counter((e, i, s) for e in range(2) for i, size in enumerate(sizes) for s in range(size))
+    assert world.recorded == every
+    assert sum((Counter(worker.used) for worker in workers), Counter()) == every
+    for worker in workers:
+        worker.hand.empty()
+        assert worker.hand.tally.wasted == 0 and worker.hand.tally.lost == 0
+        assert worker.let_go == worker.fetched
+
+
+def test_leases_are_cut() -> None:
+    """The law above is about something: in most worlds idle workers get the ends of others' leases."""
+    cuts = 0
+    for seed in range(5):
+        world = World(seed, [60, 60], epochs=1)
+        slow, fast = Worker("slow", world, 0.2), Worker("fast", world, 0.01)
+        slow.hand._ahead = 1
+        for turn in range(4000):
+            worker = slow if turn % 8 == 0 else fast
+            if not worker.hand.is_closed:
+                world.chance.choice([worker.work, lambda w=worker: world.carry(w)])()
+        cuts += world.cuts
+        assert slow.hand.done and fast.hand.done
+        assert slow.hand.tally.wasted == fast.hand.tally.wasted == 0
+    assert cuts > 0
