@@ -73,13 +73,24 @@ def _mirror_dataset(args: argparse.Namespace) -> int:
     temporary = (args.tmp_dir or Path(tempfile.gettempdir())) / f"millrace-mirror-{dataset.id[:16]}"
     target = open_target(args.target, temporary)
     total = int(dataset.table.bytes[start:stop].sum())
+    swarm: dict[str, Any] | None = None
     try:
         with bytes_bar("mirror", total, enabled=not args.quiet) as advance:
-            report = mirror(dataset, target, start=start, stop=stop, connections=args.connections, on_progress=advance)
+            if args.share:
+                from millrace.store.swarm_mirror import mirror_by_swarm
+
+                report, swarm = mirror_by_swarm(
+                    dataset, target, share=args.share, start=start, stop=stop, connections=args.connections,
+                    upload_bytes_per_s=args.upload_limit, linger_s=args.linger, on_progress=advance,
+                )  # fmt: skip
+            else:
+                report = mirror(
+                    dataset, target, start=start, stop=stop, connections=args.connections, on_progress=advance
+                )
     finally:
         target.close()
     if args.json:
-        print(json.dumps(report.to_json()))
+        print(json.dumps(report.to_json() | ({"swarm": swarm} if swarm is not None else {})))
         return 0
     print(f"copied {report.copied:,} slices, {words_of_bytes(report.copied_bytes)}; {report.skipped:,} were there")
     if report.complete:
@@ -113,5 +124,13 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         "--tmp-dir", type=Path, metavar="DIR", help="for what is on its way to a bucket; needs room for a shard"
     )
     p.add_argument("--network", metavar="DIR", help="for millrace:// URLs: the node's directory")
+    p.add_argument(
+        "--share", nargs="?", const=True, default=False, metavar="HOST:PORT",
+        help="of millrace:// URLs: hand out what came while the rest comes: many mirrors burden the origin once",
+    )  # fmt: skip
+    p.add_argument("--upload-limit", type=size, metavar="BYTES", help="with --share: bytes a second to all others")
+    p.add_argument(
+        "--linger", type=float, default=60.0, metavar="S", help="with --share: go on while others lack slices, so long"
+    )
     p.add_argument("--json", action="store_true")
     p.add_argument("--quiet", action="store_true")

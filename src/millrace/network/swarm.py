@@ -281,6 +281,12 @@ class Swarm:
         """A member as it joined last; None if it is not here."""
         return self._holders.get(peer_id)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether all who can be asked have every slice."""
+        peers = int(np.count_nonzero(self._members.gives & ~self._members.is_origin))
+        return not self.num_slices or int(self._members.copies.min()) >= peers
+
     def sharers(self, most: int) -> list[Holder]:
         """Some of those who can be asked and are no origins: who joined first."""
         return list(islice((one for one in self._holders.values() if one.address and not one.is_origin), most))

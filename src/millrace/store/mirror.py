@@ -31,6 +31,8 @@ _MOST_BYTES = 1 << 30
 _LOOK_S = 0.1
 _CHECKERS = 16
 _MAX_FILE_BYTES = 1 << 30
+# What is absent, what is there, and whom to tell of bytes done.
+Copy = Callable[[list[SliceInfo], list[SliceInfo], Callable[[int], object]], None]
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def mirror(
     stop: int | None = None,
     connections: int = 16,
     on_progress: Callable[[int], object] | None = None,
+    copy: Copy | None = None,
 ) -> MirrorReport:
     """Copy slices [start, stop) and, once all are there, what makes them a dataset.
 
@@ -76,6 +79,7 @@ def mirror(
         dataset: From `open_remote`, of any URL.
         target: Stays the caller's to close.
         on_progress: Told the bytes done since its last call, those that are skipped included; from one thread.
+        copy: Fetches and places slices in another way than from the origin (`swarm_mirror`).
 
     Raises:
         UsageError: If the range is outside the dataset, or the target holds another dataset or has no room.
@@ -92,7 +96,10 @@ def mirror(
         (skipped if there else absent).append(row)
         say(row.bytes if there else 0)
     _check_room(target, absent)
-    _copy(dataset.origin, target, absent, connections, say)
+    if copy is not None:
+        copy(absent, skipped, say)
+    else:
+        _copy(dataset.origin, target, absent, connections, say)
     outside = [*range(start), *range(stop, dataset.num_slices)]
     missing = sum(not there for _, there in _look(target, map(dataset.table.row, outside), verify=False))
     if not missing:

@@ -25,7 +25,7 @@ from millrace.network.client import Client
 from millrace.network.discovery import Claim, Discovery, find_providers
 from millrace.network.identity import Identity
 from millrace.store.holders import read_by_hash, told
-from millrace.store.origins import Origin, PassingError, Patience, RefusedError
+from millrace.store.origins import Origin, PassingError, Patience, RefusedError, open_origin
 
 _FIND_S = 10.0
 _FRESH_S = 15.0
@@ -58,6 +58,7 @@ class PeerOrigin:
         self._discovery = discovery
         self._lock = threading.Lock()
         self._table: SliceTable | None = None
+        self._table_sha256 = ""
         self._found: list[Origin] = []
         self._found_at = float("-inf")
         self.sha256_of = lru_cache(maxsize=4096)(self._look_up)
@@ -67,9 +68,22 @@ class PeerOrigin:
         with self._lock:
             if time.monotonic() - self._found_at >= _FRESH_S or not self._found:
                 claims = self._claims()
-                self._found = [PeerSource(self, claim) for claim in claims]
+                # Who has all goes first; a web server or bucket is asked by those who do not share only at the end.
+                whole = sorted(claims, key=lambda claim: not claim.is_whole)
+                self._found = [PeerSource(self, claim) for claim in whole if claim.held != 0]
+                self._found += [open_origin(url) for url in sorted({claim.url for claim in claims} - {""})]
                 self._found_at = time.monotonic()
             return list(self._found)
+
+    def claims(self) -> list[Claim]:
+        """Who serves it now, or a part of it. Raises PassingError if nobody does."""
+        with self._lock:
+            return self._claims()
+
+    @property
+    def discovery(self) -> Discovery | None:
+        """How its peers are found; None before the first look-up."""
+        return self._discovery
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         """From the first peer that has it. See Origin; a Transfer asks the peers one by one."""
@@ -93,6 +107,13 @@ class PeerOrigin:
             except NetworkError as error:
                 fault = error
         raise fault
+
+    def fits(self, name: str, data: bytes, dataset_id: str) -> bool:
+        """Whether a companion is the dataset's: of the manifest by the id, of the table by the manifest."""
+        found = hashlib.sha256(data).hexdigest()
+        if name == MANIFEST_FILE and found == dataset_id:
+            self._table_sha256 = Manifest.from_json(data).table_sha256
+        return found == {MANIFEST_FILE: dataset_id, TABLE_FILE: self._table_sha256 or found}.get(name, found)
 
     def _look_up(self, name: str) -> str:
         """The hash of a slice by its name in the table, which is read when first needed."""
@@ -161,7 +182,7 @@ class PeerSource:
             )
         except NetworkError as error:
             raise told(self.url, error) from error
-        if name == MANIFEST_FILE and hashlib.sha256(data).hexdigest() != claim.dataset_id:
+        if not self._origin.fits(name, data, claim.dataset_id):
             raise ProtocolViolation(f"{self.url}: its {name} is not that of the dataset which it claims")
         return data
 

@@ -40,7 +40,7 @@ class SwarmAsk:
         have: What it holds; None: as before.
         want, num: What it lacks and is not fetching; how many it will begin now.
         must: Those it cannot do without: it is told who has them, whatever that costs.
-        finished: Fetched and verified. `failed`: (slice, peer id, gave wrong bytes).
+        finished: Fetched and verified. `failed`: (slice, peer id, gave wrong bytes). `dropped`: fetched no longer.
     """
 
     address: str = ""
@@ -51,6 +51,7 @@ class SwarmAsk:
     must: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
     failed: tuple[tuple[int, str, bool], ...] = ()
+    dropped: tuple[int, ...] = ()
     leave: bool = False
 
 
@@ -88,6 +89,7 @@ def parse_ask(body: Any, num_slices: int) -> SwarmAsk:
                 (index_of(item["index"]), str(item["peer_id"])[:300], item.get("wrong") is True)
                 for item in listed("failed")
             ),
+            dropped=tuple(index_of(item) for item in listed("dropped")),
             leave=body.get("leave") is True,
         )
     except (KeyError, TypeError, ValueError, OverflowError, ProtocolViolation) as error:
@@ -165,10 +167,13 @@ class Tracker:
             swarm.join(Holder(peer.peer_id, address, False), ask.have, now, slots=ask.slots)
             for index, who, wrong in ask.failed:
                 swarm.failed(peer.peer_id, index, who, now, wrong)
+            for index in ask.dropped:
+                swarm.dropped(peer.peer_id, index)
             for index in ask.finished:
                 swarm.finished(peer.peer_id, index, now)
             given = [] if is_checking else swarm.assign(peer.peer_id, ask.want, ask.num, now)
-            must = {index: swarm.providers(index, peer.peer_id, now) for index in ask.must}
+            late = set(ask.must) - {each.index for each in given}
+            must = {index: swarm.providers(index, peer.peer_id, now) for index in sorted(late)}
             wait_s = max(_WAIT_S, len(swarm) / _MOST_ASKS_PER_S) if len(ask.want) else self.ttl_s / 3
             wait_s = 0.05 if is_checking else wait_s
             return _told(swarm, given, must, wait_s, is_new and ask.have is None, peer.peer_id)
@@ -234,5 +239,6 @@ def _told(
         "must": [{"index": index, "holders": [holder(one) for one in found]} for index, found in must.items()],
         "wait_s": wait_s,
         "tell_have": tell_have,
+        "settled": swarm.is_settled,
         "sharers": [holder(one) for one in swarm.sharers(_MAX_PEERS) if one.peer_id != asker],
     }

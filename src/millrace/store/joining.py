@@ -1,0 +1,109 @@
+"""A reader of `millrace://NETWORK/NAME` as a member of its swarm: its server, what it offers, and its fetches."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.dataset.manifest import MANIFEST_FILE, TABLE_FILE
+from millrace.dataset.reader import listed_files
+from millrace.errors import UsageError
+from millrace.network.client import parse_address
+from millrace.network.limits import Throttle
+from millrace.store.origins import read_small
+from millrace.store.peers import PeerOrigin
+from millrace.store.remote import RemoteDataset
+from millrace.store.share import Offer, Shelf, SliceShare
+from millrace.store.swarm import SwarmReader, TrackerAt
+
+_MAX_SMALL_BYTES = 1 << 30
+
+
+class SwarmMember:
+    """Takes part from construction until `close`.
+
+    Args:
+        dataset: Of a network.
+        shelf: Where what is fetched lies once it is verified.
+        held: [num_slices] flags of what lies there.
+        share: `HOST:PORT` to listen at and be known by; True: any port, at the address of this host from which the
+            data node is reached; False: give nothing.
+        throttle: Of uploads.
+
+    Raises:
+        UsageError: If the dataset is of no network.
+        NetworkError: If nobody serves it now, or it cannot listen.
+    """
+
+    def __init__(
+        self,
+        dataset: RemoteDataset,
+        shelf: Shelf,
+        held: Callable[[], NDArray[np.bool_]],
+        *,
+        share: bool | str = True,
+        throttle: Throttle | None = None,
+        downloads: int = 4,
+        uploads: int = 4,
+        connections: int = 16,
+        urgent: bool = False,
+    ) -> None:
+        origin = dataset.origin
+        if not isinstance(origin, PeerOrigin):
+            raise UsageError(f"share: expected a dataset of millrace://NETWORK/NAME, got {origin.url}. Leave it out.")
+        self.share: SliceShare | None = None
+        if share:
+            self.share = _listen(dataset, origin, shelf, held, share, throttle)
+        self.reader = SwarmReader(
+            origin.client, dataset.id, dataset.table, lambda: _trackers(origin), held,
+            share=self.share, downloads=downloads, uploads=uploads, connections=connections, urgent=urgent,
+        )  # fmt: skip
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Fetch no more; let uploads finish for so long, then cut. May be repeated."""
+        self.reader.close()
+        if self.share is not None:
+            self.share.close(timeout_s)
+
+    def __enter__(self) -> SwarmMember:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _listen(
+    dataset: RemoteDataset,
+    origin: PeerOrigin,
+    shelf: Shelf,
+    held: Callable[[], NDArray[np.bool_]],
+    share: bool | str,
+    throttle: Throttle | None,
+) -> SliceShare:
+    if isinstance(share, str):
+        host, port = parse_address(share)
+        named = ""
+    else:
+        host, port, named = "0.0.0.0", 0, _host_towards(origin.claims()[0].address)
+    names = {MANIFEST_FILE, TABLE_FILE, *listed_files(dataset.manifest)}
+    files = {name: read_small(origin, name, _MAX_SMALL_BYTES) for name in sorted(names) if "/" not in name}
+    hashes = {row.tobytes().hex(): size for row, size in zip(dataset.table.sha256, dataset.table.bytes.tolist())}
+    server = SliceShare(origin.identity, shelf, hashes, host, port, throttle, discovery=origin.discovery, named=named)
+    server.offer(Offer(origin.name, dataset.id, dataset.num_slices, files, held))
+    return server
+
+
+def _trackers(origin: PeerOrigin) -> Iterator[TrackerAt]:
+    for claim in origin.claims():
+        yield TrackerAt(claim.peer_id, claim.address, claim.is_whole)
+
+
+def _host_towards(address: str) -> str:
+    """The address of this host from which another is reached; sends nothing."""
+    family, kind, protocol, _, target = socket.getaddrinfo(*parse_address(address), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

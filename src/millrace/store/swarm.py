@@ -1,0 +1,409 @@
+"""A reader's part in a swarm: says what it wants, fetches what it is told from whom it is told, shares what it has.
+
+Any tracker will do: the data nodes that announce the dataset first, then workers that share it; when one dies the next
+is asked. Who may give what is the trackers' to say; whether bytes are right is found out here, by their hash.
+
+What the choice costs: a question for each slice or two (some 300 bytes), and 0.2 s between questions when all wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.dataset.manifest import SliceInfo, SliceTable
+from millrace.errors import IntegrityError, MillraceError, NetworkError, ProtocolViolation
+from millrace.network.client import Client, RemoteError
+from millrace.network.ranges import format_ranges
+from millrace.store.holders import HolderSource
+from millrace.store.origins import Origin, Patience, open_origin
+from millrace.store.share import SliceShare
+from millrace.store.transfer import Transfers
+from millrace.store.work import Transfer, TransferCancelledError
+
+MAX_TOLD = 4096  # wanted slices that one question names
+_SEEDS = ("http://", "https://", "s3://", "r2://", "gs://", "az://")  # no tracker may name a file of this host
+_ASK_S = 10.0
+_HAVE_S = 10.0
+_MUST_S = 5.0
+_HOME_S = 30.0
+_BUSY_S = 5.0
+_MOST_MUST = 8
+log = logging.getLogger("millrace.swarm")
+
+
+@dataclass(frozen=True)
+class TrackerAt:
+    """Where a tracker stands. `is_origin`: it has the whole dataset, so it is asked before others."""
+
+    peer_id: str
+    address: str
+    is_origin: bool
+
+
+class SteeredTransfer:
+    """One slice that is wanted: waits for its turn, then comes. See `flights.Transfer`.
+
+    Attributes:
+        done: Set when it ended, well or not; from then on nothing is written to `part`.
+        error: Why it failed, or None: then the file is whole, verified, synced and exactly `info.bytes` long.
+    """
+
+    def __init__(self, info: SliceInfo, part: Path, wanted_at: float) -> None:
+        self.info = info
+        self.part = part
+        self.wanted_at = wanted_at
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        self.current: Transfer | None = None
+        self.cancelled = False
+        self._callbacks: list[Callable[[Any], None]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def received(self) -> int:
+        """Bytes there so far."""
+        current = self.current
+        return self.info.bytes if self.done.is_set() and self.error is None else current.received if current else 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it ended; whether it did in time."""
+        return self.done.wait(timeout)
+
+    def on_done(self, callback: Callable[[Any], None]) -> None:
+        """Call back once when it ended, from another thread; at once, from this one, if it has."""
+        with self._lock:
+            if not self.done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def finish(self, error: Exception | None) -> None:
+        """It ended. The first end counts."""
+        with self._lock:
+            if self.done.is_set():
+                return
+            self.error = error
+            self.done.set()
+        for callback in self._callbacks:
+            callback(self)
+
+
+@dataclass
+class _News:
+    """What the tracker is to hear, until it has."""
+
+    finished: list[int] = field(default_factory=list)
+    failed: list[dict[str, Any]] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    wants: bool = False  # something new
+
+    def __bool__(self) -> bool:
+        return bool(self.finished or self.failed or self.dropped or self.wants)
+
+
+class SwarmReader:
+    """Fetches slices of one dataset as a member of its swarm, from construction until `close`.
+
+    Args:
+        trackers: Finds them anew: those that are origins first. Called when one is needed.
+        held: [num_slices] flags of what this node has and shares.
+        share: Its server, if it shares; stays the caller's. None: it only gets.
+        downloads: Slices at once. `connections`: requests at once, over all of them.
+        uploads: Slices that others may fetch from here at once.
+        urgent: Somebody waits for what is wanted: what is not had after 5 s is taken wherever it is.
+        patience_s: Nothing came for so long, and no tracker had anything to say: what is wanted fails.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        dataset_id: str,
+        table: SliceTable,
+        trackers: Callable[[], Iterable[TrackerAt]],
+        held: Callable[[], NDArray[np.bool_]],
+        *,
+        share: SliceShare | None = None,
+        downloads: int = 4,
+        uploads: int = 4,
+        connections: int = 16,
+        urgent: bool = False,
+        patience_s: float = 120.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.dataset_id = dataset_id
+        self._client, self._table, self._find, self._held = client, table, trackers, held
+        self._share, self._downloads, self._uploads, self._patience_s = share, downloads, uploads, patience_s
+        self._urgent, self._clock = urgent, clock
+        self._settled = False
+        self._changed = threading.Condition()
+        self._wanted: dict[int, SteeredTransfer] = {}
+        self._running: dict[int, SteeredTransfer] = {}
+        self._news = _News()
+        self._told_have: NDArray[np.bool_] | None = None
+        self._told_at = self._found_at = float("-inf")
+        self._trackers: list[TrackerAt] = []
+        self._sharers: dict[str, TrackerAt] = {}
+        self._seeds: dict[str, Origin] = {}
+        self._good_at = clock()
+        self._closed = False
+        self._counts = {"from_origins": 0, "from_peers": 0, "failed": 0, "trackers_lost": 0}
+        self._transfers = Transfers(connections, tries=2, patience_s=5.0)
+        self._thread = threading.Thread(target=self._run, name="swarm", daemon=True)
+        self._thread.start()
+
+    def fetch(self, index: int, part: Path) -> SteeredTransfer:
+        """Want a slice, into a partial file; what is there already is gone on from. Returns at once."""
+        transfer = SteeredTransfer(self._table.row(index), part, self._clock())
+        with self._changed:
+            if self._closed:
+                transfer.finish(TransferCancelledError.of(transfer.info))
+                return transfer
+            self._wanted[index] = transfer
+            self._news.wants = True
+            self._changed.notify_all()
+        return transfer
+
+    def cancel(self, transfer: SteeredTransfer) -> None:
+        """Give a slice up; its part stays for a later run. No harm if it ended."""
+        transfer.cancelled = True
+        with self._changed:
+            waiting = self._wanted.get(transfer.info.index) is transfer
+            if waiting:
+                del self._wanted[transfer.info.index]
+            current = transfer.current
+        if current is not None:
+            self._transfers.cancel(current)
+        elif waiting:
+            transfer.finish(TransferCancelledError.of(transfer.info))
+
+    @property
+    def settled(self) -> bool:
+        """Whether all who share the dataset had all of it, when the tracker was last asked."""
+        return self._settled
+
+    def stats(self) -> dict[str, Any]:
+        """Slices by where they came from, what failed, and the transfers' own figures."""
+        with self._changed:
+            return {**self._counts, "transfers": self._transfers.stats()}
+
+    def close(self) -> None:
+        """Leave the swarm; what is wanted ends as cancelled. May be repeated."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            left = list(self._wanted.values())
+            self._wanted.clear()
+            self._changed.notify_all()
+        self._transfers.close()
+        for transfer in left:
+            transfer.finish(TransferCancelledError.of(transfer.info))
+        if self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+
+    def __enter__(self) -> SwarmReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        wait_s = 0.0
+        while True:
+            with self._changed:
+                if not self._closed:
+                    self._changed.wait_for(lambda: self._closed or self._news, wait_s)
+                if self._closed:
+                    break
+                body = self._question()
+            wait_s = self._ask(body)
+        if self._trackers:
+            self._tell(self._trackers[0], {"leave": True}, timeout_s=1.0)
+
+    def _question(self) -> dict[str, Any]:
+        """With the lock held; what is in it is no news any more."""
+        now, news = self._clock(), self._news
+        waiting = list(self._wanted)[:MAX_TOLD]
+        flags = np.zeros(len(self._table), np.bool_)
+        flags[waiting] = True
+        late = [index for index in waiting[:_MOST_MUST] if now - self._wanted[index].wanted_at > _MUST_S]
+        body: dict[str, Any] = {
+            "address": self._share.address if self._share is not None else "",
+            "slots": self._uploads,
+            "want": format_ranges(flags),
+            "num": max(0, self._downloads - len(self._running)),
+            "finished": news.finished[:1024],
+            "failed": news.failed[:1024],
+            "dropped": news.dropped[:1024],
+            "must": late if self._urgent else [],
+        }
+        self._news = _News(news.finished[1024:], news.failed[1024:], news.dropped[1024:])
+        return body
+
+    def _ask(self, body: dict[str, Any]) -> float:
+        """One question and what follows; returns how long to wait at most before the next, seconds."""
+        now = self._clock()
+        if self._share is not None and (self._told_have is None or now - self._told_at > _HAVE_S):
+            held = self._held()
+            if self._told_have is None or not np.array_equal(held, self._told_have):
+                body["have"] = format_ranges(held)
+                self._told_have = held
+            self._told_at = now
+        answer = self._first_answer(body)
+        if answer is None:
+            with self._changed:
+                self._news.finished = body["finished"] + self._news.finished
+                self._news.failed = body["failed"] + self._news.failed
+                self._news.dropped = body["dropped"] + self._news.dropped
+            self._told_have = None
+            self._give_up_if_hopeless()
+            return 0.5
+        if answer.get("tell_have"):
+            self._told_have = None
+        wait_s = self._follow(answer)
+        return wait_s if body["num"] or answer.get("tell_have") else max(wait_s, _BUSY_S)
+
+    def _first_answer(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        """From the first tracker that answers; those that do not are dropped."""
+        now = self._clock()
+        if not self._trackers or (not self._trackers[0].is_origin and now - self._found_at > _HOME_S):
+            self._look_up(now)
+        while self._trackers:
+            tracker = self._trackers[0]
+            answer = self._tell(tracker, body, _ASK_S)
+            if answer is not None:
+                return answer
+            with self._changed:
+                self._counts["trackers_lost"] += 1
+                self._sharers.pop(tracker.peer_id, None)
+            self._trackers.pop(0)
+            self._told_have = None
+            if self._share is not None and "have" not in body:
+                self._told_have = self._held()
+                body["have"] = format_ranges(self._told_have)
+        return None
+
+    def _look_up(self, now: float) -> None:
+        self._found_at = now
+        found = {tracker.peer_id: tracker for tracker in self._sharers.values()}
+        try:
+            found.update({tracker.peer_id: tracker for tracker in self._find()})
+        except (MillraceError, OSError) as error:
+            log.info("swarm of %s: no tracker was found: %s", self.dataset_id[:12], error)
+        if self._share is not None and self._client.identity is not None:
+            me = self._client.identity.peer_id
+            found[me] = TrackerAt(me, self._share.address, False)
+        # All who lost theirs choose the same next one.
+        self._trackers = sorted(found.values(), key=lambda tracker: (not tracker.is_origin, tracker.peer_id))
+
+    def _tell(self, tracker: TrackerAt, body: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
+        path = f"/v1/swarm/{self.dataset_id}"
+        try:
+            answer, _ = self._client.request_json(tracker.address, "POST", path, body, tracker.peer_id, timeout_s)
+        except NetworkError as error:
+            is_busy = isinstance(error, RemoteError) and error.status in (429, 503)
+            log.info("swarm of %s: tracker %s: %s", self.dataset_id[:12], tracker.address, error)
+            return {"wait_s": 1.0} if is_busy else None
+        return answer if isinstance(answer, dict) else None
+
+    def _follow(self, answer: dict[str, Any]) -> float:
+        """Begin what the tracker says."""
+        try:
+            given = [(int(item["index"]), _holder(item)) for item in answer.get("assignments", ())]
+            given += [
+                (int(item["index"]), _holder(one)) for item in answer.get("must", ()) for one in item["holders"][:1]
+            ]
+            sharers = [_holder(item) for item in answer.get("sharers", ())]
+            wait_s = float(answer.get("wait_s", 1.0))
+        except (KeyError, TypeError, ValueError) as error:
+            log.warning("swarm of %s: a tracker's answer is malformed: %r", self.dataset_id[:12], error)
+            return 1.0
+        with self._changed:
+            self._sharers.update({one.peer_id: one for one in sharers})
+            self._settled = answer.get("settled") is True
+        for index, holder in given:
+            self._begin(index, holder)
+        self._good_at = self._clock()
+        return min(30.0, max(0.02, wait_s))
+
+    def _begin(self, index: int, holder: TrackerAt) -> None:
+        with self._changed:
+            transfer = self._wanted.pop(index, None)
+            if transfer is None or self._closed:
+                return
+            self._running[index] = transfer
+        wrong: list[str] = []
+        try:
+            source = self._source(holder, transfer.info)
+            transfer.current = self._transfers.start(
+                transfer.info, transfer.part, [source], lambda origin, reason: wrong.append(reason)
+            )
+        except MillraceError as error:
+            return self._ended(transfer, holder, error, wrong)
+        transfer.current.on_done(lambda done: self._ended(transfer, holder, done.error, wrong))
+        if transfer.cancelled:
+            self._transfers.cancel(transfer.current)
+
+    def _source(self, holder: TrackerAt, info: SliceInfo) -> Origin:
+        if "://" not in holder.address:
+            return HolderSource(self._client, holder.peer_id, holder.address, info.sha256, 10.0)
+        if not holder.address.startswith(_SEEDS):
+            raise ProtocolViolation(f"swarm: expected a web server or bucket as origin, got {holder.address[:80]}")
+        if holder.address not in self._seeds:
+            self._seeds[holder.address] = open_origin(holder.address, patience=Patience(stall_s=10.0))
+        return self._seeds[holder.address]
+
+    def _ended(
+        self, transfer: SteeredTransfer, holder: TrackerAt, error: Exception | None, wrong: Sequence[str]
+    ) -> None:
+        index = transfer.info.index
+        transfer.current = None
+        is_over = error is None or transfer.cancelled or not isinstance(error, NetworkError | IntegrityError)
+        if is_over:
+            transfer.finish(error)  # before it is told: by then it can be shared
+        with self._changed:
+            self._running.pop(index, None)
+            self._good_at = self._clock()
+            if error is None:
+                self._news.finished.append(index)
+                self._counts["from_origins" if holder.is_origin else "from_peers"] += 1
+            elif is_over:
+                self._news.dropped.append(index)
+            else:
+                is_wrong = bool(wrong) or isinstance(error, (IntegrityError, ProtocolViolation))
+                self._news.failed.append({"index": index, "peer_id": holder.peer_id, "wrong": is_wrong})
+                self._counts["failed"] += 1
+                if not self._closed:
+                    self._wanted[index] = transfer
+            self._changed.notify_all()
+        if error is not None and not is_over:
+            log.info("slice %s from %s: %s", transfer.info.name, holder.address, error)
+            if self._closed:
+                transfer.finish(TransferCancelledError.of(transfer.info))
+
+    def _give_up_if_hopeless(self) -> None:
+        with self._changed:
+            if self._running or self._clock() - self._good_at < self._patience_s:
+                return
+            lost = list(self._wanted.values())
+            self._wanted.clear()
+        for transfer in lost:
+            transfer.finish(
+                NetworkError(
+                    f"slice {transfer.info.name}: no tracker of {self.dataset_id[:12]}… answered for "
+                    f"{self._patience_s:.0f} s. Start a data node that has it (millrace serve)."
+                )
+            )
+
+
+def _holder(item: Any) -> TrackerAt:
+    return TrackerAt(str(item["peer_id"]), str(item["address"]), item["is_origin"] is True)

@@ -1,0 +1,101 @@
+"""A mirror that takes part in the swarm: what came is handed out while the rest comes."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.dataset.manifest import SliceInfo
+from millrace.errors import UsageError
+from millrace.network.limits import Throttle
+from millrace.store.joining import SwarmMember
+from millrace.store.mirror import MirrorReport, mirror
+from millrace.store.remote import RemoteDataset
+from millrace.store.share import Folder
+from millrace.store.swarm import SteeredTransfer
+from millrace.store.targets import Target
+
+_AT_ONCE = 1024  # slices that the trackers are told of
+_LOOK_S = 0.2
+
+
+def mirror_by_swarm(
+    dataset: RemoteDataset,
+    target: Target,
+    *,
+    share: bool | str = True,
+    start: int = 0,
+    stop: int | None = None,
+    connections: int = 16,
+    upload_bytes_per_s: float | None = None,
+    linger_s: float = 60.0,
+    on_progress: Callable[[int], object] | None = None,
+) -> tuple[MirrorReport, dict[str, Any]]:
+    """As `mirror`, of `millrace://` to a directory; and the swarm's figures.
+
+    Args:
+        share: See SwarmMember.
+        linger_s: How long to go on sharing at the end, at most; until all who share have all.
+
+    Raises:
+        UsageError: If the target is no directory, or the dataset is of no network. Others as of `mirror`.
+    """
+    if "://" in target.url:
+        raise UsageError(f"mirror: expected a directory to share from, got {target.url}. Leave out --share.")
+    folder, held = Folder(), np.zeros(dataset.num_slices, np.bool_)
+    throttle = Throttle(upload_bytes_per_s) if upload_bytes_per_s is not None else None
+    with SwarmMember(dataset, folder, held.copy, share=share, throttle=throttle, connections=connections) as member:
+
+        def copy(absent: list[SliceInfo], there: list[SliceInfo], say: Callable[[int], object]) -> None:
+            for row in there:
+                folder.put(row.sha256, Path(target.url) / row.name)
+                held[row.index] = True
+            _copy(member, target, folder, held, absent, say)
+
+        report = mirror(dataset, target, start=start, stop=stop, on_progress=on_progress, copy=copy)
+        until = time.monotonic() + (linger_s if share else 0.0)
+        while time.monotonic() < until and not member.reader.settled:
+            time.sleep(_LOOK_S)
+        shared = member.share.bytes_sent if member.share is not None else 0
+        return report, {**member.reader.stats(), "bytes_shared": shared}
+
+
+def _copy(
+    member: SwarmMember,
+    target: Target,
+    folder: Folder,
+    held: NDArray[np.bool_],
+    rows: list[SliceInfo],
+    say: Callable[[int], object],
+) -> None:
+    """Fetch slices in whatever order the swarm gives them, and place each."""
+    ended: queue.SimpleQueue[tuple[SliceInfo, Exception | None]] = queue.SimpleQueue()
+
+    def place(transfer: SteeredTransfer) -> None:
+        row, error = transfer.info, transfer.error
+        if error is None:
+            try:
+                target.place(row.name, transfer.part, row.sha256)
+                folder.put(row.sha256, Path(target.url) / row.name)
+                held[row.index] = True
+            except OSError as fault:
+                error = UsageError(f"{target.url}: cannot write {row.name}: {fault}. Check the directory and its disk.")
+        ended.put((row, error))
+
+    waiting, under_way = list(reversed(rows)), 0
+    while waiting or under_way:
+        while waiting and under_way < _AT_ONCE:
+            row = waiting.pop()
+            member.reader.fetch(row.index, target.part_of(row.name)).on_done(place)
+            under_way += 1
+        row, error = ended.get()
+        under_way -= 1
+        if error is not None:
+            raise error
+        say(row.bytes)
