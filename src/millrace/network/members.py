@@ -24,6 +24,7 @@ class Members:
         uploads, slots: [rows] how many it uploads now, and may.
         failures: [rows] in a row, since it was last heard of.
         owed: [rows] new slices it got from an origin, less those it gave since; never below 0.
+        asked_at: [rows] when it last wanted something.
         copies: [num_slices] members that hold each slice.
     """
 
@@ -37,6 +38,7 @@ class Members:
         self.gives = self.is_origin = np.zeros(0, np.bool_)
         self.uploads = self.slots = self.failures = self.owed = np.zeros(0, np.int32)
         self._heard_at = np.zeros(0)
+        self.asked_at = np.zeros(0)
         self._speed = np.zeros(0)
         self._grow(_FIRST_ROWS)
 
@@ -54,6 +56,7 @@ class Members:
         self.is_origin[row], self.gives[row] = is_origin, gives
         self.uploads[row] = self.failures[row] = self.owed[row] = 0
         self._speed[row] = np.nan
+        self.asked_at[row] = -np.inf
 
     def remove(self, peer_id: str) -> None:
         """Give a row back, and forget what its member held."""
@@ -143,7 +146,7 @@ class Members:
         bits[:, :before] = self._bits
         self._bits = bits
         more = num_rows - before
-        for name in ("gives", "is_origin", "uploads", "slots", "failures", "owed", "_heard_at", "_speed"):
+        for name in ("gives", "is_origin", "uploads", "slots", "failures", "owed", "_heard_at", "asked_at", "_speed"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(more, old.dtype)]))
         self._speed[before:] = np.nan

@@ -34,7 +34,8 @@ PATIENCE_S = 60.0
 _LOOK = 8192  # wanted slices that one call looks at
 _TRIED = 32  # candidates of each kind whose holders one call looks at, beside those it needs
 _ROUNDS = 3  # calls in which somebody slow is passed over for a new slice
-_SLOW = 4.0  # times the mean time to pass on
+_SLOW = 2.0  # times the time in which the quickest of the rivals will have passed on what it got
+_RIVAL_S = 2.0  # who asked so lately
 _PATIENT = 8.0  # times the mean duration of a download, before it is given up for lost
 _AVOID_S, _MAX_AVOID_S = 1.0, 60.0
 _MAX_FAILURES = 3
@@ -211,11 +212,11 @@ class Swarm:
         if len(given) >= num:
             return given
         wanted = self._window(asker, wanted)
-        is_open = self._holders[asker].address != ""
-        if is_open:
+        self._members.asked_at[self._members.row(asker)] = now
+        if self._holders[asker].address:
             self._members.clear(asker, wanted)
         shunned = self._shunned(asker, now)
-        for index in self._candidates(asker, wanted, num - len(given), shunned):
+        for index in self._candidates(asker, wanted, num - len(given), shunned, now):
             holder = self._source(asker, index, shunned)
             if holder is not None:
                 self._begin(asker, index, holder, now)
@@ -350,7 +351,9 @@ class Swarm:
                 shunned[members.row(peer_id)] = True
         return shunned
 
-    def _candidates(self, asker: str, wanted: NDArray[np.int64], num: int, shunned: NDArray[np.bool_]) -> Iterator[int]:
+    def _candidates(
+        self, asker: str, wanted: NDArray[np.int64], num: int, shunned: NDArray[np.bool_], now: float
+    ) -> Iterator[int]:
         """Slices worth a look: new ones if the asker may have them, the rarest, and then some of the rest."""
         members = self._members
         copies = members.copies[wanted]
@@ -358,7 +361,7 @@ class Swarm:
         # Ties are broken differently for each asker, so that they do not all want the same next.
         tie = (wanted * 2654435761 + (row + 1) * 40503) & 0xFFFFF
         new = np.flatnonzero((copies == 0) & (self._coming[wanted] == 0))
-        if len(new) and self._may_have_new(asker, shunned):
+        if len(new) and self._may_have_new(asker, shunned, now):
             yield from wanted[new[np.argsort(tie[new], kind="stable")[:num]]].tolist()
         old = np.flatnonzero(copies > 0)
         if not len(old):
@@ -370,18 +373,15 @@ class Swarm:
         yield from wanted[old[rarest[np.argsort(order[rarest], kind="stable")]]].tolist()
         yield from wanted[old[rest[:: max(1, len(rest) // most)][:most]]].tolist()
 
-    def _may_have_new(self, asker: str, shunned: NDArray[np.bool_]) -> bool:
+    def _may_have_new(self, asker: str, shunned: NDArray[np.bool_], now: float) -> bool:
         """Whether an origin has a slot, and the asker passes on as soon as others do; if not, only now and then."""
         members = self._members
         if not (members.is_origin & members.gives & ~shunned & (members.uploads < members.slots)).any():
             return False
-        peers = members.gives & ~members.is_origin
         row = members.row(asker)
-        if peers[row]:
-            owes_s = (members.owed + 1) / members.speeds()
-            if owes_s[row] <= _SLOW * float(owes_s[peers].mean()):
-                return True
-        elif not peers.any():
+        rivals = members.gives & ~members.is_origin & (members.asked_at > now - _RIVAL_S)
+        owes_s = (members.owed + 1) / members.speeds()
+        if not rivals.any() or (rivals[row] and owes_s[row] <= _SLOW * float(owes_s[rivals].min())):
             return True
         rounds = self._passed_over.get(asker, 0) + 1
         self._passed_over[asker] = rounds % _ROUNDS

@@ -20,6 +20,8 @@ from millrace.store.share import Offer, Shelf, SliceShare
 from millrace.store.swarm import SwarmReader, TrackerAt
 
 _MAX_SMALL_BYTES = 1 << 30
+_FRESH_S = 15.0
+_AGAIN_S = 3.0
 
 
 class SwarmMember:
@@ -87,7 +89,7 @@ def _listen(
         host, port = parse_address(share)
         named = ""
     else:
-        host, port, named = "0.0.0.0", 0, _host_towards(origin.claims()[0].address)
+        host, port, named = "0.0.0.0", 0, _host_towards(origin.claims(_FRESH_S)[0].address)
     names = {MANIFEST_FILE, TABLE_FILE, *listed_files(dataset.manifest)}
     files = {name: read_small(origin, name, _MAX_SMALL_BYTES) for name in sorted(names) if "/" not in name}
     hashes = {row.tobytes().hex(): size for row, size in zip(dataset.table.sha256, dataset.table.bytes.tolist())}
@@ -97,7 +99,7 @@ def _listen(
 
 
 def _trackers(origin: PeerOrigin) -> Iterator[TrackerAt]:
-    for claim in origin.claims():
+    for claim in origin.claims(_AGAIN_S):
         yield TrackerAt(claim.peer_id, claim.address, claim.is_whole)
 
 

@@ -60,25 +60,34 @@ class PeerOrigin:
         self._table: SliceTable | None = None
         self._table_sha256 = ""
         self._found: list[Origin] = []
-        self._found_at = float("-inf")
+        self._found_of: list[Claim] = []
+        self._claimed: list[Claim] = []
+        self._claimed_at = float("-inf")
         self.sha256_of = lru_cache(maxsize=4096)(self._look_up)
 
     def sources(self) -> Sequence[Origin]:
         """The peers that serve it now, looked up at most every 15 s. See Origin."""
+        claims = self.claims(_FRESH_S)
         with self._lock:
-            if time.monotonic() - self._found_at >= _FRESH_S or not self._found:
-                claims = self._claims()
-                # Who has all goes first; a web server or bucket is asked by those who do not share only at the end.
+            if self._found_of is not claims:
+                # Who has all goes first; a web server or bucket that peers stand for, last.
                 whole = sorted(claims, key=lambda claim: not claim.is_whole)
-                self._found = [PeerSource(self, claim) for claim in whole if claim.held != 0]
+                self._found = [PeerSource(self, claim) for claim in whole]
                 self._found += [open_origin(url) for url in sorted({claim.url for claim in claims} - {""})]
-                self._found_at = time.monotonic()
+                self._found_of = claims
             return list(self._found)
 
-    def claims(self) -> list[Claim]:
-        """Who serves it now, or a part of it. Raises PassingError if nobody does."""
+    def claims(self, max_age_s: float) -> list[Claim]:
+        """Who serves it now, or a part of it, as it was found so long ago at most.
+
+        Raises:
+            PassingError: If nobody does.
+        """
         with self._lock:
-            return self._claims()
+            if time.monotonic() - self._claimed_at >= max_age_s or not self._claimed:
+                self._claimed = self._claims()
+                self._claimed_at = time.monotonic()
+            return self._claimed
 
     @property
     def discovery(self) -> Discovery | None:
