@@ -30,6 +30,11 @@ Bytes: TypeAlias = bytes
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 TABLE_FILE = "slices.parquet"
+DOCUMENTS_FILE = "documents.parquet"
+"""Optional: id and source of each document, in the order of their ends; fixed by the manifest's lineage."""
+MAX_FOLDED_ROWS = 1 << 16
+MAX_ROW_BYTES = 4096  # before compression
+MAX_NAME_BYTES = 1024
 MAX_MANIFEST_BYTES = 256 << 20
 """More than this is no manifest; a lineage of a million inputs is about 150 MB."""
 
@@ -203,6 +208,7 @@ class SliceTable:
             # Not read_table, which imports three times as much.
             # From a buffer: a file of Python's may be let go of by a thread that outlives the interpreter, and aborts.
             file = pq.ParquetFile(pa.BufferReader(data))
+            _check_unfolding(file.metadata, data)
             table = file.read(list(_COLUMNS), use_threads=False).combine_chunks()
             wanted = [pa.string(), pa.int64(), pa.binary(32), pa.int64(), pa.int64()]
             columns = []
@@ -230,6 +236,42 @@ class SliceTable:
         )
         _check_table(result)
         return result
+
+
+def _longest(values: pa.Array) -> int:
+    """The bytes of the longest string; 0 for what is no array of strings."""
+    offsets = values.buffers()[1] if values.type == pa.string() else None
+    if offsets is None or not len(values):
+        return 0
+    return int(np.diff(np.frombuffer(offsets, np.int32)[values.offset : values.offset + len(values) + 1]).max())
+
+
+def _check_unfolding(metadata: pq.FileMetaData, data: bytes) -> None:
+    """Refuse, before it is read, a table that would take far more memory than its bytes: it may be a stranger's.
+
+    A row of ours takes some 40 bytes of the file, as hashes do not compress; equal slices take less.
+    """
+    num_bytes = len(data)
+    most_rows = MAX_FOLDED_ROWS + num_bytes // 4
+    if metadata.num_rows > most_rows:
+        raise DatasetError(
+            f"{TABLE_FILE}: expected at most {most_rows} rows in {num_bytes} bytes, got {metadata.num_rows}. "
+            "It would unfold in memory; fetch it from somebody else."
+        )
+    for group in range(metadata.num_row_groups):
+        rows, plain = metadata.row_group(group).num_rows, metadata.row_group(group).total_byte_size
+        if plain > MAX_ROW_BYTES * rows + (1 << 20):
+            raise DatasetError(
+                f"{TABLE_FILE}: expected at most {MAX_ROW_BYTES} bytes a row, got {plain} for {rows} rows. "
+                "It would unfold in memory; fetch it from somebody else."
+            )
+    # As a dictionary, a name that is repeated takes its room once.
+    names = pq.ParquetFile(pa.BufferReader(data), read_dictionary=["name"]).read(["name"], use_threads=False)
+    chunks = names.column("name").chunks if "name" in names.column_names else []
+    told = [chunk.dictionary if pa.types.is_dictionary(chunk.type) else chunk for chunk in chunks]
+    longest = max((_longest(values) for values in told), default=0)
+    if longest > MAX_NAME_BYTES:
+        raise DatasetError(f"{TABLE_FILE}: expected names of at most {MAX_NAME_BYTES} bytes, got one of {longest}.")
 
 
 def dataset_id(data: bytes) -> str:

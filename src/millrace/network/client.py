@@ -199,6 +199,8 @@ class Client:
         try:
             if head.status // 100 != 2:
                 raise self._refusal(connection, head, address, method, path, deadline)
+            if head.status == 206:
+                raise ProtocolViolation(f"{method} {path}: expected the whole answer from {address}, got a range of it")
             data = _read_body(connection, head.length, max_bytes, deadline, f"{method} {path} at {address}")
             keep = _keeps(head)
             return data, connection.peer

@@ -23,6 +23,7 @@ from millrace.network.identity import Identity, Peer, verify
 
 MAX_CLAIMS = 4096
 MAX_CLAIMS_BYTES = 4 << 20
+MAX_CLAIM_S = 86_400.0  # a longer one is no claim: it would outlive its node
 MAX_ADDRESSES = 4096  # asked in one search
 ASK_TIMEOUT_S = 5.0
 log = logging.getLogger("millrace.network")
@@ -148,7 +149,7 @@ def read_claims(client: Client, address: str, timeout_s: float = ASK_TIMEOUT_S) 
         raise ProtocolViolation(f"claims of {peer.peer_id} at {address}: expected a list of at most {MAX_CLAIMS}")
     now = time.time()
     checked = [parse_claim(item, peer) for item in claims]
-    return [replace(claim, address=address) for claim in checked if claim.expires_at > now]
+    return [replace(claim, address=address) for claim in checked if now < claim.expires_at <= now + MAX_CLAIM_S]
 
 
 def find_providers(

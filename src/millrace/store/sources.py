@@ -39,7 +39,6 @@ class Source:
 
     def answered(self, num_bytes: int, seconds: float) -> None:
         """It gave bytes, so fast."""
-        self.failing = 0
         if num_bytes >= _LEAST_BYTES:
             speed = num_bytes / max(seconds, 1e-6)
             self.speed = speed if self.speed is None else self.speed + _NEW_WEIGHT * (speed - self.speed)
@@ -47,7 +46,7 @@ class Source:
     def finished(self, most: int) -> None:
         """It gave all that was asked for: it may have more connections again."""
         self.limit = min(float(most), self.limit + 1 / self.limit)
-        self.throttled = 0
+        self.failing = self.throttled = 0
 
     def throttle(self, now: float, began_at: float, wait_s: float, backoff: Backoff) -> None:
         """It said that it is too busy. What was asked before it last said so counts once."""
@@ -58,7 +57,10 @@ class Source:
         self.wait_until = max(self.wait_until, now + max(wait_s, backoff.after(self.throttled)))
 
     def failed(self, now: float, backoff: Backoff) -> None:
-        """It gave nothing: others are asked first for a while."""
+        """It gave nothing, or broke off: others are asked first for a while, and longer each time.
+
+        A peer that gives one byte a request and then stalls would else be asked again and again.
+        """
         self.failing += 1
         self.avoid_until = now + backoff.after(self.failing)
 

@@ -308,10 +308,10 @@ class Transfers:
             elif isinstance(fault, PassingError) and fault.throttled:
                 span.tries += 1
                 source.throttle(now, began_at, fault.wait_s, self._backoff)
-            elif not got:
-                span.tries += 1
+            else:
                 source.failed(now, self._backoff)
-                not_before = now + self._backoff.after(span.tries)
+                span.tries += not got
+                not_before = now if got else now + self._backoff.after(span.tries)
             work.put_back(span, not_before)
             left = work.left()
             others = [other.origin.url for other in left if other is not source]

@@ -1,0 +1,219 @@
+"""Peers with a valid certificate that lie in bytes: each is refused and named, and the honest one is heard."""
+
+from __future__ import annotations
+
+import functools
+import io
+import random
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("libtorrent")
+
+from liars import LIES, Liar
+from nodes import NAME, make_dataset
+
+from millrace.dataset import Dataset
+from millrace.dataset.manifest import SliceTable
+from millrace.errors import DatasetError, IntegrityError, NetworkError, UsageError
+from millrace.network.client import Client
+from millrace.network.discovery import Claim, LocalDiscovery, find_providers, record_key
+from millrace.network.identity import Identity
+from millrace.serve import DataNode
+from millrace.store.cache import SliceCache
+from millrace.store.fetch import Provider, fetch_slice
+from millrace.store.origins import Patience
+from millrace.store.remote import open_remote
+from millrace.store.transfer import Transfers
+
+Make = Callable[[str], Identity]
+STALL_S = 0.3
+# Wrong beyond doubt, so that the peer is blamed; the others may be slow or unlucky, and are only left.
+BLAMED = {
+    "wrong_bytes", "endless", "huge", "wrong_range", "short_length", "negative_length", "two_lengths", "chunked",
+    "giant_head", "garbage",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_dataset(tmp_path_factory.mktemp("data") / "dataset", 3, 2000)
+
+
+@pytest.fixture
+def client(make_identity: Make) -> Iterator[Client]:
+    with Client(make_identity("reader")) as client:
+        client.download = functools.partial(client.download, timeout_s=STALL_S)  # type: ignore[method-assign]
+        yield client
+
+
+class InOrder(random.Random):
+    """Chance that leaves a list as it is: the liar is asked first."""
+
+    def shuffle(self, x: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("tell", sorted(LIES))
+def test_a_slice_comes_from_the_honest_one(
+    tell: str, client: Client, dataset: Dataset, make_identity: Make, tmp_path: Path
+) -> None:
+    blamed: list[str] = []
+    cache = SliceCache(tmp_path / "cache", 1 << 20)
+    row = dataset.table.row(0)
+    begun = time.monotonic()
+    with ExitStack() as stack:
+        liar = stack.enter_context(Liar(make_identity("liar"), dataset, tell))
+        good = stack.enter_context(Liar(make_identity("good"), dataset, "honest"))
+        providers = [Provider(peer.identity.peer_id, peer.address) for peer in (liar, good)]
+        path = fetch_slice(
+            client, cache, row.sha256, row.bytes, providers,
+            lambda provider, reason: blamed.append(provider.peer_id), chance=InOrder(),
+        )  # fmt: skip
+        assert path.read_bytes() == dataset.slice_path(0).read_bytes()
+        assert liar.asked >= 1
+        assert blamed == ([liar.identity.peer_id] if tell in BLAMED else []), tell
+        alone = dataset.table.row(1)
+        with pytest.raises(NetworkError) as told:
+            fetch_slice(
+                client, cache, alone.sha256, alone.bytes, providers[:1], lambda *_: None, rounds=1, chance=InOrder()
+            )
+        assert liar.identity.peer_id in str(told.value)
+        assert tell != "wrong_bytes" or isinstance(told.value, IntegrityError)
+    assert time.monotonic() - begun < 5.0
+    assert sorted(path.name for path in (tmp_path / "cache").glob("?" * 64)) == [row.sha256]
+
+
+READ = [(tell, "slices") for tell in ("wrong_bytes", "stall", "huge", "garbage", "truncated")]
+READ += [(tell, "datasets") for tell in ("wrong_bytes", "stall", "huge", "chunked", "wrong_range")]
+
+
+@pytest.mark.parametrize(("tell", "about"), READ)
+def test_a_remote_dataset_is_read_from_the_honest_one(
+    tell: str, about: str, dataset: Dataset, make_identity: Make, tmp_path: Path
+) -> None:
+    """What a Loader of millrace://NETWORK/NAME stands on: open_remote and Transfers."""
+    table, reader = LocalDiscovery(), make_identity("reader")
+    url, patience = f"millrace://{reader.network_name}/{NAME}", Patience(stall_s=STALL_S)
+    begun, bad = time.monotonic(), list[str]()
+    with ExitStack() as stack:
+        liars = [stack.enter_context(Liar(make_identity(f"liar-{i}"), dataset, tell, about)) for i in range(2)]
+        for liar in liars:
+            _announce(table, reader, liar)
+        stack.enter_context(DataNode(make_identity("good"), [dataset], "127.0.0.1", 0, table))
+        remote = open_remote(url, identity=reader, discovery=table, patience=patience)
+        assert remote.id == dataset.id and remote.table.to_parquet() == dataset.table.to_parquet()
+        transfers = stack.enter_context(Transfers())
+        part = tmp_path / "slice.part"
+        moved = transfers.start(remote.table.row(0), part, [remote.origin], lambda origin, _: bad.append(origin.url))
+        assert moved.wait(30) and moved.error is None
+        assert part.read_bytes() == dataset.slice_path(0).read_bytes()
+    if about == "slices" and tell in BLAMED:
+        assert {liar.identity.peer_id for liar in liars} & set(map(_peer_in, bad)), bad
+    assert time.monotonic() - begun < 6.0
+
+
+def _peer_in(url: str) -> str:
+    return url.partition("#")[2].partition("@")[0]
+
+
+def _announce(table: LocalDiscovery, reader: Identity, liar: Liar) -> None:
+    table.announce(record_key(reader.network_id, "dataset", NAME), liar.port)
+
+
+@pytest.mark.parametrize("tell", ["silent", "huge", "garbage", "wrong_range", "redirect", "hang_up"])
+def test_a_search_hears_the_honest_one_only(tell: str, dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
+    table = LocalDiscovery()
+    reader = make_identity("reader")
+    with ExitStack() as stack:
+        client = stack.enter_context(Client(reader))
+        good = stack.enter_context(DataNode(make_identity("good"), [dataset], "127.0.0.1", 0, table))
+        liar = stack.enter_context(Liar(make_identity("liar"), dataset, tell, about="claims"))
+        _announce(table, reader, liar)
+        begun = time.monotonic()
+        claims = find_providers(table, client, reader.network_id, NAME)
+        assert time.monotonic() - begun < 4.0
+        assert [claim.peer_id for claim in claims] == [good.identity.peer_id]
+        assert liar.asked == 1
+
+
+def _claim(identity: Identity, **changed: Any) -> Any:
+    claim = Claim(NAME, "0" * 64, 3, identity.peer_id, "127.0.0.1:1", time.time() + 60.0)
+    return replace(claim, **changed).to_json(identity)
+
+
+CLAIMS: dict[str, Callable[[Identity, Identity], Any]] = {
+    "anothers": lambda liar, other: [_claim(other)],
+    "unsigned": lambda liar, other: [{**_claim(liar), "signature": "00" * 64}],
+    "changed": lambda liar, other: [{**_claim(liar), "num_slices": 7}],
+    "expired": lambda liar, other: [_claim(liar, expires_at=time.time() - 1.0)],
+    "a path for an id": lambda liar, other: [_claim(liar, dataset_id="../../../../etc/passwd")],
+    "less than none": lambda liar, other: [_claim(liar, num_slices=-1)],
+    "too many": lambda liar, other: [{}] * 5000,
+    "no list": lambda liar, other: {"claims": 3},
+    "endless expiry": lambda liar, other: [_claim(liar, expires_at=float("inf"))],
+    "deep": lambda liar, other: functools.reduce(lambda inner, _: [inner], range(900), []),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CLAIMS))
+def test_false_claims_are_left_out(name: str, dataset: Dataset, make_identity: Make) -> None:
+    table, reader, other = LocalDiscovery(), make_identity("reader"), make_identity("other")
+    with ExitStack() as stack:
+        client = stack.enter_context(Client(reader))
+        good = stack.enter_context(DataNode(make_identity("good"), [dataset], "127.0.0.1", 0, table))
+        identity = make_identity("liar")
+        liar = stack.enter_context(Liar(identity, dataset, "honest", claims=CLAIMS[name](identity, other)))
+        _announce(table, reader, liar)
+        claims = find_providers(table, client, reader.network_id, NAME)
+        assert [(claim.peer_id, claim.dataset_id) for claim in claims] == [(good.identity.peer_id, dataset.id)]
+
+
+def test_the_peer_at_an_address_is_the_one_that_was_named(
+    client: Client, dataset: Dataset, make_identity: Make
+) -> None:
+    """A member that took another's address, and a stranger with its own root: nothing is asked of either."""
+    with Liar(make_identity("thief"), dataset, "honest") as thief:
+        with pytest.raises(NetworkError, match=r"expected .*, got .*Nothing was asked"):
+            client.get_bytes(thief.address, f"/v1/slices/{dataset.table.row(0).sha256}", 1 << 20, "a" * 32)
+        assert thief.asked == 0
+
+
+def test_a_slice_named_by_a_path_is_no_slice(client: Client, make_identity: Make, tmp_path: Path) -> None:
+    cache = SliceCache(tmp_path / "cache", 1 << 20)
+    for name in ("../evil", "/etc/passwd", "a" * 63, "A" * 64, "a" * 64 + "\n", ""):
+        with pytest.raises(UsageError, match="sha256"):
+            fetch_slice(client, cache, name, 10, [Provider("a" * 32, "127.0.0.1:1")], lambda *_: None)
+    assert not (tmp_path / "evil").exists() and not (tmp_path / "evil.part").exists()
+
+
+def test_a_table_that_unfolds_is_refused_before_it_is_read() -> None:
+    """Some kilobytes of Parquet may stand for gigabytes: runs of one value, or names of a megabyte, told once."""
+    rows = 40_000_000
+    hashes = pa.FixedSizeBinaryArray.from_buffers(pa.binary(32), 1, [None, pa.py_buffer(bytes(32))])
+    one = pa.table({"name": ["a.safetensors"], "bytes": [1], "sha256": hashes, "count": [1], "documents": [1]})
+    many = pa.table({name: pa.repeat(one.column(name)[0], rows // 1000) for name in one.column_names})
+    sink = io.BytesIO()
+    with pq.ParquetWriter(sink, many.schema, compression="zstd", store_schema=False) as writer:
+        for _ in range(5):
+            writer.write_table(many)
+    long_names = many.slice(0, 1000).set_column(
+        0, "name", pa.DictionaryArray.from_arrays(pa.repeat(pa.scalar(0), 1000), ["a" * 1_000_000])
+    )
+    second = io.BytesIO()
+    pq.write_table(long_names, second, compression="zstd", store_schema=False)
+    for bomb in (sink.getvalue(), second.getvalue()):
+        assert len(bomb) < 200_000
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(DatasetError):
+            SliceTable.from_parquet(bomb)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
