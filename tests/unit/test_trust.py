@@ -180,7 +180,7 @@ def test_an_old_network_goes_on(network_dir: Path, tmp_path: Path) -> None:
     write_file(network_dir / "root-cert.pem", builder.sign(key, None).public_bytes(PEM))
     a, b = join(network_dir, tmp_path / "a", "a"), join(network_dir, tmp_path / "b", "b")
     assert meets(a, b) == Peer(b.peer_id, b.public_key, "b", "", Scope())
-    with pytest.raises(UsageError, match="path length 0. Make a new network"):
+    with pytest.raises(UsageError, match="path length 0"):
         create_organisation(network_dir, tmp_path / "org", "acme")
 
 

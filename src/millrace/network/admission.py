@@ -249,7 +249,10 @@ class _Door(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit() and int(length[:9]) <= MAX_REQUEST_BYTES):
+        if not (length.isascii() and length.isdigit() and len(length) < 9 and int(length) <= MAX_REQUEST_BYTES):
+            left = min(int(length[:9]), 16 * MAX_REQUEST_BYTES) if length.isascii() and length.isdigit() else 0
+            while left > 0 and (piece := self.rfile.read(min(left, 1 << 16))):
+                left -= len(piece)  # closing on unread bytes would overtake the answer
             self._send(error_response(413, "too_large", f"expected a body of at most {MAX_REQUEST_BYTES} bytes"))
             return
         body = self.rfile.read(int(length))

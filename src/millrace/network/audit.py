@@ -10,6 +10,7 @@ file can still write all of it anew, so keep the last hash elsewhere if that mat
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -113,7 +114,10 @@ class AuditLog:
         line, digest = _seal(body)
         if self._file.tell() + len(line) > self._part_bytes and self._file.tell():
             self._rotate()
-        self._file.write(line)
+        at = self._file.tell()
+        if self._file.write(line) != len(line):
+            self._file.truncate(at)
+            raise OSError(errno.ENOSPC, "no room for a line", str(self.path))
         self._seq, self._prev = self._seq + 1, digest
 
     def _rotate(self) -> None:

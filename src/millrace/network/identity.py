@@ -142,8 +142,12 @@ class Identity:
 
     def note(self, kind: str, **facts: Any) -> None:
         """Puts an event (a refusal, ban, revocation, admission, quota, pause) into the audit log, if there is one."""
-        if self.audit is not None:
+        if self.audit is None:
+            return
+        try:
             self.audit.append(kind, **facts)
+        except OSError as error:  # the node goes on refusing, though nobody will read of it
+            log.error("audit: cannot write %s: %s", self.audit.path, error)
 
     def sign(self, message: bytes) -> bytes:
         """This node's Ed25519 signature over a message: 64 bytes."""

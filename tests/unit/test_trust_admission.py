@@ -1,0 +1,223 @@
+"""Join tokens and the server that honours them: over real sockets, with clocks of our own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.errors import NetworkError, ProtocolViolation, UsageError
+from millrace.network import joining
+from millrace.network.admission import USES_NAME, Admissions, AdmissionServer
+from millrace.network.audit import AuditLog, read_audit
+from millrace.network.identity import create_network, create_organisation, join, revoke
+from millrace.network.joining import join_by_token, renew_at
+from millrace.network.networks import read_issuer, read_key
+from millrace.network.peer import Scope
+from millrace.network.tokens import Token, check_token, read_token, sign_token
+
+WORKER = Scope(frozenset({"worker"}), ("c4-*",))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.at = time.time()
+
+    def __call__(self) -> float:
+        return self.at
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def server(network_dir: Path, tmp_path: Path, clock: Clock) -> Iterator[AdmissionServer]:
+    """An organisation's admission server."""
+    create_organisation(network_dir, tmp_path / "org", "acme", WORKER)
+    with AuditLog(tmp_path / "audit.log") as audit:
+        server = AdmissionServer(Admissions(tmp_path / "org", audit, clock)).start()
+        yield server
+        server.close()
+
+
+def token_of(server: AdmissionServer, clock: Clock, **changes: object) -> str:
+    issuer = server.admissions.issuer
+    network_id = server.admissions._network["network_id"]
+    token = Token("ab" * 16, network_id, issuer.peer_id, server.address, ("worker",), (), 1, clock.at + 3600, 30.0)
+    return sign_token(issuer, replace(token, **changes))  # type: ignore[arg-type]
+
+
+def kinds(tmp_path: Path) -> list[tuple[str, str]]:
+    return [(event.kind, str(event.facts.get("reason", ""))) for event in read_audit(tmp_path / "audit.log")]
+
+
+def test_a_machine_joins_with_a_key_that_stays_on_it(
+    server: AdmissionServer, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+    ask = joining._ask
+    monkeypatch.setattr(joining, "_ask", lambda *args: sent.append(json.dumps(args)) or ask(*args))
+    node = join_by_token(token_of(server, clock), tmp_path / "n", "n")
+    assert node.org == server.admissions.issuer.peer_id
+    assert node.scope == Scope(frozenset({"worker"}), (), ("c4-*",))
+    assert node.expires_at == pytest.approx(time.time() + 30 * 86400, abs=60)
+    assert (node.node_dir / "node-key.pem").stat().st_mode & 0o777 == 0o600
+    key = (node.node_dir / "node-key.pem").read_text().splitlines()[1]
+    assert len(sent) == 1 and key not in sent[0] and "CERTIFICATE REQUEST" in sent[0]
+    assert kinds(tmp_path) == [("admitted", "")]
+    with pytest.raises(UsageError, match="already holds a node"):
+        join_by_token(token_of(server, clock), tmp_path / "n", "n")
+
+
+def test_tokens_that_do_not_count(server: AdmissionServer, clock: Clock, network_dir: Path, tmp_path: Path) -> None:
+    good, other = token_of(server, clock), read_issuer(network_dir)
+    _, body, signature = read_token(good)
+    by_other = sign_token(other, replace(read_token(good)[0], issuer=other.peer_id))
+    changed = good.replace(good[20:24], "AAAA")
+    for bad, why in [
+        (token_of(server, clock, expires_at=clock.at - 1), "expired"),
+        (by_other, "not of this one"),
+        (good[:-6] + ("AAAAAA" if not good.endswith("AAAAAA") else "BBBBBB"), "forged"),
+        ("millrace1.e30.AA", "token: expected"),
+        (changed, "token"),
+    ]:
+        with pytest.raises(ProtocolViolation, match=why):
+            check_token(bad, server.admissions.public_key, clock.at)
+        answer = server.admissions.answer("POST", "/v1/admit", json.dumps({"token": bad, "name": "n"}).encode(), "x")
+        assert answer.status == 403
+    assert check_token(good, server.admissions.public_key, clock.at).uses == 1 and body and len(signature) == 64
+    with pytest.raises(UsageError, match="may give worker, got data"):
+        token_of(server, clock, roles=("data",))
+    with pytest.raises(UsageError, match="at least one use"):
+        token_of(server, clock, uses=0)
+
+
+def test_a_token_is_used_as_often_as_it_says_and_replays_count_once(
+    server: AdmissionServer, clock: Clock, tmp_path: Path
+) -> None:
+    text = token_of(server, clock, uses=2)
+    a = join_by_token(text, tmp_path / "a", "a")
+    # The same key again, as if the answer had been lost: the same peer, and no second use.
+    again = {"token": text, "name": "a", "request": joining._request(read_key(a.node_dir / "node-key.pem"), "a")}
+    assert server.admissions.answer("POST", "/v1/admit", json.dumps(again).encode(), "x").status == 200
+    join_by_token(text, tmp_path / "b", "b")
+    with pytest.raises(NetworkError, match="used up"):
+        join_by_token(text, tmp_path / "c", "c")
+    assert not (tmp_path / "c" / "node-cert.pem").exists()
+    clock.at += 7200
+    with pytest.raises(NetworkError, match="expired"):
+        join_by_token(text, tmp_path / "c", "c")
+    assert [kind for kind, _ in kinds(tmp_path)] == ["admitted", "admitted", "refused", "refused"]
+
+
+def test_an_unfinished_line_is_no_use(server: AdmissionServer, clock: Clock, tmp_path: Path) -> None:
+    text = token_of(server, clock)
+    join_by_token(text, tmp_path / "a", "a")
+    server.admissions.close()
+    path = tmp_path / "org" / USES_NAME
+    path.write_bytes(path.read_bytes() + b'{"token": "ab')
+    again = Admissions(tmp_path / "org", now=clock)
+    with pytest.raises(UsageError, match="another process admits"):
+        Admissions(tmp_path / "org")
+    body = {
+        "token": text,
+        "name": "b",
+        "request": joining._request(read_key(tmp_path / "network" / "root-key.pem"), "b"),
+    }
+    answer = again.answer("POST", "/v1/admit", json.dumps(body).encode(), "x")
+    assert answer.status == 403 and b"used up" in bytes(answer.body)  # type: ignore[arg-type]
+    again.close()
+
+
+def test_another_servers_key_is_told_nothing(server: AdmissionServer, clock: Clock, tmp_path: Path) -> None:
+    create_network(tmp_path / "evil", "test-network")
+    evil = AdmissionServer(Admissions(tmp_path / "evil")).start()
+    try:
+        with pytest.raises(NetworkError, match="It was told nothing"):
+            join_by_token(token_of(server, clock, address=evil.address), tmp_path / "n", "n")
+        assert not (tmp_path / "evil" / USES_NAME).read_bytes()
+    finally:
+        evil.close()
+
+
+def test_a_certificate_is_renewed_from_afar(server: AdmissionServer, clock: Clock, tmp_path: Path) -> None:
+    node = join_by_token(token_of(server, clock, valid_days=2.0), tmp_path / "n", "n")
+    renewed = renew_at(server.address, node.node_dir)
+    assert (renewed.peer_id, renewed.scope, renewed.org) == (node.peer_id, node.scope, node.org)
+    assert renewed.expires_at == pytest.approx(node.expires_at, abs=30)
+    # Another key asks for its certificate; the revoked and the expired ask for their own.
+    cert = (node.node_dir / "node-cert.pem").read_text()
+    thief = joining._request(read_key(tmp_path / "network" / "root-key.pem"), "n")
+    answer = server.admissions.answer(
+        "POST", "/v1/renew", json.dumps({"certificate": cert, "request": thief}).encode(), "x"
+    )
+    assert answer.status == 403 and b"another key" in bytes(answer.body)  # type: ignore[arg-type]
+    clock.at += 3 * 86400
+    with pytest.raises(NetworkError, match="Join anew"):
+        renew_at(server.address, node.node_dir)
+    clock.at -= 3 * 86400
+    revoke(tmp_path / "org", node.peer_id)
+    with pytest.raises(NetworkError, match="revoked"):
+        renew_at(server.address, node.node_dir)
+
+
+def test_a_node_of_the_root_is_not_the_organisations_to_renew(
+    server: AdmissionServer, network_dir: Path, tmp_path: Path
+) -> None:
+    node = join(network_dir, tmp_path / "n", "n")
+    with pytest.raises(NetworkError, match="told nothing"):
+        renew_at(server.address, node.node_dir)
+    body = {
+        "certificate": (node.node_dir / "node-cert.pem").read_text(),
+        "request": joining._request(read_key(node.node_dir / "node-key.pem"), "n"),
+    }
+    assert server.admissions.answer("POST", "/v1/renew", json.dumps(body).encode(), "x").status == 403
+
+
+def test_strangers_at_the_door(server: AdmissionServer, clock: Clock, tmp_path: Path) -> None:
+    """Plain HTTP, silence, an endless body: each is dropped, and the next is served."""
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port))):  # says nothing
+        with socket.create_connection((host, int(port))) as plain:
+            plain.sendall(b"POST /v1/admit HTTP/1.1\r\n\r\n")
+            plain.settimeout(5)
+            heard = b""
+            with contextlib.suppress(ConnectionResetError):
+                heard = plain.recv(100)
+            assert b"HTTP" not in heard
+        with pytest.raises(NetworkError, match="413"):
+            joining._ask(server.address, server.admissions.issuer.peer_id, "/v1/admit", {"token": "x" * 300_000}, 5)
+        with pytest.raises(NetworkError, match="404"):
+            joining._ask(server.address, server.admissions.issuer.peer_id, "/../org-key.pem", {}, 5)
+        assert join_by_token(token_of(server, clock), tmp_path / "n", "n").name == "n"
+
+
+@pytest.fixture(scope="module")
+def root_admissions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admissions]:
+    folder = tmp_path_factory.mktemp("root")
+    create_network(folder, "n")
+    admissions = Admissions(folder)
+    yield admissions
+    admissions.close()
+
+
+@given(body=st.binary(max_size=80), path=st.sampled_from(["/v1/admit", "/v1/renew", "/"]))
+def test_garbage_is_refused(root_admissions: Admissions, body: bytes, path: str) -> None:
+    assert root_admissions.answer("POST", path, body, "x").status in (400, 403, 404)
+
+
+@given(st.text(max_size=60))
+def test_garbage_is_no_token(text: str) -> None:
+    for form in (text, f"millrace1.{text}", f"millrace1.{text}.{text}"):
+        with pytest.raises(ProtocolViolation, match="token"):
+            read_token(form)
