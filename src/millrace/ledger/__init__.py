@@ -1,8 +1,8 @@
 """The ledger: which worker used which samples at which step, in a chain that cannot be quietly changed.
 
 A text file of JSON lines, hash-chained and signed: `chain` is its form, `writer` its writing, `receipts` what workers
-sign, `verify` what it all proves, `proof` what a slice's part of it proves to others, `index` how it is asked. Only a cut at the end of the file leaves a valid chain, and that shows as samples
-missing.
+sign, `verify` what it all proves, `proof` what a slice's part of it proves to others, `index` how it is asked. Only a
+cut at the end of the file leaves a valid chain, and that shows as samples missing.
 
 Kinds, with their bodies: `job` (always first: dataset, seed, seq_len, samples of each slice, the scheduler's key),
 `worker` (peer id and public key, once each), `uses` (a worker's signed receipt for samples of slices), `epoch` (its

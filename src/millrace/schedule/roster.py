@@ -166,6 +166,15 @@ class Roster:
                 return {**found, "sample": sample, "rank": rank, "worker_id": found["parts"][rank]["worker_id"]}
         return None
 
+    def config(self) -> dict[str, Any]:
+        """What the run agreed on; empty before it began."""
+        row = self._database.execute("SELECT body FROM state").fetchone()
+        return dict(json.loads(row[0])["config"]) if row else {}
+
+    def rows(self) -> list[tuple[int, int, int, int, int]]:
+        """Every row of the log: generation, start, stop, first_sample, count."""
+        return self._database.execute("SELECT generation, start, stop, first_sample, count FROM steps").fetchall()
+
     def gaps(self) -> list[dict[str, Any]]:
         """Parts of steps that died with their workers; none where workers step together."""
         names = ("generation", "worker_id", "rank", "start", "stop")

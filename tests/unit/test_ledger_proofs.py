@@ -1,0 +1,356 @@
+"""Proofs, receipts and coverage: what holds is shown, what was forged, lost, repeated or moved is found and named."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_ledger import KEY, WORKER, WORKER_KEY, check, sign
+
+from millrace.errors import LedgerError
+from millrace.ledger import (
+    Checkpoint,
+    Ledger,
+    Used,
+    check_proof,
+    count_coverage,
+    coverage_root,
+    open_index,
+    prove,
+    receipt_message,
+    verify_ledger,
+)
+from millrace.ledger.coverage import cover
+from millrace.ledger.merkle import leaf_hash, merkle_path, merkle_root, root_of_path
+from millrace.observe.blame import replay
+
+SAMPLES = [8, 0, 5]
+
+
+def write_job(path: Path, uses: list[Used], *, per_entry: int = 2, forge: int = -1, **more: object) -> None:
+    """A ledger with these uses, some to an entry; the receipt of entry `forge` is of other uses."""
+    body = {"samples_per_slice": SAMPLES, "scheduler": KEY.hex(), "dataset_id": "d", "seed": 3, "seq_len": 4, **more}
+    with Ledger.open(path, sign, now=lambda: 5.0) as ledger:
+        job = ledger.append("job", body)
+        ledger.append("worker", {"worker": WORKER, "key": WORKER_KEY.hex(), "name": "w"}, sync=False)
+        for number, first in enumerate(range(0, len(uses), per_entry)):
+            here = uses[first : first + per_entry]
+            receipt = sign(receipt_message(job.hash, here[:-1] if number == forge else here), WORKER_KEY).hex()
+            rows = [use.to_row() for use in here]
+            ledger.append("uses", {"worker": WORKER, "uses": rows, "receipt": receipt}, sync=False)
+
+
+def job_id(path: Path) -> str:
+    return open_index(path).job.job_id
+
+
+def append(path: Path, *entries: tuple[str, dict[str, object]]) -> None:
+    with Ledger.open(path, sign, now=lambda: 6.0) as ledger:
+        for kind, body in entries:
+            ledger.append(kind, body, sync=False)
+
+
+WHOLE = [Used("a", 0, 0, 0, 4, 2), Used("a", 0, 0, 4, 8, 4), Used("b", 0, 2, 0, 5, 7)]
+
+
+# Merkle trees.
+
+
+def plain_root(leaves: list[bytes]) -> bytes:
+    """RFC 6962, section 2.1, word for word."""
+    if len(leaves) <= 1:
+        return leaf_hash(leaves[0]) if leaves else hashlib.sha256().digest()
+    half = 1 << ((len(leaves) - 1).bit_length() - 1)
+    return hashlib.sha256(b"\x01" + plain_root(leaves[:half]) + plain_root(leaves[half:])).digest()
+
+
+def test_roots_are_those_of_certificate_transparency() -> None:
+    # The vectors that its implementations test with.
+    leaves = [bytes.fromhex(x) for x in ["", "00", "10", "2021", "3031", "40414243", "5051525354555657",
+                                         "606162636465666768696a6b6c6d6e6f"]]  # fmt: skip
+    known = {
+        0: "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+        1: "6e340b9cffb37a989ca544e6bb780a2c78901d3fb33738768511a30617afa01d",
+        2: "fac54203e7cc696cf0dfcb42c92a1d9dbaf70ad9e621f4bd8d98662f00e3c125",
+        3: "aeb6bcfe274b70a14fb067a5e5578264db0fa9b51af5e0ba159158f329e06e77",
+        7: "ddb89be403809e325750d3d263cd78929c2942b7942a34b77e122c9594a74c8c",
+        8: "5dc9da79a70659a9ad559cb701ded9a2ab9d823aad2f4960cfe370eff4604328",
+    }
+    for count, root in known.items():
+        assert merkle_root(leaves[:count]).hex() == root
+
+
+@given(st.lists(st.binary(max_size=4), min_size=1, max_size=40), st.data())
+@settings(max_examples=60, deadline=None)
+def test_proofs_are_sound(leaves: list[bytes], data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(leaves) - 1))
+    root, path = plain_root(leaves), merkle_path(leaves, index)
+    assert merkle_root(leaves) == root == root_of_path(leaves[index], index, len(leaves), path)
+    other = data.draw(st.binary(max_size=4).filter(lambda leaf: leaf != leaves[index]))
+    assert root_of_path(other, index, len(leaves), path) != root
+    assert root_of_path(leaves[index], index, len(leaves), [*path, b"x" * 32]) is None
+    if path:
+        assert root_of_path(leaves[index], index, len(leaves), path[:-1]) is None
+        at, bit = data.draw(st.integers(0, len(path) - 1)), data.draw(st.integers(0, 255))
+        flipped = (int.from_bytes(path[at], "big") ^ (1 << bit)).to_bytes(32, "big")
+        assert root_of_path(leaves[index], index, len(leaves), [*path[:at], flipped, *path[at + 1 :]]) != root
+
+
+# Coverage.
+
+_INTERVALS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(1, 7)), max_size=12)
+
+
+@given(st.lists(st.integers(0, 7), min_size=4, max_size=4), _INTERVALS, _INTERVALS)
+@settings(max_examples=150, deadline=None)
+def test_coverage_equals_counting_points(
+    samples: list[int], uses: list[tuple[int, ...]], gone: list[tuple[int, ...]]
+) -> None:
+    def fitting(rows: list[tuple[int, ...]]) -> list[tuple[int, int, int]]:
+        return [(i, a, min(a + n, samples[i])) for i, a, n in rows if a < samples[i]]
+
+    uses_in, gone_in = fitting(uses), fitting(gone)
+    table = np.array(uses_in, np.int64).reshape(-1, 3)
+    found = cover(np.array(samples, np.int64), table[:, 0], table[:, 1], table[:, 2], gone_in)
+    points = [np.zeros(n, np.int64) for n in samples]
+    aside = [np.zeros(n, bool) for n in samples]
+    for i, a, b in uses_in:
+        points[i][a:b] += 1
+    for i, a, b in gone_in:
+        aside[i][a:b] = True
+    flat, left = np.concatenate(points), np.concatenate(aside)
+    assert found.counts["samples"] == flat.sum()
+    assert found.counts["repeated"] == np.maximum(flat - 1, 0).sum()
+    assert found.counts["missing"] == ((flat == 0) & ~left).sum()
+    assert found.counts.get("set_aside", 0) == ((flat == 0) & left).sum()
+    rebuilt = [np.ones(n, np.int64) for n in samples]
+    for i, a, b in found.missing.tolist():
+        rebuilt[i][a:b] -= 1
+    for i, ranges in found.aside.items():
+        for a, b in ranges:
+            rebuilt[i][a:b] -= 1
+    assert (np.concatenate(rebuilt) == (flat > 0)).all()
+    for i, ranges in found.used.items():
+        assert all(points[i][a:b].all() for a, b in ranges) and sum(b - a for a, b in ranges) == (points[i] > 0).sum()
+    if not found.counts["missing"]:
+        leaves = found.leaves("job", 5, 10)
+        assert merkle_root(leaves).hex() == coverage_root("job", 5, np.array(samples, np.int64), found.aside, 10)
+    assert count_coverage(np.empty(0, np.int64), np.empty(0, np.int64), 3)["missing"] == 3
+
+
+# What verify finds and names.
+
+
+def test_a_root_is_recorded_and_a_wrong_one_found(tmp_path: Path) -> None:
+    path = tmp_path / "l"
+    write_job(path, WHOLE)
+    root = coverage_root(job_id(path), 0, np.array(SAMPLES, np.int64))
+    append(path, ("epoch", {"epoch": 0, "samples": 13, "root": root}))
+    report = verify_ledger(path, KEY, check)
+    assert report.ok and report.roots == [{"epoch": 0, "root": root, "recorded": True}]
+    append(path, ("uses", {"worker": WORKER, "uses": [], "receipt": ""}), ("epoch", {"epoch": 1, "root": "00" * 32}))
+    assert "epoch 1 has root" in str(verify_ledger(path).problems)
+    late = Used("c", 0, 2, 0, 5, 9)
+    append(path, ("uses", {"worker": WORKER, "uses": [late.to_row()], "receipt": ""}))
+    assert "which had ended" in str(verify_ledger(path).problems)
+
+
+def test_set_aside_is_told_from_missing(tmp_path: Path) -> None:
+    path = tmp_path / "l"
+    write_job(path, WHOLE[:2])
+    assert verify_ledger(path).missing == [{"epoch": 0, "slice": 2, "start": 0, "stop": 5}]
+    append(path, ("set_aside", {"epoch": 0, "slice": 2, "start": 1, "stop": 5, "reason": "unreadable"}))
+    (epoch,) = verify_ledger(path).epochs
+    assert epoch == {"epoch": 0, "samples": 8, "missing": 1, "repeated": 0, "set_aside": 4}
+    append(path, ("readmitted", {"slice": 2}))
+    assert verify_ledger(path).epochs == [{"epoch": 0, "samples": 8, "missing": 5, "repeated": 0}]
+
+
+def test_forged_repeated_and_moved_receipts_are_named(tmp_path: Path) -> None:
+    write_job(tmp_path / "forged", WHOLE, forge=0)
+    report = verify_ledger(tmp_path / "forged", KEY, check)
+    assert not report.intact and report.problems[0].startswith("entry 2 (uses)")
+    write_job(tmp_path / "twice", [*WHOLE, WHOLE[1]])
+    report = verify_ledger(tmp_path / "twice", KEY, check)
+    assert report.repeated == [{"epoch": 0, "slice": 0, "start": 4, "stop": 8, "entry": 3}]
+    write_job(tmp_path / "moved", [WHOLE[1], WHOLE[0], WHOLE[2]])
+    assert "out of order: lease a of slice 0" in verify_ledger(tmp_path / "moved", KEY, check).problems[0]
+    write_job(tmp_path / "skipped", [WHOLE[0], Used("a", 0, 0, 6, 8, 4)])
+    report = verify_ledger(tmp_path / "skipped", KEY, check)
+    assert "expected 4" in report.problems[0] and report.missing[0] == {"epoch": 0, "slice": 0, "start": 4, "stop": 6}
+
+
+def test_receipts_by_sample_ids(tmp_path: Path) -> None:
+    write_job(tmp_path / "plain", WHOLE)
+    job = open_index(tmp_path / "plain").job
+    signed = [Used(*use.to_row(), replay(job, use.epoch, use.slice, use.start, use.stop)[1]) for use in WHOLE]
+    write_job(tmp_path / "right", signed)
+    assert verify_ledger(tmp_path / "right", KEY, check, replay).ok
+    other = Used(*WHOLE[1].to_row(), signed[0].digest)
+    write_job(tmp_path / "wrong", [signed[0], other, signed[2]])
+    assert verify_ledger(tmp_path / "wrong", KEY, check).ok
+    assert "it read others" in verify_ledger(tmp_path / "wrong", KEY, check, replay).problems[0]
+    # The published receipt, of ids 1, 2 and 3.
+    assert replay.__module__ and receipt_of([1, 2, 3]) == "abccad42d03c940bc2b249bf5a4e1e3d"
+
+
+def receipt_of(ids: list[int]) -> str:
+    from millrace.order.shard_windows import receipt
+
+    return receipt(np.array(ids, np.uint64))[0]
+
+
+# Proofs of slices.
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_proof_holds_and_no_changed_one_does(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = tmp_path_factory.mktemp("p") / "l"
+    write_job(path, WHOLE)
+    root = coverage_root(job_id(path), 0, np.array(SAMPLES, np.int64))
+    append(path, ("epoch", {"epoch": 0, "samples": 13, "root": root}))
+    proof = prove(open_index(path), 0, data.draw(st.sampled_from([0, 2])))
+    report = check_proof(json.loads(json.dumps(proof)), check, key=KEY, root=root)
+    assert report.ok and report.recorded and report.workers == [WORKER], report.problems
+    assert not check_proof(proof, check, root="00" * 32).ok
+    assert not check_proof(proof, check, key=b"x" * 32).ok
+    text = json.dumps(proof)
+    digits = [i for i, c in enumerate(text) if c.isdigit()]
+    at = data.draw(st.sampled_from(digits))
+    changed = text[:at] + str((int(text[at]) + data.draw(st.integers(1, 9))) % 10) + text[at + 1 :]
+    with contextlib.suppress(LedgerError, json.JSONDecodeError):
+        assert not check_proof(json.loads(changed), check, key=KEY, root=root).ok, text[at - 20 : at + 5]
+
+
+# Writing.
+
+
+def test_a_checkpoint_reads_the_tail_only_and_one_that_does_not_fit_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "l"
+    write_job(path, WHOLE)
+    with Ledger.open(path, sign) as ledger:
+        mark = Checkpoint.from_json(json.loads(json.dumps(ledger.checkpoint().to_json())))
+        assert mark is not None and list(ledger.entries(mark.seq, mark)) == []
+        ledger.append("paused", {})
+        assert [e.kind for e in ledger.entries(mark.seq, mark)] == ["paused"]
+    size = path.stat().st_size
+    with Ledger.open(path, sign, checkpoint=mark) as ledger:
+        assert ledger.next_seq == mark.seq + 1 and ledger.read_bytes < size / 2
+        assert ledger.first is not None and ledger.first.kind == "job"
+        ledger.append("resumed", {})
+    for wrong in (Checkpoint(mark.seq, "0" * 64, mark.size, mark.last_bytes, mark.first),
+                  Checkpoint(mark.seq, mark.prev, mark.size - 1, mark.last_bytes, mark.first),
+                  Checkpoint(mark.seq, mark.prev, 10 * size, mark.last_bytes, mark.first),
+                  Checkpoint(mark.seq - 1, mark.prev, mark.size, mark.last_bytes, mark.first),
+                  Checkpoint(mark.seq, mark.prev, mark.size, mark.last_bytes, "1" * 64)):  # fmt: skip
+        with Ledger.open(path, sign, checkpoint=wrong) as ledger:
+            assert ledger.next_seq == mark.seq + 2 and ledger.read_bytes == path.stat().st_size
+    assert verify_ledger(path, KEY, check).intact
+    assert Checkpoint.from_json({"seq": 1}) is None and Checkpoint.from_json(None) is None
+
+
+def test_entries_behind_a_forged_one_are_not_signed_over(tmp_path: Path) -> None:
+    path = tmp_path / "l"
+    write_job(path, WHOLE)
+    with Ledger.open(path, sign) as ledger:
+        pass
+    from millrace.ledger.chain import make_line
+
+    forged = make_line(ledger.next_seq, ledger._prev, 7.0, "paused", {}, lambda message: b"mine")
+    with path.open("ab") as file:
+        file.write(forged.line + b"\n")
+    with pytest.raises(LedgerError, match="not signed with this scheduler's key"):
+        Ledger.open(path, sign)
+    report = verify_ledger(path, KEY, check)
+    assert not report.intact and "entry 4 (paused): it is not signed" in report.problems[0]
+
+
+def test_a_full_disk_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "l"
+    with Ledger.open(path, sign) as ledger:
+        ledger.append("job", {"samples_per_slice": SAMPLES, "scheduler": KEY.hex()})
+        with monkeypatch.context() as patch:
+            from millrace.ledger import writer
+
+            whole = writer.os.write
+            patch.setattr(writer.os, "write", lambda fd, data: whole(fd, data[:9]))
+            with pytest.raises(LedgerError, match="Is the disk full"):
+                ledger.append("paused", {})
+        ledger.append("paused", {})
+        ledger.append("resumed", {}, sync=False)
+        with monkeypatch.context() as patch:
+
+            def no_room(fd: int) -> None:
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(writer.os, "fsync", no_room)
+            with pytest.raises(LedgerError, match="cannot flush"):
+                ledger.sync()
+        with pytest.raises(LedgerError, match="start again"):
+            ledger.append("resumed", {})
+    with Ledger.open(path, sign) as ledger:
+        assert [e.kind for e in ledger.entries()] == ["job", "paused"] and ledger.truncated_bytes == 0
+
+
+def test_one_fsync_for_all_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+    import time
+
+    from millrace.ledger import writer
+
+    count = 0
+
+    def slow(fd: int) -> None:
+        nonlocal count
+        count += 1
+        time.sleep(0.02)
+
+    monkeypatch.setattr(writer.os, "fsync", slow)
+    with Ledger.open(tmp_path / "l", sign) as ledger:
+        ledger.append("job", {"samples_per_slice": SAMPLES, "scheduler": KEY.hex()})
+        count = 0
+        threads = [threading.Thread(target=ledger.append, args=("paused", {"n": n})) for n in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert count <= 4 and ledger.next_seq == 21
+    assert len(list(open_index(tmp_path / "l").others)) == 21
+
+
+def test_the_form_on_disk(tmp_path: Path) -> None:
+    """The bytes of format 1: whoever changes them changes what all ledgers are."""
+    path = tmp_path / "l"
+    write_job(path, WHOLE)
+    golden = Path(__file__).parent.parent / "golden" / "ledger.jsonl"
+    assert path.read_bytes() == golden.read_bytes()
+    assert verify_ledger(golden, KEY, check).ok
+
+
+def test_the_index_grows_with_the_ledger_and_is_begun_anew_if_it_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.ledger.index._WORTH_KEEPING", 1)
+    path = tmp_path / "l"
+    write_job(path, WHOLE[:2], per_entry=1)
+    assert len(open_index(path).uses) == 2 and path.with_name("l.index").exists()
+    append(path, ("uses", {"worker": WORKER, "uses": [WHOLE[2].to_row()], "receipt": ""}), ("paused", {}))
+    for _ in range(2):
+        index = open_index(path)
+        assert index.uses["stop"].tolist() == [4, 8, 5] and [e.kind for e in index.others] == [
+            "job",
+            "worker",
+            "paused",
+        ]
+    path.unlink()
+    write_job(path, WHOLE[2:])
+    assert open_index(path).uses["stop"].tolist() == [5]
+    path.with_name("l.uses").write_bytes(b"x")
+    assert open_index(path).uses["stop"].tolist() == [5]
