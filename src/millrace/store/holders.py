@@ -21,10 +21,18 @@ class HolderSource:
         address: `host:port`, where `peer_id` must stand.
         stall_s: For each wait; slower than 4 KiB/s over this long counts as stalled.
         on_fault: Told of each request that failed, from the thread that asked.
+        once: It is not asked again after one that failed: there are others.
     """
 
     def __init__(
-        self, client: Client, peer_id: str, address: str, sha256: str, stall_s: float, on_fault: OnFault | None = None
+        self,
+        client: Client,
+        peer_id: str,
+        address: str,
+        sha256: str,
+        stall_s: float,
+        on_fault: OnFault | None = None,
+        once: bool = False,
     ) -> None:
         self.url = f"millrace-peer://{peer_id}@{address}"
         self.peer_id = peer_id
@@ -33,6 +41,7 @@ class HolderSource:
         self._sha256 = sha256
         self._stall_s = stall_s
         self._on_fault = on_fault
+        self._once = once
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         """See Origin."""
@@ -43,6 +52,8 @@ class HolderSource:
         except NetworkError as error:
             if self._on_fault is not None:
                 self._on_fault(error)
+            if self._once and isinstance(error, PassingError):
+                raise RefusedError(str(error)) from error
             raise
 
     def get(self, name: str, max_bytes: int) -> bytes:

@@ -48,7 +48,7 @@ class Fetcher:
         self._shelf = shelf
         self._hand = hand
         self._patience_s = patience_s
-        self._transfers = Transfers(_CONNECTIONS, tries=2, patience_s=_STALL_S, hedge_s=2.0, max_backoff_s=1.0)
+        self._transfers = Transfers(_CONNECTIONS, tries=2, patience_s=1.0, hedge_s=2.0, max_backoff_s=1.0)
         self._lock = threading.Lock()
         self._bad: set[tuple[str, str]] = set()
         self._misses = 0
@@ -187,7 +187,15 @@ class Fetcher:
             if isinstance(error.__cause__, WrongPeerError):
                 self._tell(grant, source, str(error), wrong=False)
 
-        source = HolderSource(self._client, provider.peer_id, provider.address, grant.sha256, _STALL_S, on_fault)
+        source = HolderSource(
+            self._client,
+            provider.peer_id,
+            provider.address,
+            grant.sha256,
+            _STALL_S,
+            on_fault,
+            once=not provider.is_origin,
+        )
         return source
 
     def _tell(self, grant: Grant, source: Origin, reason: str, wrong: bool = True) -> None:
