@@ -1,46 +1,67 @@
-"""Leases: whatever workers do, each sample is used exactly once an epoch, and no slice has two live leases."""
+"""The table of leases: order, affinity, cuts for the idle, stalls, slices set aside, speeds."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from millrace.errors import LeaseError, UsageError
-from millrace.schedule.leases import Lease, LeaseLostError, LeaseTable, Waiting
-
-WORKERS = ("a", "b", "c")
-
-
-def table(samples: list[int], epochs: int = 1, seed: int = 0) -> LeaseTable:
-    return LeaseTable(np.array(samples, np.int64), seed=seed, epochs=epochs, lease_s=10.0)
+from millrace.ledger import Used
+from millrace.schedule.leases import LeaseLostError, LeaseTable
+from millrace.schedule.owners import Lease
+from millrace.schedule.speeds import Speed
 
 
-def grant(leases: LeaseTable, worker: str, lease_id: str, now: float = 0.0, cached: tuple[int, ...] = ()) -> Lease:
-    lease = leases.grant(worker, "", lease_id, cached, now)
-    assert isinstance(lease, Lease)
-    return lease
+def table(samples: list[int], epochs: int = 1, seed: int = 0, **settings: float) -> LeaseTable:
+    settings = {"lease_s": 10.0, "steal_s": 1.0, "stall_s": 40.0, **settings}
+    return LeaseTable(np.array(samples, np.int64), seed=seed, epochs=epochs, **settings)  # type: ignore[arg-type]
 
 
-def use(leases: LeaseTable, worker: str, lease_id: str, start: int, stop: int, now: float = 0.0) -> None:
-    recorded = leases.check_use(worker, lease_id, start, stop)
-    if recorded is not None:
-        leases.record_use(recorded, now)
+def grant(leases: LeaseTable, worker: str, lease_id: str, now: float = 0.0) -> Lease | None:
+    part = leases.choose(leases.touch((worker, ""), now), lambda index: False, now)
+    return None if part is None else leases.grant(lease_id, worker, "", part, now)
 
 
-def test_affinity_then_partly_used_then_the_order() -> None:
+def use(leases: LeaseTable, lease: Lease, num: int, now: float = 0.0) -> bool:
+    used = Used(lease.lease_id, lease.epoch, lease.slice_index, lease.position, lease.position + num, 0)
+    if not leases.check_use(lease.worker, used):
+        return False
+    leases.touch(lease.key, now)
+    leases.record(lease.worker, [used], now)
+    if leases.covered():
+        leases.end_epoch()
+    return True
+
+
+def test_affinity_then_what_came_back_then_the_order() -> None:
     leases = table([4] * 8)
     first = grant(leases, "a", "1")
-    use(leases, "a", "1", 0, 3)
-    leases.release("a", "1")
+    assert first is not None
+    use(leases, first, 3)
+    leases.give_back("1")
     cached = next(i for i in range(8) if i != first.slice_index)
-    assert grant(leases, "b", "2", cached=(99, -1, cached)).slice_index == cached
-    again = grant(leases, "b", "3")
-    assert (again.slice_index, again.start) == (first.slice_index, 3)
-    assert isinstance(leases.grant("b", "", "4", (), 0.0), Waiting)
-    assert isinstance(leases.grant("b", "other session", "4", (), 0.0), Lease)
+    b = leases.touch(("b", ""), 0.0)
+    leases.know(b, np.array([cached, first.slice_index] if cached < first.slice_index else [first.slice_index, cached]))
+    got = grant(leases, "b", "2")
+    assert got is not None and got.slice_index == cached
+    again = grant(leases, "c", "3")
+    assert again is not None and (again.slice_index, again.start, again.stop) == (first.slice_index, 3, 4)
+
+
+def test_what_another_worker_has_cached_is_left_to_it_while_others_remain() -> None:
+    leases = table([1] * 6)
+    owner = leases.touch(("a", ""), 0.0)
+    leases.know(owner, np.array([0, 1, 2]))
+    taken = [grant(leases, "b", str(i)) for i in range(5)]
+    assert {lease.slice_index for lease in taken[:3] if lease} == {3, 4, 5}
+    assert {lease.slice_index for lease in taken[3:] if lease} < {0, 1, 2}
+    last = grant(leases, "a", "x")
+    assert last is not None and {last.slice_index, *(lease.slice_index for lease in taken if lease)} == set(range(6))
+    # One that is gone keeps nothing from others.
+    other = table([1] * 3)
+    other.know(other.touch(("a", ""), 0.0), np.array([0, 1, 2]))
+    other.late(100.0)
+    assert other.parts.cached_by.max() == 0
 
 
 def test_another_seed_and_another_epoch_give_another_order() -> None:
@@ -49,10 +70,10 @@ def test_another_seed_and_another_epoch_give_another_order() -> None:
         taken: list[list[int]] = [[], []]
         for i in range(100):
             lease = grant(leases, "a", str(i))
+            assert lease is not None
             taken[lease.epoch].append(lease.slice_index)
-            use(leases, "a", str(i), 0, 1)
-        assert leases.done
-        assert leases.grant("a", "", "x", (), 0.0) is None
+            use(leases, lease, 1)
+        assert leases.done and grant(leases, "a", "x") is None
         return taken
 
     first, second = order(0), order(1)
@@ -62,125 +83,112 @@ def test_another_seed_and_another_epoch_give_another_order() -> None:
 
 def test_a_lost_lease_is_lost_and_the_offset_stays() -> None:
     leases = table([5])
-    grant(leases, "a", "1", now=0.0)
-    use(leases, "a", "1", 0, 2, now=5.0)
-    assert leases.expire(14.0) == []
-    assert [lease.lease_id for lease in leases.expire(15.0)] == ["1"]
+    lease = grant(leases, "a", "1")
+    assert lease is not None
+    use(leases, lease, 2, now=5.0)
+    assert leases.late(14.0) == []
+    assert leases.late(15.0) == [("1", "expired")]
+    leases.give_back("1")
     # What was recorded stays recorded: a receipt said twice is answered, a new one is not.
-    assert leases.check_use("a", "1", 0, 2) is None
+    assert leases.check_use("a", Used("1", 0, 0, 0, 2, 0)) is False
     with pytest.raises(LeaseLostError):
-        leases.check_use("a", "1", 2, 3)
-    assert grant(leases, "b", "2", now=15.0).start == 2
+        leases.check_use("a", Used("1", 0, 0, 2, 3, 0))
+    again = grant(leases, "b", "2", now=15.0)
+    assert again is not None and again.start == 2
     with pytest.raises(LeaseLostError):
-        leases.renew("a", "2", 16.0)
+        leases.check_use("a", Used("2", 0, 0, 2, 3, 0))
     for start, stop in [(0, 1), (3, 4), (2, 2), (2, 6)]:
-        with pytest.raises(LeaseError, match="expected samples from 2"):
-            leases.check_use("b", "2", start, stop)
+        with pytest.raises(LeaseError, match="from 2 to at most 5"):
+            leases.check_use("b", Used("2", 0, 0, start, stop, 0))
+
+
+def test_the_slowest_is_who_would_finish_last_and_is_cut_at_its_horizon() -> None:
+    leases = table([100, 100])
+    fast, slow = grant(leases, "fast", "f"), grant(leases, "slow", "s")
+    assert fast is not None and slow is not None
+    use(leases, fast, 10, now=1.0)  # has more left, and is ten times as fast
+    use(leases, slow, 20, now=20.0)
+    leases.touch(fast.key, 20.0)
+    assert grant(leases, "idle", "i", now=20.0) is None
+    leases.wait(leases.touch(("idle", ""), 20.0), 20.0)
+    assert set(leases.wishes) == {"s"}
+    # The owner has promised nothing yet: nothing is cut behind its back.
+    assert grant(leases, "idle", "i", now=20.5) is None
+    stop = leases.declare(slow, 60, 21.0)
+    assert stop is not None and 60 <= stop < 100
+    leases.cut("s", stop, 21.0)
+    piece = grant(leases, "idle", "i", now=21.0)
+    assert piece is not None and (piece.slice_index, piece.start, piece.stop) == (slow.slice_index, stop, 100)
+    with pytest.raises(LeaseError, match=f"at most {stop}"):
+        leases.check_use("slow", Used("s", 0, slow.slice_index, 20, stop + 1, 0))
+    # An old question that comes late does not lower what was promised since.
+    assert leases.declare(piece, 90, 22.0) is None and leases.declare(piece, 70, 23.0) is None
+    assert piece.horizon == 90
+
+
+def test_a_lease_that_was_not_begun_goes_as_a_whole() -> None:
+    leases = table([10, 10])
+    begun, waiting = grant(leases, "a", "1"), grant(leases, "a", "2")
+    assert begun is not None and waiting is not None
+    use(leases, begun, 1, now=5.0)
+    leases.wait(leases.touch(("idle", ""), 5.0), 5.0)
+    assert leases.declare(begun, 3, 5.0) is None
+    assert leases.declare(waiting, 0, 5.0) == 0
+    ended = leases.cut("2", 0, 5.0)
+    assert ended.left == 0 and "2" not in leases.leases and leases.remembered["2"].whole
+    assert grant(leases, "idle", "3", now=5.0) is not None
+
+
+def test_who_lives_and_does_nothing_loses_its_leases() -> None:
+    leases = table([10, 10])
+    lease = grant(leases, "hoarder", "1")
+    assert lease is not None
+    found: list[tuple[str, str]] = []
+    for now in range(1, 60):
+        owner = leases.touch(lease.key, float(now))
+        found += leases.late(float(now))
+        if found:
+            break
+    assert found == [("1", "stalled")] and 40 <= now <= 51 and owner.stalled
+
+
+def test_a_slice_set_aside_ends_the_epoch_without_it_until_it_is_readmitted() -> None:
+    leases = table([4, 4], epochs=2)
+    lease = grant(leases, "a", "1")
+    assert lease is not None
+    leases.set_aside(1 - lease.slice_index)
+    use(leases, lease, 4)
+    assert leases.epoch == 1 and leases.num_aside == 4
+    leases.readmit(1 - lease.slice_index)
+    for i in range(2):
+        lease = grant(leases, "a", f"r{i}")
+        assert lease is not None
+        use(leases, lease, 4)
+    assert leases.done
 
 
 def test_empty_slices_count_as_used_and_an_empty_dataset_is_refused() -> None:
     leases = table([0, 3, 0])
     assert leases.num_used_slices == 2
-    assert grant(leases, "a", "1").slice_index == 1
-    use(leases, "a", "1", 0, 3)
+    lease = grant(leases, "a", "1")
+    assert lease is not None and lease.slice_index == 1
+    use(leases, lease, 3)
     assert leases.done
     for samples in ([], [0, 0]):
         with pytest.raises(UsageError, match="sample"):
             table(samples)
 
 
-class Churn(RuleBasedStateMachine):
-    """Workers that lease, use, repeat, release, stall and die, on a clock that jumps."""
-
-    @initialize(
-        samples=st.lists(st.integers(0, 6), min_size=1, max_size=7).filter(any),
-        seed=st.integers(0, 5),
-        epochs=st.integers(1, 3),
-    )
-    def begin(self, samples: list[int], seed: int, epochs: int) -> None:
-        self.leases = table(samples, epochs, seed)
-        self.now = 0.0
-        self.count = [np.zeros((len(samples), max(samples)), np.int64) for _ in range(epochs)]
-        self.known: dict[str, dict[str, Lease]] = {worker: {} for worker in WORKERS}
-        self.next_id = 0
-
-    @rule(worker=st.sampled_from(WORKERS), cached=st.lists(st.integers(0, 6), max_size=3))
-    def grant(self, worker: str, cached: list[int]) -> None:
-        self.next_id += 1
-        lease = self.leases.grant(worker, "", str(self.next_id), cached, self.now)
-        assert (lease is None) == self.leases.done
-        if isinstance(lease, Lease):
-            self.known[worker][lease.lease_id] = lease
-
-    @rule(worker=st.sampled_from(WORKERS), pick=st.integers(0, 9), more=st.integers(1, 6), twice=st.booleans())
-    def use(self, worker: str, pick: int, more: int, twice: bool) -> None:
-        if not self.known[worker]:
-            return
-        lease = list(self.known[worker].values())[pick % len(self.known[worker])]
-        start = int(self.leases.offsets[lease.slice_index]) if lease.epoch == self.leases.epoch else 0
-        for _ in range(1 + twice):
-            try:
-                recorded = self.leases.check_use(worker, lease.lease_id, start, start + more)
-            except LeaseLostError:
-                assert lease.lease_id not in self.leases.leases
-                del self.known[worker][lease.lease_id]
-                return
-            except LeaseError:
-                return
-            if recorded is not None:
-                self.count[recorded.epoch][recorded.slice_index, start : start + more] += 1
-                self.leases.record_use(recorded, self.now)
-
-    @rule(worker=st.sampled_from(WORKERS))
-    def crash(self, worker: str) -> None:
-        self.known[worker].clear()
-
-    @rule(worker=st.sampled_from(WORKERS))
-    def release_all(self, worker: str) -> None:
-        for lease in self.leases.live(worker):
-            self.leases.release(worker, lease.lease_id)
-
-    @rule(seconds=st.floats(0.0, 30.0))
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
-        self.leases.expire(self.now)
-
-    @rule()
-    def restart(self) -> None:
-        old = self.leases
-        new = LeaseTable(old.samples, seed=old.seed, epochs=old.epochs, lease_s=old.lease_s)
-        new.restore(old.epoch, old.offsets, list(old.leases.values()), list(old.remembered.values()))
-        assert (new.used, new.num_used_slices, new.leases) == (old.used, old.num_used_slices, old.leases)
-        self.leases = new
-
-    @invariant()
-    def a_slice_has_one_live_lease_and_no_sample_two_uses(self) -> None:
-        if not hasattr(self, "leases"):
-            return
-        held = [lease.slice_index for lease in self.leases.leases.values()]
-        assert len(held) == len(set(held))
-        for epoch, count in enumerate(self.count):
-            assert count.max() <= 1
-            if epoch < self.leases.epoch:
-                assert count.sum() == self.leases.num_samples
-
-    def teardown(self) -> None:
-        """However it stands, one more worker finishes the job."""
-        if not hasattr(self, "leases"):
-            return
-        while not self.leases.done:
-            self.now += 11.0
-            self.leases.expire(self.now)
-            self.next_id += 1
-            lease = self.leases.grant("last", "", str(self.next_id), (), self.now)
-            assert isinstance(lease, Lease)
-            stop = int(self.leases.samples[lease.slice_index])
-            recorded = self.leases.check_use("last", lease.lease_id, lease.start, stop)
-            assert recorded is not None
-            self.count[lease.epoch][lease.slice_index, lease.start : stop] += 1
-            self.leases.record_use(recorded, self.now)
-        assert all(count.max() == 1 and count.sum() == self.leases.num_samples for count in self.count)
-
-
-Churn.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
-TestChurn = Churn.TestCase
+def test_a_speed_forgets_and_does_not_count_idleness() -> None:
+    speed = Speed()
+    speed.told(7.0)
+    speed.begin(0.0)
+    speed.used(100, 10.0)
+    assert speed.value is not None and 7.0 < speed.value <= 10.0
+    for i in range(60):
+        speed.used(20, 10.0 + i + 1)
+    assert speed.value == pytest.approx(20.0, rel=0.2)
+    speed.rest()
+    speed.begin(1000.0)
+    speed.used(20, 1001.0)
+    assert speed.value == pytest.approx(20.0, rel=0.2)

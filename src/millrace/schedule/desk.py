@@ -18,10 +18,10 @@ from millrace.schedule import events
 from millrace.schedule.ask import Accepted, Ask, Bad, Failed, Grant, Live, Refused, Reply
 from millrace.schedule.events import Event
 from millrace.schedule.jobs import Job, JobSpec, Source, at_index, check_weights
+from millrace.schedule.leases import LeaseLostError, LeaseTable
 from millrace.schedule.owners import Owner, OwnerKey
 from millrace.schedule.parts import Part
 from millrace.schedule.sessions import Session, Sessions
-from millrace.schedule.table import LeaseLostError, LeaseTable
 
 __all__ = ["Ask", "Bad", "Desk", "Failed", "JobSpec", "Reply", "Source"]
 
@@ -124,7 +124,7 @@ class Desk:
         fresh: dict[str, tuple[Job, int, LeaseTable]] = {}
         reached: dict[str, int] = {}
         for used in ask.uses:
-            place = self._find(used.lease)
+            place = self.find(used.lease)
             try:
                 if place is None:
                     raise LeaseLostError(f"lease {used.lease}: it is not live. Drop it and ask for another.")
@@ -154,7 +154,8 @@ class Desk:
             if lease.position == lease.start:
                 self.swarms[job.spec.sources[dataset].dataset_id].finished(peer_id, lease.slice_index, now)
 
-    def _find(self, lease_id: str) -> tuple[Job, int, LeaseTable] | None:
+    def find(self, lease_id: str) -> tuple[Job, int, LeaseTable] | None:
+        """Where a lease is live or remembered."""
         for job in self.jobs.values():
             found = job.find(lease_id)
             if found is not None:
@@ -188,7 +189,9 @@ class Desk:
         self._avoided[worker, job.name, index] = now + job.spec.lease_s
         if len(job.failures.get(index, ())) >= job.spec.max_failures and index not in job.reasons:
             for event in job.set_aside(index, failed.reason):
-                self._do(event, done, now)
+                self.apply(event, now)
+                done.append(event)
+            self._settle(job, done, now)
 
     def _cut(self, session: Session, ask: Ask, done: list[Event], now: float) -> None:
         for lease_id, horizon in ask.horizons.items():
@@ -211,7 +214,7 @@ class Desk:
         return [lease_id for _, owner in session.owners.values() for lease_id in owner.leases]
 
     def _give_back(self, lease_id: str, why: str, done: list[Event], now: float) -> None:
-        place = self._find(lease_id)
+        place = self.find(lease_id)
         assert place is not None
         job, dataset, table = place
         lease = table.leases[lease_id]
@@ -320,7 +323,7 @@ class Desk:
                 owner = table.owners.all[session.key]
                 live[lease_id] = Live(table.leases[lease_id].stop, round(owner.deadline - now, 3))
                 continue
-            place = self._find(lease_id)
+            place = self.find(lease_id)
             ended = place[2].remembered.get(lease_id) if place is not None else None
             if ended is not None and ended.whole and ended.worker == session.key[0]:
                 live[lease_id] = Live(ended.reached, 0.0)
@@ -344,6 +347,12 @@ class Desk:
                 for kept in job.still_aside(event.dataset):
                     self.apply(kept, now)
                     done.append(kept)
+
+    def settle_all(self, name: str, now: float) -> list[Event]:
+        """Applies what follows from a replayed state by itself."""
+        done: list[Event] = []
+        self._settle(self.jobs[name], done, now)
+        return done
 
     def settle(self, name: str) -> list[Event]:
         """What follows from a job's state by itself: ends of epochs, changes of weights. Not applied yet."""

@@ -9,6 +9,16 @@ from millrace.ledger import Used
 
 
 @dataclass(frozen=True, slots=True)
+class Enlisted:
+    """A worker uses samples of a job for the first time; `key` is its public key in hex."""
+
+    job: str
+    worker: str
+    key: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Granted:
     """A worker got samples [start, stop) of a slice."""
 
@@ -62,10 +72,13 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """A slice is not leased again until it is readmitted: too many workers failed on it."""
+    """Samples [start, stop), and all that comes back of their slice, are not leased until it is readmitted."""
 
     job: str
+    epoch: int
     slice_index: int
+    start: int
+    stop: int
     reason: str
 
 
@@ -79,13 +92,13 @@ class Readmitted:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnded:
-    """Every sample of a dataset's epoch is used, but for those set aside; the next one has begun."""
+    """A dataset's epoch is over: `samples` were used, and `aside` (slice of the dataset, start, stop) set aside."""
 
     job: str
     dataset: int
     epoch: int
     samples: int
-    aside: int
+    aside: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +136,8 @@ class Reported:
 
 
 Event = (
-    Granted
+    Enlisted
+    | Granted
     | Recorded
     | Cut
     | Returned
@@ -137,7 +151,8 @@ Event = (
     | Reported
 )
 _KINDS: tuple[type[Event], ...] = (
-    Granted, Recorded, Cut, Returned, Failure, SetAside, Readmitted, EpochEnded, Paused, Resumed, Weighted, Reported,
+    Enlisted, Granted, Recorded, Cut, Returned, Failure, SetAside, Readmitted, EpochEnded, Paused, Resumed, Weighted,
+    Reported,
 )  # fmt: skip
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
@@ -156,6 +171,9 @@ def from_row(row: list[Any]) -> Event:
     if _KINDS[kind] is Recorded:
         job, worker, rows, receipt = values
         return Recorded(job, worker, tuple(Used(*used) for used in rows), receipt)
+    if _KINDS[kind] is EpochEnded:
+        job, dataset, epoch, samples, aside = values
+        return EpochEnded(job, dataset, epoch, samples, tuple((index, start, stop) for index, start, stop in aside))
     if _KINDS[kind] is Weighted:
         return Weighted(values[0], values[1], tuple(values[2]))
     event: Event = _KINDS[kind](*values)

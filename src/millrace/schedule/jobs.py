@@ -15,8 +15,8 @@ from millrace.errors import UsageError
 from millrace.ledger import Used
 from millrace.schedule import events
 from millrace.schedule.events import Event
+from millrace.schedule.leases import LeaseTable
 from millrace.schedule.parts import Part
-from millrace.schedule.table import LeaseTable
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class Job:
         self._since = [0] * len(self.tables)
         # slice -> worker -> why it could not have it
         self.failures: dict[int, dict[str, str]] = {}
-        self.reasons: dict[int, str] = {}
+        self.reasons: dict[int, str] = {}  # Of slices set aside.
+        self.enlisted: set[str] = set()
 
     @property
     def name(self) -> str:
@@ -167,11 +168,25 @@ class Job:
         table = self.tables[dataset]
         if not table.covered():
             return None
-        return events.EpochEnded(self.name, dataset, table.epoch, table.used, table.num_aside)
+        return events.EpochEnded(self.name, dataset, table.epoch, table.used, table.parts_aside())
+
+    def set_aside(self, slice_index: int, reason: str) -> list[Event]:
+        """A slice is poisoned: what of it is to be had is set aside."""
+        dataset, local = self.place(slice_index)
+        table = self.tables[dataset]
+        parts = table.parts.of_slice(local) if local not in table.aside else table.aside[local]
+        return [events.SetAside(self.name, table.epoch, slice_index, *part[1:], reason) for part in parts]
+
+    def still_aside(self, dataset: int) -> list[Event]:
+        """What is set aside of an epoch that has just begun."""
+        here = range(self.bases[dataset], self.bases[dataset + 1])
+        return [event for i, why in self.reasons.items() if i in here for event in self.set_aside(i, why)]
 
     def apply(self, event: Event, now: float) -> None:
         """Changes the state by an event of this job."""
         match event:
+            case events.Enlisted(_, worker, _, _):
+                self.enlisted.add(worker)
             case events.Granted(_, lease_id, worker, session, _, index, start, stop):
                 dataset, local = self.place(index)
                 part: Part = (local, start, stop)
@@ -184,7 +199,7 @@ class Job:
                 self.table_of(lease_id).give_back(lease_id)
             case events.Failure(_, index, worker, reason):
                 self.failures.setdefault(index, {})[worker] = reason
-            case events.SetAside(_, index, reason):
+            case events.SetAside(_, _, index, _, _, reason):
                 dataset, local = self.place(index)
                 self.tables[dataset].set_aside(local)
                 self.reasons[index] = reason
@@ -242,6 +257,7 @@ class Job:
             "since": self._since,
             "failures": [[index, workers] for index, workers in self.failures.items()],
             "reasons": [[index, reason] for index, reason in self.reasons.items()],
+            "enlisted": sorted(self.enlisted),
         }
 
     def restore(self, saved: dict[str, Any], now: float) -> None:
@@ -254,6 +270,7 @@ class Job:
         self._since = list(saved["since"])
         self.failures = {index: dict(workers) for index, workers in saved["failures"]}
         self.reasons = dict(saved["reasons"])
+        self.enlisted = set(saved["enlisted"])
 
 
 def at_index(used: Used, local: int) -> Used:

@@ -100,10 +100,16 @@ class Parts:
         if self.fresh[index]:
             self.fresh[index] = False
             return [(index, 0, int(self.samples[index]))]
-        found = [(index, start, self.returned[index, start]) for start in sorted(self._starts.get(index, ()))]
+        found = self.of_slice(index)
         for _, start, _ in found:
             self._forget(index, start)
         return found
+
+    def of_slice(self, index: int) -> list[Part]:
+        """What is here of a slice."""
+        if self.fresh[index]:
+            return [(index, 0, int(self.samples[index]))]
+        return [(index, start, self.returned[index, start]) for start in sorted(self._starts.get(index, ()))]
 
     def choose(self, cached: Cached | None, avoided: Callable[[int], bool]) -> Part | None:
         """What this worker should get next; None if there is nothing. The caller takes it."""

@@ -1,11 +1,11 @@
-"""The scheduler as a server: finds the data by name, leases its slices, keeps the ledger.
+"""The scheduler as a server: finds the data by name, answers workers at one door, keeps the ledgers.
 
-It carries no payload: a worker gets a slice's hash and the addresses of those who have it. The caller is
-who the TLS certificate says; a lease belongs to the peer that got it, and a receipt counts only with that
-peer's signature. Providers are sought again every few seconds; one that a worker reports for serving wrong
-bytes is not named again for that hash.
+It carries no payload: a worker gets a slice's hash and the addresses of those who have it. The caller is who the TLS
+certificate says; a lease belongs to the peer that got it, and a receipt counts only with that peer's signature.
+Everything about leases is the desk's; here is what it needs of the world: time, the disk, the network.
 
-What it costs: a receipt is one signature check and one fsync under one lock, some hundreds a second.
+An exchange runs under one lock for as long as the desk takes, a fraction of a millisecond; signatures are checked
+before it and the disk is waited for after it, by all who wait at once.
 """
 
 from __future__ import annotations
@@ -15,73 +15,75 @@ import re
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from millrace.dataset.manifest import Manifest, SliceTable, dataset_id
-from millrace.errors import (
-    DatasetError,
-    IntegrityError,
-    LeaseError,
-    LedgerError,
-    NetworkError,
-    ProtocolViolation,
-    UsageError,
-)
+from millrace.errors import LeaseError, LedgerError, NetworkError, ProtocolViolation, StateError, UsageError
 from millrace.ledger import receipt_message
 from millrace.network.client import Client
-from millrace.network.discovery import Claim, Discovery, find_providers, record_key
+from millrace.network.discovery import Claim, Discovery, record_key
 from millrace.network.https import BadRequestError, Request, Response, Server, error_response, json_response
 from millrace.network.identity import Identity, Peer, verify
-from millrace.order.plan import samples_per_slice
-from millrace.schedule.journal import LEDGER_NAME, Journal
-from millrace.schedule.leases import Lease, LeaseLostError, Waiting
+from millrace.network.metrics import Metric, metrics_response
+from millrace.network.openapi import (
+    COUNT,
+    DESCRIPTION_DOOR,
+    METRICS_DOOR,
+    OBJECT,
+    TEXT,
+    Door,
+    array,
+    openapi_response,
+    record,
+)
+from millrace.schedule import exchange, status
+from millrace.schedule.ask import Ask, Bad, Grant
+from millrace.schedule.catalog import Finder, Found, Wanted, holders
+from millrace.schedule.desk import Desk, JobSpec, Source
+from millrace.schedule.events import Enlisted, Event, Recorded
+from millrace.schedule.journal import Journal, job_body, ledger_path, lock_state
 
-MAX_MANIFEST_BYTES = 16 << 20
-MAX_TABLE_BYTES = 1 << 30
-MAX_CACHED = 4096
-MAX_REASON = 300
-MAX_REPORTS_PER_WORKER = 10_000
-# A peer runs several workers (sessions), but none may hold the whole dataset back.
-MAX_LEASES_PER_PEER = 64
-# The span over which a worker's rate is stated.
-RATE_SPAN_S = 30.0
+# A peer whose certificate expired is found anew; a node that died stays named for so long.
+ORIGIN_TTL_S = 20.0
+MAX_CONNECTIONS = 16_384
 
 log = logging.getLogger(__name__)
-_SESSION = re.compile(r"[A-Za-z0-9._-]{0,64}")
 
 
-@dataclass
-class _Worker:
-    """What status says of a worker since this scheduler began."""
+@dataclass(frozen=True)
+class JobPlan:
+    """A job as its user wants it; see JobSpec. `changes`: (samples used, weights of the datasets from there on)."""
 
     name: str
-    seen_at: float
-    samples: int = 0
-    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=512))
-
-    def rate(self, now: float) -> float:
-        """Samples a second over the last RATE_SPAN_S."""
-        recent = [(at, samples) for at, samples in self.recent if at > now - RATE_SPAN_S]
-        if len(recent) < 2:
-            return 0.0
-        return sum(samples for _, samples in recent[1:]) / max(0.1, now - recent[0][0])
+    datasets: tuple[Wanted, ...]
+    seq_len: int
+    epochs: int = 1
+    seed: int = 0
+    lease_s: float = 30.0
+    stall_s: float = 600.0
+    steal_s: float = 2.0
+    max_failures: int = 3
+    priority: int = 0
+    weight: float = 1.0
+    changes: tuple[tuple[int, tuple[float, ...]], ...] = ()
 
 
 class SchedulerService:
-    """Schedules one dataset's lease-mode job; `start` it once, `stop` it as often as you like.
+    """Schedules jobs in lease mode; `start` it once, `stop` it as often as you like.
 
     Args:
-        name: The dataset's name in the network; `dataset_id` is needed where a name stands for several.
-        state_dir: Holds the ledger and the journal; the same directory resumes the job.
+        name: The dataset's name in the network, and the job's; `dataset_id` where a name stands for several.
+        jobs: Instead of `name` and what belongs to it: several jobs, or mixtures.
+        state_dir: Holds the ledgers and the journal; the same directory resumes the jobs.
         port: 0 takes a free port; `address` says which.
         seq_len: Tokens of a sample; without meaning for rows.
         lease_s: How long a lease lives without a sign of its worker.
+        steal_s: See JobSpec.
         wait_s: How long `start` looks for a provider.
         rediscover_s: How often providers are sought again.
+        standby: `start` waits for whoever runs on the state directory to stop or die, ready to go on at once.
     """
 
     def __init__(
@@ -94,42 +96,47 @@ class SchedulerService:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        seq_len: int,
+        seq_len: int = 1024,
         epochs: int = 1,
         seed: int = 0,
         lease_s: float = 30.0,
+        steal_s: float = 2.0,
         dataset_id: str | None = None,
+        jobs: Sequence[JobPlan] = (),
         wait_s: float = 30.0,
         rediscover_s: float = 5.0,
+        standby: bool = False,
     ) -> None:
+        only = JobPlan(name, (Wanted(name, 1.0, dataset_id or ""),), seq_len, epochs, seed, lease_s, steal_s=steal_s)
         self.identity = identity
-        self.name = name
-        self.epochs = epochs
-        self.seed = seed
-        self.seq_len = seq_len
-        self.lease_s = lease_s
-        self.dataset_id = dataset_id or ""
+        self.plans = {plan.name: plan for plan in jobs or [only]}
+        self.name = next(iter(self.plans))
         self.state_dir = Path(state_dir)
-        self._discovery = discovery
+        self.waiting = threading.Event()
         self._client = client
+        self._discovery = discovery
         self._wait_s = wait_s
         self._rediscover_s = rediscover_s
+        self._standby = standby
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._claims: list[Claim] = []
-        self._workers: dict[str, _Worker] = {}
-        self._bad: dict[tuple[str, str], dict[str, str]] = {}
+        self._finder = Finder(identity.network_id, discovery, client, self._stopping)
+        self._found: dict[str, Found] = {}
+        self._claims: dict[str, list[Claim]] = {}
+        self._specs: list[JobSpec] = []
+        self._bodies: dict[str, dict[str, Any]] = {}
+        self._workers: dict[str, status.Seen] = {}
+        self._exchanges, self._desk_s = 0, 0.0
         self._journal: Journal | None = None
-        self._server = Server(identity, host, port, self._answer)
-        self._routes: dict[tuple[str, str], Callable[[Request, dict[str, Any]], Response]] = {
+        self._server = Server(identity, host, port, self._answer, max_connections=MAX_CONNECTIONS)
+        self._routes: dict[tuple[str, str], Callable[[Request], Response]] = {
             ("GET", "/v1/job"): self._job,
-            ("GET", "/v1/status"): lambda request, body: json_response(self.status()),
-            ("POST", "/v1/lease"): self._lease,
-            ("POST", "/v1/use"): self._use,
-            ("POST", "/v1/renew"): self._renew,
-            ("POST", "/v1/release"): self._release,
-            ("POST", "/v1/bad_provider"): self._bad_provider,
+            ("GET", "/v1/jobs"): lambda request: json_response({"jobs": self.status()["jobs"]}),
+            ("GET", "/v1/status"): lambda request: json_response(self.status()),
+            ("POST", "/v1/exchange"): self._exchange,
+            ("GET", "/openapi.json"): lambda request: openapi_response("Millrace scheduler", DOORS),
+            ("GET", "/metrics"): lambda request: metrics_response(self._metrics()),
         }
 
     @property
@@ -139,42 +146,30 @@ class SchedulerService:
 
     @property
     def ledger_path(self) -> Path:
-        return self.state_dir / LEDGER_NAME
+        """The ledger of the first job."""
+        return ledger_path(self.state_dir)
 
     def is_done(self) -> bool:
-        """Whether every sample of every epoch is used."""
-        return self._open_journal().table.done
+        """Whether every sample of every epoch of every job is used, or set aside."""
+        return self._open_journal().desk.done()
 
     def start(self) -> None:
-        """Finds the dataset, opens or resumes the job, serves and announces it.
+        """Finds the datasets, opens or resumes the jobs, serves and announces them.
 
         Raises:
-            DatasetError: If nobody has the dataset, or its name stands for several.
-            StateError: If the state directory holds another job.
+            DatasetError: If nobody has a dataset, or its name stands for several.
+            StateError: If the state directory holds another job, or another scheduler runs on it.
             NetworkError: If the port cannot be had or no provider can be read.
         """
-        manifest, table = self._find_dataset()
-        self._manifest, self._table = manifest, table
-        samples = samples_per_slice(table.count, self.seq_len, manifest.layout)
-        job = {
-            "name": self.name,
-            "dataset_id": self.dataset_id,
-            "layout": manifest.layout,
-            "seq_len": self.seq_len,
-            "seed": self.seed,
-            "scheduler": self.identity.public_key.hex(),
-        }
-        self._journal = Journal.open(
-            self.state_dir,
-            job=job,
-            samples_per_slice=samples,
-            epochs=self.epochs,
-            lease_s=self.lease_s,
-            signer=self.identity.sign,
-        )
-        self._sample_base = samples.cumsum() - samples
-        for peer, sha256, reporter, reason in self._journal.bad_providers():
-            self._bad.setdefault((peer, sha256), {})[reporter] = reason
+        for plan in self.plans.values():
+            spec, body = self._prepare(plan)
+            self._specs.append(spec)
+            self._bodies[plan.name] = body
+        lock = self._take_state()
+        if lock is None:
+            return
+        self._journal = self._read_journal(lock)
+        self._name_origins()
         try:
             self._server.start()
             self._announce()
@@ -185,6 +180,43 @@ class SchedulerService:
             thread = threading.Thread(target=target, name=f"scheduler {target.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
+
+    def _prepare(self, plan: JobPlan) -> tuple[JobSpec, dict[str, Any]]:
+        found = []
+        for wanted in plan.datasets:
+            dataset, claims = self._finder.find(wanted, plan.seq_len, self._wait_s)
+            self._claims[dataset.dataset_id] = claims
+            self._found[f"{plan.name}\n{dataset.dataset_id}"] = dataset
+            found.append(dataset)
+        layouts = {dataset.manifest.layout for dataset in found}
+        if len(layouts) != 1:
+            raise UsageError(f"job {plan.name}: expected datasets of one layout, got {', '.join(sorted(layouts))}.")
+        sources = tuple(Source(d.name, d.dataset_id, d.samples, w.weight) for d, w in zip(found, plan.datasets))
+        spec = JobSpec(
+            plan.name, sources, plan.seed, plan.epochs, plan.lease_s, plan.stall_s, plan.max_failures, plan.steal_s,
+            plan.priority, plan.weight, plan.changes,
+        )  # fmt: skip
+        facts = {"seq_len": plan.seq_len, "layout": layouts.pop(), "scheduler": self.identity.public_key.hex()}
+        return spec, job_body(spec, **facts)
+
+    def _take_state(self) -> int | None:
+        """The lock of the state directory; None if told to stop while waiting for it."""
+        while True:
+            try:
+                return lock_state(self.state_dir)
+            except StateError:
+                if not self._standby:
+                    raise
+            self.waiting.set()
+            if self._stopping.wait(0.05):
+                return None
+
+    def _read_journal(self, lock: int | None) -> Journal:
+        # Leases get ids that no earlier life of this scheduler gave.
+        return Journal.open(
+            self.state_dir, self._specs, self._bodies, self.identity.sign, salt=secrets.token_hex(4), lock=lock,
+            ttl_s=max(ORIGIN_TTL_S, 3 * self._rediscover_s),
+        )  # fmt: skip
 
     def stop(self) -> None:
         """Answers what is under way, then closes everything but discovery and client, which are the caller's."""
@@ -202,279 +234,333 @@ class SchedulerService:
             raise UsageError(f"scheduler of {self.name}: not started. Call start() first.")
         return self._journal
 
-    # Finding the data.
-
-    def _find_claims(self, timeout_s: float) -> list[Claim]:
-        claims = find_providers(self._discovery, self._client, self.identity.network_id, self.name, timeout_s=timeout_s)
-        return [claim for claim in claims if claim.dataset_id == self.dataset_id or not self.dataset_id]
-
-    def _find_dataset(self) -> tuple[Manifest, SliceTable]:
-        deadline = time.monotonic() + self._wait_s
-        claims: list[Claim] = []
-        while not claims and not self._stopping.is_set():
-            claims = self._find_claims(min(5.0, self._wait_s))
-            if not claims and time.monotonic() >= deadline:
-                raise DatasetError(
-                    f"scheduler: nobody in network {self.identity.network_id} serves dataset {self.name!r}"
-                    + (f" with id {self.dataset_id}" if self.dataset_id else "")
-                    + f" (asked for {self._wait_s:g} s). Start a data node with `millrace serve`, "
-                    "or check the name with `millrace find`."
-                )
-            if not claims:
-                self._stopping.wait(0.2)
-        ids = sorted({claim.dataset_id for claim in claims})
-        if len(ids) != 1:
-            raise DatasetError(
-                f"scheduler: dataset {self.name!r} stands for {len(ids)} datasets: {', '.join(ids)}. "
-                "Mixing them would train on either; say which by its id (--id)."
-            )
-        self.dataset_id = ids[0]
-        self._claims = claims
-        failures = []
-        for claim in claims:
-            try:
-                return self._fetch_manifest(claim)
-            except (NetworkError, DatasetError) as error:
-                failures.append(f"{claim.address}: {error}")
-        raise NetworkError(f"scheduler: no provider gave the manifest of {self.name!r}: " + "; ".join(failures))
-
-    def _fetch_manifest(self, claim: Claim) -> tuple[Manifest, SliceTable]:
-        """The manifest and table from one provider, checked down to the last byte against the dataset id."""
-        base = f"/v1/datasets/{claim.dataset_id}"
-        data = self._client.get_bytes(
-            claim.address, f"{base}/manifest.json", MAX_MANIFEST_BYTES, expect_peer=claim.peer_id
-        )
-        if dataset_id(data) != claim.dataset_id:
-            raise IntegrityError(
-                f"manifest of {claim.dataset_id}: expected that hash, got {dataset_id(data)} (peer {claim.peer_id})."
-            )
-        manifest = Manifest.from_json(data)
-        raw = self._client.get_bytes(
-            claim.address, f"{base}/slices.parquet", MAX_TABLE_BYTES, expect_peer=claim.peer_id
-        )
-        if dataset_id(raw) != manifest.table_sha256:
-            raise IntegrityError(
-                f"slice table of {claim.dataset_id}: expected sha256 {manifest.table_sha256}, "
-                f"got {dataset_id(raw)} (peer {claim.peer_id})."
-            )
-        return manifest, SliceTable.from_parquet(raw)
-
     # Background.
 
     def _announce(self) -> None:
-        key = record_key(self.identity.network_id, "scheduler", self.name)
-        self._discovery.announce(key, self._server.port)
+        for name in self.plans:
+            key = record_key(self.identity.network_id, "scheduler", name)
+            self._discovery.announce(key, self._server.port)
+
+    def _name_origins(self) -> None:
+        desk, now = self._open_journal().desk, time.monotonic()
+        for dataset_id, claims in self._claims.items():
+            desk.origins(dataset_id, holders(claims), now)
 
     def _run_discovery(self) -> None:
         while not self._stopping.wait(self._rediscover_s):
             try:
                 self._announce()
-                claims = self._find_claims(5.0)
+                for plan in self.plans.values():
+                    for wanted, source in zip(plan.datasets, self._spec(plan.name).sources):
+                        claims = self._finder.claims(replace(wanted, dataset_id=source.dataset_id))
+                        self._claims[source.dataset_id] = claims or self._claims[source.dataset_id]
             except NetworkError as error:
                 log.warning("scheduler %s: looking for providers failed: %s", self.name, error)
-                continue
             with self._lock:
-                self._claims = claims or self._claims
+                self._name_origins()
+
+    def _spec(self, job: str) -> JobSpec:
+        return next(spec for spec in self._specs if spec.name == job)
 
     def _run_expiry(self) -> None:
-        while not self._stopping.wait(min(1.0, self.lease_s / 4)):
-            with self._lock:
-                if self._stopping.is_set():
-                    return
-                for lease in self._open_journal().expire(time.monotonic()):
-                    log.info(
-                        "lease %s of %s expired: slice %d returns", lease.lease_id, lease.worker, lease.slice_index
-                    )
+        often_s = min(1.0, min(plan.lease_s for plan in self.plans.values()) / 4)
+        while not self._stopping.wait(often_s):
+            try:
+                with self._lock:
+                    if self._stopping.is_set():
+                        return
+                    journal = self._open_journal()
+                    if journal.broken:
+                        self._begin_anew(journal)
+                        continue
+                    happened = journal.desk.expire(time.monotonic())
+                    ticket = journal.put(happened)
+                journal.wait(ticket)
+            except (LedgerError, StateError) as error:
+                log.error("scheduler %s: %s", self.name, error)
+                continue
+            for event in happened:
+                log.info("%s", event)
+
+    def _begin_anew(self, journal: Journal) -> None:
+        """What could not be written is not true: the desk is read again from the disk."""
+        journal.close()
+        self._journal = self._read_journal(None)
+        self._name_origins()
+        log.warning("scheduler %s: the journal was opened again; workers say again what was not recorded", self.name)
 
     # Answers.
 
     def _answer(self, request: Request) -> Response:
         route = self._routes.get((request.method, request.path))
-        if route is None:
+        verb = _ADMIN.fullmatch(request.path) if request.method == "POST" else None
+        if route is None and verb is None:
             return error_response(404, "not_found", f"{request.method} {request.path}: the scheduler has no such door.")
-        body = request.json() if request.method == "POST" else {}
-        if not isinstance(body, dict):
-            raise BadRequestError(f"body: expected a JSON object, got {type(body).__name__}")
-        with self._lock:
-            if self._stopping.is_set():
-                return error_response(503, "stopping", "this scheduler is stopping; ask again after its restart.")
-            self._seen(request.peer)
-            try:
-                return route(request, body)
-            except LeaseLostError as error:
-                return error_response(409, "lease_lost", str(error))
-            except LeaseError as error:
-                return error_response(409, "bad_range", str(error))
-            except LedgerError as error:
-                log.error("scheduler %s: %s", self.name, error)
-                return error_response(503, "ledger", str(error))
+        if self._stopping.is_set():
+            return error_response(503, "stopping", "this scheduler is stopping; ask again after its restart.")
+        try:
+            if verb is not None:
+                return self._administer(request, verb["name"], verb["verb"])
+            assert route is not None
+            return route(request)
+        except LeaseError as error:
+            return error_response(409, "refused", str(error))
+        except UsageError as error:
+            return error_response(400, "bad_request", str(error))
+        except LedgerError as error:
+            log.error("scheduler %s: %s", self.name, error)
+            return error_response(503, "ledger", str(error))
 
-    def _seen(self, peer: Peer) -> _Worker:
-        worker = self._workers.setdefault(peer.peer_id, _Worker(peer.name, time.monotonic()))
-        worker.seen_at = time.monotonic()
-        return worker
-
-    def _job(self, request: Request, body: dict[str, Any]) -> Response:
-        journal, manifest = self._open_journal(), self._manifest
+    def _job(self, request: Request) -> Response:
+        name = request.query.get("name") or self.name
+        plan = self.plans.get(name)
+        if plan is None:
+            return error_response(404, "not_found", f"job {name[:80]!r}: this scheduler has {', '.join(self.plans)}.")
+        journal, spec = self._open_journal(), self._spec(name)
+        found = [self._found[f"{name}\n{source.dataset_id}"] for source in spec.sources]
+        first = found[0].manifest
         return json_response(
             {
-                "job_id": journal.job_id,
-                "name": self.name,
-                "dataset_id": self.dataset_id,
-                "layout": manifest.layout,
-                "seq_len": self.seq_len,
-                "seed": self.seed,
-                "epochs": self.epochs,
-                "num_slices": len(self._table),
-                "vocab_size": manifest.vocab_size,
-                "dtype": manifest.dtype,
-                "num_samples": journal.table.num_samples,
-                "lease_s": self.lease_s,
+                "job_id": journal.job_ids[name],
+                "name": name,
+                "dataset_id": found[0].dataset_id,
+                "datasets": [
+                    {"name": f.name, "dataset_id": f.dataset_id, "num_slices": len(f.table), "weight": s.weight}
+                    for f, s in zip(found, spec.sources)
+                ],
+                "layout": first.layout,
+                "seq_len": plan.seq_len,
+                "seed": plan.seed,
+                "epochs": plan.epochs,
+                "num_slices": sum(len(f.table) for f in found),
+                "vocab_size": max(f.manifest.vocab_size for f in found),
+                "dtype": first.dtype,
+                "num_samples": sum(int(f.samples.sum()) for f in found),
+                "lease_s": plan.lease_s,
+                "jobs": list(self.plans),
             }
         )
 
-    def _lease(self, request: Request, body: dict[str, Any]) -> Response:
-        """Grants; with `held` (what this session knows it holds) whatever else it has is given back first."""
-        journal, peer = self._open_journal(), request.peer.peer_id
-        session = _text(body, "session", "", _SESSION)
-        cached = body.get("cached", [])
-        held = body.get("held")
-        if not isinstance(cached, list) or len(cached) > MAX_CACHED or not all(type(i) is int for i in cached):
-            raise BadRequestError(f"cached: expected a list of at most {MAX_CACHED} slice indexes")
-        if held is not None and not (isinstance(held, list) and all(isinstance(i, str) for i in held)):
-            raise BadRequestError("held: expected a list of lease ids")
+    def _exchange(self, request: Request) -> Response:
+        ask, bad = exchange.parse_ask(request.json())
+        peer = request.peer
+        refused = self._refuse(peer, ask)
+        if refused is not None:
+            return refused
+        if ask.uses:
+            # Before the lock: it is most of an exchange's time.
+            try:
+                verify(peer.public_key, receipt_message(ask.job_id, ask.uses), bytes.fromhex(ask.receipt))
+            except ProtocolViolation as error:
+                raise BadRequestError(f"signature: not this peer's over these uses: {error}") from error
         now = time.monotonic()
-        if held is not None:
-            for lease in journal.table.live(peer, session):
-                if lease.lease_id not in held:
-                    journal.release(peer, lease.lease_id)
-        if len(journal.table.live(peer)) >= MAX_LEASES_PER_PEER:
-            return json_response({"wait_s": 1.0})
-        journal.register(peer, request.peer.public_key, request.peer.name)
-        granted = journal.grant(peer, session, secrets.token_hex(12), cached, now)
-        if granted is None:
-            return json_response({"done": True})
-        if isinstance(granted, Waiting):
-            return json_response({"wait_s": round(granted.wait_s, 3)})
-        return json_response({"lease": self._describe(granted, now)})
+        with self._lock:
+            journal = self._open_journal()
+            begun = time.perf_counter()
+            ask = replace(ask, bad=self._place_reports(journal.desk, peer.peer_id, ask, bad))
+            before = self._enlist(journal, peer, ask)
+            reply, happened = journal.desk.exchange(peer.peer_id, ask, now)
+            ticket = journal.put([*before, *happened])
+            self._see(peer, ask, happened, now)
+            self._exchanges += 1
+            self._desk_s += time.perf_counter() - begun
+        leases = [self._describe(journal, grant) for grant in reply.leases]
+        body = exchange.reply_json(reply, leases)
+        journal.wait(ticket)
+        return json_response(body)
 
-    def _describe(self, lease: Lease, now: float) -> dict[str, Any]:
-        info = self._table.row(lease.slice_index)
-        providers = [
-            {"peer_id": claim.peer_id, "address": claim.address}
-            for claim in self._claims
-            if (claim.peer_id, info.sha256) not in self._bad
-        ]
+    def _refuse(self, peer: Peer, ask: Ask) -> Response | None:
+        if not peer.scope.allows("worker"):
+            return error_response(403, "not_a_worker", f"the certificate of {peer.peer_id} is none of a worker's")
+        if ask.job and ask.job not in self.plans:
+            names = ", ".join(self.plans)
+            return error_response(404, "not_found", f"job {ask.job!r}: this scheduler has {names}.")
+        for plan in [self.plans[ask.job]] if ask.job else self.plans.values():
+            for wanted in plan.datasets:
+                if not peer.scope.covers(wanted.name):
+                    text = f"the certificate of {peer.peer_id} does not cover dataset {wanted.name!r}"
+                    return error_response(403, "not_covered", text)
+        if ask.uses and ask.job_id not in self._open_journal().job_ids.values():
+            raise BadRequestError("job_id: expected that of one of this scheduler's jobs")
+        return None
+
+    def _enlist(self, journal: Journal, peer: Peer, ask: Ask) -> list[Event]:
+        """The worker's key goes into the ledger before the first receipt, so that the ledger alone proves it."""
+        if not ask.uses:
+            return []
+        name = next(name for name, job_id in journal.job_ids.items() if job_id == ask.job_id)
+        job = journal.desk.jobs[name]
+        own = all(found is None or found[0] is job for found in map(journal.desk.find, [u.lease for u in ask.uses]))
+        if not own:
+            raise BadRequestError("uses: expected all of them under leases of the job that job_id names")
+        if peer.peer_id in job.enlisted:
+            return []
+        event = Enlisted(name, peer.peer_id, peer.public_key.hex(), peer.name)
+        journal.desk.apply(event)
+        return [event]
+
+    def _place_reports(
+        self, desk: Desk, peer_id: str, ask: Ask, reports: Sequence[tuple[str, str, str]]
+    ) -> tuple[Bad, ...]:
+        """Reports of providers, by slice; only a worker that is now leased a slice of that hash is heard."""
+        if not reports:
+            return ()
+        placed = []
+        session = desk.sessions.all.get((peer_id, ask.session))
+        leased = {}
+        for (job, dataset), (_, owner) in session.owners.items() if session is not None else ():
+            found = self._found[f"{job}\n{desk.jobs[job].spec.sources[dataset].dataset_id}"]
+            for lease in owner.leases.values():
+                leased[found.describe(lease.slice_index)["sha256"]] = (found.dataset_id, lease.slice_index)
+        for provider, sha256, reason in reports:
+            if sha256 in leased:
+                placed.append(Bad(provider, *leased[sha256], reason))
+                log.warning("worker %s reports provider %s for slice %s: %s", peer_id, provider, sha256, reason)
+        return tuple(placed)
+
+    def _see(self, peer: Peer, ask: Ask, happened: Sequence[Event], now: float) -> None:
+        seen = self._workers.get(peer.peer_id)
+        if seen is None:
+            seen = self._workers[peer.peer_id] = status.Seen(peer.name, now)
+        seen.seen_at = now
+        for event in happened:
+            if isinstance(event, Recorded):
+                num = sum(used.stop - used.start for used in event.uses)
+                seen.used(num, num * self.plans[event.job].seq_len, now)
+
+    def _describe(self, journal: Journal, grant: Grant) -> dict[str, Any]:
+        found = self._found[f"{grant.job}\n{grant.dataset_id}"]
+        plan = self.plans[grant.job]
+        before = self._before(grant)
         return {
-            "lease_id": lease.lease_id,
-            "epoch": lease.epoch,
-            "slice": lease.slice_index,
-            "name": info.name,
-            "sha256": info.sha256,
-            "bytes": info.bytes,
-            "count": int(self._open_journal().table.samples[lease.slice_index]),
-            "offset": lease.start,
-            "sample_base": int(self._sample_base[lease.slice_index]),
-            "dataset_id": self.dataset_id,
-            "providers": providers,
-            "expires_in_s": lease.deadline - now,
-        }
+            "lease_id": grant.lease_id,
+            "job": grant.job,
+            "job_id": journal.job_ids[grant.job],
+            "epoch": grant.epoch,
+            "slice": grant.slice_index,
+            "index": grant.index,
+            **found.describe(grant.index),
+            "count": grant.count,
+            "start": grant.start,
+            "stop": grant.stop,
+            "sample_base": before + int(found.bases[grant.index]),
+            "seed": plan.seed,
+            "seq_len": plan.seq_len,
+            "layout": found.manifest.layout,
+            "dtype": found.manifest.dtype,
+            "vocab_size": found.manifest.vocab_size,
+            "providers": [
+                {"url": holder.address} if holder.is_url else
+                {"peer_id": holder.peer_id, "address": holder.address, "is_origin": holder.is_origin}
+                for holder in grant.providers
+            ],
+            "expires_in_s": grant.expires_in_s,
+        }  # fmt: skip
 
-    def _use(self, request: Request, body: dict[str, Any]) -> Response:
-        journal, peer = self._open_journal(), request.peer
-        lease_id = _text(body, "lease_id")
-        start, stop, step = (_count(body, key) for key in ("start", "stop", "step"))
-        signature = _text(body, "signature", pattern=re.compile(r"[0-9a-f]{128}"))
-        use = journal.table.check_use(peer.peer_id, lease_id, start, stop)
-        known = use or journal.table.remembered[lease_id]
-        message = receipt_message(
-            job_id=journal.job_id,
-            lease_id=lease_id,
-            epoch=known.epoch,
-            slice_index=known.slice_index,
-            start=start,
-            stop=stop,
-            step=step,
-        )
-        try:
-            verify(peer.public_key, message, bytes.fromhex(signature))
-        except ProtocolViolation as error:
-            raise BadRequestError(f"signature: not this peer's over this receipt: {error}") from error
-        now = time.monotonic()
-        lease = journal.use(peer.peer_id, lease_id, start, stop, step, signature, now)
-        if use is not None:
-            worker = self._seen(peer)
-            worker.samples += stop - start
-            worker.recent.append((now, stop - start))
-        return json_response({"offset": stop, "expires_in_s": lease.deadline - now if lease else 0.0})
+    def _before(self, grant: Grant) -> int:
+        """Samples of the job's datasets before the one of a lease."""
+        before = 0
+        for source in self._spec(grant.job).sources:
+            if source.dataset_id == grant.dataset_id:
+                break
+            before += int(source.samples.sum())
+        return before
 
-    def _renew(self, request: Request, body: dict[str, Any]) -> Response:
-        now = time.monotonic()
-        lease = self._open_journal().renew(request.peer.peer_id, _text(body, "lease_id"), now)
-        return json_response({"expires_in_s": lease.deadline - now})
+    # Administration and status.
 
-    def _release(self, request: Request, body: dict[str, Any]) -> Response:
-        self._open_journal().release(request.peer.peer_id, _text(body, "lease_id"))
-        return json_response({"released": True})
-
-    def _bad_provider(self, request: Request, body: dict[str, Any]) -> Response:
-        """Takes a report; only a worker that is now leased a slice of that hash is heard."""
-        journal, reporter = self._open_journal(), request.peer.peer_id
-        peer, sha256 = _text(body, "peer_id"), _text(body, "sha256", pattern=re.compile(r"[0-9a-f]{64}"))
-        reason = _text(body, "reason", "")[:MAX_REASON]
-        leased = {self._table.row(lease.slice_index).sha256 for lease in journal.table.live(reporter)}
-        if sha256 not in leased:
-            raise BadRequestError("bad_provider: expected the hash of a slice that you are leased")
-        if sum(reporter in reports for reports in self._bad.values()) < MAX_REPORTS_PER_WORKER:
-            self._bad.setdefault((peer, sha256), {})[reporter] = reason
-            journal.report_bad(peer, sha256, reporter, reason)
-            log.warning("worker %s reports provider %s for slice %s: %s", reporter, peer, sha256, reason)
-        return json_response({"reported": True})
+    def _administer(self, request: Request, name: str, verb: str) -> Response:
+        if not request.peer.scope.allows("admin"):
+            text = f"the certificate of {request.peer.peer_id} lets nobody {verb} a job"
+            return error_response(403, "not_an_admin", text)
+        body = request.json() or {}
+        if not isinstance(body, dict):
+            raise BadRequestError(f"body: expected a JSON object, got {type(body).__name__}")
+        with self._lock:
+            journal = self._open_journal()
+            if name not in journal.desk.jobs:
+                return error_response(
+                    404, "not_found", f"job {name[:80]!r}: this scheduler has {', '.join(self.plans)}."
+                )
+            happened = _act(journal.desk, name, verb, body)
+            ticket = journal.put(happened)
+        journal.wait(ticket)
+        if self.identity.audit is not None and happened:
+            self.identity.audit.append(verb, job=name, by=request.peer.peer_id)
+        log.warning("job %s: %s by %s", name, verb, request.peer.peer_id)
+        with self._lock:
+            return json_response(status.job_status(journal.desk.jobs[name]))
 
     def status(self) -> dict[str, Any]:
-        """What the job has reached; samples count over all epochs."""
-        journal = self._open_journal()
-        table, now = journal.table, time.monotonic()
+        """What the jobs have reached; samples count over all epochs. The first job's figures stand at the top, too."""
+        journal, now = self._open_journal(), time.monotonic()
+        with self._lock:
+            desk = journal.desk
+            jobs = [status.job_status(job) for job in desk.jobs.values()]
+            workers = status.workers_status(self._workers, desk, now)
+            reports = [(*key, list(reporters.values())) for key, reporters in desk.reports.items()]
+        first = jobs[0]
+        keys = ("epoch", "epochs", "num_slices", "slices_used", "slices_leased", "samples_used", "num_samples")
         return {
             "name": self.name,
-            "dataset_id": self.dataset_id,
-            "epoch": table.epoch,
-            "epochs": self.epochs,
-            "num_slices": len(table.samples),
-            "slices_used": len(table.samples) if table.done else table.num_used_slices,
-            "slices_leased": len(table.leases),
-            "samples_used": table.epoch * table.num_samples + table.used,
-            "num_samples": self.epochs * table.num_samples,
-            "workers": {
-                peer: {
-                    "name": worker.name,
-                    "samples": worker.samples,
-                    "last_seen_s": round(now - worker.seen_at, 3),
-                    "tokens_per_s": round(worker.rate(now) * self.seq_len, 1),
-                }
-                for peer, worker in list(self._workers.items())
-            },
-            "providers": [{"peer_id": c.peer_id, "address": c.address} for c in self._claims],
-            "bad_providers": [
-                {"peer_id": peer, "sha256": sha256, "reports": len(reports), "reason": next(iter(reports.values()))}
-                for (peer, sha256), reports in list(self._bad.items())
+            "dataset_id": first["datasets"][0]["dataset_id"],
+            **{key: first[key] for key in keys},
+            "jobs": jobs,
+            "workers": workers,
+            "providers": [
+                {"peer_id": claim.peer_id, "address": claim.address}
+                for claims in self._claims.values()
+                for claim in claims
             ],
-            "done": table.done,
-        }
+            "bad_providers": [
+                {"peer_id": peer_id, "sha256": self._sha256(dataset_id, index), "reports": len(reasons),
+                 "reason": reasons[0]}
+                for peer_id, dataset_id, index, reasons in reports
+            ],
+            "done": all(job["done"] for job in jobs),
+        }  # fmt: skip
+
+    def _sha256(self, dataset_id: str, index: int) -> str:
+        found = next((found for found in self._found.values() if found.dataset_id == dataset_id), None)
+        return str(found.describe(index)["sha256"]) if found is not None else ""
+
+    def _metrics(self) -> list[Metric]:
+        with self._lock:
+            jobs = [status.job_status(job) for job in self._open_journal().desk.jobs.values()]
+            return status.metrics(jobs, len(self._workers), self._exchanges, self._desk_s)
 
 
-_ANY = re.compile(r"[^\x00-\x1f]{0,2000}")
+_ADMIN = re.compile(r"/v1/jobs/(?P<name>[^/]{1,200})/(?P<verb>pause|resume|readmit|weights)")
+_NAME = {"name": TEXT}
+_REFUSALS = {404: "There is no job of this name."}
+DOORS = [
+    exchange.DOOR,
+    Door("GET", "/v1/job", "What a job is; without a name the first.", query=_NAME, refusals=_REFUSALS),
+    Door("GET", "/v1/jobs", "How far each job is.", answer=record((), jobs=array(OBJECT))),
+    Door("GET", "/v1/status", "How far each job is, who works on it, who serves it."),
+    Door("POST", "/v1/jobs/{name}/pause", "Lease nothing new of a job.", body=OBJECT, parts=_NAME, refusals=_REFUSALS),
+    Door("POST", "/v1/jobs/{name}/resume", "Go on with a job.", body=OBJECT, parts=_NAME, refusals=_REFUSALS),
+    Door("POST", "/v1/jobs/{name}/readmit", "Lease slices again that were set aside; all, if none are named.",
+         body=record("all", slices=array(COUNT)), parts=_NAME, refusals=_REFUSALS),
+    Door("POST", "/v1/jobs/{name}/weights", "Other weights of datasets by name, now or from a count of samples on.",
+         body=record(("at",), weights={"type": "object", "additionalProperties": {"type": "number", "minimum": 0}},
+                     at=COUNT), parts=_NAME, refusals=_REFUSALS),
+    DESCRIPTION_DOOR,
+    METRICS_DOOR,
+]  # fmt: skip
 
 
-def _text(body: dict[str, Any], key: str, default: str | None = None, pattern: re.Pattern[str] = _ANY) -> str:
-    value = body.get(key, default)
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise BadRequestError(f"{key}: expected text like {pattern.pattern}, got {str(value)[:80]!r}")
-    return value
-
-
-def _count(body: dict[str, Any], key: str) -> int:
-    value = body.get(key)
-    if type(value) is not int or not 0 <= value < 2**62:
-        raise BadRequestError(f"{key}: expected an integer from 0, got {str(value)[:80]!r}")
-    return value
+def _act(desk: Desk, name: str, verb: str, body: dict[str, Any]) -> list[Event]:
+    """What an administrator says, checked."""
+    if verb in ("pause", "resume"):
+        return desk.pause(name, verb == "pause")
+    if verb == "readmit":
+        slices = body.get("slices")
+        if slices is not None and not (isinstance(slices, list) and all(type(i) is int for i in slices)):
+            raise BadRequestError("slices: expected a list of slice indexes")
+        return desk.readmit(name, slices)
+    weights, at = body.get("weights"), body.get("at")
+    good = isinstance(weights, dict) and all(type(w) in (int, float) for w in weights.values())
+    if not good or not (at is None or (type(at) is int and at >= 0)):
+        raise BadRequestError("weights: expected {weights: {dataset: number}, at: samples or nothing}")
+    assert isinstance(weights, dict)
+    return desk.reweight(name, weights, at)

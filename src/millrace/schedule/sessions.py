@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.network.swarm import Holder, Swarm
+from millrace.schedule.leases import LeaseTable
 from millrace.schedule.owners import Owner, OwnerKey
-from millrace.schedule.table import LeaseTable
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,134 @@
+"""What a scheduler says of itself: as JSON, as figures for Prometheus, as lines for a person."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.network.metrics import Metric, counter, gauge
+from millrace.schedule.desk import Desk
+from millrace.schedule.jobs import Job
+
+# The span over which a worker's rate is stated.
+RATE_SPAN_S = 30.0
+MAX_WORKERS_SHOWN = 1000
+
+
+@dataclass(slots=True)
+class Seen:
+    """What is told of a worker since this scheduler began."""
+
+    name: str
+    seen_at: float
+    samples: int = 0
+    tokens: int = 0
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))
+
+    def used(self, samples: int, tokens: int, now: float) -> None:
+        self.samples += samples
+        self.tokens += tokens
+        self.recent.append((now, tokens))
+
+    def rate(self, now: float) -> float:
+        """Tokens a second over the last RATE_SPAN_S."""
+        recent = [(at, tokens) for at, tokens in self.recent if at > now - RATE_SPAN_S]
+        if len(recent) < 2:
+            return 0.0
+        return sum(tokens for _, tokens in recent[1:]) / max(0.1, now - recent[0][0])
+
+
+def job_status(job: Job) -> dict[str, Any]:
+    """How far a job is; samples count over all epochs, slices in the epoch of each dataset."""
+    return {
+        "name": job.name,
+        "state": "done" if job.done else "paused" if job.paused else "running",
+        "epoch": min(table.epoch for table in job.tables),
+        "epochs": job.spec.epochs,
+        "priority": job.spec.priority,
+        "samples_used": job.used,
+        "samples_leased": sum(table.leased for table in job.tables),
+        "num_samples": job.num_samples,
+        "slices_used": sum(len(t.samples) if t.done else t.num_used_slices for t in job.tables),
+        "num_slices": job.bases[-1],
+        "slices_leased": sum(len(table.leases) for table in job.tables),
+        "idle": sum(len(table.waiting) for table in job.tables),
+        "set_aside": [{"slice": index, "reason": reason} for index, reason in sorted(job.reasons.items())],
+        "datasets": [
+            {
+                "name": source.name,
+                "dataset_id": source.dataset_id,
+                "weight": weight,
+                "epoch": table.epoch,
+                "samples_used": table.total_used,
+            }
+            for source, table, weight in zip(job.spec.sources, job.tables, job.weights)
+        ],
+        "changes": [{"at": at, "weights": list(weights)} for at, weights in job.changes],
+        "done": job.done,
+    }
+
+
+def workers_status(workers: Mapping[str, Seen], desk: Desk, now: float) -> dict[str, Any]:
+    """Those heard of last first, at most MAX_WORKERS_SHOWN."""
+    latest = sorted(workers.items(), key=lambda item: item[1].seen_at, reverse=True)[:MAX_WORKERS_SHOWN]
+    return {
+        peer_id: {
+            "name": seen.name,
+            "samples": seen.samples,
+            "last_seen_s": round(now - seen.seen_at, 3),
+            "tokens_per_s": round(seen.rate(now), 1),
+            "leases": desk.sessions.num_leases(peer_id),
+        }
+        for peer_id, seen in latest
+    }
+
+
+def metrics(jobs: Iterable[Mapping[str, Any]], num_workers: int, exchanges: int, cpu_s: float) -> list[Metric]:
+    """Figures for `GET /metrics`, from the status of each job."""
+    by_name = {job["name"]: job for job in jobs}
+
+    def of(key: str) -> dict[str, float]:
+        return {name: float(job[key]) for name, job in by_name.items()}
+
+    return [
+        gauge("millrace_job_samples_used", "Samples used, over all epochs.", of("samples_used"), "job"),
+        gauge("millrace_job_samples", "Samples of all epochs.", of("num_samples"), "job"),
+        gauge("millrace_job_leases", "Live leases.", of("slices_leased"), "job"),
+        gauge("millrace_job_idle", "Workers that wait for a lease.", of("idle"), "job"),
+        gauge(
+            "millrace_job_set_aside", "Slices set aside.", {n: len(j["set_aside"]) for n, j in by_name.items()}, "job"
+        ),
+        gauge("millrace_workers", "Workers heard of since the start.", float(num_workers)),
+        counter("millrace_exchanges_total", "Exchanges answered.", float(exchanges)),
+        counter("millrace_desk_seconds_total", "Seconds spent under the desk's lock.", cpu_s),
+    ]
+
+
+def lines(status: Mapping[str, Any]) -> Iterator[str]:
+    """The status for a person."""
+    for job in status.get("jobs", ()):
+        share = job["samples_used"] / max(1, job["num_samples"])
+        yield (
+            f"{job['name']}: {job['state']}, epoch {min(job['epoch'] + 1, job['epochs'])} of {job['epochs']}, "
+            f"{share:.1%} ({job['samples_used']:,} of {job['num_samples']:,} samples), "
+            f"{job['slices_leased']} leases, {job['idle']} workers idle"
+        )
+        for dataset in job["datasets"] if len(job["datasets"]) > 1 else ():
+            used = dataset["samples_used"]
+            yield f"  {dataset['name']}: weight {dataset['weight']:g}, epoch {dataset['epoch'] + 1}, {used:,} samples"
+        for change in job["changes"]:
+            yield f"  from sample {change['at']:,} on: weights {', '.join(f'{w:g}' for w in change['weights'])}"
+        for aside in job["set_aside"]:
+            yield f"  slice {aside['slice']} is set aside: {aside['reason']}"
+    workers = status.get("workers", {})
+    if workers:
+        yield f"{len(workers)} workers:"
+    for peer_id, worker in workers.items():
+        yield (
+            f"  {worker['name'] or peer_id}: {worker['tokens_per_s']:,.0f} tokens/s, {worker['samples']:,} samples, "
+            f"{worker['leases']} leases, heard of {worker['last_seen_s']:.0f} s ago"
+        )
+    for bad in status.get("bad_providers", ()):
+        yield f"provider {bad['peer_id']} gave wrong bytes ({bad['reports']} reports): {bad['reason']}"
