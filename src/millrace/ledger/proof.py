@@ -102,15 +102,17 @@ def check_proof(proof: Any, verify: Verifier, *, key: bytes | None = None, root:
         if proof["format"] != FORMAT or not links:
             raise ValueError(f"format {proof['format']}")
         job = Job.of(links[0].entry("proof"))
-        first = job.bounds[job.dataset_of(slice_index)]
+        first, last = job.bounds[job.dataset_of(slice_index) :][:2]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise LedgerError(f"proof: expected one of `millrace ledger prove`, got {error!r}.") from None
     problems: list[str] = []
     found = root_of_path(leaf, place, size, path)
     if found is None or found.hex() != claimed or (root is not None and root != claimed):
         problems.append(f"the leaf does not lead to the root {root or claimed}")
-    if place != slice_index - first:
-        problems.append(f"the leaf is number {place}, slice {slice_index} would be {slice_index - first}")
+    if (place, size) != (slice_index - first, last - first):
+        problems.append(
+            f"the leaf is {place} of {size}, slice {slice_index} would be {slice_index - first} of {last - first}"
+        )
     used, aside, workers, recorded = _evidence(links, job, key or job.scheduler, verify, epoch, slice_index, problems)
     if recorded is not None and recorded != claimed:
         problems.append(f"the epoch's entry has root {recorded}, the proof {claimed}")
