@@ -105,6 +105,9 @@ class Node:
 def _main(role: str, settings: dict[str, Any]) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    if role == "dht":
+        _dht(settings, stop)
+        return
     identity = Identity.load(settings["node"])
     dht = LibtorrentDht(HOST, 0, list(identity.bootstrap))
 
@@ -120,10 +123,10 @@ def _main(role: str, settings: dict[str, Any]) -> None:
             node.stop()
             say(bytes_sent=node.status()["bytes_sent"])
         elif role == "schedule":
-            keys = ("seq_len", "epochs", "lease_s", "rediscover_s")
+            keys = ("seq_len", "epochs", "lease_s", "rediscover_s", "steal_s")
             service = SchedulerService(
                 identity, NAME, dht, Client(identity), settings["state"], HOST, 0,
-                **{key: settings[key] for key in keys},
+                **{key: settings[key] for key in keys if key in settings},
             )  # fmt: skip
             service.start()
             say(address=service.address)
@@ -137,12 +140,20 @@ def _main(role: str, settings: dict[str, Any]) -> None:
             pause_s = settings.get("pause_s", 0.0)
             report = run_worker(
                 identity, NAME, discovery=dht, cache_dir=settings["cache"], cache_bytes=settings["cache_bytes"],
-                batch_size=2, trainer="count", receipt_s=settings.get("receipt_s", 0.5), stop=stop,
+                batch_size=2, trainer="count", receipt_s=settings.get("receipt_s", 0.5), stop=stop, share=f"{HOST}:0",
                 on_batch=lambda batch, ids: time.sleep(pause_s),
             )  # fmt: skip
             say(**report.to_json())
     finally:
         dht.close()
+
+
+def _dht(settings: dict[str, Any], stop: threading.Event) -> None:
+    """A node of the DHT and nothing else, at a port that stays the same over restarts."""
+    dht = LibtorrentDht(HOST, settings["port"], [(HOST, port) for port in settings["others"]])
+    print(json.dumps({"port": dht.port}), flush=True)
+    stop.wait()
+    dht.close()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from millrace.cli.arguments import positive, show, size
+from millrace.cli.arguments import address, positive, show, size
 from millrace.cli.running import add_node, join_network, on_stop
 from millrace.errors import UsageError
 
@@ -31,6 +31,9 @@ def _work(args: argparse.Namespace) -> int:
             cache_bytes=int(settings["cache_bytes"]),
             batch_size=int(settings["batch_size"]),
             trainer=settings["trainer"],
+            ahead=settings["ahead"],
+            share=_share_at(settings["share"], discovery.host),
+            upload_bytes_per_s=settings["upload_limit"],
             on_progress=lambda p: print(json.dumps(p) if args.json else _progress_line(p), flush=True),
             stop=stop,
         )
@@ -44,6 +47,15 @@ def _work(args: argparse.Namespace) -> int:
     return 0
 
 
+def _share_at(share: str | None, host: str) -> str | None:
+    """Where other workers get what this one cached: as told, else a free port where our DHT node listens."""
+    if share == "no":
+        return None
+    if share is not None:
+        address(share)
+    return share or f"{host}:0"
+
+
 def _work_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Flags over the file's [work] table over defaults."""
     settings: dict[str, Any] = {
@@ -53,6 +65,9 @@ def _work_settings(args: argparse.Namespace) -> dict[str, Any]:
         "cache_bytes": 4 << 30,
         "batch_size": 8,
         "trainer": "auto",
+        "ahead": None,
+        "share": None,
+        "upload_limit": None,
         "network": None,
     }
     if args.config:
@@ -66,8 +81,12 @@ def _work_settings(args: argparse.Namespace) -> dict[str, Any]:
             raise UsageError(f"{args.config}: unknown key work.{unknown[0]}. Known: {', '.join(sorted(settings))}")
         settings |= table
     settings |= {k: v for k in settings if (v := getattr(args, k, None)) is not None}
-    if not settings["name"]:
-        raise UsageError("which dataset? Give its name: millrace work NAME, or work.name in the --config file")
+    if not settings["name"] and not settings["scheduler"]:
+        raise UsageError(
+            "which job? Give its name: millrace work NAME, or work.name in the --config file; "
+            "or --scheduler HOST:PORT for whatever job it has"
+        )
+    settings["name"] = settings["name"] or ""
     args.network = settings["network"]
     return settings
 
@@ -79,11 +98,20 @@ def _progress_line(p: dict[str, Any]) -> str:
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     """Adds the verbs of this module."""
-    p = add_node(verb, "work", _work, "a worker: lease, fetch, verify, train, acknowledge")
-    p.add_argument("name", nargs="?")
+    p = add_node(verb, "work", _work, "a worker: lease, fetch, verify, train, acknowledge, hand on")
+    p.add_argument("name", nargs="?", help="the job's; none: any job of the scheduler at --scheduler")
     p.add_argument("--config", type=Path, metavar="F", help="TOML with a [work] table; flags win over it")
     p.add_argument("--scheduler", metavar="HOST:PORT", help="default: found in the DHT")
     p.add_argument("--cache-dir", metavar="DIR")
     p.add_argument("--cache-bytes", type=size)
     p.add_argument("--batch-size", type=positive)
     p.add_argument("--trainer", choices=["auto", "gpt", "count", "none"])
+    p.add_argument(
+        "--ahead", type=positive, metavar="N", help="leases fetched ahead, 1 to 15; default: as many as it needs"
+    )
+    p.add_argument(
+        "--share",
+        metavar="HOST:PORT|no",
+        help="where other workers get what this one cached; default: a free port where our DHT node listens",
+    )
+    p.add_argument("--upload-limit", type=size, metavar="BYTES", help="bytes a second to all others")

@@ -1,10 +1,14 @@
-"""A worker's line to its scheduler: finds it, pins it, and keeps asking through an outage."""
+"""A worker's line to its scheduler: finds it, pins it, and keeps asking through an outage.
+
+Whoever answers as the scheduler must be certified as one, wherever its address came from.
+"""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
+import urllib.parse
 from typing import Any
 
 from millrace.errors import NetworkError, ProtocolViolation
@@ -14,6 +18,10 @@ from millrace.network.identity import Identity
 
 # Once told to stop, this long for each thing still to say to the scheduler.
 STOP_PATIENCE_S = 3.0
+# An answer takes milliseconds; a scheduler that is stopped, or cut off, is asked anew after this.
+ANSWER_S = 10.0
+MOST_WAIT_S = 1.0
+_DOOR = "/v1/exchange"
 
 
 class SchedulerGone(NetworkError):  # noqa: N818  # it says what happened
@@ -25,6 +33,11 @@ class Control:
 
     The first scheduler that answers for the name is pinned by its peer id: after a restart, at whatever
     address, it must be the same one. Without a fixed address it is found in the DHT.
+
+    Args:
+        name: The job's; "" takes whatever job the scheduler gives, and needs an address.
+        attempt: Attempts of exchanges are numbered from the one after, so that one which was given up and comes
+            late is not heard once a later one was.
     """
 
     def __init__(
@@ -36,6 +49,7 @@ class Control:
         address: str | None,
         patience_s: float,
         stop: threading.Event,
+        attempt: int = 0,
     ) -> None:
         self._identity = identity
         self._client = client
@@ -48,40 +62,38 @@ class Control:
         self._address = address
         self._peer_id: str | None = None
         self._job_id: str | None = None
+        self._attempt = attempt
+        self._reason = "not found in the DHT"
 
-    def job(self) -> dict[str, Any]:
-        """What the scheduler is scheduling; finds it first if need be."""
-        return self.call("GET", "/v1/job", None)
-
-    def call(
-        self, method: str, path: str, body: dict[str, Any] | None, patience_s: float | None = None
-    ) -> dict[str, Any]:
+    def exchange(self, body: dict[str, Any], patience_s: float | None = None) -> dict[str, Any]:
         """One exchange, repeated with back-off while the scheduler is away.
 
         Raises:
-            RemoteError: What the scheduler refuses (lease_lost and the like); never for its being away.
+            RemoteError: If the scheduler refuses it; never for its being away.
             SchedulerGone: After `patience_s`, or at once when the worker is told to stop.
         """
         patience_s = self._patience_s if patience_s is None else patience_s
         deadline = time.monotonic() + patience_s
         began_stopping = time.monotonic()
-        wait_s, last = 0.05, "not found in the DHT"
+        wait_s = 0.05
         while True:
             address = self._find()
             if address is not None:
                 try:
+                    self._attempt += 1
+                    body = {**body, "attempt": self._attempt}
                     answer, _ = self._client.request_json(
-                        address, method, path, body, expect_peer=self._peer_id, timeout_s=10
+                        address, "POST", _DOOR, body, expect_peer=self._peer_id, timeout_s=ANSWER_S
                     )
                     if not isinstance(answer, dict):
-                        raise ProtocolViolation(f"scheduler {address}{path}: expected an object, got {answer!r:.80}")
+                        raise ProtocolViolation(f"scheduler {address}: expected an object, got {answer!r:.80}")
                     return answer
                 except RemoteError as error:
                     if error.status != 503:
                         raise
-                    last = str(error)
+                    self._reason = str(error)
                 except NetworkError as error:
-                    last = str(error)
+                    self._reason = str(error)
                     self._forget(address)
             if time.monotonic() + wait_s > deadline:
                 break
@@ -91,9 +103,9 @@ class Control:
                 deadline = min(deadline, began_stopping + STOP_PATIENCE_S)
             elif self._stop.wait(wait_s * random.uniform(0.5, 1.0)):
                 began_stopping = time.monotonic()
-            wait_s = min(2.0, wait_s * 2)
+            wait_s = min(MOST_WAIT_S, wait_s * 2)
         raise SchedulerGone(
-            f"scheduler of {self._name!r}: no answer for {self._patience_s:g} s ({method} {path}); last: {last}. "
+            f"scheduler of {self._name!r}: no answer for {patience_s:g} s; last: {self._reason}. "
             "Is it running, and in this network?"
         )
 
@@ -121,15 +133,23 @@ class Control:
             return None
 
     def _is_ours(self, address: str) -> bool:
+        """Whether the scheduler of this name stands there: the one that was pinned, or else a certified one."""
+        path = f"/v1/job?name={urllib.parse.quote(self._name, safe='')}" if self._name else "/v1/jobs"
         try:
-            answer, peer = self._client.request_json(
-                address, "GET", "/v1/job", None, expect_peer=self._peer_id, timeout_s=3
+            answer, peer = self._client.request_json(address, "GET", path, None, expect_peer=self._peer_id, timeout_s=3)
+        except NetworkError as error:
+            self._reason = str(error)
+            return False
+        if not isinstance(answer, dict) or (self._name and answer.get("name") != self._name):
+            return False
+        if not peer.scope.allows("scheduler"):
+            # Whoever gives out leases must be certified to: one that is not may stand in the DHT, but is not asked.
+            self._reason = (
+                f"{address}: expected a certificate with the role scheduler, got {peer.peer_id} ({peer.name}) with "
+                + ", ".join(sorted(peer.scope.roles))
             )
-        except NetworkError:
             return False
-        if not isinstance(answer, dict) or answer.get("name") != self._name:
-            return False
-        if self._job_id not in (None, answer.get("job_id")):
+        if self._name and self._job_id not in (None, answer.get("job_id")):
             return False
         self._peer_id, self._job_id = peer.peer_id, str(answer.get("job_id"))
         return True

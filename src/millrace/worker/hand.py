@@ -21,7 +21,8 @@ from pathlib import Path
 
 from millrace.worker.answers import Answer, Grant
 
-MAX_AHEAD = 16
+# The scheduler gives a session no more: the one in use, and those ahead.
+MAX_LEASES = 16
 # Two exchanges are at least so far apart, whatever there is to say.
 _LEAST_APART_S = 0.01
 _NEW_WEIGHT = 0.3
@@ -108,7 +109,7 @@ class Hand:
 
     Args:
         batch_size: Samples of a step.
-        ahead: Leases beyond the one in use, 1 to 16; None: as many as keep the fetching ahead of the use.
+        ahead: Leases beyond the one in use, 1 to 15; None: as many as keep the fetching ahead of the use.
         max_bytes: What the slices in hand may take together; one is always allowed.
         receipt_s: How often what was used is told; half of how far a horizon looks ahead.
         let_go: Called once, under the lock, for each slice that was fetched and is needed no more.
@@ -350,14 +351,14 @@ class Hand:
         if not self._samples_per_s:
             return 2
         lease_s = max(1e-6, self._samples_per_lease / self._samples_per_s)
-        return 1 + min(MAX_AHEAD - 1, max(1, math.ceil(2 * (self._receipt_s + self._fetch_s) / lease_s)))
+        return 1 + min(MAX_LEASES - 1, max(1, math.ceil(2 * (self._receipt_s + self._fetch_s) / lease_s)))
 
     def _num_wanted(self) -> int:
         left = [held for held in self._held.values() if not held.is_spent]
         fits = 1
         if size := max((held.grant.bytes for held in self._held.values()), default=0):
             fits = (self._max_bytes - sum(held.grant.bytes for held in left)) // size
-        return max(0 if left else 1, min(MAX_AHEAD, self._capacity() - len(left), fits))
+        return max(0 if left else 1, min(MAX_LEASES, self._capacity() - len(left), fits))
 
     def _uses(self) -> tuple[Use, ...]:
         """What is used and not on record, of one job: a receipt is one signature of one job."""
