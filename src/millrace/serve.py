@@ -31,29 +31,35 @@ from millrace.network.exchange import BINARY
 from millrace.network.https import FileRange, Request, Response, Server, error_response, file_response, json_response
 from millrace.network.identity import Identity, Peer
 from millrace.network.limits import Throttle
+from millrace.network.publish import SIGNATURE_NAME
 from millrace.network.swarm import Holder
+from millrace.network.trust import TrustWatch, answer_trust
 from millrace.store.origins import Origin, read_small
 from millrace.store.remote import RemoteDataset
 from millrace.store.tracker import Tracker
 
 _MAX_SMALL_BYTES = 1 << 30
-FILES = ("manifest.json", "slices.parquet", "tokenizer.json")
+FILES = ("manifest.json", "slices.parquet", "tokenizer.json", SIGNATURE_NAME)
 log = logging.getLogger("millrace.serve")
 
 
 class DataNode:
     """Serves datasets from `start` to `stop`.
 
+    Attributes:
+        tracker: Of its datasets' swarms.
+
     Args:
         port: TCP; 0 takes a free one, `.port` and `.address` then say which.
         discovery: Where to announce; stays the caller's to close. None: nobody finds it by name.
         ttl_s: How long a claim holds; it is announced anew every third of that.
         throttle: Of uploads and requests.
-        access: Who may read what; None: every member reads all.
+        access: Who may read what; None: every member all that its certificate covers.
         origin_slots: Slices that a swarm's members fetch from here, or from the server behind, at once.
 
     Raises:
-        UsageError: If two datasets have one name: a name would lead to two ids.
+        UsageError: If two datasets have one name: a name would lead to two ids. Or if the node's certificate does not
+            make it a data node for one of them: nobody would believe it.
     """
 
     def __init__(
@@ -75,17 +81,18 @@ class DataNode:
             raise UsageError(f"serve: expected datasets of different names, got {names}. Serve each name once.")
         if not ttl_s > 0:
             raise UsageError(f"serve: expected ttl_s > 0, got {ttl_s}")
+        _check_scope(identity, datasets)
         self.identity = identity
         self.datasets = list(datasets)
         self.discovery = discovery
         self.ttl_s = ttl_s
         self._by_id = {dataset.id: dataset for dataset in datasets}
-        self._access = access
+        self._access = access or Access()
         self._origin_slots = origin_slots
         self._slices: dict[str, tuple[Dataset, Path, int]] = {}
         self._small: dict[tuple[str, str], bytes] = {}  # of remote datasets, by id and name
         self._client = Client(identity)
-        self._tracker = Tracker(self._client)
+        self.tracker = Tracker(self._client)
         self._server = Server(identity, host, port, self._handle, max_connections, self._count, throttle=throttle)
         self._lock = threading.Lock()
         self._sent: dict[str, int] = {}
@@ -93,6 +100,7 @@ class DataNode:
         self._failure = ""
         self._stopping = threading.Event()
         self._announcer: threading.Thread | None = None
+        self._trust: TrustWatch | None = None
         self._started_at = time.time()
 
     @property
@@ -122,10 +130,11 @@ class DataNode:
         for dataset in self.datasets:
             origin = _origin_of(dataset)
             own = Holder(self.identity.peer_id, self.address, True) if origin is None else _seed(origin)
-            self._tracker.add(dataset.id, dataset.num_slices, [own], origin_slots=self._origin_slots)
+            self.tracker.add(dataset.id, dataset.num_slices, [own], origin_slots=self._origin_slots)
         self._announce()
         self._announcer = threading.Thread(target=self._keep_announced, name="announce", daemon=True)
         self._announcer.start()
+        self._trust = TrustWatch(self.identity, self._client, discovery=self.discovery, address=self.address).start()
 
     def stop(self, timeout_s: float = 30.0) -> bool:
         """Take no more requests, let downloads in flight finish for up to `timeout_s`, then cut. May be repeated.
@@ -136,9 +145,11 @@ class DataNode:
         self._stopping.set()
         if self._announcer is not None:
             self._announcer.join()
+        if self._trust is not None:
+            self._trust.close()
         drained = self._server.drain(timeout_s)
         self._server.close()
-        self._tracker.close()
+        self.tracker.close()
         self._client.close()
         return drained
 
@@ -165,7 +176,7 @@ class DataNode:
             "refused_connections": self._server.refused_connections,
             "announcements": announcements,
             "announce_error": failure,
-            "swarms": self._tracker.facts(),
+            "swarms": self.tracker.facts(),
             "draining": self._server.draining,
             "up_s": round(time.time() - self._started_at, 3),
         }
@@ -212,6 +223,8 @@ class DataNode:
             self._small[dataset.id, name] = read_small(origin, name, _MAX_SMALL_BYTES)
 
     def _handle(self, request: Request) -> Response:
+        if (answer := answer_trust(self.identity, request)) is not None:
+            return answer
         match request.method, request.path.split("/")[1:]:
             case "GET", ["v1", "claims"]:
                 return json_response({"claims": self.claims()})
@@ -229,10 +242,12 @@ class DataNode:
 
     def _refusal(self, request: Request, dataset: Dataset, num_bytes: int) -> Response | None:
         """The answer to a peer that may not have so many bytes of a dataset."""
-        if self._access is None:
-            return None
         reason = self._access.check(request.peer, dataset.name, dataset.id, num_bytes, time.time())
-        return error_response(403, "no_access", reason) if reason is not None else None
+        if reason is None:
+            return None
+        is_quota = reason.startswith("quota")
+        self.identity.note("quota" if is_quota else "refused", peer=request.peer.peer_id, reason=reason)
+        return error_response(429 if is_quota else 403, "quota" if is_quota else "no_access", reason)
 
     def _steer(self, request: Request, dataset_id: str) -> Response:
         dataset = self._by_id.get(dataset_id)
@@ -240,7 +255,7 @@ class DataNode:
             return error_response(404, "unknown_dataset", "this node announces no dataset of this id")
         if (refused := self._refusal(request, dataset, 0)) is not None:
             return refused
-        return json_response(self._tracker.answer(request.peer, dataset_id, request.json()))
+        return json_response(self.tracker.answer(request.peer, dataset_id, request.json()))
 
     def _slice(self, request: Request, sha256: str) -> Response:
         held = self._slices.get(sha256)
@@ -271,6 +286,13 @@ class DataNode:
         if _origin_of(dataset) is not None or not path.is_file():
             return error_response(404, "unknown_file", f"dataset {dataset_id} has no {name}")
         return file_response(request, path, path.stat().st_size)
+
+
+def _check_scope(identity: Identity, datasets: Sequence[Dataset]) -> None:
+    names = [dataset.name for dataset in datasets if not identity.scope.covers(dataset.name)]
+    if names or not identity.scope.allows("data"):
+        lacks = f"does not cover {', '.join(names)}" if names else "lacks the role data"
+        raise UsageError(f"serve: the certificate of {identity.name} {lacks}. Ask its issuer for one that does.")
 
 
 def _origin_of(dataset: Dataset) -> Origin | None:

@@ -164,7 +164,13 @@ def judge(der_cert: bytes, root_der: bytes) -> Judged:
     issuer_key_id = _authority_key_id(cert)
     if issuer_key_id == _own_key_id(root):
         return Judged(peer, cert.not_valid_before_utc.timestamp(), cert.not_valid_after_utc.timestamp())
-    above = organisation_of(_extension(cert, ORGANISATION_OID) or b"", root_der)
+    carried = _extension(cert, ORGANISATION_OID)
+    if carried is None:
+        raise ProtocolViolation(
+            f"peer {peer.peer_id} ({peer.name}): its issuer is neither our root nor an organisation that it shows. "
+            "Both sides need a certificate of the same network: see `millrace network join`."
+        )
+    above = organisation_of(carried, root_der)
     org = above.peer
     if _raw_id(org.peer_id) != issuer_key_id:
         raise ProtocolViolation(

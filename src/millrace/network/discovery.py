@@ -148,7 +148,9 @@ def read_claims(client: Client, address: str, timeout_s: float = ASK_TIMEOUT_S) 
     if not isinstance(claims, list) or len(claims) > MAX_CLAIMS:
         raise ProtocolViolation(f"claims of {peer.peer_id} at {address}: expected a list of at most {MAX_CLAIMS}")
     now = time.time()
-    checked = [parse_claim(item, peer) for item in claims]
+    if not peer.scope.allows("data"):
+        raise ProtocolViolation(f"claims of {peer.peer_id} at {address}: its certificate lacks the role data")
+    checked = [claim for item in claims if peer.scope.covers((claim := parse_claim(item, peer)).name)]
     return [replace(claim, address=address) for claim in checked if now < claim.expires_at <= now + MAX_CLAIM_S]
 
 

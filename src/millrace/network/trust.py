@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from millrace.errors import NetworkError, UsageError
-from millrace.network.client import Client
+from millrace.network.client import Client, parse_address
 from millrace.network.discovery import Discovery, record_key
 from millrace.network.exchange import BadRequestError, Request, Response, error_response, json_response
 from millrace.network.identity import Identity
@@ -82,7 +82,7 @@ class TrustWatch:
     Args:
         known: Addresses worth asking, such as those of schedulers and data nodes spoken to.
         discovery: Where nodes that serve revocations find each other; None: only `known` are asked.
-        port: Ours, to be found at; None: we only ask.
+        address: Ours, to be found at; None: we only ask.
         on_change: Called when somebody new is revoked: cut live connections here.
     """
 
@@ -93,7 +93,7 @@ class TrustWatch:
         *,
         known: Callable[[], Sequence[str]] = tuple,
         discovery: Discovery | None = None,
-        port: int | None = None,
+        address: str | None = None,
         on_change: Callable[[], object] = lambda: None,
         ask_every_s: float = ASK_EVERY_S,
         look_every_s: float = LOOK_EVERY_S,
@@ -103,14 +103,14 @@ class TrustWatch:
         self._client = client
         self._known = known
         self._discovery = discovery
-        self._port = port
+        self._address = address
         self._on_change = on_change
         self._ask_every_s = ask_every_s
         self._look_every_s = min(look_every_s, ask_every_s)
         self._chance = chance or random.Random()
         self._stopping = threading.Event()
         self._found: list[str] = []
-        self._announce_at = 0.0
+        self._announce_at = time.monotonic() + self._look_every_s  # after the node's own announcements
         self._thread = threading.Thread(target=self._run, name="trust", daemon=True)
 
     def start(self) -> TrustWatch:
@@ -130,6 +130,9 @@ class TrustWatch:
         path = f"{REVOCATIONS}?have={self._identity.revocations.digest()}"
         try:
             answer, peer = self._client.request_json(address, "GET", path, timeout_s=5.0, max_bytes=MAX_LISTS_BYTES)
+            if peer.peer_id == self._identity.peer_id:
+                self._found = [other for other in self._found if other != address]
+                return False
             return take_lists(self._identity, answer, peer.peer_id) > 0
         except NetworkError as error:
             log.info("revocations: %s left out: %s", address, error)
@@ -163,8 +166,8 @@ class TrustWatch:
         self._announce_at = now + ANNOUNCE_EVERY_S
         key = record_key(self._identity.network_id, "revocations", "")
         try:
-            if self._port is not None:
-                self._discovery.announce(key, self._port)
+            if self._address is not None:
+                self._discovery.announce(key, parse_address(self._address)[1])
             found = self._discovery.find(key, 2.0)
         except NetworkError as error:
             log.info("revocations: the DHT is away: %s", error)
@@ -172,5 +175,5 @@ class TrustWatch:
         self._found = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in found]
 
     def _choose(self) -> list[str]:
-        addresses = list(dict.fromkeys([*self._known(), *self._found]))
+        addresses = [a for a in dict.fromkeys([*self._known(), *self._found]) if a != self._address]
         return self._chance.sample(addresses, min(NUM_ASKED, len(addresses)))
