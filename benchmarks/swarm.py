@@ -1,0 +1,244 @@
+"""One data node and many worker processes that all want everything: `python -m benchmarks.swarm`.
+
+What leaves the origin, in times the dataset; with the origin's upload capped, how long until all have all, in times
+what sending the data out once takes; the same without steering (each asks whoever has a slice, at random); and with the
+data node killed as soon as every slice is out. All on loopback, over mutual TLS; `--json FILE` keeps the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.dataset import adopt, open_dataset
+from millrace.dataset.slices import write_token_slice
+from millrace.network.client import Client, parse_address
+from millrace.network.discovery import LocalDiscovery
+from millrace.network.identity import Identity, create_network, join
+from millrace.network.limits import Throttle
+from millrace.network.swarm import Assignment, Swarm
+from millrace.serve import DataNode
+from millrace.store.remote import open_remote
+from millrace.store.swarm_mirror import mirror_by_swarm
+from millrace.store.targets import open_target
+
+HOST = "127.0.0.1"
+NAME = "swarmed"
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round came to.
+
+    Attributes:
+        origin_ratio: Bytes that left the origin, in times the dataset; the node's answers included.
+        complete_s: From the start until the last member had all.
+        time_ratio: That, in times what sending the data out once takes; None without a cap.
+        from_origins, from_peers: Slices, over all members. `most_of_one`: what one member got from the origin.
+        whole: Members whose copy verified.
+    """
+
+    members: int
+    dataset_bytes: int
+    origin_ratio: float
+    complete_s: float
+    time_ratio: float | None
+    from_origins: int
+    from_peers: int
+    most_of_one: int
+    failed: int
+    whole: int
+
+
+class FreeForAll(Swarm):
+    """No steering, for comparison: any slice that the asker lacks, from anybody who has it."""
+
+    chance = random.Random(0)
+
+    def assign(self, asker: str, wanted: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
+        """See Swarm."""
+        given = []
+        for index in self.chance.sample(wanted.tolist(), min(num, len(wanted))):
+            others = [one for one in self.members() if one.peer_id != asker and one.address]
+            having = [one for one in others if one.is_origin or self.holds(one.peer_id)[index]]
+            given += [Assignment(index, self.chance.choice(having))] if having else []
+        return given
+
+
+def make_dataset(folder: Path, num_slices: int, slice_bytes: int) -> None:
+    """A dataset of random tokens."""
+    (folder / "slices").mkdir(parents=True)
+    chance, num_tokens = np.random.default_rng(3), slice_bytes // 2
+    for index in range(num_slices):
+        tokens = chance.integers(0, 60_000, num_tokens).astype(np.uint16)
+        write_token_slice(folder / "slices" / f"{index:06d}.safetensors", tokens, np.array([num_tokens], np.uint64))
+    adopt(folder, NAME)
+
+
+def run_round(
+    folder: Path,
+    *,
+    members: int,
+    num_slices: int,
+    slice_bytes: int,
+    cap: float | None = None,
+    steered: bool = True,
+    kill: bool = False,
+    timeout_s: float = 300.0,
+    origin: str = "",
+) -> Round:
+    """One swarm in `folder`, which must be empty.
+
+    Args:
+        cap: Of the origin's upload, bytes a second.
+        kill: Send SIGKILL to the data node when every slice has left it.
+        origin: A URL of the dataset, which the node stands for; "" serves it from `folder / "data"`, made if absent.
+    """
+    data = folder / "data"
+    if not origin and not data.exists():
+        make_dataset(data, num_slices, slice_bytes)
+    create_network(folder / "network", "bench", bootstrap=[])
+    for name in ["origin", *(f"member{i}" for i in range(members))]:
+        join(folder / "network", folder / name, name)
+    settings = {"folder": str(folder), "members": members, "cap": cap, "steered": steered, "origin": origin}
+    nest = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.swarm", "--nest", json.dumps(settings)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+    assert nest.stdin is not None and nest.stdout is not None
+    try:
+        return _watch(nest, folder, kill, cap, time.monotonic() + timeout_s)
+    finally:
+        nest.stdin.close()
+        nest.wait(30.0)
+        nest.stdout.close()
+
+
+def _watch(nest: subprocess.Popen[str], folder: Path, kill: bool, cap: float | None, deadline: float) -> Round:
+    assert nest.stdin is not None and nest.stdout is not None
+    up = json.loads(nest.stdout.readline())
+    nest.stdin.write("go\n")
+    nest.stdin.flush()
+    status: dict[str, Any] = {}
+    with Client(Identity.load(folder / "origin")) as client:
+        while kill and time.monotonic() < deadline:
+            status = client.request_json(up["address"], "GET", "/v1/status")[0]
+            if next(iter(status["swarms"].values()))["least_copies"] > 0:
+                os.kill(up["pid"], signal.SIGKILL)
+                break
+            time.sleep(0.02)
+        reports = [json.loads(nest.stdout.readline()) for _ in range(up["members"])]
+        if not kill:
+            status = client.request_json(up["address"], "GET", "/v1/status")[0]
+    num_bytes = up["bytes"]
+    complete_s = max(report["complete_s"] for report in reports)
+    origins = [report["swarm"]["from_origins"] for report in reports]
+    return Round(
+        members=len(reports), dataset_bytes=num_bytes, origin_ratio=round(status["bytes_sent"] / num_bytes, 4),
+        complete_s=round(complete_s, 3), time_ratio=round(complete_s * cap / num_bytes, 3) if cap else None,
+        from_origins=sum(origins), from_peers=sum(report["swarm"]["from_peers"] for report in reports),
+        most_of_one=max(origins), failed=sum(report["swarm"]["failed"] for report in reports),
+        whole=sum(report["complete"] and report["verified"] for report in reports),
+    )  # fmt: skip
+
+
+def _nest(settings: dict[str, Any]) -> None:
+    """Forks the node and the members, before there is any thread: one start of the interpreter for all."""
+    folder = Path(settings["folder"])
+    heard, say = os.pipe()
+    node_pid = os.fork()
+    if node_pid == 0:
+        _be_node(folder, settings, say)
+    up = json.loads(os.read(heard, 4096))
+    waiting, go = os.pipe()
+    pids = []
+    for i in range(settings["members"]):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            os.close(go)
+            _be_member(folder, i, up["address"], waiting)
+    print(json.dumps({**up, "pid": node_pid, "members": settings["members"]}), flush=True)
+    sys.stdin.readline()
+    os.close(go)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    sys.stdin.read()  # until whoever started this has asked the node
+    os.kill(node_pid, signal.SIGKILL)
+
+
+def _be_node(folder: Path, settings: dict[str, Any], say: int) -> None:
+    throttle = Throttle(settings["cap"]) if settings["cap"] else None
+    dataset = open_remote(settings["origin"]) if settings["origin"] else open_dataset(folder / "data")
+    node = DataNode(Identity.load(folder / "origin"), [dataset], HOST, 0, None, throttle=throttle, origin_slots=4)
+    node.start()
+    if not settings["steered"]:
+        node.tracker.swarm_of(dataset.id).__class__ = FreeForAll
+    os.write(say, json.dumps({"address": node.address, "bytes": int(dataset.table.bytes.sum())}).encode())
+    signal.pause()
+
+
+def _be_member(folder: Path, number: int, address: str, waiting: int) -> None:
+    out = folder / f"out{number}"
+    dataset = open_remote(
+        f"millrace://bench/{NAME}", identity=folder / f"member{number}",
+        discovery=LocalDiscovery(known=[parse_address(address)]),
+    )  # fmt: skip
+    target = open_target(out, folder)
+    os.read(waiting, 1)
+    began, had, complete_s = time.monotonic(), 0, 0.0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal had, complete_s
+        had, complete_s = had + num_bytes, time.monotonic() - began
+
+    report, figures = mirror_by_swarm(dataset, target, share=True, on_progress=advance, linger_s=30.0)
+    verified = open_dataset(out).verify(workers=1).ok
+    said = {**report.to_json(), "complete_s": complete_s, "verified": verified, "swarm": figures}
+    os.write(1, (json.dumps(said) + "\n").encode())
+    os._exit(0)
+
+
+def main() -> int:
+    """All rounds, one table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nest", help=argparse.SUPPRESS)
+    parser.add_argument("--members", type=int, default=8)
+    parser.add_argument("--slices", type=int, default=128)
+    parser.add_argument("--slice-bytes", type=int, default=1 << 20)
+    parser.add_argument("--cap", type=float, default=8e6, help="of the origin's upload, bytes a second")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.nest:
+        _nest(json.loads(args.nest))
+        return 0
+    rounds = {
+        "steered": {}, "steered, capped": {"cap": args.cap}, "free for all, capped": {"cap": args.cap, "steered": False},
+        "killed when every slice was out, capped": {"cap": args.cap, "kill": True},
+    }  # fmt: skip
+    found = {}
+    for name, settings in rounds.items():
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = run_round(
+                Path(folder), members=args.members, num_slices=args.slices, slice_bytes=args.slice_bytes, **settings
+            )
+        print(f"{name:42} {json.dumps(asdict(found[name]))}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({name: asdict(one) for name, one in found.items()}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
