@@ -234,7 +234,7 @@ def _parse(der_cert: bytes) -> x509.Certificate:
         key = cert.public_key()
         num_names = len(cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME))
         _ = cert.extensions  # parsed when asked for, and may be malformed
-    except (ValueError, x509.UnsupportedGeneralNameType, x509.DuplicateExtension) as error:
+    except (ValueError, x509.InvalidVersion, x509.UnsupportedGeneralNameType, x509.DuplicateExtension) as error:
         raise ProtocolViolation(f"peer's certificate: expected X.509 in DER, got {error}") from error
     if not isinstance(key, Ed25519PublicKey) or num_names != 1:
         raise ProtocolViolation(

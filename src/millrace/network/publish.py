@@ -81,7 +81,7 @@ def read_publication(data: bytes) -> Publication:
         )
         found = Publication(dataset_id, name, publisher, key_hex, float(obj["at"]), signed)
         key, signature = bytes.fromhex(found.key), bytes.fromhex(found.signature)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolViolation(f"publication: malformed: {type(error).__name__}: {error}") from error
     if peer_id_of(key) != found.publisher:
         raise ProtocolViolation(f"publication: expected the key of {found.publisher[:40]}, got {peer_id_of(key)}'s")

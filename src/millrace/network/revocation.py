@@ -239,7 +239,8 @@ def revoke(directory: str | Path, peer_id: str, *others: str | Path) -> Revocati
 
 def read_revoked(path: Path) -> frozenset[str]:
     """The peer ids in a `revoked.txt`: one a line, `#` begins a comment."""
-    lines = [line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    text = path.read_text(encoding="utf-8", errors="replace")  # what is not UTF-8 is no peer id, and so told
+    lines = [line.split("#")[0].strip() for line in text.splitlines()]
     for number, line in enumerate(lines, 1):
         if line and not _PEER_ID.fullmatch(line):
             raise UsageError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -140,6 +139,6 @@ def _count(value: Any) -> int:
 
 
 def _seconds(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
+    if type(value) not in (int, float) or not -1e12 < value < 1e12:
         raise ProtocolViolation(f"exchange: expected seconds, got {value!r:.80}")
     return max(0.0, float(value))

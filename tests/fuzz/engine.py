@@ -1,0 +1,195 @@
+"""A small fuzzer led by coverage: what reaches a line of ours that nothing reached before is kept and mutated on.
+
+The law for each input: an error of our own tree or none, within HANG_S, and no more memory than GROWTH_BYTES for the
+whole run. Lines are seen by a trace function, which slows Python down some five times and needs no package.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from millrace.errors import MillraceError
+
+HANG_S = 5.0
+GROWTH_BYTES = 200 << 20
+MAX_INPUT = 1 << 16
+_OURS = f"{Path('src') / 'millrace'}/"
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 2**64, 10**400, 0.5, -0.0, 1e308, float("inf"), float("nan"),
+    "", "\x00", "\ud800", "../../etc/passwd", "a" * 5000, "0" * 64, "0-3999999", "1,1,1", [], {}, [[]], {"": None},
+]  # fmt: skip
+WORDS = [
+    b"\r\n\r\n", b"\r\n", b"\x00", b"\xff" * 8, b"Content-Length: ", b"Transfer-Encoding: chunked\r\n", b"HTTP/1.1 ",
+    b"Range: bytes=", b"-1", b"99999999999999999999", b"%2e%2e/", b"[" * 2000, b'{"a":' * 500, b"1e999", b"NaN",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is fuzzed: `run` takes one input; `allowed` are errors that are its way of saying no."""
+
+    run: Callable[[bytes], object]
+    seeds: Sequence[bytes]
+    allowed: tuple[type[BaseException], ...] = (MillraceError,)
+    close: Callable[[], object] = lambda: None
+
+
+@dataclass
+class Round:
+    """What a round of one target did."""
+
+    executions: int = 0
+    seconds: float = 0.0
+    corpus: int = 0
+    lines: int = 0
+    grown_bytes: int = 0
+    slowest_s: float = 0.0
+    faults: dict[str, bytes] = field(default_factory=dict)  # by where it was raised
+
+
+class HangError(BaseException):
+    """An input took longer than HANG_S."""
+
+
+def fuzz(target: Target, seconds: float, chance: random.Random, scratch: Path | None = None) -> Round:
+    """Run a target on its seeds and on mutations of what proved interesting. In the main thread, for hangs.
+
+    Args:
+        scratch: A file that always holds the input under way: what killed the process is read there.
+    """
+    result, seen = Round(), set[tuple[str, int]]()
+    corpus = list(target.seeds)
+    kept = _Scratch(scratch)
+    signal.signal(signal.SIGALRM, _hang)
+    begun, before = time.monotonic(), _peak_bytes()
+    while result.executions < len(corpus) or time.monotonic() - begun < seconds:
+        index = result.executions
+        data = corpus[index] if index < len(target.seeds) else mutate(chance.choice(corpus), corpus, chance)
+        kept.write(data)
+        known, at = len(seen), time.monotonic()
+        _run_one(target, data, seen, result)
+        result.slowest_s = max(result.slowest_s, time.monotonic() - at)
+        result.executions += 1
+        if len(seen) > known and index >= len(target.seeds):
+            corpus.append(data)
+        if time.monotonic() - begun >= seconds:
+            break
+    result.seconds, result.corpus, result.lines = time.monotonic() - begun, len(corpus), len(seen)
+    result.grown_bytes = _peak_bytes() - before
+    if result.grown_bytes > GROWTH_BYTES:
+        result.faults[f"memory grew by {result.grown_bytes} bytes"] = b""
+    return result
+
+
+def mutate(data: bytes, corpus: Sequence[bytes], chance: random.Random) -> bytes:
+    """Another input near this one: bits, runs, words, pieces of others; or, of JSON, a value that nobody expects."""
+    if data[:1] in (b"{", b"[") and chance.random() < 0.6:
+        try:
+            return json.dumps(_twist(json.loads(data), chance)).encode()[:MAX_INPUT]
+        except (ValueError, RecursionError):
+            pass
+    held = bytearray(data)
+    for _ in range(1 << chance.randrange(4)):
+        at = chance.randrange(len(held) + 1)
+        match chance.randrange(7):
+            case 0 if held:
+                held[at % len(held)] ^= 1 << chance.randrange(8)
+            case 1 if held:
+                held[at % len(held)] = chance.choice(b'\x00\xff\x7f\x80\r\n :"-0A')
+            case 2:
+                held[at:at] = chance.choice(WORDS)
+            case 3:
+                del held[at : at + chance.randrange(1, 64)]
+            case 4:
+                held[at:at] = held[at : at + chance.randrange(1, 64)] * chance.randrange(1, 5)
+            case 5:
+                other = chance.choice(corpus)
+                start = chance.randrange(len(other) + 1)
+                held[at:] = other[start:]
+            case _:
+                held[at : at + 4] = chance.randbytes(4)
+    return bytes(held[:MAX_INPUT])
+
+
+def _twist(obj: Any, chance: random.Random) -> Any:
+    """JSON with one value replaced, doubled or left out."""
+    if isinstance(obj, dict) and obj and chance.random() < 0.85:
+        key = chance.choice(list(obj))
+        if chance.random() < 0.1:
+            return {name: value for name, value in obj.items() if name != key}
+        return {**obj, key: _twist(obj[key], chance)}
+    if isinstance(obj, list) and obj and chance.random() < 0.85:
+        index = chance.randrange(len(obj))
+        if chance.random() < 0.2:
+            return obj + obj[index:] * chance.choice([1, 1, 50])
+        return [*obj[:index], _twist(obj[index], chance), *obj[index + 1 :]]
+    if isinstance(obj, str) and obj and chance.random() < 0.5:
+        at = chance.randrange(len(obj))
+        return obj[:at] + chance.choice(["", "\x00", "é", "/", "..", "9" * 30]) + obj[at + chance.randrange(2) :]
+    if isinstance(obj, int) and not isinstance(obj, bool) and chance.random() < 0.5:
+        return obj + chance.choice([-1, 1, 2**32, -(2**40)])
+    return chance.choice(ODD)
+
+
+def _run_one(target: Target, data: bytes, seen: set[tuple[str, int]], result: Round) -> None:
+    signal.setitimer(signal.ITIMER_REAL, HANG_S)
+    sys.settrace(_tracer(seen))
+    try:
+        target.run(data)
+    except target.allowed:
+        pass
+    except (Exception, HangError) as error:  # noqa: BLE001 - whatever it is, it is what was looked for
+        sys.settrace(None)
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}"
+        result.faults.setdefault(where, data)
+    finally:
+        sys.settrace(None)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _tracer(seen: set[tuple[str, int]]) -> Callable[[FrameType, str, Any], Any]:
+    def on_line(frame: FrameType, event: str, _: Any) -> Any:
+        seen.add((frame.f_code.co_filename, frame.f_lineno))
+        return on_line
+
+    def on_call(frame: FrameType, event: str, _: Any) -> Any:
+        return on_line if _OURS in frame.f_code.co_filename else None
+
+    return on_call
+
+
+def _hang(*_: object) -> None:
+    raise HangError(f"no end after {HANG_S:g} s")
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+class _Scratch:
+    """A mapped file that holds the input under way; None keeps nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._map: mmap.mmap | None = None
+        if path is not None:
+            path.write_bytes(bytes(MAX_INPUT + 8))
+            with path.open("r+b") as file:
+                self._map = mmap.mmap(file.fileno(), 0)
+
+    def write(self, data: bytes) -> None:
+        if self._map is not None:
+            self._map[:8] = len(data).to_bytes(8, "little")
+            self._map[8 : 8 + len(data)] = data

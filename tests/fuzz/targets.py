@@ -1,0 +1,396 @@
+"""What reads bytes from strangers: name, how to feed it, and honest inputs to begin from.
+
+Seeds are made by the code under test, with keys of a network of their own in a directory that the caller removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import libtorrent as lt
+import numpy as np
+from cryptography.hazmat.primitives import serialization
+
+from millrace.dataset.manifest import Manifest, SliceInfo, SliceTable
+from millrace.dataset.slices import open_slice, write_token_slice
+from millrace.errors import MillraceError
+from millrace.ledger import Ledger, Used, receipt_message, verify_ledger
+from millrace.network.certificates import judge
+from millrace.network.client import Client
+from millrace.network.dht import LibtorrentDht
+from millrace.network.discovery import Claim, parse_claim
+from millrace.network.exchange import Request, Response, json_response
+from millrace.network.heads import Incoming
+from millrace.network.heads import RefusedError as HeadRefused
+from millrace.network.https import Server
+from millrace.network.identity import Identity, create_network, join, verify
+from millrace.network.peer import Peer
+from millrace.network.publish import read_publication
+from millrace.network.revocation import parse_list, read_revoked
+from millrace.network.tokens import read_token
+from millrace.schedule.exchange import parse_ask, parse_ranges
+from millrace.store.tracker import parse_ask as parse_swarm_ask
+from millrace.worker.answers import Answer
+
+from .engine import Target
+
+Make = Callable[[Path, Identity], Target]
+TARGETS: dict[str, Make] = {}
+
+
+def target(make: Make) -> Make:
+    TARGETS[make.__name__] = make
+    return make
+
+
+def make_target(name: str, directory: Path) -> Target:
+    """A target by its name, on a fresh network in `directory`."""
+    create_network(directory / "network", "fuzz")
+    return TARGETS[name](directory, join(directory / "network", directory / "node", "node"))
+
+
+def _json(parse: Callable[[Any], object], *seeds: object) -> Target:
+    def run(data: bytes) -> None:
+        try:
+            obj = json.loads(data)
+        except (ValueError, RecursionError):  # the server and the client say so before any parser of ours
+            return
+        parse(obj)
+
+    return Target(run, [json.dumps(seed).encode() for seed in seeds])
+
+
+@target
+def heads(directory: Path, identity: Identity) -> Target:
+    """The server's parser of requests, fed in two pieces."""
+
+    def run(data: bytes) -> None:
+        incoming = Incoming()
+        for piece in (data[: len(data) // 2], data[len(data) // 2 :]):
+            incoming.feed(piece)
+            while incoming.next() is not None:
+                pass
+
+    seeds = [
+        b"GET /v1/claims HTTP/1.1\r\nHost: a:1\r\n\r\n",
+        b"POST /v1/exchange?job=a%20b HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}",
+        b"GET /v1/slices/00 HTTP/1.1\r\nRange: bytes=0-99\r\nConnection: close\r\n\r\n",
+    ]
+    return Target(run, seeds, (MillraceError, HeadRefused))
+
+
+@target
+def server(directory: Path, identity: Identity) -> Target:
+    """The whole server over a socket: what is answered is HTTP, and no failure of its own (500)."""
+
+    def handle(request: Request) -> Response:
+        return json_response(request.json())
+
+    made = Server(None, "127.0.0.1", 0, handle)
+    made.start()
+
+    def run(data: bytes) -> None:
+        with socket.create_connection(("127.0.0.1", made.port), 5.0) as door:
+            try:
+                door.sendall(data)
+                door.shutdown(socket.SHUT_WR)
+                answer = b""
+                while piece := door.recv(65536):
+                    answer += piece
+            except (ConnectionResetError, BrokenPipeError):  # it was told enough to refuse
+                return
+        assert not answer or answer.startswith(b"HTTP/1.1 "), answer[:80]
+        assert not answer.startswith(b"HTTP/1.1 500"), answer[:200]
+
+    return Target(run, heads(directory, identity).seeds, close=made.close)
+
+
+@target
+def client(directory: Path, identity: Identity) -> Target:
+    """The client's parser of answers, over a socket."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    said = [b""]
+
+    def answer() -> None:
+        while True:
+            try:
+                door, _ = listener.accept()
+            except OSError:
+                return
+            with door:
+                try:
+                    door.recv(65536)
+                    door.sendall(said[0])
+                except OSError:
+                    continue
+
+    threading.Thread(target=answer, daemon=True).start()
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+    def run(data: bytes) -> None:
+        said[0] = data
+        with Client(None) as asking:
+            if len(data) % 2:
+                asking.request_json(address, "GET", "/", timeout_s=2.0)
+            else:
+                into = io.BytesIO()
+                try:
+                    asking.download(address, "/", into, 3, 11, timeout_s=2.0)
+                finally:
+                    assert into.tell() <= 8
+
+    def close() -> None:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+    seeds = [
+        b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 8\r\n\r\n{"a": 1}',
+        b"HTTP/1.1 206 Partial\r\nContent-Range: bytes 3-10/99\r\nContent-Length: 8\r\n\r\n12345678",
+        b'HTTP/1.1 403 No\r\nConnection: close\r\nContent-Length: 26\r\n\r\n{"error":"x","message":"y"}',
+    ]
+    return Target(run, seeds, close=close)
+
+
+@target
+def claims(directory: Path, identity: Identity) -> Target:
+    claim = Claim("tiny", "0" * 64, 3, identity.peer_id, "127.0.0.1:7000", time.time() + 60)
+    peer = Peer(identity.peer_id, identity.public_key, "node")
+    return _json(lambda obj: parse_claim(obj, peer), claim.to_json(identity))
+
+
+@target
+def exchange(directory: Path, identity: Identity) -> Target:
+    seed = {
+        "job": "j", "session": "ab", "attempt": 1, "address": "127.0.0.1:7000", "held": ["l1"], "job_id": "0" * 64,
+        "uses": [{"lease_id": "l1", "epoch": 0, "slice": 3, "start": 0, "stop": 8, "step": 2}], "signature": "0" * 128,
+        "horizons": {"l1": 16}, "release": ["l2"], "failed": [{"lease_id": "l3", "reason": "r"}], "want": 2,
+        "have": {"0" * 64: "0-15,17"}, "bad": [{"peer_id": "a" * 32, "sha256": "0" * 64, "reason": "r"}], "speed": 1.5,
+    }  # fmt: skip
+    return _json(parse_ask, seed, {})
+
+
+@target
+def ranges(directory: Path, identity: Identity) -> Target:
+    return Target(lambda data: parse_ranges(data.decode("latin-1")), [b"0-15,17", b"3", b"", b"0-3999999"])
+
+
+@target
+def answers(directory: Path, identity: Identity) -> Target:
+    """What a scheduler answers a worker."""
+    lease = {
+        "lease_id": "l1", "job": "j", "job_id": "0" * 64, "epoch": 0, "slice": 3, "index": 3, "dataset_id": "0" * 64,
+        "name": "slices/000003.safetensors", "sha256": "0" * 64, "bytes": 99, "count": 16, "start": 0, "stop": 16,
+        "sample_base": 48, "seed": 1, "seq_len": 8, "layout": "tokens", "dtype": "U16", "vocab_size": 60,
+        "providers": [{"peer_id": "a" * 32, "address": "127.0.0.1:1", "is_origin": True}, {"url": "https://x/y"}],
+        "expires_in_s": 30.0,
+    }  # fmt: skip
+    seed = {
+        "uses": [{"lease_id": "l1", "offset": 8, "stop": 16}], "lost": ["l2"], "leases": [lease], "wait_s": 0.5,
+        "refused": [{"lease_id": "l2", "code": "lost", "message": "m", "offset": 0}], "done": False, "paused": False,
+        "live": {"l1": {"stop": 16, "expires_in_s": 30.0}}, "tell_have": False,
+    }  # fmt: skip
+    return _json(Answer.from_json, seed, {**seed, "wait_s": 10**400})
+
+
+@target
+def swarm(directory: Path, identity: Identity) -> Target:
+    seed = {
+        "address": "127.0.0.1:7000", "slots": 4, "have": "0-15,17", "want": "1-3", "num": 2, "must": [3],
+        "finished": [4], "failed": [{"index": 5, "peer_id": "a" * 32, "wrong": True}], "dropped": [6], "leave": False,
+    }  # fmt: skip
+    return _json(lambda obj: parse_swarm_ask(obj, 1000), seed, {})
+
+
+@target
+def ledger(directory: Path, identity: Identity) -> Target:
+    """Lines of a ledger whose hashes are right: what lies behind the first gate."""
+    path, other = directory / "seed.jsonl", directory / "ledger.jsonl"
+    uses = [Used("l1", 0, 0, 0, 8, 1)]
+    made = Ledger.open(path, identity.sign)
+    made.append(
+        "job",
+        {
+            "scheduler": identity.public_key.hex(),
+            "epochs": 1,
+            "samples_per_slice": [[2, 8]],
+            "dataset_id": "0" * 64,
+            "seed": 1,
+            "lease_s": 30.0,
+        },
+    )
+    made.append("worker", {"peer_id": identity.peer_id, "key": identity.public_key.hex(), "name": "w"})
+    receipt = identity.sign(receipt_message("0" * 64, uses)).hex()
+    made.append("uses", {"worker": identity.peer_id, "uses": [["l1", 0, 0, 0, 8, 1]], "receipt": receipt})
+    made.append("set_aside", {"epoch": 0, "slice": 1, "start": 0, "stop": 8, "reason": "r"})
+    made.close()
+
+    def run(data: bytes) -> None:
+        lines, before = [], b"0" * 64
+        for line in data.split(b"\n")[:-1]:
+            rest = line[75:]
+            at = rest.rfind(b',"prev":"')
+            if at >= 0:
+                rest = rest[: at + 9] + before + rest[at + 73 :]
+            before = hashlib.sha256(b"{" + rest).hexdigest().encode()
+            lines.append(b'{"hash":"' + before + b'",' + rest)
+        other.write_bytes(b"\n".join([*lines, b""]))
+        verify_ledger(other, verify=verify)
+
+    return Target(run, [path.read_bytes()])
+
+
+@target
+def certificates(directory: Path, identity: Identity) -> Target:
+    from cryptography import x509
+
+    def der(name: str) -> bytes:
+        cert = x509.load_pem_x509_certificate((identity.node_dir / name).read_bytes())
+        return cert.public_bytes(serialization.Encoding.DER)
+
+    root = der("root-cert.pem")
+    version = root.replace(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x7f")
+    return Target(lambda data: judge(data, root), [der("node-cert.pem"), root, version])
+
+
+@target
+def files(directory: Path, identity: Identity) -> Target:
+    """A node's own files, damaged: the first byte of an input says which."""
+    names = sorted(path.name for path in identity.node_dir.iterdir() if path.is_file())
+    whole = {name: (identity.node_dir / name).read_bytes() for name in names}
+
+    def run(data: bytes) -> None:
+        name = names[data[0] % len(names)] if data else names[0]
+        path = identity.node_dir / name
+        path.write_bytes(data[1:])
+        try:
+            Identity.load(identity.node_dir)
+        finally:
+            path.write_bytes(whole[name])
+
+    return Target(run, [bytes([index]) + whole[name] for index, name in enumerate(names)])
+
+
+@target
+def revocations(directory: Path, identity: Identity) -> Target:
+    from cryptography import x509
+
+    cert = x509.load_pem_x509_certificate((identity.node_dir / "root-cert.pem").read_bytes())
+    root = cert.public_bytes(serialization.Encoding.DER)
+    seed = {
+        "issuer": identity.network_id, "number": 3, "revoked": ["a" * 32], "organisation": "", "signature": "0" * 128
+    }  # fmt: skip
+    return _json(lambda obj: parse_list(obj, root), seed)
+
+
+@target
+def revoked_file(directory: Path, identity: Identity) -> Target:
+    path = directory / "revoked.txt"
+
+    def run(data: bytes) -> None:
+        path.write_bytes(data)
+        read_revoked(path)
+
+    return Target(run, [b"# a comment\n" + b"a" * 32 + b"\n", b"\x80\n"])
+
+
+@target
+def tokens(directory: Path, identity: Identity) -> Target:
+    import base64
+
+    body = {
+        "id": "i", "network_id": "n", "issuer": "a" * 32, "address": "h:1", "roles": ["worker"], "datasets": ["*"],
+        "uses": 1, "expires_at": 1e9, "valid_days": 30.0,
+    }  # fmt: skip
+
+    def run(data: bytes) -> None:
+        with contextlib.suppress(MillraceError):
+            read_token(data.decode("latin-1"))
+        wrapped = base64.urlsafe_b64encode(data).decode().rstrip("=")
+        read_token(f"millrace1.{wrapped}.AAAA")
+
+    return Target(run, [json.dumps(body).encode(), b"millrace1.AAAA.AAAA"])
+
+
+@target
+def publications(directory: Path, identity: Identity) -> Target:
+    seed = {
+        "dataset_id": "0" * 64, "name": "tiny", "publisher": identity.peer_id, "key": identity.public_key.hex(),
+        "at": 1.0, "signature": "0" * 128,
+    }  # fmt: skip
+    return Target(read_publication, [json.dumps(one).encode() for one in (seed, {**seed, "at": 10**400})])
+
+
+@target
+def manifest(directory: Path, identity: Identity) -> Target:
+    from millrace.dataset.adopt import adopt
+
+    (directory / "data" / "slices").mkdir(parents=True)
+    write_token_slice(
+        directory / "data" / "slices" / "000000.safetensors", np.arange(9, dtype=np.uint16), np.array([9], np.uint64)
+    )
+    adopt(directory / "data", "tiny")
+    return Target(Manifest.from_json, [(directory / "data" / "manifest.json").read_bytes()])
+
+
+@target
+def table(directory: Path, identity: Identity) -> Target:
+    rows = [SliceInfo(i, f"slices/{i:06d}.safetensors", 99, f"{i:064x}", 8, 1) for i in range(5)]
+    return Target(SliceTable.from_parquet, [SliceTable.from_rows(rows).to_parquet()])
+
+
+@target
+def slices(directory: Path, identity: Identity) -> Target:
+    path = directory / "a.safetensors"
+    write_token_slice(path, np.arange(40, dtype=np.uint16), np.array([10, 40], np.uint64))
+    seed = path.read_bytes()
+
+    def run(data: bytes) -> None:
+        path.write_bytes(data)
+        opened = open_slice(path)
+        for tensor in opened.tensors.values():
+            np.asarray(tensor).sum()
+
+    return Target(run, [seed])
+
+
+@target
+def dht(directory: Path, identity: Identity) -> Target:
+    """Packets to the real UDP port, and answers to the node's own inquiries; it must go on to answer."""
+    node = LibtorrentDht("127.0.0.1", 0)
+    door = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    door.connect(("127.0.0.1", node.port))
+    sent = [0]
+
+    def run(data: bytes) -> None:
+        with contextlib.suppress(ConnectionRefusedError):
+            door.send(data[:1400])
+        sent[0] += 1
+        if sent[0] % 200 == 0:
+            time.sleep(0.05)
+            node.announce(b"k" * 20, 7000)
+            if not node.find(b"k" * 20, 3.0):
+                raise AssertionError("the node answers no more")
+
+    def close() -> None:
+        door.close()
+        node.close()
+
+    body = {b"id": b"i" * 20, b"info_hash": b"k" * 20, b"target": b"t" * 20}
+    asked = [
+        lt.bencode({b"t": b"aa", b"y": b"q", b"q": name, b"a": {**body, **more}})
+        for name, more in [
+            (b"ping", {}), (b"find_node", {}), (b"get_peers", {}), (b"get", {}), (b"sample_infohashes", {}),
+            (b"announce_peer", {b"port": 1, b"token": b"x" * 4}), (b"put", {b"v": b"v", b"token": b"x" * 4}),
+        ]
+    ]  # fmt: skip
+    told = lt.bencode({b"t": b"aa", b"y": b"r", b"r": {b"id": b"j" * 20, b"values": [b"\x7f\0\0\1\1\1"]}})
+    return Target(run, [*asked, told], close=close)
