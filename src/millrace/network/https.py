@@ -237,6 +237,7 @@ class Server:
             self._revoked = stamp
             if num := self.cut(self.identity.is_revoked):
                 log.warning("server %s: cut %d connections of revoked peers", self.address, num)
+                self.identity.note("cut", connections=num, reason="revoked")
 
     def _end(self, connection: Connection) -> None:
         """Close a connection that the caller holds."""
@@ -307,6 +308,8 @@ class Server:
         except (NetworkError, OSError) as error:  # ssl.SSLError is one: strangers, resets
             level = logging.WARNING if isinstance(error, NetworkError) else logging.DEBUG
             log.log(level, "server %s: refused a connection: %s", self.address, error)
+            if self.identity is not None and isinstance(error, ssl.SSLError):
+                self.identity.note("stranger", address=connection.address, reason=str(error))
             self._roll.refuse()
             self._end(connection)
             return
@@ -376,13 +379,21 @@ class Server:
             if self.identity is None and (refused := refuse_page(request)) is not None:
                 return refused
             if self.identity is not None and self.identity.is_revoked(request.peer):
-                return error_response(403, "revoked", f"peer {request.peer.peer_id} is revoked in this network")
+                refused = error_response(403, "revoked", f"peer {request.peer.peer_id} is revoked in this network")
+                return self._noted(request, refused)
             if (wait_s := self.throttle.admit(payer, time.monotonic())) > 0:
                 refused = error_response(429, "too_many", f"ask again in {wait_s:.3g} s")
                 return dataclasses.replace(refused, headers={"Retry-After": str(math.ceil(wait_s))})
-            return self.handle(request)
+            return self._noted(request, self.handle(request))
         except BadRequestError as error:
             return error_response(400, "bad_request", str(error))
         except Exception:
             log.exception("server %s: %s %s failed", self.address, request.method, request.path)
             return error_response(500, "internal", f"{request.method} {request.path} failed; see the node's log")
+
+    def _noted(self, request: Request, response: Response) -> Response:
+        """The response, noted if it is a refusal."""
+        if self.identity is not None and response.status == 403 and isinstance(response.body, bytes):
+            door, reason = f"{request.method} {request.path}", response.body.decode()
+            self.identity.note("refused", peer=request.peer.peer_id, door=door, reason=reason)
+        return response

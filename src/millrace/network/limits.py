@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from millrace.errors import UsageError
 
-BURST_S = 0.25  # a bucket saves up this much of its rate while nobody asks
+BURST_S = 0.05  # a bucket saves up this much of its rate while nobody asks
+PIECE_S = 0.1  # the longest turn of a peer, at the slowest of its limits
 MIN_PIECE_BYTES = 4096
 MAX_PEERS = 4096  # whose buckets are kept; the one seen longest ago is forgotten first
 
@@ -136,7 +137,7 @@ class Throttle:
     def piece_bytes(self, most: int) -> int:
         """How long a piece should be: `most`, or less where a slow limit would make turns long."""
         rates = [rate for rate in (self.upload_bytes_per_s, self.per_peer_bytes_per_s) if rate is not None]
-        return max(MIN_PIECE_BYTES, min(most, int(min(rates) * BURST_S))) if rates else most
+        return max(MIN_PIECE_BYTES, min(most, int(min(rates) * PIECE_S))) if rates else most
 
     def pace(
         self,
