@@ -80,6 +80,7 @@ def _prepare(args: argparse.Namespace) -> int:
             engine=args.engine,
             ray_address=args.ray_address,
             keep_ids=args.keep_ids,
+            document_ids=args.document_ids,
             to=args.to,
             on_progress=bar.update,
             on_trouble=lambda message: print(f"millrace: {message}", file=sys.stderr),
@@ -198,6 +199,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         "--to", choices=["dataset", "text"], default="dataset", help="text: Parquet of what is kept, no tokens"
     )
     p.add_argument("--keep-ids", type=Path, metavar="FILE", help="write each kept document's source id here")
+    p.add_argument("--document-ids", action="store_true", help="keep each document's source id beside the slices")
     p.add_argument("--text-key", help="the field or column that holds the text")
     p.add_argument("--max-bad", type=float, metavar="FRACTION", help="more malformed records than this: stop")
     p.add_argument("--quiet", action="store_true")

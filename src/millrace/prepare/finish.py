@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace.dataset.manifest import (
+    DOCUMENTS_FILE,
     FORMAT_VERSION,
     MANIFEST_FILE,
     TABLE_FILE,
@@ -24,6 +25,7 @@ from millrace.dataset.manifest import (
 from millrace.dataset.slices import atomic_write, sync_directory
 from millrace.errors import PrepareError
 from millrace.prepare.collect import Corpus, collect, write_ids
+from millrace.prepare.lineage import write_documents
 from millrace.prepare.report import write_report
 from millrace.prepare.stats import Tally
 from millrace.prepare.tokens.coders import CoderSpec
@@ -47,13 +49,14 @@ TOKENIZER_FILE, REPORT_FILE, CLUSTERS_FILE, SIGNATURES = (
 
 @dataclass(frozen=True)
 class Made:
-    """One dataset that was written, but for its manifest."""
+    """One dataset that was written, but for its manifest. `files`: what lies beside the slices, with its sha256."""
 
     name: str
     folder: Path
     documents: int
     tokens: int
     table: SliceTable
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def facts(self, whole: bytes) -> dict[str, Any]:
         """What the summary says of a subset."""
@@ -68,7 +71,7 @@ def finish(run: Run, corpus: Corpus, used: TokenizerFile, tally: Tally, lineage:
     collect(run, corpus, tally)
     encoded = _encode(run, corpus, used)
     _count(tally, encoded)
-    made = [_slice(run, encoded, used, name) for name in run.recipe.subsets.names]
+    made = [_slice(run, corpus, encoded, used, name) for name in run.recipe.subsets.names]
     main, others = made[0], [one for one in made[1:] if one.documents]
     if not main.documents:
         raise PrepareError("prepare: expected documents with text, got none that was kept. See the report's reasons.")
@@ -122,6 +125,7 @@ def _encode(run: Run, corpus: Corpus, used: TokenizerFile) -> list[Encoded]:
                 dedup_name=name,
                 shuffle=Shuffle(recipe.slice.seed, occurrence) if recipe.slice.shuffle else None,
                 rendering=rendering,
+                with_ids=run.document_ids,
             )
         )
     sizes = [text.bytes_out for text in corpus.texts]
@@ -155,7 +159,7 @@ def _count(tally: Tally, encoded: Sequence[Encoded]) -> None:
             count.changed[kind] = count.changed.get(kind, 0) + n
 
 
-def _slice(run: Run, encoded: Sequence[Encoded], used: TokenizerFile, subset: str) -> Made:
+def _slice(run: Run, corpus: Corpus, encoded: Sequence[Encoded], used: TokenizerFile, subset: str) -> Made:
     from millrace.prepare.pipeline import Progress
 
     folder = run.out if subset == TRAIN else run.out / subset
@@ -189,7 +193,8 @@ def _slice(run: Run, encoded: Sequence[Encoded], used: TokenizerFile, subset: st
         )
     sync_directory(folder / "slices")
     _forget_other_slices(folder, len(infos))
-    return Made(subset, folder, documents, tokens, SliceTable.from_rows(infos))
+    files = {DOCUMENTS_FILE: write_documents(folder / DOCUMENTS_FILE, corpus, parts)} if run.document_ids else {}
+    return Made(subset, folder, documents, tokens, SliceTable.from_rows(infos), files)
 
 
 def _shuffle(run: Run, parts: Sequence[TokenPart]) -> list[TokenPart]:
@@ -225,7 +230,7 @@ def _manifest(run: Run, made: Made, used: TokenizerFile, lineage: dict[str, Any]
         slices=len(made.table),
         bytes=int(made.table.bytes.sum()),
         table_sha256=hashlib.sha256(data).hexdigest(),
-        lineage={**lineage, "subset": made.name, "files": {TOKENIZER_FILE: used.sha256}},
+        lineage={**lineage, "subset": made.name, "files": {TOKENIZER_FILE: used.sha256, **made.files}},
     )
 
 

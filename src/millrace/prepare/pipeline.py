@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from millrace.dataset.manifest import MANIFEST_FILE
+from millrace.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE
 from millrace.dataset.reader import open_dataset
 from millrace.dataset.slices import atomic_write
 from millrace.errors import PrepareError, UsageError
@@ -93,6 +93,7 @@ class Run:
     keep_ids: Path | None
     to: str
     report: Callable[[Progress], None]
+    document_ids: bool = False
 
     @property
     def work(self) -> Path:
@@ -150,6 +151,7 @@ def prepare(
     workers: int | None = None,
     seed: int | None = None,
     keep_ids: Path | None = None,
+    document_ids: bool = False,
     text_key: str | None = None,
     max_bad_fraction: float | None = None,
     to: str = "dataset",
@@ -168,6 +170,9 @@ def prepare(
         workers: Processes; by default one a core (of all the cluster's, with Ray). The bytes do not depend on it.
         keep_ids: If given, the source id of each kept document goes here, one a line, in the order of the input: its
             `id` in the input, else `path:line` (or row), or the path of a text file.
+        document_ids: Keep the source id and file of each document beside the slices, in `documents.parquet`, in the
+            order of the dataset: from a step of training back to the document, and from a document to who saw it. The
+            slices are the same; the manifest, and so the dataset's id, is another.
         to: `dataset`; or `text`: Parquet files of what is kept, in `out/text`, for which no tokenizer is needed. (It is
             tokenized, shuffled and divided into subsets by another `prepare` of that folder.)
         engine: `local` (processes of this machine) or `ray`.
@@ -190,6 +195,8 @@ def prepare(
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
     whole, against = _find_against(_for_output(whole, to))
+    if document_ids and (whole.rows is not None or to == "text"):
+        raise UsageError("document ids: expected a dataset of tokens; rows and text keep theirs by --keep-ids.")
     vocab = vocab_to_train(whole.tokenize.tokenizer)
     known = _load_tokenizer(whole) if vocab is None else None
     found = find_sources(inputs or whole.inputs, whole.read, workers=workers or cores(), leave_out=out)
@@ -197,7 +204,7 @@ def prepare(
     with _errors(out), _locked(out), _engine(engine, workers, ray_address, trouble, out) as made:
         if keep_ids is not None:  # now, not when all the work is done
             Path(keep_ids).parent.mkdir(parents=True, exist_ok=True)
-        run = Run(out, whole, made, keep_ids, to, on_progress or (lambda progress: None))
+        run = Run(out, whole, made, keep_ids, to, on_progress or (lambda progress: None), document_ids)
         lineage = _lineage(run, found, known, against)
         done = _already_there(run, lineage)
         if done is not None:
@@ -324,6 +331,7 @@ def _already_there(run: Run, lineage: dict[str, Any]) -> PrepareSummary | None:
     dataset = open_dataset(run.out)
     theirs = dataset.manifest.lineage
     same = all(theirs.get(key) == lineage[key] for key in ("inputs", "recipe", "models"))
+    same = same and (DOCUMENTS_FILE in theirs.get("files", {})) == run.document_ids
     if not same or dataset.name != run.recipe.name or (run.keep_ids is not None and not run.keep_ids.exists()):
         raise UsageError(
             f"prepare: expected an empty directory, got {run.out}, which holds dataset {dataset.name!r} "

@@ -85,7 +85,7 @@ class EncodeTask:
         cut: Takes duplicated lines out, if given.
         dedup_name: A hash of all that `drop` and `cut` depend on.
         shuffle: If given, documents are written in the order of their keys.
-        with_ids: Whether `ids` files are written: a JSON line `[part's name, place, id, url]` a document.
+        with_ids: Whether `ids` files are written: a JSON line `[part's name, place, id, url, where]` a document.
         rendering: If given, encodes in place of `encode_column`.
     """
 
@@ -269,8 +269,8 @@ def _encode_long(
 
 
 def _id_lines(task: EncodeTask, batch: pa.RecordBatch, chosen: NDArray[np.intp]) -> list[bytes]:
-    picked = batch.select(["place", "id", "url"]).take(pa.array(chosen)).to_pydict()
-    rows = zip(picked["place"], picked["id"], picked["url"])
+    names = [name for name in ("place", "id", "url", "where") if name in batch.schema.names]
+    rows = zip(*batch.select(names).take(pa.array(chosen)).to_pydict().values())
     return [json.dumps([task.part.name, *row], ensure_ascii=False).encode() + b"\n" for row in rows]
 
 
