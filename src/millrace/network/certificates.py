@@ -19,7 +19,7 @@ import json
 from dataclasses import dataclass
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -228,13 +228,22 @@ def scope_of(cert: x509.Certificate) -> Scope:
     return scope
 
 
+_PARSER_ERRORS = (
+    UnsupportedAlgorithm,
+    x509.InvalidVersion,
+    x509.UnsupportedGeneralNameType,
+    x509.DuplicateExtension,
+    x509.AttributeNotFound,
+)
+
+
 def _parse(der_cert: bytes) -> x509.Certificate:
     try:
         cert = x509.load_der_x509_certificate(der_cert)
         key = cert.public_key()
         num_names = len(cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME))
         _ = cert.extensions  # parsed when asked for, and may be malformed
-    except (ValueError, x509.InvalidVersion, x509.UnsupportedGeneralNameType, x509.DuplicateExtension) as error:
+    except (ValueError, *_PARSER_ERRORS) as error:
         raise ProtocolViolation(f"peer's certificate: expected X.509 in DER, got {error}") from error
     if not isinstance(key, Ed25519PublicKey) or num_names != 1:
         raise ProtocolViolation(
