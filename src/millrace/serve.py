@@ -31,6 +31,22 @@ from millrace.network.exchange import BINARY
 from millrace.network.https import FileRange, Request, Response, Server, error_response, file_response, json_response
 from millrace.network.identity import Identity, Peer
 from millrace.network.limits import Throttle
+from millrace.network.metrics import Metric, counter, gauge, metrics_response
+from millrace.network.openapi import (
+    COUNT,
+    DESCRIPTION_DOOR,
+    FLAG,
+    METRICS_DOOR,
+    OBJECT,
+    PEER_ID,
+    SHA256,
+    TEXT,
+    Door,
+    array,
+    choice,
+    openapi_response,
+    record,
+)
 from millrace.network.publish import SIGNATURE_NAME
 from millrace.network.swarm import Holder
 from millrace.network.trust import TrustWatch, answer_trust
@@ -181,6 +197,16 @@ class DataNode:
             "up_s": round(time.time() - self._started_at, 3),
         }
 
+    def _metrics(self) -> list[Metric]:
+        with self._lock:
+            sent = {peer_id: float(num_bytes) for peer_id, num_bytes in self._sent.items()}
+        return [
+            *self._server.metrics(),
+            counter("millrace_peer_sent_bytes_total", "Bytes of bodies sent, by peer.", sent, "peer"),
+            gauge("millrace_datasets", "Datasets announced.", len(self.datasets)),
+            gauge("millrace_slices", "Slices served.", len(self._slices)),
+        ]
+
     def claims(self) -> list[dict[str, Any]]:
         """The node's signed claims, good for `ttl_s` from now."""
         expires_at = time.time() + self.ttl_s
@@ -230,6 +256,10 @@ class DataNode:
                 return json_response({"claims": self.claims()})
             case "GET", ["v1", "status"]:
                 return json_response(self.status())
+            case "GET", ["openapi.json"]:
+                return openapi_response("Millrace data node", DOORS)
+            case "GET", ["metrics"]:
+                return metrics_response(self._metrics())
             case "GET", ["v1", "slices", sha256]:
                 return self._slice(request, sha256)
             case "GET", ["v1", "datasets", dataset_id, name] if name in FILES:
@@ -245,9 +275,10 @@ class DataNode:
         reason = self._access.check(request.peer, dataset.name, dataset.id, num_bytes, time.time())
         if reason is None:
             return None
-        is_quota = reason.startswith("quota")
-        self.identity.note("quota" if is_quota else "refused", peer=request.peer.peer_id, reason=reason)
-        return error_response(429 if is_quota else 403, "quota" if is_quota else "no_access", reason)
+        if not reason.startswith("quota"):
+            return error_response(403, "no_access", reason)
+        self.identity.note("quota", peer=request.peer.peer_id, reason=reason)
+        return error_response(429, "quota", reason)
 
     def _steer(self, request: Request, dataset_id: str) -> Response:
         dataset = self._by_id.get(dataset_id)
@@ -286,6 +317,24 @@ class DataNode:
         if _origin_of(dataset) is not None or not path.is_file():
             return error_response(404, "unknown_file", f"dataset {dataset_id} has no {name}")
         return file_response(request, path, path.stat().st_size)
+
+
+_LOST = {404: "Not announced here, or lost."}
+_DATASET = {"dataset_id": SHA256}
+_NO_QUOTA = {403: "This peer may not read the dataset."}
+DOORS = [
+    Door("GET", "/v1/claims", "What this node says it has, signed.", answer=record(claims=array(OBJECT))),
+    Door("GET", "/v1/status", "What it serves and has sent.",
+         answer=record((), peer_id=PEER_ID, address=TEXT, datasets=array(OBJECT), bytes_sent=COUNT, draining=FLAG)),
+    Door("GET", "/v1/slices/{sha256}", "A slice.", parts={"sha256": SHA256}, answer=None, ranges=True,
+         refusals=_LOST | _NO_QUOTA),
+    Door("GET", "/v1/datasets/{dataset_id}/{file}", "A small file of a dataset.", answer=None, ranges=True,
+         parts={**_DATASET, "file": choice(*FILES)}, refusals=_LOST | _NO_QUOTA),
+    Door("POST", "/v1/swarm/{dataset_id}", "What a reader has and wants; whom it should ask for what.", body=OBJECT,
+         parts=_DATASET, refusals=_LOST | _NO_QUOTA),
+    DESCRIPTION_DOOR,
+    METRICS_DOOR,
+]  # fmt: skip
 
 
 def _check_scope(identity: Identity, datasets: Sequence[Dataset]) -> None:

@@ -67,7 +67,12 @@ def _mirror_dataset(args: argparse.Namespace) -> int:
     from millrace.store.remote import open_remote
     from millrace.store.targets import open_target
 
-    dataset = open_remote(args.source, dataset_id=args.id, identity=args.network)
+    source = args.source
+    if args.publisher is not None:
+        if not source.startswith("millrace://"):
+            raise UsageError("mirror: --publisher is for millrace:// URLs; say which dataset with --id")
+        source += f"?publisher={args.publisher}"
+    dataset = open_remote(source, dataset_id=args.id, identity=args.network)
     start, stop = args.slices or (0, dataset.num_slices)
     stop = dataset.num_slices if stop is None else stop
     temporary = (args.tmp_dir or Path(tempfile.gettempdir())) / f"millrace-mirror-{dataset.id[:16]}"
@@ -119,6 +124,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--prefix", choices=["train", "anneal"], default="train", help="of shared shards")
     p.add_argument("--chunk-bytes", type=size, help="of shared shards: one request asks for so many")
     p.add_argument("--id", help="the dataset's id: refuse any other")
+    p.add_argument("--publisher", metavar="PEER_ID", help="of millrace:// URLs: copy only what this peer signed")
     p.add_argument("--connections", type=positive, default=16, help="requests at once (default: 16)")
     p.add_argument(
         "--tmp-dir", type=Path, metavar="DIR", help="for what is on its way to a bucket; needs room for a shard"

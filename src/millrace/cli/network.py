@@ -42,12 +42,14 @@ def _dht(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     from millrace.dataset.reader import open_dataset
+    from millrace.network.access import Access
     from millrace.serve import DataNode
 
     datasets = [open_dataset(path) for path in args.datasets]
     identity, discovery = join_network(args)
     host, port = listen_at(args, discovery)
-    node = DataNode(identity, datasets, host, port, discovery, ttl_s=args.ttl)
+    access = Access.load(args.access) if args.access is not None else None
+    node = DataNode(identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access)
     try:
         node.start()
         ready(
@@ -110,6 +112,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("datasets", nargs="+", metavar="DATASET")
     p.add_argument("--listen", metavar="HOST:PORT", help="default: a free port where our DHT node listens")
     p.add_argument("--ttl", type=float, default=60.0, metavar="S", help="how long a claim holds without renewal")
+    p.add_argument("--access", type=Path, metavar="FILE", help="who may read what, and how much a day (TOML)")
     p = add_node(verb, "find", _find, "who has a dataset")
     p.add_argument("name")
     p.add_argument("--timeout", type=float, default=10.0, metavar="S")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import signal
@@ -29,6 +30,11 @@ def join_network(args: argparse.Namespace) -> tuple[Identity, LibtorrentDht]:
     if args.network is None:
         raise UsageError("which network? Give the node's directory: --network DIR (made by millrace network join)")
     identity = Identity.load(args.network)
+    if args.audit is not None:
+        from millrace.network.audit import AuditLog
+
+        identity.audit = AuditLog(args.audit)
+        atexit.register(identity.audit.close)
     bootstrap = [address(a) for a in args.bootstrap] or list(identity.bootstrap)
     if not bootstrap:
         raise UsageError(
@@ -83,6 +89,7 @@ def add_node(
     if network:
         p.add_argument("--network", type=Path, metavar="DIR", help="this node's directory, from network join")
         where = "where our DHT node listens (UDP); default: the address from which the first bootstrap node is reached"
+        p.add_argument("--audit", type=Path, metavar="FILE", help="log of refusals, bans and revocations")
         p.add_argument("--dht", metavar="HOST:PORT", help=where)
     p.add_argument("--bootstrap", action="append", default=[], metavar="HOST:PORT")
     p.add_argument("--json", action="store_true")

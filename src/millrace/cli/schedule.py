@@ -32,6 +32,7 @@ def _schedule(args: argparse.Namespace) -> int:
         lease_s=args.lease,
         dataset_id=args.id,
         wait_s=args.wait,
+        publishers=args.publisher,
     )
     try:
         service.start()
@@ -63,6 +64,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p = add_node(verb, "schedule", _schedule, "a scheduler: find a dataset and lease its slices")
     p.add_argument("name")
     p.add_argument("--id", help="the dataset id, where a name stands for several")
+    p.add_argument("--publisher", action="append", default=[], metavar="PEER_ID", help="schedule only what it signed")
     p.add_argument("--listen", metavar="HOST:PORT", help="default: a free port where our DHT node listens")
     p.add_argument("--state", type=Path, default=Path("./millrace-state"), metavar="DIR")
     p.add_argument("--seq-len", type=positive, default=1024)

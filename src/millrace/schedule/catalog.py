@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from millrace.dataset.manifest import Manifest, SliceTable, dataset_id
 from millrace.errors import DatasetError, IntegrityError, NetworkError
 from millrace.network.client import Client
 from millrace.network.discovery import Claim, Discovery, find_providers
+from millrace.network.publish import published
 from millrace.network.swarm import Holder
 from millrace.order.plan import samples_per_slice
 
@@ -50,18 +51,33 @@ class Found:
 
 
 class Finder:
-    """Looks for data nodes, in the DHT and then at the nodes."""
+    """Looks for data nodes, in the DHT and then at the nodes.
 
-    def __init__(self, network_id: str, discovery: Discovery, client: Client, stopping: threading.Event) -> None:
+    Args:
+        publishers: Peer ids; only datasets that one of them signed count. Without any all do.
+    """
+
+    def __init__(
+        self,
+        network_id: str,
+        discovery: Discovery,
+        client: Client,
+        stopping: threading.Event,
+        publishers: Collection[str] = (),
+    ) -> None:
         self._network_id = network_id
         self._discovery = discovery
         self._client = client
         self._stopping = stopping
+        self._publishers = publishers
+        self._unsigned: list[str] = []
 
     def claims(self, wanted: Wanted, timeout_s: float = ASK_S) -> list[Claim]:
         """Who serves it now."""
         claims = find_providers(self._discovery, self._client, self._network_id, wanted.name, timeout_s=timeout_s)
-        return [claim for claim in claims if claim.is_whole and wanted.dataset_id in ("", claim.dataset_id)]
+        claims = [claim for claim in claims if claim.is_whole and wanted.dataset_id in ("", claim.dataset_id)]
+        good, self._unsigned = published(self._client, claims, self._publishers)
+        return good
 
     def find(self, wanted: Wanted, seq_len: int, wait_s: float) -> tuple[Found, list[Claim]]:
         """A dataset and who serves it; waits for a data node.
@@ -80,6 +96,7 @@ class Finder:
                     + (f" with id {wanted.dataset_id}" if wanted.dataset_id else "")
                     + f" (asked for {wait_s:g} s). Start a data node with `millrace serve`, "
                     "or check the name with `millrace find`."
+                    + "".join(f" Not counted: {why}" for why in self._unsigned)
                 )
             if not claims:
                 self._stopping.wait(0.2)

@@ -15,7 +15,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from millrace.network.client import Client
 from millrace.network.discovery import Claim, Discovery, record_key
 from millrace.network.https import BadRequestError, Request, Response, Server, error_response, json_response
 from millrace.network.identity import Identity, Peer, verify
+from millrace.network.limits import Bounds
 from millrace.network.metrics import Metric, metrics_response
 from millrace.network.openapi import (
     COUNT,
@@ -38,6 +39,7 @@ from millrace.network.openapi import (
     openapi_response,
     record,
 )
+from millrace.network.trust import TrustWatch, answer_trust
 from millrace.schedule import exchange, status
 from millrace.schedule.ask import Ask, Bad, Grant
 from millrace.schedule.catalog import Finder, Found, Wanted, holders
@@ -48,6 +50,8 @@ from millrace.schedule.journal import Journal, job_body, ledger_path, lock_state
 # A peer whose certificate expired is found anew; a node that died stays named for so long.
 ORIGIN_TTL_S = 20.0
 MAX_CONNECTIONS = 16_384
+# A worker asks once a minute or more often, and keeps its connection; no answer takes long.
+BOUNDS = Bounds(busy=64, idle_s=150.0)
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +87,7 @@ class SchedulerService:
         steal_s: See JobSpec.
         wait_s: How long `start` looks for a provider.
         rediscover_s: How often providers are sought again.
+        publishers: Peer ids; only datasets that one of them signed are scheduled. Without any all are.
         standby: `start` waits for whoever runs on the state directory to stop or die, ready to go on at once.
     """
 
@@ -106,6 +111,7 @@ class SchedulerService:
         wait_s: float = 30.0,
         rediscover_s: float = 5.0,
         standby: bool = False,
+        publishers: Collection[str] = (),
     ) -> None:
         only = JobPlan(name, (Wanted(name, 1.0, dataset_id or ""),), seq_len, epochs, seed, lease_s, steal_s=steal_s)
         self.identity = identity
@@ -121,7 +127,8 @@ class SchedulerService:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._finder = Finder(identity.network_id, discovery, client, self._stopping)
+        self._finder = Finder(identity.network_id, discovery, client, self._stopping, publishers)
+        self._trust: TrustWatch | None = None
         self._found: dict[str, Found] = {}
         self._claims: dict[str, list[Claim]] = {}
         self._specs: list[JobSpec] = []
@@ -129,7 +136,7 @@ class SchedulerService:
         self._workers: dict[str, status.Seen] = {}
         self._exchanges, self._desk_s = 0, 0.0
         self._journal: Journal | None = None
-        self._server = Server(identity, host, port, self._answer, max_connections=MAX_CONNECTIONS)
+        self._server = Server(identity, host, port, self._answer, MAX_CONNECTIONS, bounds=BOUNDS)
         self._routes: dict[tuple[str, str], Callable[[Request], Response]] = {
             ("GET", "/v1/job"): self._job,
             ("GET", "/v1/jobs"): lambda request: json_response({"jobs": self.status()["jobs"]}),
@@ -180,6 +187,13 @@ class SchedulerService:
             thread = threading.Thread(target=target, name=f"scheduler {target.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
+        self._trust = TrustWatch(
+            self.identity, self._client, known=self._addresses, discovery=self._discovery, address=self.address
+        ).start()
+
+    def _addresses(self) -> list[str]:
+        """Of the data nodes known."""
+        return [claim.address for claims in list(self._claims.values()) for claim in claims]
 
     def _prepare(self, plan: JobPlan) -> tuple[JobSpec, dict[str, Any]]:
         found = []
@@ -225,6 +239,8 @@ class SchedulerService:
         self._server.close()
         for thread in self._threads:
             thread.join(10.0)
+        if self._trust is not None:
+            self._trust.close()
         with self._lock:
             if self._journal is not None:
                 self._journal.close()
@@ -292,6 +308,8 @@ class SchedulerService:
     # Answers.
 
     def _answer(self, request: Request) -> Response:
+        if (answer := answer_trust(self.identity, request)) is not None:
+            return answer
         route = self._routes.get((request.method, request.path))
         verb = _ADMIN.fullmatch(request.path) if request.method == "POST" else None
         if route is None and verb is None:
@@ -526,7 +544,8 @@ class SchedulerService:
     def _metrics(self) -> list[Metric]:
         with self._lock:
             jobs = [status.job_status(job) for job in self._open_journal().desk.jobs.values()]
-            return status.metrics(jobs, len(self._workers), self._exchanges, self._desk_s)
+            found = status.metrics(jobs, len(self._workers), self._exchanges, self._desk_s)
+        return [*found, *self._server.metrics()]
 
 
 _ADMIN = re.compile(r"/v1/jobs/(?P<name>[^/]{1,200})/(?P<verb>pause|resume|readmit|weights)")

@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.parse
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from millrace.errors import NetworkError, ProtocolViolation, UsageError
 from millrace.network.client import Client
 from millrace.network.discovery import Claim, Discovery, find_providers
 from millrace.network.identity import Identity
+from millrace.network.publish import published
 from millrace.store.holders import read_by_hash, told
 from millrace.store.origins import Origin, PassingError, Patience, RefusedError, open_origin
 
@@ -38,6 +39,7 @@ class PeerOrigin:
     Args:
         discovery: None: the network's own DHT, joined at the first look-up.
         expected_id: The dataset id; None: whatever all who announce the name agree on.
+        publishers: Peer ids; only what one of them signed counts. Without any all does.
     """
 
     def __init__(
@@ -48,10 +50,12 @@ class PeerOrigin:
         expected_id: str | None = None,
         discovery: Discovery | None = None,
         patience: Patience | None = None,
+        publishers: Collection[str] = (),
     ) -> None:
         self.url = f"millrace://{urllib.parse.quote(identity.network_name, safe='')}/{urllib.parse.quote(name)}"
         self.name = name
         self.id = expected_id
+        self.publishers = publishers
         self.identity = identity
         self.patience = patience or Patience()
         self.client = Client(identity)
@@ -148,6 +152,7 @@ class PeerOrigin:
             weakref.finalize(self, self._discovery.close)
         try:
             found = find_providers(self._discovery, self.client, self.identity.network_id, self.name, _FIND_S)
+            found, unsigned = published(self.client, found, self.publishers)
         except (NetworkError, OSError) as error:
             raise PassingError(f"{self.url}: cannot look for peers: {error}") from error
         ids = sorted({claim.dataset_id for claim in found})
@@ -160,6 +165,7 @@ class PeerOrigin:
         claims = [claim for claim in found if claim.dataset_id == self.id]
         if not claims:
             other = f"; those of this name serve {', '.join(ids)}" if ids else ""
+            other += "".join(f"; not counted: {why}" for why in unsigned)
             raise PassingError(f"{self.url}: no peer serves {self.id or 'a dataset of this name'} now{other}")
         return claims
 
@@ -207,7 +213,7 @@ def open_peers(
     discovery: Discovery | None,
     patience: Patience,
 ) -> PeerOrigin:
-    """The origin behind `millrace://NETWORK/NAME`.
+    """The origin behind `millrace://NETWORK/NAME`; with `?publisher=PEER_ID` only what that peer signed counts.
 
     Args:
         identity: A member, or its directory; by default `$MILLRACE_HOME/NETWORK` (`~/.millrace/NETWORK`).
@@ -219,17 +225,22 @@ def open_peers(
     network, name = urllib.parse.unquote(parts.netloc), urllib.parse.unquote(parts.path.strip("/"))
     if not network or not name:
         raise UsageError(f"open an origin: expected millrace://NETWORK/NAME, got {url!r}. Name both.")
+    queries = urllib.parse.parse_qs(parts.query)
+    if queries.keys() - {"publisher"}:
+        raise UsageError(f"{url}: expected no more than ?publisher=PEER_ID, got ?{parts.query}")
+    publishers, is_default = queries.get("publisher", []), identity is None
     if identity is None:
         home = Path(os.environ.get("MILLRACE_HOME") or Path.home() / ".millrace")
         identity = Identity.load(home / urllib.parse.quote(network, safe=""))
-        return PeerOrigin(identity, name, expected_id=dataset_id, discovery=discovery, patience=patience)
     identity = identity if isinstance(identity, Identity) else Identity.load(identity)
-    if identity.network_name != network:
+    if identity.network_name != network and not is_default:
         raise UsageError(
             f"{url}: expected an identity in the network {network!r}, got one in {identity.network_name!r}. "
             "Give the node's directory of that network."
         )
-    return PeerOrigin(identity, name, expected_id=dataset_id, discovery=discovery, patience=patience)
+    return PeerOrigin(
+        identity, name, expected_id=dataset_id, discovery=discovery, patience=patience, publishers=publishers
+    )
 
 
 def _join(identity: Identity) -> Discovery:
