@@ -1,0 +1,110 @@
+"""The ledger's commands on a dataset that was prepared and a ledger that a real job wrote: nodes, leases, receipts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("libtorrent")
+
+from nodes import HOST, Bootstrap, make_network
+
+from millrace.cli import main
+from millrace.dataset import open_dataset
+from millrace.network.client import Client
+from millrace.network.dht import LibtorrentDht
+from millrace.network.identity import Identity
+from millrace.prepare.pipeline import prepare
+from millrace.schedule.service import SchedulerService
+from millrace.serve import DataNode
+from millrace.worker.leasing import run_worker
+
+SEQ_LEN = 16
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A dataset of 40 documents, trained on once by one worker: what it saw, step by step."""
+    directory = tmp_path_factory.mktemp("job")
+    lines = [
+        {"id": f"doc-{i}", "text": f"Document {i} tells of {i} things. " + "More of it. " * (i % 5 + 2)}
+        for i in range(40)
+    ]
+    (directory / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prepare(
+        [directory / "in.jsonl"], directory / "tiny", tokenizer="bytes", slice_bytes=4096, document_ids=True, workers=1
+    )
+    dataset = open_dataset(directory / "tiny")
+    bootstrap = Bootstrap()
+    homes = make_network(directory, ["data", "scheduler", "w1"], bootstrap.at)
+    dht = LibtorrentDht(HOST, 0, bootstrap.at)
+    client = Client(Identity.load(homes["scheduler"]))
+    node = DataNode(Identity.load(homes["data"]), [dataset], HOST, 0, dht, ttl_s=30)
+    scheduler = SchedulerService(
+        Identity.load(homes["scheduler"]), "tiny", dht, client, directory / "state", HOST, 0, seq_len=SEQ_LEN
+    )
+    seen: list[list[int]] = []
+    try:
+        node.start()
+        scheduler.start()
+        run_worker(
+            Identity.load(homes["w1"]), "tiny", scheduler=scheduler.address, cache_dir=directory / "cache",
+            cache_bytes=1 << 20, batch_size=4, trainer="count", on_batch=lambda batch, ids: seen.append(ids.tolist()),
+        )  # fmt: skip
+    finally:
+        for closing in (scheduler.stop, node.stop, client.close, dht.close, bootstrap.close):
+            closing()
+    return {"ledger": directory / "state" / "ledger.jsonl", "dataset": dataset, "seen": seen, "directory": directory}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+    capsys.readouterr()
+    assert main([str(argument) for argument in ("ledger", *arguments)]) == code
+    return capsys.readouterr().out
+
+
+def test_verify_and_prove(job: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    report = json.loads(run(capsys, "verify", job["ledger"], "--samples", "--json"))
+    samples = sum(map(len, job["seen"]))
+    assert report["ok"] and report["epochs"] == [{"epoch": 0, "samples": samples, "missing": 0, "repeated": 0}]
+    assert "ok:" in run(capsys, "verify", job["ledger"])
+    proof = run(capsys, "prove", job["ledger"], "--epoch", 0, "--slice", 1)
+    (tmp_path / "proof.json").write_text(proof)
+    root = report["roots"][0]["root"]
+    assert "ok:" in run(capsys, "prove", "--check", tmp_path / "proof.json", "--root", root)
+    assert json.loads(run(capsys, "prove", "--check", tmp_path / "proof.json", "--json"))["ok"]
+    assert "NOT ok" in run(capsys, "prove", "--check", tmp_path / "proof.json", "--root", "00" * 32, code=1)
+    (tmp_path / "proof.json").write_text(proof.replace('"epoch": 0', '"epoch": 1', 1))
+    run(capsys, "prove", "--check", tmp_path / "proof.json", code=1)
+
+
+def test_from_a_step_to_a_document_and_back(job: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    dataset = job["dataset"]
+    for step in (1, len(job["seen"])):
+        told = json.loads(
+            run(capsys, "blame", job["ledger"], step, "--worker", "w1", "--dataset", dataset.path, "--json")
+        )
+        (part,) = told["parts"]
+        assert part["samples"] == job["seen"][step - 1] and part["exact"]
+        piece = part["documents"][0]
+        assert piece["id"].startswith("doc-") and piece["source"] == "in.jsonl" and piece["text"]
+        back = json.loads(
+            run(capsys, "who", job["ledger"], "--document", piece["id"], "--dataset", dataset.path, "--json")
+        )
+        assert any(use["first_step"] == step and use["name"] == "w1" for use in back["uses"])
+    shown = run(capsys, "blame", job["ledger"], 1, "--dataset", dataset.path)
+    assert "doc-" in shown and "w1" in shown
+    assert "w1" in run(capsys, "who", job["ledger"], "--slice", 0, "--tokens", "0:16")
+
+
+def test_a_loaders_step_and_a_table(job: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    order = ["blame", "-", 0, "--dataset", job["dataset"].path, "--seq-len", SEQ_LEN, "--global-batch", 4]
+    told = json.loads(run(capsys, *order, "--seed", 3, "--world-size", 2, "--json"))
+    assert [part["rank"] for part in told["parts"]] == [0, 1] and told["mode"] == "order"
+    assert sum(len(part["samples"]) for part in told["parts"]) == 4
+    run(capsys, "blame", "-", 0, code=2)
+    run(capsys, "export", job["ledger"], "--format", "csv", "--out", tmp_path / "uses.csv", "--sample-ids")
+    assert (tmp_path / "uses.csv").read_text().startswith("entry,at,worker")

@@ -1,0 +1,186 @@
+"""From a step to its documents and back: every sample of a job is found at the step and worker that used it."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from test_ledger import KEY, sign
+
+from millrace.dataset import Dataset, adopt
+from millrace.dataset.slices import write_token_slice
+from millrace.errors import UsageError
+from millrace.ledger import Job, Ledger, LedgerIndex, Used, encode_runs, open_index
+from millrace.load.loader import Loader
+from millrace.observe.blame import blame_order, blame_step, replay, who_saw
+from millrace.observe.documents import Documents
+from millrace.observe.ledger_export import export_uses
+from millrace.observe.steps import is_roster, verify_steps
+from millrace.order.plan import lease_order
+from millrace.peer_id import peer_id_of
+from millrace.schedule.members import Formed, Generation, Place, Rules, Stepped
+from millrace.schedule.roster import Roster
+
+SEQ_LEN, BATCH = 4, 3
+LENGTHS = [[5, 20, 15], [7], [33, 4]]  # The last document of a slice goes on in the next.
+PEERS = {"w0": peer_id_of(b"0" * 32), "w1": peer_id_of(b"1" * 32)}
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    (tmp_path / "data" / "slices").mkdir(parents=True)
+    token = 0
+    for index, lengths in enumerate(LENGTHS):
+        tail = 6 if index < 2 else 0
+        count = sum(lengths) + tail
+        tokens = np.arange(token, token + count, dtype=np.uint16)
+        path = tmp_path / "data" / "slices" / f"{index:06d}.safetensors"
+        write_token_slice(path, tokens, np.cumsum(lengths).astype(np.uint64))
+        token += count
+    return adopt(tmp_path / "data", "tiny")
+
+
+def train(path: Path, dataset: Dataset, epochs: int = 2) -> dict[tuple[str, int], list[int]]:
+    """A ledger as two workers make it, receipts now and then; (worker, step) to the global samples it used."""
+    samples = dataset.table.count // SEQ_LEN
+    base = np.cumsum(samples) - samples
+    seen: dict[tuple[str, int], list[int]] = {}
+    steps, chance = dict.fromkeys(PEERS, 0), np.random.default_rng(1)
+    with Ledger.open(path, sign, now=lambda: 1000.0 + ledger.next_seq) as ledger:
+        body = {"dataset_id": dataset.id, "seed": 9, "seq_len": SEQ_LEN, "layout": "tokens", "scheduler": KEY.hex()}
+        ledger.append("job", {**body, "samples_per_slice": encode_runs(samples)}, sync=False)
+        for name, peer in PEERS.items():
+            ledger.append("worker", {"worker": peer, "key": (name[1] * 32).encode().hex(), "name": name}, sync=False)
+        for epoch in range(epochs):
+            for index, count in enumerate(samples.tolist()):
+                name = f"w{(epoch + index) % 2}"
+                order = lease_order(9, epoch, index, count, 0, count)
+                acked = at = 0
+                while at < count:
+                    steps[name] += 1
+                    seen[name, steps[name]] = (base[index] + order[at : at + BATCH]).tolist()
+                    at = min(count, at + BATCH)
+                    if at == count or chance.random() < 0.5:
+                        use = Used(f"{epoch}-{index}", epoch, index, acked, at, steps[name])
+                        row = {"worker": PEERS[name], "uses": [use.to_row()], "receipt": ""}
+                        ledger.append("uses", row, sync=False)
+                        acked = at
+    return seen
+
+
+@pytest.fixture
+def job(tmp_path: Path, dataset: Dataset) -> tuple[LedgerIndex, dict[tuple[str, int], list[int]]]:
+    seen = train(tmp_path / "ledger.jsonl", dataset)
+    return open_index(tmp_path / "ledger.jsonl"), seen
+
+
+def test_every_step_of_every_worker_is_found(
+    job: tuple[LedgerIndex, dict[tuple[str, int], list[int]]], dataset: Dataset
+) -> None:
+    index, seen = job
+    documents = Documents(dataset)
+    for (name, step), samples in seen.items():
+        blame = blame_step(index, step, worker=name, documents={dataset.id: documents})
+        (part,) = blame.parts
+        assert part.exact and part.name == name and part.worker == PEERS[name] and part.samples == samples
+        assert {other.name for other in blame.around} <= {"w0", "w1"} - {name}
+        tokens = [t for p in part.documents for t in dataset.open_slice(p.slice).tokens[p.start : p.stop].tolist()]
+        firsts = [(sample - int(index.job.samples[: part.slice].sum())) * SEQ_LEN for sample in samples]
+        whole = dataset.open_slice(part.slice).tokens
+        assert tokens == [t for first in firsts for t in whole[first : first + SEQ_LEN].tolist()]
+    assert {p.name for p in blame_step(index, 1).parts} == {"w0", "w1"}
+    assert blame_step(index, 1, limit=1).more == 1
+    for step, worker in ((0, ""), (10_000, ""), (1, "nobody")):
+        with pytest.raises(UsageError, match="blame"):
+            blame_step(index, step, worker=worker)
+
+
+def test_whoever_saw_a_document_is_found(
+    job: tuple[LedgerIndex, dict[tuple[str, int], list[int]]], dataset: Dataset
+) -> None:
+    index, seen = job
+    documents = Documents(dataset)
+    bases = np.cumsum(index.job.samples) - index.job.samples
+    for number in range(int(dataset.table.documents.sum())):
+        places = list(documents.where(number))
+        assert all(p.document == number for at, a, b in places for p in documents.pieces(at, a, b))
+        for at, start, stop in places:
+            ids = {
+                int(bases[at]) + s for s in range(start // SEQ_LEN, -(-stop // SEQ_LEN)) if s < index.job.samples[at]
+            }
+            expected = {(who, step): sorted(ids & set(used)) for (who, step), used in seen.items() if ids & set(used)}
+            found = {(part.name, part.first_step): sorted(part.samples) for part in who_saw(index, at, start, stop)}
+            assert found == expected
+    assert documents.find("#2") == documents.find("2") == [2]
+    with pytest.raises(UsageError, match="none in"):
+        documents.find("#99")
+    with pytest.raises(UsageError, match="keeps no ids"):
+        documents.find("doc-1")
+    with pytest.raises(UsageError, match="who"):
+        who_saw(index, 3, 0, 1)
+
+
+def test_all_tables_say_the_same(job: tuple[LedgerIndex, dict[tuple[str, int], list[int]]], tmp_path: Path) -> None:
+    index, seen = job
+    for form in ("jsonl", "csv", "parquet"):
+        assert export_uses(index, tmp_path / form, form, sample_ids=True) == len(index.uses)
+    lines = [json.loads(line) for line in (tmp_path / "jsonl").read_text().splitlines()]
+    with (tmp_path / "csv").open() as file:
+        assert [list(map(int, row["samples"].split())) for row in csv.DictReader(file)] == [r["samples"] for r in lines]
+    table = pq.read_table(tmp_path / "parquet").to_pylist()
+    assert [row["samples"] for row in table] == [row["samples"] for row in lines]
+    used = sorted(sample for row in lines for sample in row["samples"])
+    assert used == sorted(sample for samples in seen.values() for sample in samples)
+    with pytest.raises(UsageError, match="format"):
+        export_uses(index, tmp_path / "x", "xls")
+
+
+def test_a_loader_needs_no_record(dataset: Dataset) -> None:
+    with Loader(dataset.path, seq_len=SEQ_LEN, global_batch_size=5, seed=2, rank=0, world_size=1) as loader:
+        batches = list(loader)
+        run = loader.run
+    for step, batch in enumerate(batches):
+        parts = blame_order(run, step, world_size=2, workers=["a", "b"], documents=Documents(dataset), seq_len=SEQ_LEN)
+        assert [part.worker for part in parts] == ["a", "b"]
+        assert [s for part in parts for s in part.samples] == np.asarray(batch.sample_ids).tolist()
+        pieces = [piece for part in parts for piece in part.documents]
+        tokens = [t for p in pieces for t in dataset.open_slice(p.slice).tokens[p.start : p.stop].tolist()]
+        assert tokens == np.asarray(batch.inputs).reshape(-1).tolist()
+
+
+def write_roster(directory: Path, rows: list[Stepped]) -> None:
+    places = (Place("w0", "s0", ""), Place("w1", "s1", ""))
+    roster = Roster(directory)
+    state, _ = roster.load(Rules(), {}, 0.0, "run")
+    formed = [Formed(Generation(1, places, 0, 0, 0)), Formed(Generation(2, places, 6, 24, 0))]
+    roster.save(state, [*formed, *rows], "run")
+    roster.close()
+
+
+def test_the_coordinators_log_is_proved(tmp_path: Path) -> None:
+    whole = [Stepped(1, 0, 4, 0, 4), Stepped(1, 4, 9, 16, 4), Stepped(2, 6, 20, 24, 4)]
+    write_roster(tmp_path / "a", whole)
+    report = verify_steps(tmp_path / "a")
+    assert report.ok and report.steps == 20
+    assert report.epochs == [{"epoch": 0, "samples": 80, "missing": 0, "repeated": 0, "redone": 12}]
+    write_roster(tmp_path / "b", [whole[0], Stepped(1, 4, 6, 20, 4), Stepped(2, 6, 7, 26, 4)])
+    report = verify_steps(tmp_path / "b")
+    assert not report.ok and report.epochs[0]["missing"] == 4 and report.epochs[0]["repeated"] == 2
+    write_roster(tmp_path / "c", whole[:1])
+    assert verify_steps(tmp_path / "c").ok
+    write_roster(tmp_path / "d", whole[2:])
+    assert "expected step 0" in verify_steps(tmp_path / "d").problems[0]
+    assert is_roster(tmp_path / "a") and not is_roster(tmp_path / "nothing")
+
+
+def test_several_datasets_number_their_slices_through(tmp_path: Path) -> None:
+    with Ledger.open(tmp_path / "l", sign) as ledger:
+        datasets = [{"dataset_id": name, "samples_per_slice": [[4, 2]]} for name in "ab"]
+        entry = ledger.append("job", {"datasets": datasets, "scheduler": KEY.hex(), "seed": 1})
+    job = Job.of(entry)
+    assert job.bounds == (0, 2, 4) and [job.dataset_of(i) for i in range(4)] == [0, 0, 1, 1]
+    assert replay(job, 0, 2, 0, 4)[1] == replay(job, 1, 2, 0, 4)[1] != replay(job, 0, 1, 0, 4)[1]
