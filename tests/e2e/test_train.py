@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +23,8 @@ from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 from millrace.dataset import Dataset, adopt, open_dataset
 from millrace.dataset.slices import write_rows_slice
 from millrace.errors import DatasetError, NetworkError, StateError
-from millrace.ledger import verify_ledger
-from millrace.network.client import Client, RemoteError
+from millrace.ledger import Used, receipt_message, verify_ledger
+from millrace.network.client import Client, RemoteError, parse_address
 from millrace.network.dht import LibtorrentDht
 from millrace.network.identity import Identity, verify
 from millrace.schedule.service import SchedulerService
@@ -72,12 +74,12 @@ class World:
         self.stack.callback(service.stop)
         return service
 
-    def work(self, name: str, scheduler: SchedulerService, **settings: Any) -> WorkerReport:
+    def work(self, name: str, service: SchedulerService, at: str = "", **settings: Any) -> WorkerReport:
         settings = {"cache_bytes": 1 << 20, "batch_size": 4, "trainer": "count", **settings}
+        settings = {"scheduler": at or service.address, "share": f"{HOST}:0", **settings}
         return run_worker(
             self.identity(name),
             NAME,
-            scheduler=scheduler.address,
             cache_dir=self.directory / f"cache-{name}",
             **settings,
         )
@@ -245,43 +247,115 @@ def test_the_scheduler_returns_at_another_address_and_the_lease_lives_on(world: 
     assert_proved(again[0])
 
 
+def ask(client: Client, service: SchedulerService, **body: Any) -> dict[str, Any]:
+    answer = client.request_json(service.address, "POST", "/v1/exchange", {"session": "s", **body})[0]
+    assert isinstance(answer, dict)
+    return answer
+
+
 def test_garbage_and_thieves_are_refused(world: World) -> None:
     world.serve("data-1")
     service = world.scheduler()
     owner, thief = world.client("w1"), world.client("w2")
-    lease = owner.request_json(service.address, "POST", "/v1/lease", {"cached": []})[0]["lease"]
-    signature = "00" * 64
-    use = {"lease_id": lease["lease_id"], "start": 0, "stop": 1, "step": 1, "signature": signature}
+    first = ask(owner, service, want=1)["leases"][0]
+    lease_id, job_id = first["lease_id"], first["job_id"]
 
-    def refused(client: Client, path: str, body: Any) -> tuple[int, str]:
+    def used(client: Client, by: Identity, **more: int) -> dict[str, Any]:
+        place = {"epoch": 0, "slice": first["slice"], "start": 0, "stop": 1, "step": 1, **more}
+        receipt = receipt_message(job_id, [Used(lease_id, **place)])
+        body = {"job_id": job_id, "uses": [{"lease_id": lease_id, **place}], "signature": by.sign(receipt).hex()}
+        return ask(client, service, **body)
+
+    # A thief's own signature counts for the thief, who has no such lease; the owner's is not the thief's.
+    assert used(thief, world.identity("w2"))["refused"][0]["code"] == "lost"
+    with pytest.raises(RemoteError, match="not this peer's"):
+        used(thief, world.identity("w1"))
+    stolen = ask(thief, service, held=[lease_id], release=[lease_id], horizons={lease_id: 0})
+    assert stolen["lost"] == [lease_id]
+    refused = used(owner, world.identity("w1"), start=1, stop=2)["refused"]
+    assert (refused[0]["code"], refused[0]["offset"]) == ("range", 0)
+    assert used(owner, world.identity("w1"))["uses"] == [{"lease_id": lease_id, "offset": 1, "stop": first["stop"]}]
+    for body in (
+        [], {"want": -1}, {"want": 17}, {"want": 1.5}, {"held": [1]}, {"session": "\n"}, {"uses": [{}]}, {"more": 1},
+        {"horizons": {lease_id: -1}}, {"have": {"x": "0"}}, {"failed": [7]}, {"bad": [{"peer_id": "x", "sha256": "0"}]},
+    ):  # fmt: skip
         with pytest.raises(RemoteError) as caught:
-            client.request_json(service.address, "POST", path, body)
-        return caught.value.status, caught.value.code
+            owner.request_json(service.address, "POST", "/v1/exchange", body)
+        assert caught.value.status == 400, body
+    with pytest.raises(RemoteError, match="no such door"):
+        owner.request_json(service.address, "POST", "/v1/nothing", {})
+    assert service.status()["samples_used"] == 1
 
-    assert refused(thief, "/v1/use", use) == (409, "lease_lost")
-    assert refused(thief, "/v1/renew", {"lease_id": lease["lease_id"]}) == (409, "lease_lost")
-    assert refused(owner, "/v1/use", use)[0] == 400
-    assert refused(owner, "/v1/use", {**use, "start": 1, "stop": 2}) == (409, "bad_range")
-    for path, body in [
-        ("/v1/use", {**use, "start": -1}), ("/v1/use", {**use, "stop": 1.5}), ("/v1/use", []), ("/v1/use", {}),
-        ("/v1/lease", {"cached": "x"}), ("/v1/lease", {"held": [1]}), ("/v1/lease", {"session": "\n"}),
-        ("/v1/bad_provider", {"peer_id": "x", "sha256": "0" * 64}), ("/v1/renew", {"lease_id": 7}),
-    ]:  # fmt: skip
-        assert refused(owner, path, body)[0] == 400, (path, body)
-    assert refused(owner, "/v1/nothing", {})[0] == 404
-    assert service.status()["samples_used"] == 0
+
+def test_an_exchange_that_comes_late_takes_nothing_back(world: World) -> None:
+    world.serve("data-1")
+    service = world.scheduler()
+    owner = world.client("w1")
+    first = ask(owner, service, want=2, held=[], attempt=1)["leases"]
+    assert len(ask(owner, service, held=[lease["lease_id"] for lease in first], attempt=2)["live"]) == 2
+    with pytest.raises(RemoteError, match="attempt 1 came after 2"):
+        ask(owner, service, want=2, held=[], attempt=1)
+    assert service.status()["slices_leased"] == 2
 
 
 def test_an_assignment_names_providers_and_a_slice_and_carries_no_payload(world: World) -> None:
     """Peer ids and addresses of those who have it, dataset, slice, hash, place: less than a kilobyte."""
     node = world.serve("data-1")
     service = world.scheduler()
-    lease = world.client("w1").request_json(service.address, "POST", "/v1/lease", {"cached": []})[0]["lease"]
+    lease = ask(world.client("w1"), service, want=1)["leases"][0]
     row = world.dataset.table.row(lease["slice"])
-    assert lease["providers"] == [{"peer_id": node.identity.peer_id, "address": node.address}]
+    provider = {"peer_id": node.identity.peer_id, "address": node.address, "is_origin": True}
+    assert lease["providers"] == [provider]
     assert (lease["dataset_id"], lease["sha256"], lease["bytes"]) == (world.dataset.id, row.sha256, row.bytes)
-    assert lease["offset"] == 0 and lease["count"] == TOKENS // SEQ_LEN and lease["expires_in_s"] > 0
-    assert len(json.dumps(lease)) < 1024
+    assert (lease["start"], lease["stop"], lease["count"]) == (0, TOKENS // SEQ_LEN, TOKENS // SEQ_LEN)
+    assert lease["expires_in_s"] > 0 and len(json.dumps(lease)) < 1024
+
+
+def test_less_than_a_kilobyte_a_slice_passes_through_the_scheduler(world: World) -> None:
+    """All that a worker and the scheduler send each other, TLS included, over the slices used."""
+    world.serve("data-1")
+    service = world.scheduler()
+    with Relay(service.address) as relay:
+        # A handshake costs some 4 KB, once a worker; here it counts.
+        report = world.work("w1", service, at=relay.address)
+    assert report.samples == SAMPLES
+    assert relay.carried < 1024 * (NUM_SLICES - 1) + 5000, relay.carried / (NUM_SLICES - 1)
+    print(f"{relay.carried / (NUM_SLICES - 1):.0f} bytes a slice")
+
+
+class Relay:
+    """Carries TCP to an address, and counts the bytes of both directions."""
+
+    def __init__(self, target: str) -> None:
+        self._target = parse_address(target)
+        self._listener = socket.create_server((HOST, 0))
+        self.address = f"{HOST}:{self._listener.getsockname()[1]}"
+        self.carried = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self._listener.accept()[0]
+                far = socket.create_connection(self._target)
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.carried += len(data)
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._listener.close()
 
 
 def test_a_stranger_gets_no_claim_manifest_slice_job_or_lease(world: World, tmp_path: Path) -> None:
@@ -298,12 +372,12 @@ def test_a_stranger_gets_no_claim_manifest_slice_job_or_lease(world: World, tmp_
             (node.address, "GET", f"/v1/slices/{row.sha256}"),
             (service.address, "GET", "/v1/job"),
             (service.address, "GET", "/v1/status"),
-            (service.address, "POST", "/v1/lease"),
+            (service.address, "POST", "/v1/exchange"),
         ]:
             with pytest.raises(NetworkError, match="certificate of the same network"):
                 stranger.request_json(address, method, path, {} if method == "POST" else None)
     assert service.status()["slices_leased"] == 0 and service.status()["workers"] == {}
-    assert set(node.status()["peers"]) <= {service.identity.peer_id}
+    assert set(node.status()["peers"]) <= {service.identity.peer_id, node.identity.peer_id}
 
 
 def test_a_state_of_another_job_and_a_dataset_nobody_has(world: World) -> None:
