@@ -9,6 +9,7 @@ namespace, and dies with its parent. What is saved is half a second of imports a
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import queue
@@ -135,6 +136,8 @@ def _node(ns: str, argv: list[str], log: str) -> NoReturn:
 
             relay(*argv[1:])
         else:
+            if argv[0] == "slow":
+                argv = _slow(float(argv[1]), argv[2:])
             from millrace.cli import main
 
             code = main(argv) or 0
@@ -146,6 +149,16 @@ def _node(ns: str, argv: list[str], log: str) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _slow(pause_s: float, argv: list[str]) -> list[str]:
+    """A device that takes its time: `millrace work` sleeps after each step, and acknowledges often."""
+    from millrace.worker import leasing
+
+    leasing.run_worker = functools.partial(
+        leasing.run_worker, on_batch=lambda *_: time.sleep(pause_s), receipt_s=0.1, patience_s=30.0
+    )
+    return argv
 
 
 def _main() -> None:
