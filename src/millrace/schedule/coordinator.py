@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.network.exchange import BadRequestError, Request, Response, error_response, json_response
 from millrace.network.https import Server
+from millrace.network.metrics import Metric, gauge, metrics_response
 from millrace.schedule.doors import ADDRESS, NAME, SESSION, count_of, describe, text_of, wait_of, worker_of
 from millrace.schedule.members import (
     Agree,
@@ -96,6 +97,7 @@ class Coordinator:
             ("POST", "/v1/members/heartbeat"): self._heartbeat,
             ("POST", "/v1/members/leave"): self._leave,
             ("GET", "/openapi.json"): lambda request, body: json_response(describe()),
+            ("GET", "/metrics"): lambda request, body: metrics_response(self._metrics()),
         }
 
     @property
@@ -173,6 +175,15 @@ class Coordinator:
                 "config": dict(state.config),
                 "gaps": self._open().gaps(),
             }
+
+    def _metrics(self) -> list[Metric]:
+        state = self._state
+        return [
+            *self._server.metrics(),
+            gauge("millrace_members", "Workers in the run.", len(state.members)),
+            gauge("millrace_step", "The last step that all finished.", state.reached),
+            gauge("millrace_generation", "Its number.", state.generation.number if state.generation else 0),
+        ]
 
     # The state and its changes; all under the lock.
 

@@ -6,52 +6,62 @@ import re
 from typing import Any
 
 from millrace.network.exchange import BadRequestError
+from millrace.network.openapi import (
+    COUNT,
+    DESCRIPTION_DOOR,
+    FLAG,
+    METRICS_DOOR,
+    OBJECT,
+    SECONDS,
+    TEXT,
+    Door,
+    Schema,
+    openapi,
+    record,
+)
 
 MAX_WAIT_S = 30.0
 NAME = re.compile(r"[^\x00-\x1f\x7f]{1,200}")
 SESSION = re.compile(r"[A-Za-z0-9._-]{8,64}")
 ADDRESS = re.compile(r"[^\x00-\x20\x7f]{0,300}")
 
-_TEXT, _COUNT, _FLAG = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
-_WAIT = {"type": "number", "minimum": 0, "maximum": 30, "description": "Seconds to hold the answer for news."}
-_SESSION = {"worker_id": _TEXT, "session": {**_TEXT, "description": "Random, 8 to 64 characters, one a process."}}
-_BELIEVED = {**_FLAG, "description": "What the worker believes: answered when it is otherwise."}
-_IN = {**_SESSION, "generation": _COUNT, "step": {**_COUNT, "description": "Steps finished."}}
+_ID: Schema = {"type": "string", "pattern": "^[^\\x00-\\x1f\\x7f]{1,200}$"}
+_WAIT: Schema = {**SECONDS, "maximum": MAX_WAIT_S, "description": "Seconds to hold the answer for news."}
+_SESSION: dict[str, Schema] = {
+    "worker_id": _ID,
+    "session": {"type": "string", "pattern": f"^{SESSION.pattern}$", "description": "Random, one a process."},
+}
+_BELIEVED: Schema = {**FLAG, "description": "What the worker believes: answered when it is otherwise."}
+_IN = {**_SESSION, "generation": COUNT, "step": {**COUNT, "description": "Steps finished."}}
+_REFUSED = {409: "error is duplicate, unsure, expelled or bad_step.", 404: "Not trained yet."}
+_OPTIONAL = ("generation", "step", "samples", "address", "wait_s", "broken", "changing", "held_step", "held_samples")
 
-_DOORS: list[tuple[str, str, str, dict[str, Any]]] = [
-    ("post", "/v1/config", "What the run does; the first to say settles what the coordinator was not told.",
-     {"settings": {"type": "object"}}),
-    ("get", "/v1/config", "What the run does.", {}),
-    ("post", "/v1/members/join", "Become a member: {generation} once one with it begins, else {waiting}: ask again.",
-     {**_SESSION, "address": _TEXT, "step": _COUNT, "samples": _COUNT, "wait_s": _WAIT}),
-    ("post", "/v1/members/ready", "Stopped at a boundary: {generation}, {run_to} to catch up, or {waiting}.",
-     {**_IN, "broken": _FLAG, "held_step": _COUNT, "held_samples": _COUNT, "wait_s": _WAIT}),
-    ("post", "/v1/members/heartbeat", "Alive; {changing} says whether to stop at the next boundary.",
-     {**_IN, "changing": _BELIEVED, "broken": _BELIEVED, "wait_s": _WAIT}),
-    ("post", "/v1/members/leave", "Not a member any more; `finished` if the last step is done.",
-     {**_IN, "finished": _FLAG}),
-    ("get", "/v1/generation", "The generation now.", {}),
-    ("get", "/v1/status", "What the run has reached, and who is in it.", {}),
-    ("get", "/v1/log", "Who trained on what: ?step=N, ?sample=N, or all generations.", {}),
+DOORS = [
+    Door("POST", "/v1/config", "What the run does; the first to say settles what the coordinator was not told.",
+         body=record("all", settings=OBJECT), refusals=_REFUSED),
+    Door("GET", "/v1/config", "What the run does."),
+    Door("POST", "/v1/members/join", "Join: {generation} once one with it begins, or {waiting}: ask again.",
+         body=record((*_OPTIONAL, "finished"), **_SESSION, address=TEXT, step=COUNT, samples=COUNT, wait_s=_WAIT),
+         refusals=_REFUSED),
+    Door("POST", "/v1/members/ready", "Stopped at a boundary: {generation}, {run_to} to catch up, or {waiting}.",
+         body=record(_OPTIONAL, **_IN, broken=FLAG, held_step=COUNT, held_samples=COUNT, wait_s=_WAIT),
+         refusals=_REFUSED),
+    Door("POST", "/v1/members/heartbeat", "Alive; {changing} says whether to stop at the next boundary.",
+         body=record(_OPTIONAL, **_IN, changing=_BELIEVED, broken=_BELIEVED, wait_s=_WAIT), refusals=_REFUSED),
+    Door("POST", "/v1/members/leave", "Not a member any more; `finished` if the last step is done.",
+         body=record((*_OPTIONAL, "finished"), **_IN, finished=FLAG), refusals=_REFUSED),
+    Door("GET", "/v1/generation", "The generation now."),
+    Door("GET", "/v1/status", "What the run has reached, and who is in it."),
+    Door("GET", "/v1/log", "Who trained on what: of a step, of a sample, or all generations.",
+         query={"step": COUNT, "sample": COUNT}, refusals=_REFUSED),
+    DESCRIPTION_DOOR,
+    METRICS_DOOR,
 ]  # fmt: skip
 
 
 def describe() -> dict[str, Any]:
     """The document at /openapi.json."""
-    paths: dict[str, Any] = {}
-    for method, path, about, fields in _DOORS:
-        door: dict[str, Any] = {
-            "summary": about,
-            "responses": {
-                "200": {"description": "Done.", "content": {"application/json": {"schema": {"type": "object"}}}},
-                "409": {"description": "Refused: {error, message}; error is duplicate, unsure, expelled or bad_step."},
-            },
-        }
-        if fields:
-            schema = {"type": "object", "properties": fields}
-            door["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-        paths.setdefault(path, {})[method] = door
-    return {"openapi": "3.1.0", "info": {"title": "Millrace coordinator", "version": "1"}, "paths": paths}
+    return openapi("Millrace coordinator", DOORS)
 
 
 def worker_of(body: dict[str, Any]) -> tuple[str, str, int]:

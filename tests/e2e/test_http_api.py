@@ -1,0 +1,84 @@
+"""The doors as their OpenAPI documents say they are: data node, scheduler and coordinator, over mutual TLS.
+
+With `MILLRACE_SCHEMATHESIS` naming a Python interpreter that has schemathesis installed, that asks each door hundreds
+of times (`MILLRACE_SCHEMATHESIS_EXAMPLES`, 100 each); without it a few questions of our own are asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
+
+from millrace.network.client import Client, RemoteError
+from millrace.network.dht import LibtorrentDht
+from millrace.network.identity import Identity
+from millrace.schedule.coordinator import Coordinator
+from millrace.schedule.service import SchedulerService
+from millrace.serve import DataNode
+
+SCHEMATHESIS = os.environ.get("MILLRACE_SCHEMATHESIS")
+EXAMPLES = os.environ.get("MILLRACE_SCHEMATHESIS_EXAMPLES", "100")
+BODIES: list[Any] = [{}, [], "text", 5, {"held": 1, "worker_id": []}, {"want": -1, "generation": "x", "wait_s": 1e9}]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, str], Identity]]:
+    """Address of each server, and an identity to ask with."""
+    folder = tmp_path_factory.mktemp("doors")
+    bootstrap = Bootstrap(2)
+    nodes = make_network(folder, ["server", "asker"], bootstrap.at)
+    server, asker = (Identity.load(nodes[name]) for name in ("server", "asker"))
+    dht, client = LibtorrentDht(HOST, 0, bootstrap.at), Client(server)
+    data = DataNode(server, [make_dataset(folder / "data", 4, 100)], HOST, 0, dht)
+    scheduler = SchedulerService(server, NAME, dht, client, folder / "state", seq_len=8)
+    coordinator = Coordinator(identity=server)
+    with data, coordinator:
+        scheduler.start()
+        try:
+            yield (
+                {"data": data.address, "scheduler": scheduler.address, "coordinator": coordinator.address},
+                asker,
+            )
+        finally:
+            scheduler.stop()
+            dht.close()
+            bootstrap.close()
+            client.close()
+
+
+@pytest.mark.parametrize("which", ["data", "scheduler", "coordinator"])
+def test_doors_answer_as_they_say(servers: tuple[dict[str, str], Identity], which: str) -> None:
+    address = servers[0][which]
+    with Client(servers[1]) as client:
+        document, _ = client.request_json(address, "GET", "/openapi.json")
+        assert document["openapi"] == "3.1.0"
+        for path, methods in document["paths"].items():
+            for method, door in methods.items():
+                place = path.replace("{", "").replace("}", "")
+                for body in BODIES if method == "post" else [None]:
+                    try:
+                        if door["responses"]["200"]["content"].keys() == {"application/json"}:
+                            client.request_json(address, method.upper(), place, body)
+                        else:
+                            client.get_bytes(address, place, 1 << 20)
+                        status = 200
+                    except RemoteError as error:
+                        status = error.status
+                    assert str(status) in door["responses"] and status != 500, (method, path, body)
+
+
+@pytest.mark.skipif(SCHEMATHESIS is None, reason="MILLRACE_SCHEMATHESIS names no interpreter with schemathesis")
+@pytest.mark.parametrize("which", ["data", "scheduler", "coordinator"])
+def test_schemathesis_finds_nothing(servers: tuple[dict[str, str], Identity], which: str) -> None:
+    assert SCHEMATHESIS is not None
+    command = [SCHEMATHESIS, str(Path(__file__).with_name("http_api.py")), f"https://{servers[0][which]}"]
+    done = subprocess.run([*command, str(servers[1].node_dir), EXAMPLES], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    print(json.loads(done.stdout.splitlines()[-1]))
