@@ -255,9 +255,7 @@ class Swarm:
             if len(accusers) >= 2:
                 self.ban(peer_id)
             return
-        avoided = self._avoid.setdefault(asker, {})
-        seconds = min(_MAX_AVOID_S, 2 * avoided[peer_id][1] if peer_id in avoided else _AVOID_S)
-        avoided[peer_id] = (now + seconds, seconds)
+        self._avoid_a_while(asker, peer_id, now)
         if peer_id in self._holders:
             self._members.failures[self._members.row(peer_id)] += 1
 
@@ -435,4 +433,12 @@ class Swarm:
             if oldest.since > before:
                 return
             self._counts["overdue"] += 1
-            self.failed(pair[0], pair[1], oldest.holder, now)
+            self._end(pair)
+            # Its holder is slow, or the asker is gone: only the asker avoids it, as else the deaths of three askers
+            # would hide an origin from all.
+            self._avoid_a_while(pair[0], oldest.holder, now)
+
+    def _avoid_a_while(self, asker: str, peer_id: str, now: float) -> None:
+        avoided = self._avoid.setdefault(asker, {})
+        seconds = min(_MAX_AVOID_S, 2 * avoided[peer_id][1] if peer_id in avoided else _AVOID_S)
+        avoided[peer_id] = (now + seconds, seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from millrace.schedule.parts import Cached
@@ -128,17 +128,21 @@ class Owners:
         if value is not None:
             self.mean_speed = value if self.mean_speed is None else 0.98 * self.mean_speed + 0.02 * value
 
-    def slowest(self, num: int) -> list[Owner]:
-        """Up to `num` owners that hold leases, who would finish last first."""
-        found: list[Owner] = []
+    def slowest(self, skip: Callable[[Owner], bool]) -> Iterator[Owner]:
+        """The owners that hold leases, who would finish last first, but for those to skip."""
         kept: list[tuple[float, OwnerKey]] = []
-        while self._finish and len(found) < num:
-            item = heapq.heappop(self._finish)
-            owner = self.all.get(item[1])
-            # Entries that something happened to since are stale, and there is a newer one.
-            if owner is not None and owner.leases and -item[0] == owner.finish and owner not in found:
-                found.append(owner)
+        seen: set[OwnerKey] = set()
+        try:
+            while self._finish:
+                item = heapq.heappop(self._finish)
+                owner = self.all.get(item[1])
+                # Entries that something happened to since are stale, and there is a newer one.
+                if owner is None or not owner.leases or -item[0] != owner.finish or owner.key in seen:
+                    continue
+                seen.add(owner.key)
                 kept.append(item)
-        for item in kept:
-            heapq.heappush(self._finish, item)
-        return found
+                if not skip(owner):
+                    yield owner
+        finally:
+            for item in kept:
+                heapq.heappush(self._finish, item)

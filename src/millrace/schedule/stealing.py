@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import islice
 
 from millrace.schedule.owners import Lease, Owner, OwnerKey, Owners
 
@@ -34,9 +35,12 @@ def plan(owners: Owners, thief: Owner, wished: dict[str, Wish], steal_s: float, 
         steal_s: An owner that needs no longer than this for all it has is left alone.
     """
     speed = owners.speed_of(thief)
-    for victim in owners.slowest(CANDIDATES):
-        if victim.key == thief.key or any(lease_id in wished for lease_id in victim.leases):
-            continue
+
+    def is_spared(owner: Owner) -> bool:
+        return owner.key == thief.key or any(lease_id in wished for lease_id in owner.leases)
+
+    # Those spared do not count: else, where many are idle, only as many could steal at once as are looked at.
+    for victim in islice(owners.slowest(is_spared), CANDIDATES):
         theirs = owners.speed_of(victim)
         left = victim.left
         if left / theirs <= steal_s:

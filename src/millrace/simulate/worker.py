@@ -74,6 +74,7 @@ class Worker:
         self._news = True  # Something in the cache that the scheduler was not told.
         self._bad: list[Bad] = []
         self._fetch_s = 0.0
+        self._misses, self._fetch_at = 0, 0.0
         self._tries = 0
         self._spoken = self._foreseen = 0
         self.speak()
@@ -179,8 +180,7 @@ class Worker:
         if grant.index in self.node.cache:
             self.node.cache.move_to_end(grant.index)
             held.ready = True
-        else:
-            self._fetch(held, list(grant.providers))
+        self._fetch_next()
 
     def _lose(self, held: Held) -> None:
         held.over = held.lost = True
@@ -191,6 +191,7 @@ class Worker:
         held.over = True
         if held.fetch is not None:
             held.fetch.drop()
+            self._fetch_next()
         if held is self._current:
             self._current = None
 
@@ -209,7 +210,7 @@ class Worker:
 
     def _num_wanted(self) -> int:
         left = [held for held in self.held.values() if not held.is_spent]
-        return max(0, self._capacity(left) - len(left))
+        return max(0, self._capacity(left) - len(left)) if self.net.clock.now >= self._fetch_at else 0
 
     def _capacity(self, left: list[Held]) -> int:
         samples = sum(held.stop - held.used for held in left)
@@ -224,13 +225,13 @@ class Worker:
             return
         settings = self.net.settings
         left = [held for held in self.held.values() if not held.is_spent]
-        at = math.inf if left else self._not_before
+        at = math.inf if left else max(self._not_before, self._fetch_at)
         if self._bad or any(held.over for held in self.held.values()):
             at = self.net.clock.now
         if self.held:
             at = min(at, self._asked_at + min(settings.lease_s / 3, settings.exchange_s))
         if 2 * len(left) <= self._capacity(left):
-            at = min(at, self._not_before)
+            at = min(at, max(self._not_before, self._fetch_at))
         self._spoken += 1
         number = self._spoken
         at = max(at, self._asked_at + 0.01)
@@ -238,12 +239,20 @@ class Worker:
 
     # Fetching.
 
+    def _fetch_next(self) -> None:
+        """Fetches the lease granted first that is not here; one at a time, so that the first comes soon."""
+        waiting = [held for held in self.held.values() if not held.ready and not held.over]
+        if waiting and not any(held.fetch is not None for held in waiting):
+            self._fetch(waiting[0], list(waiting[0].grant.providers))
+
     def _fetch(self, held: Held, providers: list[Holder]) -> None:
         began_at, index = self.net.clock.now, held.grant.index
+        wrong: list[str] = []
 
         def end(came: bool) -> None:
             if held.over or not self.alive:
                 return
+            held.fetch = None
             if came:
                 self._fetch_s += (self.net.clock.now - began_at - self._fetch_s) * _NEW_WEIGHT
                 self._keep(index)
@@ -251,12 +260,18 @@ class Worker:
                     if other.grant.index == index:
                         other.ready = True
                 self._foresee()
+                self._misses = 0
             else:
-                held.over, held.reason = True, "nobody gave it"
+                held.over = True
+                held.reason = "all who gave it gave wrong bytes" if wrong else ""  # Else it is only given back.
                 self.net.counts["failed"] += 1
+                self._misses += 1
+                self._fetch_at = self.net.clock.now + min(2.0, 0.1 * 2 ** min(self._misses, 5))
                 self._schedule()
+            self._fetch_next()
 
         def bad(peer_id: str, reason: str) -> None:
+            wrong.append(peer_id)
             self._bad.append(Bad(peer_id, self._dataset_id, index, reason))
             self._schedule()
 
