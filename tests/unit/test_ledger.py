@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from millrace.errors import LedgerError
 from millrace.ledger import (
     Ledger,
+    Used,
     count_coverage,
     decode_runs,
     encode_runs,
@@ -41,11 +42,10 @@ def write(path: Path, samples: list[int], uses: list[tuple[int, int, int, int]])
     with Ledger.open(path, sign, now=lambda: 5.0) as ledger:
         job = ledger.append("job", {"samples_per_slice": samples, "scheduler": KEY.hex(), "dataset_id": "d"})
         ledger.append("worker", {"worker": WORKER, "key": WORKER_KEY.hex(), "name": "w"})
-        for step, (epoch, index, start, stop) in enumerate(uses):
-            place = {"epoch": epoch, "start": start, "stop": stop, "step": step}
-            message = receipt_message(job_id=job.hash, lease_id="l", slice_index=index, **place)
-            body = {**place, "slice": index, "lease": "l", "worker": WORKER}
-            ledger.append("use", {**body, "receipt": sign(message, WORKER_KEY).hex()})
+        for step, use in enumerate(uses):
+            used = [Used("l", *use, step)]
+            receipt = sign(receipt_message(job.hash, used), WORKER_KEY).hex()
+            ledger.append("uses", {"worker": WORKER, "uses": [u.to_row() for u in used], "receipt": receipt})
 
 
 def test_whole_epochs_are_ok(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_torn_tail_is_cut_at_any_byte(tmp_path: Path) -> None:
             assert ledger.truncated_bytes == size - before
             assert ledger.next_seq == 3
             ledger.append("note", {"a": 1})
-        assert [e.kind for e in read_entries(path)] == ["job", "worker", "use", "note"]
+        assert [e.kind for e in read_entries(path)] == ["job", "worker", "uses", "note"]
 
 
 def test_a_broken_chain_does_not_open_and_a_second_writer_neither(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_broken_chain_does_not_open_and_a_second_writer_neither(tmp_path: Path
     write(path, [2], [(0, 0, 0, 2)])
     with Ledger.open(path, sign), pytest.raises(LedgerError, match="another process"):
         Ledger.open(path, sign)
-    path.write_bytes(path.read_bytes().replace(b'"stop":2', b'"stop":1'))
+    path.write_bytes(path.read_bytes().replace(b'"l",0,0,0,2', b'"l",0,0,0,1'))
     with pytest.raises(LedgerError, match="hash"):
         Ledger.open(path, sign)
 
@@ -169,7 +169,7 @@ def test_a_quarter_of_a_million_slices_verify_in_seconds(tmp_path: Path) -> None
         for first in range(0, num_slices, 50):
             uses = [["l", 0, index, 0, 4, 1] for index in range(first, first + 50)]
             ledger.append("uses", {"worker": WORKER, "uses": uses, "receipt": ""}, sync=False)
-    begun = time.perf_counter()
+    begun = time.process_time()
     report = verify_ledger(path)
     assert report.ok and report.epochs[0]["samples"] == 4 * num_slices
-    assert time.perf_counter() - begun < 30
+    assert time.process_time() - begun < 15

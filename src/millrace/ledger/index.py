@@ -114,7 +114,7 @@ def _read(path: Path, file: Any, keep: bool) -> LedgerIndex:
     for link in read_links(file, path, checkpoint.seq, checkpoint.prev):
         last, size = link, size + len(link.line) + 1
         entry = link.entry(path)
-        if entry.kind in ("uses", "use"):
+        if entry.kind == "uses":
             for use in sorted(uses_of(entry), key=lambda use: use.step):
                 columns.add(entry, str(entry.body["worker"]), use)
         else:

@@ -47,19 +47,14 @@ class Used:
         return cls(lease, counts[0], counts[1], counts[2], counts[3], counts[4], digest)
 
 
-def receipt_message(job_id: str, uses: Sequence[Used] = (), **old: Any) -> bytes:
-    """What a worker signs to say that it made these uses, in this order. Keywords of one use: the form before."""
-    if old:
-        old["slice"], old["lease"] = old.pop("slice_index"), old.pop("lease_id")
-        return b"millrace receipt 1\n" + canonical_json({"job": job_id, **old})
+def receipt_message(job_id: str, uses: Sequence[Used]) -> bytes:
+    """What a worker signs to say that it made these uses, in this order."""
     return b"millrace receipt 2\n" + canonical_json({"job": job_id, "uses": [use.to_row() for use in uses]})
 
 
 def uses_of(entry: Entry) -> list[Used]:
     """The uses of a `uses` entry. Raises LedgerError if it is not one."""
     try:
-        if entry.kind == "use":
-            return [Used.from_row([entry.body[key] for key in ("lease", "epoch", "slice", "start", "stop", "step")])]
         return [Used.from_row(row) for row in entry.body["uses"]]
     except (KeyError, TypeError) as error:
         raise LedgerError(f"expected uses, got {error!r}") from None

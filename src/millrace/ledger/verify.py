@@ -155,7 +155,7 @@ def _read_entry(entry: Entry, reading: _Reading) -> None:
                 reading.problem(f"entry {entry.seq}: a second job entry")
             case "worker":
                 _read_worker(entry, reading)
-            case "uses" | "use":
+            case "uses":
                 _read_uses(entry, reading)
             case "set_aside":
                 _read_aside(entry, reading)
@@ -201,12 +201,7 @@ def _read_uses(entry: Entry, reading: _Reading) -> None:
     if reading.verify is not None:
         if worker not in reading.keys:
             raise LedgerError(f"worker {worker} has no key in this ledger")
-        old = {key: body[key] for key in ("epoch", "start", "stop", "step")} if entry.kind == "use" else {}
-        message = (
-            receipt_message(job.job_id, lease_id=uses[0].lease, slice_index=uses[0].slice, **old)
-            if old
-            else receipt_message(job.job_id, uses)
-        )
+        message = receipt_message(job.job_id, uses)
         reading.verify(reading.keys[worker], message, bytes.fromhex(body["receipt"]))
 
 
