@@ -1,0 +1,231 @@
+"""What a scheduler costs that ten thousand workers hold a connection to, over real TLS on loopback.
+
+The scheduler is a process of its own, so that its memory and its processor time are its own; the workers are raw TLS
+sockets in this one. Each uses a slice up a minute, says so under its signature and is leased the next.
+`python -m benchmarks.control [WORKERS] [SECONDS]`.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import resource
+import socket
+import ssl
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from benchmarks.measure import Figure, process_cpu_s, show
+from millrace.dataset import adopt, open_dataset
+from millrace.dataset.slices import write_token_slice
+from millrace.ledger import Used, receipt_message
+from millrace.network.client import Client
+from millrace.network.dht import LibtorrentDht
+from millrace.network.https import Bounds, Request, Response, Server, json_response
+from millrace.network.identity import Identity, create_network, join
+from millrace.schedule.service import SchedulerService
+from millrace.serve import DataNode
+
+MINUTE_S = 60.0
+
+
+def raise_descriptors(num: int) -> None:
+    """Allows this process so many open files, if the machine does."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(num, hard), hard))
+
+
+def _serve_bare(node: str, workers: int, door: Connection) -> None:
+    raise_descriptors(workers + 1000)
+
+    def answer(request: Request) -> Response:
+        return json_response({"path": request.path})
+
+    bounds = Bounds(per_peer=workers + 8, busy=64, idle_s=300.0)
+    with Server(Identity.load(node), "127.0.0.1", 0, answer, workers + 8, bounds=bounds) as server:
+        door.send(server.port)
+        door.recv()
+
+
+def connect(identity: Identity, port: int, num: int) -> list[ssl.SSLSocket]:
+    """So many connections, their handshakes done."""
+    context = identity.client_context()
+    made = []
+    for _ in range(num):
+        plain = socket.create_connection(("127.0.0.1", port), 60)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.append(context.wrap_socket(plain))
+    return made
+
+
+def ask(tls: ssl.SSLSocket, request: bytes) -> bytes:
+    """One request and its whole answer's body."""
+    tls.sendall(request)
+    data = b""
+    while (end := data.find(b"\r\n\r\n")) < 0:
+        piece = tls.recv(65536)
+        if not piece:
+            raise ConnectionResetError("the server closed")
+        data += piece
+    head = data[:end].lower()
+    at = head.index(b"content-length:") + 15
+    length = int(head[at:].split(b"\r\n", 1)[0])
+    while len(data) < end + 4 + length:
+        data += tls.recv(65536)
+    if b" 200 " not in data[:20]:
+        raise RuntimeError(f"refused: {data[:300]!r}")
+    return data[end + 4 :]
+
+
+def paced(pid: int, num: int, seconds: float, act: Callable[[int], object]) -> tuple[int, float]:
+    """Calls `act` at the rate of one a worker and minute. Returns how often, and the process's CPU seconds."""
+    every_s = MINUTE_S / num
+    before, began, done = process_cpu_s(pid), time.perf_counter(), 0
+    while (now := time.perf_counter()) < began + seconds:
+        if now < began + done * every_s:
+            time.sleep(began + done * every_s - now)
+        act(done)
+        done += 1
+    return done, process_cpu_s(pid) - before
+
+
+def measure_idle(workers: int, seconds: float) -> list[Figure]:
+    """Memory and CPU of connections that rest, and of a bare request a minute on each."""
+    raise_descriptors(workers + 1000)
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        create_network(folder / "network", "bench")
+        server, client = (join(folder / "network", folder / who, who) for who in ("server", "client"))
+        here, there = spawn.Pipe()
+        process = spawn.Process(target=_serve_bare, args=(str(server.node_dir), workers, there), daemon=True)
+        process.start()
+        port = here.recv()
+        assert process.pid is not None
+        seen = psutil.Process(process.pid)
+        ask(connect(client, port, 1)[0], b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        before, cpu, began = seen.memory_info().rss, process_cpu_s(process.pid), time.perf_counter()
+        held = connect(client, port, workers)
+        shaken = time.perf_counter() - began, process_cpu_s(process.pid) - cpu
+        rss = seen.memory_info().rss
+        cpu = process_cpu_s(process.pid)
+        time.sleep(seconds)
+        idle_cpu = process_cpu_s(process.pid) - cpu
+        threads = seen.num_threads()
+        request = b"GET /v1/job HTTP/1.1\r\nHost: x\r\n\r\n"
+        done, busy_cpu = paced(process.pid, workers, seconds, lambda i: ask(held[i % workers], request))
+        here.send("stop")
+        process.join(60)
+    return [
+        Figure("idle connections", workers, "TLS", f"{threads} threads"),
+        Figure("memory", rss / 1e6, "MB", f"{(rss - before) / workers / 1e3:.1f} kB each"),
+        Figure("handshake", shaken[1] / workers * 1e3, "ms CPU", f"{workers / shaken[0]:.0f} a second, one client"),
+        Figure("idle", 100 * idle_cpu / seconds, "% core"),
+        Figure("bare request", busy_cpu / done * 1e6, "us CPU", f"{100 * busy_cpu / seconds:.2f} % core at 1/min each"),
+    ]
+
+
+NAME, SEQ_LEN, SAMPLES = "bench", 8, 4
+PEERS = 16  # the workers' certificates
+
+
+def _schedule(node: str, state: str, workers: int, door: Connection) -> None:
+    raise_descriptors(workers + 1000)
+    identity = Identity.load(node)
+    dht = LibtorrentDht("127.0.0.1", 0, list(identity.bootstrap))
+    service = SchedulerService(
+        identity, NAME, dht, Client(identity), state, seq_len=SEQ_LEN, epochs=100, lease_s=600.0, steal_s=1e6
+    )
+    service.start()
+    door.send(service.address)
+    door.recv()
+    service.stop()
+    dht.close()
+
+
+class _Worker:
+    """One session: its connection, and the lease it holds."""
+
+    def __init__(self, number: int, identity: Identity, tls: ssl.SSLSocket) -> None:
+        self.number, self.identity, self.tls = number, identity, tls
+        self.lease: dict[str, object] = {}
+
+    def exchange(self, job_id: str) -> bool:
+        """Say what was used, get the next lease; whether there was one."""
+        body: dict[str, object] = {"session": f"s{self.number}", "want": 1, "held": []}
+        if self.lease:
+            keys = ("epoch", "slice", "start", "stop")
+            use = {"lease_id": self.lease["lease_id"], **{key: self.lease[key] for key in keys}, "step": 1}
+            used = Used(*(use[key] for key in ("lease_id", *keys, "step")))  # type: ignore[arg-type]
+            signature = self.identity.sign(receipt_message(job_id, [used])).hex()
+            body |= {"job_id": job_id, "uses": [use], "signature": signature, "held": [use["lease_id"]]}
+        data = json.dumps(body).encode()
+        lead = f"POST /v1/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        answer = json.loads(ask(self.tls, lead.encode() + data))
+        if answer["refused"]:
+            raise RuntimeError(f"refused: {answer['refused']}")
+        self.lease = answer["leases"][0] if answer["leases"] else {}
+        return bool(self.lease)
+
+
+def _make_dataset(folder: Path, num_slices: int) -> None:
+    (folder / "slices").mkdir(parents=True)
+    length = SAMPLES * SEQ_LEN + 1
+    for index in range(num_slices):
+        ids = np.full(length, index % 60, np.uint16)
+        write_token_slice(folder / "slices" / f"{index:06d}.safetensors", ids, np.array([length], np.uint64))
+    adopt(folder, NAME)
+
+
+def measure_exchanges(workers: int, seconds: float) -> list[Figure]:
+    """CPU of a scheduler process for workers that each finish a slice a minute."""
+    raise_descriptors(workers + 1000)
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        dht = LibtorrentDht("127.0.0.1", 0, [])
+        create_network(folder / "network", "bench", bootstrap=[("127.0.0.1", dht.port)])
+        members = [join(folder / "network", folder / f"node{i}", f"node{i}") for i in range(PEERS + 2)]
+        _make_dataset(folder / "data", workers + int(workers * seconds / MINUTE_S) + 100)
+        here, there = spawn.Pipe()
+        with DataNode(members[0], [open_dataset(folder / "data")], "127.0.0.1", 0, dht):
+            arguments = (str(members[1].node_dir), str(folder / "state"), workers, there)
+            process = spawn.Process(target=_schedule, args=arguments, daemon=True)
+            process.start()
+            address = here.recv()
+            with Client(members[2]) as client:
+                job_id = client.request_json(address, "GET", "/v1/job")[0]["job_id"]
+            port, held, each = int(address.rpartition(":")[2]), [], -(-workers // PEERS)
+            for identity in members[2:]:
+                num = min(each, workers - len(held))
+                held += [_Worker(len(held) + i, identity, tls) for i, tls in enumerate(connect(identity, port, num))]
+            for worker in held:
+                worker.exchange(job_id)
+            assert process.pid is not None
+            rss = psutil.Process(process.pid).memory_info().rss
+            done, cpu = paced(process.pid, workers, seconds, lambda i: held[i % workers].exchange(job_id))
+            here.send("stop")
+            process.join(60)
+        dht.close()
+    return [
+        Figure("exchange", cpu / done * 1e6, "us CPU", "TLS, desk, journal and ledger together"),
+        Figure("scheduler", 100 * cpu / seconds, "% core", f"{workers} workers, a lease a minute each"),
+        Figure("scheduler memory", rss / 1e6, "MB", f"{workers} connections and leases"),
+    ]
+
+
+def measure(workers: int = 10_000, seconds: float = 20.0) -> list[Figure]:
+    """The figures. Takes some five minutes with ten thousand workers."""
+    return [*measure_exchanges(workers, seconds), *measure_idle(workers, seconds)]
+
+
+if __name__ == "__main__":
+    given = [float(text) for text in sys.argv[1:]]
+    show("control", measure(int(given[0]) if given else 10_000, given[1] if len(given) > 1 else 20.0))
