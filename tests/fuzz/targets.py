@@ -5,6 +5,7 @@ Seeds are made by the code under test, with keys of a network of their own in a 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import io
@@ -276,7 +277,17 @@ def files(directory: Path, identity: Identity) -> Target:
         finally:
             path.write_bytes(whole[name])
 
-    return Target(run, [bytes([index]) + whole[name] for index, name in enumerate(names)])
+    cert, key = names.index("node-cert.pem"), names.index("node-key.pem")
+    odd = [bytes([cert]) + _again(whole["node-cert.pem"], b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x22")]
+    odd.append(bytes([key]) + _again(whole["node-key.pem"], b"\x06\x03\x2b\x65\x70", b"\x06\x03\x3b\x65\x70"))
+    return Target(run, [*(bytes([index]) + whole[name] for index, name in enumerate(names)), *odd])
+
+
+def _again(pem: bytes, old: bytes, new: bytes) -> bytes:
+    """A PEM with other bytes inside."""
+    first, *lines, last = pem.strip().splitlines()
+    body = base64.b64encode(base64.b64decode(b"".join(lines)).replace(old, new))
+    return b"\n".join([first, *(body[at : at + 64] for at in range(0, len(body), 64)), last, b""])
 
 
 @target
@@ -304,8 +315,6 @@ def revoked_file(directory: Path, identity: Identity) -> Target:
 
 @target
 def tokens(directory: Path, identity: Identity) -> Target:
-    import base64
-
     body = {
         "id": "i", "network_id": "n", "issuer": "a" * 32, "address": "h:1", "roles": ["worker"], "datasets": ["*"],
         "uses": 1, "expires_at": 1e9, "valid_days": 30.0,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
@@ -236,7 +237,7 @@ def read_key(path: Path) -> Ed25519PrivateKey:
     """
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), None)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise UsageError(f"key: cannot read {path}: {type(error).__name__}: {error}") from error
     if not isinstance(key, Ed25519PrivateKey):
         raise UsageError(f"key: expected Ed25519, got {type(key).__name__} ({path})")
@@ -251,7 +252,7 @@ def read_cert(path: Path) -> x509.Certificate:
     """
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, x509.InvalidVersion) as error:
         raise UsageError(f"certificate: cannot read {path}: {type(error).__name__}: {error}") from error
 
 

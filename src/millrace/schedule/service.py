@@ -23,6 +23,7 @@ from typing import Any
 from millrace.errors import LeaseError, LedgerError, NetworkError, ProtocolViolation, StateError, UsageError
 from millrace.ledger import receipt_message
 from millrace.network.client import Client
+from millrace.network.dialing import Dialer
 from millrace.network.discovery import Claim, Discovery, record_key
 from millrace.network.https import BadRequestError, Request, Response, Server, error_response, json_response
 from millrace.network.identity import Identity, Peer, verify
@@ -134,6 +135,7 @@ class SchedulerService:
         self._specs: list[JobSpec] = []
         self._bodies: dict[str, dict[str, Any]] = {}
         self._workers: dict[str, status.Seen] = {}
+        self._dialer = Dialer(client)
         self._exchanges, self._desk_s = 0, 0.0
         self._journal: Journal | None = None
         self._server = Server(identity, host, port, self._answer, MAX_CONNECTIONS, bounds=BOUNDS)
@@ -237,6 +239,7 @@ class SchedulerService:
         self._stopping.set()
         self._server.drain(5.0)
         self._server.close()
+        self._dialer.close()
         for thread in self._threads:
             thread.join(10.0)
         if self._trust is not None:
@@ -371,6 +374,8 @@ class SchedulerService:
                 verify(peer.public_key, receipt_message(ask.job_id, ask.uses), bytes.fromhex(ask.receipt))
             except ProtocolViolation as error:
                 raise BadRequestError(f"signature: not this peer's over these uses: {error}") from error
+        # Named to others only where it was reached: a worker behind NAT takes slices and gives none.
+        ask = replace(ask, address=ask.address if self._dialer.reached(peer.peer_id, ask.address) else "")
         now = time.monotonic()
         with self._lock:
             journal = self._open_journal()
