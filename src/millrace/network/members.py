@@ -130,7 +130,7 @@ class Members:
 
     def _write(self, row: int, have: NDArray[np.bool_]) -> None:
         new = np.packbits(have, bitorder="little")
-        old = np.ascontiguousarray(self._bits[:, row])
+        old = self._bits[:, row].copy()
         changed = np.flatnonzero(new != old)
         if not len(changed):
             return

@@ -36,6 +36,7 @@ _HAVE_S = 10.0
 _MUST_S = 5.0
 _HOME_S = 30.0
 _BUSY_S = 5.0
+_DEAD_S = 30.0  # a tracker that did not answer is left alone so long
 _MOST_MUST = 8
 log = logging.getLogger("millrace.swarm")
 
@@ -151,12 +152,13 @@ class SwarmReader:
         self._told_have: NDArray[np.bool_] | None = None
         self._told_at = self._found_at = float("-inf")
         self._trackers: list[TrackerAt] = []
+        self._dead: dict[str, float] = {}  # until when
         self._sharers: dict[str, TrackerAt] = {}
         self._seeds: dict[str, Origin] = {}
         self._good_at = clock()
         self._closed = False
         self._counts = {"from_origins": 0, "from_peers": 0, "failed": 0, "trackers_lost": 0}
-        self._transfers = Transfers(connections, tries=2, patience_s=5.0)
+        self._transfers = Transfers(connections, tries=2, patience_s=5.0, hedge_s=30.0)  # one source: no other is faster
         self._thread = threading.Thread(target=self._run, name="swarm", daemon=True)
         self._thread.start()
 
@@ -277,6 +279,8 @@ class SwarmReader:
         now = self._clock()
         if not self._trackers or (not self._trackers[0].is_origin and now - self._found_at > _HOME_S):
             self._look_up(now)
+        elif not self._trackers[0].is_origin:
+            self._rank(self._trackers)
         while self._trackers:
             tracker = self._trackers[0]
             answer = self._tell(tracker, body, _ASK_S)
@@ -285,6 +289,7 @@ class SwarmReader:
             with self._changed:
                 self._counts["trackers_lost"] += 1
                 self._sharers.pop(tracker.peer_id, None)
+            self._dead[tracker.peer_id] = self._clock() + _DEAD_S
             self._trackers.pop(0)
             self._told_have = None
             if self._share is not None and "have" not in body:
@@ -294,16 +299,20 @@ class SwarmReader:
 
     def _look_up(self, now: float) -> None:
         self._found_at = now
-        found = {tracker.peer_id: tracker for tracker in self._sharers.values()}
+        found: list[TrackerAt] = []
         try:
-            found.update({tracker.peer_id: tracker for tracker in self._find()})
+            found = list(self._find())
         except (MillraceError, OSError) as error:
             log.info("swarm of %s: no tracker was found: %s", self.dataset_id[:12], error)
         if self._share is not None and self._client.identity is not None:
-            me = self._client.identity.peer_id
-            found[me] = TrackerAt(me, self._share.address, False)
-        # All who lost theirs choose the same next one.
-        self._trackers = sorted(found.values(), key=lambda tracker: (not tracker.is_origin, tracker.peer_id))
+            found.append(TrackerAt(self._client.identity.peer_id, self._share.address, False))
+        self._rank(found)
+
+    def _rank(self, found: Sequence[TrackerAt]) -> None:
+        """Whom to ask first: the origins, then the least id of all sharers known, so that all choose the same."""
+        known = {**self._sharers, **{one.peer_id: one for one in found}}
+        alive = [one for one in known.values() if self._dead.get(one.peer_id, 0.0) <= self._clock()]
+        self._trackers = sorted(alive, key=lambda one: (not one.is_origin, one.peer_id))
 
     def _tell(self, tracker: TrackerAt, body: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
         path = f"/v1/swarm/{self.dataset_id}"

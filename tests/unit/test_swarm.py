@@ -1,0 +1,194 @@
+"""Laws of the swarm: nobody starves, slots hold, the origin gives once, the same calls give the same answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import ProtocolViolation, UsageError
+from millrace.network.ranges import format_ranges, parse_ranges
+from millrace.network.swarm import Assignment, Holder, Swarm
+
+ORIGIN = Holder("origin", "o:1", True)
+
+
+def peer(name: str, address: str = "p:1") -> Holder:
+    return Holder(name, address, False)
+
+
+def none(num: int) -> np.ndarray:
+    return np.zeros(num, np.bool_)
+
+
+class Crowd:
+    """Members that fetch what they are told, a whole slice a round, and may fall."""
+
+    def __init__(self, num_slices: int, num_members: int, slots: int, origin_slots: int) -> None:
+        self.swarm = Swarm(num_slices, slots=slots, origin_slots=origin_slots)
+        self.have = {f"m{i}": none(num_slices) for i in range(num_members)}
+        self.now = 0.0
+        self.from_origin = 0
+        self.log: list[Assignment] = []
+        self.slots = {ORIGIN.peer_id: origin_slots, **dict.fromkeys(self.have, slots)}
+        self.swarm.join(ORIGIN, None, self.now)
+        for name, have in self.have.items():
+            self.swarm.join(peer(name), have, self.now)
+
+    def round(self, at_once: int) -> int:
+        self.now += 1.0
+        self.swarm.join(ORIGIN, None, self.now)
+        told: list[tuple[str, Assignment]] = []
+        for name, have in self.have.items():
+            self.swarm.join(peer(name), None, self.now)
+            told += [(name, each) for each in self.swarm.assign(name, np.flatnonzero(~have), at_once, self.now)]
+        for who in self.slots:
+            assert sum(each.holder.peer_id == who for _, each in told) <= self.slots[who]
+        for _, each in told:
+            assert each.holder.is_origin or self.have[each.holder.peer_id][each.index]
+            self.from_origin += each.holder.is_origin
+            self.log.append(each)
+        for name, each in told:
+            self.have[name][each.index] = True
+            self.swarm.finished(name, each.index, self.now + 0.5)
+        return len(told)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_slices=st.integers(1, 24), num_members=st.integers(1, 6), slots=st.integers(1, 3),
+    origin_slots=st.integers(1, 3), at_once=st.integers(1, 4), falls=st.lists(st.integers(0, 5), max_size=2),
+)  # fmt: skip
+def test_all_get_all_within_bounded_rounds_and_the_origin_gives_once_and_for_losses(
+    num_slices: int, num_members: int, slots: int, origin_slots: int, at_once: int, falls: list[int]
+) -> None:
+    crowd = Crowd(num_slices, num_members, slots, origin_slots)
+    losses = 0
+    for number in range(4 * num_slices * num_members + 8):
+        if falls and number == 3 and len(crowd.have) > 1:
+            gone = sorted(crowd.have)[falls.pop() % len(crowd.have)]
+            others = sum(have for who, have in crowd.have.items() if who != gone)
+            losses += int(np.count_nonzero(crowd.have.pop(gone) & (others == 0)))
+            crowd.swarm.leave(gone)
+        crowd.round(at_once)
+        if all(have.all() for have in crowd.have.values()):
+            break
+    assert all(have.all() for have in crowd.have.values())
+    assert crowd.from_origin == num_slices + losses
+    assert (crowd.swarm.copies() == len(crowd.have)).all()
+    assert crowd.swarm.facts()["under_way"] == 0
+
+
+def test_the_same_calls_give_the_same_answers() -> None:
+    logs = []
+    for _ in range(2):
+        crowd = Crowd(40, 5, 2, 3)
+        while crowd.round(3):
+            pass
+        logs.append(crowd.log)
+    assert logs[0] == logs[1]
+
+
+def test_a_slice_under_way_is_waited_for_and_told_again_to_who_asks_again() -> None:
+    swarm = Swarm(2)
+    for holder in (ORIGIN, peer("a"), peer("b")):
+        swarm.join(holder, none(2), 0.0)
+    first = swarm.assign("a", np.array([0]), 4, 0.0)
+    assert first == [Assignment(0, ORIGIN)] == swarm.assign("a", np.array([0]), 4, 1.0)
+    assert swarm.assign("b", np.array([0]), 4, 1.0) == []
+    swarm.finished("a", 0, 2.0)
+    assert swarm.assign("b", np.array([0]), 4, 2.0) == [Assignment(0, peer("a"))]
+
+
+def test_the_rarest_goes_first() -> None:
+    swarm = Swarm(3)
+    swarm.join(peer("a"), np.array([True, True, True]), 0.0)
+    swarm.join(peer("b"), np.array([True, True, False]), 0.0)
+    swarm.join(peer("c"), np.array([True, False, False]), 0.0)
+    swarm.join(peer("d"), none(3), 0.0)
+    assert [each.index for each in swarm.assign("d", np.arange(3), 3, 0.0)] == [2, 1, 0]
+
+
+def test_an_unreachable_member_gets_and_is_never_named() -> None:
+    swarm = Swarm(1)
+    swarm.join(ORIGIN, None, 0.0)
+    swarm.join(peer("leech", ""), none(1), 0.0)
+    got = [swarm.assign("leech", np.array([0]), 1, float(i)) for i in range(4)]
+    assert [Assignment(0, ORIGIN)] in got
+    swarm.finished("leech", 0, 4.0)
+    swarm.join(peer("b"), none(1), 4.0)
+    assert swarm.copies().tolist() == [0] and swarm.assign("b", np.array([0]), 1, 5.0) == [Assignment(0, ORIGIN)]
+
+
+def test_a_liar_is_banned_for_who_says_so_and_for_all_after_a_second() -> None:
+    swarm = Swarm(1)
+    swarm.join(peer("liar"), np.array([True]), 0.0)
+    for name in ("a", "b", "c"):
+        swarm.join(peer(name), none(1), 0.0)
+    swarm.failed("a", 0, "liar", 0.0, wrong=True)
+    assert swarm.providers(0, "a", 1.0) == [] and swarm.providers(0, "b", 1.0) == [peer("liar")]
+    swarm.failed("a", 0, "liar", 1.0, wrong=True)
+    assert swarm.assign("c", np.array([0]), 1, 1.0) != []
+    swarm.failed("b", 0, "liar", 1.0, wrong=True)
+    assert swarm.providers(0, "c", 2.0) == [] and swarm.facts()["banned"] == ["liar"]
+
+
+def test_who_refuses_is_avoided_for_a_while_and_the_origin_steps_in() -> None:
+    swarm = Swarm(1)
+    swarm.join(ORIGIN, None, 0.0)
+    swarm.join(peer("full"), np.array([True]), 0.0)
+    swarm.join(peer("a"), none(1), 0.0)
+    assert swarm.assign("a", np.array([0]), 1, 0.0) == [Assignment(0, peer("full"))]
+    swarm.failed("a", 0, "full", 0.1)
+    assert swarm.assign("a", np.array([0]), 1, 0.2) == [Assignment(0, ORIGIN)]
+    swarm.dropped("a", 0)
+    assert swarm.assign("a", np.array([0]), 1, 5.0) == [Assignment(0, peer("full"))]
+
+
+def test_the_silent_go_and_what_only_they_had_comes_from_the_origin_again() -> None:
+    swarm = Swarm(1, ttl_s=10.0)
+    swarm.join(ORIGIN, None, 0.0)
+    swarm.join(peer("a"), np.array([True]), 0.0)
+    swarm.join(peer("b"), none(1), 8.0)
+    swarm.join(ORIGIN, None, 8.0)
+    assert swarm.expire(12.0) == ["a"] and swarm.copies().tolist() == [0]
+    assert swarm.assign("b", np.array([0]), 1, 12.0) == [Assignment(0, ORIGIN)]
+
+
+def test_a_download_that_never_ends_is_given_up_and_its_slot_is_free_again() -> None:
+    swarm = Swarm(1, origin_slots=1, patience_s=20.0, ttl_s=1000.0)
+    for holder in (ORIGIN, peer("hoarder"), peer("b")):
+        swarm.join(holder, none(1), 0.0)
+    assert swarm.assign("hoarder", np.array([0]), 1, 0.0)
+    assert swarm.assign("b", np.array([0]), 1, 10.0) == []
+    assert swarm.assign("b", np.array([0]), 1, 21.0) == [Assignment(0, ORIGIN)]
+
+
+def test_load_is_spread_over_holders() -> None:
+    swarm = Swarm(6, slots=2)
+    for name in ("a", "b", "c"):
+        swarm.join(peer(name), np.ones(6, np.bool_), 0.0)
+    swarm.join(peer("d"), none(6), 0.0)
+    named = [swarm.providers(index, "d", 0.0)[0].peer_id for index in range(6)]
+    assert sorted(named) == ["a", "a", "b", "b", "c", "c"]
+    assert swarm.assign("d", np.array([], np.int64), 1, 0.0) == []
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(UsageError, match="joined before"):
+        Swarm(1).assign("nobody", np.array([0]), 1, 0.0)
+    with pytest.raises(UsageError, match="positive"):
+        Swarm(1, slots=0)
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_ranges_of_any_set_are_read_back(flags: list[bool]) -> None:
+    have = np.array(flags, np.bool_)
+    assert np.array_equal(parse_ranges(format_ranges(have), len(have)), have)
+
+
+@pytest.mark.parametrize("text", ["x", "1-", "5-4", "9", "0,,1", "-1", "٣"])
+def test_ranges_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ProtocolViolation):
+        parse_ranges(text, 9)
