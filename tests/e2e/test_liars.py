@@ -8,7 +8,7 @@ import random
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from millrace.dataset import Dataset
 from millrace.dataset.manifest import SliceTable
 from millrace.errors import DatasetError, IntegrityError, NetworkError, UsageError
 from millrace.network.client import Client
+from millrace.network.dialing import Dialer
 from millrace.network.discovery import Claim, LocalDiscovery, find_providers, record_key
 from millrace.network.identity import Identity
 from millrace.serve import DataNode
@@ -217,3 +218,15 @@ def test_a_table_that_unfolds_is_refused_before_it_is_read() -> None:
         with pytest.raises(DatasetError):
             SliceTable.from_parquet(bomb)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+def test_a_member_is_named_only_where_it_answered(client: Client, dataset: Dataset, make_identity: Make) -> None:
+    with Liar(make_identity("sharer"), dataset, "honest") as sharer, closing(Dialer(client)) as dialer:
+        there, nobody = (sharer.identity.peer_id, sharer.address), (sharer.identity.peer_id, "127.0.0.1:1")
+        thief = ("a" * 32, sharer.address)
+        assert not any(dialer.reached(*pair) for pair in (there, nobody, thief, (there[0], "")))
+        deadline = time.monotonic() + 20.0
+        while not dialer.reached(*there):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not dialer.reached(*nobody) and not dialer.reached(*thief)
