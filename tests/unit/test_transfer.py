@@ -617,3 +617,35 @@ def test_a_busy_source_gets_fewer_connections_and_then_more() -> None:
     for _ in range(200):
         made.finished(16)
     assert made.limit == 16
+
+
+def test_two_origins_of_one_url_are_each_asked_for_their_own(tmp_path: Path) -> None:
+    """A peer is one source however many slices it is asked for; each transfer reads from the origin it was given."""
+
+    class Fixed:
+        url = "peer://a"
+
+        def __init__(self, data: bytes) -> None:
+            self.data = data
+
+        def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+            time.sleep(0.01)
+            yield memoryview(self.data)[start:stop]
+
+        def get(self, name: str, max_bytes: int) -> bytes:
+            raise AssertionError
+
+        def sources(self) -> list[Fixed]:
+            return [self]
+
+    bad: list[str] = []
+    with Transfers(4, tries=1, patience_s=1.0) as transfers:
+        running = []
+        for number in range(20):
+            data = bytes([number]) * 1000
+            info = SliceInfo(number, f"{number}", 1000, hashlib.sha256(data).hexdigest(), 0, 0)
+            part = tmp_path / f"{number}.part"
+            running.append(transfers.start(info, part, [Fixed(data)], lambda origin, why: bad.append(why)))
+        for transfer in running:
+            assert transfer.wait(10) and transfer.error is None
+    assert bad == []

@@ -255,7 +255,7 @@ class Transfers:
             for url, origin in found.items():
                 source = self._known.setdefault(url, Source(origin, float(self.connections)))
                 source.origin = origin
-                work.sources[url] = source
+                work.sources[url], work.found[url] = source, origin
             if found:
                 work.looked_at = now
                 work.lookup.tries = 0
@@ -299,7 +299,7 @@ class Transfers:
         if not isinstance(fault, NetworkError):
             return self._end(work, fault)
         if isinstance(fault, ProtocolViolation):
-            work.tell(source.origin, str(fault))
+            work.tell(work.found[url], str(fault))
         with self._changed:
             work.reasons[url] = str(fault)
             not_before = now
@@ -367,7 +367,7 @@ class Transfers:
             work.liars.add(url)
             source = self._known[url]
             source.lies += 1
-        work.tell(source.origin, reason)
+        work.tell(work.found[url], reason)
 
     def _restart(self, work: Work, alone: str | None) -> None:
         """Fetch all of it anew, from one source if it says which."""

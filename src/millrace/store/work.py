@@ -26,7 +26,10 @@ class Work:
 
     Attributes:
         pending: Spans that nobody fetches now, by start; `flying`: those that somebody does.
-        sources: Whom it knows, by URL; `refused` and `reasons` say who will not give it, and who did not and why.
+        found: The origin behind each URL, as this transfer was given it: another's of the same URL may be of another
+            slice.
+        sources: What is known of each, by URL, shared by all transfers; `refused` and `reasons` say who will not give
+            it, and who did not and why.
         alone: The only source that may be asked, after bytes of several did not verify together.
         lookup: Stands for looking up the sources, with its tries and when it may be tried again.
         byte_at: When its last byte came.
@@ -42,6 +45,7 @@ class Work:
     finished: Callable[[Exception | None], object] = lambda error: None
     flying: set[Span] = field(default_factory=set)
     pending: list[Span] = field(default_factory=list)
+    found: dict[str, Origin] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -94,7 +98,7 @@ class Work:
             ProtocolViolation: If there is more of it than was asked for.
         """
         url, start, stop = source.origin.url, span.at, span.stop
-        body = source.origin.read(self.info.name, start, stop)
+        body = self.found[url].read(self.info.name, start, stop)
         try:
             for data in body:
                 if len(data) > stop - span.at:
