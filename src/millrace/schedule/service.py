@@ -439,6 +439,7 @@ class SchedulerService:
             if sha256 in leased:
                 placed.append(Bad(provider, *leased[sha256], reason))
                 log.warning("worker %s reports provider %s for slice %s: %s", peer_id, provider, sha256, reason)
+                self.identity.note("bad_provider", peer=provider, slice=sha256, by=peer_id, reason=reason)
         return tuple(placed)
 
     def _see(self, peer: Peer, ask: Ask, happened: Sequence[Event], now: float) -> None:
