@@ -7,6 +7,7 @@ sides' CPU counts; figures are medians of interleaved rounds.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import socket
 import tempfile
@@ -16,13 +17,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from benchmarks.measure import Figure, cpu_s, median, process_cpu_s, show
+from millrace.errors import NetworkError
 from millrace.network.client import Client
 from millrace.network.https import FileRange, Request, Response, Server
 from millrace.network.identity import Identity, create_network, join
 
 NUM_BYTES = 200 << 20
+CROWD_BYTES = 32 << 20  # for each of many clients
 PIECE = 1 << 20
 
 
@@ -61,6 +65,95 @@ def _receive_plain(identity: Identity, port: int, out: Path, order: bytes = b"g"
         buffer = memoryview(bytearray(PIECE))
         while count := tls.recv_into(buffer):
             file.write(buffer[:count])
+
+
+def _take(node: str, port: int, out: str, pace_s: float, door: Connection) -> None:
+    """A client in a process of its own: downloads when told, says how long it took; with `pace_s` it reads slowly."""
+
+    class Slow(io.RawIOBase):
+        def write(self, piece: object) -> int:
+            time.sleep(pace_s)
+            return len(memoryview(piece))  # type: ignore[arg-type]
+
+    identity = Identity.load(node)
+    with Client(identity) as client, Path(out).open("wb") as file:
+        door.send("ready")
+        while door.recv() == "go":
+            begun = time.perf_counter()
+            file.seek(0)
+            into = Slow() if pace_s else file
+            try:
+                client.download(f"127.0.0.1:{port}", "/v1/slices/x", into, 0, CROWD_BYTES, timeout_s=600)  # type: ignore[arg-type]
+            except NetworkError:  # the slow one is cut when all others are done
+                door.send(0.0)
+                return
+            door.send(time.perf_counter() - begun)
+
+
+def _together(folder: Path, nodes: list[Path], port: int, num: int, slow: bool = False) -> tuple[float, float]:
+    """Wall seconds until `num` clients, a process each, have the file; and the slowest reader's effect beside them."""
+    spawn = multiprocessing.get_context("spawn")
+    clients = []
+    for i in range(num + slow):
+        here, there = spawn.Pipe()
+        arguments = (str(nodes[i % len(nodes)]), port, str(folder / "void" / str(i)), 0.5 * (i == num), there)
+        process = spawn.Process(target=_take, args=arguments, daemon=True)
+        process.start()
+        clients.append((process, here))
+    for _, here in clients:
+        here.recv()
+    for _, here in reversed(clients):
+        here.send("go")
+    begun = time.perf_counter()
+    each = [here.recv() for _, here in clients[:num]]
+    wall_s = time.perf_counter() - begun
+    for process, here in clients[:num]:
+        here.send("stop")
+        process.join(20)
+    for process, _ in clients[num:]:
+        process.kill()
+    return wall_s, median(each)
+
+
+def measure_crowd(num: int = 16, most: int = 64) -> list[Figure]:
+    """Many clients at one data node, a slow one among them; its memory with `most` of them."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "void").mkdir()
+        create_network(folder / "network", "bench")
+        nodes = [folder / f"node{i}" for i in range(5)]
+        for node in nodes:
+            join(folder / "network", node, node.name)
+        source = folder / "slice"
+        source.write_bytes(np.random.default_rng(0).bytes(NUM_BYTES))
+        here, there = spawn.Pipe()
+        process = spawn.Process(target=_serve_millrace, args=(str(nodes[0]), str(source), there), daemon=True)
+        process.start()
+        port, seen = here.recv(), psutil.Process(process.pid)
+        alone, _ = _together(folder, nodes[1:], port, 1)
+        crowd, _ = _together(folder, nodes[1:], port, num)
+        beside, _ = _together(folder, nodes[1:], port, num, slow=True)
+        held = []
+        taker = Identity.load(nodes[1])
+        for i in range(most):
+            tls = Identity.load(nodes[1 + i % 4]).client_context() if i < 4 else taker.client_context()
+            sock = tls.wrap_socket(socket.create_connection(("127.0.0.1", port)))
+            sock.sendall(f"GET /x HTTP/1.1\r\nRange: bytes=0-{NUM_BYTES - 1}\r\n\r\n".encode())
+            held.append(sock)
+        time.sleep(1.0)  # all of them are being sent to, and read nothing
+        rss, threads = seen.memory_info().rss, seen.num_threads()
+        for sock in held:
+            sock.close()
+        here.send("stop")
+        process.join(20)
+    rate = num * CROWD_BYTES / crowd / 1e6
+    return [
+        Figure("one client", CROWD_BYTES / alone / 1e6, "MB/s"),
+        Figure(f"{num} clients together", rate, "MB/s", f"{rate / (CROWD_BYTES / alone / 1e6):.2f} of one client's"),
+        Figure("slow reader beside them", crowd / beside, "x speed", "of the others, with it"),
+        Figure(f"memory with {most} stuck", rss / 1e6, "MB", f"{threads} threads"),
+    ]
 
 
 def measure(rounds: int = 5) -> list[Figure]:
@@ -109,8 +202,9 @@ def measure(rounds: int = 5) -> list[Figure]:
         Figure("millrace transfer", NUM_BYTES / wall[0] / 1e6, "MB/s", f"{cpu[0]:.2f} CPU s both sides"),
         Figure("transfer/plain ssl", wall[1] / wall[0], "x speed"),
         Figure("transfer/plain ssl CPU", cpu[0] / cpu[1], "x CPU"),
+        Figure("CPU a GB, both sides", cpu[0] / NUM_BYTES * 1e9, "s"),
     ]
 
 
 if __name__ == "__main__":
-    show("transfer", measure())
+    show("transfer", [*measure(), *measure_crowd()])
