@@ -36,7 +36,7 @@ class Desk:
 
     Args:
         salt: Begins the ids of leases: another one after each restart, so that no id is given twice.
-        ttl_s: How long a holder of slices is believed to be there after it was heard of.
+        ttl_s: How long a holder of slices is believed to be there after it was heard of; at least a lease's term.
     """
 
     def __init__(self, jobs: Sequence[JobSpec], *, salt: str = "", ttl_s: float = 30.0) -> None:
@@ -45,6 +45,7 @@ class Desk:
             raise UsageError(f"desk: expected jobs of different names, got {[spec.name for spec in jobs]}.")
         self.salt = salt
         self.swarms: dict[str, Swarm] = {}
+        ttl_s = max(ttl_s, *(spec.lease_s for spec in jobs))
         for spec in jobs:
             for source in spec.sources:
                 self.swarms.setdefault(source.dataset_id, Swarm(len(source.samples), ttl_s=ttl_s))
@@ -384,8 +385,9 @@ class Desk:
                     if lease_id in table.leases:
                         self._give_back(lease_id, why, done, now)
         self.sessions.expire(now)
-        for swarm in self.swarms.values():
-            swarm.expire(now)
+        for dataset_id, swarm in self.swarms.items():
+            for peer_id in swarm.expire(now):
+                self.sessions.left(dataset_id, peer_id)
         for key in [key for key, until in self._avoided.items() if until <= now]:
             del self._avoided[key]
         return done

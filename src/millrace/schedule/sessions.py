@@ -77,11 +77,18 @@ class Sessions:
         moved = address != session.address
         session.address = address
         session.have.update(have)
-        for dataset_id in have if not moved else session.have:
-            self._share(session, dataset_id, session.have[dataset_id], now)
-        for dataset_id in session.have:
-            if now - session.announced_at.get(dataset_id, now) > self._swarms[dataset_id].ttl_s / 3:
+        for dataset_id, known in session.have.items():
+            at = session.announced_at.get(dataset_id)
+            if moved or at is None or dataset_id in have:
+                self._share(session, dataset_id, known, now)
+            elif now - at > self._swarms[dataset_id].ttl_s / 3:
                 self._share(session, dataset_id, None, now)
+
+    def left(self, dataset_id: str, peer_id: str) -> None:
+        """A swarm let a peer go: if it speaks again, the swarm hears all that it has."""
+        key = self._sharing.pop((dataset_id, peer_id), None)
+        if key is not None and key in self.all:
+            self.all[key].announced_at.pop(dataset_id, None)
 
     def _share(self, session: Session, dataset_id: str, have: NDArray[np.int64] | None, now: float) -> None:
         peer_id = session.key[0]

@@ -1,0 +1,358 @@
+"""The desk under workers that join, crash, stall, lie and repeat themselves: each epoch's samples are used once.
+
+MILLRACE_DESK_EXAMPLES=2000 (or more) goes further.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from millrace.errors import LeaseError, UsageError
+from millrace.ledger import Used
+from millrace.network.swarm import Holder
+from millrace.schedule import events
+from millrace.schedule.ask import Ask, Bad, Failed, Grant, Reply
+from millrace.schedule.desk import Desk, JobSpec, Source
+from millrace.schedule.events import Event, from_row, to_row
+
+EXAMPLES = int(os.environ.get("MILLRACE_DESK_EXAMPLES", "30"))
+WORKERS = ("a", "b", "c", "d")
+
+
+def spec(name: str, *samples: list[int], **settings: object) -> JobSpec:
+    sources = tuple(
+        Source(f"{name}{i}", f"{name}{i}", np.array(counts, np.int64), float(i + 1)) for i, counts in enumerate(samples)
+    )
+    settings = {"lease_s": 10.0, "stall_s": 40.0, "steal_s": 0.5, **settings}
+    return JobSpec(name, sources, **settings)  # type: ignore[arg-type]
+
+
+@dataclass
+class Hand:
+    """What a worker believes of a lease. It uses [position, stop) and never beyond `horizon` unheard."""
+
+    grant: Grant
+    position: int
+    stop: int
+    recorded: int
+    horizon: int = 0
+
+
+@dataclass
+class Worker:
+    """One that keeps to the rules: what it trained on, and told, is `used`."""
+
+    name: str
+    session: int = 0
+    heard: bool = True
+    hands: dict[str, Hand] = field(default_factory=dict)
+
+    def ask(self, want: int, more: int, job: str = "") -> Ask:
+        uses = []
+        jobs = {hand.grant.job for hand in self.hands.values() if hand.position > hand.recorded}
+        first = min(jobs, default="")
+        for lease_id, hand in self.hands.items():
+            if hand.position > hand.recorded and hand.grant.job == first:
+                grant = hand.grant
+                uses.append(Used(lease_id, grant.epoch, grant.slice_index, hand.recorded, hand.position, 1))
+            if self.heard:
+                hand.horizon = max(hand.horizon, min(hand.stop, hand.position + more))
+        self.heard = False
+        horizons = {lease_id: hand.horizon for lease_id, hand in self.hands.items()}
+        return Ask(
+            job, str(self.session), held=tuple(self.hands), job_id=first, uses=tuple(uses), receipt="ab",
+            horizons=horizons, want=want,
+        )  # fmt: skip
+
+    def work(self, more: int) -> None:
+        """Trains, without having heard an answer: to the horizon at most."""
+        for hand in self.hands.values():
+            hand.position = max(hand.position, min(hand.horizon, hand.stop, hand.position + more))
+
+    def hear(self, reply: Reply) -> None:
+        self.heard = True
+        for lease_id in reply.lost:
+            self.hands.pop(lease_id, None)
+        for no in reply.refused:
+            if no.code == "lost":
+                self.hands.pop(no.lease_id, None)
+            elif no.lease_id in self.hands:
+                self.hands[no.lease_id].recorded = no.offset
+        for yes in reply.uses:
+            if yes.lease_id in self.hands:
+                self.hands[yes.lease_id].recorded = yes.offset
+        for lease_id, live in reply.live.items():
+            hand = self.hands.get(lease_id)
+            if hand is not None:
+                # The law: a cut is never before what the worker may have used already.
+                assert live.stop >= min(hand.position, hand.stop)
+                hand.stop = live.stop
+                if hand.recorded >= hand.stop:
+                    del self.hands[lease_id]
+        for grant in reply.leases:
+            self.hands[grant.lease_id] = Hand(grant, grant.start, grant.stop, grant.start, grant.start)
+
+
+class Churn(RuleBasedStateMachine):
+    """Workers at a desk of two jobs, one of them a mixture, on a clock that jumps."""
+
+    @initialize(
+        one=st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any),
+        two=st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any),
+        three=st.lists(st.integers(1, 7), min_size=1, max_size=3),
+        epochs=st.integers(1, 2),
+    )
+    def begin(self, one: list[int], two: list[int], three: list[int], epochs: int) -> None:
+        self.specs = [
+            spec("x", one, epochs=epochs, max_failures=2),
+            spec("m", two, three, epochs=epochs, max_failures=2, changes=((5, (1.0, 0.0)), (9, (1.0, 3.0)))),
+        ]
+        self.desk = Desk(self.specs)
+        self.now = 0.0
+        self.events: list[Event] = []
+        self.workers = {name: Worker(name) for name in WORKERS}
+        self.salts = 0
+        self.counts: dict[tuple[str, int, int], dict[int, int]] = {}
+
+    def keep(self, happened: list[Event]) -> None:
+        self.events += happened
+        for event in happened:
+            if isinstance(event, events.Recorded):
+                for used in event.uses:
+                    for sample in range(used.start, used.stop):
+                        counts = self.counts.setdefault((event.job, used.epoch, used.slice), {})
+                        counts[sample] = counts.get(sample, 0) + 1
+                        assert counts[sample] == 1, (event, used)
+
+    def exchange(self, name: str, ask: Ask) -> Reply:
+        reply, happened = self.desk.exchange(name, ask, self.now)
+        self.keep(happened)
+        return reply
+
+    @rule(
+        name=st.sampled_from(WORKERS),
+        want=st.integers(0, 2),
+        trained=st.integers(0, 4),
+        ahead=st.integers(0, 3),
+        fate=st.sampled_from(["heard", "heard", "heard", "unheard", "twice"]),
+        job=st.sampled_from(["", "", "x", "m"]),
+    )
+    def exchange_once(self, name: str, want: int, trained: int, ahead: int, fate: str, job: str) -> None:
+        worker = self.workers[name]
+        worker.work(trained)
+        ask = worker.ask(want, ahead, job)
+        reply = self.exchange(name, ask)
+        worker.work(ahead)
+        if fate == "twice":
+            reply = self.exchange(name, ask)
+        if fate != "unheard":
+            worker.hear(reply)
+
+    @rule(name=st.sampled_from(WORKERS))
+    def crash(self, name: str) -> None:
+        worker = self.workers[name]
+        worker.hands.clear()
+        worker.session += 1
+
+    @rule(name=st.sampled_from(WORKERS), how=st.sampled_from(["release", "fail"]))
+    def give_up(self, name: str, how: str) -> None:
+        worker = self.workers[name]
+        ids = tuple(worker.hands)
+        failed = tuple(Failed(lease_id, "unreadable") for lease_id in ids) if how == "fail" else ()
+        release = ids if how == "release" else ()
+        worker.hands.clear()
+        self.exchange(name, Ask(session=str(worker.session), held=(), release=release, failed=failed))
+
+    @rule(name=st.sampled_from(WORKERS), lease=st.integers(0, 40), start=st.integers(0, 7), horizon=st.integers(0, 9))
+    def lie(self, name: str, lease: int, start: int, horizon: int) -> None:
+        """Somebody else's lease, made up uses, horizons for what it does not hold."""
+        lease_id = f"{lease:x}"
+        live = {x.lease_id: x.worker for job in self.desk.jobs.values() for t in job.tables for x in t.leases.values()}
+        if live.get(lease_id) == name:
+            return
+        uses = (Used(lease_id, 0, 0, start, start + 2, 1),)
+        ask = Ask(session="liar", held=(lease_id,), uses=uses, horizons={lease_id: horizon}, release=(lease_id,))
+        before = set(live.items())
+        self.exchange(name, ask)
+        after = {(x.lease_id, x.worker) for j in self.desk.jobs.values() for t in j.tables for x in t.leases.values()}
+        assert after == before
+
+    @rule(seconds=st.floats(0.0, 30.0))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.keep(self.desk.expire(self.now))
+
+    @rule(job=st.sampled_from(["x", "m"]), verb=st.sampled_from(["pause", "resume", "readmit"]))
+    def administer(self, job: str, verb: str) -> None:
+        self.keep(self.desk.readmit(job) if verb == "readmit" else self.desk.pause(job, verb == "pause"))
+
+    @rule(by_snapshot=st.booleans())
+    def restart(self, by_snapshot: bool) -> None:
+        """From a snapshot, or from all that ever happened, by way of the bytes that a journal keeps."""
+        self.salts += 1
+        again = Desk(self.specs, salt=f"s{self.salts}-")
+        if by_snapshot:
+            again.restore(self.desk.snapshot(), self.now)
+        else:
+            for event in self.events:
+                again.apply(from_row(to_row(event)), self.now)
+        assert again.snapshot() == self.desk.snapshot()
+        again.extend_all(self.now)
+        self.desk = again
+
+    @invariant()
+    def every_sample_is_in_one_place(self) -> None:
+        for job in self.desk.jobs.values() if hasattr(self, "desk") else ():
+            for dataset, table in enumerate(job.tables):
+                if table.done:
+                    continue
+                places = np.zeros((len(table.samples), int(table.samples.max())), np.int64)
+                held = [(x.slice_index, x.position, x.stop) for x in table.leases.values()]
+                back = [(i, start, stop) for (i, start), stop in table.parts.returned.items()]
+                fresh = [(int(i), 0, int(table.samples[i])) for i in np.flatnonzero(table.parts.fresh)]
+                aside = [part for parts in table.aside.values() for part in parts]
+                for index, start, stop in [*held, *back, *fresh, *aside]:
+                    places[index, start:stop] += 1
+                for (name, epoch, index), samples in self.counts.items():
+                    if name == job.name and epoch == table.epoch and job.place(index)[0] == dataset:
+                        places[job.place(index)[1], list(samples)] += 1
+                assert places.max() <= 1 and places.sum() == table.num_samples
+                assert table.leased == sum(stop - start for _, start, stop in held)
+
+    def teardown(self) -> None:
+        """However it stands, one more worker finishes every job."""
+        if not hasattr(self, "desk"):
+            return
+        for name in self.desk.jobs:
+            self.keep(self.desk.pause(name, False))
+            self.keep(self.desk.readmit(name))
+        last = Worker("last")
+        for _ in range(400):
+            if self.desk.done():
+                break
+            self.now += 41.0
+            self.keep(self.desk.expire(self.now))
+            for _ in range(8):
+                last.hear(self.exchange("last", last.ask(2, 99)))
+                last.work(99)
+        assert self.desk.done()
+        ended = [event for event in self.events if isinstance(event, events.EpochEnded)]
+        skipped = {(event.job, event.epoch, event.dataset) for event in ended if event.aside}
+        for job in self.desk.jobs.values():
+            for epoch in range(job.spec.epochs):
+                for dataset, table in enumerate(job.tables):
+                    used = sum(
+                        len(self.counts.get((job.name, epoch, job.bases[dataset] + i), ()))
+                        for i in range(len(table.samples))
+                    )
+                    if (job.name, epoch, dataset) not in skipped:
+                        assert used == table.num_samples
+
+
+Churn.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=30, deadline=None)
+TestChurn = Churn.TestCase
+
+
+def finish(desk: Desk, worker: str, job: str = "", now: float = 0.0, most: int = 10**6) -> list[tuple[str, str, int]]:
+    """One worker leases and uses until nothing is left, or `most` leases: (job, dataset, samples) in order."""
+    taken: list[tuple[str, str, int]] = []
+    while len(taken) < most:
+        reply, _ = desk.exchange(worker, Ask(job, want=1), now)
+        if not reply.leases:
+            break
+        (grant,) = reply.leases
+        taken.append((grant.job, grant.dataset_id, grant.stop - grant.start))
+        used = Used(grant.lease_id, grant.epoch, grant.slice_index, grant.start, grant.stop, 1)
+        desk.exchange(worker, Ask(job, uses=(used,)), now)
+    return taken
+
+
+def test_a_mixture_keeps_its_weights_at_every_point_and_changes_them_at_a_sample() -> None:
+    even = spec("m", [10] * 300, [10] * 300, changes=((2000, (3.0, 1.0)),))
+    taken = finish(Desk([even]), "w", most=400)
+    share = [sum(n for _, dataset, n in taken[:k] if dataset == "m1") for k in range(1, 401)]
+    for k in range(1, 200):  # weights 1 and 2
+        assert abs(share[k - 1] - 10 * k * 2 / 3) <= 10
+    for k in range(201, 401):  # then 3 and 1
+        assert abs(share[k - 1] - share[199] - 10 * (k - 200) / 4) <= 20
+    assert finish(Desk([even]), "w", most=400) == taken
+
+
+def test_priority_before_weight_and_a_job_that_is_paused_leases_nothing() -> None:
+    desk = Desk([spec("low", [5] * 40), spec("high", [5] * 4, priority=1), spec("more", [5] * 40, weight=3.0)])
+    taken = [job for job, _, _ in finish(desk, "w", most=24)]
+    assert taken[:4] == ["high"] * 4
+    assert taken[4:].count("more") == 15 and taken[4:].count("low") == 5
+    for name in ("low", "more"):
+        desk.pause(name, True)
+    reply, _ = desk.exchange("w", Ask(want=1), 0.0)
+    assert reply.paused and not reply.done and not reply.leases
+    assert desk.exchange("w", Ask("high", want=1), 0.0)[0].done
+    desk.pause("low", False)
+    assert [job for job, _, _ in finish(desk, "w", most=2)] == ["low", "low"]
+
+
+def test_a_slice_on_which_different_workers_fail_is_set_aside_and_the_epoch_says_so() -> None:
+    happened: list[Event] = []
+    desk = Desk([spec("x", [3], max_failures=2)])
+    for worker, last in (("a", False), ("b", True)):
+        grant = desk.exchange(worker, Ask(want=1), 0.0)[0].leases[0]
+        reply, now_happened = desk.exchange(worker, Ask(failed=(Failed(grant.lease_id, "torn"),)), 0.0)
+        happened += now_happened
+        assert desk.done() == last
+    (aside,) = [event for event in happened if isinstance(event, events.SetAside)]
+    (ended,) = [event for event in happened if isinstance(event, events.EpochEnded)]
+    assert (aside.slice_index, aside.start, aside.stop, aside.reason) == (0, 0, 3, "torn")
+    assert ended.samples == 0 and ended.aside == ((0, 0, 3),) and reply.done
+
+
+def test_a_worker_that_failed_on_a_slice_gets_others_first_and_it_again_later() -> None:
+    desk = Desk([spec("x", [3, 3], max_failures=2)])
+    first = desk.exchange("a", Ask(want=1), 0.0)[0].leases[0]
+    reply, _ = desk.exchange("a", Ask(want=2, failed=(Failed(first.lease_id, "torn"),)), 0.0)
+    assert [grant.slice_index for grant in reply.leases] == [1 - first.slice_index]
+    reply, _ = desk.exchange("a", Ask(want=2), 10.0)
+    assert [grant.slice_index for grant in reply.leases] == [first.slice_index]
+
+
+def test_providers_come_from_the_swarm_and_one_liar_bans_nobody_for_all() -> None:
+    desk = Desk([spec("x", [3] * 8)])
+    desk.origins("x0", [Holder("origin", "h:1", True)], 0.0)
+    have = {"x0": np.arange(8, dtype=np.int64)}
+    desk.exchange("a", Ask(address="h:2", have=have), 0.0)
+    grant = desk.exchange("b", Ask(want=1), 0.0)[0].leases[0]
+    assert [holder.peer_id for holder in grant.providers] == ["a", "origin"]
+    bad = Bad("a", "x0", grant.index, "wrong bytes")
+    _, happened = desk.exchange("b", Ask(bad=(bad,)), 0.0)
+    assert [type(event) for event in happened] == [events.Reported]
+    assert not desk.exchange("b", Ask(bad=(bad,)), 0.0)[1]
+    for asker, expected in (("b", {"origin"}), ("c", {"a", "origin"})):
+        grant = desk.exchange(asker, Ask(want=1), 0.0)[0].leases[0]
+        assert {holder.peer_id for holder in grant.providers} == expected
+    desk.exchange("c", Ask(bad=(replace(bad, index=grant.index),)), 0.0)
+    grant = desk.exchange("d", Ask(want=1), 0.0)[0].leases[0]
+    assert {holder.peer_id for holder in grant.providers} == {"origin"}
+
+
+def test_what_the_desk_refuses() -> None:
+    for wrong in ({"weight": 0.0}, {"max_failures": 0}, {"changes": ((1, (1.0, 2.0)),)}, {"changes": ((-1, (1.0,)),)}):
+        with pytest.raises(UsageError):
+            spec("x", [3], **wrong)
+    desk = Desk([spec("x", [3])])
+    with pytest.raises(LeaseError, match="none of that name"):
+        desk.exchange("w", Ask("y"), 0.0)
+    with pytest.raises(LeaseError, match="have"):
+        desk.exchange("w", Ask(have={"x0": np.array([7])}), 0.0)
+    with pytest.raises(UsageError, match="weights"):
+        desk.reweight("x", {"nobody": 1.0})
+    with pytest.raises(UsageError):
+        desk.pause("y", True)
+    with pytest.raises(UsageError):
+        Desk([spec("x", [3]), spec("x", [3])])

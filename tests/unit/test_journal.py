@@ -1,0 +1,297 @@
+"""The journal: killed anywhere, the scheduler's memory comes back with nothing lost and nothing twice.
+
+MILLRACE_JOURNAL_ENTRIES=1000000 restarts from that many entries and 250,000 slices, instead of a fiftieth of it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace.errors import LedgerError, StateError
+from millrace.ledger import Ledger, Used, verify_ledger
+from millrace.peer_id import peer_id_of
+from millrace.schedule import journal as journals
+from millrace.schedule.ask import Ask, Failed, Grant, Reply
+from millrace.schedule.desk import JobSpec, Source
+from millrace.schedule.events import Enlisted
+from millrace.schedule.journal import JOURNAL_NAME, LEDGER_NAME, Journal, job_body
+
+WORKER = peer_id_of(b"k" * 32)
+SAMPLES = [4, 0, 3, 5]
+
+
+def signer(message: bytes) -> bytes:
+    return b"signature"
+
+
+def open_journal(
+    directory: Path, epochs: int = 2, now: float = 0.0, samples: list[int] | None = None, **changes: object
+) -> Journal:
+    counts = np.array(SAMPLES if samples is None else samples, np.int64)
+    settings = {"seed": 1, "epochs": epochs, "lease_s": 10.0, "max_failures": 1}
+    settings |= {key: changes.pop(key) for key in ("seed",) if key in changes}
+    source = Source("d", str(changes.pop("dataset_id", "1" * 64)), counts)
+    spec = JobSpec("d", (source,), **settings)  # type: ignore[arg-type]
+    body = job_body(spec, **({"seq_len": 8, "layout": "tokens", "scheduler": "00" * 32} | changes))
+    salt = f"{time.monotonic_ns():x}"
+    return Journal.open(directory, [spec], {"d": body}, signer, salt=salt, now=lambda: now)
+
+
+def say(journal: Journal, worker: str, ask: Ask, now: float = 0.0) -> Reply:
+    reply, happened = journal.desk.exchange(worker, ask, now)
+    journal.wait(journal.put(happened))
+    return reply
+
+
+def lease(journal: Journal, worker: str) -> Grant:
+    (grant,) = say(journal, worker, Ask(session="s", want=1)).leases
+    return grant
+
+
+def use(journal: Journal, worker: str, grant: Grant, start: int, stop: int) -> Reply:
+    used = Used(grant.lease_id, grant.epoch, grant.slice_index, start, stop, 1)
+    return say(journal, worker, Ask(session="s", uses=(used,), receipt="ab"))
+
+
+def kill(journal: Journal) -> None:
+    """What a kill leaves: the files as they are."""
+    journal._database.close()
+    for ledger in journal.ledgers.values():
+        os.close(ledger._fd)
+        ledger._fd = -1
+    os.close(journal._lock)
+    journal._lock = -1
+
+
+def finish(journal: Journal) -> None:
+    now = 0.0
+    while not journal.desk.done():
+        now += 1e3
+        journal.wait(journal.put(journal.desk.expire(now)))
+        for grant in say(journal, "last", Ask(session=str(now), want=1), now).leases:
+            used = Used(grant.lease_id, grant.epoch, grant.slice_index, grant.start, grant.stop, 1)
+            say(journal, "last", Ask(session=str(now), uses=(used,), receipt="ab"), now)
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        journal.wait(journal.put([Enlisted("d", WORKER, (b"k" * 32).hex(), "worker")]))
+        one = lease(journal, "w")
+        use(journal, "w", one, 0, 2)
+        other = lease(journal, "v")
+        say(journal, "v", Ask(session="s", release=(other.lease_id,)))
+        before = journal.desk.snapshot()
+        kill(journal)
+    with open_journal(tmp_path, now=500.0) as journal:
+        table = journal.desk.jobs["d"].tables[0]
+        assert list(table.leases) == [one.lease_id]
+        assert table.owners.all["w", "s"].deadline == 510.0
+        assert journal.desk.snapshot()["jobs"]["d"]["tables"] == before["jobs"]["d"]["tables"]
+        entries = journal.ledgers["d"].next_seq
+        # The receipt whose answer was lost is asked again, and recorded once.
+        assert use(journal, "w", one, 0, 2).uses[0].offset == 2
+        assert journal.ledgers["d"].next_seq == entries == 3
+        finish(journal)
+    report = verify_ledger(tmp_path / LEDGER_NAME)
+    assert report.ok and [root["recorded"] for root in report.roots] == [True, True]
+
+
+def test_a_lost_journal_is_rebuilt_from_the_ledger(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        for _ in range(2):
+            grant = lease(journal, "w")
+            use(journal, "w", grant, grant.start, grant.start + 1)
+            say(journal, "w", Ask(session="s", release=(grant.lease_id,)))
+        journal.wait(journal.put(journal.desk.pause("d", True)))
+        live = len(journal.desk.jobs["d"].tables[0].leases)
+        used = journal.desk.jobs["d"].used
+    for path in tmp_path.glob(JOURNAL_NAME + "*"):
+        path.unlink()
+    with open_journal(tmp_path) as journal:
+        job = journal.desk.jobs["d"]
+        assert (job.used, job.paused, live) == (used, True, 0)
+        journal.wait(journal.put(journal.desk.pause("d", False)))
+        finish(journal)
+    (tmp_path / JOURNAL_NAME).write_bytes(b"not a database" * 100)
+    with open_journal(tmp_path) as journal:
+        assert journal.desk.done()
+    assert verify_ledger(tmp_path / LEDGER_NAME).ok
+
+
+def test_a_use_that_only_the_ledger_knows_ends_what_the_journal_thinks_is_leased(tmp_path: Path) -> None:
+    """As after a loss of power: the cut and the thief's lease are gone, what the thief used is not."""
+    with open_journal(tmp_path, samples=[10]) as journal:
+        grant = lease(journal, "w")
+        kill(journal)
+    ledger = Ledger.open(tmp_path / LEDGER_NAME, signer)
+    ledger.append("uses", {"worker": "thief", "uses": [["gone", 0, 0, 6, 9, 1]], "receipt": "ab"})
+    ledger.close()
+    with open_journal(tmp_path, samples=[10]) as journal:
+        assert say(journal, "w", Ask(session="s", held=(grant.lease_id,))).lost == (grant.lease_id,)
+        finish(journal)
+    assert verify_ledger(tmp_path / LEDGER_NAME).ok
+
+
+def test_a_slice_set_aside_is_in_the_ledger_and_stays_so(tmp_path: Path) -> None:
+    with open_journal(tmp_path) as journal:
+        grant = lease(journal, "w")
+        say(journal, "w", Ask(session="s", failed=(Failed(grant.lease_id, "torn"),)))
+    for path in tmp_path.glob(JOURNAL_NAME + "*"):
+        path.unlink()
+    with open_journal(tmp_path) as journal:
+        assert journal.desk.jobs["d"].reasons == {grant.slice_index: "torn"}
+        finish(journal)
+    report = verify_ledger(tmp_path / LEDGER_NAME)
+    assert report.ok and [root["recorded"] for root in report.roots] == [True, True]
+    assert [epoch["set_aside"] for epoch in report.epochs] == [grant.count, grant.count]
+
+
+def test_a_ledger_of_another_job_is_refused_and_a_second_scheduler_too(tmp_path: Path) -> None:
+    open_journal(tmp_path).close()
+    for changes in ({"dataset_id": "2" * 64}, {"seed": 2}, {"seq_len": 9}, {"scheduler": "11" * 32}):
+        with pytest.raises(StateError, match="another job"):
+            open_journal(tmp_path, **changes)
+    with open_journal(tmp_path), pytest.raises(StateError, match="another process"):
+        open_journal(tmp_path)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+@pytest.mark.parametrize("step", ["before ledger", "after ledger", "in database"])
+def test_killed_between_any_two_steps(tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = open_journal(tmp_path)
+    grant = lease(journal, "w")
+
+    def die(*args: object, **settings: object) -> None:
+        raise Killed
+
+    if step == "before ledger":
+        monkeypatch.setattr(journal.ledgers["d"], "append", die)
+    elif step == "after ledger":
+        monkeypatch.setattr(journal, "_transaction", die)
+    else:
+        monkeypatch.setattr(journals, "to_row", die)
+    with pytest.raises(Killed):
+        use(journal, "w", grant, 0, 2)
+    monkeypatch.undo()
+    kill(journal)
+    with open_journal(tmp_path) as journal:
+        assert journal.desk.jobs["d"].used == (0 if step == "before ledger" else 2)
+        assert use(journal, "w", grant, 0, 2).uses[0].offset == 2
+        finish(journal)
+    assert verify_ledger(tmp_path / LEDGER_NAME).ok
+
+
+def test_what_could_not_be_written_is_not_answered_then_or_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = open_journal(tmp_path)
+    grant = lease(journal, "w")
+
+    def full() -> None:
+        raise LedgerError("no space")
+
+    monkeypatch.setattr(journal.ledgers["d"], "sync", full)
+    with pytest.raises(LedgerError, match="no space"):
+        use(journal, "w", grant, 0, 2)
+    monkeypatch.undo()
+    with pytest.raises(LedgerError, match="no space"):
+        use(journal, "w", grant, 0, 2)
+    journal.close()
+    with open_journal(tmp_path) as journal:
+        assert use(journal, "w", grant, 0, 2).uses[0].offset == 2
+        finish(journal)
+    assert verify_ledger(tmp_path / LEDGER_NAME).ok
+
+
+def test_who_waits_together_shares_one_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_journal(tmp_path, samples=[1] * 40) as journal:
+        lock, syncs = threading.Lock(), []
+        sync = os.fsync
+        monkeypatch.setattr(os, "fsync", lambda fd: (syncs.append(fd), time.sleep(0.02), sync(fd)))
+
+        def work(worker: str) -> None:
+            with lock:
+                reply, happened = journal.desk.exchange(worker, Ask(session="s", want=1), 0.0)
+                ticket = journal.put(happened)
+            journal.wait(ticket)
+            (grant,) = reply.leases
+            with lock:
+                used = Used(grant.lease_id, 0, grant.slice_index, 0, 1, 1)
+                _, happened = journal.desk.exchange(worker, Ask(session="s", uses=(used,), receipt="ab"), 0.0)
+                ticket = journal.put(happened)
+            journal.wait(ticket)
+
+        threads = [threading.Thread(target=work, args=(f"w{i}",)) for i in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert journal.desk.jobs["d"].used == 20
+        assert len(syncs) < 15
+
+
+CHILD = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_journal import finish, open_journal
+from millrace.schedule import journal as journals
+journals.SNAPSHOT_EVENTS = 9
+journal = open_journal(Path(sys.argv[1]), epochs=40)
+print("up", flush=True)
+finish(journal)
+"""
+
+
+def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    for _ in range(4):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tmp_path), str(Path(__file__).parent)], stdout=subprocess.PIPE
+        )
+        with child:
+            assert child.stdout is not None and child.stdout.readline() == b"up\n"
+            time.sleep(chance.uniform(0.0, 0.08))
+            child.send_signal(signal.SIGKILL)
+    with open_journal(tmp_path, epochs=40) as journal:
+        finish(journal)
+    report = verify_ledger(tmp_path / LEDGER_NAME)
+    assert report.ok and len(report.epochs) == 40, report.problems
+
+
+def test_a_restart_does_not_read_the_whole_ledger(tmp_path: Path) -> None:
+    entries = int(os.environ.get("MILLRACE_JOURNAL_ENTRIES", "20000"))
+    num_slices = entries // 4
+    with open_journal(tmp_path, epochs=2, samples=[8] * num_slices) as journal:
+        for number in range(num_slices):
+            reply, granted = journal.desk.exchange("w", Ask(session="s", want=1), 0.0)
+            (grant,) = reply.leases
+            happened = list(granted)
+            for start in range(0, 8, 2):
+                used = Used(grant.lease_id, grant.epoch, grant.slice_index, start, start + 2, 1)
+                happened += journal.desk.exchange("w", Ask(session="s", uses=(used,), receipt="ab" * 64), 0.0)[1]
+            ticket = journal.put(happened)
+            if number % 500 == 0:
+                journal.wait(ticket)
+        journal.wait(ticket)
+        kill(journal)
+    begun = time.perf_counter()
+    with open_journal(tmp_path, epochs=2, samples=[8] * num_slices) as journal:
+        took_s = time.perf_counter() - begun
+        assert journal.desk.jobs["d"].used == 8 * num_slices
+        assert journal.ledgers["d"].read_bytes < 100_000
+    print(f"restart: {took_s:.2f} s, {entries:,} entries, {num_slices:,} slices")
+    assert took_s < 2.0
