@@ -43,19 +43,20 @@ class Roll:
     def admit(self, connection: Connection) -> tuple[bool, Connection | None]:
         """Whether a new connection may stay, and who must go for it.
 
-        In a full house the oldest that has not proven itself goes, of the address that has most such: who only
-        opens connections takes no place from a member.
+        In a full house the oldest that has not proven itself goes, of the address that has most such; of an address
+        with no more room, its own. Who only opens connections takes no place from a member.
         """
         with self._lock:
-            if self._by_address[connection.address] >= self.per_address:
-                return self._refuse(connection)
             evicted = None
-            if len(self._all) >= self.most:
-                if not self._strangers:
-                    return self._refuse(connection)
-                most_strangers = max(self._strangers, key=lambda address: len(self._strangers[address]))
-                evicted = next(iter(self._strangers[most_strangers]))
-                self._forget_stranger(evicted)
+            crowded = self._by_address[connection.address] >= self.per_address
+            if crowded or len(self._all) >= self.most:
+                most = max(self._strangers, key=lambda address: len(self._strangers[address]), default="")
+                strangers = self._strangers.get(connection.address if crowded else most)
+                if not strangers:
+                    self.num_refused += 1
+                    return False, None
+                evicted = next(iter(strangers))
+                self._drop(evicted)  # it counts no longer, though its holder has yet to close it
                 self.num_refused += 1
             self._all.add(connection)
             self._by_address[connection.address] += 1
@@ -66,6 +67,8 @@ class Roll:
         """A connection's peer is known: whether it may have one more."""
         assert connection.peer is not None
         with self._lock:
+            if connection not in self._all:
+                return False  # it had to make room
             self._forget_stranger(connection)
             if self.has_peers:
                 self._by_peer[connection.peer.peer_id] += 1
@@ -95,19 +98,18 @@ class Roll:
     def remove(self, connection: Connection) -> None:
         """It is closed. May be repeated."""
         with self._lock:
-            if connection not in self._all:
-                return
-            self._all.discard(connection)
-            self._forget_stranger(connection)
-            self.num_busy -= connection.busy
-            connection.busy = False
-            _less(self._by_address, connection.address)
-            if connection.counted and connection.peer is not None:
-                _less(self._by_peer, connection.peer.peer_id)
+            self._drop(connection)
 
-    def _refuse(self, connection: Connection) -> tuple[bool, None]:
-        self.num_refused += 1
-        return False, None
+    def _drop(self, connection: Connection) -> None:
+        if connection not in self._all:
+            return
+        self._all.discard(connection)
+        self._forget_stranger(connection)
+        self.num_busy -= connection.busy
+        connection.busy = False
+        _less(self._by_address, connection.address)
+        if connection.counted and connection.peer is not None:
+            _less(self._by_peer, connection.peer.peer_id)
 
     def _forget_stranger(self, connection: Connection) -> None:
         same = self._strangers.get(connection.address)
