@@ -127,6 +127,7 @@ def running(
         yield job
 
 
+@MORE
 def test_all_on_hosts_of_their_own(tmp_path: Path) -> None:
     with running(tmp_path) as job:
         told = job.nodes["scheduler"].ready()["address"]
@@ -143,6 +144,8 @@ def test_all_on_hosts_of_their_own(tmp_path: Path) -> None:
 def test_all_at_once(tmp_path: Path) -> None:
     """One worker behind NAT, one cut off beyond its lease, a data node gone for good, the scheduler away meanwhile."""
     with running(tmp_path, num_data=2, behind_nat=True, pause_s=0.025) as job:
+        told = job.nodes["scheduler"].ready()["address"]
+        assert told.startswith(job.hosts["scheduler"].address), "announced where others reach it"
         job.lab.vanish(job.hosts["worker-1"])
         job.lab.vanish(job.hosts["data-1"])
         time.sleep(2 * LEASE_S)

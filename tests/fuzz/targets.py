@@ -280,6 +280,8 @@ def files(directory: Path, identity: Identity) -> Target:
     cert, key = names.index("node-cert.pem"), names.index("node-key.pem")
     odd = [bytes([cert]) + _again(whole["node-cert.pem"], b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x22")]
     odd.append(bytes([key]) + _again(whole["node-key.pem"], b"\x06\x03\x2b\x65\x70", b"\x06\x03\x3b\x65\x70"))
+    nameless = _again(whole["root-cert.pem"], b"\x06\x03\x55\x1d\x0e", b"\x06\x03\x55\x1d\x7e")
+    odd.append(bytes([names.index("root-cert.pem")]) + nameless)
     return Target(run, [*(bytes([index]) + whole[name] for index, name in enumerate(names)), *odd])
 
 

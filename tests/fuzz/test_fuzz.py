@@ -13,7 +13,7 @@ pytest.importorskip("libtorrent")
 from .engine import fuzz
 from .targets import TARGETS, make_target
 
-SECONDS = float(os.environ.get("MILLRACE_FUZZ_S", "0.06"))
+SECONDS = float(os.environ.get("MILLRACE_FUZZ_S", "0.02"))
 
 
 @pytest.mark.parametrize("name", sorted(TARGETS))

@@ -288,7 +288,10 @@ def _authority_key_id(cert: x509.Certificate) -> bytes:
 
 
 def _own_key_id(cert: x509.Certificate) -> bytes:
-    return cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value.digest
+    try:
+        return cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value.digest
+    except x509.ExtensionNotFound as error:
+        raise ProtocolViolation("certificate of an issuer: expected its own key id, got none.") from error
 
 
 def _key_id(key: Ed25519PublicKey) -> bytes:
