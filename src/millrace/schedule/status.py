@@ -106,15 +106,20 @@ def metrics(jobs: Iterable[Mapping[str, Any]], num_workers: int, exchanges: int,
     ]
 
 
+def job_line(job: Mapping[str, Any]) -> str:
+    """How far a job is, for a person."""
+    share = job["samples_used"] / max(1, job["num_samples"])
+    return (
+        f"{job['name']}: {job['state']}, epoch {min(job['epoch'] + 1, job['epochs'])} of {job['epochs']}, "
+        f"{share:.1%} ({job['samples_used']:,} of {job['num_samples']:,} samples), "
+        f"{job['slices_leased']} leases, {job['idle']} workers idle"
+    )
+
+
 def lines(status: Mapping[str, Any]) -> Iterator[str]:
     """The status for a person."""
     for job in status.get("jobs", ()):
-        share = job["samples_used"] / max(1, job["num_samples"])
-        yield (
-            f"{job['name']}: {job['state']}, epoch {min(job['epoch'] + 1, job['epochs'])} of {job['epochs']}, "
-            f"{share:.1%} ({job['samples_used']:,} of {job['num_samples']:,} samples), "
-            f"{job['slices_leased']} leases, {job['idle']} workers idle"
-        )
+        yield job_line(job)
         for dataset in job["datasets"] if len(job["datasets"]) > 1 else ():
             used = dataset["samples_used"]
             yield f"  {dataset['name']}: weight {dataset['weight']:g}, epoch {dataset['epoch'] + 1}, {used:,} samples"

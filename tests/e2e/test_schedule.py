@@ -1,0 +1,187 @@
+"""The scheduler as processes: a standby takes over after kill -9, jobs are steered, mixtures are leased."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+pytest.importorskip("libtorrent")
+
+from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
+
+from millrace.cli import main
+from millrace.dataset import adopt
+from millrace.errors import StateError
+from millrace.ledger import Used, receipt_message, verify_ledger
+from millrace.network.client import Client, RemoteError
+from millrace.network.dht import LibtorrentDht
+from millrace.network.discovery import LocalDiscovery
+from millrace.network.identity import Identity, Scope, join, verify
+from millrace.schedule.catalog import Wanted
+from millrace.schedule.journal import ledger_path
+from millrace.schedule.service import JobPlan, SchedulerService
+from millrace.serve import DataNode
+
+SEQ_LEN = 8
+
+
+class Process:
+    """`millrace schedule …`, and the lines of JSON that it printed."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "millrace.cli", "schedule", *arguments, "--json"], stdout=subprocess.PIPE
+        )
+        self.lines: list[dict[str, Any]] = []
+        self._changed = threading.Condition()
+        assert self.popen.stdout is not None
+        threading.Thread(target=self._read, args=(self.popen.stdout,), daemon=True).start()
+
+    def _read(self, lines: IO[bytes]) -> None:
+        with lines:
+            for line in lines:
+                with self._changed:
+                    self.lines.append(json.loads(line))
+                    self._changed.notify_all()
+
+    def wait_for(self, key: str) -> dict[str, Any]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: any(key in line for line in self.lines), 40), self.lines
+            return next(line for line in self.lines if key in line)
+
+    def end(self) -> None:
+        self.popen.kill()
+        self.popen.wait(10)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+class Hand:
+    """A worker's side of the door, as plain JSON."""
+
+    def __init__(self, home: Path, stack: ExitStack) -> None:
+        self.identity = Identity.load(home)
+        self.client = Client(self.identity)
+        stack.callback(self.client.close)
+
+    def say(self, address: str, leases: list[dict[str, Any]] | None = None, **body: Any) -> dict[str, Any]:
+        """One exchange; acknowledges `leases` to their ends."""
+        if leases:
+            uses = [Used(x["lease_id"], x["epoch"], x["slice"], x["start"], x["stop"], 1) for x in leases]
+            job_id = leases[0]["job_id"]
+            rows = [
+                {"lease_id": u.lease, "epoch": u.epoch, "slice": u.slice, "start": u.start, "stop": u.stop, "step": 1}
+                for u in uses
+            ]
+            signature = self.identity.sign(receipt_message(job_id, uses)).hex()
+            body |= {"job_id": job_id, "uses": rows, "signature": signature}
+        answer, _ = self.client.request_json(address, "POST", "/v1/exchange", body, timeout_s=5)
+        return dict(answer)
+
+
+def test_a_standby_goes_on_where_a_killed_scheduler_was(tmp_path: Path, stack: ExitStack) -> None:
+    bootstrap = Bootstrap(2)
+    stack.callback(bootstrap.close)
+    homes = make_network(tmp_path, ["data", "scheduler", "worker"], bootstrap.at)
+    dht = LibtorrentDht(HOST, 0, bootstrap.at)
+    stack.callback(dht.close)
+    node = DataNode(Identity.load(homes["data"]), [make_dataset(tmp_path / "d", 6, 40)], HOST, 0, dht, ttl_s=30)
+    node.start()
+    stack.callback(node.stop)
+    arguments = [NAME, "--network", str(homes["scheduler"]), "--state", str(tmp_path / "state")]
+    arguments += ["--seq-len", str(SEQ_LEN), "--lease", "30", "--standby"]
+    first = Process(*arguments)
+    stack.callback(first.end)
+    address = first.wait_for("ready")["address"]
+    second = Process(*arguments)
+    stack.callback(second.end)
+    second.wait_for("standby")
+    worker = Hand(homes["worker"], stack)
+    begun, waiting = worker.say(address, want=2)["leases"]
+    worker.say(address, [begun], held=[begun["lease_id"], waiting["lease_id"]])
+    first.popen.send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    address = second.wait_for("ready")["address"]
+    # The lease in hand lives on; the receipt whose answer might have been lost is answered as recorded.
+    answer = worker.say(address, [begun], held=[waiting["lease_id"]])
+    assert time.monotonic() - killed < 2.0
+    assert answer["uses"][0]["offset"] == begun["stop"] and list(answer["live"]) == [waiting["lease_id"]]
+    leases = [waiting]
+    while not answer["done"]:
+        answer = worker.say(address, leases, want=2, held=[x["lease_id"] for x in leases])
+        leases = answer["leases"]
+    second.popen.terminate()
+    assert second.popen.wait(20) == 0
+    assert verify_ledger(tmp_path / "state" / "ledger.jsonl", verify=verify).ok
+
+
+def test_jobs_are_steered_by_who_may_and_a_mixture_is_used_once(
+    tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    homes = make_network(tmp_path, ["data", "scheduler", "admin"], [])
+    join(tmp_path / "network", tmp_path / "worker", "worker", scope=Scope(frozenset({"worker"})))
+    discovery = LocalDiscovery()
+    one = make_dataset(tmp_path / "one", 6, 40)
+    make_dataset(tmp_path / "two", 5, 24)
+    for name in ("manifest.json", "slices.parquet"):
+        (tmp_path / "two" / name).unlink()
+    two = adopt(tmp_path / "two", "two")
+    node = DataNode(Identity.load(homes["data"]), [one, two], HOST, 0, discovery, ttl_s=30)
+    node.start()
+    stack.callback(node.stop)
+    identity = Identity.load(homes["scheduler"])
+    plans = [
+        JobPlan(NAME, (Wanted(NAME),), SEQ_LEN, priority=1),
+        JobPlan("mix", (Wanted(NAME, 1.0), Wanted("two", 2.0)), SEQ_LEN),
+    ]
+
+    def scheduler() -> SchedulerService:
+        return SchedulerService(identity, "", discovery, Client(identity), tmp_path / "state", jobs=plans)
+
+    service = scheduler()
+    service.start()
+    stack.callback(service.stop)
+    with pytest.raises(StateError, match="another process"):
+        scheduler().start()
+    worker = Hand(tmp_path / "worker", stack)
+    with pytest.raises(RemoteError) as refused:
+        worker.client.request_json(service.address, "POST", f"/v1/jobs/{NAME}/pause", {})
+    assert refused.value.status == 403
+    steer = ["--at", service.address, "--network", str(homes["admin"])]
+    assert main(["schedule", "pause", NAME, *steer]) == 0
+    assert "paused" in capsys.readouterr().out
+    assert [lease["job"] for lease in worker.say(service.address, want=1)["leases"]] == ["mix"]
+    assert worker.say(service.address, job=NAME, want=1, held=[])["paused"]
+    assert main(["schedule", "weights", "mix", "two=1", *steer]) == 0
+    assert main(["schedule", "resume", NAME, *steer]) == 0
+    answer = worker.say(service.address, want=1, held=[])
+    samples = set()
+    while not answer["done"]:
+        leases = answer["leases"]
+        for lease in leases:
+            new = {(lease["job"], lease["sample_base"] + i) for i in range(lease["start"], lease["stop"])}
+            assert not samples & new
+            samples |= new
+        answer = worker.say(service.address, leases, want=1, held=[lease["lease_id"] for lease in leases])
+    assert samples == {(NAME, i) for i in range(25)} | {("mix", i) for i in range(25 + 12)}
+    assert main(["status", service.address, "--network", str(homes["admin"])]) == 0
+    out = capsys.readouterr().out
+    assert f"{NAME}: done, epoch 1 of 1, 100.0%" in out and "two: weight 1" in out and "worker:" in out
+    service.stop()
+    for path in (ledger_path(tmp_path / "state"), ledger_path(tmp_path / "state", "mix")):
+        report = verify_ledger(path, verify=verify)
+        assert report.ok and all(root["recorded"] for root in report.roots), report
