@@ -18,7 +18,7 @@ def _simulate(args: argparse.Namespace) -> int:
     from millrace.simulate import Settings, simulate
     from millrace.simulate.plots import write_page
 
-    given = {field.name: getattr(args, field.name) for field in fields(Settings)}
+    given = {field.name: getattr(args, field.name, None) for field in fields(Settings)}
     settings = Settings(**{name: value for name, value in given.items() if value is not None})
     shown = 0
 
@@ -68,6 +68,8 @@ _OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "cache": (positive, "slices that a worker keeps (64)"),
     "lease-s": (seconds, "seconds that a lease lives without contact (30)"),
     "exchange-s": (seconds, "seconds between two words of a worker with the scheduler (5)"),
+    "steal-s": (seconds, "leases are cut only of who needs longer than this (2)"),
+    "stall-s": (seconds, "a worker that uses nothing for so long loses its leases (600)"),
     "limit-rps": (float, "requests a second above which the store answers 503 (200)"),
     "deadline-s": (seconds, "fail if a sample is used later than this"),
 }
@@ -77,7 +79,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     """Adds the verbs of this module."""
     del group
     p = verb("simulate", _simulate, "a whole network in virtual time, on the real code; exit 1 if a sample is lost")
-    p.add_argument("--mode", choices=["lease", "swarm", "order", "store"], default="lease", help="default: lease")
+    p.add_argument("--mode", choices=["lease", "swarm", "store"], default="lease", help="default: lease")
     for flag, (kind, about) in _OPTIONS.items():
         p.add_argument(f"--{flag}", type=kind, help=about)
     p.add_argument("--plot", type=Path, metavar="DIR|FILE.html", help="a page of what happened, with plots")

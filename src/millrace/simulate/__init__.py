@@ -1,7 +1,7 @@
 """A whole network in virtual time, on the code that runs the real one.
 
 Only time, sockets and disks are simulated. Leases are the scheduler's own `Desk`, who fetches what from whom is the
-`Swarm`'s word, generations are `membership.apply`'s, the order is `order.run`'s, and back-off is the store's.
+`Swarm`'s word, a rank's share is `order.plan`'s, and back-off is the store's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,6 @@ def simulate(settings: Settings, progress: Progress | None = None) -> Result:
     Args:
         progress: Told now and then how far it is.
     """
-    from millrace.simulate import broadcast, leasing
+    from millrace.simulate import broadcast, leasing, throttled
 
-    return {"lease": leasing.run, "swarm": broadcast.run}[settings.mode](settings, progress)
+    return {"lease": leasing.run, "swarm": broadcast.run, "store": throttled.run}[settings.mode](settings, progress)

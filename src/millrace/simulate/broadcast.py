@@ -6,17 +6,18 @@ for more in one exchange with the data node; with nothing to fetch it asks again
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from millrace.network.swarm import Assignment, Swarm
 from millrace.simulate.book import Verdict
 from millrace.simulate.bound import swarm_bound
 from millrace.simulate.clock import Clock
 from millrace.simulate.faults import Faults, Machine, draw
-from millrace.simulate.nodes import Fetch, Net, Node
+from millrace.simulate.nodes import Fetch, Gate, Net, Node
 from millrace.simulate.result import Result
 from millrace.simulate.settings import Settings
 from millrace.simulate.trace import Progress, Trace
@@ -181,7 +182,7 @@ def run(settings: Settings, progress: Progress | None = None) -> Result:
     calm = swarm_bound(settings, draw(settings, 1.0).machines[: settings.workers])
     faults = draw(settings, calm.seconds)
     bound = swarm_bound(settings, faults.machines)
-    world = _World(settings, faults)
+    world = World(settings, faults)
     trace = Trace()
     trace.follow(world.clock, calm.seconds / 400, world.look, progress)
     ended = world.clock.run(lambda: world.left == 0, 20 * bound.seconds + 1000.0)
@@ -200,23 +201,40 @@ def run(settings: Settings, progress: Progress | None = None) -> Result:
     return Result(settings, verdict, world.clock.now, bound, world.net.origin_bytes(), counts, fault, trace)
 
 
-class _World:
-    def __init__(self, settings: Settings, faults: Faults) -> None:
+class World:
+    """Readers and their tracker.
+
+    Args:
+        wishes: int64 slices that each of the first machines wants; None: everybody wants everything.
+        gate: What the origins let through.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        faults: Faults,
+        wishes: Sequence[NDArray[np.int64]] | None = None,
+        gate: Gate | None = None,
+    ) -> None:
         self.clock = Clock()
-        self.net = Net(settings, self.clock, faults)
+        self.net = Net(settings, self.clock, faults, gate)
+        self.machines = faults.machines
+        self._wishes = wishes
         self.tracker = Tracker(self.net)
         self.readers: dict[int, Reader] = {}
         self.arrivals: dict[tuple[int, int], int] = {}
         self.staying = {machine.index for machine in faults.machines if machine.dies_at == float("inf")}
         self.killed: list[int] = []
-        self.left = len(self.staying) * settings.slices
+        self.left = len(self.staying) * settings.slices if wishes is None else sum(map(len, wishes))
         self._all = self.left
         for machine in faults.machines:
             self._plan(machine)
 
     def _plan(self, machine: Machine) -> None:
         def join() -> None:
-            wanted = np.ones(self.net.settings.slices, np.bool_)
+            wanted = np.full(self.net.settings.slices, self._wishes is None)
+            if self._wishes is not None:
+                wanted[self._wishes[machine.index]] = True
             reader = Reader(self.net, self.net.join(machine), wanted, self.tracker.tell, self._arrived)
             self.readers[machine.index] = reader
             self.tracker.heartbeat(reader)

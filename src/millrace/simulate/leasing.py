@@ -77,6 +77,7 @@ class _Scheduler:
         desk = Desk([self._spec], salt=f"{self.starts}-")
         for row in json.loads(json.dumps(self._rows)):
             desk.apply(from_row(row), self._net.clock.now)
+        desk.extend_all(self._net.clock.now)  # The outage was not the workers' doing.
         return desk
 
     def kill(self) -> None:

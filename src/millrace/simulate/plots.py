@@ -88,12 +88,14 @@ def busy_shares(busy: F64, alive: Mapping[int, tuple[float, float]], stop: float
         part = slice(max(0, first - 1), min(last, _COLUMNS))
         worked[row_of[int(worker)], part] += _overlap(edges[part.start : part.stop + 1], start, end)
     with np.errstate(invalid="ignore", divide="ignore"):
-        shares: F64 = np.where(lived > 0.2 * stop / _COLUMNS, np.minimum(1.0, worked / lived), np.nan)
+        shares: F64 = np.minimum(1.0, worked / lived)
+    shares[lived <= 0.2 * stop / _COLUMNS] = np.nan
     return shares
 
 
 def _overlap(edges: F64, start: float, end: float) -> F64:
-    return np.maximum(0.0, np.minimum(edges[1:], end) - np.maximum(edges[:-1], start))
+    covered: F64 = np.maximum(0.0, np.minimum(edges[1:], end) - np.maximum(edges[:-1], start))
+    return covered
 
 
 def _key(lines: list[tuple[str, str, list[float]]]) -> str:

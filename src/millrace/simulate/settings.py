@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from millrace.errors import UsageError
 
-Mode = Literal["lease", "swarm", "order", "store"]
+Mode = Literal["lease", "swarm", "store"]
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,7 @@ class Settings:
     """A world.
 
     Args:
-        mode: lease (strangers), swarm (everybody wants everything), order (fenced membership), store (a store that
-            throttles).
+        mode: lease (strangers), swarm (everybody wants everything), store (one that throttles).
         samples: Of each slice.
         batch: Samples of a step of one worker.
         speed: Samples a second of the median worker; `spread` is sigma of their logarithms.
@@ -82,8 +81,8 @@ class Settings:
                 raise UsageError(f"simulate: expected {name} above 0, got {getattr(self, name)}.")
         if self.liars == 1 or self.lost == 1:
             raise UsageError("simulate: expected liars and lost below 1. Nothing could ever be done.")
-        if self.mode not in ("lease", "swarm", "order", "store"):
-            raise UsageError(f"simulate: expected mode lease, swarm, order or store, got {self.mode!r}.")
+        if self.mode not in ("lease", "swarm", "store"):
+            raise UsageError(f"simulate: expected mode lease, swarm or store, got {self.mode!r}.")
 
     def command(self) -> str:
         """The command that runs this world again: what differs from the defaults, and the seed."""

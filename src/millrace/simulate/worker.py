@@ -158,7 +158,7 @@ class Worker:
             held = self.held[lease_id]
             if lease_id in reply.live:
                 held.stop = reply.live[lease_id].stop
-            elif held.acked < held.stop and not held.over:
+            elif not held.over and (held.acked < held.stop or lease_id in reply.lost):
                 self._lose(held)
             if held.over or held.acked >= held.stop:
                 self._drop(lease_id)

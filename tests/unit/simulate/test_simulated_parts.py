@@ -1,0 +1,89 @@
+"""Virtual time, fair links, the record and the bounds: what the simulated worlds stand on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import UsageError
+from millrace.simulate.book import Book, Range
+from millrace.simulate.bound import lease_bound, swarm_bound
+from millrace.simulate.clock import Clock
+from millrace.simulate.faults import draw
+from millrace.simulate.links import Links, fair_rates
+from millrace.simulate.settings import Settings
+
+
+def test_events_come_in_order_of_their_moment_then_of_their_making() -> None:
+    clock, seen = Clock(), list[str]()
+    clock.at(2.0, lambda: seen.append("late"))
+    clock.at(1.0, lambda: seen.append("first"))
+    clock.at(1.0, lambda: seen.append("second"))
+    assert not clock.run(lambda: False, 10.0)
+    assert seen == ["first", "second", "late"]
+    assert clock.now == 2.0
+
+
+def test_rates_are_max_min_fair() -> None:
+    # One origin of 10 serves three: one of them takes no more than 1, the others share the rest.
+    rates = fair_rates(
+        np.zeros(3, np.int64), np.array([1, 2, 3]), np.array([10.0, 1, 1, 1]), np.array([9.0, 1, 99, 99])
+    )
+    assert rates.tolist() == [1.0, 4.5, 4.5]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=12), st.integers(0, 99))
+def test_no_link_is_overfull_and_every_transfer_has_a_full_one(pairs: list[tuple[int, int]], seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    up, down = chance.uniform(1, 9, 5), chance.uniform(1, 9, 5)
+    a, b = (np.array(side) for side in zip(*pairs))
+    rates = fair_rates(a, b, up, down)
+    used_up, used_down = np.bincount(a, rates, 5), np.bincount(b, rates, 5)
+    assert (used_up <= up + 1e-6).all() and (used_down <= down + 1e-6).all()
+    assert ((used_up[a] >= up[a] - 1e-6) | (used_down[b] >= down[b] - 1e-6)).all()
+
+
+def test_a_transfer_speeds_up_when_another_ends() -> None:
+    clock, ended = Clock(), list[float]()
+    links = Links(clock)
+    origin, one, two = links.add(10.0, 1.0), links.add(1.0, 100.0), links.add(1.0, 100.0)
+    links.start(origin, one, 10.0, lambda: ended.append(clock.now))
+    links.start(origin, two, 30.0, lambda: ended.append(clock.now))
+    clock.run(lambda: False, 100.0)
+    assert ended == pytest.approx([2.0, 4.0])
+    assert links.sent[origin] == pytest.approx(40.0)
+
+
+def _use(start: int, stop: int, at: float = 1.0, worker: int = 0) -> Range:
+    return Range(0, 0, start, stop, at, worker)
+
+
+def test_the_record_tells_lost_repeated_late_and_wasted_samples_apart() -> None:
+    samples = np.array([8], np.int64)
+    whole = [_use(0, 8)]
+    assert Book(samples, 1, whole, whole).check().ok
+    assert Book(samples, 1, [_use(0, 6)], [_use(0, 6)]).check().missing == 2
+    assert Book(samples, 1, whole, [_use(0, 6)]).check().missing == 2  # used, and not on record
+    assert Book(samples, 1, [*whole, _use(4, 6, worker=1)], whole).check().repeated == 2
+    wasted = Book(samples, 1, [*whole, _use(4, 6, worker=1)], whole, [_use(4, 6, worker=1)]).check()
+    assert wasted.ok and wasted.wasted == 2
+    assert Book(samples, 1, whole, whole).check(deadline=0.5).late == 8
+
+
+def test_bounds_hold_for_worlds_that_can_be_computed_by_hand() -> None:
+    world = Settings(
+        workers=4, slices=8, samples=10, spread=0.0, speed=1.0, up=1e6, down=1e6, slice_bytes=1_000_000,
+        origin_up=1e9, latency_s=1e-6,
+    )  # fmt: skip
+    machines = draw(world, 1.0).machines
+    assert lease_bound(world, machines).seconds == pytest.approx(1 + 20, rel=0.01)  # a slice's download, then 20 each
+    assert swarm_bound(world, machines).seconds == pytest.approx(8.0, rel=0.01)  # the link down
+
+
+def test_settings_that_cannot_be_are_refused_and_the_rest_say_how_to_run_them_again() -> None:
+    with pytest.raises(UsageError, match="churn"):
+        Settings(churn=2.0)
+    assert "--seed 7 --churn 0.25" in Settings(seed=7, churn=0.25).command()

@@ -1,0 +1,92 @@
+"""Small worlds of every kind hold the laws; set MILLRACE_WORLDS=200 for as many random ones (default 6)."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.cli import main
+from millrace.simulate import Settings, leasing, simulate
+from millrace.simulate.plots import charts
+
+_NUM_WORLDS = int(os.environ.get("MILLRACE_WORLDS", "6"))
+_SMALL = {"workers": 8, "slices": 24, "samples": 64, "speed": 4.0, "exchange_s": 3.0, "lease_s": 10.0}
+
+
+@settings(max_examples=_NUM_WORLDS, deadline=None, derandomize=_NUM_WORLDS < 10)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([0.0, 0.25, 0.5]),
+    st.sampled_from([0.0, 0.3]),
+    st.integers(0, 2),
+    st.integers(0, 1),
+    st.sampled_from([0.0, 0.1]),
+)
+def test_every_sample_is_used_exactly_once(
+    seed: int, churn: float, liars: float, restarts: int, partitions: int, lost: float
+) -> None:
+    world = Settings(
+        **_SMALL, seed=seed, churn=churn, liars=liars, restarts=restarts, partitions=partitions, lost=lost,
+        partition_s=25.0,
+    )  # fmt: skip
+    result = simulate(world)
+    assert result.ok, result.words()
+    if not (restarts or partitions):  # Nobody who lives works for nothing.
+        assert result.counts["wasted_by_living"] == 0, result.words()
+
+
+def test_without_faults_nothing_is_wasted_and_the_bound_is_near() -> None:
+    result = simulate(Settings(**{**_SMALL, "slices": 80}))
+    assert result.ok
+    assert result.verdict.wasted == 0
+    assert result.origin_ratio == pytest.approx(1.0)
+    assert 1.0 <= result.time_ratio < 1.2
+
+
+def test_the_same_seed_gives_the_same_bytes() -> None:
+    world = Settings(**_SMALL, churn=0.5, seed=3)
+    one, two = simulate(world), simulate(world)
+    assert json.dumps(one.to_json()) == json.dumps(two.to_json())
+    assert charts(one) == charts(two)
+
+
+def test_a_broadcast_reaches_all_and_the_origin_sends_everything_once() -> None:
+    result = simulate(Settings(mode="swarm", workers=8, slices=20, churn=0.0))
+    assert result.ok
+    assert result.origin_ratio == pytest.approx(1.0)
+
+
+def test_a_scheduler_that_loses_uses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record is independent: a journal that forgets is seen as samples used again or lost."""
+    real = leasing._Scheduler._keep
+
+    def forgets(self: leasing._Scheduler, events: list[object]) -> None:
+        real(self, [event for event in events if type(event).__name__ != "Recorded"])  # type: ignore[misc]
+
+    monkeypatch.setattr(leasing._Scheduler, "_keep", forgets)
+    result = simulate(Settings(**_SMALL, restarts=4, outage_s=1.0, seed=1))
+    assert not result.ok
+
+
+def test_the_command_prints_one_line_of_json_and_writes_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["simulate", "--workers", "6", "--slices", "12", "--samples", "32", "--churn", "0.2", "--json"]
+    assert main([*args, "--plot", str(tmp_path / "plots")]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["ok"] and said["missing"] == said["repeated"] == 0
+    assert (tmp_path / "plots" / "index.html").read_text().count("<svg") == 5
+    assert (tmp_path / "plots" / "coverage.svg").exists()
+
+
+def test_a_sample_after_the_deadline_fails_the_run_and_tells_how_to_see_it_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = ["simulate", "--workers", "2", "--slices", "4", "--samples", "32", "--seed", "5", "--deadline-s", "3"]
+    assert main(args) == 1
+    assert "millrace simulate --workers 2 --slices 4 --seed 5" in capsys.readouterr().out
