@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from millrace.errors import NetworkError
 from millrace.network.peer import Peer
 
@@ -35,8 +37,8 @@ class Request:
             BadRequestError: If it is none; the server answers 400.
         """
         try:
-            return json.loads(self.body) if self.body else None
-        except (ValueError, RecursionError) as error:
+            return orjson.loads(self.body) if self.body else None
+        except ValueError as error:
             raise BadRequestError(f"body: expected JSON, got {error}") from error
 
 
@@ -65,7 +67,11 @@ class Response:
 
 def json_response(obj: Any, status: int = 200) -> Response:
     """A response with an object as JSON."""
-    return Response(status, json.dumps(obj, separators=(",", ":"), sort_keys=True).encode())
+    try:
+        data = orjson.dumps(obj, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # an integer beyond 64 bits
+        data = json.dumps(obj, separators=(",", ":"), sort_keys=True).encode()
+    return Response(status, data)
 
 
 def error_response(status: int, code: str, message: str) -> Response:

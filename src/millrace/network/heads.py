@@ -113,20 +113,29 @@ class Incoming:
 
     def _cut_head(self) -> bool:
         data = self._data
-        if not self._line_checked and (newline := data.find(b"\n", 0, MAX_LINE_BYTES + 2)) >= 0:
-            _request_line(_line_of(data, newline))  # garbage is told at once, not when it ends
-            self._line_checked = True
-        if not self._line_checked and len(data) > MAX_LINE_BYTES:
-            raise RefusedError(414, "refused", f"expected a request line of at most {MAX_LINE_BYTES} bytes")
         end = data.find(b"\r\n\r\n", max(0, self._searched - 3), MAX_HEAD_BYTES + 4)
         self._searched = len(data)
         if end < 0:
+            self._check_line()  # garbage is told at once, not when it ends
             if len(data) > MAX_HEAD_BYTES:
                 raise RefusedError(431, "refused", f"expected a head of at most {MAX_HEAD_BYTES} bytes")
             return False
         self._head = parse_head(bytes(memoryview(data)[:end]))
         del data[: end + 4]
         return True
+
+    def _check_line(self) -> None:
+        """Looks at the request line once it is there."""
+        data = self._data
+        if self._line_checked:
+            return
+        if (newline := data.find(b"\n", 0, MAX_LINE_BYTES + 2)) >= 0:
+            if newline == 0 or data[newline - 1] != 13:
+                raise RefusedError(400, "bad_request", "expected lines that end in CR LF")
+            _request_line(data[: newline - 1].decode("latin-1"))
+            self._line_checked = True
+        elif len(data) > MAX_LINE_BYTES:
+            raise RefusedError(414, "refused", f"expected a request line of at most {MAX_LINE_BYTES} bytes")
 
 
 def parse_head(data: bytes) -> Head:
@@ -167,14 +176,10 @@ def status_line(status: int) -> str:
     return f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"
 
 
-def _line_of(data: bytearray, newline: int) -> str:
-    if newline == 0 or data[newline - 1] != 13:
-        raise RefusedError(400, "bad_request", "expected lines that end in CR LF")
-    return data[: newline - 1].decode("latin-1")
-
-
 def _request_line(line: str) -> tuple[str, str, str]:
     """Method, target and version."""
+    if len(line) > MAX_LINE_BYTES:
+        raise RefusedError(414, "refused", f"expected a request line of at most {MAX_LINE_BYTES} bytes")
     match = _REQUEST_LINE.fullmatch(line)
     if match is None:
         raise RefusedError(400, "bad_request", f"expected METHOD /PATH HTTP/1.1, got {line[:80]!r}")
