@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,9 @@ def _watch(nest: subprocess.Popen[str], folder: Path, kill: bool, cap: float | N
                 os.kill(up["pid"], signal.SIGKILL)
                 break
             time.sleep(0.02)
-        reports = [json.loads(nest.stdout.readline()) for _ in range(up["members"])]
+        reports = [json.loads(nest.stdout.readline() or "null") for _ in range(up["members"])]
+        if None in reports:
+            raise RuntimeError("swarm: expected a report of each member; the first that fell says why above")
         if not kill:
             status = client.request_json(up["address"], "GET", "/v1/status")[0]
     num_bytes = up["bytes"]
@@ -169,12 +172,16 @@ def _nest(settings: dict[str, Any]) -> None:
         pids.append(os.fork())
         if pids[-1] == 0:
             os.close(go)
-            _be_member(folder, i, up["address"], waiting)
+            try:
+                _be_member(folder, i, up["address"], waiting)
+            finally:
+                traceback.print_exc()
+                os._exit(1)  # never on into the nest's own work
     print(json.dumps({**up, "pid": node_pid, "members": settings["members"]}), flush=True)
     sys.stdin.readline()
     os.close(go)
-    for pid in pids:
-        os.waitpid(pid, 0)
+    fallen = [status for status in (os.waitpid(pid, 0)[1] for pid in pids) if status]
+    print("null\n" * len(fallen), end="", flush=True)
     sys.stdin.read()  # until whoever started this has asked the node
     os.kill(node_pid, signal.SIGKILL)
 
@@ -225,7 +232,9 @@ def main() -> int:
         _nest(json.loads(args.nest))
         return 0
     rounds = {
-        "steered": {}, "steered, capped": {"cap": args.cap}, "free for all, capped": {"cap": args.cap, "steered": False},
+        "steered": {},
+        "steered, capped": {"cap": args.cap},
+        "free for all, capped": {"cap": args.cap, "steered": False},
         "killed when every slice was out, capped": {"cap": args.cap, "kill": True},
     }  # fmt: skip
     found = {}

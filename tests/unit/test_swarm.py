@@ -55,7 +55,7 @@ class Crowd:
         return len(told)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     num_slices=st.integers(1, 24), num_members=st.integers(1, 6), slots=st.integers(1, 3),
     origin_slots=st.integers(1, 3), at_once=st.integers(1, 4), falls=st.lists(st.integers(0, 5), max_size=2),

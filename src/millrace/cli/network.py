@@ -45,7 +45,12 @@ def _serve(args: argparse.Namespace) -> int:
     from millrace.network.access import Access
     from millrace.serve import DataNode
 
-    datasets = [open_dataset(path) for path in args.datasets]
+    from millrace.store.remote import open_remote
+
+    datasets = [
+        open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)
+        for path in args.datasets
+    ]
     identity, discovery = join_network(args)
     host, port = listen_at(args, discovery)
     access = Access.load(args.access) if args.access is not None else None
@@ -109,7 +114,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT")
     p.add_argument("--nodes", type=positive, default=1)
     p = add_node(verb, "serve", _serve, "a data node: serve datasets and announce them")
-    p.add_argument("datasets", nargs="+", metavar="DATASET")
+    p.add_argument("datasets", nargs="+", metavar="DATASET", help="a directory, or a URL that members fetch from too")
     p.add_argument("--listen", metavar="HOST:PORT", help="default: a free port where our DHT node listens")
     p.add_argument("--ttl", type=float, default=60.0, metavar="S", help="how long a claim holds without renewal")
     p.add_argument("--access", type=Path, metavar="FILE", help="who may read what, and how much a day (TOML)")

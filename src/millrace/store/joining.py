@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,9 @@ _AGAIN_S = 3.0
 
 class SwarmMember:
     """Takes part from construction until `close`.
+
+    Attributes:
+        files: The dataset's small files by name, as they were fetched.
 
     Args:
         dataset: Of a network.
@@ -56,9 +59,12 @@ class SwarmMember:
         origin = dataset.origin
         if not isinstance(origin, PeerOrigin):
             raise UsageError(f"share: expected a dataset of millrace://NETWORK/NAME, got {origin.url}. Leave it out.")
+        names = {MANIFEST_FILE, TABLE_FILE, *listed_files(dataset.manifest)}
+        # Had now, while somebody has them.
+        self.files = {name: read_small(origin, name, _MAX_SMALL_BYTES) for name in sorted(names) if "/" not in name}
         self.share: SliceShare | None = None
         if share:
-            self.share = _listen(dataset, origin, shelf, held, share, throttle)
+            self.share = _listen(dataset, origin, self.files, shelf, held, share, throttle)
         self.reader = SwarmReader(
             origin.client, dataset.id, dataset.table, lambda: _trackers(origin), held,
             share=self.share, downloads=downloads, uploads=uploads, connections=connections, urgent=urgent,
@@ -80,6 +86,7 @@ class SwarmMember:
 def _listen(
     dataset: RemoteDataset,
     origin: PeerOrigin,
+    files: Mapping[str, bytes],
     shelf: Shelf,
     held: Callable[[], NDArray[np.bool_]],
     share: bool | str,
@@ -90,8 +97,6 @@ def _listen(
         named = ""
     else:
         host, port, named = "0.0.0.0", 0, _host_towards(origin.claims(_FRESH_S)[0].address)
-    names = {MANIFEST_FILE, TABLE_FILE, *listed_files(dataset.manifest)}
-    files = {name: read_small(origin, name, _MAX_SMALL_BYTES) for name in sorted(names) if "/" not in name}
     hashes = {row.tobytes().hex(): size for row, size in zip(dataset.table.sha256, dataset.table.bytes.tolist())}
     server = SliceShare(origin.identity, shelf, hashes, host, port, throttle, discovery=origin.discovery, named=named)
     server.offer(Offer(origin.name, dataset.id, dataset.num_slices, files, held))

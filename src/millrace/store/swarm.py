@@ -35,7 +35,7 @@ _ASK_S = 10.0
 _HAVE_S = 10.0
 _MUST_S = 5.0
 _HOME_S = 30.0
-_BUSY_S = 5.0
+_BUSY_S = 2.0
 _DEAD_S = 30.0  # a tracker that did not answer is left alone so long
 _MOST_MUST = 8
 log = logging.getLogger("millrace.swarm")
@@ -158,7 +158,9 @@ class SwarmReader:
         self._good_at = clock()
         self._closed = False
         self._counts = {"from_origins": 0, "from_peers": 0, "failed": 0, "trackers_lost": 0}
-        self._transfers = Transfers(connections, tries=2, patience_s=5.0, hedge_s=30.0)  # one source: no other is faster
+        self._transfers = Transfers(
+            connections, tries=2, patience_s=5.0, hedge_s=30.0
+        )  # one source: no other is faster
         self._thread = threading.Thread(target=self._run, name="swarm", daemon=True)
         self._thread.start()
 
@@ -272,7 +274,9 @@ class SwarmReader:
         if answer.get("tell_have"):
             self._told_have = None
         wait_s = self._follow(answer)
-        return wait_s if body["num"] or answer.get("tell_have") else max(wait_s, _BUSY_S)
+        if answer.get("tell_have"):
+            return 0.0
+        return wait_s if body["num"] else max(wait_s, _BUSY_S)
 
     def _first_answer(self, body: dict[str, Any]) -> dict[str, Any] | None:
         """From the first tracker that answers; those that do not are dropped."""

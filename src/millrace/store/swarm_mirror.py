@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from millrace.errors import UsageError
 from millrace.network.limits import Throttle
 from millrace.store.joining import SwarmMember
 from millrace.store.mirror import MirrorReport, mirror
+from millrace.store.origins import Origin, at_most
 from millrace.store.remote import RemoteDataset
 from millrace.store.share import Folder
 from millrace.store.swarm import SteeredTransfer
@@ -58,12 +59,35 @@ def mirror_by_swarm(
                 held[row.index] = True
             _copy(member, target, folder, held, absent, say)
 
-        report = mirror(dataset, target, start=start, stop=stop, on_progress=on_progress, copy=copy)
+        kept = RemoteDataset(_Kept(dataset.origin, member.files), dataset.manifest, dataset.table, dataset.id)
+        report = mirror(kept, target, start=start, stop=stop, on_progress=on_progress, copy=copy)
         until = time.monotonic() + (linger_s if share else 0.0)
         while time.monotonic() < until and not member.reader.settled:
             time.sleep(_LOOK_S)
         shared = member.share.bytes_sent if member.share is not None else 0
         return report, {**member.reader.stats(), "bytes_shared": shared}
+
+
+class _Kept:
+    """An origin whose small files are here already: it may be gone when they are written."""
+
+    def __init__(self, origin: Origin, files: Mapping[str, bytes]) -> None:
+        self.url = origin.url
+        self._origin = origin
+        self._files = files
+
+    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        """See Origin."""
+        return self._origin.read(name, start, stop)
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        """See Origin."""
+        data = self._files.get(name)
+        return self._origin.get(name, max_bytes) if data is None else at_most(data, max_bytes, name)
+
+    def sources(self) -> Sequence[Origin]:
+        """See Origin."""
+        return self._origin.sources()
 
 
 def _copy(

@@ -28,7 +28,7 @@ MAX_AT_ONCE = 64
 MAX_REPORTS = 1024
 _MAX_PEERS = 16  # sharers named in an answer, for when this tracker dies
 _CHECK_S, _RECHECK_S = 3.0, 60.0
-_WAIT_S, _MOST_ASKS_PER_S = 0.2, 200.0
+_WAIT_S, _IDLE_S, _MOST_ASKS_PER_S = 0.2, 2.0, 200.0
 Flags = NDArray[np.bool_]
 
 
@@ -178,7 +178,8 @@ class Tracker:
             given = [] if is_checking else swarm.assign(peer.peer_id, ask.want, ask.num, now)
             late = set(ask.must) - {each.index for each in given}
             must = {index: swarm.providers(index, peer.peer_id, now) for index in sorted(late)}
-            wait_s = max(_WAIT_S, len(swarm) / _MOST_ASKS_PER_S) if len(ask.want) else self.ttl_s / 3
+            least_s = _WAIT_S if len(ask.want) else _IDLE_S
+            wait_s = min(self.ttl_s / 3, max(least_s, len(swarm) / _MOST_ASKS_PER_S))
             wait_s = 0.05 if is_checking else wait_s
             return _told(swarm, given, must, wait_s, is_new and ask.have is None, peer.peer_id)
 
