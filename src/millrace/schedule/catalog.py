@@ -5,19 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.dataset.manifest import Manifest, SliceTable, dataset_id
-from millrace.errors import DatasetError, IntegrityError, NetworkError
+from millrace.errors import DatasetError, IntegrityError, NetworkError, UsageError
 from millrace.network.client import Client
 from millrace.network.discovery import Claim, Discovery, find_providers
 from millrace.network.publish import published
 from millrace.network.swarm import Holder
 from millrace.order.plan import samples_per_slice
+from millrace.schedule.ask import Bad, Grant
+from millrace.schedule.jobs import JobSpec, Source
+from millrace.schedule.sessions import Session
 
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_TABLE_BYTES = 1 << 30
@@ -80,17 +83,40 @@ class Finder:
         return good
 
     def find(self, wanted: Wanted, seq_len: int, wait_s: float) -> tuple[Found, list[Claim]]:
-        """A dataset and who serves it; waits for a data node.
+        """A dataset and who serves it; waits for a data node that gives its manifest.
 
         Raises:
             DatasetError: If nobody serves it after `wait_s`, or its name stands for several.
-            NetworkError: If nobody who says so gives its manifest.
+            NetworkError: If nobody who says so gave its manifest until then.
         """
         deadline = time.monotonic() + wait_s
+        while True:
+            claims = self._wait_for_claims(wanted, wait_s, deadline)
+            ids = sorted({claim.dataset_id for claim in claims})
+            if len(ids) != 1:
+                raise DatasetError(
+                    f"scheduler: dataset {wanted.name!r} stands for {len(ids)} datasets: {', '.join(ids)}. "
+                    "Mixing them would train on either; say which by its id (--id)."
+                )
+            failures = []
+            for claim in claims:
+                try:
+                    manifest, table = self._fetch(claim)
+                except (NetworkError, DatasetError) as error:
+                    failures.append(f"{claim.address}: {error}")
+                    continue
+                samples = samples_per_slice(table.count, seq_len, manifest.layout)
+                return Found(wanted.name, ids[0], manifest, table, samples, samples.cumsum() - samples), claims
+            # Who made the claim may have died since; others may come.
+            if time.monotonic() >= deadline or self._stopping.wait(0.2):
+                told = "; ".join(failures)
+                raise NetworkError(f"scheduler: no provider gave the manifest of {wanted.name!r}: {told}")
+
+    def _wait_for_claims(self, wanted: Wanted, wait_s: float, deadline: float) -> list[Claim]:
         claims: list[Claim] = []
-        while not claims and not self._stopping.is_set():
+        while not claims:
             claims = self.claims(wanted, min(ASK_S, wait_s))
-            if not claims and time.monotonic() >= deadline:
+            if not claims and (time.monotonic() >= deadline or self._stopping.wait(0.2)):
                 raise DatasetError(
                     f"scheduler: nobody in network {self._network_id} serves dataset {wanted.name!r}"
                     + (f" with id {wanted.dataset_id}" if wanted.dataset_id else "")
@@ -98,24 +124,7 @@ class Finder:
                     "or check the name with `millrace find`."
                     + "".join(f" Not counted: {why}" for why in self._unsigned)
                 )
-            if not claims:
-                self._stopping.wait(0.2)
-        ids = sorted({claim.dataset_id for claim in claims})
-        if len(ids) != 1:
-            raise DatasetError(
-                f"scheduler: dataset {wanted.name!r} stands for {len(ids)} datasets: {', '.join(ids)}. "
-                "Mixing them would train on either; say which by its id (--id)."
-            )
-        failures = []
-        for claim in claims:
-            try:
-                manifest, table = self._fetch(claim)
-            except (NetworkError, DatasetError) as error:
-                failures.append(f"{claim.address}: {error}")
-                continue
-            samples = samples_per_slice(table.count, seq_len, manifest.layout)
-            return Found(wanted.name, ids[0], manifest, table, samples, samples.cumsum() - samples), claims
-        raise NetworkError(f"scheduler: no provider gave the manifest of {wanted.name!r}: " + "; ".join(failures))
+        return claims
 
     def _fetch(self, claim: Claim) -> tuple[Manifest, SliceTable]:
         """The manifest and table from one provider, checked against the dataset id."""
@@ -142,3 +151,139 @@ class Finder:
 def holders(claims: Sequence[Claim]) -> list[Holder]:
     """Data nodes as origins of a swarm: by address, or by the URL that they stand for."""
     return [Holder(claim.peer_id, claim.url or claim.address, True) for claim in claims]
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """A job as its user wants it; see JobSpec. `changes`: (samples used, weights of the datasets from there on)."""
+
+    name: str
+    datasets: tuple[Wanted, ...]
+    seq_len: int
+    epochs: int = 1
+    seed: int = 0
+    lease_s: float = 30.0
+    stall_s: float = 600.0
+    steal_s: float = 2.0
+    max_failures: int = 3
+    priority: int = 0
+    weight: float = 1.0
+    changes: tuple[tuple[int, tuple[float, ...]], ...] = ()
+
+
+class Catalog:
+    """The jobs as planned, with the datasets found for them; what leases and doors say of them."""
+
+    def __init__(self, plans: Sequence[JobPlan], finder: Finder) -> None:
+        self.plans = {plan.name: plan for plan in plans}
+        self.specs: dict[str, JobSpec] = {}
+        self.claims: dict[str, list[Claim]] = {}
+        self._finder = finder
+        self._found: dict[tuple[str, str], Found] = {}  # by job and dataset id
+
+    def find(self, wait_s: float) -> None:
+        """Finds every dataset; raises as Finder.find, or UsageError if those of a job do not go together."""
+        for plan in self.plans.values():
+            found = []
+            for wanted in plan.datasets:
+                dataset, claims = self._finder.find(wanted, plan.seq_len, wait_s)
+                self.claims[dataset.dataset_id] = claims
+                self._found[plan.name, dataset.dataset_id] = dataset
+                found.append(dataset)
+            layouts = {dataset.manifest.layout for dataset in found}
+            if len(layouts) != 1:
+                raise UsageError(f"job {plan.name}: expected datasets of one layout, got {', '.join(sorted(layouts))}.")
+            sources = tuple(Source(d.name, d.dataset_id, d.samples, w.weight) for d, w in zip(found, plan.datasets))
+            self.specs[plan.name] = JobSpec(
+                plan.name, sources, plan.seed, plan.epochs, plan.lease_s, plan.stall_s, plan.max_failures,
+                plan.steal_s, plan.priority, plan.weight, plan.changes,
+            )  # fmt: skip
+
+    def look_again(self) -> None:
+        """Asks who serves the datasets now; where nobody answers, those of before are kept."""
+        for name, spec in self.specs.items():
+            for wanted, source in zip(self.plans[name].datasets, spec.sources):
+                claims = self._finder.claims(replace(wanted, dataset_id=source.dataset_id))
+                self.claims[source.dataset_id] = claims or self.claims[source.dataset_id]
+
+    def all_claims(self) -> list[Claim]:
+        """Who serves any of them."""
+        return [claim for claims in list(self.claims.values()) for claim in claims]
+
+    def of(self, job: str) -> list[Found]:
+        """The datasets of a job."""
+        return [self._found[job, source.dataset_id] for source in self.specs[job].sources]
+
+    def facts(self, job: str) -> dict[str, Any]:
+        """What the ledger says of a job beside its datasets."""
+        return {"seq_len": self.plans[job].seq_len, "layout": self.of(job)[0].manifest.layout}
+
+    def sha256(self, dataset_id: str, index: int) -> str:
+        """The hash of a slice; "" if the dataset is not here."""
+        found = next((found for found in self._found.values() if found.dataset_id == dataset_id), None)
+        return str(found.describe(index)["sha256"]) if found is not None else ""
+
+    def describe_job(self, job: str, job_id: str) -> dict[str, Any]:
+        """The answer to `GET /v1/job`."""
+        plan, found = self.plans[job], self.of(job)
+        first = found[0].manifest
+        return {
+            "job_id": job_id,
+            "name": job,
+            "dataset_id": found[0].dataset_id,
+            "datasets": [
+                {"name": f.name, "dataset_id": f.dataset_id, "num_slices": len(f.table), "weight": w.weight}
+                for f, w in zip(found, plan.datasets)
+            ],
+            "layout": first.layout,
+            "seq_len": plan.seq_len,
+            "seed": plan.seed,
+            "epochs": plan.epochs,
+            "num_slices": sum(len(f.table) for f in found),
+            "vocab_size": max(f.manifest.vocab_size for f in found),
+            "dtype": first.dtype,
+            "num_samples": sum(int(f.samples.sum()) for f in found),
+            "lease_s": plan.lease_s,
+            "jobs": list(self.plans),
+        }
+
+    def describe(self, grant: Grant, job_id: str) -> dict[str, Any]:
+        """A lease as a worker hears of it."""
+        plan, found = self.plans[grant.job], self._found[grant.job, grant.dataset_id]
+        ids = [source.dataset_id for source in self.specs[grant.job].sources]
+        before = sum(int(one.samples.sum()) for one in self.of(grant.job)[: ids.index(grant.dataset_id)])
+        return {
+            "lease_id": grant.lease_id,
+            "job": grant.job,
+            "job_id": job_id,
+            "epoch": grant.epoch,
+            "slice": grant.slice_index,
+            "index": grant.index,
+            **found.describe(grant.index),
+            "count": grant.count,
+            "start": grant.start,
+            "stop": grant.stop,
+            "sample_base": before + int(found.bases[grant.index]),
+            "seed": plan.seed,
+            "seq_len": plan.seq_len,
+            "layout": found.manifest.layout,
+            "dtype": found.manifest.dtype,
+            "vocab_size": found.manifest.vocab_size,
+            "providers": [
+                {"url": holder.address} if holder.is_url else
+                {"peer_id": holder.peer_id, "address": holder.address, "is_origin": holder.is_origin}
+                for holder in grant.providers
+            ],
+            "expires_in_s": grant.expires_in_s,
+        }  # fmt: skip
+
+    def place_reports(self, session: Session | None, reports: Sequence[tuple[str, str, str]]) -> tuple[Bad, ...]:
+        """Reports of providers (peer id, sha256, reason), by slice; only who is leased a slice of that hash is heard."""
+        if session is None or not reports:
+            return ()
+        leased = {}
+        for (job, dataset), (_, owner) in session.owners.items():
+            found = self.of(job)[dataset]
+            for lease in owner.leases.values():
+                leased[found.describe(lease.slice_index)["sha256"]] = (found.dataset_id, lease.slice_index)
+        return tuple(Bad(peer, *leased[sha256], reason) for peer, sha256, reason in reports if sha256 in leased)

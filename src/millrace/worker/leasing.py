@@ -208,7 +208,8 @@ class _Worker:
             "failed": [{"lease_id": lease_id, "reason": reason} for lease_id, reason in said.failed],
             "want": said.want,
             "have": news,
-            "bad": [{"peer_id": bad.peer_id, "sha256": bad.sha256, "reason": bad.reason} for bad in said.bad],
+            # Who was only late may be well to others: no report of it bans anybody.
+            "bad": [{"peer_id": b.peer_id, "sha256": b.sha256, "reason": b.reason} for b in said.bad if b.wrong],
         }
         if said.uses:
             job_id = said.uses[0].held.grant.job_id
