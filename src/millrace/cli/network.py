@@ -44,7 +44,6 @@ def _serve(args: argparse.Namespace) -> int:
     from millrace.dataset.reader import open_dataset
     from millrace.network.access import Access
     from millrace.serve import DataNode
-
     from millrace.store.remote import open_remote
 
     datasets = [
