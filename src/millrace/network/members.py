@@ -99,7 +99,8 @@ class Members:
 
     def holders_of(self, index: int) -> NDArray[np.bool_]:
         """[rows] who holds a slice; origins are not among them."""
-        return (self._bits[index >> 3] & np.uint8(1 << (index & 7))) != 0
+        held: NDArray[np.bool_] = (self._bits[index >> 3] & np.uint8(1 << (index & 7))) != 0
+        return held
 
     def held_by(self, peer_id: str) -> NDArray[np.bool_]:
         """[num_slices] what a member holds."""
