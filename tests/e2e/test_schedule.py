@@ -27,9 +27,9 @@ from millrace.network.client import Client, RemoteError
 from millrace.network.dht import LibtorrentDht
 from millrace.network.discovery import LocalDiscovery
 from millrace.network.identity import Identity, Scope, join, verify
-from millrace.schedule.catalog import Wanted
+from millrace.schedule.catalog import JobPlan, Wanted
 from millrace.schedule.journal import ledger_path
-from millrace.schedule.service import JobPlan, SchedulerService
+from millrace.schedule.service import SchedulerService
 from millrace.serve import DataNode
 
 SEQ_LEN = 8

@@ -15,7 +15,7 @@ from millrace.cli.running import add_node, join_network, on_stop, ready
 from millrace.errors import UsageError
 
 if TYPE_CHECKING:
-    from millrace.schedule.service import JobPlan
+    from millrace.schedule.catalog import JobPlan
 
 # `millrace schedule VERB JOB --at HOST:PORT`: as a dataset may have any name, a verb is one only with --at.
 VERBS = ("pause", "resume", "readmit", "weights")
@@ -82,8 +82,7 @@ def _until_told(args: argparse.Namespace, service: Any, stop: threading.Event, b
 
 def _plans(args: argparse.Namespace) -> list[JobPlan]:
     """A job for each NAME; or one for all the --mix."""
-    from millrace.schedule.catalog import Wanted
-    from millrace.schedule.service import JobPlan
+    from millrace.schedule.catalog import JobPlan, Wanted
 
     if bool(args.names) == bool(args.mix):
         raise UsageError("which dataset? Give names, a job each; or --mix NAME=WEIGHT twice or more, for one job")

@@ -278,7 +278,7 @@ class Catalog:
         }  # fmt: skip
 
     def place_reports(self, session: Session | None, reports: Sequence[tuple[str, str, str]]) -> tuple[Bad, ...]:
-        """Reports of providers (peer id, sha256, reason), by slice; only who is leased a slice of that hash is heard."""
+        """Reports (peer id, sha256, reason) by slice; only who is leased a slice of that hash is heard."""
         if session is None or not reports:
             return ()
         leased = {}

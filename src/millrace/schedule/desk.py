@@ -15,13 +15,14 @@ from typing import Any
 from millrace.errors import LeaseError, UsageError
 from millrace.network.swarm import Holder, Swarm
 from millrace.schedule import events
-from millrace.schedule.ask import Accepted, Ask, Bad, Failed, Grant, Live, Refused, Reply
+from millrace.schedule.ask import Accepted, Ask, Bad, Failed, Grant, Refused, Reply
 from millrace.schedule.events import Event
-from millrace.schedule.jobs import Job, JobSpec, Source, at_index, check_weights
-from millrace.schedule.leases import LeaseLostError, LeaseTable
+from millrace.schedule.jobs import Job, JobSpec, Source
+from millrace.schedule.leases import LeaseTable
 from millrace.schedule.owners import Owner, OwnerKey
 from millrace.schedule.parts import Part
 from millrace.schedule.sessions import Session, Sessions
+from millrace.schedule.uses import judge, standing, tell
 
 __all__ = ["Ask", "Bad", "Desk", "Failed", "JobSpec", "Reply", "Source"]
 
@@ -77,7 +78,7 @@ class Desk:
         for job in self.jobs.values():
             self._settle(job, done, now)
         grants, wait_s = self._grant(session, ask, done, now)
-        live, lost = self._tell(session, ask, now)
+        live, lost = tell(session, session.lease_ids() if ask.held is None else ask.held, self.find, now)
         jobs = [self.jobs[ask.job]] if ask.job else list(self.jobs.values())
         unfinished = [job for job in jobs if not job.done]
         reply = Reply(
@@ -120,33 +121,12 @@ class Desk:
 
     def _take_uses(self, peer_id: str, ask: Ask, done: list[Event], now: float) -> tuple[list[Accepted], list[Refused]]:
         """Records the batch, or nothing of it unless all of it is new: the receipt is over all of it."""
-        known: dict[str, Accepted] = {}
-        refused: list[Refused] = []
-        fresh: dict[str, tuple[Job, int, LeaseTable]] = {}
-        reached: dict[str, int] = {}
-        for used in ask.uses:
-            place = self.find(used.lease)
-            try:
-                if place is None:
-                    raise LeaseLostError(f"lease {used.lease}: it is not live. Drop it and ask for another.")
-                job, dataset, table = place
-                if table.check_use(peer_id, at_index(used, used.slice - job.bases[dataset]), reached.get(used.lease)):
-                    fresh[used.lease], reached[used.lease] = place, used.stop
-                else:
-                    known[used.lease] = _standing(table, used.lease)
-            except LeaseLostError as error:
-                refused.append(Refused(used.lease, "lost", str(error), 0))
-            except LeaseError as error:
-                refused.append(Refused(used.lease, "range", str(error), table.leases[used.lease].position))
-        jobs = {job.name for job, _, _ in fresh.values()}
-        if fresh and len(jobs) == 1 and not known and not refused:
-            self._note_fetched(peer_id, fresh, now)
-            self._do(events.Recorded(jobs.pop(), peer_id, ask.uses, ask.receipt), done, now)
-            known = {lease_id: _standing(table, lease_id) for lease_id, (_, _, table) in fresh.items()}
-        else:
-            message = "the rest of this receipt was not taken: sign the uses anew, as of the offsets"
-            refused += [Refused(i, "range", message, t.leases[i].position) for i, (_, _, t) in fresh.items()]
-        return list(known.values()), refused
+        batch = judge(self.find, peer_id, ask.uses)
+        if not batch.is_whole:
+            return list(batch.known.values()), batch.refused + batch.put_off()
+        self._note_fetched(peer_id, batch.fresh, now)
+        self._do(events.Recorded(batch.job, peer_id, ask.uses, ask.receipt), done, now)
+        return [standing(table, lease_id) for lease_id, (_, _, table) in batch.fresh.items()], []
 
     def _note_fetched(self, peer_id: str, fresh: dict[str, tuple[Job, int, LeaseTable]], now: float) -> None:
         """Who begins a slice has it."""
@@ -172,7 +152,7 @@ class Desk:
                 self._do(report, done, now)
         for failed in ask.failed:
             self._fail(session, failed, done, now)
-        unheld = [] if ask.held is None else [i for i in self._leases_of(session) if i not in ask.held]
+        unheld = [] if ask.held is None else [i for i in session.lease_ids() if i not in ask.held]
         for why, lease_ids in (("released", ask.release), ("unheld", unheld)):
             for lease_id in lease_ids:
                 if self._own(session, lease_id) is not None:
@@ -206,13 +186,8 @@ class Desk:
 
     def _own(self, session: Session, lease_id: str) -> tuple[Job, int, LeaseTable] | None:
         """Where a live lease of this session is."""
-        for (job, dataset), (table, owner) in session.owners.items():
-            if lease_id in owner.leases:
-                return self.jobs[job], dataset, table
-        return None
-
-    def _leases_of(self, session: Session) -> list[str]:
-        return [lease_id for _, owner in session.owners.values() for lease_id in owner.leases]
+        place = session.place_of(lease_id)
+        return None if place is None else (self.jobs[place[0]], *place[1:])
 
     def _give_back(self, lease_id: str, why: str, done: list[Event], now: float) -> None:
         place = self.find(lease_id)
@@ -312,26 +287,6 @@ class Desk:
             int(table.samples[index]), providers, round(table.lease_s, 3),
         )  # fmt: skip
 
-    def _tell(self, session: Session, ask: Ask, now: float) -> tuple[dict[str, Live], list[str]]:
-        """What became of the leases that it holds."""
-        live: dict[str, Live] = {}
-        lost: list[str] = []
-        held = self._leases_of(session) if ask.held is None else ask.held
-        for lease_id in held:
-            own = self._own(session, lease_id)
-            if own is not None:
-                table = own[2]
-                owner = table.owners.all[session.key]
-                live[lease_id] = Live(table.leases[lease_id].stop, round(owner.deadline - now, 3))
-                continue
-            place = self.find(lease_id)
-            ended = place[2].remembered.get(lease_id) if place is not None else None
-            if ended is not None and ended.whole and ended.worker == session.key[0]:
-                live[lease_id] = Live(ended.reached, 0.0)
-            else:
-                lost.append(lease_id)
-        return live, lost
-
     # What happens.
 
     def _do(self, event: Event, done: list[Event], now: float) -> None:
@@ -401,31 +356,20 @@ class Desk:
 
     def pause(self, name: str, paused: bool) -> list[Event]:
         """No new leases of a job, or again; what is leased is used up."""
-        job = self._job(name)
-        done: list[Event] = []
-        if job.paused != paused:
-            self._do(events.Paused(name) if paused else events.Resumed(name), done, 0.0)
-        return done
+        return self._steer(self._job(name).pausing(paused))
 
     def readmit(self, name: str, slices: Sequence[int] | None = None) -> list[Event]:
         """Leases slices again that were set aside; None for all of them."""
-        job = self._job(name)
-        done: list[Event] = []
-        for index in list(job.reasons) if slices is None else slices:
-            if index in job.reasons:
-                self._do(events.Readmitted(name, index), done, 0.0)
-        return done
+        return self._steer(self._job(name).readmitting(slices))
 
     def reweight(self, name: str, weights: Mapping[str, float], at: int | None = None) -> list[Event]:
         """Other weights, by dataset name, from the `at`-th sample used on; None: from now on."""
-        job = self._job(name)
-        names = [source.name for source in job.spec.sources]
-        if set(weights) - set(names):
-            raise UsageError(f"job {name}: expected weights of {', '.join(names)}, got {', '.join(weights)}.")
-        given = tuple(float(weights.get(source, old)) for source, old in zip(names, job.weights))
-        check_weights(name, given, len(names))
+        return self._steer(self._job(name).reweighting(weights, at))
+
+    def _steer(self, said: Sequence[Event]) -> list[Event]:
         done: list[Event] = []
-        self._do(events.Weighted(name, job.used if at is None else at, given), done, 0.0)
+        for event in said:
+            self._do(event, done, 0.0)
         return done
 
     def _job(self, name: str) -> Job:
@@ -459,11 +403,3 @@ class Desk:
         for peer_id, dataset_id, index, reporters in saved["reports"]:
             for reporter, reason in reporters.items():
                 self.apply(events.Reported(peer_id, dataset_id, index, reporter, reason), now)
-
-
-def _standing(table: LeaseTable, lease_id: str) -> Accepted:
-    lease = table.leases.get(lease_id)
-    if lease is not None:
-        return Accepted(lease_id, lease.position, lease.stop)
-    reached = table.remembered[lease_id].reached
-    return Accepted(lease_id, reached, reached)

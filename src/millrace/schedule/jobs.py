@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from millrace.schedule import events
 from millrace.schedule.events import Event
 from millrace.schedule.leases import LeaseTable
 from millrace.schedule.parts import Part
+from millrace.schedule.saving import load, save
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,26 @@ class Job:
         starved = all(t.done for t, w in zip(self.tables, self.weights) if w > 0)
         return events.Weighted(self.name, at, weights) if self.used >= at or starved else None
 
+    def pausing(self, paused: bool) -> list[Event]:
+        """What pauses or resumes it; nothing, if it is so."""
+        if self.paused == paused:
+            return []
+        return [events.Paused(self.name) if paused else events.Resumed(self.name)]
+
+    def readmitting(self, slices: Sequence[int] | None) -> list[Event]:
+        """What readmits slices, of those set aside; None: all."""
+        wanted = list(self.reasons) if slices is None else slices
+        return [events.Readmitted(self.name, index) for index in wanted if index in self.reasons]
+
+    def reweighting(self, weights: Mapping[str, float], at: int | None) -> list[Event]:
+        """What gives its datasets other weights, by name, from the `at`-th sample used on."""
+        names = [source.name for source in self.spec.sources]
+        if set(weights) - set(names):
+            raise UsageError(f"job {self.name}: expected weights of {', '.join(names)}, got {', '.join(weights)}.")
+        given = tuple(float(weights.get(name, old)) for name, old in zip(names, self.weights))
+        check_weights(self.name, given, len(names))
+        return [events.Weighted(self.name, self.used if at is None else at, given)]
+
     def ended(self, dataset: int) -> Event | None:
         """The end of a dataset's epoch, if it is there."""
         table = self.tables[dataset]
@@ -250,7 +271,7 @@ class Job:
     def snapshot(self) -> dict[str, Any]:
         """All that replaying would give, as plain values."""
         return {
-            "tables": [table.snapshot() for table in self.tables],
+            "tables": [save(table) for table in self.tables],
             "paused": self.paused,
             "weights": list(self.weights),
             "changes": [[at, list(weights)] for at, weights in self.changes],
@@ -263,7 +284,7 @@ class Job:
     def restore(self, saved: dict[str, Any], now: float) -> None:
         """Puts a snapshot back into a new job."""
         for table, state in zip(self.tables, saved["tables"]):
-            table.restore(state, now)
+            load(table, state, now)
         self.paused = saved["paused"]
         self.weights = tuple(saved["weights"])
         self.changes = [(at, tuple(weights)) for at, weights in saved["changes"]]

@@ -82,9 +82,7 @@ class LeaseTable:
                 "Every slice may be shorter than seq_len: choose a smaller seq_len."
             )
         if epochs < 1 or lease_s <= 0 or stall_s <= 0:
-            raise UsageError(
-                f"schedule: expected epochs >= 1, lease_s > 0, stall_s > 0, got {epochs}, {lease_s}, {stall_s}."
-            )
+            raise UsageError(f"schedule: expected epochs, lease_s, stall_s > 0, got {epochs}, {lease_s}, {stall_s}.")
         self.samples = samples_per_slice.astype(np.int64)
         self.num_samples = int(self.samples.sum())
         self.epochs, self.lease_s, self.stall_s, self.steal_s = epochs, lease_s, stall_s, steal_s
@@ -95,14 +93,15 @@ class LeaseTable:
         self.wishes: dict[str, Wish] = {}
         self.waiting: set[OwnerKey] = set()
         self.parts = Parts(self.samples, seed)
-        self._before = 0
-        self._begin(0)
+        self.before = 0
+        self.begin(0)
 
-    def _begin(self, epoch: int) -> None:
+    def begin(self, epoch: int) -> None:
+        """An epoch of which nothing is used; what was set aside stays so."""
         if epoch > 0:
             self.parts.begin(epoch)
         self.epoch, self.used, self.leased, self.num_aside = epoch, 0, 0, 0
-        self._used_of: NDArray[np.int64] = np.zeros(len(self.samples), np.int64)
+        self.used_of: NDArray[np.int64] = np.zeros(len(self.samples), np.int64)
         self.num_used_slices = int((self.samples == 0).sum())
         for owner in self.owners.all.values():
             if owner.cached is not None:
@@ -119,7 +118,7 @@ class LeaseTable:
     @property
     def total_used(self) -> int:
         """Samples used over all epochs, those set aside not counted."""
-        return self._before + self.used
+        return self.before + self.used
 
     # Asking.
 
@@ -131,10 +130,7 @@ class LeaseTable:
         """What an owner should get next; None if nothing is to be had now."""
         if self.done:
             return None
-        part = self.parts.choose(owner.cached, avoided)
-        if part is not None:
-            self.stop_waiting(owner)
-        return part
+        return self.parts.choose(owner.cached, avoided)
 
     def wait(self, owner: Owner, now: float) -> float:
         """Notes that an owner is idle, and whom it waits for; how long until it should ask again, seconds."""
@@ -254,7 +250,7 @@ class LeaseTable:
         self._count(used)
         before = self.remembered.get(used.lease)
         start = before.start if before is not None else used.start
-        self._remember(used.lease, Ended(worker, used.epoch, used.slice, start, used.stop, False))
+        self._remember(used.lease, Ended(worker, used.epoch, used.slice, start, used.stop, whole=False))
 
     def _take_aside(self, used: Used) -> bool:
         """Takes samples out of a slice set aside, as they were used after all; False if they are not there."""
@@ -271,8 +267,8 @@ class LeaseTable:
     def _count(self, used: Used) -> None:
         num = used.stop - used.start
         self.used += num
-        self._used_of[used.slice] += num
-        if self._used_of[used.slice] == self.samples[used.slice]:
+        self.used_of[used.slice] += num
+        if self.used_of[used.slice] == self.samples[used.slice]:
             self.num_used_slices += 1
 
     def cut(self, lease_id: str, stop: int, now: float) -> Lease:
@@ -307,9 +303,8 @@ class LeaseTable:
         owner = self.owners.all.get(lease.key)
         if owner is not None:
             owner.leases.pop(lease.lease_id, None)
-        whole = lease.position == lease.stop
-        ended = Ended(lease.worker, lease.epoch, lease.slice_index, lease.start, lease.position, whole)
-        self._remember(lease.lease_id, ended)
+        place = (lease.worker, lease.epoch, lease.slice_index, lease.start, lease.position)
+        self._remember(lease.lease_id, Ended(*place, whole=lease.position == lease.stop))
 
     def _remember(self, lease_id: str, ended: Ended) -> None:
         self.remembered[lease_id] = ended
@@ -345,8 +340,8 @@ class LeaseTable:
 
     def end_epoch(self) -> None:
         """Begins the next epoch; what was set aside stays so."""
-        self._before += self.used
-        self._begin(self.epoch + 1)
+        self.before += self.used
+        self.begin(self.epoch + 1)
 
     # Time.
 
@@ -396,61 +391,8 @@ class LeaseTable:
         for lease in self.leases.values():
             lease.moved_at = now
 
-    # Keeping.
-
-    def snapshot(self) -> dict[str, Any]:
-        """All that replaying events from the beginning would give, as plain values."""
-        return {
-            "epoch": self.epoch,
-            "before": self._before,
-            "used": np.packbits(self._used_of >= self.samples).tobytes().hex(),
-            "partly": [[int(i), int(self._used_of[i])] for i in self._partly()],
-            "fresh": np.packbits(self.parts.fresh).tobytes().hex(),
-            "returned": [[i, start, stop] for (i, start), stop in self.parts.returned.items()],
-            "aside": [[i, parts] for i, parts in self.aside.items()],
-            "leases": [
-                [x.lease_id, x.worker, x.session, x.slice_index, x.start, x.stop, x.position]
-                for x in self.leases.values()
-            ],
-            "remembered": [
-                [i, e.worker, e.epoch, e.slice_index, e.start, e.reached, e.whole] for i, e in self.remembered.items()
-            ],
-        }
-
-    def _partly(self) -> NDArray[np.int64]:
-        return np.flatnonzero((self._used_of > 0) & (self._used_of < self.samples))
-
-    def restore(self, saved: dict[str, Any], now: float) -> None:
-        """Puts a snapshot back into a new table."""
-        self._before = saved["before"]
-        if saved["epoch"] > 0:
-            self._begin(saved["epoch"])
-        whole = _bits(saved["used"], len(self.samples))
-        self._used_of = np.where(whole, self.samples, 0)
-        for index, num in saved["partly"]:
-            self._used_of[index] = num
-        self.used = int(self._used_of.sum())
-        self.num_used_slices = int(whole.sum())
-        self.parts.fresh = _bits(saved["fresh"], len(self.samples))
-        for index, start, stop in saved["returned"]:
-            self.parts.give(index, start, stop)
-        self.aside = {index: [(i, a, b) for i, a, b in parts] for index, parts in saved["aside"]}
-        self.num_aside = sum(stop - start for parts in self.aside.values() for _, start, stop in parts)
-        for lease_id, worker, session, index, start, stop, position in saved["leases"]:
-            owner = self.owners.at((worker, session), self.lease_s, now)
-            lease = Lease(lease_id, worker, session, self.epoch, index, start, stop, position, position, now)
-            self.leases[lease_id] = owner.leases[lease_id] = lease
-            self.leased += lease.left
-        for lease_id, *values in saved["remembered"]:
-            self.remembered[lease_id] = Ended(*values)
-
 
 def _inside(used: Used, start: int, stop: int, of: Lease | Ended) -> bool:
     """Whether a use lies in what a lease has on record."""
     same = (used.epoch, used.slice) == (of.epoch, of.slice_index)
     return same and start <= used.start < used.stop <= stop
-
-
-def _bits(packed: str, count: int) -> NDArray[np.bool_]:
-    bits = np.unpackbits(np.frombuffer(bytes.fromhex(packed), np.uint8), count=count)
-    return bits.astype(np.bool_)

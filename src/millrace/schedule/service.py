@@ -11,12 +11,11 @@ before it and the disk is waited for after it, by all who wait at once.
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +23,19 @@ from millrace.errors import LeaseError, LedgerError, NetworkError, ProtocolViola
 from millrace.ledger import receipt_message
 from millrace.network.client import Client
 from millrace.network.dialing import Dialer
-from millrace.network.discovery import Claim, Discovery, record_key
+from millrace.network.discovery import Discovery, record_key
 from millrace.network.https import BadRequestError, Request, Response, Server, error_response, json_response
 from millrace.network.identity import Identity, Peer, verify
 from millrace.network.limits import Bounds
 from millrace.network.metrics import Metric, metrics_response
-from millrace.network.openapi import (
-    COUNT,
-    DESCRIPTION_DOOR,
-    METRICS_DOOR,
-    OBJECT,
-    TEXT,
-    Door,
-    array,
-    openapi_response,
-    record,
-)
+from millrace.network.openapi import openapi_response
 from millrace.network.trust import TrustWatch, answer_trust
 from millrace.schedule import exchange, status
-from millrace.schedule.ask import Ask, Bad, Grant
-from millrace.schedule.catalog import Finder, Found, Wanted, holders
-from millrace.schedule.desk import Desk, JobSpec, Source
+from millrace.schedule.ask import Ask, Bad
+from millrace.schedule.catalog import Catalog, Finder, JobPlan, Wanted, holders
 from millrace.schedule.events import Enlisted, Event, Recorded
 from millrace.schedule.journal import Journal, job_body, ledger_path, lock_state
+from millrace.schedule.steering import DOORS, VERB, act
 
 # A peer whose certificate expired is found anew; a node that died stays named for so long.
 ORIGIN_TTL_S = 20.0
@@ -55,24 +44,6 @@ MAX_CONNECTIONS = 16_384
 BOUNDS = Bounds(busy=64, idle_s=150.0)
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class JobPlan:
-    """A job as its user wants it; see JobSpec. `changes`: (samples used, weights of the datasets from there on)."""
-
-    name: str
-    datasets: tuple[Wanted, ...]
-    seq_len: int
-    epochs: int = 1
-    seed: int = 0
-    lease_s: float = 30.0
-    stall_s: float = 600.0
-    steal_s: float = 2.0
-    max_failures: int = 3
-    priority: int = 0
-    weight: float = 1.0
-    changes: tuple[tuple[int, tuple[float, ...]], ...] = ()
 
 
 class SchedulerService:
@@ -116,8 +87,6 @@ class SchedulerService:
     ) -> None:
         only = JobPlan(name, (Wanted(name, 1.0, dataset_id or ""),), seq_len, epochs, seed, lease_s, steal_s=steal_s)
         self.identity = identity
-        self.plans = {plan.name: plan for plan in jobs or [only]}
-        self.name = next(iter(self.plans))
         self.state_dir = Path(state_dir)
         self.waiting = threading.Event()
         self._client = client
@@ -128,12 +97,11 @@ class SchedulerService:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._finder = Finder(identity.network_id, discovery, client, self._stopping, publishers)
+        finder = Finder(identity.network_id, discovery, client, self._stopping, publishers)
+        self._catalog = Catalog(jobs or [only], finder)
+        self.plans = self._catalog.plans
+        self.name = next(iter(self.plans))
         self._trust: TrustWatch | None = None
-        self._found: dict[str, Found] = {}
-        self._claims: dict[str, list[Claim]] = {}
-        self._specs: list[JobSpec] = []
-        self._bodies: dict[str, dict[str, Any]] = {}
         self._workers: dict[str, status.Seen] = {}
         self._dialer = Dialer(client)
         self._exchanges, self._desk_s = 0, 0.0
@@ -170,10 +138,7 @@ class SchedulerService:
             StateError: If the state directory holds another job, or another scheduler runs on it.
             NetworkError: If the port cannot be had or no provider can be read.
         """
-        for plan in self.plans.values():
-            spec, body = self._prepare(plan)
-            self._specs.append(spec)
-            self._bodies[plan.name] = body
+        self._catalog.find(self._wait_s)
         lock = self._take_state()
         if lock is None:
             return
@@ -195,25 +160,7 @@ class SchedulerService:
 
     def _addresses(self) -> list[str]:
         """Of the data nodes known."""
-        return [claim.address for claims in list(self._claims.values()) for claim in claims]
-
-    def _prepare(self, plan: JobPlan) -> tuple[JobSpec, dict[str, Any]]:
-        found = []
-        for wanted in plan.datasets:
-            dataset, claims = self._finder.find(wanted, plan.seq_len, self._wait_s)
-            self._claims[dataset.dataset_id] = claims
-            self._found[f"{plan.name}\n{dataset.dataset_id}"] = dataset
-            found.append(dataset)
-        layouts = {dataset.manifest.layout for dataset in found}
-        if len(layouts) != 1:
-            raise UsageError(f"job {plan.name}: expected datasets of one layout, got {', '.join(sorted(layouts))}.")
-        sources = tuple(Source(d.name, d.dataset_id, d.samples, w.weight) for d, w in zip(found, plan.datasets))
-        spec = JobSpec(
-            plan.name, sources, plan.seed, plan.epochs, plan.lease_s, plan.stall_s, plan.max_failures, plan.steal_s,
-            plan.priority, plan.weight, plan.changes,
-        )  # fmt: skip
-        facts = {"seq_len": plan.seq_len, "layout": layouts.pop(), "scheduler": self.identity.public_key.hex()}
-        return spec, job_body(spec, **facts)
+        return [claim.address for claim in self._catalog.all_claims()]
 
     def _take_state(self) -> int | None:
         """The lock of the state directory; None if told to stop while waiting for it."""
@@ -228,9 +175,11 @@ class SchedulerService:
                 return None
 
     def _read_journal(self, lock: int | None) -> Journal:
+        specs, key = list(self._catalog.specs.values()), self.identity.public_key.hex()
+        bodies = {spec.name: job_body(spec, scheduler=key, **self._catalog.facts(spec.name)) for spec in specs}
         # Leases get ids that no earlier life of this scheduler gave.
         return Journal.open(
-            self.state_dir, self._specs, self._bodies, self.identity.sign, salt=secrets.token_hex(4), lock=lock,
+            self.state_dir, specs, bodies, self.identity.sign, salt=secrets.token_hex(4), lock=lock,
             ttl_s=max(ORIGIN_TTL_S, 3 * self._rediscover_s),
         )  # fmt: skip
 
@@ -262,24 +211,18 @@ class SchedulerService:
 
     def _name_origins(self) -> None:
         desk, now = self._open_journal().desk, time.monotonic()
-        for dataset_id, claims in self._claims.items():
+        for dataset_id, claims in self._catalog.claims.items():
             desk.origins(dataset_id, holders(claims), now)
 
     def _run_discovery(self) -> None:
         while not self._stopping.wait(self._rediscover_s):
             try:
                 self._announce()
-                for plan in self.plans.values():
-                    for wanted, source in zip(plan.datasets, self._spec(plan.name).sources):
-                        claims = self._finder.claims(replace(wanted, dataset_id=source.dataset_id))
-                        self._claims[source.dataset_id] = claims or self._claims[source.dataset_id]
+                self._catalog.look_again()
             except NetworkError as error:
                 log.warning("scheduler %s: looking for providers failed: %s", self.name, error)
             with self._lock:
                 self._name_origins()
-
-    def _spec(self, job: str) -> JobSpec:
-        return next(spec for spec in self._specs if spec.name == job)
 
     def _run_expiry(self) -> None:
         often_s = min(1.0, min(plan.lease_s for plan in self.plans.values()) / 4)
@@ -314,7 +257,7 @@ class SchedulerService:
         if (answer := answer_trust(self.identity, request)) is not None:
             return answer
         route = self._routes.get((request.method, request.path))
-        verb = _ADMIN.fullmatch(request.path) if request.method == "POST" else None
+        verb = VERB.fullmatch(request.path) if request.method == "POST" else None
         if route is None and verb is None:
             return error_response(404, "not_found", f"{request.method} {request.path}: the scheduler has no such door.")
         if self._stopping.is_set():
@@ -337,30 +280,7 @@ class SchedulerService:
         plan = self.plans.get(name)
         if plan is None:
             return error_response(404, "not_found", f"job {name[:80]!r}: this scheduler has {', '.join(self.plans)}.")
-        journal, spec = self._open_journal(), self._spec(name)
-        found = [self._found[f"{name}\n{source.dataset_id}"] for source in spec.sources]
-        first = found[0].manifest
-        return json_response(
-            {
-                "job_id": journal.job_ids[name],
-                "name": name,
-                "dataset_id": found[0].dataset_id,
-                "datasets": [
-                    {"name": f.name, "dataset_id": f.dataset_id, "num_slices": len(f.table), "weight": s.weight}
-                    for f, s in zip(found, spec.sources)
-                ],
-                "layout": first.layout,
-                "seq_len": plan.seq_len,
-                "seed": plan.seed,
-                "epochs": plan.epochs,
-                "num_slices": sum(len(f.table) for f in found),
-                "vocab_size": max(f.manifest.vocab_size for f in found),
-                "dtype": first.dtype,
-                "num_samples": sum(int(f.samples.sum()) for f in found),
-                "lease_s": plan.lease_s,
-                "jobs": list(self.plans),
-            }
-        )
+        return json_response(self._catalog.describe_job(name, self._open_journal().job_ids[name]))
 
     def _exchange(self, request: Request) -> Response:
         ask, bad = exchange.parse_ask(request.json())
@@ -380,14 +300,14 @@ class SchedulerService:
         with self._lock:
             journal = self._open_journal()
             begun = time.perf_counter()
-            ask = replace(ask, bad=self._place_reports(journal.desk, peer.peer_id, ask, bad))
+            ask = replace(ask, bad=self._place_reports(journal, peer.peer_id, ask, bad))
             before = self._enlist(journal, peer, ask)
             reply, happened = journal.desk.exchange(peer.peer_id, ask, now)
             ticket = journal.put([*before, *happened])
             self._see(peer, ask, happened, now)
             self._exchanges += 1
             self._desk_s += time.perf_counter() - begun
-        leases = [self._describe(journal, grant) for grant in reply.leases]
+        leases = [self._catalog.describe(grant, journal.job_ids[grant.job]) for grant in reply.leases]
         body = exchange.reply_json(reply, leases)
         journal.wait(ticket)
         return json_response(body)
@@ -423,24 +343,15 @@ class SchedulerService:
         return [event]
 
     def _place_reports(
-        self, desk: Desk, peer_id: str, ask: Ask, reports: Sequence[tuple[str, str, str]]
+        self, journal: Journal, peer_id: str, ask: Ask, reports: Sequence[tuple[str, str, str]]
     ) -> tuple[Bad, ...]:
-        """Reports of providers, by slice; only a worker that is now leased a slice of that hash is heard."""
-        if not reports:
-            return ()
-        placed = []
-        session = desk.sessions.all.get((peer_id, ask.session))
-        leased = {}
-        for (job, dataset), (_, owner) in session.owners.items() if session is not None else ():
-            found = self._found[f"{job}\n{desk.jobs[job].spec.sources[dataset].dataset_id}"]
-            for lease in owner.leases.values():
-                leased[found.describe(lease.slice_index)["sha256"]] = (found.dataset_id, lease.slice_index)
-        for provider, sha256, reason in reports:
-            if sha256 in leased:
-                placed.append(Bad(provider, *leased[sha256], reason))
-                log.warning("worker %s reports provider %s for slice %s: %s", peer_id, provider, sha256, reason)
-                self.identity.note("bad_provider", peer=provider, slice=sha256, by=peer_id, reason=reason)
-        return tuple(placed)
+        """What a worker says of providers, as far as it may."""
+        placed = self._catalog.place_reports(journal.desk.sessions.all.get((peer_id, ask.session)), reports)
+        for bad in placed:
+            sha256 = self._catalog.sha256(bad.dataset_id, bad.index)
+            log.warning("worker %s reports provider %s for slice %s: %s", peer_id, bad.peer_id, sha256, bad.reason)
+            self.identity.note("bad_provider", peer=bad.peer_id, slice=sha256, by=peer_id, reason=bad.reason)
+        return placed
 
     def _see(self, peer: Peer, ask: Ask, happened: Sequence[Event], now: float) -> None:
         seen = self._workers.get(peer.peer_id)
@@ -451,44 +362,6 @@ class SchedulerService:
             if isinstance(event, Recorded):
                 num = sum(used.stop - used.start for used in event.uses)
                 seen.used(num, num * self.plans[event.job].seq_len, now)
-
-    def _describe(self, journal: Journal, grant: Grant) -> dict[str, Any]:
-        found = self._found[f"{grant.job}\n{grant.dataset_id}"]
-        plan = self.plans[grant.job]
-        before = self._before(grant)
-        return {
-            "lease_id": grant.lease_id,
-            "job": grant.job,
-            "job_id": journal.job_ids[grant.job],
-            "epoch": grant.epoch,
-            "slice": grant.slice_index,
-            "index": grant.index,
-            **found.describe(grant.index),
-            "count": grant.count,
-            "start": grant.start,
-            "stop": grant.stop,
-            "sample_base": before + int(found.bases[grant.index]),
-            "seed": plan.seed,
-            "seq_len": plan.seq_len,
-            "layout": found.manifest.layout,
-            "dtype": found.manifest.dtype,
-            "vocab_size": found.manifest.vocab_size,
-            "providers": [
-                {"url": holder.address} if holder.is_url else
-                {"peer_id": holder.peer_id, "address": holder.address, "is_origin": holder.is_origin}
-                for holder in grant.providers
-            ],
-            "expires_in_s": grant.expires_in_s,
-        }  # fmt: skip
-
-    def _before(self, grant: Grant) -> int:
-        """Samples of the job's datasets before the one of a lease."""
-        before = 0
-        for source in self._spec(grant.job).sources:
-            if source.dataset_id == grant.dataset_id:
-                break
-            before += int(source.samples.sum())
-        return before
 
     # Administration and status.
 
@@ -505,7 +378,7 @@ class SchedulerService:
                 return error_response(
                     404, "not_found", f"job {name[:80]!r}: this scheduler has {', '.join(self.plans)}."
                 )
-            happened = _act(journal.desk, name, verb, body)
+            happened = act(journal.desk, name, verb, body)
             ticket = journal.put(happened)
         journal.wait(ticket)
         if self.identity.audit is not None and happened:
@@ -521,71 +394,16 @@ class SchedulerService:
             desk = journal.desk
             jobs = [status.job_status(job) for job in desk.jobs.values()]
             workers = status.workers_status(self._workers, desk, now)
-            reports = [(*key, list(reporters.values())) for key, reporters in desk.reports.items()]
-        first = jobs[0]
-        keys = ("epoch", "epochs", "num_slices", "slices_used", "slices_leased", "samples_used", "num_samples")
-        return {
-            "name": self.name,
-            "dataset_id": first["datasets"][0]["dataset_id"],
-            **{key: first[key] for key in keys},
-            "jobs": jobs,
-            "workers": workers,
-            "providers": [
-                {"peer_id": claim.peer_id, "address": claim.address}
-                for claims in self._claims.values()
-                for claim in claims
-            ],
-            "bad_providers": [
-                {"peer_id": peer_id, "sha256": self._sha256(dataset_id, index), "reports": len(reasons),
-                 "reason": reasons[0]}
-                for peer_id, dataset_id, index, reasons in reports
-            ],
-            "done": all(job["done"] for job in jobs),
-        }  # fmt: skip
-
-    def _sha256(self, dataset_id: str, index: int) -> str:
-        found = next((found for found in self._found.values() if found.dataset_id == dataset_id), None)
-        return str(found.describe(index)["sha256"]) if found is not None else ""
+            reports = [
+                {"peer_id": peer_id, "sha256": self._catalog.sha256(dataset_id, index), "reports": len(reporters),
+                 "reason": next(iter(reporters.values()))}
+                for (peer_id, dataset_id, index), reporters in desk.reports.items()
+            ]  # fmt: skip
+        claims = [{"peer_id": claim.peer_id, "address": claim.address} for claim in self._catalog.all_claims()]
+        return status.whole(jobs, workers, claims, reports)
 
     def _metrics(self) -> list[Metric]:
         with self._lock:
             jobs = [status.job_status(job) for job in self._open_journal().desk.jobs.values()]
             found = status.metrics(jobs, len(self._workers), self._exchanges, self._desk_s)
         return [*found, *self._server.metrics()]
-
-
-_ADMIN = re.compile(r"/v1/jobs/(?P<name>[^/]{1,200})/(?P<verb>pause|resume|readmit|weights)")
-_NAME = {"name": TEXT}
-_REFUSALS = {404: "There is no job of this name."}
-DOORS = [
-    exchange.DOOR,
-    Door("GET", "/v1/job", "What a job is; without a name the first.", query=_NAME, refusals=_REFUSALS),
-    Door("GET", "/v1/jobs", "How far each job is.", answer=record((), jobs=array(OBJECT))),
-    Door("GET", "/v1/status", "How far each job is, who works on it, who serves it."),
-    Door("POST", "/v1/jobs/{name}/pause", "Lease nothing new of a job.", body=OBJECT, parts=_NAME, refusals=_REFUSALS),
-    Door("POST", "/v1/jobs/{name}/resume", "Go on with a job.", body=OBJECT, parts=_NAME, refusals=_REFUSALS),
-    Door("POST", "/v1/jobs/{name}/readmit", "Lease slices again that were set aside; all, if none are named.",
-         body=record("all", slices=array(COUNT)), parts=_NAME, refusals=_REFUSALS),
-    Door("POST", "/v1/jobs/{name}/weights", "Other weights of datasets by name, now or from a count of samples on.",
-         body=record(("at",), weights={"type": "object", "additionalProperties": {"type": "number", "minimum": 0}},
-                     at=COUNT), parts=_NAME, refusals=_REFUSALS),
-    DESCRIPTION_DOOR,
-    METRICS_DOOR,
-]  # fmt: skip
-
-
-def _act(desk: Desk, name: str, verb: str, body: dict[str, Any]) -> list[Event]:
-    """What an administrator says, checked."""
-    if verb in ("pause", "resume"):
-        return desk.pause(name, verb == "pause")
-    if verb == "readmit":
-        slices = body.get("slices")
-        if slices is not None and not (isinstance(slices, list) and all(type(i) is int for i in slices)):
-            raise BadRequestError("slices: expected a list of slice indexes")
-        return desk.readmit(name, slices)
-    weights, at = body.get("weights"), body.get("at")
-    good = isinstance(weights, dict) and all(type(w) in (int, float) for w in weights.values())
-    if not good or not (at is None or (type(at) is int and at >= 0)):
-        raise BadRequestError("weights: expected {weights: {dataset: number}, at: samples or nothing}")
-    assert isinstance(weights, dict)
-    return desk.reweight(name, weights, at)

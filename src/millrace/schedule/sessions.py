@@ -35,6 +35,16 @@ class Session:
     def num_leases(self) -> int:
         return sum(len(owner.leases) for _, owner in self.owners.values())
 
+    def lease_ids(self) -> list[str]:
+        return [lease_id for _, owner in self.owners.values() for lease_id in owner.leases]
+
+    def place_of(self, lease_id: str) -> tuple[str, int, LeaseTable] | None:
+        """The job, dataset and table of one of its live leases."""
+        for (job, dataset), (table, owner) in self.owners.items():
+            if lease_id in owner.leases:
+                return job, dataset, table
+        return None
+
     def has(self, dataset_id: str, index: int) -> bool:
         """Whether it has a slice cached, as far as it said."""
         have = self.have.get(dataset_id)

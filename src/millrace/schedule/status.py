@@ -85,6 +85,23 @@ def workers_status(workers: Mapping[str, Seen], desk: Desk, now: float) -> dict[
     }
 
 
+def whole(
+    jobs: list[dict[str, Any]], workers: dict[str, Any], claims: list[dict[str, Any]], reports: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The answer to `GET /v1/status`: the first job's figures stand at the top, too."""
+    first = jobs[0]
+    keys = ("name", "epoch", "epochs", "num_slices", "slices_used", "slices_leased", "samples_used", "num_samples")
+    return {
+        **{key: first[key] for key in keys},
+        "dataset_id": first["datasets"][0]["dataset_id"],
+        "jobs": jobs,
+        "workers": workers,
+        "providers": claims,
+        "bad_providers": reports,
+        "done": all(job["done"] for job in jobs),
+    }
+
+
 def metrics(jobs: Iterable[Mapping[str, Any]], num_workers: int, exchanges: int, cpu_s: float) -> list[Metric]:
     """Figures for `GET /metrics`, from the status of each job."""
     by_name = {job["name"]: job for job in jobs}
