@@ -7,7 +7,7 @@ for more in one exchange with the data node; with nothing to fetch it asks again
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -179,7 +179,7 @@ class Tracker:
 
 def run(settings: Settings, progress: Progress | None = None) -> Result:
     """Runs until every reader that lives has every slice."""
-    calm = swarm_bound(settings, draw(settings, 1.0).machines[: settings.workers])
+    calm = swarm_bound(settings, draw(replace(settings, churn=0.0), 1.0).machines)
     faults = draw(settings, calm.seconds)
     bound = swarm_bound(settings, faults.machines)
     world = World(settings, faults)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 F64 = NDArray[np.float64]
 
 _WIDTH, _HEIGHT = 720, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 14, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 12, 14, 34
 _INSIDE_X, _INSIDE_Y = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 LEVELS = 5
 
@@ -22,7 +22,7 @@ _INK = {"kept": "#1d7a6c", "second": "#d58a5b", "read": "#9fb0b2", "soft": "#5d6
 def _style() -> str:
     ink = {name: f"var(--{name},{colour})" for name, colour in _INK.items()}
     rules = [
-        'svg{font:11px system-ui,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}',
+        'svg{font:13px system-ui,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}',
         f"svg text{{fill:{ink['soft']};font-variant-numeric:tabular-nums}}",
         f"svg .rule{{stroke:{ink['line']}}}svg .axis{{stroke:{ink['soft']};stroke-opacity:.55}}",
         f"svg .idle{{fill:{ink['second']}}}svg .busy{{fill:{ink['kept']}}}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ _MAX_TIMES = 20.0
 
 def run(settings: Settings, progress: Progress | None = None) -> Result:
     """Runs until every sample is acknowledged, or it is clear that this will never be."""
-    calm = lease_bound(settings, draw(settings, 1.0).machines[: settings.workers])
+    calm = lease_bound(settings, draw(replace(settings, churn=0.0), 1.0).machines)
     faults = draw(settings, calm.seconds if calm.seconds < float("inf") else 1000.0)
     bound = lease_bound(settings, faults.machines)
     world = _World(settings, faults)

@@ -95,4 +95,4 @@ class Settings:
 
 
 def _plain(value: Any) -> str:
-    return f"{value:.17g}" if isinstance(value, float) else str(value)
+    return f"{value:.0f}" if isinstance(value, float) and value == int(value) else str(value)
