@@ -280,8 +280,8 @@ class Desk:
         lease = table.leases[lease_id]
         dataset_id = job.spec.sources[dataset].dataset_id
         swarm, index = self.swarms[dataset_id], lease.slice_index
-        limit = MAX_PROVIDERS if not session.has(dataset_id, index) else 0
-        providers = tuple(swarm.providers(index, lease.worker, now, limit)) if limit else ()
+        is_cached = session.has(dataset_id, index)
+        providers = () if is_cached else tuple(swarm.providers(index, lease.worker, now, MAX_PROVIDERS))
         return Grant(
             lease_id, job.name, lease.epoch, job.bases[dataset] + index, dataset_id, index, lease.start, lease.stop,
             int(table.samples[index]), providers, round(table.lease_s, 3),
@@ -297,8 +297,9 @@ class Desk:
 
     def _settle(self, job: Job, done: list[Event], now: float) -> None:
         """Ends epochs that are over, and changes weights that are due."""
-        for event in self.settle(job.name):
-            self._do(event, done, now)
+        for event in (*map(job.ended, range(len(job.tables))), job.due_change()):
+            if event is not None:
+                self._do(event, done, now)
             if isinstance(event, events.EpochEnded) and not job.tables[event.dataset].done:
                 for kept in job.still_aside(event.dataset):
                     self.apply(kept, now)
@@ -309,13 +310,6 @@ class Desk:
         done: list[Event] = []
         self._settle(self.jobs[name], done, now)
         return done
-
-    def settle(self, name: str) -> list[Event]:
-        """What follows from a job's state by itself: ends of epochs, changes of weights. Not applied yet."""
-        job = self.jobs[name]
-        found = [event for event in map(job.ended, range(len(job.tables))) if event is not None]
-        change = job.due_change()
-        return [*found, change] if change is not None else found
 
     def apply(self, event: Event, now: float = 0.0) -> None:
         """Changes the state by an event: as it happens, or replayed.

@@ -31,9 +31,9 @@ from millrace.network.metrics import Metric, metrics_response
 from millrace.network.openapi import openapi_response
 from millrace.network.trust import TrustWatch, answer_trust
 from millrace.schedule import exchange, status
-from millrace.schedule.ask import Ask, Bad
+from millrace.schedule.ask import Ask
 from millrace.schedule.catalog import Catalog, Finder, JobPlan, Wanted, holders
-from millrace.schedule.events import Enlisted, Event, Recorded
+from millrace.schedule.events import Enlisted, Event, Recorded, Reported
 from millrace.schedule.journal import Journal, job_body, ledger_path, lock_state
 from millrace.schedule.steering import DOORS, VERB, act
 
@@ -300,9 +300,12 @@ class SchedulerService:
         with self._lock:
             journal = self._open_journal()
             begun = time.perf_counter()
-            ask = replace(ask, bad=self._place_reports(journal, peer.peer_id, ask, bad))
+            session = journal.desk.sessions.all.get((peer.peer_id, ask.session))
+            ask = replace(ask, bad=self._catalog.place_reports(session, bad))
             before = self._enlist(journal, peer, ask)
             reply, happened = journal.desk.exchange(peer.peer_id, ask, now)
+            for event in before:
+                journal.desk.apply(event)
             ticket = journal.put([*before, *happened])
             self._see(peer, ask, happened, now)
             self._exchanges += 1
@@ -316,13 +319,11 @@ class SchedulerService:
         if not peer.scope.allows("worker"):
             return error_response(403, "not_a_worker", f"the certificate of {peer.peer_id} is none of a worker's")
         if ask.job and ask.job not in self.plans:
-            names = ", ".join(self.plans)
-            return error_response(404, "not_found", f"job {ask.job!r}: this scheduler has {names}.")
+            return error_response(404, "not_found", f"job {ask.job!r}: this scheduler has {', '.join(self.plans)}.")
         for plan in [self.plans[ask.job]] if ask.job else self.plans.values():
             for wanted in plan.datasets:
                 if not peer.scope.covers(wanted.name):
-                    text = f"the certificate of {peer.peer_id} does not cover dataset {wanted.name!r}"
-                    return error_response(403, "not_covered", text)
+                    return error_response(403, "not_covered", f"{peer.peer_id} has no certificate for {wanted.name!r}")
         if ask.uses and ask.job_id not in self._open_journal().job_ids.values():
             raise BadRequestError("job_id: expected that of one of this scheduler's jobs")
         return None
@@ -338,30 +339,20 @@ class SchedulerService:
             raise BadRequestError("uses: expected all of them under leases of the job that job_id names")
         if peer.peer_id in job.enlisted:
             return []
-        event = Enlisted(name, peer.peer_id, peer.public_key.hex(), peer.name)
-        journal.desk.apply(event)
-        return [event]
-
-    def _place_reports(
-        self, journal: Journal, peer_id: str, ask: Ask, reports: Sequence[tuple[str, str, str]]
-    ) -> tuple[Bad, ...]:
-        """What a worker says of providers, as far as it may."""
-        placed = self._catalog.place_reports(journal.desk.sessions.all.get((peer_id, ask.session)), reports)
-        for bad in placed:
-            sha256 = self._catalog.sha256(bad.dataset_id, bad.index)
-            log.warning("worker %s reports provider %s for slice %s: %s", peer_id, bad.peer_id, sha256, bad.reason)
-            self.identity.note("bad_provider", peer=bad.peer_id, slice=sha256, by=peer_id, reason=bad.reason)
-        return placed
+        return [Enlisted(name, peer.peer_id, peer.public_key.hex(), peer.name)]
 
     def _see(self, peer: Peer, ask: Ask, happened: Sequence[Event], now: float) -> None:
-        seen = self._workers.get(peer.peer_id)
-        if seen is None:
-            seen = self._workers[peer.peer_id] = status.Seen(peer.name, now)
+        seen = self._workers.setdefault(peer.peer_id, status.Seen(peer.name, now))
         seen.seen_at = now
         for event in happened:
             if isinstance(event, Recorded):
                 num = sum(used.stop - used.start for used in event.uses)
                 seen.used(num, num * self.plans[event.job].seq_len, now)
+            elif isinstance(event, Reported):
+                sha256 = self._catalog.sha256(event.dataset_id, event.index)
+                log.warning("%s reports %s for slice %s: %s", event.reporter, event.peer_id, sha256, event.reason)
+                note = {"peer": event.peer_id, "slice": sha256, "by": event.reporter, "reason": event.reason}
+                self.identity.note("bad_provider", **note)
 
     # Administration and status.
 

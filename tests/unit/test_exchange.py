@@ -1,0 +1,66 @@
+"""The wording of an exchange: what is right goes through, everything else is refused in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.network.exchange import BadRequestError
+from millrace.schedule.ask import Ask, Failed
+from millrace.schedule.exchange import MAX_INDEX, format_ranges, parse_ask, parse_ranges
+
+USE = {"lease_id": "a1", "epoch": 0, "slice": 3, "start": 0, "stop": 8, "step": 5}
+BODY: dict[str, Any] = {
+    "job": "d", "session": "5e", "attempt": 2, "address": "h:1", "held": ["a1"], "job_id": "1" * 64, "uses": [USE],
+    "signature": "ab" * 64, "horizons": {"a1": 8}, "release": ["a2"], "failed": [{"lease_id": "a3", "reason": "x\ny"}],
+    "want": 2, "have": {"2" * 64: "0-2,5"}, "bad": [{"peer_id": "p", "sha256": "3" * 64, "reason": "wrong"}],
+    "speed": 1.5,
+}  # fmt: skip
+
+
+def test_a_whole_question() -> None:
+    ask, bad = parse_ask(BODY)
+    assert (ask.job, ask.held, ask.horizons, ask.want, ask.speed) == ("d", ("a1",), {"a1": 8}, 2, 1.5)
+    assert (ask.uses[0].slice, ask.uses[0].stop, ask.receipt) == (3, 8, "ab" * 64)
+    assert ask.failed == (Failed("a3", "x?y"),) and bad == (("p", "3" * 64, "wrong"),)
+    assert ask.have["2" * 64].tolist() == [0, 1, 2, 5]
+    assert parse_ask({}) == (Ask(), ())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"unknown": 1}, {"want": 17}, {"want": -1}, {"want": True}, {"want": 1.0}, {"held": "a1"}, {"held": ["a/1"]},
+        {"held": ["a1"] * 257}, {"session": "\n"}, {"job": "a/b"}, {"address": "h 1"}, {"signature": ""},
+        {"job_id": "x"}, {"uses": [{**USE, "start": -1}]}, {"uses": [{**USE, "step": "5"}]}, {"uses": [[]]},
+        {"uses": [{**USE, "digest": "x"}]}, {"horizons": [1]}, {"horizons": {"a1": 1.5}}, {"failed": [{}]},
+        {"have": {"d": "1"}}, {"have": {"2" * 64: "2-1"}}, {"have": {"2" * 64: "1,1"}}, {"have": {"2" * 64: 1}},
+        {"have": {"2" * 64: str(MAX_INDEX + 1)}}, {"bad": [{"peer_id": "p", "sha256": "3"}]}, {"speed": "fast"},
+        {"speed": float("inf")}, {"failed": [{"lease_id": "a", "reason": 1}]},
+    ],
+)  # fmt: skip
+def test_what_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(BadRequestError):
+        parse_ask({**BODY, **change})
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(
+    st.sampled_from([*BODY, "lease_id", "x"]), x), max_leaves=8))  # fmt: skip
+def test_garbage_is_refused_and_nothing_else(body: Any) -> None:
+    try:
+        ask, _ = parse_ask({**BODY, **body} if isinstance(body, dict) else body)
+    except BadRequestError:
+        return
+    assert isinstance(ask, Ask)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sets(st.integers(0, 60)))
+def test_ranges_there_and_back(indexes: set[int]) -> None:
+    rising = np.array(sorted(indexes), np.int64)
+    assert parse_ranges(format_ranges(rising)).tolist() == rising.tolist()
