@@ -15,9 +15,9 @@ slice, 1.5 KB a worker with two leases.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from millrace.errors import LeaseError, UsageError
 from millrace.ledger import Used
-from millrace.schedule.owners import Lease, Owner, OwnerKey, Owners
+from millrace.schedule.owners import Ended, Lease, Owner, OwnerKey, Owners
 from millrace.schedule.parts import Cached, Part, Parts
 from millrace.schedule.speeds import Speed
 from millrace.schedule.stealing import Wish, plan
@@ -36,18 +36,6 @@ MAX_REMEMBERED = 32_768
 ASKS_PER_S = 400.0
 SHORT_WAIT_S = 0.2
 LONG_WAIT_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A lease that is no more: [start, reached) of its slice was used under it; `whole`: it was used to its end."""
-
-    worker: str
-    epoch: int
-    slice_index: int
-    start: int
-    reached: int
-    whole: bool
 
 
 class LeaseLostError(LeaseError):
@@ -92,6 +80,8 @@ class LeaseTable:
         self.remembered: OrderedDict[str, Ended] = OrderedDict()
         self.wishes: dict[str, Wish] = {}
         self.waiting: set[OwnerKey] = set()
+        # Those of them who have nothing to use, and when they last asked, the latest last.
+        self.idle: dict[OwnerKey, float] = {}
         self.parts = Parts(self.samples, seed)
         self.before = 0
         self.begin(0)
@@ -127,7 +117,11 @@ class LeaseTable:
         return self.owners.at(key, self.lease_s, now)
 
     def choose(self, owner: Owner, avoided: Any, now: float) -> Part | None:
-        """What an owner should get next; None if nothing is to be had now."""
+        """What an owner should get next; None if nothing is to be had now.
+
+        While somebody is idle, who has something to do gets nothing more: it would take back what was cut from it.
+        """
+        newest = next(reversed(self.idle.values()), -math.inf)
         if self.done:
             return None
         return self.parts.choose(owner.cached, avoided)
@@ -135,6 +129,9 @@ class LeaseTable:
     def wait(self, owner: Owner, now: float) -> float:
         """Notes that an owner is idle, and whom it waits for; how long until it should ask again, seconds."""
         self.waiting.add(owner.key)
+        if not owner.leases:
+            self.idle.pop(owner.key, None)
+            self.idle[owner.key] = now
         if owner.wish not in self.wishes:
             wish = plan(self.owners, owner, self.wishes, self.steal_s, now) if not owner.leases else None
             owner.wish = wish.lease_id if wish is not None else None
@@ -146,6 +143,7 @@ class LeaseTable:
     def stop_waiting(self, owner: Owner) -> None:
         """An owner has something to do, or is gone: nobody needs to cut a lease for it."""
         self.waiting.discard(owner.key)
+        self.idle.pop(owner.key, None)
         if owner.wish is not None:
             self.wishes.pop(owner.wish, None)
             owner.wish = None

@@ -43,6 +43,18 @@ class Lease:
         return max(self.position, self.horizon) > self.start
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A lease that is no more: [start, reached) of its slice was used under it; `whole`: it was used to its end."""
+
+    worker: str
+    epoch: int
+    slice_index: int
+    start: int
+    reached: int
+    whole: bool
+
+
 @dataclass(slots=True, eq=False)
 class Owner:
     """One session of a worker at a table.

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.schedule.leases import Ended, LeaseTable
-from millrace.schedule.owners import Lease
+from millrace.schedule.leases import LeaseTable
+from millrace.schedule.owners import Ended, Lease
 
 
 def save(table: LeaseTable) -> dict[str, Any]:
