@@ -196,3 +196,21 @@ def test_leases_are_cut() -> None:
         assert slow.hand.done and fast.hand.done
         assert slow.hand.tally.wasted == fast.hand.tally.wasted == 0
     assert cuts > 0
+
+
+def test_who_was_cut_does_not_get_it_back_before_the_idle() -> None:
+    """The slow one asks first after each cut, for a lease ahead: it must not take what was cut for the fast one."""
+    world = World(0, [300, 300, 300], epochs=1)
+    world.chance.random = lambda: 0.9  # type: ignore[method-assign]  # nothing is lost
+    slow, fast = Worker("slow", world, 0.1), Worker("fast", world, 0.001)
+    for turn in range(2000):
+        if not slow.hand.is_closed:
+            slow.work()
+            world.carry(slow)
+        # The fast one asks seldom while it has nothing to do, as it is told.
+        for _ in range(20 if fast.hand.held or turn % 9 == 0 else 0):
+            if not fast.hand.is_closed:
+                fast.work()
+                world.carry(fast)
+    assert world.desk.done() and len(slow.used) + len(fast.used) == 900
+    assert world.cuts <= 4 and len(slow.used) <= 100, (world.cuts, len(slow.used))

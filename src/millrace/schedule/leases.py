@@ -122,7 +122,7 @@ class LeaseTable:
         While somebody is idle, who has something to do gets nothing more: it would take back what was cut from it.
         """
         newest = next(reversed(self.idle.values()), -math.inf)
-        if self.done:
+        if self.done or (owner.leases and now - newest <= 2 * LONG_WAIT_S):
             return None
         return self.parts.choose(owner.cached, avoided)
 
