@@ -79,7 +79,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     """Adds the verbs of this module."""
     del group
     p = verb("simulate", _simulate, "a whole network in virtual time, on the real code; exit 1 if a sample is lost")
-    p.add_argument("--mode", choices=["lease", "swarm", "store"], default="lease", help="default: lease")
+    p.add_argument("--mode", choices=["lease", "order", "swarm", "store"], default="lease", help="default: lease")
     for flag, (kind, about) in _OPTIONS.items():
         p.add_argument(f"--{flag}", type=kind, help=about)
     p.add_argument("--plot", type=Path, metavar="DIR|FILE.html", help="a page of what happened, with plots")

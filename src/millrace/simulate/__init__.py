@@ -19,6 +19,7 @@ def simulate(settings: Settings, progress: Progress | None = None) -> Result:
     Args:
         progress: Told now and then how far it is.
     """
-    from millrace.simulate import broadcast, leasing, throttled
+    from millrace.simulate import broadcast, elastic, leasing, throttled
 
-    return {"lease": leasing.run, "swarm": broadcast.run, "store": throttled.run}[settings.mode](settings, progress)
+    runs = {"lease": leasing.run, "order": elastic.run, "swarm": broadcast.run, "store": throttled.run}
+    return runs[settings.mode](settings, progress)

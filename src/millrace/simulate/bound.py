@@ -6,6 +6,9 @@ somebody's link, where only who has a slice sends, the origin first (the pipelin
 be used before the origin has sent every slice once. Work that dies with a machine is not in the bound: it is a loss
 of the plan, as a lease that waits for its end is.
 
+Steps of ranks: each is as slow as its slowest rank that is alive then, with the larger parts at the fastest, from
+when each can have its first slice. What a change of the membership costs is no part of it.
+
 Broadcast: the slowest of three: the origin sends everything once; the narrowest link takes everything; all links up
 together carry a copy for each worker. Source: Kumar and Ross 2006, Peer-assisted file distribution, theorem 1.
 """
@@ -46,6 +49,34 @@ def lease_bound(settings: Settings, machines: Sequence[Machine]) -> Bound:
         "origin": settings.slices * size / origin_up + 2 * settings.latency_s,
     }
     return _largest(parts, tuple(done))
+
+
+def order_bound(settings: Settings, machines: Sequence[Machine]) -> Bound:
+    """The least time for all steps, where everybody alive has a part of each and parts differ by one sample at most."""
+    size, origin_up = settings.slice_bytes, settings.origin_up * settings.origins
+    batch = settings.workers * settings.batch
+    first = [one for one in machines if one.joins_at == 0.0]
+    begins_at = max(_filling(settings, first)[-1], *(4 * one.latency_s + size / one.down for one in first))
+    moments = sorted({begins_at, *(at for one in machines for at in (one.joins_at, one.dies_at) if at < float("inf"))})
+    supply = [(0.0, 0.0)]
+    for moment in moments:
+        speeds = [one.speed for one in machines if one.joins_at <= moment < one.dies_at]
+        if speeds and moment >= begins_at:
+            supply.append((moment, batch / _step_s(batch, speeds)))
+    work = float(settings.slices * settings.samples * settings.epochs)
+    done = _work_done(work, supply)
+    parts = {
+        "slowest rank": done[-1][0] if done[-1][1] >= 1 else float("inf"),
+        "origin": settings.slices * size / origin_up + 2 * settings.latency_s,
+    }
+    return _largest(parts, tuple(done))
+
+
+def _step_s(batch: int, speeds: Sequence[float]) -> float:
+    """A step of all, if the larger parts are those of the fastest."""
+    least, more = divmod(batch, len(speeds))
+    ordered = sorted(speeds, reverse=True)
+    return max(least / ordered[-1], (least + 1) / ordered[more - 1] if more else 0.0)
 
 
 def swarm_bound(settings: Settings, machines: Sequence[Machine]) -> Bound:

@@ -58,6 +58,8 @@ class Reader:
     asking: _Word | None = None
     told_at: float = float("-inf")
     waits: bool = False
+    must: set[int] = field(default_factory=set)  # Of what it wants, what it cannot go on without: asked for first.
+    is_late: bool = False  # These are to come from wherever they are.
 
     def wishes(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """int64, what it lacks and is not fetching."""
@@ -173,8 +175,17 @@ class Tracker:
             self.swarm.finished(peer_id, index, now)
         for index, source, wrong in word.failed:
             self.swarm.failed(peer_id, index, source, now, wrong)
-        wishes = reader.wishes()
-        return self.swarm.assign(peer_id, wishes, word.num, now) if word.num > 0 and len(wishes) else []
+        wishes, given = reader.wishes(), list[Assignment]()
+        first = np.intersect1d(wishes, sorted(reader.must), assume_unique=True)
+        if reader.is_late:
+            for index in first[: word.num].tolist():
+                given += [Assignment(index, holder) for holder in self.swarm.providers(index, peer_id, now, 1)]
+            first = first[:0]
+        for some in (first, np.setdiff1d(wishes, first, assume_unique=True)):
+            some = np.setdiff1d(some, [one.index for one in given], assume_unique=True)
+            if word.num > len(given) and len(some):
+                given += self.swarm.assign(peer_id, some, word.num - len(given), now)
+        return given
 
 
 def run(settings: Settings, progress: Progress | None = None) -> Result:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from millrace.errors import UsageError
 
-Mode = Literal["lease", "swarm", "store"]
+Mode = Literal["lease", "order", "swarm", "store"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Settings:
     """A world.
 
     Args:
-        mode: lease (strangers), swarm (everybody wants everything), store (one that throttles).
+        mode: lease (strangers), order (ranks of one run), swarm (everybody wants everything), store (one that throttles).
         samples: Of each slice.
         batch: Samples of a step of one worker.
         speed: Samples a second of the median worker; `spread` is sigma of their logarithms.
@@ -81,8 +81,8 @@ class Settings:
                 raise UsageError(f"simulate: expected {name} above 0, got {getattr(self, name)}.")
         if self.liars == 1 or self.lost == 1:
             raise UsageError("simulate: expected liars and lost below 1. Nothing could ever be done.")
-        if self.mode not in ("lease", "swarm", "store"):
-            raise UsageError(f"simulate: expected mode lease, swarm or store, got {self.mode!r}.")
+        if self.mode not in get_args(Mode):
+            raise UsageError(f"simulate: expected mode {', '.join(get_args(Mode))}, got {self.mode!r}.")
 
     def command(self) -> str:
         """The command that runs this world again: what differs from the defaults, and the seed."""
