@@ -11,7 +11,8 @@ from millrace.network.client import Client
 from millrace.store.cache import SliceCache
 from millrace.worker.answers import Answer
 from millrace.worker.fetching import Fetcher
-from millrace.worker.hand import Hand, Held
+from millrace.worker.hand import Hand
+from millrace.worker.held import Held
 from millrace.worker.shelf import Shelf
 
 DATASET = "ab" * 32

@@ -19,7 +19,7 @@ from millrace.network.https import Request, Response, Server, error_response, fi
 from millrace.network.identity import Identity
 from millrace.store.room import part_bytes
 from millrace.worker import fetching
-from millrace.worker.hand import Held
+from millrace.worker.held import Held
 from millrace.worker.shelf import Shelf
 
 Make = Callable[[str], Identity]

@@ -15,7 +15,8 @@ from millrace.network.swarm import Holder
 from millrace.schedule.ask import Ask, Failed, Reply
 from millrace.schedule.desk import Desk, JobSpec, Source
 from millrace.worker.answers import Answer, Grant
-from millrace.worker.hand import Hand, Held, Statement
+from millrace.worker.hand import Hand
+from millrace.worker.held import Held, Statement
 
 DATASET = "ab" * 32
 BATCH = 3

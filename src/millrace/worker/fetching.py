@@ -20,7 +20,8 @@ from millrace.store.origins import Origin, open_origin
 from millrace.store.room import part_bytes
 from millrace.store.transfer import Transfer, Transfers
 from millrace.worker.answers import Grant, Provider
-from millrace.worker.hand import Hand, Held
+from millrace.worker.hand import Hand
+from millrace.worker.held import Held
 from millrace.worker.shelf import Shelf
 
 _CONNECTIONS = 8

@@ -27,7 +27,8 @@ from millrace.store.share import SliceShare
 from millrace.worker.answers import Answer
 from millrace.worker.control import Control, SchedulerGone
 from millrace.worker.fetching import Fetcher
-from millrace.worker.hand import Hand, Statement
+from millrace.worker.hand import Hand
+from millrace.worker.held import Statement
 from millrace.worker.leasing_config import LeaseSettings
 from millrace.worker.session import open_session
 from millrace.worker.shelf import Shelf

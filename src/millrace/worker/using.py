@@ -15,7 +15,8 @@ from millrace.errors import DatasetError
 from millrace.load.batch import make_batch
 from millrace.order.plan import lease_order
 from millrace.worker.answers import Grant
-from millrace.worker.hand import Hand, Held
+from millrace.worker.hand import Hand
+from millrace.worker.held import Held
 from millrace.worker.trainer import Trainer, make_trainer
 
 PROGRESS_S = 0.5
