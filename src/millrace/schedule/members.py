@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 
@@ -71,7 +72,11 @@ class Generation:
 
     def rank_of(self, session: str) -> int | None:
         """The rank of a session, None for no member."""
-        return next((rank for rank, place in enumerate(self.places) if place.session == session), None)
+        return self._ranks.get(session)
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        return {place.session: rank for rank, place in enumerate(self.places)}
 
     def sample_at(self, step: int, batch_size: int) -> int:
         """The first global sample of a step."""

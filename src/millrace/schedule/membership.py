@@ -170,7 +170,9 @@ def _settle(state: State, now: float, actions: list[Action]) -> State:
     state = _mark(state, now)
     if state.changing:
         return _form(state, now, actions)
-    return replace(state, members={k: replace(m, ready=False) for k, m in state.members.items()}, run_to=0)
+    if any(m.ready for m in state.members.values()):
+        state = replace(state, members={k: replace(m, ready=False) for k, m in state.members.items()})
+    return replace(state, run_to=0)
 
 
 def _mark(state: State, now: float) -> State:
