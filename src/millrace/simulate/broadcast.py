@@ -59,6 +59,7 @@ class Reader:
     told_at: float = float("-inf")
     waits: bool = False
     must: set[int] = field(default_factory=set)  # Of what it wants, what it cannot go on without: asked for first.
+    wait_s: float = WAIT_S
     is_late: bool = False  # These are to come from wherever they are.
 
     def wishes(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -104,7 +105,7 @@ class Reader:
     def _later(self) -> None:
         if not self.waits:
             self.waits = True
-            self.net.clock.after(WAIT_S, self._again)
+            self.net.clock.after(self.wait_s, self._again)
 
     def _again(self) -> None:
         self.waits = False
@@ -176,13 +177,14 @@ class Tracker:
         for index, source, wrong in word.failed:
             self.swarm.failed(peer_id, index, source, now, wrong)
         wishes, given = reader.wishes(), list[Assignment]()
-        first = np.intersect1d(wishes, sorted(reader.must), assume_unique=True)
-        if reader.is_late:
-            for index in first[: word.num].tolist():
+        must = reader.must.intersection(wishes.tolist()) if reader.must else set()
+        if must and reader.is_late:
+            for index in sorted(must)[: word.num]:
                 given += [Assignment(index, holder) for holder in self.swarm.providers(index, peer_id, now, 1)]
-            first = first[:0]
-        for some in (first, np.setdiff1d(wishes, first, assume_unique=True)):
-            some = np.setdiff1d(some, [one.index for one in given], assume_unique=True)
+            must.difference_update(one.index for one in given)
+        for some in (np.array(sorted(must), np.int64), wishes):
+            if given:
+                some = some[~np.isin(some, [one.index for one in given])]
             if word.num > len(given) and len(some):
                 given += self.swarm.assign(peer_id, some, word.num - len(given), now)
         return given

@@ -16,7 +16,7 @@ import numpy as np
 
 from millrace.order.run import Run, Steps
 from millrace.schedule.members import Event, Generation, Heartbeat, Join, Leave, Ready, Refuse
-from millrace.simulate.broadcast import Reader
+from millrace.simulate.broadcast import WAIT_S, Reader
 from millrace.simulate.lineage import I64, Weights
 from millrace.simulate.nodes import STALL_S, Net
 from millrace.store.uses import Uses
@@ -24,6 +24,8 @@ from millrace.store.uses import Uses
 _AHEAD = 8
 """Slices that are fetched before they are read."""
 _BLOCK = 64
+_CALM_S = 2.0
+"""Asks again for what is not needed yet after so long."""
 _MUST_S = 5.0
 """What a step waits for so long comes from wherever it is, as a loader's reader says."""
 ASK_S = 2.0
@@ -288,7 +290,7 @@ class Rank:
                 wanted[index] = True
                 ahead += 1
         wanted[lacks] = True
-        self.reader.must = self._needs
+        self.reader.must, self.reader.wait_s = self._needs, WAIT_S if self._needs else _CALM_S
         if ahead or lacks:
             self.reader.speak()
 

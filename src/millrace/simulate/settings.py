@@ -15,7 +15,7 @@ class Settings:
     """A world.
 
     Args:
-        mode: lease (strangers), order (ranks of one run), swarm (everybody wants everything), store (one that throttles).
+        mode: lease (strangers), order (ranks of a run), swarm (all want everything), store (one that throttles).
         samples: Of each slice.
         batch: Samples of a step of one worker.
         speed: Samples a second of the median worker; `spread` is sigma of their logarithms.
