@@ -206,7 +206,7 @@ def answers(directory: Path, identity: Identity) -> Target:
 def swarm(directory: Path, identity: Identity) -> Target:
     seed = {
         "address": "127.0.0.1:7000", "slots": 4, "have": "0-15,17", "want": "1-3", "num": 2, "must": [3],
-        "finished": [4], "failed": [{"index": 5, "peer_id": "a" * 32, "wrong": True}], "dropped": [6], "leave": False,
+        "finished": [4], "failed": [{"index": 5, "member": "a" * 32, "wrong": True}], "dropped": [6], "leave": False,
     }  # fmt: skip
     return _json(lambda obj: parse_swarm_ask(obj, 1000), seed, {})
 

@@ -30,20 +30,24 @@ class Dialer:
 
     def reached(self, peer_id: str, address: str) -> bool:
         """Whether this very peer has answered there; the first question begins to find out, and says no."""
+        return self.found(peer_id, address) is True
+
+    def found(self, peer_id: str, address: str) -> bool | None:
+        """As `reached`; None while it is being found out."""
         if not address:
             return False
         pair, now = (peer_id, address), self._clock()
         with self._lock:
             found, at = self._found.get(pair, (False, float("-inf")))
             if found is not False or now - at < RECHECK_S:
-                return bool(found)
+                return found
             self._found = {pair: held for pair, held in self._found.items() if now - held[1] < FORGET_S}
             self._found[pair] = (None, now)
         try:
             self._pool.submit(self._dial, pair)
         except RuntimeError:  # closed meanwhile
             return False
-        return False
+        return None
 
     def close(self) -> None:
         """Dial nobody any more. May be repeated."""

@@ -6,6 +6,8 @@ what one member holds by steps. Memory that nobody wrote to is not taken.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,6 +15,20 @@ from millrace.errors import UsageError
 
 _FIRST_ROWS = 64
 _NEW_WEIGHT = 0.3
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who has slices. `address`: `host:port`, or a URL of a web server or bucket; empty for one whom nobody reaches."""
+
+    peer_id: str
+    address: str
+    is_origin: bool
+
+    @property
+    def is_url(self) -> bool:
+        """Whether it is a web server or bucket, which is asked for names and not for hashes."""
+        return "://" in self.address
 
 
 class Members:
@@ -40,6 +56,7 @@ class Members:
         self._heard_at = np.zeros(0)
         self.asked_at = np.zeros(0)
         self._speed = np.zeros(0)
+        self._mean_speed: float | None = None  # None: to be found anew
         self._grow(_FIRST_ROWS)
 
     def row(self, peer_id: str) -> int:
@@ -66,6 +83,7 @@ class Members:
         self.is_origin[row] = self.gives[row] = False
         self.slots[row] = 0
         self._speed[row] = np.nan
+        self._mean_speed = None
         self._free.append(row)
 
     def heard(self, peer_id: str, now: float) -> None:
@@ -109,15 +127,13 @@ class Members:
 
     def speeds(self) -> NDArray[np.float64]:
         """[rows] slices a second that each gives, all uploads together; where unknown, the mean of the others."""
-        known = ~np.isnan(self._speed)
-        mean = float(self._speed[known].mean()) if known.any() else 1.0
-        return np.where(known, self._speed, mean)
+        return self._speeds_of(self._speed)
 
     def by_load(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Those rows, by when one more upload would be done: the soonest first, then who owes most, then by row."""
         if len(rows) < 2:
             return rows
-        ends = (self.uploads[rows] + 1) / self.speeds()[rows]
+        ends = (self.uploads[rows] + 1) / self._speeds_of(self._speed[rows])
         return rows[np.lexsort((rows, -self.owed[rows], ends))]
 
     def gave(self, peer_id: str, took_s: float) -> None:
@@ -126,8 +142,15 @@ class Members:
         speed = max(1, int(self.uploads[row])) / took_s
         before = self._speed[row]
         self._speed[row] = speed if np.isnan(before) else before + _NEW_WEIGHT * (speed - before)
+        self._mean_speed = None
         self.failures[row] = 0
         self.owed[row] = max(0, int(self.owed[row]) - 1)
+
+    def _speeds_of(self, measured: NDArray[np.float64]) -> NDArray[np.float64]:
+        if self._mean_speed is None:
+            known = self._speed[~np.isnan(self._speed)]
+            self._mean_speed = float(known.mean()) if len(known) else 1.0
+        return np.where(np.isnan(measured), self._mean_speed, measured)
 
     def _write(self, row: int, have: NDArray[np.bool_]) -> None:
         new = np.packbits(have, bitorder="little")

@@ -9,16 +9,14 @@ The policy:
   passed on what they were given.
 - Somebody must have one slice (`providers`): whoever holds it, the least loaded a slot first, origins last.
 - What a holder uploads at once is bounded by its slots. Who fails is avoided by that asker for a while, and by all
-  after three failures until it is heard of again; who gave wrong bytes is banned for that asker at once, and for all
-  after a second asker says so: one may lie.
+  after three failures until it is heard of again; who lies is banned (`avoidance.py`).
 
 What the choice costs: a bit for each member and slice (312 MB for 10,000 members of 250,000 slices), laid out so that
-the holders of one slice are read in one piece; a look over 8,192 of the wanted slices a call, not over all.
+the holders of one slice are read in one piece; a look over 4,096 of the wanted slices a call, not over all.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -28,31 +26,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import UsageError
-from millrace.network.members import Members
+from millrace.network.avoidance import Avoidance
+from millrace.network.members import Holder, Members
+from millrace.network.under_way import Download, UnderWay
+
+__all__ = ["Assignment", "Holder", "Swarm"]
 
 PATIENCE_S = 60.0
-_LOOK = 8192  # wanted slices that one call looks at
+_LOOK = 4096  # wanted slices that one call looks at
 _TRIED = 32  # candidates of each kind whose holders one call looks at, beside those it needs
 _ROUNDS = 3  # calls in which somebody slow is passed over for a new slice
 _SLOW = 2.0  # times the time in which the quickest of the rivals will have passed on what it got
 _RIVAL_S = 2.0  # who asked so lately
 _PATIENT = 8.0  # times the mean duration of a download, before it is given up for lost
-_AVOID_S, _MAX_AVOID_S = 1.0, 60.0
 _MAX_FAILURES = 3
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Who has slices. `address`: `host:port`, or a URL of a web server or bucket; empty for one whom nobody reaches."""
-
-    peer_id: str
-    address: str
-    is_origin: bool
-
-    @property
-    def is_url(self) -> bool:
-        """Whether it is a web server or bucket, which is asked for names and not for hashes."""
-        return "://" in self.address
 
 
 @dataclass(frozen=True)
@@ -61,15 +48,6 @@ class Assignment:
 
     index: int
     holder: Holder
-
-
-@dataclass
-class _UnderWay:
-    """A slice on its way from one member to another."""
-
-    holder: str
-    since: float
-    fresh: bool  # from an origin
 
 
 class Swarm:
@@ -102,16 +80,10 @@ class Swarm:
         self.patience_s = patience_s
         self._members = Members(num_slices)
         self._holders: dict[str, Holder] = {}
-        self._coming = np.zeros(num_slices, np.int32)  # on their way to somebody who can pass them on
-        self._under_way: OrderedDict[tuple[str, int], _UnderWay] = OrderedDict()  # (asker, slice), the oldest first
-        self._of: dict[str, set[tuple[str, int]]] = {}  # what is under way from or to a member
-        self._banned: dict[str, set[str]] = {}  # by asker
-        self._accusers: dict[str, set[str]] = {}  # by accused
-        self._banned_for_all: set[str] = set()
-        self._avoid: dict[str, dict[str, tuple[float, float]]] = {}  # asker: holder: (until, seconds)
+        self._under_way = UnderWay(num_slices)
+        self._avoidance = Avoidance()
         self._cursor: dict[str, int] = {}
         self._passed_over: dict[str, int] = {}
-        self._usual_s = 0.0
         self._counts = {"from_origins": 0, "from_peers": 0, "finished": 0, "failed": 0, "overdue": 0}
 
     # Who is there, and what they have.
@@ -131,6 +103,7 @@ class Swarm:
             before = None
         if before is None:
             members.add(peer_id, is_origin=holder.is_origin, gives=bool(holder.address))
+            self._avoidance.join(peer_id)
         if before is None or slots is not None:
             default = self.origin_slots if holder.is_origin else self.slots
             members.slots[members.row(peer_id)] = default if slots is None else max(0, slots)
@@ -159,12 +132,13 @@ class Swarm:
         """A member is gone, with what it had. What it was banned for stays."""
         if self._holders.get(peer_id) is None:
             return
-        for pair in list(self._of.get(peer_id, ())):
+        for pair in self._under_way.of(peer_id):
             self._end(pair)
         del self._holders[peer_id]
         self._members.remove(peer_id)
-        for table in (self._avoid, self._cursor, self._passed_over):
-            table.pop(peer_id, None)
+        self._avoidance.leave(peer_id)
+        self._cursor.pop(peer_id, None)
+        self._passed_over.pop(peer_id, None)
 
     def expire(self, now: float) -> list[str]:
         """Let those go who were not heard of for `ttl_s`: their ids. Ends what is overdue too."""
@@ -212,12 +186,14 @@ class Swarm:
         if len(given) >= num:
             return given
         wanted = self._window(asker, wanted)
-        self._members.asked_at[self._members.row(asker)] = now
+        members = self._members
+        members.asked_at[members.row(asker)] = now
         if self._holders[asker].address:
-            self._members.clear(asker, wanted)
-        shunned = self._shunned(asker, now)
-        for index in self._candidates(asker, wanted, num - len(given), shunned, now):
-            holder = self._source(asker, index, shunned)
+            members.clear(asker, wanted)
+        willing = members.gives & (members.slots > 0) & ~self._shunned(asker, now)
+        origins = np.flatnonzero(willing & members.is_origin)
+        for index in self._candidates(asker, wanted, num - len(given), origins, now):
+            holder = self._source(index, willing, origins)
             if holder is not None:
                 self._begin(asker, index, holder, now)
                 given.append(Assignment(index, holder))
@@ -230,9 +206,9 @@ class Swarm:
         done = self._under_way.get((asker, index))
         if done is not None and done.holder in self._holders:
             took_s = max(now - done.since, 1e-6)
-            self._usual_s = took_s if not self._usual_s else self._usual_s + 0.1 * (took_s - self._usual_s)
+            self._under_way.took(took_s)
             self._members.gave(done.holder, took_s)
-            self._avoid.get(asker, {}).pop(done.holder, None)
+            self._avoidance.gave(asker, done.holder)
             self._counts["finished"] += 1
             if done.fresh and asker in self._holders:
                 self._members.owed[self._members.row(asker)] += 1
@@ -249,13 +225,9 @@ class Swarm:
             self._end((asker, index))
         self._counts["failed"] += 1
         if wrong:
-            self._banned.setdefault(asker, set()).add(peer_id)
-            accusers = self._accusers.setdefault(peer_id, set())
-            accusers.add(asker)
-            if len(accusers) >= 2:
-                self.ban(peer_id)
+            self._avoidance.lied(asker, peer_id)
             return
-        self._avoid_a_while(asker, peer_id, now)
+        self._avoidance.failed(asker, peer_id, now)
         if peer_id in self._holders:
             self._members.failures[self._members.row(peer_id)] += 1
 
@@ -265,7 +237,7 @@ class Swarm:
 
     def ban(self, peer_id: str) -> None:
         """Never name a member again, to anybody."""
-        self._banned_for_all.add(peer_id)
+        self._avoidance.ban(peer_id)
 
     # What there is to know.
 
@@ -279,6 +251,10 @@ class Swarm:
     def knows(self, peer_id: str) -> Holder | None:
         """A member as it joined last; None if it is not here."""
         return self._holders.get(peer_id)
+
+    def num_members(self, node: str) -> int:
+        """How many processes of a node are members."""
+        return self._avoidance.num_members(node)
 
     @property
     def is_settled(self) -> bool:
@@ -311,7 +287,7 @@ class Swarm:
             "under_way": len(self._under_way),
             "slices_with_copies": int(np.count_nonzero(copies)),
             "least_copies": int(copies.min()) if self.num_slices else 0,
-            "banned": sorted(self._banned_for_all),
+            "banned": self._avoidance.banned,
             **self._counts,
         }
 
@@ -319,20 +295,21 @@ class Swarm:
 
     def _again(self, asker: str, wanted: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
         """What the asker was told before and asks for again."""
-        told = [index for who, index in self._of.get(asker, ()) if who == asker]
+        told = self._under_way.told(asker)
         told = sorted(set(told).intersection(wanted.tolist())) if told else []
         given, shunned = [], self._shunned(asker, now) if told else None
         for index in told[:num]:
-            holder = self._holders[self._under_way[asker, index].holder]
-            if shunned is not None and shunned[self._members.row(holder.peer_id)]:
+            download = self._under_way.get((asker, index))
+            assert download is not None and shunned is not None
+            if shunned[self._members.row(download.holder)]:
                 self._end((asker, index))
             else:
-                given.append(Assignment(index, holder))
+                given.append(Assignment(index, self._holders[download.holder]))
         return given
 
     def _window(self, asker: str, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
         """As many of the wanted as one call looks at: each in its turn."""
-        told = [index for who, index in self._of.get(asker, ()) if who == asker]
+        told = self._under_way.told(asker)
         if len(wanted) > _LOOK:
             start = self._cursor.get(asker, 0) % len(wanted)
             self._cursor[asker] = start + _LOOK
@@ -343,14 +320,13 @@ class Swarm:
         """[rows] whom this asker is not to be told of; itself, too."""
         members = self._members
         shunned = members.failures >= _MAX_FAILURES
-        avoided = [who for who, (until, _) in self._avoid.get(asker, {}).items() if until > now]
-        for peer_id in (asker, *avoided, *self._banned.get(asker, ()), *self._banned_for_all):
+        for peer_id in (asker, *self._avoidance.of(asker, now)):
             if peer_id in self._holders:
                 shunned[members.row(peer_id)] = True
         return shunned
 
     def _candidates(
-        self, asker: str, wanted: NDArray[np.int64], num: int, shunned: NDArray[np.bool_], now: float
+        self, asker: str, wanted: NDArray[np.int64], num: int, origins: NDArray[np.int64], now: float
     ) -> Iterator[int]:
         """Slices worth a look: new ones if the asker may have them, the rarest, and then some of the rest."""
         members = self._members
@@ -358,8 +334,8 @@ class Swarm:
         row = members.row(asker)
         # Ties are broken differently for each asker, so that they do not all want the same next.
         tie = (wanted * 2654435761 + (row + 1) * 40503) & 0xFFFFF
-        new = np.flatnonzero((copies == 0) & (self._coming[wanted] == 0))
-        if len(new) and self._may_have_new(asker, shunned, now):
+        new = np.flatnonzero((copies == 0) & (self._under_way.coming[wanted] == 0))
+        if len(new) and self._may_have_new(asker, origins, now):
             yield from wanted[new[np.argsort(tie[new], kind="stable")[:num]]].tolist()
         old = np.flatnonzero(copies > 0)
         if not len(old):
@@ -367,14 +343,16 @@ class Swarm:
         order = (copies[old].astype(np.int64) << 20) + tie[old]
         most = min(len(old), num + _TRIED)
         part = np.argpartition(order, most - 1)
-        rarest, rest = part[:most], np.sort(part[most:])
+        rarest, is_rest = part[:most], np.ones(len(old), np.bool_)
+        is_rest[rarest] = False
+        rest = np.flatnonzero(is_rest)
         yield from wanted[old[rarest[np.argsort(order[rarest], kind="stable")]]].tolist()
         yield from wanted[old[rest[:: max(1, len(rest) // most)][:most]]].tolist()
 
-    def _may_have_new(self, asker: str, shunned: NDArray[np.bool_], now: float) -> bool:
+    def _may_have_new(self, asker: str, origins: NDArray[np.int64], now: float) -> bool:
         """Whether an origin has a slot, and the asker passes on as soon as others do; if not, only now and then."""
         members = self._members
-        if not (members.is_origin & members.gives & ~shunned & (members.uploads < members.slots)).any():
+        if not (members.uploads[origins] < members.slots[origins]).any():
             return False
         row = members.row(asker)
         rivals = members.gives & ~members.is_origin & (members.asked_at > now - _RIVAL_S)
@@ -385,60 +363,37 @@ class Swarm:
         self._passed_over[asker] = rounds % _ROUNDS
         return rounds == _ROUNDS
 
-    def _source(self, asker: str, index: int, shunned: NDArray[np.bool_]) -> Holder | None:
-        """Who gives a slice now; None if it is better to wait."""
+    def _source(self, index: int, willing: NDArray[np.bool_], origins: NDArray[np.int64]) -> Holder | None:
+        """Who of the willing gives a slice now; None if it is better to wait."""
         members = self._members
-        having = members.holders_of(index) & members.gives & ~shunned & (members.slots > 0)
-        if not having.any():
-            if self._coming[index] > 0:
-                return None
-            having = members.is_origin & members.gives & ~shunned
-        rows = np.flatnonzero(having & (members.uploads < members.slots))
+        rows = members.holders_of(index).nonzero()[0]
+        rows = rows[willing[rows]]
         if not len(rows):
-            return None
-        return self._holders[members.ids[int(members.by_load(rows)[0])]]
+            if self._under_way.coming[index] > 0:
+                return None
+            rows = origins
+        rows = rows[members.uploads[rows] < members.slots[rows]]
+        return self._holders[members.ids[int(members.by_load(rows)[0])]] if len(rows) else None
 
     def _begin(self, asker: str, index: int, holder: Holder, now: float) -> None:
-        self._under_way[asker, index] = _UnderWay(holder.peer_id, now, holder.is_origin)
-        for peer_id in (asker, holder.peer_id):
-            self._of.setdefault(peer_id, set()).add((asker, index))
+        to = self._holders.get(asker)
+        passed_on = to is not None and to.address != "" and not to.is_origin
+        self._under_way.begin((asker, index), Download(holder.peer_id, now, holder.is_origin, passed_on))
         self._members.uploads[self._members.row(holder.peer_id)] += 1
-        if self._can_pass_on(asker):
-            self._coming[index] += 1
         self._counts["from_origins" if holder.is_origin else "from_peers"] += 1
 
     def _end(self, pair: tuple[str, int]) -> None:
         """What was under way is so no longer. Nothing, if it was not."""
-        asker, index = pair
-        done = self._under_way.pop(pair, None)
-        if done is None:
-            return
-        for peer_id in {asker, done.holder}:
-            pairs = self._of[peer_id]
-            pairs.discard(pair)
-            if not pairs:
-                del self._of[peer_id]
-        self._members.uploads[self._members.row(done.holder)] -= 1
-        if self._can_pass_on(asker):
-            self._coming[index] -= 1
-
-    def _can_pass_on(self, asker: str) -> bool:
-        holder = self._holders.get(asker)
-        return holder is not None and holder.address != "" and not holder.is_origin
+        done = self._under_way.end(pair)
+        if done is not None:
+            self._members.uploads[self._members.row(done.holder)] -= 1
 
     def _end_overdue(self, now: float) -> None:
-        before = now - max(self.patience_s, _PATIENT * self._usual_s)
-        while self._under_way:
-            pair, oldest = next(iter(self._under_way.items()))
-            if oldest.since > before:
-                return
+        before = now - max(self.patience_s, _PATIENT * self._under_way.usual_s)
+        while (oldest := self._under_way.oldest()) is not None and oldest[1].since <= before:
+            pair, download = oldest
             self._counts["overdue"] += 1
             self._end(pair)
             # Its holder is slow, or the asker is gone: only the asker avoids it, as else the deaths of three askers
             # would hide an origin from all.
-            self._avoid_a_while(pair[0], oldest.holder, now)
-
-    def _avoid_a_while(self, asker: str, peer_id: str, now: float) -> None:
-        avoided = self._avoid.setdefault(asker, {})
-        seconds = min(_MAX_AVOID_S, 2 * avoided[peer_id][1] if peer_id in avoided else _AVOID_S)
-        avoided[peer_id] = (now + seconds, seconds)
+            self._avoidance.failed(pair[0], download.holder, now)

@@ -8,6 +8,7 @@ others go on, and new ones come in, after the data node that they had it from is
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import NetworkError
+from millrace.network.avoidance import member_id
 from millrace.network.client import Client
 from millrace.network.discovery import Claim, Discovery, record_key
 from millrace.network.exchange import BINARY
@@ -72,7 +74,10 @@ class Offer:
 
 
 class SliceShare:
-    """Serves from construction until `close`.
+    """Serves from construction until `close`. A child made by a fork lets go of it, and closes nothing of its parent's.
+
+    Attributes:
+        session: Which process of its node this is, in a swarm.
 
     Args:
         cache: Where the slices lie. Stays the caller's.
@@ -101,6 +106,7 @@ class SliceShare:
         max_connections: int = 256,
     ) -> None:
         self.identity = identity
+        self.session = secrets.token_hex(8)
         self.cache = cache
         self.hashes = hashes
         self.discovery = discovery
@@ -129,7 +135,7 @@ class SliceShare:
 
     def offer(self, offer: Offer) -> None:
         """Announce a dataset, track its swarm, and serve its small files. Its slices are those of `hashes`."""
-        own = Holder(self.identity.peer_id, self.address, False)
+        own = Holder(member_id(self.identity.peer_id, self.session), self.address, False)
         self.tracker.add(offer.dataset_id, offer.num_slices, [own], offer.held)
         self._offers[offer.dataset_id] = offer
         self._changed.set()

@@ -1,7 +1,6 @@
 """A reader's part in a swarm: says what it wants, fetches what it is told from whom it is told, shares what it has.
 
-Any tracker will do: the data nodes that announce the dataset first, then workers that share it; when one dies the next
-is asked. Who may give what is the trackers' to say; whether bytes are right is found out here, by their hash.
+Who may give what is the trackers' to say; whether bytes are right is found out here, by their hash.
 
 What the choice costs: a question for each slice or two (some 300 bytes), and 0.2 s between questions when all wait.
 """
@@ -9,6 +8,7 @@ What the choice costs: a question for each slice or two (some 300 bytes), and 0.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,81 +21,25 @@ from numpy.typing import NDArray
 
 from millrace.dataset.manifest import SliceInfo, SliceTable
 from millrace.errors import IntegrityError, MillraceError, NetworkError, ProtocolViolation
-from millrace.network.client import Client, RemoteError
+from millrace.network.client import Client
 from millrace.network.ranges import format_ranges
 from millrace.store.holders import HolderSource
 from millrace.store.origins import Origin, Patience, open_origin
 from millrace.store.share import SliceShare
+from millrace.store.steered import SteeredTransfer
+from millrace.store.trackers import TrackerAt, Trackers
 from millrace.store.transfer import Transfers
-from millrace.store.work import Transfer, TransferCancelledError
+from millrace.store.work import TransferCancelledError
 
 MAX_TOLD = 4096  # wanted slices that one question names
 _SEEDS = ("http://", "https://", "s3://", "r2://", "gs://", "az://")  # no tracker may name a file of this host
-_ASK_S = 10.0
 _HAVE_S = 10.0
 _MUST_S = 5.0
-_HOME_S = 30.0
 _BUSY_S = 2.0
-_DEAD_S = 30.0  # a tracker that did not answer is left alone so long
 _MOST_MUST = 8
 log = logging.getLogger("millrace.swarm")
 
-
-@dataclass(frozen=True)
-class TrackerAt:
-    """Where a tracker stands. `is_origin`: it has the whole dataset, so it is asked before others."""
-
-    peer_id: str
-    address: str
-    is_origin: bool
-
-
-class SteeredTransfer:
-    """One slice that is wanted: waits for its turn, then comes. See `flights.Transfer`.
-
-    Attributes:
-        done: Set when it ended, well or not; from then on nothing is written to `part`.
-        error: Why it failed, or None: then the file is whole, verified, synced and exactly `info.bytes` long.
-    """
-
-    def __init__(self, info: SliceInfo, part: Path, wanted_at: float) -> None:
-        self.info = info
-        self.part = part
-        self.wanted_at = wanted_at
-        self.done = threading.Event()
-        self.error: Exception | None = None
-        self.current: Transfer | None = None
-        self.cancelled = False
-        self._callbacks: list[Callable[[Any], None]] = []
-        self._lock = threading.Lock()
-
-    @property
-    def received(self) -> int:
-        """Bytes there so far."""
-        current = self.current
-        return self.info.bytes if self.done.is_set() and self.error is None else current.received if current else 0
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it ended; whether it did in time."""
-        return self.done.wait(timeout)
-
-    def on_done(self, callback: Callable[[Any], None]) -> None:
-        """Call back once when it ended, from another thread; at once, from this one, if it has."""
-        with self._lock:
-            if not self.done.is_set():
-                self._callbacks.append(callback)
-                return
-        callback(self)
-
-    def finish(self, error: Exception | None) -> None:
-        """It ended. The first end counts."""
-        with self._lock:
-            if self.done.is_set():
-                return
-            self.error = error
-            self.done.set()
-        for callback in self._callbacks:
-            callback(self)
+__all__ = ["SteeredTransfer", "SwarmReader", "TrackerAt"]
 
 
 @dataclass
@@ -105,10 +49,11 @@ class _News:
     finished: list[int] = field(default_factory=list)
     failed: list[dict[str, Any]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
     wants: bool = False  # something new
 
     def __bool__(self) -> bool:
-        return bool(self.finished or self.failed or self.dropped or self.wants)
+        return bool(self.finished or self.failed or self.dropped or self.lost or self.wants)
 
 
 class SwarmReader:
@@ -141,7 +86,7 @@ class SwarmReader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dataset_id = dataset_id
-        self._client, self._table, self._find, self._held = client, table, trackers, held
+        self._client, self._table, self._held = client, table, held
         self._share, self._downloads, self._uploads, self._patience_s = share, downloads, uploads, patience_s
         self._urgent, self._clock = urgent, clock
         self._settled = False
@@ -150,14 +95,16 @@ class SwarmReader:
         self._running: dict[int, SteeredTransfer] = {}
         self._news = _News()
         self._told_have: NDArray[np.bool_] | None = None
-        self._told_at = self._found_at = float("-inf")
-        self._trackers: list[TrackerAt] = []
-        self._dead: dict[str, float] = {}  # until when
-        self._sharers: dict[str, TrackerAt] = {}
+        self._told_at = float("-inf")
+        own = None
+        if share is not None:
+            own = TrackerAt(share.identity.peer_id, share.address, False)
+        self._trackers = Trackers(client, dataset_id, trackers, own, clock)
+        self._session = share.session if share is not None else secrets.token_hex(8)
         self._seeds: dict[str, Origin] = {}
         self._good_at = clock()
         self._closed = False
-        self._counts = {"from_origins": 0, "from_peers": 0, "failed": 0, "trackers_lost": 0}
+        self._counts = {"from_origins": 0, "from_peers": 0, "failed": 0}
         self._transfers = Transfers(
             connections, tries=2, patience_s=5.0, hedge_s=30.0
         )  # one source: no other is faster
@@ -189,6 +136,12 @@ class SwarmReader:
         elif waiting:
             transfer.finish(TransferCancelledError.of(transfer.info))
 
+    def lost(self, index: int) -> None:
+        """A slice is here no longer. The others hear of it within a moment."""
+        with self._changed:
+            self._news.lost.append(index)
+            self._changed.notify_all()
+
     @property
     def settled(self) -> bool:
         """Whether all who share the dataset had all of it, when the tracker was last asked."""
@@ -197,7 +150,8 @@ class SwarmReader:
     def stats(self) -> dict[str, Any]:
         """Slices by where they came from, what failed, and the transfers' own figures."""
         with self._changed:
-            return {**self._counts, "transfers": self._transfers.stats()}
+            lost = self._trackers.num_lost
+            return {**self._counts, "trackers_lost": lost, "transfers": self._transfers.stats()}
 
     def close(self) -> None:
         """Leave the swarm; what is wanted ends as cancelled. May be repeated."""
@@ -230,8 +184,7 @@ class SwarmReader:
                     break
                 body = self._question()
             wait_s = self._ask(body)
-        if self._trackers:
-            self._tell(self._trackers[0], {"leave": True}, timeout_s=1.0)
+        self._trackers.leave({"session": self._session})
 
     def _question(self) -> dict[str, Any]:
         """With the lock held; what is in it is no news any more."""
@@ -241,6 +194,7 @@ class SwarmReader:
         flags[waiting] = True
         late = [index for index in waiting[:_MOST_MUST] if now - self._wanted[index].wanted_at > _MUST_S]
         body: dict[str, Any] = {
+            "session": self._session,
             "address": self._share.address if self._share is not None else "",
             "slots": self._uploads,
             "want": format_ranges(flags),
@@ -248,9 +202,10 @@ class SwarmReader:
             "finished": news.finished[:1024],
             "failed": news.failed[:1024],
             "dropped": news.dropped[:1024],
+            "lost": news.lost[:1024],
             "must": late if self._urgent else [],
         }
-        self._news = _News(news.finished[1024:], news.failed[1024:], news.dropped[1024:])
+        self._news = _News(news.finished[1024:], news.failed[1024:], news.dropped[1024:], news.lost[1024:])
         return body
 
     def _ask(self, body: dict[str, Any]) -> float:
@@ -262,7 +217,7 @@ class SwarmReader:
                 body["have"] = format_ranges(held)
                 self._told_have = held
             self._told_at = now
-        answer = self._first_answer(body)
+        answer = self._trackers.ask(body, self._introduce)
         if answer is None:
             with self._changed:
                 self._news.finished = body["finished"] + self._news.finished
@@ -278,71 +233,28 @@ class SwarmReader:
             return 0.0
         return wait_s if body["num"] else max(wait_s, _BUSY_S)
 
-    def _first_answer(self, body: dict[str, Any]) -> dict[str, Any] | None:
-        """From the first tracker that answers; those that do not are dropped."""
-        now = self._clock()
-        if not self._trackers or (not self._trackers[0].is_origin and now - self._found_at > _HOME_S):
-            self._look_up(now)
-        elif not self._trackers[0].is_origin:
-            self._rank(self._trackers)
-        while self._trackers:
-            tracker = self._trackers[0]
-            answer = self._tell(tracker, body, _ASK_S)
-            if answer is not None:
-                return answer
-            with self._changed:
-                self._counts["trackers_lost"] += 1
-                self._sharers.pop(tracker.peer_id, None)
-            self._dead[tracker.peer_id] = self._clock() + _DEAD_S
-            self._trackers.pop(0)
-            self._told_have = None
-            if self._share is not None and "have" not in body:
-                self._told_have = self._held()
-                body["have"] = format_ranges(self._told_have)
-        return None
-
-    def _look_up(self, now: float) -> None:
-        self._found_at = now
-        found: list[TrackerAt] = []
-        try:
-            found = list(self._find())
-        except (MillraceError, OSError) as error:
-            log.info("swarm of %s: no tracker was found: %s", self.dataset_id[:12], error)
-        if self._share is not None and self._client.identity is not None:
-            found.append(TrackerAt(self._client.identity.peer_id, self._share.address, False))
-        self._rank(found)
-
-    def _rank(self, found: Sequence[TrackerAt]) -> None:
-        """Whom to ask first: the origins, then the least id of all sharers known, so that all choose the same."""
-        known = {**self._sharers, **{one.peer_id: one for one in found}}
-        alive = [one for one in known.values() if self._dead.get(one.peer_id, 0.0) <= self._clock()]
-        self._trackers = sorted(alive, key=lambda one: (not one.is_origin, one.peer_id))
-
-    def _tell(self, tracker: TrackerAt, body: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
-        path = f"/v1/swarm/{self.dataset_id}"
-        try:
-            answer, _ = self._client.request_json(tracker.address, "POST", path, body, tracker.peer_id, timeout_s)
-        except NetworkError as error:
-            is_busy = isinstance(error, RemoteError) and error.status in (429, 503)
-            log.info("swarm of %s: tracker %s: %s", self.dataset_id[:12], tracker.address, error)
-            return {"wait_s": 1.0} if is_busy else None
-        return answer if isinstance(answer, dict) else None
+    def _introduce(self, body: dict[str, Any]) -> None:
+        if self._share is not None and "have" not in body:
+            self._told_have = self._held()
+            body["have"] = format_ranges(self._told_have)
 
     def _follow(self, answer: dict[str, Any]) -> float:
         """Begin what the tracker says."""
         try:
-            given = [(int(item["index"]), _holder(item)) for item in answer.get("assignments", ())]
+            given = [(int(item["index"]), TrackerAt.parse(item)) for item in answer.get("assignments", ())]
             given += [
-                (int(item["index"]), _holder(one)) for item in answer.get("must", ()) for one in item["holders"][:1]
+                (int(item["index"]), TrackerAt.parse(one))
+                for item in answer.get("must", ())
+                for one in item["holders"][:1]
             ]
-            sharers = [_holder(item) for item in answer.get("sharers", ())]
+            sharers = [TrackerAt.parse(item) for item in answer.get("sharers", ())]
             wait_s = float(answer.get("wait_s", 1.0))
         except (KeyError, TypeError, ValueError) as error:
             log.warning("swarm of %s: a tracker's answer is malformed: %r", self.dataset_id[:12], error)
             return 1.0
         with self._changed:
-            self._sharers.update({one.peer_id: one for one in sharers})
             self._settled = answer.get("settled") is True
+        self._trackers.met(sharers)
         for index, holder in given:
             self._begin(index, holder)
         self._good_at = self._clock()
@@ -393,7 +305,7 @@ class SwarmReader:
                 self._news.dropped.append(index)
             else:
                 is_wrong = bool(wrong) or isinstance(error, (IntegrityError, ProtocolViolation))
-                self._news.failed.append({"index": index, "peer_id": holder.peer_id, "wrong": is_wrong})
+                self._news.failed.append({"index": index, "member": holder.member, "wrong": is_wrong})
                 self._counts["failed"] += 1
                 if not self._closed:
                     self._wanted[index] = transfer
@@ -416,7 +328,3 @@ class SwarmReader:
                     f"{self._patience_s:.0f} s. Start a data node that has it (millrace serve)."
                 )
             )
-
-
-def _holder(item: Any) -> TrackerAt:
-    return TrackerAt(str(item["peer_id"]), str(item["address"]), item["is_origin"] is True)

@@ -1,24 +1,27 @@
 """The swarm's door for readers: members say what they have and want, and are told what to fetch from whom.
 
 It stands in each data node, and in each worker that shares: where the data node died, a sharer steers the others.
-A member's address is believed when its TLS server was reached there once, under its own id; until then, and without
+A member is a process of a node: those of one node say a session each, and share as they like (`avoidance.py`). Its
+address is believed when its TLS server was reached there once, under its own id; until then, and without
 one, it gets and is never named.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.errors import MillraceError, ProtocolViolation
+from millrace.errors import ProtocolViolation
+from millrace.network.avoidance import member_id, node_of
 from millrace.network.client import Client
+from millrace.network.dialing import Dialer
 from millrace.network.exchange import BadRequestError
 from millrace.network.peer import Peer
 from millrace.network.ranges import parse_ranges
@@ -27,7 +30,7 @@ from millrace.network.swarm import Holder, Swarm
 MAX_AT_ONCE = 64
 MAX_REPORTS = 1024
 _MAX_PEERS = 16  # sharers named in an answer, for when this tracker dies
-_CHECK_S, _RECHECK_S = 3.0, 60.0
+_MAX_SESSIONS = 64  # of a node
 _WAIT_S, _IDLE_S, _MOST_ASKS_PER_S = 0.2, 2.0, 200.0
 Flags = NDArray[np.bool_]
 
@@ -37,10 +40,11 @@ class SwarmAsk:
     """What a member says.
 
     Attributes:
-        have: What it holds; None: as before.
+        session: Which process of its node it is; "" where there is one only.
+        have: What it holds; None: as before. `lost`: what it holds no longer.
         want, num: What it lacks and is not fetching; how many it will begin now.
         must: Those it cannot do without: it is told who has them, whatever that costs.
-        finished: Fetched and verified. `failed`: (slice, peer id, gave wrong bytes). `dropped`: fetched no longer.
+        finished: Fetched and verified. `failed`: (slice, member, gave wrong bytes). `dropped`: fetched no longer.
     """
 
     address: str = ""
@@ -52,6 +56,8 @@ class SwarmAsk:
     finished: tuple[int, ...] = ()
     failed: tuple[tuple[int, str, bool], ...] = ()
     dropped: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
+    session: str = ""
     leave: bool = False
 
 
@@ -86,14 +92,22 @@ def parse_ask(body: Any, num_slices: int) -> SwarmAsk:
             must=tuple(index_of(item) for item in listed("must"))[:MAX_AT_ONCE],
             finished=tuple(index_of(item) for item in listed("finished")),
             failed=tuple(
-                (index_of(item["index"]), str(item["peer_id"])[:300], item.get("wrong") is True)
+                (index_of(item["index"]), str(item["member"])[:300], item.get("wrong") is True)
                 for item in listed("failed")
             ),
             dropped=tuple(index_of(item) for item in listed("dropped")),
+            lost=tuple(index_of(item) for item in listed("lost")),
             leave=body.get("leave") is True,
+            session=_session(body.get("session", "")),
         )
     except (KeyError, TypeError, ValueError, OverflowError, ProtocolViolation) as error:
         raise BadRequestError(f"swarm: malformed: {type(error).__name__}: {error}") from error
+
+
+def _session(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{0,32}", value):
+        raise BadRequestError(f"swarm: expected a session of at most 32 hex digits, got {str(value)[:40]!r}")
+    return value
 
 
 @dataclass
@@ -114,12 +128,10 @@ class Tracker:
 
     def __init__(self, client: Client, *, ttl_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.ttl_s = ttl_s
-        self._client = client
         self._clock = clock
         self._lock = threading.Lock()
         self._tracked: dict[str, _Tracked] = {}
-        self._checked: dict[tuple[str, str], tuple[bool | None, float]] = {}  # (peer id, address): (reached, when)
-        self._dialers = ThreadPoolExecutor(4, thread_name_prefix="dial-back")
+        self._dialer = Dialer(client, clock)
 
     def add(
         self,
@@ -162,26 +174,32 @@ class Tracker:
         now = self._clock()
         with self._lock:
             self._refresh(tracked, now)
+            me = member_id(peer.peer_id, ask.session)
             if ask.leave:
-                swarm.leave(peer.peer_id)
-                return _told(swarm, [], {}, 0.0, False, peer.peer_id)
-            known = swarm.knows(peer.peer_id)
-            address, is_checking = self._address(peer.peer_id, ask.address, now)
+                swarm.leave(me)
+                return _told(swarm, [], {}, 0.0, False, me)
+            known = swarm.knows(me)
+            if known is None and swarm.num_members(peer.peer_id) >= _MAX_SESSIONS:
+                raise BadRequestError(f"swarm: expected at most {_MAX_SESSIONS} processes of {peer.peer_id}")
+            found = self._dialer.found(peer.peer_id, ask.address)
+            address, is_checking = ask.address if found else "", found is None
             is_new = known is None or known.address != address
-            swarm.join(Holder(peer.peer_id, address, False), ask.have, now, slots=ask.slots)
+            swarm.join(Holder(me, address, False), ask.have, now, slots=ask.slots)
             for index, who, wrong in ask.failed:
-                swarm.failed(peer.peer_id, index, who, now, wrong)
+                swarm.failed(me, index, who, now, wrong)
             for index in ask.dropped:
-                swarm.dropped(peer.peer_id, index)
+                swarm.dropped(me, index)
             for index in ask.finished:
-                swarm.finished(peer.peer_id, index, now)
-            given = [] if is_checking else swarm.assign(peer.peer_id, ask.want, ask.num, now)
+                swarm.finished(me, index, now)
+            for index in ask.lost:
+                swarm.lost(me, index)
+            given = [] if is_checking else swarm.assign(me, ask.want, ask.num, now)
             late = set(ask.must) - {each.index for each in given}
-            must = {index: swarm.providers(index, peer.peer_id, now) for index in sorted(late)}
+            must = {index: swarm.providers(index, me, now) for index in sorted(late)}
             least_s = _WAIT_S if len(ask.want) else _IDLE_S
             wait_s = min(self.ttl_s / 3, max(least_s, len(swarm) / _MOST_ASKS_PER_S))
             wait_s = 0.05 if is_checking else wait_s
-            return _told(swarm, given, must, wait_s, is_new and ask.have is None, peer.peer_id)
+            return _told(swarm, given, must, wait_s, is_new and ask.have is None, me)
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """Of each dataset, by id, for status and metrics."""
@@ -190,7 +208,7 @@ class Tracker:
 
     def close(self) -> None:
         """Dial nobody back any more."""
-        self._dialers.shutdown(wait=False, cancel_futures=True)
+        self._dialer.close()
 
     def _refresh(self, tracked: _Tracked, now: float) -> None:
         held = None
@@ -200,32 +218,6 @@ class Tracker:
         for holder in tracked.own:
             tracked.swarm.join(holder, held, now)
         tracked.swarm.expire(now)
-
-    def _address(self, peer_id: str, address: str, now: float) -> tuple[str, bool]:
-        """The address to name a member by, empty if it cannot be reached; and whether that is being found out."""
-        if not address:
-            return "", False
-        pair = (peer_id, address)
-        reached, at = self._checked.get(pair, (False, float("-inf")))
-        if reached is None:
-            return "", True
-        if reached or now - at < _RECHECK_S:
-            return address if reached else "", False
-        self._checked[pair] = (None, now)
-        self._checked = {
-            pair: found for pair, found in self._checked.items() if found[0] is None or now - found[1] < 3600
-        }
-        self._dialers.submit(self._dial, pair)
-        return "", True
-
-    def _dial(self, pair: tuple[str, str]) -> None:
-        try:
-            self._client.request_json(pair[1], "GET", "/v1/claims", expect_peer=pair[0], timeout_s=_CHECK_S)
-            reached = True
-        except MillraceError:
-            reached = False
-        with self._lock:
-            self._checked[pair] = (reached, self._clock())
 
 
 def _told(
@@ -237,7 +229,8 @@ def _told(
     asker: str,
 ) -> dict[str, Any]:
     def holder(one: Holder) -> dict[str, Any]:
-        return {"peer_id": one.peer_id, "address": one.address, "is_origin": one.is_origin}
+        peer_id = one.peer_id if one.is_url else node_of(one.peer_id)
+        return {"member": one.peer_id, "peer_id": peer_id, "address": one.address, "is_origin": one.is_origin}
 
     return {
         "assignments": [{"index": each.index, **holder(each.holder)} for each in given],
