@@ -27,8 +27,8 @@ from millrace.load.makers import make_maker
 from millrace.load.packing import DocumentFilter
 from millrace.load.samples import plan_samples
 from millrace.load.sharding import SHARDINGS, share_of
-from millrace.load.slices import CacheSettings, Slices, cache_place, check_hashes, comes_by_cache, user_cache
-from millrace.load.sources import Given, Mixture, open_all, places_of, read_mixture
+from millrace.load.slices import Slices, cache_place, check_hashes, comes_by_cache, settings_for, user_cache
+from millrace.load.sources import Given, Mixture, filters_of, open_all, places_of, read_mixture
 from millrace.load.state import identity_of, make_state, step_of_state
 from millrace.load.stats import Bottleneck, Waits, find_bottleneck
 from millrace.order.bijection import derive_key
@@ -85,6 +85,8 @@ class Loader:
         ahead_bytes: How much that is fetched ahead may push out what is read later. By default what comes in 30 s, up
             to a quarter of the cache; 0: most slices survive an epoch, and each new one is waited for.
         connections: Requests at once to an origin.
+        share: Of a `millrace://` dataset: take part in its swarm, and give others what lies in the cache, from the
+            first batch until `close`: at any port, or at `HOST:PORT`. Slices then come from others as they can.
         verify: Hash each slice when this loader first opens it (1.5 GB/s). Without it a local slice is checked by its
             size and shape; what is fetched is always verified.
         identity: For `millrace://` URLs, the node's directory.
@@ -131,6 +133,7 @@ class Loader:
         keep: Keep = "budget",
         ahead_bytes: int | None = None,
         connections: int = 16,
+        share: bool | str = False,
         verify: bool = False,
         identity: str | Path | None = None,
         prefetch: int = 0,
@@ -154,7 +157,7 @@ class Loader:
         chosen: dict[str, Any] = {"packing": packing, "split": split, "validation": validation}
         self._views = [
             plan_samples(one, self.seq_len, **chosen, documents=left_out, remember=user_cache() / "counts")
-            for one, left_out in zip(self.datasets.values(), self._filters(documents))
+            for one, left_out in zip(self.datasets.values(), filters_of(self.mixture, documents))
         ]
         owned: dict[str, Any] = {}
         if sharding == "hash":
@@ -176,7 +179,7 @@ class Loader:
         kind = token_dtype(dtype, manifest.dtype, manifest.vocab_size) if self.seq_len else np.int64
         maker = make_maker(self._views, dtype=kind, document_masks=document_masks, pad_id=pad_id, trim=trim)
         place = cache_place(cache, cache_dir)
-        self._slices = self._open_slices(place, cache_bytes, (keep, int(connections), ahead_bytes), bool(verify))
+        self._slices = self._open_slices(place, cache_bytes, (keep, int(connections), ahead_bytes, share), bool(verify))
         self._blocks = Blocks(self.run, self._views, maker, self._slices, self.rank, self.world_size, every)
         self.waits = Waits()
         self._prefetch = int(prefetch)
@@ -210,12 +213,7 @@ class Loader:
         cached = [comes_by_cache(one, cache_dir) for one in opened]
         if verify:
             check_hashes(opened)
-        settings = CacheSettings.of(cache_dir, cache_bytes, *rest) if any(cached) else None
-        if settings is None and cache_bytes is not None:
-            raise UsageError(
-                f"cache_bytes: expected none for {opened[0].path}, which is local and is read in place. Leave it out, "
-                "or give a cache_dir to keep slices in (of a slow mount, say)."
-            )
+        settings = settings_for(opened, any(cached), cache_dir, cache_bytes, *rest)
         return Slices(opened, cached, self._uses, self.run.num_steps, self._pass_end, settings, verify)
 
     def __len__(self) -> int:
@@ -235,7 +233,7 @@ class Loader:
         return sum(view.tail_tokens for view in self._views)
 
     def __iter__(self) -> Iterator[Batch]:
-        self.close()
+        self._pause()
         self._turn += 1
         turn = self._turn
         clock, waits, blocks, done = time.perf_counter, self.waits, self._blocks, self._done
@@ -271,17 +269,21 @@ class Loader:
                 waits.busy_s += asked - got
         finally:
             if turn == self._turn:
-                self.close()
+                self._pause()
 
     def close(self) -> None:
-        """End the threads that fetch and make ahead, and drop what they made. The state stays; iterating starts anew.
+        """End the threads that fetch and make ahead, drop what they made, and share no more. The state stays.
 
-        Leaving a loop does it too. May be called twice.
+        Leaving a loop does it too, but for the sharing. Iterating starts anew. May be called twice.
         """
+        self._pause()
+        self._slices.close()
+
+    def _pause(self) -> None:
         source, self._source = self._source, None
         if source is not None:
             source.close()
-        self._slices.close()
+        self._slices.pause()
         self._blocks.close()
 
     def __enter__(self) -> Loader:
@@ -319,7 +321,7 @@ class Loader:
             StateError: If the state is not of this dataset, seed, seq_len, global batch, order, or is malformed.
         """
         step = step_of_state(state, self._identity, self.run)
-        self.close()
+        self._pause()
         self._step = self._began_step = step
 
     def stats(self) -> dict[str, float]:
@@ -345,19 +347,6 @@ class Loader:
         """What the caller waited for most since the loader was made; None if it hardly waited."""
         return find_bottleneck(self.waits.seconds, time.perf_counter() - self.waits.began_at)
 
-    def _filters(self, documents: DocumentFilter | Mapping[str, DocumentFilter] | None) -> list[DocumentFilter | None]:
-        """What is left out of each dataset."""
-        if isinstance(documents, Mapping):
-            unknown = sorted(set(documents) - set(self.datasets))
-            if self.mixture is None or unknown:
-                raise UsageError(
-                    f"documents: expected filters by names of a mixture, got {unknown or list(documents)}."
-                )
-            return [documents.get(name) for name in self.datasets]
-        if self.mixture is not None and documents is not None and len(documents.numbers):
-            raise UsageError("documents: expected {name: filter} in a mixture, got numbers without a dataset's name.")
-        return [documents] * len(self.datasets)
-
     def _seeds(self, seed: int) -> list[int]:
         """Of each dataset's order. In a mixture one of its own for each name: equal counts are no equal orders."""
         if self.mixture is None:
@@ -374,7 +363,7 @@ class Loader:
 
     def _batches(self) -> Generator[Batch, None, None]:
         source = self._blocks.batches(self._step)
-        return run_ahead(source, self._prefetch, self._slices.close) if self._prefetch else source
+        return run_ahead(source, self._prefetch, self._slices.pause) if self._prefetch else source
 
     def _pass_end(self, step: int) -> int | None:
         """The run step at which the epoch of `step` ends; None in a mixture, which has none."""

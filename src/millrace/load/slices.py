@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.dataset.manifest import SliceInfo
 from millrace.dataset.reader import Dataset
 from millrace.dataset.slices import Slice, hash_file, open_slice
 from millrace.errors import DatasetError, UsageError
@@ -24,8 +24,8 @@ from millrace.formats.foreign import ForeignDataset
 from millrace.load.readahead import ReadAhead
 
 if TYPE_CHECKING:
+    from millrace.load.fetches import Fetches
     from millrace.store.prefetch import Keep, SliceFeed
-    from millrace.store.transfer import Transfer, Transfers
 
 I64 = NDArray[np.int64]
 Uses = Callable[[int, int], tuple[I64, I64]]
@@ -43,13 +43,14 @@ def user_cache() -> Path:
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Where fetched slices are kept: a directory (or `ram`), its budget, what is kept, how and how far ahead."""
+    """Where fetched slices are kept: a directory (or `ram`), its budget, what is kept, how they come."""
 
     directory: str | Path
     budget_bytes: int
     keep: Keep = "budget"
     connections: int = 16
     ahead_bytes: int | None = None
+    share: bool | str = False
 
     @classmethod
     def of(
@@ -59,6 +60,7 @@ class CacheSettings:
         keep: Keep = "budget",
         connections: int = 16,
         ahead_bytes: int | None = None,
+        share: bool | str = False,
     ) -> CacheSettings:
         """The settings given; by default a directory of the user's, and a quarter of the free disk up to 64 GiB."""
         if directory is None:
@@ -68,7 +70,7 @@ class CacheSettings:
             while not near.exists():
                 near = near.parent
             budget_bytes = min(_MOST_DEFAULT_BYTES, shutil.disk_usage(near).free // 4)
-        return cls(directory, int(budget_bytes), keep, connections, ahead_bytes)
+        return cls(directory, int(budget_bytes), keep, connections, ahead_bytes, share)
 
 
 class Slices:
@@ -115,8 +117,9 @@ class Slices:
         self.first_key = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_keys = int(self.first_key[-1])
         self.cached = any(cached)
-        self._feed: SliceFeed[Transfer] | None = None
-        self._transfers: Transfers | None = None
+        self._feed: SliceFeed[Any] | None = None
+        self._fetches: Fetches | None = None
+        self._leaving: weakref.finalize[..., Any] | None = None
         self._counted: dict[str, Any] = {}
         self._ahead = ReadAhead()
         self._told: set[int] = set()
@@ -174,7 +177,7 @@ class Slices:
         if not self.cached:
             return
         if self._feed is not None and self._feed.pid != os.getpid():
-            self._feed = self._transfers = None  # Another process's, come by a fork.
+            self._feed = self._fetches = None  # Another process's, come by a fork.
         if self._feed is None:
             self._check_steps()
             self._feed = self._begin()
@@ -246,57 +249,58 @@ class Slices:
 
     def stats(self) -> dict[str, Any]:
         """What the cache and the transfers counted since the loader was made; empty if all is local."""
-        if self._feed is None:
-            return self._counted
-        return {name: value + self._counted.get(name, 0) for name, value in self._feed.stats().items()}
+        found = self._feed.stats() if self._feed is not None else {}
+        found |= self._fetches.stats() if self._fetches is not None else {}
+        return self._counted | {name: value + self._counted.get(name, 0) for name, value in found.items()}
 
     def close(self) -> None:
-        """End the threads. The next `seek` begins anew."""
+        """End the threads, and leave the swarm. The next `seek` begins anew."""
+        self.pause()
+        self._leave()
+
+    def pause(self) -> None:
+        """End the threads, but go on sharing. The next `seek` begins anew."""
         self._ahead.close()
         feed, self._feed = self._feed, None
-        transfers, self._transfers = self._transfers, None
         if feed is not None:
             feed.close()
             counted = feed.stats() | {"held_bytes": 0, "in_flight": 0}  # Of now, not sums.
             self._counted = {name: value + self._counted.get(name, 0) for name, value in counted.items()}
-        if transfers is not None:
-            transfers.close()
+        if self._cache is None or not self._cache.share:
+            self._leave()
 
-    def _begin(self) -> SliceFeed[Transfer]:
+    def _leave(self) -> None:
+        fetches, self._fetches = self._fetches, None
+        if fetches is not None and self._leaving is not None:
+            self._leaving()
+            found = fetches.stats()
+            self._counted |= {name: value + self._counted.get(name, 0) for name, value in found.items()}
+
+    def _begin(self) -> SliceFeed[Any]:
+        from millrace.load.fetches import Fetches
         from millrace.store.cache import SliceCache
         from millrace.store.prefetch import SliceFeed
-        from millrace.store.transfer import Transfers
 
         assert self._cache is not None
-        transfers = Transfers(connections=self._cache.connections)
-        infos = [dataset.table for dataset in self._datasets]
-
-        def start(key: int, part: Path) -> Transfer:
-            dataset, index = self.find(key)
-            info: SliceInfo = dataset.table.row(index)
-            return transfers.start(info, part, self._origins(dataset))
-
-        feed = SliceFeed(
-            SliceCache(self._cache.directory, self._cache.budget_bytes),
+        cache, infos = SliceCache(self._cache.directory, self._cache.budget_bytes), [d.table for d in self._datasets]
+        fetches = self._fetches or Fetches(self._datasets, cache, self._cache.connections, self._cache.share)
+        if fetches is not self._fetches:
+            self._fetches, self._leaving = fetches, weakref.finalize(self, fetches.close)
+        find = self.find
+        return SliceFeed(
+            cache,
             np.concatenate([table.sha256 for table in infos]),
             np.concatenate([table.bytes * cached for table, cached in zip(infos, self._cached)]),  # Local: no room.
             self._cached_uses,
             self._num_steps,
-            start,
-            transfers.cancel,
+            lambda key, part: fetches.start(*find(key), part),
+            fetches.cancel,
             keep=self._cache.keep,
             horizon_bytes=self._cache.ahead_bytes,
             pass_end=self._pass_end,
+            on_evict=(lambda key: fetches.evicted(*find(key))) if self._cache.share else None,
             first_alone=True,
         )
-        self._transfers = transfers
-        return feed
-
-    def _origins(self, dataset: Dataset) -> list[Any]:
-        from millrace.store.origins import open_origin
-
-        origin = getattr(dataset, "origin", None)
-        return [origin if origin is not None else open_origin(str(dataset.path))]
 
     def _cached_uses(self, start: int, stop: int) -> tuple[I64, I64]:
         steps, keys = self._uses(start, stop)
@@ -311,6 +315,35 @@ def check_hashes(datasets: list[Dataset]) -> None:
     for dataset in datasets:
         if isinstance(dataset, ForeignDataset):
             raise UsageError(f"verify: {dataset.path} is of another format, which has no hashes. Leave it out.")
+
+
+def settings_for(
+    datasets: Sequence[Dataset],
+    cached: bool,
+    directory: str | Path | None,
+    budget_bytes: int | None,
+    keep: Keep,
+    connections: int,
+    ahead_bytes: int | None,
+    share: bool | str,
+) -> CacheSettings | None:
+    """The settings given, where any slice comes by way of the cache.
+
+    Raises:
+        UsageError: If none does and there is a budget, or a dataset is to be shared that is of no network.
+    """
+    for dataset in datasets if share else ():
+        url = str(getattr(getattr(dataset, "origin", None), "url", dataset.path))
+        if not url.startswith("millrace://"):
+            raise UsageError(f"share: expected datasets of millrace://NETWORK/NAME, got {url}. Leave it out.")
+    if cached:
+        return CacheSettings.of(directory, budget_bytes, keep, connections, ahead_bytes, share)
+    if budget_bytes is not None:
+        raise UsageError(
+            f"cache_bytes: expected none for {datasets[0].path}, which is local and is read in place. Leave it out, "
+            "or give a cache_dir to keep slices in (of a slow mount, say)."
+        )
+    return None
 
 
 def comes_by_cache(dataset: Dataset, cache_dir: str | Path | None) -> bool:

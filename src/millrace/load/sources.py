@@ -17,6 +17,7 @@ from millrace.dataset.manifest import MANIFEST_FILE
 from millrace.dataset.reader import Dataset, local_path
 from millrace.dataset.reader import open_dataset as open_local
 from millrace.errors import DatasetError, UsageError
+from millrace.load.packing import DocumentFilter
 from millrace.order.mixture import Weights
 
 Given: TypeAlias = "str | Path | Dataset"
@@ -173,3 +174,21 @@ def read_mixture(given: Given | Mixture) -> Mixture | None:
     if isinstance(given, (str, Path)) and str(given).endswith(".toml") and Path(given).is_file():
         return Mixture.read(given)
     return None
+
+
+def filters_of(
+    mixture: Mixture | None, documents: DocumentFilter | Mapping[str, DocumentFilter] | None
+) -> list[DocumentFilter | None]:
+    """What is left out of each dataset, in the order of a mixture's; of the one, where there is no mixture.
+
+    Raises:
+        UsageError: If a mixture has no dataset of a name, or a filter is said to be of none in particular.
+    """
+    if isinstance(documents, Mapping):
+        unknown = sorted(set(documents) - set(mixture.datasets if mixture is not None else ()))
+        if mixture is None or unknown:
+            raise UsageError(f"documents: expected filters by names of a mixture, got {unknown or list(documents)}.")
+        return [documents.get(name) for name in mixture.datasets]
+    if mixture is not None and documents is not None and len(documents.numbers):
+        raise UsageError("documents: expected {name: filter} in a mixture, got numbers without a dataset's name.")
+    return [documents] * (1 if mixture is None else len(mixture.datasets))

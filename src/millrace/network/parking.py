@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import queue
 import select
 import selectors
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -183,6 +185,7 @@ class Lot:
         self._deaf_until = 0.0
         self._selector.register(self._inner, READ)
         self._selector.register(listener, READ)
+        _lots.add(self)
         self._thread.start()
 
     def park(self, connection: Connection) -> None:
@@ -217,6 +220,11 @@ class Lot:
         self._wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(10.0)
+
+    def forsake(self) -> None:
+        """In a child made by a fork, whose parent goes on: let go of the listener here, and of nothing there."""
+        self._selector.close()
+        self._listener.close()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it wakes anyway; closed: it has ended
@@ -307,3 +315,16 @@ class Lot:
         self._selector.close()
         self._inner.close()
         self._outer.close()
+
+
+_lots: weakref.WeakSet[Lot] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A port is its parent's alone: with a copy of it in a child, who connects after the parent's end would wait."""
+    for lot in list(_lots):
+        lot.forsake()
+    _lots.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

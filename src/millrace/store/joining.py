@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ class SwarmMember:
         shelf: Where what is fetched lies once it is verified.
         held: [num_slices] flags of what lies there.
         share: `HOST:PORT` to listen at and be known by; True: any port, at the address of this host from which the
-            data node is reached; False: give nothing.
+            data node is reached; False: give nothing. Or a server that shares others too: it stays the caller's.
         throttle: Of uploads.
 
     Raises:
@@ -49,7 +49,7 @@ class SwarmMember:
         shelf: Shelf,
         held: Callable[[], NDArray[np.bool_]],
         *,
-        share: bool | str = True,
+        share: bool | str | SliceShare = True,
         throttle: Throttle | None = None,
         downloads: int = 4,
         uploads: int = 4,
@@ -63,8 +63,12 @@ class SwarmMember:
         # Had now, while somebody has them.
         self.files = {name: read_small(origin, name, _MAX_SMALL_BYTES) for name in sorted(names) if "/" not in name}
         self.share: SliceShare | None = None
+        self._owns_share = not isinstance(share, SliceShare)
         if share:
-            self.share = _listen(dataset, origin, self.files, shelf, held, share, throttle)
+            self.share = share if isinstance(share, SliceShare) else open_share(origin, shelf, share, throttle)
+            hashes = [row.tobytes().hex() for row in dataset.table.sha256]
+            self.share.hashes.update(zip(hashes, dataset.table.bytes.tolist()))
+            self.share.offer(Offer(origin.name, dataset.id, dataset.num_slices, self.files, held))
         self.reader = SwarmReader(
             origin.client, dataset.id, dataset.table, lambda: _trackers(origin), held,
             share=self.share, downloads=downloads, uploads=uploads, connections=connections, urgent=urgent,
@@ -73,7 +77,7 @@ class SwarmMember:
     def close(self, timeout_s: float = 0.0) -> None:
         """Fetch no more; let uploads finish for so long, then cut. May be repeated."""
         self.reader.close()
-        if self.share is not None:
+        if self.share is not None and self._owns_share:
             self.share.close(timeout_s)
 
     def __enter__(self) -> SwarmMember:
@@ -83,24 +87,18 @@ class SwarmMember:
         self.close()
 
 
-def _listen(
-    dataset: RemoteDataset,
-    origin: PeerOrigin,
-    files: Mapping[str, bytes],
-    shelf: Shelf,
-    held: Callable[[], NDArray[np.bool_]],
-    share: bool | str,
-    throttle: Throttle | None,
-) -> SliceShare:
+def open_share(origin: PeerOrigin, shelf: Shelf, share: bool | str, throttle: Throttle | None = None) -> SliceShare:
+    """A server for what is offered by it later. As SwarmMember.
+
+    Raises:
+        NetworkError: If nobody serves the origin's dataset now, or it cannot listen.
+    """
     if isinstance(share, str):
         host, port = parse_address(share)
         named = ""
     else:
         host, port, named = "0.0.0.0", 0, _host_towards(origin.claims(_FRESH_S)[0].address)
-    hashes = {row.tobytes().hex(): size for row, size in zip(dataset.table.sha256, dataset.table.bytes.tolist())}
-    server = SliceShare(origin.identity, shelf, hashes, host, port, throttle, discovery=origin.discovery, named=named)
-    server.offer(Offer(origin.name, dataset.id, dataset.num_slices, files, held))
-    return server
+    return SliceShare(origin.identity, shelf, {}, host, port, throttle, discovery=origin.discovery, named=named)
 
 
 def _trackers(origin: PeerOrigin) -> Iterator[TrackerAt]:

@@ -8,6 +8,7 @@ others go on, and new ones come in, after the data node that they had it from is
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
@@ -74,7 +75,7 @@ class Offer:
 
 
 class SliceShare:
-    """Serves from construction until `close`. A child made by a fork lets go of it, and closes nothing of its parent's.
+    """Serves from construction until `close`. A child made by a fork has no part in it, and closes nothing.
 
     Attributes:
         session: Which process of its node this is, in a swarm.
@@ -95,7 +96,7 @@ class SliceShare:
         self,
         identity: Identity,
         cache: Shelf,
-        hashes: Mapping[str, int],
+        hashes: dict[str, int],
         host: str,
         port: int,
         throttle: Throttle | None = None,
@@ -116,6 +117,7 @@ class SliceShare:
         self._offers: dict[str, Offer] = {}
         self._client = Client(identity)
         self.tracker = Tracker(self._client)
+        self._pid = os.getpid()
         self._stopping = threading.Event()
         self._changed = threading.Event()
         self._server = Server(identity, host, port, self._handle, max_connections, self._count, throttle=throttle)
@@ -146,6 +148,8 @@ class SliceShare:
         Returns:
             Whether every upload finished.
         """
+        if os.getpid() != self._pid:
+            return True
         self._stopping.set()
         self._changed.set()
         drained = self._server.drain(timeout_s)

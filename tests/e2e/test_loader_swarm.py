@@ -1,0 +1,142 @@
+"""Loaders that share: ranks whose caches are smaller than the dataset read it from each other; a fork, a dead node."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from feeding import _processes, lines_of, make_dataset, read, steps_of
+
+from millrace.dataset import open_dataset
+from millrace.errors import UsageError
+from millrace.load.loader import Loader
+from millrace.network.client import parse_address
+from millrace.network.discovery import LocalDiscovery
+from millrace.network.identity import Identity, create_network, join
+from millrace.serve import DataNode
+from millrace.store.remote import RemoteDataset, open_remote
+
+SLICES, SAMPLES, SEQ_LEN, RANKS = 16, 16, 2048, 4
+READ: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch_size": 16, "seed": 3, "epochs": 2, "world_size": RANKS}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shared")
+    make_dataset(folder / "c4", SLICES, SAMPLES, SEQ_LEN)
+    create_network(folder / "network", "net", bootstrap=[])
+    for name in ["node", *(f"rank{i}" for i in range(RANKS))]:
+        join(folder / "network", folder / name, name)
+    return folder
+
+
+@pytest.fixture
+def node(world: Path) -> Iterator[DataNode]:
+    with DataNode(Identity.load(world / "node"), [open_dataset(world / "c4")], "127.0.0.1", 0, None) as node:
+        yield node
+
+
+def remote(world: Path, name: str, address: str) -> RemoteDataset:
+    known = LocalDiscovery(known=[parse_address(address)])
+    return open_remote("millrace://net/c4", identity=world / name, discovery=known)
+
+
+def _rank(world: Path, identity: str, address: str, out: Path, arguments: dict[str, Any]) -> None:
+    try:
+        arguments = {**arguments, "dataset": remote(world, identity, address)}
+        read(out, arguments, None, SAMPLES, step_s=0.04)
+    except BaseException as error:
+        out.write_text(f'{{"error": {str(error)!r}}}\n'.replace("'", '"'))
+        raise
+
+
+def run_ranks(world: Path, folder: Path, address: str, identities: list[str], **arguments: Any) -> list[dict[str, Any]]:
+    """Each rank in a process of its own; what each read is as it is read locally. Their stats."""
+    outs = [folder / f"rank{i}.json" for i in range(RANKS)]
+    processes = []
+    for rank, (identity, out) in enumerate(zip(identities, outs)):
+        how = READ | {"rank": rank, "cache_dir": folder / f"cache{rank}"} | arguments
+        processes.append(_processes.Process(target=_rank, args=(world, identity, address, out, how), daemon=True))
+        processes[-1].start()
+    for process in processes:
+        process.join(60.0)
+        assert process.exitcode == 0
+    for rank, out in enumerate(outs):
+        local = Loader(world / "c4", **READ, rank=rank)
+        assert [line["ids"] for line in steps_of(out).values()] == [batch.sample_ids.tolist() for batch in local]
+    return [lines_of(out)[-1]["stats"] for out in outs]
+
+
+def test_ranks_with_caches_below_the_dataset_take_the_second_epoch_from_each_other(
+    world: Path, node: DataNode, tmp_path: Path
+) -> None:
+    table = open_dataset(world / "c4").table
+    budget = int(table.bytes.sum()) * 5 // 8
+    stats = run_ranks(world, tmp_path, node.address, [f"rank{i}" for i in range(RANKS)], cache_bytes=budget, share=True)
+    fetched, origins = (sum(int(one[name]) for one in stats) for name in ("fetched_slices", "from_origins"))
+    print(f"fetched {fetched} slices of {SLICES}, {origins} from the origin; it sent {node.status()['bytes_sent']}")
+    assert fetched > 2 * SLICES and sum(int(one["from_peers"]) for one in stats) == fetched - origins
+    assert origins <= SLICES + 2
+    assert sum(one["shared_bytes"] for one in stats) > 0
+
+
+def test_processes_of_one_node_share_a_cache_and_each_slice_comes_once(
+    world: Path, node: DataNode, tmp_path: Path
+) -> None:
+    stats = run_ranks(world, tmp_path, node.address, ["rank0"] * RANKS, cache_dir=tmp_path / "one", share=True)
+    assert sum(int(one["fetched_slices"]) for one in stats) == SLICES
+    assert sum(int(one["from_origins"]) for one in stats) == SLICES
+
+
+def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world: Path, node: DataNode, tmp_path: Path) -> None:
+    with Loader(
+        remote(world, "rank0", node.address), **READ, rank=0, cache_dir=tmp_path, cache_bytes=1 << 20, share=True
+    ) as loader:
+        batches = iter(loader)
+        next(batches)
+        fetches = loader._slices._fetches
+        assert fetches is not None
+        (share,) = fetches._shares.values()
+        assert share is not None
+        where = parse_address(share.address)
+        pid = os.fork()
+        if pid == 0:
+            loader.close()
+            fetches.close()
+            time.sleep(30.0)
+            os._exit(0)
+        try:
+            time.sleep(0.1)
+            socket.create_connection(where, 1.0).close()
+            assert len(list(batches)) == len(loader) - 1
+            loader._pause()
+            socket.create_connection(where, 1.0).close()  # Between two loops it goes on sharing.
+            loader.close()
+            with pytest.raises(OSError):  # Though the child lives.
+                socket.create_connection(where, 1.0).close()
+        finally:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+
+
+def test_only_datasets_of_a_network_can_be_shared(world: Path) -> None:
+    with pytest.raises(UsageError, match="millrace://"):
+        Loader(world / "c4", seq_len=SEQ_LEN, batch_size=1, share=True)
+
+
+def test_a_port_that_another_process_has_leaves_this_one_to_get_only(
+    world: Path, node: DataNode, tmp_path: Path
+) -> None:
+    settings = READ | {"epochs": 1, "rank": 0, "world_size": 1}
+    local = [batch.inputs for batch in Loader(world / "c4", **settings)]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        with Loader(remote(world, "rank1", node.address), **settings, cache_dir=tmp_path, share=where) as loader:
+            assert all(np.array_equal(batch.inputs, other) for batch, other in zip(loader, local, strict=True))
+            assert loader.stats()["from_origins"] == SLICES and loader.stats()["shared_bytes"] == 0
