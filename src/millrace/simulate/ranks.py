@@ -209,7 +209,7 @@ class Rank:
         if not self.alive or self.group is not group or self._stands or group.is_broken:
             return
         if self.is_cut:
-            return self.net.clock.after(STALL_S, lambda: (group.fall(), self.fail(group)))
+            return self.net.clock.after(STALL_S, lambda: self.fail(group))
         self.learned, self._step = learned, learned.step
         if stop and learned.step != self.run.num_steps:
             return self._stand(broken=False)

@@ -21,6 +21,7 @@ from millrace.simulate.nodes import Fetch, Net, Node
 _MAX_AHEAD = 16
 STILL_S = 5.0
 """An exchange that was not answered for so long is given up."""
+_MAX_WAIT_S = 10.0
 _NEW_WEIGHT = 0.3
 
 
@@ -168,7 +169,7 @@ class Worker:
             held.limit = held.stop
         for grant in reply.leases:
             self._take(grant)
-        self._not_before = now if reply.leases else now + min(1.0, max(0.02, reply.wait_s))
+        self._not_before = now if reply.leases else now + min(_MAX_WAIT_S, max(0.02, reply.wait_s))
         self.done = reply.done and not self.held
         self._foresee()
         self._schedule()

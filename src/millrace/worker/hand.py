@@ -25,6 +25,8 @@ from millrace.worker.held import Bad, Held, Statement, Tally, Use
 MAX_LEASES = 16
 # Two exchanges are at least so far apart, whatever there is to say.
 _LEAST_APART_S = 0.01
+# However long the scheduler says to wait.
+_MAX_WAIT_S = 10.0
 _NEW_WEIGHT = 0.3
 _MAX_REFUSALS = 3
 log = logging.getLogger("millrace.worker")
@@ -250,7 +252,7 @@ class Hand:
             for held in self._held.values():
                 held.limit = held.stop
             self.paused = answer.paused
-            wait_s = 0.0 if len(answer.leases) >= said.want else min(1.0, max(0.02, answer.wait_s))
+            wait_s = 0.0 if len(answer.leases) >= said.want else min(_MAX_WAIT_S, max(0.02, answer.wait_s))
             self._not_before = now + wait_s
             self.done = self.done or (answer.done and not self._held)
             self._closed = self._closed or self.done
