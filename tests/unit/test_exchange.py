@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.network.exchange import BadRequestError
-from millrace.schedule.ask import Ask, Failed
+from millrace.schedule.ask import Ask, BadReport, Failed
 from millrace.schedule.exchange import MAX_INDEX, format_ranges, parse_ask, parse_ranges
 
 USE = {"lease_id": "a1", "epoch": 0, "slice": 3, "start": 0, "stop": 8, "step": 5}
@@ -26,9 +26,10 @@ def test_a_whole_question() -> None:
     ask, bad = parse_ask(BODY)
     assert (ask.job, ask.held, ask.horizons, ask.want, ask.speed) == ("d", ("a1",), {"a1": 8}, 2, 1.5)
     assert (ask.uses[0].slice, ask.uses[0].stop, ask.receipt) == (3, 8, "ab" * 64)
-    assert ask.failed == (Failed("a3", "x?y"),) and bad == (("p", "3" * 64, "wrong"),)
+    assert ask.failed == (Failed("a3", "x?y"),) and bad == (BadReport("p", "3" * 64, "wrong", True),)
     assert ask.have["2" * 64].tolist() == [0, 1, 2, 5]
     assert parse_ask({}) == (Ask(), ())
+    assert not parse_ask({"bad": [{"peer_id": "p", "sha256": "3" * 64, "reason": "late", "wrong": False}]})[1][0].wrong
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,8 @@ def test_a_whole_question() -> None:
         {"job_id": "x"}, {"uses": [{**USE, "start": -1}]}, {"uses": [{**USE, "step": "5"}]}, {"uses": [[]]},
         {"uses": [{**USE, "digest": "x"}]}, {"horizons": [1]}, {"horizons": {"a1": 1.5}}, {"failed": [{}]},
         {"have": {"d": "1"}}, {"have": {"2" * 64: "2-1"}}, {"have": {"2" * 64: "1,1"}}, {"have": {"2" * 64: 1}},
-        {"have": {"2" * 64: str(MAX_INDEX + 1)}}, {"bad": [{"peer_id": "p", "sha256": "3"}]}, {"speed": "fast"},
+        {"have": {"2" * 64: str(MAX_INDEX + 1)}}, {"bad": [{"peer_id": "p", "sha256": "3"}]},
+        {"bad": [{"peer_id": "p", "sha256": "3" * 64, "reason": "late", "wrong": 0}]}, {"speed": "fast"},
         {"speed": float("inf")}, {"failed": [{"lease_id": "a", "reason": 1}]},
     ],
 )  # fmt: skip

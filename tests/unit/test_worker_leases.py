@@ -117,10 +117,15 @@ class World:
         source = Source("data", DATASET, np.array(sizes, np.int64))
         spec = JobSpec("job", (source,), epochs=epochs, lease_s=30.0, steal_s=0.1)
         self.desk = Desk([spec])
-        self.desk.origins(DATASET, [Holder("origin", "a:1", True)], 0.0)
+        self.expire()
         self.late: list[tuple[str, Ask]] = []
         self.recorded: Counter[tuple[int, int, int]] = Counter()
         self.cuts = 0
+
+    def expire(self) -> None:
+        """What a scheduler does every second or so: it says who is there, and forgets who is not."""
+        self.desk.origins(DATASET, [Holder("origin", "a:1", True)], self.now)
+        self.desk.expire(self.now)
 
     def carry(self, worker: Worker) -> None:
         """One attempt: it may be lost on its way or on the way back, and may come again, late."""
@@ -171,7 +176,7 @@ def test_no_sample_is_used_twice_though_leases_are_cut_and_exchanges_lost(seed: 
                 worker.work()
         world.now += 0.001
         if chance.random() < 0.01:
-            world.desk.expire(world.now)
+            world.expire()
     assert all(worker.hand.done for worker in workers)
     every = Counter((e, i, s) for e in range(2) for i, size in enumerate(sizes) for s in range(size))
     assert world.recorded == every

@@ -5,7 +5,8 @@ sign, `verify` what it all proves, `proof` what a slice's part of it proves to o
 cut at the end of the file leaves a valid chain, and that shows as samples missing.
 
 Kinds, with their bodies: `job` (always first: dataset, seed, seq_len, samples of each slice, the scheduler's key),
-`worker` (peer id and public key, once each), `uses` (a worker's signed receipt for samples of slices), `epoch` (its
+`worker` (peer id and public key, once each), `uses` (a worker's signed receipt for samples of slices, and
+which session of it, where it runs several), `epoch` (its
 end: samples and the Merkle root of its coverage), `set_aside` and `readmitted` (samples that failed on every worker),
 `paused`, `resumed`, `weights`.
 

@@ -24,7 +24,7 @@ from millrace.ledger.job import Job
 from millrace.ledger.receipts import uses_of
 from millrace.ledger.uses import USE, UseColumns
 
-_VERSION = 1
+_VERSION = 2
 _WORTH_KEEPING = 4096
 """Entries; fewer are read again each time."""
 
@@ -36,6 +36,7 @@ class LedgerIndex:
     Attributes:
         uses: Of dtype USE, in the order of the ledger; within an entry by step. Its `worker` counts `workers`.
         workers: Peer ids, as they first used something.
+        sessions: Peer id, a space, and a session's name; as they first used something.
         names: Peer id to the name in its certificate.
         others: All entries that are no uses, in order; entry 0, the job, too.
     """
@@ -44,6 +45,7 @@ class LedgerIndex:
     job: Job
     uses: NDArray[Any]
     workers: tuple[str, ...]
+    sessions: tuple[str, ...]
     others: tuple[Entry, ...]
     checkpoint: Checkpoint
 
@@ -105,9 +107,9 @@ def open_index(path: str | Path, *, keep: bool = True) -> LedgerIndex:
 
 def _read(path: Path, file: Any, keep: bool) -> LedgerIndex:
     known = _known(path, file)
-    old, workers, others = known[1:] if known else (np.empty(0, USE), [], [])
+    old, workers, sessions, others = known[1:] if known else (np.empty(0, USE), [], [], [])
     checkpoint = known[0] if known else Checkpoint(0, GENESIS, 0, 0, "")
-    columns = UseColumns({worker: number for number, worker in enumerate(workers)})
+    columns = UseColumns(_numbered(workers), _numbered(sessions))
     others = list(others)
     size, last = checkpoint.size, None
     file.seek(size)
@@ -125,18 +127,24 @@ def _read(path: Path, file: Any, keep: bool) -> LedgerIndex:
         checkpoint = Checkpoint(last.seq + 1, last.hash, size, len(last.line) + 1, others[0].hash)
     fresh = columns.table()
     table = np.concatenate([old, fresh]) if len(fresh) else old
-    found = LedgerIndex(path, Job.of(others[0]), table, tuple(columns.workers), tuple(others), checkpoint)
+    found = LedgerIndex(
+        path, Job.of(others[0]), table, tuple(columns.workers), tuple(columns.sessions), tuple(others), checkpoint
+    )
     if keep and checkpoint.seq - (known[0].seq if known else 0) >= _WORTH_KEEPING:
         with contextlib.suppress(OSError):
             _keep(found, fresh, len(old))
     return found
 
 
+def _numbered(names: list[str]) -> dict[str, int]:
+    return {name: number for number, name in enumerate(names)}
+
+
 def _files(path: Path) -> tuple[Path, Path]:
     return path.with_name(path.name + ".uses"), path.with_name(path.name + ".index")
 
 
-def _known(path: Path, file: Any) -> tuple[Checkpoint, NDArray[Any], list[str], list[Entry]] | None:
+def _known(path: Path, file: Any) -> tuple[Checkpoint, NDArray[Any], list[str], list[str], list[Entry]] | None:
     """What the files beside the ledger say; None if there are none of this ledger."""
     uses_path, index_path = _files(path)
     try:
@@ -147,7 +155,8 @@ def _known(path: Path, file: Any) -> tuple[Checkpoint, NDArray[Any], list[str], 
         table = np.fromfile(uses_path, USE, count=int(kept["uses"]))
         if len(table) != kept["uses"]:
             return None
-        return checkpoint, table, [str(w) for w in kept["workers"]], [Entry(**entry) for entry in kept["others"]]
+        workers, sessions = ([str(name) for name in kept[key]] for key in ("workers", "sessions"))
+        return checkpoint, table, workers, sessions, [Entry(**entry) for entry in kept["others"]]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -173,6 +182,7 @@ def _keep(found: LedgerIndex, fresh: NDArray[Any], num_old: int) -> None:
         "checkpoint": found.checkpoint.to_json(),
         "uses": len(found.uses),
         "workers": found.workers,
+        "sessions": found.sessions,
         "others": [asdict(entry) for entry in found.others],
     }
     part = index_path.with_name(f"{index_path.name}.{os.getpid()}.part")

@@ -8,11 +8,11 @@ The policy:
   its way to somebody who can pass it on; the others wait for that copy. New ones go to those who will soonest have
   passed on what they were given.
 - Somebody must have one slice (`providers`): whoever holds it, the least loaded a slot first, origins last.
-- What a holder uploads at once is bounded by its slots. Who fails is avoided by that asker for a while, and by all
-  after three failures until it is heard of again; who lies is banned (`avoidance.py`).
+- A holder's uploads are bounded by its slots. Who fails is avoided by that asker for a while, and by all after three
+  failures until it is heard of again; who lies is banned (`avoidance.py`).
 
-What the choice costs: a bit for each member and slice (312 MB for 10,000 members of 250,000 slices), laid out so that
-the holders of one slice are read in one piece; a look over 4,096 of the wanted slices a call, not over all.
+What the choice costs: a bit for each member and slice (312 MB for 10,000 of 250,000), laid out so that the holders of
+one slice are read in one piece; a look over 4,096 of the wanted slices a call, not over all.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from millrace.errors import UsageError
 from millrace.network.avoidance import Avoidance
 from millrace.network.members import Holder, Members
+from millrace.network.offers import Offers
 from millrace.network.under_way import Download, UnderWay
 
 __all__ = ["Assignment", "Holder", "Swarm"]
@@ -124,13 +125,12 @@ class Swarm:
 
     def lost(self, peer_id: str, index: int) -> None:
         """A member has a slice no longer."""
-        holder = self._holders.get(peer_id)
-        if holder is not None and not holder.is_origin:
+        if peer_id in self._holders and not self._holders[peer_id].is_origin:
             self._members.set(peer_id, index, False)
 
     def leave(self, peer_id: str) -> None:
         """A member is gone, with what it had. What it was banned for stays."""
-        if self._holders.get(peer_id) is None:
+        if peer_id not in self._holders:
             return
         for pair in self._under_way.of(peer_id):
             self._end(pair)
@@ -225,8 +225,7 @@ class Swarm:
             self._end((asker, index))
         self._counts["failed"] += 1
         if wrong:
-            self._avoidance.lied(asker, peer_id)
-            return
+            return self._avoidance.lied(asker, peer_id)
         self._avoidance.failed(asker, peer_id, now)
         if peer_id in self._holders:
             self._members.failures[self._members.row(peer_id)] += 1
@@ -240,6 +239,10 @@ class Swarm:
         self._avoidance.ban(peer_id)
 
     # What there is to know.
+
+    def offers(self, asker: str, now: float) -> Offers:
+        """What the others can give one of them now."""
+        return Offers(self._members, self._members.gives & ~self._shunned(asker, now))
 
     def copies(self) -> NDArray[np.int32]:
         """[num_slices] living copies of each slice, origins not counted."""
@@ -273,9 +276,8 @@ class Swarm:
     def holds(self, peer_id: str) -> NDArray[np.bool_]:
         """[num_slices] flags of what a member is known to have."""
         holder = self._holders.get(peer_id)
-        if holder is None or holder.is_origin:
-            return np.full(self.num_slices, holder is not None)
-        return self._members.held_by(peer_id)
+        all_or_none = holder is None or holder.is_origin
+        return np.full(self.num_slices, holder is not None) if all_or_none else self._members.held_by(peer_id)
 
     def facts(self) -> dict[str, Any]:
         """Counts for status and metrics."""
@@ -320,9 +322,8 @@ class Swarm:
         """[rows] whom this asker is not to be told of; itself, too."""
         members = self._members
         shunned = members.failures >= _MAX_FAILURES
-        for peer_id in (asker, *self._avoidance.of(asker, now)):
-            if peer_id in self._holders:
-                shunned[members.row(peer_id)] = True
+        others = (asker, *self._avoidance.of(asker, now))
+        shunned[[members.row(peer_id) for peer_id in others if peer_id in self._holders]] = True
         return shunned
 
     def _candidates(
@@ -384,8 +385,7 @@ class Swarm:
 
     def _end(self, pair: tuple[str, int]) -> None:
         """What was under way is so no longer. Nothing, if it was not."""
-        done = self._under_way.end(pair)
-        if done is not None:
+        if (done := self._under_way.end(pair)) is not None:
             self._members.uploads[self._members.row(done.holder)] -= 1
 
     def _end_overdue(self, now: float) -> None:

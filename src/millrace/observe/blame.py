@@ -34,6 +34,7 @@ class Part:
 
     Attributes:
         worker: Peer id; "" where only the order is known, or the name that a coordinator knows it by.
+        session: Which process of the worker, where it says so: its steps are numbered by themselves.
         rank: In order mode; -1 otherwise.
         slice: Over all datasets of the job; -1 where samples are of several.
         start, stop: Where the samples stand in the slice's order of that epoch.
@@ -59,6 +60,7 @@ class Part:
     exact: bool = True
     samples: list[int] = field(default_factory=list)
     documents: list[Piece] = field(default_factory=list)
+    session: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -73,27 +75,27 @@ def replay(job: Job, epoch: int, slice_index: int, start: int, stop: int) -> tup
 
 
 def steps_before(uses: NDArray[Any]) -> I64:
-    """For each use the last step before it of the same worker: 0 where the worker began, or began again."""
-    order = np.argsort(uses["worker"], kind="stable")
-    workers, steps = uses["worker"][order], uses["step"][order]
+    """For each use the last step before it of the same session: 0 where the session began, or began again."""
+    order = np.argsort(uses["session"], kind="stable")
+    sessions, steps = uses["session"][order], uses["step"][order]
     before = np.concatenate([[0], steps[:-1]])
-    before[np.concatenate([[True], workers[1:] != workers[:-1]])[: len(before)]] = 0
+    before[np.concatenate([[True], sessions[1:] != sessions[:-1]])[: len(before)]] = 0
     before = np.where(before < steps, before, 0)
     found = np.empty(len(uses), np.int64)
     found[order] = before[: len(uses)]
     return found
 
 
-def batch_sizes(uses: NDArray[Any], before: I64, num_workers: int) -> I64:
-    """The batch size of each worker, int64 [W]: what explains how many samples its uses took in how many steps.
+def batch_sizes(uses: NDArray[Any], before: I64, num_sessions: int) -> I64:
+    """The batch size of each session, int64 [S]: what explains how many samples its uses took in how many steps.
 
-    Only a use's last batch may be short. 0 if no single size explains them: a worker that began again with another.
+    Only a use's last batch may be short. 0 if no single size explains them: a session that began again with another.
     """
-    counts, steps, workers = uses["stop"] - uses["start"], uses["step"] - before, uses["worker"]
-    least, most = np.zeros(num_workers, np.int64), np.full(num_workers, np.iinfo(np.int64).max)
-    np.maximum.at(least, workers, -(-counts // steps))
+    counts, steps, sessions = uses["stop"] - uses["start"], uses["step"] - before, uses["session"]
+    least, most = np.zeros(num_sessions, np.int64), np.full(num_sessions, np.iinfo(np.int64).max)
+    np.maximum.at(least, sessions, -(-counts // steps))
     many = steps > 1
-    np.minimum.at(most, workers[many], (counts[many] - 1) // (steps[many] - 1))
+    np.minimum.at(most, sessions[many], (counts[many] - 1) // (steps[many] - 1))
     found: I64 = np.where(least <= most, least, 0)
     return found
 
@@ -142,7 +144,7 @@ def blame_step(
             f"blame: step {step} is not in {index.path}; {'this worker' if numbers is not None else 'the longest'} "
             f"got to {int(mine.max()) if len(mine) else 0}. Steps count from 1; what was not acknowledged is not there."
         )
-    sizes = batch_sizes(uses, before, len(index.workers))
+    sizes = batch_sizes(uses, before, len(index.sessions))
     parts = [_narrowed(index, int(row), before, sizes, step, documents or {}, text) for row in rows[:limit]]
     if numbers is None:
         return Blame(parts, max(0, len(rows) - limit))
@@ -171,6 +173,7 @@ def _part(index: LedgerIndex, row: int, before: I64) -> Part:
     return Part(
         peer, index.names.get(peer, ""), -1, int(use["epoch"]), int(use["slice"]), int(use["start"]),
         int(use["stop"]), int(before[row]) + 1, int(use["step"]), float(use["at"]), int(use["seq"]),
+        session=index.sessions[int(use["session"])].partition(" ")[2],
     )  # fmt: skip
 
 
@@ -184,7 +187,7 @@ def _narrowed(
     text: bool,
 ) -> Part:
     """The samples of one step among those of a use."""
-    whole, size = _part(index, row, before), int(sizes[index.uses["worker"][row]])
+    whole, size = _part(index, row, before), int(sizes[index.uses["session"][row]])
     start, stop, exact = whole.start, whole.stop, whole.first_step == whole.last_step
     if size and not exact:
         start = min(stop, start + (step - whole.first_step) * size)
@@ -233,7 +236,7 @@ def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list
     base = int(job.samples[:slice_index].sum())
     rows = np.flatnonzero(uses["slice"] == slice_index)
     before = steps_before(uses)
-    sizes = batch_sizes(uses, before, len(index.workers))
+    sizes = batch_sizes(uses, before, len(index.sessions))
     found: list[Part] = []
     for epoch in np.unique(uses["epoch"][rows]).tolist():
         places = inverse(samples, count, derive_key(job.seed, "lease", epoch, slice_index)).astype(np.int64)
@@ -248,7 +251,7 @@ def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list
 
 def _by_step(index: LedgerIndex, row: int, before: I64, sizes: I64, places: I64, ids: I64) -> list[Part]:
     """A use's samples at these places, step by step where the batch size is known."""
-    whole, size = _part(index, row, before), int(sizes[index.uses["worker"][row]])
+    whole, size = _part(index, row, before), int(sizes[index.uses["session"][row]])
     if not size:
         return [Part(**{**vars(whole), "exact": whole.first_step == whole.last_step, "samples": ids.tolist()})]
     steps = whole.first_step + (places - whole.start) // size

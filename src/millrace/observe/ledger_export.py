@@ -63,7 +63,7 @@ def _blocks(index: LedgerIndex, sample_ids: bool) -> Iterator[list[dict[str, Any
     bases = (job.samples.cumsum() - job.samples).tolist()
     for first in range(0, len(index.uses), _BLOCK):
         rows = []
-        for seq, worker, epoch, index_, start, stop, step, at in index.uses[first : first + _BLOCK].tolist():
+        for seq, worker, epoch, index_, start, stop, step, _, at in index.uses[first : first + _BLOCK].tolist():
             peer = index.workers[worker]
             row = {
                 "entry": seq,

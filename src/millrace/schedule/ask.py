@@ -21,13 +21,24 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class BadReport:
+    """As `Bad`, by the hash of the slice, as a worker knows it."""
+
+    peer_id: str
+    sha256: str
+    reason: str
+    wrong: bool
+
+
+@dataclass(frozen=True)
 class Bad:
-    """A provider that served wrong bytes for a slice: `index` within the dataset."""
+    """A provider of a slice that is left out: `index` within the dataset; `wrong`: it lied, and was not only late."""
 
     peer_id: str
     dataset_id: str
     index: int
     reason: str
+    wrong: bool = True
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ class Ask:
         failed: Leases given back because their slice could not be had.
         want: How many more leases.
         have: Dataset id to the slices it has cached, int64 indexes, rising; a dataset left out is unchanged.
-        bad: Providers that served wrong bytes.
+        bad: Providers that served wrong bytes, or none.
         speed: Samples a second, where it knows and the desk does not yet.
     """
 

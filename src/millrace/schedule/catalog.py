@@ -18,7 +18,7 @@ from millrace.network.discovery import Claim, Discovery, find_providers
 from millrace.network.publish import published
 from millrace.network.swarm import Holder
 from millrace.order.plan import samples_per_slice
-from millrace.schedule.ask import Bad, Grant
+from millrace.schedule.ask import Bad, BadReport, Grant
 from millrace.schedule.jobs import JobSpec, Source
 from millrace.schedule.sessions import Session
 
@@ -277,13 +277,12 @@ class Catalog:
             "expires_in_s": grant.expires_in_s,
         }  # fmt: skip
 
-    def place_reports(self, session: Session | None, reports: Sequence[tuple[str, str, str]]) -> tuple[Bad, ...]:
-        """Reports (peer id, sha256, reason) by slice; only who is leased a slice of that hash is heard."""
+    def place_reports(self, session: Session | None, reports: Sequence[BadReport]) -> tuple[Bad, ...]:
+        """Reports by slice; only who is, or lately was, leased a slice of that hash is heard."""
         if session is None or not reports:
             return ()
         leased = {}
-        for (job, dataset), (_, owner) in session.owners.items():
+        for job, dataset, index in session.leased():
             found = self.of(job)[dataset]
-            for lease in owner.leases.values():
-                leased[found.describe(lease.slice_index)["sha256"]] = (found.dataset_id, lease.slice_index)
-        return tuple(Bad(peer, *leased[sha256], reason) for peer, sha256, reason in reports if sha256 in leased)
+            leased[found.describe(index)["sha256"]] = (found.dataset_id, index)
+        return tuple(Bad(r.peer_id, *leased[r.sha256], r.reason, r.wrong) for r in reports if r.sha256 in leased)

@@ -16,6 +16,7 @@ from millrace.errors import LeaseError, UsageError
 from millrace.network.swarm import Holder, Swarm
 from millrace.schedule import events
 from millrace.schedule.ask import Accepted, Ask, Bad, Failed, Grant, Refused, Reply
+from millrace.schedule.barred import Barred
 from millrace.schedule.events import Event
 from millrace.schedule.jobs import Job, JobSpec, Source
 from millrace.schedule.leases import LeaseTable
@@ -53,6 +54,7 @@ class Desk:
         self.sessions = Sessions(self.swarms, 4 * max(spec.lease_s for spec in jobs))
         self.reports: dict[tuple[str, str, int], dict[str, str]] = {}
         self._num_ids = 0
+        self._served: set[str] = set()
         # (worker, job, slice) to when it may have it again after it failed on it.
         self._avoided: dict[tuple[str, str, int], float] = {}
 
@@ -125,7 +127,7 @@ class Desk:
         if not batch.is_whole:
             return list(batch.known.values()), batch.refused + batch.put_off()
         self._note_fetched(peer_id, batch.fresh, now)
-        self._do(events.Recorded(batch.job, peer_id, ask.uses, ask.receipt), done, now)
+        self._do(events.Recorded(batch.job, peer_id, ask.uses, ask.receipt, ask.session), done, now)
         return [standing(table, lease_id) for lease_id, (_, _, table) in batch.fresh.items()], []
 
     def _note_fetched(self, peer_id: str, fresh: dict[str, tuple[Job, int, LeaseTable]], now: float) -> None:
@@ -147,7 +149,10 @@ class Desk:
         """Failed and released leases, those that it never heard of, and its reports of bad providers."""
         for bad in ask.bad:
             key = (bad.peer_id, bad.dataset_id, bad.index)
-            if bad.dataset_id in self.swarms and session.key[0] not in self.reports.get(key, ()):
+            swarm = self.swarms.get(bad.dataset_id)
+            if swarm is not None and not bad.wrong and swarm.knows(bad.peer_id):
+                swarm.failed(session.key[0], bad.index, bad.peer_id, now)
+            elif swarm is not None and bad.wrong and session.key[0] not in self.reports.get(key, ()):
                 report = events.Reported(bad.peer_id, bad.dataset_id, bad.index, session.key[0], bad.reason)
                 self._do(report, done, now)
         for failed in ask.failed:
@@ -206,8 +211,8 @@ class Desk:
     def _grant(self, session: Session, ask: Ask, done: list[Event], now: float) -> tuple[list[Grant], float]:
         """Up to `want` leases, and how long to wait for more, seconds."""
         grants: list[Grant] = []
-        worker = session.key[0]
-        room = min(MAX_LEASES - session.num_leases(), MAX_LEASES_PER_PEER - self.sessions.num_leases(worker))
+        of_peer = self.sessions.num_leases(session.key[0])
+        room = min(MAX_LEASES - session.num_leases(), MAX_LEASES_PER_PEER - of_peer)
         if any(owner.stalled for _, owner in session.owners.values()):
             room = min(room, 1 - session.num_leases())
         for _ in range(min(ask.want, room)):
@@ -222,6 +227,7 @@ class Desk:
             self._do(events.Granted(job.name, lease_id, *session.key, epoch, index, *part[1:]), done, now)
             for table, owner in session.owners.values():
                 table.stop_waiting(owner)
+            session.past.append((job.name, dataset, part[0]))
             grants.append(self._describe(session, job, dataset, lease_id, now))
             change = job.due_change()
             if change is not None:
@@ -238,26 +244,20 @@ class Desk:
         return sorted(jobs, key=lambda job: (-job.spec.priority, job.given / job.spec.weight))
 
     def _choose(self, session: Session, name: str, now: float) -> tuple[Job, int, Part] | None:
-        worker = session.key[0]
         for job in self._turns(name):
             for dataset in job.turns():
-                owner = self._owner(session, job, dataset, now)
-                base = job.bases[dataset]
-
-                def avoided(index: int, job: Job = job, base: int = base) -> bool:
-                    if base + index not in job.failures:
-                        return False
-                    return self._avoided.get((worker, job.name, base + index), now) > now
-
-                part = job.tables[dataset].choose(owner, avoided, now)
+                owner, dataset_id = self._owner(session, job, dataset, now), job.spec.sources[dataset].dataset_id
+                swarm = self.swarms[dataset_id] if dataset_id in self._served else None
+                offers = swarm.offers(session.key[0], now) if swarm is not None else None
+                barred = Barred(session, job, dataset, self._avoided, offers, now)
+                part = job.tables[dataset].choose(owner, barred, now, barred.offered())
                 if part is not None:
                     return job, dataset, part
         return None
 
     def _owner(self, session: Session, job: Job, dataset: int, now: float) -> Owner:
         """This session's place at a table; a new one knows what the session has cached."""
-        at = session.owners.get((job.name, dataset))
-        table = job.tables[dataset]
+        at, table = session.owners.get((job.name, dataset)), job.tables[dataset]
         if at is None or table.owners.all.get(session.key) is not at[1]:
             owner = table.touch(session.key, now)
             session.owners[job.name, dataset] = table, owner
@@ -276,9 +276,8 @@ class Desk:
         return round(min(waits, default=1.0), 3)
 
     def _describe(self, session: Session, job: Job, dataset: int, lease_id: str, now: float) -> Grant:
-        table = job.tables[dataset]
+        table, dataset_id = job.tables[dataset], job.spec.sources[dataset].dataset_id
         lease = table.leases[lease_id]
-        dataset_id = job.spec.sources[dataset].dataset_id
         swarm, index = self.swarms[dataset_id], lease.slice_index
         is_cached = session.has(dataset_id, index)
         providers = () if is_cached else tuple(swarm.providers(index, lease.worker, now, MAX_PROVIDERS))
@@ -320,8 +319,7 @@ class Desk:
         if not isinstance(event, events.Reported):
             self.jobs[event.job].apply(event, now)
             return
-        key = (event.peer_id, event.dataset_id, event.index)
-        self.reports.setdefault(key, {})[event.reporter] = event.reason
+        self.reports.setdefault((event.peer_id, event.dataset_id, event.index), {})[event.reporter] = event.reason
         if event.dataset_id in self.swarms:
             self.swarms[event.dataset_id].failed(event.reporter, event.index, event.peer_id, now, wrong=True)
 
@@ -334,15 +332,18 @@ class Desk:
                     if lease_id in table.leases:
                         self._give_back(lease_id, why, done, now)
         self.sessions.expire(now)
-        for dataset_id, swarm in self.swarms.items():
-            for peer_id in swarm.expire(now):
-                self.sessions.left(dataset_id, peer_id)
+        for dataset_id, peer_id in [(i, peer) for i, swarm in self.swarms.items() for peer in swarm.expire(now)]:
+            self.sessions.left(dataset_id, peer_id)
         for key in [key for key, until in self._avoided.items() if until <= now]:
             del self._avoided[key]
         return done
 
     def origins(self, dataset_id: str, holders: Sequence[Holder], now: float) -> None:
-        """The data nodes that serve a dataset now; call it within the swarm's time to live."""
+        """The data nodes that serve a dataset now; call it within the swarm's time to live.
+
+        Once it was called, a slice is leased only to who has it, or can be told of somebody that has.
+        """
+        self._served.add(dataset_id)
         for holder in holders:
             self.swarms[dataset_id].join(holder, None, now)
 
@@ -379,9 +380,8 @@ class Desk:
 
     def extend_all(self, now: float) -> None:
         """A whole term for every lease: after an outage that was not the workers' doing."""
-        for job in self.jobs.values():
-            for table in job.tables:
-                table.extend_all(now)
+        for table in (table for job in self.jobs.values() for table in job.tables):
+            table.extend_all(now)
 
     def snapshot(self) -> dict[str, Any]:
         """All that replaying every event would give, as plain values."""

@@ -34,12 +34,13 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A worker acknowledged uses; `receipt` is its signature over them in hex."""
+    """A session of a worker acknowledged uses; `receipt` is its signature over them in hex."""
 
     job: str
     worker: str
     uses: tuple[Used, ...]
     receipt: str
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ def to_row(event: Event) -> list[Any]:
     """An event as a list of plain values, for JSON."""
     if isinstance(event, Recorded):
         rows = [used.to_row() for used in event.uses]
-        return [_NUMBERS[Recorded], event.job, event.worker, rows, event.receipt]
+        return [_NUMBERS[Recorded], event.job, event.worker, rows, event.receipt, event.session]
     return [_NUMBERS[type(event)], *(getattr(event, name) for name in event.__slots__)]
 
 
@@ -169,8 +170,8 @@ def from_row(row: list[Any]) -> Event:
     """The event that `to_row` gave."""
     kind, *values = row
     if _KINDS[kind] is Recorded:
-        job, worker, rows, receipt = values
-        return Recorded(job, worker, tuple(Used(*used) for used in rows), receipt)
+        job, worker, rows, *rest = values
+        return Recorded(job, worker, tuple(Used(*used) for used in rows), *rest)
     if _KINDS[kind] is EpochEnded:
         job, dataset, epoch, samples, aside = values
         return EpochEnded(job, dataset, epoch, samples, tuple((index, start, stop) for index, start, stop in aside))

@@ -2,9 +2,11 @@
 
     {"job": NAME or "", "session": hex, "attempt": number, "address": "host:port" or "",
      "held": [lease ids that it knows of],
-     "job_id": "…", "uses": [{"lease_id", "epoch", "slice", "start", "stop", "step"}], "signature": hex,
+     "job_id": "…", "uses": [{"lease_id", "epoch", "slice", "start", "stop", "step", "digest"}],
+     "signature": hex,
      "horizons": {lease_id: sample}, "release": [ids], "failed": [{"lease_id", "reason"}], "want": 0…16,
-     "have": {dataset_id: "0-15,17"}, "bad": [{"peer_id", "sha256", "reason"}], "speed": samples a second}
+     "have": {dataset_id: "0-15,17"}, "bad": [{"peer_id", "sha256", "reason", "wrong"}],
+     "speed": samples a second}
 
     {"uses": [{"lease_id", "offset", "stop"}], "refused": [{"lease_id", "code", "message", "offset"}],
      "live": {lease_id: {"stop", "expires_in_s"}}, "lost": [ids],
@@ -18,7 +20,8 @@ Every field of the question may be left out. What its sender has to know:
 - One exchange at a time a session. It is idempotent: if the answer was lost, ask again with what is true then, under
   a higher `attempt`: one that was given up and comes late is refused, so that it cuts and takes back nothing.
 - `uses` are of one job: `job_id` says which, and `signature` is over `receipt_message(job_id, uses)`. Uses of two
-  jobs go in two exchanges. `epoch` and `slice` repeat the lease's. A use begins where the last one recorded ended.
+  jobs go in two exchanges. `epoch` and `slice` repeat the lease's. `digest`, which may be left out, is
+  `order.shard_windows.receipt` of the sample ids that were read. A use begins where the last one recorded ended.
 - `refused`: code `lost`: the lease is gone, drop it; code `range`: go on from `offset`; what lies before it is on
   record. `offset` in `uses` is where the record stands now.
 - `horizons`: the worker uses no sample from there on before it hears an answer to this exchange; it does not raise
@@ -29,6 +32,8 @@ Every field of the question may be left out. What its sender has to know:
   taken back. An empty list gives all back. Left out: nothing is taken back.
 - `have`: `index` of the slices cached, ranges with both ends in; a dataset left out is unchanged since the last time.
   `tell_have` asks for all of it.
+- `bad`: of a slice that is or lately was leased to it, who gave wrong bytes (`wrong`, the default); or who came late,
+  refused or was somebody else: that one is avoided for a while, and nobody is banned.
 - `slice` counts over all datasets of the job, `index` within its dataset. `sample_base` + sample is the global id.
 """
 
@@ -44,7 +49,7 @@ from numpy.typing import NDArray
 from millrace.ledger import Used
 from millrace.network.exchange import BadRequestError
 from millrace.network.openapi import COUNT, FLAG, PEER_ID, SECONDS, SHA256, TEXT, Door, array, record
-from millrace.schedule.ask import Ask, Failed, Reply
+from millrace.schedule.ask import Ask, BadReport, Failed, Reply
 from millrace.schedule.desk import MAX_LEASES
 
 MAX_HELD = 256
@@ -87,7 +92,7 @@ DOOR = Door(
         failed=array(record(lease_id=_LEASE_ID, reason=TEXT), MAX_HELD),
         want={"type": "integer", "minimum": 0, "maximum": MAX_LEASES},
         have={"type": "object", "additionalProperties": {"type": "string", "pattern": f"^{RANGES.pattern}$"}},
-        bad=array(record(peer_id=PEER_ID, sha256=SHA256, reason=TEXT), MAX_REPORTS),
+        bad=array(record(("wrong",), peer_id=PEER_ID, sha256=SHA256, reason=TEXT, wrong=FLAG), MAX_REPORTS),
         speed=SECONDS,
     ),
     answer=record(
@@ -106,8 +111,8 @@ DOOR = Door(
 )  # fmt: skip
 
 
-def parse_ask(body: Any) -> tuple[Ask, tuple[tuple[str, str, str], ...]]:
-    """The question in a body; and its reports of bad providers: (peer id, sha256, reason), for the catalogue to place.
+def parse_ask(body: Any) -> tuple[Ask, tuple[BadReport, ...]]:
+    """The question in a body; and its reports of bad providers, for the catalogue to place.
 
     Raises:
         BadRequestError: If it is not what the docstring above says.
@@ -141,7 +146,9 @@ def parse_ask(body: Any) -> tuple[Ask, tuple[tuple[str, str, str], ...]]:
         speed=speed,
     )
     bad = tuple(
-        (_text(item, "peer_id", ADDRESS), _text(item, "sha256", DATASET_ID), _reason(item))
+        BadReport(
+            _text(item, "peer_id", ADDRESS), _text(item, "sha256", DATASET_ID), _reason(item), _flag(item, "wrong")
+        )
         for item in _list(body, "bad", MAX_REPORTS)
     )
     return ask, bad
@@ -225,6 +232,13 @@ def _reason(body: Any) -> str:
     if not isinstance(value, str):
         raise BadRequestError(f"reason: expected text, got {str(value)[:80]!r}")
     return "".join(c if c.isprintable() else "?" for c in value[:MAX_REASON])
+
+
+def _flag(body: Any, key: str) -> bool:
+    value = body.get(key, True)
+    if not isinstance(value, bool):
+        raise BadRequestError(f"{key}: expected true or false, got {str(value)[:80]!r}")
+    return value
 
 
 def _match(key: str, value: Any, pattern: re.Pattern[str]) -> str:

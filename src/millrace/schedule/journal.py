@@ -257,8 +257,9 @@ class Journal:
         match event:
             case events.Enlisted(_, worker, key, name):
                 yield "worker", {"worker": worker, "key": key, "name": name}
-            case events.Recorded(_, worker, uses, receipt):
-                yield "uses", {"worker": worker, "uses": [used.to_row() for used in uses], "receipt": receipt}
+            case events.Recorded(_, worker, uses, receipt, session):
+                body = {"worker": worker, "uses": [used.to_row() for used in uses], "receipt": receipt}
+                yield "uses", {**body, "session": session} if session else body
             case events.EpochEnded():
                 yield "epoch", self._epoch_body(event)
             case events.SetAside(_, epoch, index, start, stop, reason):
@@ -374,7 +375,7 @@ def _events_of(job: str, entry: Entry) -> Iterator[Event]:
             yield events.Enlisted(job, str(body["worker"]), str(body["key"]), str(body.get("name", "")))
         case "uses":
             uses = tuple(Used.from_row(row) for row in body["uses"])
-            yield events.Recorded(job, str(body["worker"]), uses, str(body["receipt"]))
+            yield events.Recorded(job, str(body["worker"]), uses, str(body["receipt"]), str(body.get("session", "")))
         case "epoch":
             yield events.EpochEnded(job, int(body["dataset"]), int(body["epoch"]), int(body["samples"]), ())
         case "set_aside":

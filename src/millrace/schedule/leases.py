@@ -116,7 +116,7 @@ class LeaseTable:
         """A sign of life of an owner: its leases live another `lease_s`."""
         return self.owners.at(key, self.lease_s, now)
 
-    def choose(self, owner: Owner, avoided: Any, now: float) -> Part | None:
+    def choose(self, owner: Owner, avoided: Any, now: float, offered: NDArray[np.bool_] | None = None) -> Part | None:
         """What an owner should get next; None if nothing is to be had now.
 
         While somebody is idle, who has something to do gets nothing more: it would take back what was cut from it.
@@ -124,7 +124,7 @@ class LeaseTable:
         newest = next(reversed(self.idle.values()), -math.inf)
         if self.done or (owner.leases and now - newest <= 2 * LONG_WAIT_S):
             return None
-        return self.parts.choose(owner.cached, avoided)
+        return self.parts.choose(owner.cached, avoided, offered)
 
     def wait(self, owner: Owner, now: float) -> float:
         """Notes that an owner is idle, and whom it waits for; how long until it should ask again, seconds."""

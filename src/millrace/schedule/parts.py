@@ -111,14 +111,22 @@ class Parts:
             return [(index, 0, int(self.samples[index]))]
         return [(index, start, self.returned[index, start]) for start in sorted(self._starts.get(index, ()))]
 
-    def choose(self, cached: Cached | None, avoided: Callable[[int], bool]) -> Part | None:
-        """What this worker should get next; None if there is nothing. The caller takes it."""
+    def choose(
+        self, cached: Cached | None, avoided: Callable[[int], bool], offered: NDArray[np.bool_] | None = None
+    ) -> Part | None:
+        """What this worker should get next; None if there is nothing. The caller takes it.
+
+        Args:
+            offered: [S] flags: `avoided` is true of all others that are not cached; None where it is of few.
+        """
         index = self._of_the_cached(cached, avoided) if cached is not None else None
         if index is None and self.returned:
             part = self._of_the_returned(cached, avoided)
             if part is not None:
                 return part
-        if index is None:
+        if index is None and offered is not None:
+            index = self._of_the_offered(offered, avoided)
+        elif index is None:
             index = self._next_in_order(avoided)
         if index is None:
             index = self._of_those_left(avoided)
@@ -162,6 +170,11 @@ class Parts:
             self._left.extend(some[fresh].tolist())
             self._cursor += len(some)
         return None
+
+    def _of_the_offered(self, offered: NDArray[np.bool_], avoided: Callable[[int], bool]) -> int | None:
+        """While few can be had: whoever has them cached. A look over all slices, 1 ms for 250,000 of them."""
+        some = self._order[(self.fresh & offered)[self._order]]
+        return next((index for index in some[:MAX_LOOKED_AT].tolist() if not avoided(index)), None)
 
     def _of_those_left(self, avoided: Callable[[int], bool]) -> int | None:
         """A slice that somebody else has cached, now that no others remain."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +13,9 @@ from numpy.typing import NDArray
 from millrace.network.swarm import Holder, Swarm
 from millrace.schedule.leases import LeaseTable
 from millrace.schedule.owners import Owner, OwnerKey
+
+# Leases that a session is remembered to have had, for what it says of their providers afterwards.
+_PAST = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +27,7 @@ class Session:
         have: Dataset id to the slices it has, int64, rising.
         owners: (job, dataset) to the table and its place there.
         announced_at: When the swarms last heard of it.
+        past: (job, dataset, slice of it) of its last leases.
     """
 
     key: OwnerKey
@@ -31,12 +37,19 @@ class Session:
     have: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     owners: dict[tuple[str, int], tuple[LeaseTable, Owner]] = field(default_factory=dict)
     announced_at: dict[str, float] = field(default_factory=dict)
+    past: deque[tuple[str, int, int]] = field(default_factory=lambda: deque(maxlen=_PAST))
 
     def num_leases(self) -> int:
         return sum(len(owner.leases) for _, owner in self.owners.values())
 
     def lease_ids(self) -> list[str]:
         return [lease_id for _, owner in self.owners.values() for lease_id in owner.leases]
+
+    def leased(self) -> Iterator[tuple[str, int, int]]:
+        """(job, dataset, slice of it) of what it is leased, and lately was."""
+        yield from self.past
+        for place, (_, owner) in self.owners.items():
+            yield from ((*place, lease.slice_index) for lease in owner.leases.values())
 
     def place_of(self, lease_id: str) -> tuple[str, int, LeaseTable] | None:
         """The job, dataset and table of one of its live leases."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.order.shard_windows import receipt
 from millrace.worker.answers import Grant
 
 
@@ -15,6 +19,7 @@ class Held:
 
     Attributes:
         path: The verified slice, pinned, once it is here.
+        read: int64 [stop - start of the grant], the global ids of the samples that were read, as far as `used`.
         over: Nothing more of it is used: it was lost, failed or given up.
         reason: Why it failed; empty if it did not.
     """
@@ -27,6 +32,7 @@ class Held:
     limit: int
     step: int = 0
     path: Path | None = None
+    read: NDArray[np.int64] | None = None
     fetching: bool = False
     training: bool = False
     over: bool = False
@@ -47,6 +53,12 @@ class Use:
     start: int
     stop: int
     step: int
+
+    @property
+    def digest(self) -> str:
+        """The receipt of the sample ids that were read: it is over what was used, not over what should have been."""
+        read, start = self.held.read, self.held.grant.start
+        return receipt(read[self.start - start : self.stop - start].view(np.uint64))[0] if read is not None else ""
 
 
 @dataclass(frozen=True)

@@ -209,20 +209,19 @@ class _Worker:
             "failed": [{"lease_id": lease_id, "reason": reason} for lease_id, reason in said.failed],
             "want": said.want,
             "have": news,
-            # Who was only late may be well to others: no report of it bans anybody.
-            "bad": [{"peer_id": b.peer_id, "sha256": b.sha256, "reason": b.reason} for b in said.bad if b.wrong],
+            "bad": [vars(bad) for bad in said.bad],
         }
         if said.uses:
             job_id = said.uses[0].held.grant.job_id
             uses = [
-                Used(u.held.grant.lease_id, u.held.grant.epoch, u.held.grant.slice, u.start, u.stop, u.step)
-                for u in said.uses
+                Used(g.lease_id, g.epoch, g.slice, u.start, u.stop, u.step, u.digest)
+                for u, g in ((u, u.held.grant) for u in said.uses)
             ]
             body["job_id"] = job_id
             body["uses"] = [
                 {
                     "lease_id": use.lease, "epoch": use.epoch, "slice": use.slice,
-                    "start": use.start, "stop": use.stop, "step": use.step,
+                    "start": use.start, "stop": use.stop, "step": use.step, "digest": use.digest,
                 }
                 for use in uses
             ]  # fmt: skip

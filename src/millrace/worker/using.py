@@ -102,6 +102,7 @@ class Consumer:
         opened = open_slice(held.path)
         _check_size(opened, grant)
         trainer = self._trainer(grant)
+        held.read = np.empty(grant.stop - grant.start, np.int64)
         order = lease_order(grant.seed, grant.epoch, grant.slice, grant.count, grant.start, grant.stop)
         while (taken := self._hand.take(held)) is not None:
             start, stop = taken
@@ -113,8 +114,9 @@ class Consumer:
                     self._losses.append(trainer.step(inputs, labels))
             else:
                 batch = {name: tensor[indexes] for name, tensor in opened.tensors.items()}
+            ids = held.read[start - grant.start : stop - grant.start] = grant.sample_base + indexes
             if self._on_batch is not None:
-                self._on_batch(batch, grant.sample_base + indexes)
+                self._on_batch(batch, ids)
             self._count(len(indexes), grant.seq_len if grant.layout == "tokens" else 0)
             self._hand.note_used(held, self._report.steps)
 
