@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from millrace.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE
+from millrace.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE
 from millrace.dataset.reader import Dataset, listed_files
 from millrace.errors import DatasetError, NetworkError, UsageError
 from millrace.network.access import Access
@@ -55,7 +55,7 @@ from millrace.store.remote import RemoteDataset
 from millrace.store.tracker import Tracker
 
 _MAX_SMALL_BYTES = 1 << 30
-FILES = ("manifest.json", "slices.parquet", "tokenizer.json", SIGNATURE_NAME)
+FILES = (MANIFEST_FILE, TABLE_FILE, "tokenizer.json", DOCUMENTS_FILE, SIGNATURE_NAME)
 log = logging.getLogger("millrace.serve")
 
 
@@ -74,7 +74,7 @@ class DataNode:
         origin_slots: Slices that a swarm's members fetch from here, or from the server behind, at once.
 
     Raises:
-        UsageError: If two datasets have one name: a name would lead to two ids. Or if the node's certificate does not
+        UsageError: If a dataset is given twice; two versions of a name are two. Or if the node's certificate does not
             make it a data node for one of them: nobody would believe it.
     """
 
@@ -92,9 +92,9 @@ class DataNode:
         access: Access | None = None,
         origin_slots: int = 8,
     ) -> None:
-        if len({dataset.name for dataset in datasets}) != len(datasets):
+        if len({dataset.id for dataset in datasets}) != len(datasets):
             names = sorted(dataset.name for dataset in datasets)
-            raise UsageError(f"serve: expected datasets of different names, got {names}. Serve each name once.")
+            raise UsageError(f"serve: expected each dataset once, got one twice among {names}. Serve it once.")
         if not ttl_s > 0:
             raise UsageError(f"serve: expected ttl_s > 0, got {ttl_s}")
         _check_scope(identity, datasets)

@@ -159,7 +159,7 @@ class PeerOrigin:
         if self.id is None and len(ids) > 1:
             raise UsageError(
                 f"{self.url}: expected one dataset of this name, got {len(ids)}: {', '.join(ids)}. They are never "
-                "mixed. Say which by its id."
+                "mixed. Say which: millrace://NETWORK/NAME?id=DATASET_ID."
             )
         self.id = self.id or (ids[0] if ids else None)
         claims = [claim for claim in found if claim.dataset_id == self.id]
@@ -213,7 +213,9 @@ def open_peers(
     discovery: Discovery | None,
     patience: Patience,
 ) -> PeerOrigin:
-    """The origin behind `millrace://NETWORK/NAME`; with `?publisher=PEER_ID` only what that peer signed counts.
+    """The origin behind `millrace://NETWORK/NAME`.
+
+    With `?publisher=PEER_ID` only what that peer signed counts; with `?id=DATASET_ID` it is that version.
 
     Args:
         identity: A member, or its directory; by default `$MILLRACE_HOME/NETWORK` (`~/.millrace/NETWORK`).
@@ -226,8 +228,9 @@ def open_peers(
     if not network or not name:
         raise UsageError(f"open an origin: expected millrace://NETWORK/NAME, got {url!r}. Name both.")
     queries = urllib.parse.parse_qs(parts.query)
-    if queries.keys() - {"publisher"}:
-        raise UsageError(f"{url}: expected no more than ?publisher=PEER_ID, got ?{parts.query}")
+    asked = set(queries.get("id", ())) | ({dataset_id} if dataset_id else set())
+    if queries.keys() - {"publisher", "id"} or len(asked) > 1:
+        raise UsageError(f"{url}: expected no more than ?publisher=PEER_ID and one ?id=DATASET_ID, got ?{parts.query}")
     publishers, is_default = queries.get("publisher", []), identity is None
     if identity is None:
         home = Path(os.environ.get("MILLRACE_HOME") or Path.home() / ".millrace")
@@ -239,7 +242,12 @@ def open_peers(
             "Give the node's directory of that network."
         )
     return PeerOrigin(
-        identity, name, expected_id=dataset_id, discovery=discovery, patience=patience, publishers=publishers
+        identity,
+        name,
+        expected_id=next(iter(asked), None),
+        discovery=discovery,
+        patience=patience,
+        publishers=publishers,
     )
 
 

@@ -175,16 +175,18 @@ class Tracker:
         with self._lock:
             self._refresh(tracked, now)
             me = member_id(peer.peer_id, ask.session)
+            own = next((one for one in tracked.own if one.peer_id == me), None)  # It need not dial itself.
             if ask.leave:
-                swarm.leave(me)
+                if own is None:
+                    swarm.leave(me)
                 return _told(swarm, [], {}, 0.0, False, me)
             known = swarm.knows(me)
             if known is None and swarm.num_members(peer.peer_id) >= _MAX_SESSIONS:
                 raise BadRequestError(f"swarm: expected at most {_MAX_SESSIONS} processes of {peer.peer_id}")
-            found = self._dialer.found(peer.peer_id, ask.address)
+            found = own is not None or self._dialer.found(peer.peer_id, ask.address)
             address, is_checking = ask.address if found else "", found is None
             is_new = known is None or known.address != address
-            swarm.join(Holder(me, address, False), ask.have, now, slots=ask.slots)
+            swarm.join(own or Holder(me, address, False), ask.have, now, slots=ask.slots)
             for index, who, wrong in ask.failed:
                 swarm.failed(me, index, who, now, wrong)
             for index in ask.dropped:

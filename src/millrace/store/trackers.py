@@ -16,6 +16,7 @@ from millrace.network.client import Client, RemoteError
 
 _ASK_S = 10.0
 _HOME_S = 30.0  # so often, who asks a sharer looks whether a data node is back
+_AGAIN_S = 3.0  # so often, who found nobody looks again
 _DEAD_S = 30.0  # a tracker that did not answer is left alone so long
 _BUSY_S = 1.0
 log = logging.getLogger("millrace.swarm")
@@ -62,6 +63,7 @@ class Trackers:
         self.num_lost = 0
         self._client, self._dataset_id, self._find, self._own, self._clock = client, dataset_id, find, own, clock
         self._found_at = float("-inf")
+        self._is_new = True  # nobody else was found so far
         self._ranked: list[TrackerAt] = []
         self._sharers: dict[str, TrackerAt] = {}  # by address
         self._dead: dict[str, float] = {}  # by address, until when
@@ -104,7 +106,12 @@ class Trackers:
             found = list(self._find())
         except (MillraceError, OSError) as error:
             log.info("swarm of %s: no tracker was found: %s", self._dataset_id[:12], error)
-        self._rank(found if self._own is None else [*found, self._own])
+        is_alone = not found and not self._sharers
+        if is_alone:
+            self._found_at = now - _HOME_S + _AGAIN_S
+        # The others do not know a newcomer yet: one that asked itself would wait until they do.
+        self._rank([*found, self._own] if self._own is not None and (is_alone or not self._is_new) else found)
+        self._is_new = self._is_new and is_alone
 
     def _rank(self, found: Sequence[TrackerAt]) -> None:
         known = {**self._sharers, **{one.address: one for one in found}}
