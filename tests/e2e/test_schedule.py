@@ -180,7 +180,7 @@ def test_jobs_are_steered_by_who_may_and_a_mixture_is_used_once(
     assert samples == {(NAME, i) for i in range(25)} | {("mix", i) for i in range(25 + 12)}
     assert main(["status", service.address, "--network", str(homes["admin"])]) == 0
     out = capsys.readouterr().out
-    assert f"{NAME}: done, epoch 1 of 1, 100.0%" in out and "two: weight 1" in out and "worker:" in out
+    assert f"{NAME}: done, epoch 1 of 1, 100.0%" in out and "two: weight 1" in out and "\n  worker  " in out
     service.stop()
     for path in (ledger_path(tmp_path / "state"), ledger_path(tmp_path / "state", "mix")):
         report = verify_ledger(path, verify=verify)

@@ -117,7 +117,7 @@ def test_a_scheduler_must_be_certified_as_one(
                 if status == 200:
                     asker.request_json(true.address, "POST", door, {})
                     continue
-                with pytest.raises(RemoteError, match="lets nobody pause"):
+                with pytest.raises(RemoteError, match="lacks the role admin, without which nobody can pause"):
                     asker.request_json(true.address, "POST", door, {})
         outsider = issued(tmp_path, "outsider", "worker", datasets=("books",))
         with Client(outsider) as asker, pytest.raises(RemoteError, match="does not cover"):

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from millrace.cli.arguments import address, positive
-from millrace.cli.running import add_node, join_network, on_stop, ready
+from millrace.cli.arguments import positive
+from millrace.cli.running import add_node, join_network, listen_at, on_stop, ready
 from millrace.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def _schedule(args: argparse.Namespace) -> int:
 
     plans = _plans(args)
     identity, discovery = join_network(args)
-    host, port = address(args.listen)
+    host, port = listen_at(args, discovery)
     service = SchedulerService(
         identity,
         plans[0].name,
@@ -41,6 +41,7 @@ def _schedule(args: argparse.Namespace) -> int:
         jobs=plans,
         wait_s=args.wait,
         standby=args.standby,
+        publishers=args.publisher,
     )
     stop = threading.Event()
     on_stop(stop, args)
@@ -146,15 +147,16 @@ def _steer(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
+    from millrace.cli.node_status import lines as node_lines
     from millrace.network.https import Client
     from millrace.network.identity import Identity
     from millrace.schedule.status import lines
 
     body, _ = Client(Identity.load(args.network)).request_json(args.address, "GET", "/v1/status")
-    if args.json or "jobs" not in body:
-        print(json.dumps(body, indent=None if args.json else 2))
+    if args.json:
+        print(json.dumps(body))
     else:
-        print("\n".join(lines(body)))
+        print("\n".join(lines(body) if "jobs" in body else node_lines(body)))
     return 0
 
 
@@ -169,19 +171,33 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     )
     p.add_argument("--priority", action="append", default=[], metavar="JOB=N", help="for workers that name no job")
     p.add_argument("--id", help="the dataset id, where a name stands for several")
-    p.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT")
-    p.add_argument("--state", type=Path, default=Path("./millrace-state"), metavar="DIR")
+    p.add_argument(
+        "--publisher", action="append", default=[], metavar="PEER_ID", help="lease only what one of these peers signed"
+    )
+    p.add_argument("--listen", metavar="HOST:PORT", help="default: a free port where our DHT node listens")
+    p.add_argument(
+        "--state", type=Path, default=Path("./millrace-state"), metavar="DIR",
+        help="of the ledgers and the journal; started on it again, a scheduler goes on (./millrace-state)",
+    )  # fmt: skip
     p.add_argument("--standby", action="store_true", help="wait for the scheduler on --state to end, then go on for it")
-    p.add_argument("--seq-len", type=positive, default=1024)
-    p.add_argument("--epochs", type=positive, default=1)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--lease", type=float, default=30.0, metavar="S", help="a lease lives so long without a word")
+    p.add_argument("--seq-len", type=positive, default=1024, metavar="L", help="tokens a sample (1024)")
+    p.add_argument("--epochs", type=positive, default=1, metavar="N", help="how often every sample is used (1)")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, another order (0)")
+    p.add_argument("--lease", type=float, default=30.0, metavar="S", help="a lease lives so long without a word (30)")
     p.add_argument("--stall", type=float, metavar="S", help="and so long without a use (default: 20 times --lease)")
-    p.add_argument("--steal", type=float, default=2.0, metavar="S", help="cut who needs longer, for who is idle")
-    p.add_argument("--max-failures", type=positive, default=3, metavar="N", help="workers, to set a slice aside")
-    p.add_argument("--wait", type=float, default=30.0, metavar="S", help="how long to look for a data node")
-    p.add_argument("--exit-when-done", action="store_true")
-    p.add_argument("--at", metavar="HOST:PORT", help=f"a running scheduler: {', '.join(VERBS)} one of its jobs")
+    p.add_argument("--steal", type=float, default=2.0, metavar="S", help="cut who needs longer, for who is idle (2)")
+    p.add_argument(
+        "--max-failures",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="workers that fail on a slice, to set it aside (3)",
+    )
+    p.add_argument("--wait", type=float, default=30.0, metavar="S", help="how long to look for a data node (30)")
+    p.add_argument("--exit-when-done", action="store_true", help="end once every job is done")
+    p.add_argument(
+        "--at", metavar="HOST:PORT", help=f"a running scheduler: {', '.join(VERBS)} NAME's job; needs the role admin"
+    )
     p = verb("status", _status, "what a scheduler or data node says of itself")
     p.add_argument("address", metavar="HOST:PORT")
     p.add_argument("--network", type=Path, required=True, metavar="DIR")

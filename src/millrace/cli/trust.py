@@ -56,8 +56,8 @@ def _network_join(args: argparse.Namespace) -> int:
     where = args.directories[-1]
     print(f"{identity.name} is peer {identity.peer_id}. Its files are in {where}; use --network with it.")
     if identity.org or identity.scope != Scope():
-        of = f"of organisation {identity.org}, " if identity.org else ""
-        print(f"It is {of}{_words(identity.scope)}; its certificate holds until {_date(identity.expires_at)}.")
+        by = f" It was admitted by organisation {identity.org}." if identity.org else ""
+        print(f"It may be {_words(identity.scope)}, until {_date(identity.expires_at)}.{by}")
     return 0
 
 
@@ -68,7 +68,9 @@ def _network_invite(args: argparse.Namespace) -> int:
     from millrace.network.tokens import Token, sign_token
 
     address(args.at)
-    issuer, scope = read_issuer(args.directory), _scope(args)
+    issuer = read_issuer(args.directory)
+    # An organisation's nodes get no datasets beyond its own, whatever the token says.
+    scope = Scope(frozenset(args.role) or issuer.scope.roles, tuple(args.dataset), issuer.scope.datasets)
     token = Token(
         id=secrets.token_hex(16),
         network_id=read_network(args.directory)["network_id"],
@@ -82,7 +84,8 @@ def _network_invite(args: argparse.Namespace) -> int:
     )
     print(sign_token(issuer, token))
     print(
-        f"token {token.id[:8]}: {token.uses} nodes may join as {_words(scope)}, until {_date(token.expires_at)}. "
+        f"token {token.id[:8]}: {token.uses} {'node' if token.uses == 1 else 'nodes'} may join as {_words(scope)}, "
+        f"until {_date(token.expires_at)}. "
         f"Who has it may join: send it like a password.\n"
         f"next, here: millrace network admit {args.directory} --listen {args.at}\n"
         f"next, there: millrace network join --token TOKEN NODE_DIRECTORY --name NODE",
@@ -160,10 +163,14 @@ def _network_revoke(args: argparse.Namespace) -> int:
 def _network_show(args: argparse.Namespace) -> int:
     facts = _issuer_facts(args.directory) or _node_facts(args.directory)
     if not args.json:
-        facts["expires"] = f"{_date(facts['expires'])} ({(facts['expires'] - time.time()) / DAY_S:,.1f} days left)"
+        facts["expires"] = f"{_date(facts['expires'])} ({_left(facts['expires'])})"
         for key in ("roles", "datasets"):
             facts[key] = ", ".join(facts[key]) or "all"
         facts["revoked"] = ", ".join(facts["revoked"]) or "none"
+        lists = facts.pop("lists")
+        facts["revocations"] = ", ".join(f"number {n} of {issuer}" for issuer, n in lists.items()) or "no list yet"
+        if not facts.get("organisation", "it"):
+            facts["organisation"] = "none: signed by the root"
     show(facts, args.json)
     return 0
 
@@ -245,11 +252,24 @@ def _network_audit(args: argparse.Namespace) -> int:
             fields = {"seq": event.seq, "at": event.at, "kind": event.kind, **event.facts, "repeats": event.repeats}
             print(json.dumps(fields))
             continue
-        facts = "  ".join(f"{key} {plain(value)}" for key, value in event.facts.items())
-        more = f"  (and {event.repeats} times more)" if event.repeats else ""
+        facts = "  ".join(f"{key} {_told(value)}" for key, value in event.facts.items())
+        more = f"  ({event.repeats:,} more like it)" if event.repeats else ""
         print(f"{_date(event.at)}  {event.kind:<11}  {facts}{more}")
     print(f"{count:,} events, each bound to the one before; the last hash is {last or 'none'}", file=sys.stderr)
     return 0
+
+
+def _told(value: Any) -> str:
+    """A fact of an event for a person: of a refusal's answer its message."""
+    try:
+        return str(json.loads(value)["message"])
+    except (KeyError, TypeError, ValueError):
+        return plain(value)
+
+
+def _left(until: float) -> str:
+    days = (until - time.time()) / DAY_S
+    return f"{days:,.0f} days left" if days >= 10 else f"{days:,.1f} days left" if days > 0 else "over"
 
 
 def _scope(args: argparse.Namespace) -> Scope:

@@ -105,7 +105,7 @@ class Identity:
         if peer.public_key != key.public_key().public_bytes_raw():
             raise UsageError(
                 f"identity: node-cert.pem is of another key than node-key.pem ({folder}). "
-                "Join again with force, or renew the certificate."
+                "Renew the certificate (millrace network renew), or join anew in another directory."
             )
         root_peer = peer_in(root)
         if root_peer.peer_id != network["network_id"]:

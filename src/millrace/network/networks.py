@@ -172,7 +172,7 @@ def check_vacant(folder: Path, force: bool) -> None:
     if (folder / "node-key.pem").exists() and not force:
         raise UsageError(
             f"join: {folder} already holds a node (node-key.pem). A new key means a new peer id. "
-            "Choose another directory, renew its certificate, or force."
+            "Choose another directory, or renew its certificate (millrace network renew)."
         )
 
 

@@ -24,7 +24,7 @@ from millrace.ledger import receipt_message
 from millrace.network.client import Client
 from millrace.network.dialing import Dialer
 from millrace.network.discovery import Discovery, record_key
-from millrace.network.https import BadRequestError, Request, Response, Server, error_response, json_response
+from millrace.network.https import BadRequestError, Pending, Request, Response, Server, error_response, json_response
 from millrace.network.identity import Identity, Peer, verify
 from millrace.network.limits import Bounds
 from millrace.network.metrics import Metric, metrics_response
@@ -41,7 +41,7 @@ from millrace.schedule.steering import DOORS, VERB, act
 ORIGIN_TTL_S = 20.0
 MAX_CONNECTIONS = 16_384
 # A worker asks once a minute or more often, and keeps its connection; no answer takes long.
-BOUNDS = Bounds(busy=64, idle_s=150.0)
+BOUNDS = Bounds(busy=64, idle_s=150.0, gather_s=0.04)
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class SchedulerService:
         self._exchanges, self._desk_s = 0, 0.0
         self._journal: Journal | None = None
         self._server = Server(identity, host, port, self._answer, MAX_CONNECTIONS, bounds=BOUNDS)
-        self._routes: dict[tuple[str, str], Callable[[Request], Response]] = {
+        self._routes: dict[tuple[str, str], Callable[[Request], Response | Pending]] = {
             ("GET", "/v1/job"): self._job,
             ("GET", "/v1/jobs"): lambda request: json_response({"jobs": self.status()["jobs"]}),
             ("GET", "/v1/status"): lambda request: json_response(self.status()),
@@ -253,7 +253,7 @@ class SchedulerService:
 
     # Answers.
 
-    def _answer(self, request: Request) -> Response:
+    def _answer(self, request: Request) -> Response | Pending:
         if (answer := answer_trust(self.identity, request)) is not None:
             return answer
         route = self._routes.get((request.method, request.path))
@@ -282,7 +282,7 @@ class SchedulerService:
             return error_response(404, "not_found", f"job {name[:80]!r}: this scheduler has {', '.join(self.plans)}.")
         return json_response(self._catalog.describe_job(name, self._open_journal().job_ids[name]))
 
-    def _exchange(self, request: Request) -> Response:
+    def _exchange(self, request: Request) -> Response | Pending:
         ask, bad = exchange.parse_ask(request.json())
         peer = request.peer
         refused = self._refuse(peer, ask)
@@ -312,7 +312,15 @@ class SchedulerService:
             self._desk_s += time.perf_counter() - begun
         leases = [self._catalog.describe(grant, journal.job_ids[grant.job]) for grant in reply.leases]
         body = exchange.reply_json(reply, leases)
-        journal.wait(ticket)
+        return Pending(lambda: self._settle(journal, ticket, body))
+
+    def _settle(self, journal: Journal, ticket: int, body: dict[str, Any]) -> Response:
+        """The answer, once what it says is on disk."""
+        try:
+            journal.wait(ticket)
+        except LedgerError as error:
+            log.error("scheduler %s: %s", self.name, error)
+            return error_response(503, "ledger", str(error))
         return json_response(body)
 
     def _refuse(self, peer: Peer, ask: Ask) -> Response | None:
@@ -358,7 +366,9 @@ class SchedulerService:
 
     def _administer(self, request: Request, name: str, verb: str) -> Response:
         if not request.peer.scope.allows("admin"):
-            text = f"the certificate of {request.peer.peer_id} lets nobody {verb} a job"
+            text = (
+                f"the certificate of {request.peer.peer_id} lacks the role admin, without which nobody can {verb} a job"
+            )
             return error_response(403, "not_an_admin", text)
         body = request.json() or {}
         if not isinstance(body, dict):

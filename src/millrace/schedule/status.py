@@ -128,9 +128,13 @@ def job_line(job: Mapping[str, Any]) -> str:
     share = job["samples_used"] / max(1, job["num_samples"])
     return (
         f"{job['name']}: {job['state']}, epoch {min(job['epoch'] + 1, job['epochs'])} of {job['epochs']}, "
-        f"{share:.1%} ({job['samples_used']:,} of {job['num_samples']:,} samples), "
-        f"{job['slices_leased']} leases, {job['idle']} workers idle"
+        f"{share:.1%} ({job['samples_used']:,} of {job['num_samples']:,} samples)"
+        + ("" if job["done"] else f"; {_count(job['slices_leased'], 'lease')}, {_count(job['idle'], 'worker')} idle")
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def lines(status: Mapping[str, Any]) -> Iterator[str]:
@@ -146,11 +150,13 @@ def lines(status: Mapping[str, Any]) -> Iterator[str]:
             yield f"  slice {aside['slice']} is set aside: {aside['reason']}"
     workers = status.get("workers", {})
     if workers:
-        yield f"{len(workers)} workers:"
+        yield f"{_count(len(workers), 'worker')}, with what they used since this scheduler began:"
+        width = max(8, *(len(worker["name"] or peer_id) for peer_id, worker in workers.items()))
+        yield f"  {'name':<{width}}  {'tokens/s':>12}  {'samples':>14}  leases  last heard of"
     for peer_id, worker in workers.items():
         yield (
-            f"  {worker['name'] or peer_id}: {worker['tokens_per_s']:,.0f} tokens/s, {worker['samples']:,} samples, "
-            f"{worker['leases']} leases, heard of {worker['last_seen_s']:.0f} s ago"
+            f"  {worker['name'] or peer_id:<{width}}  {worker['tokens_per_s']:>12,.0f}  {worker['samples']:>14,}  "
+            f"{worker['leases']:>6}  {worker['last_seen_s']:,.0f} s ago"
         )
     for bad in status.get("bad_providers", ()):
-        yield f"provider {bad['peer_id']} gave wrong bytes ({bad['reports']} reports): {bad['reason']}"
+        yield f"provider {bad['peer_id']} gave wrong bytes ({_count(bad['reports'], 'report')}): {bad['reason']}"
