@@ -52,7 +52,7 @@ def _share_at(share: str | None, host: str) -> str | None:
     if share == "no":
         return None
     if share is not None:
-        address(share)
+        address(f"0.0.0.0{share}" if share.startswith(":") else share)
     return share or f"{host}:0"
 
 
@@ -112,6 +112,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument(
         "--share",
         metavar="HOST:PORT|no",
-        help="where other workers get what this one cached; default: a free port where our DHT node listens",
+        help="where other workers get what this one cached; :PORT at all addresses; default: a free port where our DHT "
+        "node listens",
     )
     p.add_argument("--upload-limit", type=size, metavar="BYTES", help="bytes a second to all others")

@@ -22,7 +22,7 @@ _BLOCK = 1 << 16
 
 @dataclass
 class UseColumns:
-    """Gathers uses. `workers` are peer ids; `sessions` are theirs: peer id, a space, the name. Both as they first came."""
+    """Gathers uses. `workers` are peer ids; `sessions` are theirs: peer id, a space, the name. As they first came."""
 
     workers: dict[str, int] = field(default_factory=dict)
     sessions: dict[str, int] = field(default_factory=dict)

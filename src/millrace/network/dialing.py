@@ -1,18 +1,40 @@
-"""Whether a member answers at the address it names: behind NAT, or with a wrong address, nobody must wait for it."""
+"""Where a member is reached: what it should name, and whether it answers there. Behind NAT nobody must wait for it."""
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from millrace.errors import MillraceError
-from millrace.network.client import Client
+from millrace.network.client import Client, parse_address
 
 CHECK_S, RECHECK_S = 3.0, 60.0
 FORGET_S = 3600.0
 AT_ONCE = 8
+
+
+def named_host(host: str, towards: str) -> str:
+    """What others are told of a server that listens at `host`: where that is everywhere, this host as seen by another.
+
+    Args:
+        towards: `host:port` of the other; nothing is sent to it.
+
+    Raises:
+        UsageError: If it is no address.
+    """
+    if host.strip("[]") not in ("", "0.0.0.0", "::"):
+        return host
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(*parse_address(towards), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            found = str(probe.getsockname()[0])
+    except OSError:  # no way there now: those on this machine reach it
+        return "127.0.0.1"
+    return f"[{found}]" if ":" in found else found
 
 
 class Dialer:

@@ -109,6 +109,11 @@ class Control:
             "Is it running, and in this network?"
         )
 
+    def known(self) -> list[str]:
+        """Where the scheduler stands, as far as it is known."""
+        address = self._address
+        return [] if address is None else [address]
+
     def _forget(self, address: str) -> None:
         with self._lock:
             if self._address == address and self._discovery is not None:

@@ -16,7 +16,7 @@ from millrace.errors import IntegrityError, NetworkError
 from millrace.network.client import Client, WrongPeerError
 from millrace.store.cache import Refusal, SliceCache
 from millrace.store.holders import HolderSource
-from millrace.store.origins import Origin, open_origin
+from millrace.store.origins import Origin, PassingError, open_origin
 from millrace.store.room import part_bytes
 from millrace.store.transfer import Transfer, Transfers
 from millrace.worker.answers import Grant, Provider
@@ -52,6 +52,7 @@ class Fetcher:
         self._transfers = Transfers(_CONNECTIONS, tries=2, patience_s=1.0, hedge_s=2.0, max_backoff_s=1.0)
         self._lock = threading.Lock()
         self._bad: set[tuple[str, str]] = set()
+        self._away: set[tuple[str, str]] = set()
         self._misses = 0
         self._hit_at = time.monotonic()
         self._closing = threading.Event()
@@ -187,6 +188,8 @@ class Fetcher:
         def on_fault(error: NetworkError) -> None:
             if isinstance(error.__cause__, WrongPeerError):
                 self._tell(grant, source, str(error), wrong=False)
+            elif isinstance(error, PassingError) and not error.throttled:
+                self._note(grant, provider.peer_id, str(error))
 
         source = HolderSource(
             self._client,
@@ -207,3 +210,11 @@ class Fetcher:
                 return
             self._bad.add((who, grant.sha256))
         self._hand.note_bad(who, grant.sha256, reason, wrong)
+
+    def _note(self, grant: Grant, who: str, reason: str) -> None:
+        """Tells the scheduler, once, of one that did not answer now: others know better who does; it is asked again."""
+        with self._lock:
+            if (who, grant.sha256) in self._bad or (who, grant.sha256) in self._away:
+                return
+            self._away.add((who, grant.sha256))
+        self._hand.note_away(who, grant.sha256, reason)

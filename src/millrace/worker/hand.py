@@ -26,7 +26,7 @@ MAX_LEASES = 16
 # Two exchanges are at least so far apart, whatever there is to say.
 _LEAST_APART_S = 0.01
 # However long the scheduler says to wait.
-_MAX_WAIT_S = 10.0
+_MAX_WAIT_S = 1.0
 _NEW_WEIGHT = 0.3
 _MAX_REFUSALS = 3
 log = logging.getLogger("millrace.worker")
@@ -186,6 +186,11 @@ class Hand:
             self.tally.bad.append(bad)
             self._bad.append(bad)
             self._changed.notify_all()
+
+    def note_away(self, peer_id: str, sha256: str, reason: str) -> None:
+        """A provider did not answer, and will be asked again; others had better be sent elsewhere."""
+        with self._changed:
+            self._bad.append(Bad(peer_id, sha256, reason[:300], wrong=False))
 
     # The thread that speaks with the scheduler.
 

@@ -19,9 +19,11 @@ from typing import Any
 
 from millrace.ledger import Used, receipt_message
 from millrace.network.client import Client
+from millrace.network.dialing import named_host
 from millrace.network.discovery import Discovery
 from millrace.network.identity import Identity
 from millrace.network.limits import Throttle
+from millrace.network.trust import TrustWatch
 from millrace.store.cache import SliceCache
 from millrace.store.share import SliceShare
 from millrace.worker.answers import Answer
@@ -67,7 +69,8 @@ def run_worker(
         receipt_s: How often what was used is acknowledged.
         patience_s: How long a scheduler, or providers, that do not answer are waited for.
         ahead: Leases in hand beyond the one in use, 1 to 15; None: as many as keep the fetching ahead.
-        share: `host:port` where other workers get what this one cached, 0 for a free port; None: nowhere.
+        share: `host:port` where other workers get what this one cached, 0 for a free port, `0.0.0.0` or no host for
+            every address of this machine; None: nowhere.
         upload_bytes_per_s: What it sends to them at most.
         on_batch: Called after each step with the batch (`inputs` and `labels`, or the tensors of a row layout)
             and its global sample ids, int64 [B].
@@ -85,6 +88,8 @@ def run_worker(
         client = stack.enter_context(contextlib.closing(Client(identity)))
         worker = _Worker(identity, client, settings, discovery, stop)
         stack.callback(worker.session.close)
+        trust = TrustWatch(identity, client, known=worker.control.known, discovery=discovery)
+        stack.enter_context(contextlib.closing(trust.start()))
         if settings.share is not None:
             worker.share = _open_share(identity, settings, worker)
             stack.callback(worker.share.close, SETTLE_S)
@@ -110,7 +115,7 @@ class _Worker:
         self.share: SliceShare | None = None
         self._stop = stop
         self.session = open_session(self.cache.directory)
-        self._control = Control(
+        self.control = Control(
             identity,
             client,
             settings.name,
@@ -192,7 +197,7 @@ class _Worker:
 
     def _exchange(self, said: Statement, patience_s: float | None = None) -> None:
         news = self.shelf.news(everything=self._must_tell_all) if self.share is not None else {}
-        answer = Answer.from_json(self._control.exchange(self._body(said, news), patience_s))
+        answer = Answer.from_json(self.control.exchange(self._body(said, news), patience_s))
         self.shelf.told(news)
         self._must_tell_all = answer.tell_have
         self._hand.hear(said, answer)
@@ -254,5 +259,8 @@ class _Worker:
 
 def _open_share(identity: Identity, settings: LeaseSettings, worker: _Worker) -> SliceShare:
     host, _, port = str(settings.share).rpartition(":")
+    # The scheduler's network is the one in which others must reach this worker.
+    others = [settings.scheduler] if settings.scheduler else [f"{host}:{port}" for host, port in identity.bootstrap]
+    named = named_host(host, others[0]) if others else host
     throttle = Throttle(upload_bytes_per_s=settings.upload_bytes_per_s)
-    return SliceShare(identity, worker.cache, worker.shelf.sizes, host, int(port), throttle)
+    return SliceShare(identity, worker.cache, worker.shelf.sizes, host or "0.0.0.0", int(port), throttle, named=named)

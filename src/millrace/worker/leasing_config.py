@@ -24,7 +24,8 @@ class LeaseSettings:
         receipt_s: How often used samples are acknowledged.
         patience_s: How long a scheduler, or providers, that do not answer are waited for.
         ahead: Leases in hand beyond the one in use; None: as many as keep the fetching ahead.
-        share: `host:port` where other workers get what this one cached; None: nowhere.
+        share: `host:port` where other workers get what this one cached, host `0.0.0.0` or none: at
+            every address of this host, named to others as the scheduler sees it; None: nowhere.
         upload_bytes_per_s: What it sends to them at most.
     """
 
@@ -54,5 +55,5 @@ class LeaseSettings:
             raise UsageError("worker: expected a job's name or a scheduler's host:port, got neither.")
         if self.ahead is not None and not 1 <= self.ahead <= MAX_LEASES - 1:
             raise UsageError(f"worker: expected from 1 to {MAX_LEASES - 1} leases ahead, got {self.ahead}.")
-        if self.share is not None and not re.fullmatch(r".+:\d{1,5}", self.share):
+        if self.share is not None and not re.fullmatch(r".*:\d{1,5}", self.share):
             raise UsageError(f"worker: expected share as HOST:PORT, or none, got {self.share!r}.")
