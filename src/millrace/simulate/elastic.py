@@ -199,7 +199,7 @@ class _World:
         return {
             "done": reached / (self.run.num_steps or 1),
             "workers alive": len(self.ranks),
-            "workers using": sum(rank.is_computing for rank in self.ranks.values()),
+            "workers using": sum(rank.is_in_step for rank in self.ranks.values()),
             "bytes/s from origins": origin,
             "bytes/s from workers": peers,
         }

@@ -100,7 +100,6 @@ class Rank:
     group: Group | None = None
     changing: bool = False
     done: bool = False
-    is_computing: bool = False
     waited_s: float = 0.0
     stood_s: float = 0.0
     _number: int = 0
@@ -116,6 +115,11 @@ class Rank:
     def __post_init__(self) -> None:
         assert self.reader.node.machine is not None
         self.machine = self.reader.node.machine
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether it computes, or waits for others that do; not for a slice or a generation."""
+        return not (self._stands or self._needs or self.done)
 
     @property
     def is_cut(self) -> bool:
@@ -223,7 +227,7 @@ class Rank:
 
     def _stand(self, broken: bool, holds: bool = True) -> None:
         assert self.generation is not None
-        self._stands, self.is_computing, self._since = True, False, self.net.clock.now
+        self._stands, self._since = True, self.net.clock.now
         held = (self.learned.step, self._samples(self.learned.step))
         ready = Ready(self.worker_id, self.session, self.generation.number, self._step, broken, held)
         self._ask(self.session, lambda: ready)
@@ -312,14 +316,12 @@ class Rank:
         block, step, group, at = self._block, self._step, self.group, self.net.clock.now
         assert block is not None and group is not None
         self.waited_s += at - self._since
-        self.is_computing = True
         part = slice(*block.bounds[step - block.first : step - block.first + 2])
         read = block.slices[part] * self.net.settings.samples + block.samples[part]
 
         def end() -> None:
             if not self.alive or self.group is not group or self._stands:
                 return
-            self.is_computing = False
             if self.is_cut:
                 return self.net.clock.after(STALL_S, lambda: self.fail(group))
             if not group.is_broken:

@@ -26,7 +26,7 @@ MAX_LEASES = 16
 # Two exchanges are at least so far apart, whatever there is to say.
 _LEAST_APART_S = 0.01
 # However long the scheduler says to wait.
-_MAX_WAIT_S = 1.0
+_MAX_WAIT_S = 10.0
 _NEW_WEIGHT = 0.3
 _MAX_REFUSALS = 3
 log = logging.getLogger("millrace.worker")
