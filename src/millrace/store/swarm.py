@@ -142,6 +142,12 @@ class SwarmReader:
             self._news.lost.append(index)
             self._changed.notify_all()
 
+    def ask_soon(self) -> None:
+        """Ask the tracker now, whatever it said of when."""
+        with self._changed:
+            self._news.wants = True
+            self._changed.notify_all()
+
     @property
     def settled(self) -> bool:
         """Whether all who share the dataset had all of it, when the tracker was last asked."""

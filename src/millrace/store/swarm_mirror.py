@@ -23,7 +23,7 @@ from millrace.store.swarm import SteeredTransfer
 from millrace.store.targets import Target
 
 _AT_ONCE = 1024  # slices that the trackers are told of
-_LOOK_S = 0.2
+_LOOK_S, _MOST_LOOK_S = 0.1, 2.0  # whether all have all: often at first, as they mostly end together
 
 
 def mirror_by_swarm(
@@ -61,9 +61,11 @@ def mirror_by_swarm(
 
         kept = RemoteDataset(_Kept(dataset.origin, member.files), dataset.manifest, dataset.table, dataset.id)
         report = mirror(kept, target, start=start, stop=stop, on_progress=on_progress, copy=copy)
-        until = time.monotonic() + (linger_s if share else 0.0)
+        until, look_s = time.monotonic() + (linger_s if share else 0.0), _LOOK_S
         while time.monotonic() < until and not member.reader.settled:
-            time.sleep(_LOOK_S)
+            member.reader.ask_soon()
+            time.sleep(look_s)
+            look_s = min(2 * look_s, _MOST_LOOK_S)
         shared = member.share.bytes_sent if member.share is not None else 0
         return report, {**member.reader.stats(), "bytes_shared": shared}
 
