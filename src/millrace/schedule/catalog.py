@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.dataset.manifest import Manifest, SliceTable, dataset_id
-from millrace.errors import DatasetError, IntegrityError, NetworkError, UsageError
+from millrace.dataset.manifest import Manifest, SliceTable
+from millrace.errors import DatasetError, NetworkError, UsageError
 from millrace.network.client import Client
-from millrace.network.discovery import Claim, Discovery, find_providers
+from millrace.network.discovery import Claim, Discovery, find_providers, read_claims
 from millrace.network.publish import published
 from millrace.network.swarm import Holder
 from millrace.order.plan import samples_per_slice
 from millrace.schedule.ask import Bad, BadReport, Grant
 from millrace.schedule.jobs import JobSpec, Source
+from millrace.schedule.kept import Kept, check
 from millrace.schedule.sessions import Session
 
 MAX_MANIFEST_BYTES = 16 << 20
@@ -57,6 +58,7 @@ class Finder:
     """Looks for data nodes, in the DHT and then at the nodes.
 
     Args:
+        kept: Where manifests and tables are kept that were found.
         publishers: Peer ids; only datasets that one of them signed count. Without any all do.
     """
 
@@ -66,12 +68,14 @@ class Finder:
         discovery: Discovery,
         client: Client,
         stopping: threading.Event,
+        kept: Kept,
         publishers: Collection[str] = (),
     ) -> None:
         self._network_id = network_id
         self._discovery = discovery
         self._client = client
         self._stopping = stopping
+        self.kept = kept
         self._publishers = publishers
         self._unsigned: list[str] = []
 
@@ -81,6 +85,17 @@ class Finder:
         claims = [claim for claim in claims if claim.is_whole and wanted.dataset_id in ("", claim.dataset_id)]
         good, self._unsigned = published(self._client, claims, self._publishers)
         return good
+
+    def still_there(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Of claims of before, those whose nodes say so still."""
+        found = []
+        for claim in claims:
+            try:
+                again = read_claims(self._client, claim.address)
+            except (NetworkError, UsageError):
+                continue
+            found += [one for one in again if (one.peer_id, one.dataset_id) == (claim.peer_id, claim.dataset_id)]
+        return found
 
     def find(self, wanted: Wanted, seq_len: int, wait_s: float) -> tuple[Found, list[Claim]]:
         """A dataset and who serves it; waits for a data node that gives its manifest.
@@ -105,8 +120,7 @@ class Finder:
                 except (NetworkError, DatasetError) as error:
                     failures.append(f"{claim.address}: {error}")
                     continue
-                samples = samples_per_slice(table.count, seq_len, manifest.layout)
-                return Found(wanted.name, ids[0], manifest, table, samples, samples.cumsum() - samples), claims
+                return found_of(wanted.name, ids[0], seq_len, manifest, table), claims
             # Who made the claim may have died since; others may come.
             if time.monotonic() >= deadline or self._stopping.wait(0.2):
                 told = "; ".join(failures)
@@ -132,20 +146,18 @@ class Finder:
         data = self._client.get_bytes(
             claim.address, f"{base}/manifest.json", MAX_MANIFEST_BYTES, expect_peer=claim.peer_id
         )
-        if dataset_id(data) != claim.dataset_id:
-            raise IntegrityError(
-                f"manifest of {claim.dataset_id}: expected that hash, got {dataset_id(data)} (peer {claim.peer_id})."
-            )
-        manifest = Manifest.from_json(data)
         raw = self._client.get_bytes(
             claim.address, f"{base}/slices.parquet", MAX_TABLE_BYTES, expect_peer=claim.peer_id
         )
-        if dataset_id(raw) != manifest.table_sha256:
-            raise IntegrityError(
-                f"slice table of {claim.dataset_id}: expected sha256 {manifest.table_sha256}, "
-                f"got {dataset_id(raw)} (peer {claim.peer_id})."
-            )
-        return manifest, SliceTable.from_parquet(raw)
+        found = check(claim.dataset_id, data, raw, f"peer {claim.peer_id}")
+        self.kept.put(claim.dataset_id, data, raw)
+        return found
+
+
+def found_of(name: str, dataset_id: str, seq_len: int, manifest: Manifest, table: SliceTable) -> Found:
+    """A dataset as a job of this sequence length sees it."""
+    samples = samples_per_slice(table.count, seq_len, manifest.layout)
+    return Found(name, dataset_id, manifest, table, samples, samples.cumsum() - samples)
 
 
 def holders(claims: Sequence[Claim]) -> list[Holder]:
@@ -181,13 +193,19 @@ class Catalog:
         self._finder = finder
         self._found: dict[tuple[str, str], Found] = {}  # by job and dataset id
 
-    def find(self, wait_s: float) -> None:
-        """Finds every dataset; raises as Finder.find, or UsageError if those of a job do not go together."""
+    def find(self, wait_s: float, begun: Mapping[str, Sequence[str]] | None = None) -> None:
+        """Finds every dataset; raises as Finder.find, or UsageError if those of a job do not go together.
+
+        Args:
+            begun: The dataset ids of jobs that were begun before: what of them is kept needs no data node now.
+        """
         for plan in self.plans.values():
             found = []
-            for wanted in plan.datasets:
-                dataset, claims = self._finder.find(wanted, plan.seq_len, wait_s)
-                self.claims[dataset.dataset_id] = claims
+            ids = [*(begun or {}).get(plan.name, ()), *[""] * len(plan.datasets)]
+            for wanted, before in zip(plan.datasets, ids):
+                kept = self._kept(wanted, before, plan.seq_len)
+                dataset, claims = kept or self._finder.find(wanted, plan.seq_len, wait_s)
+                self.claims[dataset.dataset_id] = claims or self.claims.get(dataset.dataset_id, [])
                 self._found[plan.name, dataset.dataset_id] = dataset
                 found.append(dataset)
             layouts = {dataset.manifest.layout for dataset in found}
@@ -199,12 +217,19 @@ class Catalog:
                 plan.steal_s, plan.priority, plan.weight, plan.changes,
             )  # fmt: skip
 
+    def _kept(self, wanted: Wanted, dataset_id: str, seq_len: int) -> tuple[Found, list[Claim]] | None:
+        """A dataset as this job began with it, without a look at who serves it."""
+        kept = self._finder.kept.get(dataset_id) if dataset_id and wanted.dataset_id in ("", dataset_id) else None
+        if kept is None or kept[0].name != wanted.name:
+            return None
+        return found_of(wanted.name, dataset_id, seq_len, *kept), []
+
     def look_again(self) -> None:
-        """Asks who serves the datasets now; where nobody answers, those of before are kept."""
+        """Asks who serves the datasets now; where nobody is found, those of before who answer still count."""
         for name, spec in self.specs.items():
             for wanted, source in zip(self.plans[name].datasets, spec.sources):
                 claims = self._finder.claims(replace(wanted, dataset_id=source.dataset_id))
-                self.claims[source.dataset_id] = claims or self.claims[source.dataset_id]
+                self.claims[source.dataset_id] = claims or self._finder.still_there(self.claims[source.dataset_id])
 
     def all_claims(self) -> list[Claim]:
         """Who serves any of them."""

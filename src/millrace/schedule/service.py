@@ -21,6 +21,7 @@ from typing import Any
 
 from millrace.errors import LeaseError, LedgerError, NetworkError, ProtocolViolation, StateError, UsageError
 from millrace.ledger import receipt_message
+from millrace.network.bans import BanNotes
 from millrace.network.client import Client
 from millrace.network.dialing import Dialer
 from millrace.network.discovery import Discovery, record_key
@@ -35,6 +36,7 @@ from millrace.schedule.ask import Ask
 from millrace.schedule.catalog import Catalog, Finder, JobPlan, Wanted, holders
 from millrace.schedule.events import Enlisted, Event, Recorded, Reported
 from millrace.schedule.journal import Journal, job_body, ledger_path, lock_state
+from millrace.schedule.kept import Kept, begun
 from millrace.schedule.steering import DOORS, VERB, act
 
 # A peer whose certificate expired is found anew; a node that died stays named for so long.
@@ -97,11 +99,13 @@ class SchedulerService:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
-        finder = Finder(identity.network_id, discovery, client, self._stopping, publishers)
+        kept = Kept(self.state_dir)
+        finder = Finder(identity.network_id, discovery, client, self._stopping, kept, publishers)
         self._catalog = Catalog(jobs or [only], finder)
         self.plans = self._catalog.plans
         self.name = next(iter(self.plans))
         self._trust: TrustWatch | None = None
+        self._bans = BanNotes(identity)
         self._workers: dict[str, status.Seen] = {}
         self._dialer = Dialer(client)
         self._exchanges, self._desk_s = 0, 0.0
@@ -138,11 +142,14 @@ class SchedulerService:
             StateError: If the state directory holds another job, or another scheduler runs on it.
             NetworkError: If the port cannot be had or no provider can be read.
         """
-        self._catalog.find(self._wait_s)
+        paths = {name: ledger_path(self.state_dir, name if number else "") for number, name in enumerate(self.plans)}
+        self._catalog.find(self._wait_s, begun(paths))
         lock = self._take_state()
         if lock is None:
             return
         self._journal = self._read_journal(lock)
+        for dataset_id, swarm in self._journal.desk.swarms.items():
+            self._bans.know(dataset_id, swarm.facts()["banned"])
         self._name_origins()
         try:
             self._server.start()
@@ -215,7 +222,8 @@ class SchedulerService:
             desk.origins(dataset_id, holders(claims), now)
 
     def _run_discovery(self) -> None:
-        while not self._stopping.wait(self._rediscover_s):
+        often_s = self._rediscover_s
+        while not self._stopping.wait(often_s if all(self._catalog.claims.values()) else min(0.2, often_s)):
             try:
                 self._announce()
                 self._catalog.look_again()
@@ -361,6 +369,8 @@ class SchedulerService:
                 log.warning("%s reports %s for slice %s: %s", event.reporter, event.peer_id, sha256, event.reason)
                 note = {"peer": event.peer_id, "slice": sha256, "by": event.reporter, "reason": event.reason}
                 self.identity.note("bad_provider", **note)
+                banned = self._open_journal().desk.swarms[event.dataset_id].facts()["banned"]
+                self._bans.look(event.dataset_id, banned, event.reporter, event.reason)
 
     # Administration and status.
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from millrace.errors import ProtocolViolation
 from millrace.network.avoidance import member_id, node_of
+from millrace.network.bans import BanNotes
 from millrace.network.client import Client
 from millrace.network.dialing import Dialer
 from millrace.network.exchange import BadRequestError
@@ -132,6 +133,7 @@ class Tracker:
         self._lock = threading.Lock()
         self._tracked: dict[str, _Tracked] = {}
         self._dialer = Dialer(client, clock)
+        self._bans = BanNotes(client.identity)
 
     def add(
         self,
@@ -189,6 +191,8 @@ class Tracker:
             swarm.join(own or Holder(me, address, False), ask.have, now, slots=ask.slots)
             for index, who, wrong in ask.failed:
                 swarm.failed(me, index, who, now, wrong)
+            if any(wrong for _, _, wrong in ask.failed):
+                self._bans.look(dataset_id, swarm.facts()["banned"], peer.peer_id)
             for index in ask.dropped:
                 swarm.dropped(me, index)
             for index in ask.finished:

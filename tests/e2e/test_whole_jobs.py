@@ -1,0 +1,100 @@
+"""Jobs to their ends by a worker that names none: a slice set aside comes back, receipts are over what was read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("libtorrent")
+
+from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
+from test_schedule import SEQ_LEN, Hand
+
+from millrace.cli import main
+from millrace.dataset import adopt
+from millrace.ledger import read_entries, verify_ledger
+from millrace.network.audit import AuditLog
+from millrace.network.client import Client
+from millrace.network.discovery import LocalDiscovery
+from millrace.network.identity import Identity, verify
+from millrace.observe.blame import replay
+from millrace.schedule.catalog import JobPlan, Wanted
+from millrace.schedule.journal import ledger_path
+from millrace.schedule.service import SchedulerService
+from millrace.serve import DataNode
+
+
+def test_two_jobs_a_slice_set_aside_and_a_restart_with_no_data_node(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ExitStack() as stack:
+        bootstrap = Bootstrap(1)
+        stack.callback(bootstrap.close)
+        homes = make_network(tmp_path, ["data", "scheduler", "one", "two", "worker"], bootstrap.at)
+        discovery = LocalDiscovery()
+        first = make_dataset(tmp_path / "first", 4, 40)
+        make_dataset(tmp_path / "second", 4, 24)
+        for name in ("manifest.json", "slices.parquet"):
+            (tmp_path / "second" / name).unlink()
+        second = adopt(tmp_path / "second", "second")
+        node = DataNode(Identity.load(homes["data"]), [first, second], HOST, 0, discovery, ttl_s=30)
+        node.start()
+        stack.callback(node.stop)
+        plans = [
+            JobPlan(NAME, (Wanted(NAME),), SEQ_LEN, priority=1, max_failures=2),
+            JobPlan("mix", (Wanted(NAME, 1.0), Wanted("second", 2.0)), SEQ_LEN),
+        ]
+        identity = Identity.load(homes["scheduler"])
+        identity.audit = AuditLog(tmp_path / "audit.jsonl")
+        stack.callback(identity.audit.close)
+
+        def start() -> SchedulerService:
+            service = SchedulerService(identity, "", discovery, Client(identity), tmp_path / "state", jobs=plans)
+            stack.callback(service.stop)
+            service.start()
+            return service
+
+        service = start()
+        fail(service.address, [Hand(homes[name], stack) for name in ("one", "two")], node.address)
+        steer = ["--at", service.address, "--network", str(homes["scheduler"])]
+        assert main(["status", service.address, "--network", str(homes["scheduler"])]) == 0
+        assert "is set aside: torn" in capsys.readouterr().out
+        assert main(["schedule", "readmit", NAME, *steer]) == 0
+        command = [sys.executable, "-m", "millrace.cli", "work", "--scheduler", service.address, "--network"]
+        command += [str(homes["worker"]), "--cache-dir", str(tmp_path / "cache"), "--batch-size", "2"]
+        command += ["--trainer", "count", "--share", ":0", "--json"]
+        done = subprocess.run(command, check=True, capture_output=True, timeout=60)
+        report = json.loads(done.stdout.splitlines()[-1])["report"]
+        assert report["done"] and report["samples"] == 15 + 15 + 9
+        service.stop()
+        # Not one data node: what the jobs are about is in the state directory.
+        node.stop()
+        began = time.monotonic()
+        assert start().is_done() and time.monotonic() - began < 2.0
+    for path in (ledger_path(tmp_path / "state"), ledger_path(tmp_path / "state", "mix")):
+        assert verify_ledger(path, verify=verify, replay=replay).ok
+        entries = list(read_entries(path))
+        uses = [entry.body for entry in entries if entry.kind == "uses"]
+        assert uses and all(len(row) == 7 for body in uses for row in body["uses"])
+        assert len({body["session"] for body in uses}) == 1
+    kinds = [entry.kind for entry in read_entries(ledger_path(tmp_path / "state"))]
+    assert kinds.count("set_aside") == kinds.count("readmitted") == 1
+    audit = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    assert "ban" not in [entry.get("kind") for entry in audit]
+
+
+def fail(address: str, hands: list[Hand], data_node: str) -> None:
+    """Two workers cannot have the same slice, and say so."""
+    slices = set()
+    for hand in hands:
+        (lease,) = hand.say(address, job=NAME, session="5e", want=1)["leases"]
+        slices.add(lease["slice"])
+        assert [one["address"] for one in lease["providers"]] == [data_node]
+        hand.say(address, job=NAME, session="5e", failed=[{"lease_id": lease["lease_id"], "reason": "torn"}])
+    assert len(slices) == 1

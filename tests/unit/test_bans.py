@@ -1,0 +1,62 @@
+"""A ban is noted once, where a swarm's steerer makes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+from millrace.dataset import Dataset, adopt
+from millrace.dataset.slices import write_token_slice
+from millrace.network.audit import AuditLog
+from millrace.network.client import Client
+from millrace.network.identity import Identity
+from millrace.network.peer import Peer
+from millrace.network.swarm import Holder
+from millrace.schedule.kept import Kept, check
+from millrace.store.tracker import Tracker
+
+
+def test_a_tracker_notes_whom_two_nodes_accuse(make_identity: Callable[[str], Identity], tmp_path: Path) -> None:
+    identity = make_identity("node")
+    identity.audit = AuditLog(tmp_path / "audit.jsonl")
+    with closing(identity.audit), Client(identity) as client:
+        tracker = Tracker(client)
+        tracker.add("d", 8, [Holder("origin", "h:1", True)])
+        said = {"failed": [{"index": 1, "member": "liar#1", "wrong": True}]}
+        peers = {name: make_identity(name) for name in "abc"}
+        for name in "aabc":
+            tracker.answer(Peer(peers[name].peer_id, peers[name].public_key, name), "d", said)
+        tracker.close()
+    lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    (ban,) = [line for line in lines if "ban" in line.values()]
+    assert "liar" in json.dumps(ban) and peers["b"].peer_id in json.dumps(ban)
+
+
+def make_dataset(directory: Path) -> Dataset:
+    (directory / "slices").mkdir(parents=True)
+    for i in range(3):
+        ids = np.full(40, i, np.uint16)
+        write_token_slice(directory / "slices" / f"{i}.safetensors", ids, np.array([40], np.uint64))
+    return adopt(directory, "tiny")
+
+
+def test_what_a_scheduler_keeps_of_a_dataset_is_checked(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "d")
+    manifest, table = ((tmp_path / "d" / name).read_bytes() for name in ("manifest.json", "slices.parquet"))
+    kept = Kept(tmp_path / "state")
+    assert kept.get(dataset.id) is None
+    kept.put(dataset.id, manifest, table)
+    found = kept.get(dataset.id)
+    assert found is not None and found[0] == check(dataset.id, manifest, table, "here")[0]
+    assert np.array_equal(found[1].count, dataset.table.count)
+    for suffix in (".parquet", ".json"):
+        path = tmp_path / "state" / "datasets" / f"{dataset.id}{suffix}"
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        assert kept.get(dataset.id) is None
+        path.write_bytes(whole)
+    assert kept.get(dataset.id) is not None
