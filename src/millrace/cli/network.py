@@ -98,7 +98,7 @@ def _find(args: argparse.Namespace) -> int:
     if not found:
         print(
             f"millrace: nobody announces a dataset named {args.name!r} in this network. "
-            "Check the name and that its data node runs (millrace serve)",
+            "Check the name, that its data node runs (millrace serve), and that this node is not revoked",
             file=sys.stderr,
         )
         return 1

@@ -147,10 +147,11 @@ def _network_revoke(args: argparse.Namespace) -> int:
     made = [revoke(directory, args.peer_id, *nodes) for directory in issuers]
     for directory in nodes:
         revoke(directory, args.peer_id)
-    print(f"{args.peer_id} is revoked at {len(args.directories)} nodes, from their next request on.")
+    if nodes:
+        print(f"{args.peer_id} is shut out by {', '.join(map(str, nodes))}, from the next request on.")
     for signed in made:
         assert signed is not None  # an issuer's directory signs
-        print(f"Signed as list {signed.number}: running nodes that hear of it tell the others.")
+        print(f"{args.peer_id} is revoked by list {signed.number}: running nodes that hear of it tell the others.")
     for told in args.tell:
         identity = Identity.load(nodes[0])
         with Client(identity) as client:

@@ -143,7 +143,8 @@ def lines(status: Mapping[str, Any]) -> Iterator[str]:
         yield job_line(job)
         for dataset in job["datasets"] if len(job["datasets"]) > 1 else ():
             used = dataset["samples_used"]
-            yield f"  {dataset['name']}: weight {dataset['weight']:g}, epoch {dataset['epoch'] + 1}, {used:,} samples"
+            epoch = min(dataset["epoch"] + 1, job["epochs"])
+            yield f"  {dataset['name']}: weight {dataset['weight']:g}, epoch {epoch}, {used:,} samples"
         for change in job["changes"]:
             yield f"  from sample {change['at']:,} on: weights {', '.join(f'{w:g}' for w in change['weights'])}"
         for aside in job["set_aside"]:
