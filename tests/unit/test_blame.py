@@ -44,8 +44,11 @@ def dataset(tmp_path: Path) -> Dataset:
     return adopt(tmp_path / "data", "tiny")
 
 
-def train(path: Path, dataset: Dataset, epochs: int = 2) -> dict[tuple[str, int], list[int]]:
-    """A ledger as two workers make it, receipts now and then; (worker, step) to the global samples it used."""
+def train(path: Path, dataset: Dataset, epochs: int = 2, one: bool = False) -> dict[tuple[str, int], list[int]]:
+    """A ledger as two workers make it, receipts now and then; (worker, step) to the global samples it used.
+
+    `one`: as two sessions of one worker.
+    """
     samples = dataset.table.count // SEQ_LEN
     base = np.cumsum(samples) - samples
     seen: dict[tuple[str, int], list[int]] = {}
@@ -66,7 +69,8 @@ def train(path: Path, dataset: Dataset, epochs: int = 2) -> dict[tuple[str, int]
                     at = min(count, at + BATCH)
                     if at == count or chance.random() < 0.5:
                         use = Used(f"{epoch}-{index}", epoch, index, acked, at, steps[name])
-                        row = {"worker": PEERS[name], "uses": [use.to_row()], "receipt": ""}
+                        row = {"worker": PEERS["w0" if one else name], "uses": [use.to_row()], "receipt": ""}
+                        row |= {"session": name} if one else {}
                         ledger.append("uses", row, sync=False)
                         acked = at
     return seen
@@ -97,6 +101,15 @@ def test_every_step_of_every_worker_is_found(
     for step, worker in ((0, ""), (10_000, ""), (1, "nobody")):
         with pytest.raises(UsageError, match="blame"):
             blame_step(index, step, worker=worker)
+
+
+def test_the_steps_of_two_sessions_of_a_worker_are_told_apart(tmp_path: Path, dataset: Dataset) -> None:
+    seen = train(tmp_path / "ledger.jsonl", dataset, one=True)
+    index = open_index(tmp_path / "ledger.jsonl")
+    assert len(index.workers) == 1
+    for (session, step), samples in seen.items():
+        (part,) = [part for part in blame_step(index, step, worker="w0").parts if part.session == session]
+        assert part.exact and part.samples == samples
 
 
 def test_whoever_saw_a_document_is_found(
