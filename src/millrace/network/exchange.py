@@ -65,6 +65,17 @@ class Response:
     headers: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Pending:
+    """An answer that waits for something which others wait for, too, as for a disk; `settle` waits and returns it.
+
+    The server calls it once, after it handed over what else was asked at that moment. What it raises is answered
+    as what a handler raises.
+    """
+
+    settle: Callable[[], Response]
+
+
 def json_response(obj: Any, status: int = 200) -> Response:
     """A response with an object as JSON."""
     try:

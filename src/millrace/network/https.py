@@ -30,6 +30,7 @@ from millrace.network.client import Client, RemoteError, parse_address
 from millrace.network.exchange import (
     BadRequestError,
     FileRange,
+    Pending,
     Request,
     Response,
     error_response,
@@ -37,11 +38,12 @@ from millrace.network.exchange import (
     json_response,
     refuse_page,
 )
-from millrace.network.heads import Head, RefusedError
+from millrace.network.heads import RefusedError
 from millrace.network.limits import Bounds, Throttle
 from millrace.network.metrics import Metric, counter, gauge
 from millrace.network.parking import READ, WRITE, Connection, Lot, Pool, listen
 from millrace.network.peer import Peer
+from millrace.network.reading import PIECE_BYTES, Asked, Heard, read_request, set_deadline
 from millrace.network.roll import Roll
 from millrace.network.sending import Sender
 
@@ -53,6 +55,7 @@ __all__ = [
     "Bounds",
     "Client",
     "FileRange",
+    "Pending",
     "RemoteError",
     "Request",
     "Response",
@@ -63,12 +66,11 @@ __all__ = [
     "json_response",
     "parse_address",
 ]
-PIECE_BYTES = 64 << 10
+BURST = 32  # requests that one thread answers together
 SHAKERS = 4  # handshakes computed at once
 CLOSE_S = 10.0
 ENDING_S = 2.0  # how long a client that was refused may go on sending
 log = logging.getLogger("millrace.network")
-_Asked = tuple[Head, bytes] | RefusedError
 
 
 class Server:
@@ -90,7 +92,7 @@ class Server:
         identity: Identity | None,
         host: str,
         port: int,
-        handle: Callable[[Request], Response],
+        handle: Callable[[Request], Response | Pending],
         max_connections: int = 256,
         on_bytes: Callable[[Peer, int], None] | None = None,
         *,
@@ -114,6 +116,7 @@ class Server:
         self._answerers = Pool(self.bounds.busy or max_connections, "https-answer")
         self._context: ssl.SSLContext | None = None
         self._lot: Lot | None = None
+        self._burst: list[tuple[Connection, Asked]] = []
 
     @property
     def address(self) -> str:
@@ -154,7 +157,9 @@ class Server:
         bounds = self.bounds
         shortest = min(bounds.idle_s, bounds.handshake_s, bounds.head_s)
         self._revoked = self.identity.revocations.stamp() if self.identity is not None else None
-        self._lot = Lot(self._ready, self._end, self._check, min(1.0, shortest / 4))
+        self._lot = Lot(
+            self._ready, self._end, self._check, min(1.0, shortest / 4), self._flush, bounds.gather_s or 0.0
+        )
         self._lot.start(listener, self._arrived)
 
     def drain(self, timeout_s: float = 30.0) -> bool:
@@ -223,13 +228,23 @@ class Server:
             connection.ready_at = time.monotonic()
             return functools.partial(self._shakers.run, functools.partial(self._shake, connection))
         try:
-            asked = self._read(connection)
+            asked = read_request(connection, self.bounds)
         except OSError as error:
             log.debug("server %s: connection ended: %s", self.address, error)
             return functools.partial(self._end, connection)
         if asked is None:
             return None
+        if self.bounds.gather_s is not None:
+            return functools.partial(self._burst.append, (connection, asked))
         return functools.partial(self._answerers.run, functools.partial(self._serve, connection, asked))
+
+    def _flush(self) -> bool:
+        """Hands over what was gathered."""
+        burst = self._burst[:]
+        self._burst.clear()
+        for at in range(0, len(burst), BURST):
+            self._answerers.run(functools.partial(self._serve_burst, burst[at : at + BURST]))
+        return bool(burst)
 
     def _check(self) -> None:
         """Cuts off whom a revocation names that has come since."""
@@ -247,47 +262,6 @@ class Server:
             self._changed.notify_all()
 
     # Whoever holds the connection.
-
-    def _read(self, connection: Connection) -> _Asked | None:
-        """The next whole request, or what is wrong with it; None: not yet, and it may wait until its deadline.
-
-        Reads until nothing is left, in the TLS layer's buffer neither: the selector would not tell of that.
-
-        Raises:
-            OSError: If the connection has ended.
-        """
-        connection.events = READ
-        try:
-            while True:
-                if connection.ending:
-                    piece = connection.socket.recv(PIECE_BYTES)
-                    connection.to_discard -= len(piece)
-                    if not piece or connection.to_discard < 0:
-                        raise ConnectionResetError("ended after its last answer")
-                    continue
-                if (whole := connection.incoming.next()) is not None:
-                    return whole
-                self._set_deadline(connection)
-                piece = connection.socket.recv(PIECE_BYTES)
-                if not piece:
-                    raise ConnectionResetError("the peer closed")
-                connection.incoming.feed(piece)
-        except RefusedError as error:
-            return error
-        except (ssl.SSLWantReadError, BlockingIOError):
-            return None
-        except ssl.SSLWantWriteError:
-            connection.events = WRITE
-            return None
-
-    def _set_deadline(self, connection: Connection) -> None:
-        """Once for each thing it waits for: a first byte, the rest of a head, a body."""
-        phase = connection.incoming.phase
-        if phase != connection.phase:
-            bounds = self.bounds
-            rest_s = bounds.head_s + connection.incoming.missing_bytes / bounds.body_bytes_per_s
-            connection.deadline = time.monotonic() + (bounds.idle_s if phase == "rest" else rest_s)
-            connection.phase = phase
 
     def _shake(self, connection: Connection) -> None:
         """One step of a handshake."""
@@ -317,27 +291,25 @@ class Server:
             if not self._roll.prove(connection):
                 self._end(connection)
                 return
-            self._set_deadline(connection)
+            set_deadline(connection, self.bounds)
         self._lot.park(connection)
 
-    def _serve(self, connection: Connection, asked: _Asked | None) -> None:
+    def _serve(self, connection: Connection, asked: Asked) -> None:
         """Answer what was asked, and what was sent behind it; then let it wait, or end."""
-        assert self._lot is not None
-        try:
-            while asked is not None:
-                if not self._begin(connection):
-                    self._end(connection)
-                    return
-                self._exchange(connection, asked)
-                asked = self._read(connection)
-        except OSError as error:
-            log.debug("server %s: connection ended: %s", self.address, error)
-            self._end(connection)
-        except BaseException:
-            log.exception("server %s: a connection failed", self.address)
-            self._end(connection)
-        else:
-            self._lot.park(connection)
+        if (heard := self._hear(connection, asked)) is not None:
+            self._tell(connection, heard)
+
+    def _serve_burst(self, burst: list[tuple[Connection, Asked]]) -> None:
+        """Answer several that asked at once: all are heard, then all are told; who reads slowly holds up nobody."""
+        heard = [(connection, self._hear(connection, asked)) for connection, asked in burst]
+        for connection, one in heard:
+            if one is None:
+                continue
+            one.settle(self._guard)
+            if one.is_short and connection.has_room():
+                self._tell(connection, one)
+            else:
+                self._answerers.run(functools.partial(self._tell, connection, one))
 
     def _begin(self, connection: Connection) -> bool:
         with self._changed:
@@ -345,20 +317,44 @@ class Server:
                 self._roll.begin(connection)
             return not self.draining
 
-    def _exchange(self, connection: Connection, asked: _Asked) -> None:
-        """Answer one request."""
-        discard = PIECE_BYTES
+    def _hear(self, connection: Connection, asked: Asked) -> Heard | None:
+        """What a request is answered; None: the connection has ended."""
+        if not self._begin(connection):
+            self._end(connection)
+            return None
         if isinstance(asked, RefusedError):
-            response, keep = error_response(asked.status, asked.code, str(asked)), False
-            discard += asked.discard
-        else:
-            head, body = asked
-            assert connection.peer is not None
-            request = Request(
-                head.method, head.path, head.query, head.headers, body, connection.peer, connection.is_gone
-            )
-            response = self._answer(request, connection.peer.peer_id or connection.address)
-            keep = head.keep and response.status != 403 and not self.draining
+            refused = error_response(asked.status, asked.code, str(asked))
+            return Heard(None, refused, False, PIECE_BYTES + asked.discard)
+        head, body = asked
+        assert connection.peer is not None
+        request = Request(head.method, head.path, head.query, head.headers, body, connection.peer, connection.is_gone)
+        payer = connection.peer.peer_id or connection.address
+        answer = self._guard(request, functools.partial(self._answer, request, payer))
+        return Heard(request, answer, head.keep, PIECE_BYTES)
+
+    def _tell(self, connection: Connection, heard: Heard | None) -> None:
+        """Send an answer, then go on with what the client sent behind its question."""
+        assert self._lot is not None
+        try:
+            while heard is not None:
+                heard.settle(self._guard)
+                self._send(connection, heard)
+                asked = read_request(connection, self.bounds)
+                if asked is None:
+                    self._lot.park(connection)
+                    return
+                heard = self._hear(connection, asked)
+        except OSError as error:
+            log.debug("server %s: connection ended: %s", self.address, error)
+            self._end(connection)
+        except BaseException:
+            log.exception("server %s: a connection failed", self.address)
+            self._end(connection)
+
+    def _send(self, connection: Connection, heard: Heard) -> None:
+        response = heard.answer
+        assert isinstance(response, Response)
+        keep = heard.keep and response.status != 403 and not self.draining
         try:
             keep = self._sender.send(connection, response, keep)
         finally:
@@ -370,30 +366,35 @@ class Server:
         if not keep:
             # Our half is closed; what still comes is dropped: closing on unread bytes would reset the answer away.
             socket.socket.shutdown(connection.socket, socket.SHUT_WR)
-            connection.ending, connection.to_discard = True, discard
+            connection.ending, connection.to_discard = True, heard.discard
             connection.deadline = time.monotonic() + ENDING_S
 
-    def _answer(self, request: Request, payer: str) -> Response:
-        """The handler's response; what it raises becomes 400 or 500, and the server stays up."""
+    def _answer(self, request: Request, payer: str) -> Response | Pending:
+        """The handler's response, if the peer may ask at all."""
+        if self.identity is None and (refused := refuse_page(request)) is not None:
+            return refused
+        if self.identity is not None and self.identity.is_revoked(request.peer):
+            return error_response(403, "revoked", f"peer {request.peer.peer_id} is revoked in this network")
+        if (wait_s := self.throttle.admit(payer, time.monotonic())) > 0:
+            refused = error_response(429, "too_many", f"ask again in {wait_s:.3g} s")
+            return dataclasses.replace(refused, headers={"Retry-After": str(math.ceil(wait_s))})
+        return self.handle(request)
+
+    def _guard(self, request: Request, work: Callable[[], Response | Pending]) -> Response | Pending:
+        """What `work` answers; what it raises becomes 400 or 500, and the server stays up."""
         try:
-            if self.identity is None and (refused := refuse_page(request)) is not None:
-                return refused
-            if self.identity is not None and self.identity.is_revoked(request.peer):
-                refused = error_response(403, "revoked", f"peer {request.peer.peer_id} is revoked in this network")
-                return self._noted(request, refused)
-            if (wait_s := self.throttle.admit(payer, time.monotonic())) > 0:
-                refused = error_response(429, "too_many", f"ask again in {wait_s:.3g} s")
-                return dataclasses.replace(refused, headers={"Retry-After": str(math.ceil(wait_s))})
-            return self._noted(request, self.handle(request))
+            return self._noted(request, work())
         except BadRequestError as error:
             return error_response(400, "bad_request", str(error))
         except Exception:
             log.exception("server %s: %s %s failed", self.address, request.method, request.path)
             return error_response(500, "internal", f"{request.method} {request.path} failed; see the node's log")
 
-    def _noted(self, request: Request, response: Response) -> Response:
+    def _noted(self, request: Request, response: Response | Pending) -> Response | Pending:
         """The response, noted if it is a refusal."""
-        if self.identity is not None and response.status == 403 and isinstance(response.body, bytes):
+        if isinstance(response, Pending) or response.status != 403 or self.identity is None:
+            return response
+        if isinstance(response.body, bytes):
             door, reason = f"{request.method} {request.path}", response.body.decode()
             self.identity.note("refused", peer=request.peer.peer_id, door=door, reason=reason)
         return response

@@ -35,6 +35,8 @@ class Bounds:
         handshake_s, head_s: How long it may make the server wait for the handshake, and for a request's head.
         body_bytes_per_s: Slower bodies are cut; each has `head_s` more.
         send_s: How long a reader may take nothing at all of an answer.
+        gather_s: Under GATHER_FROM connections or more, requests that come within so long are answered together, by
+            one thread: for handlers that are short, or return Pending.
     """
 
     per_peer: int | None = None
@@ -45,6 +47,7 @@ class Bounds:
     head_s: float = 10.0
     body_bytes_per_s: float = 16384.0
     send_s: float = 60.0
+    gather_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -31,6 +31,7 @@ READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 REST_S = 10.0  # a thread without work goes after this long
 DEAF_S = 0.1  # how long none is accepted when descriptors are out: connections that end give some back
 ACCEPTS_AT_ONCE = 64
+GATHER_FROM = 256  # connections; with fewer nobody is made to wait for others
 BACKLOG = 1024
 log = logging.getLogger("millrace.network")
 
@@ -63,6 +64,12 @@ class Connection:
         with contextlib.suppress(OSError):  # it has ended by itself
             # Not SSLSocket.shutdown: that drops the TLS layer under the thread which is using it.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+
+    def has_room(self) -> bool:
+        """Whether a short answer can be sent without waiting for the client to read."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLOUT)
+        return bool(poll.poll(0))
 
     def is_gone(self) -> bool:
         """Whether the peer closed its end: an answer would reach nobody."""
@@ -154,6 +161,9 @@ class Lot:
             and what was returned is called, in the lot's thread as well.
         end: Closes a connection; called when it is late, or parked in a lot that has stopped.
         check: Called when deadlines are looked at, every `check_s`.
+        flush: Called after each look at what is ready; whether it handed requests over.
+        gather_s: With GATHER_FROM connections, the pause after requests were handed over, so that the next ones come
+            together: what wakes for one alone finds cold caches and pays for three.
     """
 
     def __init__(
@@ -162,11 +172,15 @@ class Lot:
         end: Callable[[Connection], None],
         check: Callable[[], None],
         check_s: float,
+        flush: Callable[[], bool] = lambda: False,
+        gather_s: float = 0.0,
     ) -> None:
         self._ready = ready
         self._end = end
         self._check = check
         self._check_s = check_s
+        self._flush = flush
+        self._gather_s = gather_s
         self._lock = threading.Lock()
         self._arrivals: list[Connection] = []
         self._parked: set[Connection] = set()
@@ -240,6 +254,8 @@ class Lot:
                     self._accept()
                 elif key.data in self._parked:
                     self._step(key.data)
+            if self._flush() and self._gather_s > 0 and len(self._parked) >= GATHER_FROM:
+                time.sleep(self._gather_s)
             now = time.monotonic()
             if self._must_be_deaf and not self._is_deaf.is_set():
                 self._close_listener()
