@@ -47,14 +47,17 @@ def _print_verified(args: argparse.Namespace, report: dict[str, Any], holds: str
     if args.json:
         print(json.dumps(report))
         return
+    for problem in report["problems"]:
+        print(f"problem: {problem}")
     for e in report["epochs"]:
         line = "epoch {epoch}: {samples:,} samples used, {missing:,} missing, {repeated:,} repeated".format(**e)
         print(line + "".join(f", {e[key]:,} {key.replace('_', ' ')}" for key in ("set_aside", "redone") if key in e))
     for kind in ("missing", "repeated"):
-        for at in report.get(kind, [])[:10]:
+        found = report.get(kind, [])
+        for at in found[:10]:
             print(f"{kind}: epoch {at['epoch']}, slice {at['slice']}, samples [{at['start']:,}, {at['stop']:,})")
-    for problem in report["problems"]:
-        print(f"problem: {problem}")
+        if len(found) > 10:
+            print(f"{kind}: and {len(found) - 10:,} intervals more; --json has them")
     print(f"ok: {holds}" if report["ok"] else "NOT ok")
 
 
@@ -76,8 +79,9 @@ def _ledger_prove(args: argparse.Namespace) -> int:
         print(json.dumps(report.to_json()))
     else:
         used = ", ".join(f"[{start:,}, {stop:,})" for start, stop in report.used) or "none"
+        who = "1 worker" if len(report.workers) == 1 else f"{len(report.workers):,} workers"
         signed = "signed by the scheduler" if report.recorded else "not yet in a signed entry"
-        print(f"epoch {report.epoch}, slice {report.slice}: samples {used} used by {len(report.workers)} workers")
+        print(f"epoch {report.epoch}, slice {report.slice}: samples {used} used by {who}")
         print(f"root {report.root}, {signed}")
         for problem in report.problems:
             print(f"problem: {problem}")
