@@ -37,6 +37,7 @@ _HAVE_S = 10.0
 _MUST_S = 5.0
 _BUSY_S = 2.0
 _MOST_MUST = 8
+_SETTLE_S = 4.0  # a sharer that began to track must be found by the others before it can tell that all have all
 log = logging.getLogger("millrace.swarm")
 
 __all__ = ["SteeredTransfer", "SwarmReader", "TrackerAt"]
@@ -66,7 +67,7 @@ class SwarmReader:
         downloads: Slices at once. `connections`: requests at once, over all of them.
         uploads: Slices that others may fetch from here at once.
         urgent: Somebody waits for what is wanted: what is not had after 5 s is taken wherever it is.
-        patience_s: Nothing came for so long, and no tracker had anything to say: what is wanted fails.
+        patience_s: Nothing came for so long, and nobody was there who might give it: what is wanted fails.
     """
 
     def __init__(
@@ -235,6 +236,7 @@ class SwarmReader:
         if answer.get("tell_have"):
             self._told_have = None
         wait_s = self._follow(answer)
+        self._give_up_if_hopeless()
         if answer.get("tell_have"):
             return 0.0
         return wait_s if body["num"] else max(wait_s, _BUSY_S)
@@ -258,12 +260,15 @@ class SwarmReader:
         except (KeyError, TypeError, ValueError) as error:
             log.warning("swarm of %s: a tracker's answer is malformed: %r", self.dataset_id[:12], error)
             return 1.0
+        now, tracker = self._clock(), self._trackers.answering
+        knows_all = tracker is not None and (tracker.is_origin or now - self._trackers.since >= _SETTLE_S)
         with self._changed:
-            self._settled = answer.get("settled") is True
+            self._settled = knows_all and answer.get("settled") is True
         self._trackers.met(sharers)
         for index, holder in given:
             self._begin(index, holder)
-        self._good_at = self._clock()
+        if given or sharers or (tracker is not None and tracker.is_origin):
+            self._good_at = now  # somebody is there who may give; alone with itself it waits for nothing
         return min(30.0, max(0.02, wait_s))
 
     def _begin(self, index: int, holder: TrackerAt) -> None:
@@ -330,7 +335,7 @@ class SwarmReader:
         for transfer in lost:
             transfer.finish(
                 NetworkError(
-                    f"slice {transfer.info.name}: no tracker of {self.dataset_id[:12]}… answered for "
+                    f"slice {transfer.info.name}: nobody who has it of {self.dataset_id[:12]}… was there for "
                     f"{self._patience_s:.0f} s. Start a data node that has it (millrace serve)."
                 )
             )

@@ -50,6 +50,7 @@ class Trackers:
 
     Attributes:
         num_lost: Those that answered no more.
+        answering: Which one answered last, and `since` when without another between.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class Trackers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_lost = 0
+        self.answering: TrackerAt | None = None
+        self.since = float("-inf")
         self._client, self._dataset_id, self._find, self._own, self._clock = client, dataset_id, find, own, clock
         self._found_at = float("-inf")
         self._is_new = True  # nobody else was found so far
@@ -86,6 +89,9 @@ class Trackers:
         while self._ranked:
             answer = self._tell(self._ranked[0], body, _ASK_S)
             if answer is not None:
+                if self.answering is None or self.answering.address != self._ranked[0].address:
+                    self.since = self._clock()
+                self.answering = self._ranked[0]
                 return answer
             lost = self._ranked.pop(0)
             self.num_lost += 1
