@@ -15,6 +15,7 @@ import ssl
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -68,6 +69,11 @@ def connect(identity: Identity, port: int, num: int) -> list[ssl.SSLSocket]:
 def ask(tls: ssl.SSLSocket, request: bytes) -> bytes:
     """One request and its whole answer's body."""
     tls.sendall(request)
+    return hear(tls)
+
+
+def hear(tls: ssl.SSLSocket) -> bytes:
+    """The body of the answer to a request that was sent."""
     data = b""
     while (end := data.find(b"\r\n\r\n")) < 0:
         piece = tls.recv(65536)
@@ -133,7 +139,8 @@ def measure_idle(workers: int, seconds: float) -> list[Figure]:
 
 
 NAME, SEQ_LEN, SAMPLES = "bench", 8, 4
-PEERS = 16  # the workers' certificates
+WANTS = (1, 4)  # leases an exchange
+PEER_LEASES = 256  # what the scheduler leases to one certificate at most
 
 
 def _schedule(node: str, state: str, workers: int, door: Connection) -> None:
@@ -151,28 +158,55 @@ def _schedule(node: str, state: str, workers: int, door: Connection) -> None:
 
 
 class _Worker:
-    """One session: its connection, and the lease it holds."""
+    """One session: its connection, and the leases it holds."""
 
     def __init__(self, number: int, identity: Identity, tls: ssl.SSLSocket) -> None:
         self.number, self.identity, self.tls = number, identity, tls
-        self.lease: dict[str, object] = {}
+        self.leases: list[dict[str, object]] = []
 
-    def exchange(self, job_id: str) -> bool:
-        """Say what was used, get the next lease; whether there was one."""
-        body: dict[str, object] = {"session": f"s{self.number}", "want": 1, "held": []}
-        if self.lease:
+    def ask(self, job_id: str, want: int) -> None:
+        """Say what was used, ask for the next leases."""
+        body: dict[str, object] = {"session": f"s{self.number}", "want": want, "held": []}
+        if self.leases:
             keys = ("epoch", "slice", "start", "stop")
-            use = {"lease_id": self.lease["lease_id"], **{key: self.lease[key] for key in keys}, "step": 1}
-            used = Used(*(use[key] for key in ("lease_id", *keys, "step")))  # type: ignore[arg-type]
-            signature = self.identity.sign(receipt_message(job_id, [used])).hex()
-            body |= {"job_id": job_id, "uses": [use], "signature": signature, "held": [use["lease_id"]]}
+            uses = [
+                {"lease_id": lease["lease_id"], **{key: lease[key] for key in keys}, "step": 1} for lease in self.leases
+            ]
+            used = [Used(*(use[key] for key in ("lease_id", *keys, "step"))) for use in uses]  # type: ignore[arg-type]
+            signature = self.identity.sign(receipt_message(job_id, used)).hex()
+            held = [use["lease_id"] for use in uses]
+            body |= {"job_id": job_id, "uses": uses, "signature": signature, "held": held}
         data = json.dumps(body).encode()
         lead = f"POST /v1/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
-        answer = json.loads(ask(self.tls, lead.encode() + data))
-        if answer["refused"]:
-            raise RuntimeError(f"refused: {answer['refused']}")
-        self.lease = answer["leases"][0] if answer["leases"] else {}
-        return bool(self.lease)
+        self.tls.sendall(lead.encode() + data)
+
+    def hear(self) -> None:
+        """The answer to what was asked."""
+        answer = json.loads(hear(self.tls))
+        if answer["refused"] or not answer["leases"]:
+            raise RuntimeError(f"refused, or nothing left: {answer}")
+        self.leases = answer["leases"]
+
+
+IN_FLIGHT = 64  # questions that wait for their answers
+
+
+def _exchange_all(pid: int, held: list[_Worker], job_id: str, want: int, num: int, per_s: float) -> tuple[float, float]:
+    """So many exchanges at a rate, whether or not the ones before were answered. CPU and wall seconds."""
+    before, began = process_cpu_s(pid), time.perf_counter()
+    waiting: deque[tuple[float, _Worker]] = deque()
+    for done in range(num):
+        due = began + done / per_s
+        while (now := time.perf_counter()) < due:
+            time.sleep(due - now)
+        worker = held[done % len(held)]
+        while waiting and (len(waiting) >= IN_FLIGHT or waiting[0][0] < now - 0.25 or waiting[0][1] is worker):
+            waiting.popleft()[1].hear()
+        worker.ask(job_id, want)
+        waiting.append((now, worker))
+    while waiting:
+        waiting.popleft()[1].hear()
+    return process_cpu_s(pid) - before, time.perf_counter() - began
 
 
 def _make_dataset(folder: Path, num_slices: int) -> None:
@@ -189,11 +223,11 @@ def measure_exchanges(workers: int, seconds: float) -> list[Figure]:
     raise_descriptors(workers + 1000)
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, peers = Path(name), -(-workers * max(WANTS) // PEER_LEASES) + 1
         dht = LibtorrentDht("127.0.0.1", 0, [])
         create_network(folder / "network", "bench", bootstrap=[("127.0.0.1", dht.port)])
-        members = [join(folder / "network", folder / f"node{i}", f"node{i}") for i in range(PEERS + 2)]
-        _make_dataset(folder / "data", workers + int(workers * seconds / MINUTE_S) + 100)
+        members = [join(folder / "network", folder / f"node{i}", f"node{i}") for i in range(peers + 2)]
+        _make_dataset(folder / "data", sum(want * workers + int(workers * seconds / MINUTE_S) for want in WANTS) + 100)
         here, there = spawn.Pipe()
         with DataNode(members[0], [open_dataset(folder / "data")], "127.0.0.1", 0, dht):
             arguments = (str(members[1].node_dir), str(folder / "state"), workers, there)
@@ -202,23 +236,32 @@ def measure_exchanges(workers: int, seconds: float) -> list[Figure]:
             address = here.recv()
             with Client(members[2]) as client:
                 job_id = client.request_json(address, "GET", "/v1/job")[0]["job_id"]
-            port, held, each = int(address.rpartition(":")[2]), [], -(-workers // PEERS)
+            port, held, each = int(address.rpartition(":")[2]), [], -(-workers // peers)
             for identity in members[2:]:
                 num = min(each, workers - len(held))
                 held += [_Worker(len(held) + i, identity, tls) for i, tls in enumerate(connect(identity, port, num))]
-            for worker in held:
-                worker.exchange(job_id)
             assert process.pid is not None
+            per_s, shares, at_once = workers / MINUTE_S, {}, {}
+            for want in WANTS:
+                # Every worker's first leases of this many, as fast as it goes; then at the workers' rate.
+                cpu, _ = _exchange_all(process.pid, held, job_id, want, workers, 1e9)
+                at_once[want] = cpu / workers
+                num = max(1, int(per_s * seconds))
+                cpu, wall = _exchange_all(process.pid, held, job_id, want, num // want, per_s / want)
+                shares[want] = cpu / wall
             rss = psutil.Process(process.pid).memory_info().rss
-            done, cpu = paced(process.pid, workers, seconds, lambda i: held[i % workers].exchange(job_id))
             here.send("stop")
             process.join(60)
         dht.close()
-    return [
-        Figure("exchange", cpu / done * 1e6, "us CPU", "TLS, desk, journal and ledger together"),
-        Figure("scheduler", 100 * cpu / seconds, "% core", f"{workers} workers, a lease a minute each"),
-        Figure("scheduler memory", rss / 1e6, "MB", f"{workers} connections and leases"),
-    ]
+    figures = []
+    for want in WANTS:
+        note = f"{workers} workers, {want} lease(s) an exchange, an exchange each {want} min"
+        figures += [
+            Figure(f"scheduler x{want}", 100 * shares[want], "% core", note),
+            Figure(f"exchange x{want}", shares[want] / per_s * want * 1e6, "us CPU", "TLS, desk, journal, ledger"),
+            Figure(f"exchange x{want} at full speed", at_once[want] * 1e6, "us CPU", "the same, never idle"),
+        ]
+    return [*figures, Figure("scheduler memory", rss / 1e6, "MB", f"{workers} connections and leases")]
 
 
 def measure(workers: int = 10_000, seconds: float = 20.0) -> list[Figure]:

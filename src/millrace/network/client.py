@@ -169,7 +169,9 @@ class Client:
         keep = False
         try:
             if head.status // 100 != 2:
-                raise self._refusal(connection, head, address, "GET", path, deadline)
+                refusal = self._refusal(connection, head, address, "GET", path, deadline)
+                keep = _keeps(head) and head.status < 500 and refusal.code != ""  # then its body was read whole
+                raise refusal
             given = head.headers.get("content-range", "")
             wanted = f"bytes {start}-{stop - 1}/"
             if head.status != 206 or head.length != stop - start or not given.startswith(wanted):
@@ -198,7 +200,9 @@ class Client:
         keep = False
         try:
             if head.status // 100 != 2:
-                raise self._refusal(connection, head, address, method, path, deadline)
+                refusal = self._refusal(connection, head, address, method, path, deadline)
+                keep = _keeps(head) and head.status < 500 and refusal.code != ""  # then its body was read whole
+                raise refusal
             if head.status == 206:
                 raise ProtocolViolation(f"{method} {path}: expected the whole answer from {address}, got a range of it")
             data = _read_body(connection, head.length, max_bytes, deadline, f"{method} {path} at {address}")
