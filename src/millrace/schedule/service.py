@@ -339,7 +339,8 @@ class SchedulerService:
         for plan in [self.plans[ask.job]] if ask.job else self.plans.values():
             for wanted in plan.datasets:
                 if not peer.scope.covers(wanted.name):
-                    return error_response(403, "not_covered", f"{peer.peer_id} has no certificate for {wanted.name!r}")
+                    text = f"the certificate of {peer.peer_id} does not cover {wanted.name!r}"
+                    return error_response(403, "not_covered", text)
         if ask.uses and ask.job_id not in self._open_journal().job_ids.values():
             raise BadRequestError("job_id: expected that of one of this scheduler's jobs")
         return None
