@@ -26,7 +26,7 @@ def test_a_tracker_notes_whom_two_nodes_accuse(make_identity: Callable[[str], Id
     with closing(identity.audit), Client(identity) as client:
         tracker = Tracker(client)
         tracker.add("d", 8, [Holder("origin", "h:1", True)])
-        said = {"failed": [{"index": 1, "member": "liar#1", "wrong": True}]}
+        said = {"failed": [{"index": i, "member": "liar#1", "wrong": True} for i in (1, 2)]}
         peers = {name: make_identity(name) for name in "abc"}
         for name in "aabc":
             tracker.answer(Peer(peers[name].peer_id, peers[name].public_key, name), "d", said)

@@ -134,6 +134,20 @@ def test_a_liar_is_banned_for_who_says_so_and_for_all_after_a_second() -> None:
     assert swarm.providers(0, "c", 2.0) == [] and swarm.facts()["banned"] == ["liar"]
 
 
+def test_an_origin_with_one_damaged_file_is_no_liar() -> None:
+    swarm = Swarm(3)
+    swarm.join(ORIGIN, None, 0.0)
+    for name in ("a", "b", "c"):
+        swarm.join(peer(name), none(3), 0.0)
+        swarm.failed(name, 0, ORIGIN.peer_id, 0.0, wrong=True)
+        assert swarm.providers(1, name, 1.0) == [ORIGIN]
+    for name in ("a", "b"):
+        assert swarm.facts()["banned"] == []
+        swarm.failed(name, 2, ORIGIN.peer_id, 2.0, wrong=True)
+        assert swarm.providers(1, name, 3.0) == []
+    assert swarm.facts()["banned"] == [ORIGIN.peer_id] and swarm.providers(1, "c", 3.0) == []
+
+
 def test_who_refuses_is_avoided_for_a_while_and_the_origin_steps_in() -> None:
     swarm = Swarm(1)
     swarm.join(ORIGIN, None, 0.0)

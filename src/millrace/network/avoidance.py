@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 _AVOID_S, _MAX_AVOID_S = 1.0, 60.0
 _ACCUSERS = 2
+_DAMAGED = 2  # slices
 
 
 def member_id(peer_id: str, session: str = "") -> str:
@@ -26,7 +27,8 @@ class Avoidance:
     """Who avoids whom.
 
     Who fails somebody is avoided by that member for 1 s, then 2 s, up to a minute. Who gave somebody wrong bytes is
-    banned for that node at once, and for all once a second node says so: one may lie.
+    banned for that node at once, and for all once a second node says so: one may lie. An origin whose disk has one
+    damaged file is no liar: it is banned once it gave that node wrong bytes of a second slice.
     """
 
     def __init__(self) -> None:
@@ -35,6 +37,7 @@ class Avoidance:
         self._banned: dict[str, set[str]] = {}  # node: nodes
         self._accusers: dict[str, set[str]] = {}  # node: nodes
         self._banned_for_all: set[str] = set()
+        self._damaged: dict[tuple[str, str], set[int]] = {}  # (accuser, origin): slices
 
     @property
     def banned(self) -> list[str]:
@@ -68,9 +71,19 @@ class Avoidance:
         """It did now: what was before is forgotten."""
         self._until.get(asker, {}).pop(member, None)
 
-    def lied(self, asker: str, member: str) -> None:
-        """It gave the asker wrong bytes, says the asker."""
+    def lied(self, asker: str, member: str, damaged: int | None = None) -> None:
+        """It gave the asker wrong bytes, says the asker.
+
+        Args:
+            damaged: Of an origin, the slice.
+        """
         node, accuser = node_of(member), node_of(asker)
+        if damaged is not None:
+            slices = self._damaged.setdefault((accuser, node), set())
+            slices.add(damaged)
+            if len(slices) < _DAMAGED:
+                return
+            slices.intersection_update(list(slices)[:_DAMAGED])  # bounded: more say nothing new
         self._banned.setdefault(accuser, set()).add(node)
         accusers = self._accusers.setdefault(node, set())
         accusers.add(accuser)

@@ -225,7 +225,8 @@ class Swarm:
             self._end((asker, index))
         self._counts["failed"] += 1
         if wrong:
-            return self._avoidance.lied(asker, peer_id)
+            holder = self._holders.get(peer_id)  # None: a report that is read again before anybody has joined
+            return self._avoidance.lied(asker, peer_id, None if holder and not holder.is_origin else index)
         self._avoidance.failed(asker, peer_id, now)
         if peer_id in self._holders:
             self._members.failures[self._members.row(peer_id)] += 1
