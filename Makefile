@@ -23,7 +23,7 @@ lint: setup
 	$(VENV)/bin/lint-imports
 
 test: lint
-	$(PY) -m pytest -n 2 --dist loadgroup
+	$(PY) -m pytest -n 3 --dist loadgroup
 
 bench: setup
 	$(PY) -m benchmarks
