@@ -238,7 +238,7 @@ def test_claims_are_the_signers_own(node: DataNode, client: Client, make_identit
         parse_claim(good, Peer(other.peer_id, other.public_key, "other"))
 
 
-def test_one_name_twice_is_refused(dataset: Dataset, make_identity: Make) -> None:
+def test_the_same_dataset_twice_is_refused(dataset: Dataset, make_identity: Make) -> None:
     with pytest.raises(UsageError, match="each dataset once"):
         DataNode(make_identity("data"), [dataset, dataset], "127.0.0.1", 0, None)
 
