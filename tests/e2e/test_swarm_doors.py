@@ -16,6 +16,7 @@ from millrace.network.access import Access
 from millrace.network.client import Client, RemoteError, parse_address
 from millrace.network.discovery import LocalDiscovery
 from millrace.network.identity import Identity, create_network, join
+from millrace.network.peer import Scope
 from millrace.serve import DataNode
 from millrace.store.cache import SliceCache
 from millrace.store.joining import SwarmMember
@@ -134,7 +135,7 @@ def test_a_slice_that_vanished_from_a_cache_is_answered_404(world: Path, tmp_pat
         cache.commit(row.sha256)
     path = f"/v1/slices/{row.sha256}"
     with (
-        SliceShare(Identity.load(world / "a"), cache, {row.sha256: row.bytes}, "127.0.0.1", 0) as share,
+        SliceShare(Identity.load(world / "a"), cache, {row.sha256: (row.bytes, "c4")}, "127.0.0.1", 0) as share,
         Client(Identity.load(world / "b")) as client,
     ):
         assert len(client.get_bytes(share.address, path, 1 << 20)) == row.bytes
@@ -170,3 +171,19 @@ def test_two_versions_of_a_name_are_flagged_and_each_is_had_by_its_id(world: Pat
             assert remote(world, "a", node.address, query=f"?id={one.id}").num_slices == one.num_slices
     with pytest.raises(UsageError, match="once"):
         DataNode(Identity.load(world / "node"), [both[0], both[0]], "127.0.0.1", 0, None)
+
+
+def test_a_sharer_keeps_to_what_certificates_cover(world: Path) -> None:
+    row = open_dataset(world / "c4").table.row(0)
+    folder = Folder()
+    folder.put(row.sha256, world / "c4" / row.name)
+    join(world / "network", world / "outsider", "outsider", scope=Scope(datasets=("books-*",)))
+    with (
+        SliceShare(Identity.load(world / "a"), folder, {row.sha256: (row.bytes, "c4")}, "127.0.0.1", 0) as share,
+        Client(Identity.load(world / "b")) as member,
+        Client(Identity.load(world / "outsider")) as outsider,
+    ):
+        path = f"/v1/slices/{row.sha256}"
+        assert len(member.get_bytes(share.address, path, 1 << 20)) == row.bytes
+        with pytest.raises(RemoteError, match="does not cover 'c4'"):
+            outsider.get_bytes(share.address, path, 1 << 20)

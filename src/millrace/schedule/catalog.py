@@ -284,6 +284,7 @@ class Catalog:
             "epoch": grant.epoch,
             "slice": grant.slice_index,
             "index": grant.index,
+            **({"dataset": found.name} if found.name != grant.job else {}),
             **found.describe(grant.index),
             "count": grant.count,
             "start": grant.start,
@@ -299,7 +300,7 @@ class Catalog:
                 {"peer_id": holder.peer_id, "address": holder.address, "is_origin": holder.is_origin}
                 for holder in grant.providers
             ],
-            "expires_in_s": grant.expires_in_s,
+            "expires_in_s": round(grant.expires_in_s, 3),
         }  # fmt: skip
 
     def place_reports(self, session: Session | None, reports: Sequence[BadReport]) -> tuple[Bad, ...]:

@@ -10,8 +10,8 @@
 
     {"uses": [{"lease_id", "offset", "stop"}], "refused": [{"lease_id", "code", "message", "offset"}],
      "live": {lease_id: {"stop", "expires_in_s"}}, "lost": [ids],
-     "leases": [{"lease_id", "job", "job_id", "epoch", "slice", "index", "dataset_id", "name", "sha256", "bytes",
-                 "count", "start", "stop", "sample_base", "seed", "seq_len", "layout", "dtype", "vocab_size",
+     "leases": [{"lease_id", "job", "job_id", "epoch", "slice", "index", "dataset", "dataset_id", "name", "sha256",
+                 "bytes", "count", "start", "stop", "sample_base", "seed", "seq_len", "layout", "dtype", "vocab_size",
                  "providers": [{"peer_id", "address", "is_origin"}], "expires_in_s"}],
      "wait_s", "done", "paused", "tell_have"}
 
@@ -34,7 +34,8 @@ Every field of the question may be left out. What its sender has to know:
   `tell_have` asks for all of it.
 - `bad`: of a slice that is or lately was leased to it, who gave wrong bytes (`wrong`, the default); or who came late,
   refused or was somebody else: that one is avoided for a while, and nobody is banned.
-- `slice` counts over all datasets of the job, `index` within its dataset. `sample_base` + sample is the global id.
+- `dataset` is left out where it is the job's name. `slice` counts over all datasets of the job, `index` within its
+  dataset. `sample_base` + sample is the global id.
 """
 
 from __future__ import annotations

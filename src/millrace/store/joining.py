@@ -67,7 +67,8 @@ class SwarmMember:
         if share:
             self.share = share if isinstance(share, SliceShare) else open_share(origin, shelf, share, throttle)
             hashes = [row.tobytes().hex() for row in dataset.table.sha256]
-            self.share.hashes.update(zip(hashes, dataset.table.bytes.tolist()))
+            sizes = dataset.table.bytes.tolist()
+            self.share.hashes.update({sha256: (size, dataset.name) for sha256, size in zip(hashes, sizes)})
             self.share.offer(Offer(origin.name, dataset.id, dataset.num_slices, self.files, held))
         self.reader = SwarmReader(
             origin.client, dataset.id, dataset.table, lambda: _trackers(origin), held,

@@ -82,8 +82,8 @@ class SliceShare:
 
     Args:
         cache: Where the slices lie. Stays the caller's.
-        hashes: Bytes of each slice that may be handed out, by hash; looked at anew at each request, so that the
-            caller may add to it.
+        hashes: Of each slice that may be handed out, its bytes and its dataset's name, by hash; looked at anew at each
+            request, so that the caller may add to it. Whose certificate does not cover the name is refused.
         host: Where to listen. `port`: TCP; 0 takes a free one.
         discovery: Where offers are announced; stays the caller's. None: nowhere.
         named: The host to be known by, where it is not the one to listen at.
@@ -96,7 +96,7 @@ class SliceShare:
         self,
         identity: Identity,
         cache: Shelf,
-        hashes: dict[str, int],
+        hashes: dict[str, tuple[int, str]],
         host: str,
         port: int,
         throttle: Throttle | None = None,
@@ -203,14 +203,24 @@ class SliceShare:
             case "GET", ["v1", "datasets", dataset_id, name]:
                 offer = self._offers.get(dataset_id)
                 if offer is not None and name in offer.files:
-                    return Response(200, offer.files[name], BINARY)
-            case "POST", ["v1", "swarm", dataset_id] if self.tracker.knows(dataset_id):
-                return json_response(self.tracker.answer(request.peer, dataset_id, request.json()))
+                    return _uncovered(request, offer.name) or Response(200, offer.files[name], BINARY)
+            case "POST", ["v1", "swarm", dataset_id] if dataset_id in self._offers:
+                return _uncovered(request, self._offers[dataset_id].name) or json_response(
+                    self.tracker.answer(request.peer, dataset_id, request.json())
+                )
         return error_response(404, "unknown_path", "nothing is served at this path")
 
     def _slice(self, request: Request, sha256: str) -> Response:
-        size = self.hashes.get(sha256)
-        path = self.cache.get(sha256) if size is not None else None
-        if size is None or path is None:
+        known = self.hashes.get(sha256)
+        path = self.cache.get(sha256) if known is not None else None
+        if known is None or path is None:
             return error_response(404, "unknown_slice", "this node has no slice of this hash now")
-        return file_response(request, path, size)
+        size, name = known
+        return _uncovered(request, name) or file_response(request, path, size)
+
+
+def _uncovered(request: Request, dataset: str) -> Response | None:
+    """The refusal of a peer whose certificate does not cover a dataset."""
+    if request.peer.scope.covers(dataset):
+        return None
+    return error_response(403, "not_covered", f"the certificate of {request.peer.peer_id} does not cover {dataset!r}")

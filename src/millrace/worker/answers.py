@@ -40,6 +40,7 @@ class Grant:
     epoch: int
     slice: int
     index: int
+    dataset: str
     dataset_id: str
     name: str
     sha256: str
@@ -69,6 +70,7 @@ class Grant:
             raise ProtocolViolation(f"lease: expected one as /v1/exchange words it, got {value!r:.300}")
         return cls(
             **{key: value[key] for key in (*_TEXTS, *_COUNTS, "seed")},
+            dataset=str(value.get("dataset", value["job"])),
             providers=tuple(_provider(provider) for provider in providers),
             expires_in_s=_seconds(value.get("expires_in_s")),
         )

@@ -18,6 +18,7 @@ from millrace.store.cache import SliceCache
 from millrace.worker.answers import Grant
 
 _LINE = re.compile(rb"^(\d{1,10}) (\d{1,18}) ([0-9a-f]{64})$", re.MULTILINE)
+_NAME = re.compile(rb"^= ([^\x00-\x1f]{1,255})$", re.MULTILINE)
 _FILE = re.compile(r"([0-9a-f]{64})\.known")
 
 
@@ -25,11 +26,11 @@ class Shelf:
     """What of each dataset lies in a cache. Threads and processes share it, as they do the cache.
 
     Attributes:
-        sizes: Bytes of each slice that this worker was ever leased, by hash: what it may hand on.
+        sizes: Bytes and dataset's name of each slice that this worker was ever leased, by hash: what it may hand on.
     """
 
     def __init__(self, cache: SliceCache) -> None:
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[str, tuple[int, str]] = {}
         self._cache = cache
         self._lock = threading.Lock()
         self._indexes: dict[str, dict[str, int]] = {}  # dataset id -> sha256 -> index
@@ -37,9 +38,12 @@ class Shelf:
         for item in os.scandir(cache.directory):
             if found := _FILE.fullmatch(item.name):
                 indexes = self._indexes.setdefault(found[1], {})
-                for index, num_bytes, sha256 in _LINE.findall(Path(item.path).read_bytes()):
+                lines = Path(item.path).read_bytes()
+                name = _NAME.search(lines)
+                for index, num_bytes, sha256 in _LINE.findall(lines):
                     indexes[sha256.decode()] = int(index)
-                    self.sizes[sha256.decode()] = int(num_bytes)
+                    if name is not None:  # without it nobody can say who may have it
+                        self.sizes[sha256.decode()] = int(num_bytes), name[1].decode()
 
     def add(self, slice_: Grant) -> None:
         """A slice was cached."""
@@ -48,12 +52,13 @@ class Shelf:
             if indexes.get(slice_.sha256) == slice_.index:
                 return
             indexes[slice_.sha256] = slice_.index
-            self.sizes[slice_.sha256] = slice_.bytes
+            self.sizes[slice_.sha256] = slice_.bytes, slice_.dataset
         path = self._cache.directory / f"{slice_.dataset_id}.known"
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             # The line feed first: it ends what a kill may have torn.
-            os.write(file, f"\n{slice_.index} {slice_.bytes} {slice_.sha256}\n".encode())
+            name = f"\n= {slice_.dataset}" if not os.fstat(file).st_size else ""
+            os.write(file, f"{name}\n{slice_.index} {slice_.bytes} {slice_.sha256}\n".encode())
         finally:
             os.close(file)
 
