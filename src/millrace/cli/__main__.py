@@ -6,8 +6,7 @@ import sys
 from millrace.cli import main
 
 code = main()
-if code == 130:
-    # Where Ctrl-C falls into `exec` of a string, as dataclasses are made by, `python -m` remembers it although it was
-    # caught, and would end by the signal instead of the code.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+# All is done: a Ctrl-C from here on changes nothing but the exit code. And where one fell into `exec` of a string, as
+# dataclasses are made by, `python -m` remembers it although it was caught, and would end by the signal.
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 sys.exit(code)
