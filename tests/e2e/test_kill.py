@@ -120,7 +120,7 @@ def run_job(directory: Path, rounds: int, epochs: int, seed: int) -> tuple[float
         for _ in range(rounds):
             time.sleep(chance.uniform(0.1, 1.0))
             cluster.kill_one()
-        cluster.wait(60 + 2 * rounds)
+        cluster.wait(60 + 2 * rounds + 2 * epochs)
         seconds = time.monotonic() - began
     report = verify_ledger(directory / "state" / "ledger.jsonl", verify=verify)
     assert report.ok, report
