@@ -81,16 +81,19 @@ class Result:
         """The same for people."""
         verdict, settings = self.verdict, self.settings
         coverage = 1 - verdict.missing / max(1, verdict.samples)
-        parts = ", ".join(f"{name} {value:,.1f} s" for name, value in self.bound.parts.items())
+        others = [f"; by {name} {value:,.1f} s" for name, value in self.bound.parts.items() if name != self.bound.why]
         lines = [
             f"{settings.mode}: {settings.workers} workers, {settings.slices} slices, seed {settings.seed}",
-            f"  coverage     {100 * coverage:.4g} % of {verdict.samples:,} samples; missing {verdict.missing}, "
+            f"  coverage           {100 * coverage:.4g} % of {verdict.samples:,} samples; missing {verdict.missing}, "
             f"repeated {verdict.repeated}, late {verdict.late}, wasted by the killed {verdict.wasted}",
-            f"  origin       {self.origin_ratio:.3f} times the dataset",
-            f"  time         {self.time_s:,.1f} s, {self.time_ratio:.3f} times the bound of "
-            f"{self.bound.seconds:,.1f} s ({self.bound.why}: {parts})",
+            f"  origin             {self.origin_ratio:.3f} times the dataset",
+            f"  time               {self.time_s:,.1f} s, {self.time_ratio:.3f} times the bound of "
+            f"{self.bound.seconds:,.1f} s, set by {self.bound.why}{''.join(others)}",
         ]
-        lines += [f"  {name.replace('_', ' '):<12} {value:,.6g}" for name, value in self.counts.items()]
+        lines += [
+            f"  {name.replace('_', ' '):<18} {f'{value:.1%}' if name.endswith('share') else f'{value:,.6g}'}"
+            for name, value in self.counts.items()
+        ]
         if not self.ok:
             lines += [f"  wrong: {text}" for text in (*verdict.examples, self.fault) if text]
             lines.append(f"seed {settings.seed}; run it again with: {settings.command()}")
