@@ -7,11 +7,14 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from millrace.cli.arguments import address, positive, show, size
+from millrace.cli.arguments import address, positive, size
 from millrace.cli.running import add_node, join_network, on_stop
 from millrace.errors import UsageError
+
+if TYPE_CHECKING:
+    from millrace.worker.using import WorkerReport
 
 
 def _work(args: argparse.Namespace) -> int:
@@ -39,12 +42,31 @@ def _work(args: argparse.Namespace) -> int:
         )
     finally:
         discovery.close()
-    result = report.to_json()
     if args.json:
-        print(json.dumps({"report": result}), flush=True)
+        print(json.dumps({"report": report.to_json()}), flush=True)
     else:
-        show(result, False)
+        print("\n".join(_summary(report)), flush=True)
     return 0
+
+
+def _summary(report: WorkerReport) -> list[str]:
+    """What a worker did, for people."""
+    loss = "" if report.loss_last is None else f"; loss {report.loss_first:.3f} to {report.loss_last:.3f}"
+    lines = [
+        f"used      {report.samples:,} samples in {report.steps:,} steps, {report.tokens:,} tokens, "
+        f"{report.tokens_per_s:,.0f} a second{loss}",
+        f"waited    {report.wait_share:.1%} of the time for data",
+        f"fetched   {report.slices_fetched:,} slices, {report.bytes_fetched / 1e6:,.1f} MB, "
+        f"{report.bytes_from_workers / 1e6:,.1f} MB of it from other workers; "
+        f"handed on {report.bytes_shared / 1e6:,.1f} MB",
+    ]
+    if report.leases_lost or report.wasted or report.slices_failed:
+        lines.append(
+            f"lost      {report.leases_lost:,} leases taken away, {report.wasted:,} samples left for others to use, "
+            f"{report.slices_failed:,} slices that could not be read"
+        )
+    lines += [f"left out  {one['peer_id']}: {one['reason']}" for one in report.rejected[:8]]
+    return [*lines, "done: every sample is used" if report.done else "stopped; others go on with the rest"]
 
 
 def _share_at(share: str | None, host: str) -> str | None:
