@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -12,6 +11,7 @@ from millrace.dataset.manifest import MANIFEST_FILE, TABLE_FILE
 from millrace.dataset.reader import listed_files
 from millrace.errors import UsageError
 from millrace.network.client import parse_address
+from millrace.network.dialing import named_host
 from millrace.network.limits import Throttle
 from millrace.store.origins import read_small
 from millrace.store.peers import PeerOrigin
@@ -94,22 +94,12 @@ def open_share(origin: PeerOrigin, shelf: Shelf, share: bool | str, throttle: Th
     Raises:
         NetworkError: If nobody serves the origin's dataset now, or it cannot listen.
     """
-    if isinstance(share, str):
-        host, port = parse_address(share)
-        named = ""
-    else:
-        host, port, named = "0.0.0.0", 0, _host_towards(origin.claims(_FRESH_S)[0].address)
+    host, port = parse_address(share) if isinstance(share, str) else ("0.0.0.0", 0)
+    named = named_host(host, origin.claims(_FRESH_S)[0].address)
+    named = "" if named == host else named  # the server names where it listens by itself
     return SliceShare(origin.identity, shelf, {}, host, port, throttle, discovery=origin.discovery, named=named)
 
 
 def _trackers(origin: PeerOrigin) -> Iterator[TrackerAt]:
     for claim in origin.claims(_AGAIN_S):
         yield TrackerAt(claim.peer_id, claim.address, claim.is_whole)
-
-
-def _host_towards(address: str) -> str:
-    """The address of this host from which another is reached; sends nothing."""
-    family, kind, protocol, _, target = socket.getaddrinfo(*parse_address(address), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
