@@ -14,7 +14,7 @@ $(VENV)/.ready: pyproject.toml scripts/setup.sh scripts/install.sh scripts/const
 	@touch $@
 
 demo: setup
-	$(VENV)/bin/millrace demo $(DEMO)
+	$(VENV)/bin/forebay demo $(DEMO)
 
 lint: setup
 	$(VENV)/bin/ruff format --check .
@@ -28,11 +28,11 @@ test: lint
 bench: setup
 	$(PY) -m benchmarks
 
-# What Millrace is measured against goes into .venv-peers, unless MILLRACE_PEERS names an interpreter that has it.
+# What Forebay is measured against goes into .venv-peers, unless FOREBAY_PEERS names an interpreter that has it.
 bench-prepare: setup
 	$(PY) -m benchmarks.prepare
 
-# The same for loading: .venv-peers-loaders, unless MILLRACE_LOADER_PEERS names a folder that has its environments.
+# The same for loading: .venv-peers-loaders, unless FOREBAY_LOADER_PEERS names a folder that has its environments.
 bench-loader: setup
 	$(PY) -m benchmarks.loading
 	$(PY) -m benchmarks.loading.remote
@@ -42,7 +42,7 @@ bench-interop: setup
 	$(PY) -m benchmarks.hub
 	$(PY) -m benchmarks.convert
 
-# Files of other projects' own libraries, both ways; MILLRACE_FORMAT_PEERS names interpreters that have them.
+# Files of other projects' own libraries, both ways; FOREBAY_FORMAT_PEERS names interpreters that have them.
 test-peers: setup
 	$(PY) -m pytest -n0 tests/peers
 

@@ -20,7 +20,7 @@ def main(names: list[str]) -> int:
     for name in names or NAMES:
         print(f"measuring {name} …", file=sys.stderr)
         figures += import_module(f"benchmarks.{name}").measure()
-    show("Millrace beside the bare yardsticks", figures)
+    show("Forebay beside the bare yardsticks", figures)
     return 0
 
 

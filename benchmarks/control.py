@@ -24,15 +24,15 @@ import numpy as np
 import psutil
 
 from benchmarks.measure import Figure, process_cpu_s, show
-from millrace.dataset import adopt, open_dataset
-from millrace.dataset.slices import write_token_slice
-from millrace.ledger import Used, receipt_message
-from millrace.network.client import Client
-from millrace.network.dht import LibtorrentDht
-from millrace.network.https import Bounds, Request, Response, Server, json_response
-from millrace.network.identity import Identity, create_network, join
-from millrace.schedule.service import SchedulerService
-from millrace.serve import DataNode
+from forebay.dataset import adopt, open_dataset
+from forebay.dataset.slices import write_token_slice
+from forebay.ledger import Used, receipt_message
+from forebay.network.client import Client
+from forebay.network.dht import LibtorrentDht
+from forebay.network.https import Bounds, Request, Response, Server, json_response
+from forebay.network.identity import Identity, create_network, join
+from forebay.schedule.service import SchedulerService
+from forebay.serve import DataNode
 
 MINUTE_S = 60.0
 

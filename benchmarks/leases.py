@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from millrace.ledger import Used
-from millrace.network.swarm import Holder
-from millrace.schedule.ask import Ask, Grant
-from millrace.schedule.desk import JobSpec, Source
-from millrace.schedule.journal import Journal, job_body
+from forebay.ledger import Used
+from forebay.network.swarm import Holder
+from forebay.schedule.ask import Ask, Grant
+from forebay.schedule.desk import JobSpec, Source
+from forebay.schedule.journal import Journal, job_body
 
 SAMPLES = 32
 

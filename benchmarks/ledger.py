@@ -15,9 +15,9 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from millrace.ledger import Ledger, coverage_root, open_index, prove, verify_ledger
-from millrace.observe.blame import blame_step, who_saw
-from millrace.peer_id import peer_id_of
+from forebay.ledger import Ledger, coverage_root, open_index, prove, verify_ledger
+from forebay.observe.blame import blame_step, who_saw
+from forebay.peer_id import peer_id_of
 
 SLICES, SAMPLES, WORKERS = 250_000, 16_384, 1_000
 

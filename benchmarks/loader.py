@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.measure import Figure, interleaved, median, show
-from millrace.dataset.adopt import adopt
-from millrace.dataset.slices import write_token_slice
-from millrace.load.loader import Loader
+from forebay.dataset.adopt import adopt
+from forebay.dataset.slices import write_token_slice
+from forebay.load.loader import Loader
 
 NUM_SLICES = 24
 SLICE_TOKENS = 4 << 20  # 8 MiB of U16: 192 MiB in all.

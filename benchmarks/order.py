@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.measure import Figure, percentile, show
-from millrace.order.plan import Order, samples_per_slice
-from millrace.order.run import BatchSizes, Run, Weights
+from forebay.order.plan import Order, samples_per_slice
+from forebay.order.run import BatchSizes, Run, Weights
 
 NUM_SLICES = 250_000
 TOKENS_PER_SLICE = 60_000_000

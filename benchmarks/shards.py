@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import Figure, cpu_s, median, percentile, process_cpu_s, show
-from millrace.formats.shard_writer import write_shards
-from millrace.load.shard_check import SampleCheck
-from millrace.load.shards import SharedShardedDatasetManager
-from millrace.store.large import download_large_file
+from forebay.formats.shard_writer import write_shards
+from forebay.load.shard_check import SampleCheck
+from forebay.load.shards import SharedShardedDatasetManager
+from forebay.store.large import download_large_file
 
 NUM_BYTES = 1 << 29
 CONNECTIONS = 4

@@ -24,17 +24,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.dataset import adopt, open_dataset
-from millrace.dataset.slices import write_token_slice
-from millrace.network.client import Client, parse_address
-from millrace.network.discovery import LocalDiscovery
-from millrace.network.identity import Identity, create_network, join
-from millrace.network.limits import Throttle
-from millrace.network.swarm import Assignment, Swarm
-from millrace.serve import DataNode
-from millrace.store.remote import open_remote
-from millrace.store.swarm_mirror import mirror_by_swarm
-from millrace.store.targets import open_target
+from forebay.dataset import adopt, open_dataset
+from forebay.dataset.slices import write_token_slice
+from forebay.network.client import Client, parse_address
+from forebay.network.discovery import LocalDiscovery
+from forebay.network.identity import Identity, create_network, join
+from forebay.network.limits import Throttle
+from forebay.network.swarm import Assignment, Swarm
+from forebay.serve import DataNode
+from forebay.store.remote import open_remote
+from forebay.store.swarm_mirror import mirror_by_swarm
+from forebay.store.targets import open_target
 
 HOST = "127.0.0.1"
 NAME = "swarmed"
@@ -200,7 +200,7 @@ def _be_node(folder: Path, settings: dict[str, Any], say: int) -> None:
 def _be_member(folder: Path, number: int, address: str, waiting: int) -> None:
     out = folder / f"out{number}"
     dataset = open_remote(
-        f"millrace://bench/{NAME}", identity=folder / f"member{number}",
+        f"forebay://bench/{NAME}", identity=folder / f"member{number}",
         discovery=LocalDiscovery(known=[parse_address(address)]),
     )  # fmt: skip
     target = open_target(out, folder)

@@ -1,4 +1,4 @@
-"""A slice over millrace.network against a plain Python ssl file transfer, both on loopback.
+"""A slice over forebay.network against a plain Python ssl file transfer, both on loopback.
 
 The yardstick is the least that TLS 1.3 with two certificates costs in Python: one connection, `sendall` of 1 MiB
 pieces from a file, `recv_into` one buffer, written to a file. Each server is a process of its own, so that both
@@ -20,17 +20,17 @@ import numpy as np
 import psutil
 
 from benchmarks.measure import Figure, cpu_s, median, process_cpu_s, show
-from millrace.errors import NetworkError
-from millrace.network.client import Client
-from millrace.network.https import FileRange, Request, Response, Server
-from millrace.network.identity import Identity, create_network, join
+from forebay.errors import NetworkError
+from forebay.network.client import Client
+from forebay.network.https import FileRange, Request, Response, Server
+from forebay.network.identity import Identity, create_network, join
 
 NUM_BYTES = 200 << 20
 CROWD_BYTES = 32 << 20  # for each of many clients
 PIECE = 1 << 20
 
 
-def _serve_millrace(node: str, path: str, door: Connection) -> None:
+def _serve_forebay(node: str, path: str, door: Connection) -> None:
     def answer(request: Request) -> Response:
         first, _, last = request.headers["Range"].removeprefix("bytes=").partition("-")
         start, stop = int(first), int(last) + 1
@@ -128,7 +128,7 @@ def measure_crowd(num: int = 16, most: int = 64) -> list[Figure]:
         source = folder / "slice"
         source.write_bytes(np.random.default_rng(0).bytes(NUM_BYTES))
         here, there = spawn.Pipe()
-        process = spawn.Process(target=_serve_millrace, args=(str(nodes[0]), str(source), there), daemon=True)
+        process = spawn.Process(target=_serve_forebay, args=(str(nodes[0]), str(source), there), daemon=True)
         process.start()
         port, seen = here.recv(), psutil.Process(process.pid)
         alone, _ = _together(folder, nodes[1:], port, 1)
@@ -167,7 +167,7 @@ def measure(rounds: int = 5) -> list[Figure]:
         source, out = folder / "slice", folder / "out"
         source.write_bytes(np.random.default_rng(0).bytes(NUM_BYTES))
         servers = []
-        for serve in (_serve_millrace, _serve_plain):
+        for serve in (_serve_forebay, _serve_plain):
             here, there = spawn.Pipe()
             process = spawn.Process(target=serve, args=(str(nodes[0]), str(source), there), daemon=True)
             process.start()
@@ -199,7 +199,7 @@ def measure(rounds: int = 5) -> list[Figure]:
     cpu = [median([pair[i][1] for pair in pairs]) for i in (0, 1)]
     return [
         Figure("plain ssl", NUM_BYTES / wall[1] / 1e6, "MB/s", f"{cpu[1]:.2f} CPU s both sides"),
-        Figure("millrace transfer", NUM_BYTES / wall[0] / 1e6, "MB/s", f"{cpu[0]:.2f} CPU s both sides"),
+        Figure("forebay transfer", NUM_BYTES / wall[0] / 1e6, "MB/s", f"{cpu[0]:.2f} CPU s both sides"),
         Figure("transfer/plain ssl", wall[1] / wall[0], "x speed"),
         Figure("transfer/plain ssl CPU", cpu[0] / cpu[1], "x CPU"),
         Figure("CPU a GB, both sides", cpu[0] / NUM_BYTES * 1e9, "s"),

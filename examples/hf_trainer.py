@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from millrace.load.torch import DataLoader, dataloader
+from forebay.load.torch import DataLoader, dataloader
 
-PREPARE = [sys.executable, "-m", "millrace.cli", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
+PREPARE = [sys.executable, "-m", "forebay.cli", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 
 
 class DataState(TrainerCallback):
@@ -32,7 +32,7 @@ class DataState(TrainerCallback):
         (folder / "data.json").write_text(json.dumps(self.loader.dataset.state_after(self.start, steps)))
 
 
-class MillraceTrainer(Trainer):
+class ForebayTrainer(Trainer):
     """Takes batches as they come: they are the rank's own already, so that nothing may deal them out once more."""
 
     def __init__(self, loader: DataLoader, **arguments: Any) -> None:
@@ -52,7 +52,7 @@ def train(dataset: Path, out: Path, steps: int, resume: Path | None) -> list[flo
         output_dir=str(out), max_steps=steps, save_steps=3, logging_steps=1, lr_scheduler_type="constant",
         report_to=[], disable_tqdm=True, use_cpu=True, ignore_data_skip=True,
     )  # fmt: skip
-    trainer = MillraceTrainer(loader, model=GPT2LMHeadModel(config), args=arguments)
+    trainer = ForebayTrainer(loader, model=GPT2LMHeadModel(config), args=arguments)
     if resume is not None:
         loader.load_state_dict(json.loads((resume / "data.json").read_text()))
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-import millrace
-from millrace.convert.content import Options
-from millrace.convert.convert import convert
+import forebay
+from forebay.convert.content import Options
+from forebay.convert.convert import convert
 
 RANKS = 3
 INPUTS = 500
@@ -31,7 +31,7 @@ INPUTS = 500
 def run(dataset: Path, rank: int) -> None:
     """One rank: read on from its state, if there is one, to the end."""
     outputs, saved = dataset.parent / f"outputs-{rank}.jsonl", dataset.parent / f"state-{rank}.json"
-    loader = millrace.Loader(dataset, batch_size=4, shuffle=False, rank=rank, world_size=RANKS)
+    loader = forebay.Loader(dataset, batch_size=4, shuffle=False, rank=rank, world_size=RANKS)
     size = 0
     if saved.exists():
         state = json.loads(saved.read_text())

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from millrace.load.jax import JaxLoader
+from forebay.load.jax import JaxLoader
 
-PREPARE = [sys.executable, "-m", "millrace.cli", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
+PREPARE = [sys.executable, "-m", "forebay.cli", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 
 
 @jax.jit

@@ -17,9 +17,9 @@ import lightning
 import torch
 from torch import nn
 
-from millrace.load.torch import DataLoader, dataloader
+from forebay.load.torch import DataLoader, dataloader
 
-PREPARE = [sys.executable, "-m", "millrace.cli", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
+PREPARE = [sys.executable, "-m", "forebay.cli", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 
 STEPS, SAVED_AT = 14, 5
 

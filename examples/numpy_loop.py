@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-import millrace
-from millrace.prepare import prepare
+import forebay
+from forebay.prepare import prepare
 
 SETTINGS = {"seq_len": 64, "batch_size": 8, "seed": 1}
 
@@ -20,10 +20,10 @@ SETTINGS = {"seq_len": 64, "batch_size": 8, "seed": 1}
 def main(inputs: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         dataset = Path(directory) / "dataset"
-        prepare(inputs or [__file__, millrace.__file__], dataset, tokenizer="bytes", slice_bytes=4096)
+        prepare(inputs or [__file__, forebay.__file__], dataset, tokenizer="bytes", slice_bytes=4096)
         counts = np.ones((512, 512))
         losses = []
-        loader = millrace.Loader(dataset, **SETTINGS)
+        loader = forebay.Loader(dataset, **SETTINGS)
         for _ in range(2):
             for batch in loader:
                 known = batch.labels >= 0  # -100: there is no next token.
@@ -33,7 +33,7 @@ def main(inputs: list[str]) -> None:
                 if batch.step == len(loader) // 2:
                     break  # Iterating again goes on with the next batch; so does another loader, given the state:
             state = loader.state_dict()
-            loader = millrace.Loader(dataset, **SETTINGS)
+            loader = forebay.Loader(dataset, **SETTINGS)
             loader.load_state_dict(state)
         print(f"{len(losses)} of {len(loader)} batches; loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last")
         if len(losses) != len(loader):

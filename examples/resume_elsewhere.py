@@ -11,8 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import millrace
-from millrace.prepare import prepare
+import forebay
+from forebay.prepare import prepare
 
 SETTINGS = {"seq_len": 64, "global_batch_size": 24, "seed": 11}
 
@@ -24,7 +24,7 @@ def global_batches(
     batches: list[list[int]] = []
     states = []
     for rank in range(world_size):
-        with millrace.Loader(dataset, rank=rank, world_size=world_size, **SETTINGS) as loader:
+        with forebay.Loader(dataset, rank=rank, world_size=world_size, **SETTINGS) as loader:
             if state is not None:
                 loader.load_state_dict(state)
             for step, batch in enumerate(loader):
@@ -40,7 +40,7 @@ def global_batches(
 def main(inputs: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         dataset = Path(directory) / "dataset"
-        prepare(inputs or [__file__, millrace.__file__], dataset, tokenizer="bytes", slice_bytes=4096)
+        prepare(inputs or [__file__, forebay.__file__], dataset, tokenizer="bytes", slice_bytes=4096)
         whole, _ = global_batches(dataset, world_size=1, state=None, steps=None)
         before, state = global_batches(dataset, world_size=3, state=None, steps=len(whole) // 2)
         after, _ = global_batches(dataset, world_size=2, state=state, steps=None)

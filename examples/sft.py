@@ -3,7 +3,7 @@
     python examples/sft.py [CHATS.jsonl]
 
 Each line is {"messages": [{"role": …, "content": …}, …]}. The same from the command line:
-millrace prepare chats.jsonl --out ds --recipe sft --tokenizer tokenizer.json --set rows.max_tokens=1024
+forebay prepare chats.jsonl --out ds --recipe sft --tokenizer tokenizer.json --set rows.max_tokens=1024
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-import millrace
-from millrace.prepare import prepare
-from millrace.prepare.recipe import load_recipe
+import forebay
+from forebay.prepare import prepare
+from forebay.prepare.recipe import load_recipe
 
 ANSWERS = {"a cat says": "meow", "a dog says": "woof", "a cow says": "moo"}
 SETTINGS = {"rows": {"max_tokens": 64, "template": "plain"}, "tokenize": {"tokenizer": "bytes"}}
@@ -40,7 +40,7 @@ def main(inputs: list[str]) -> None:
         prepare([chats], dataset, recipe=load_recipe("sft", settings=SETTINGS), slice_bytes=64 << 10)
         counts = np.full((512, 512), 0.01)
         losses, learnt, tokens = [], 0, 0
-        for batch in millrace.Loader(dataset, batch_size=32, seed=1, trim=True, epochs=2):
+        for batch in forebay.Loader(dataset, batch_size=32, seed=1, trim=True, epochs=2):
             # Labels stand at their token's own place, as models of Hugging Face want them: the model shifts.
             before, wanted = batch.inputs[:, :-1], batch.labels[:, 1:]
             known = wanted >= 0

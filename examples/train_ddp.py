@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from millrace.load.torch import dataloader
+from forebay.load.torch import dataloader
 
-PREPARE = [sys.executable, "-m", "millrace.cli", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
+PREPARE = [sys.executable, "-m", "forebay.cli", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 
 STOP = 7
 

@@ -3,7 +3,7 @@
     python examples/vision.py [IMAGES…]
 
 IMAGES: two idx files as MNIST has them, a .npz, or a folder of classes (which needs pillow). Without, drawn here. The
-same from the command line: millrace convert 'mnist/train-*' ds --to safetensors --tensor images=f16
+same from the command line: forebay convert 'mnist/train-*' ds --to safetensors --tensor images=f16
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-import millrace
-from millrace.convert.content import Options
-from millrace.convert.convert import convert
+import forebay
+from forebay.convert.content import Options
+from forebay.convert.convert import convert
 
 
 def draw(folder: Path, num_images: int = 2000) -> Path:
@@ -41,7 +41,7 @@ def main(inputs: list[str]) -> None:
         report = convert(source, dataset, "safetensors", options)
         weights = np.zeros(())
         accuracies: list[float] = []
-        for batch in millrace.Loader(dataset, batch_size=50, seed=1, epochs=2):
+        for batch in forebay.Loader(dataset, batch_size=50, seed=1, epochs=2):
             pixels = batch.inputs.reshape(len(batch), -1).astype(np.float32) / 255 - 0.5
             if not weights.ndim:
                 weights = np.zeros((pixels.shape[1], 1000), np.float32)
@@ -51,7 +51,7 @@ def main(inputs: list[str]) -> None:
             accuracies.append(float((scores.argmax(1) == batch.labels).mean()))
             odds[np.arange(len(batch)), batch.labels] -= 1
             weights -= 0.5 * pixels.T @ odds / len(batch)
-        slices, rows = millrace.open_dataset(dataset).num_slices, report.written.num_rows
+        slices, rows = forebay.open_dataset(dataset).num_slices, report.written.num_rows
         print(f"{rows} images of {report.source} in {slices} slices")
         print(f"accuracy {accuracies[0]:.2f} at first, {accuracies[-1]:.2f} at last")
         if accuracies[-1] < 0.9 and not inputs:

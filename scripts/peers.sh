@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes the environments of what Millrace is measured against: none of it is a dependency. `peers.sh [NAME]`, of:
+# Makes the environments of what Forebay is measured against: none of it is a dependency. `peers.sh [NAME]`, of:
 #   prepare  $PEERS (.venv-peers): preparation
-#   loaders  $MILLRACE_LOADER_PEERS (.venv-peers-loaders), a folder of three: their pins of NumPy, pyarrow and
+#   loaders  $FOREBAY_LOADER_PEERS (.venv-peers-loaders), a folder of three: their pins of NumPy, pyarrow and
 #            transformers exclude one another
 #   interop  those, and a fourth with megatron-core: streaming from the hub and conversion
 set -euo pipefail
@@ -35,7 +35,7 @@ prepare() {
 
 # group NAME PACKAGE…: one environment of the loaders'. What does not install is missing from the tables.
 group() {
-  local venv=${MILLRACE_LOADER_PEERS:-.venv-peers-loaders}/$1
+  local venv=${FOREBAY_LOADER_PEERS:-.venv-peers-loaders}/$1
   shift
   fresh "$venv" && return
   mkdir -p "$(dirname "$venv")"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes $VENV with Millrace and all that its tests need.
+# Makes $VENV with Forebay and all that its tests need.
 set -euo pipefail
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.network.identity import Identity, create_network, join
+from forebay.network.identity import Identity, create_network, join
 
 # Tests run one a core: PyTorch's threads would spin for each other, at four times the CPU time of small models.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,8 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's caches."""
-    monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path_factory.getbasetemp() / "user-cache"))
-    monkeypatch.setenv("MILLRACE_HUB_CACHE", str(tmp_path_factory.getbasetemp() / "user-hub-cache"))
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path_factory.getbasetemp() / "user-cache"))
+    monkeypatch.setenv("FOREBAY_HUB_CACHE", str(tmp_path_factory.getbasetemp() / "user-hub-cache"))
 
 
 @pytest.fixture

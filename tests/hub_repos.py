@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from millrace.prepare.tokens.tokenizers import load_tokenizer, train_tokenizer
+from forebay.prepare.tokens.tokenizers import load_tokenizer, train_tokenizer
 
 _FINEWEB = ("text", "id", "dump", "url", "file_path", "language", "language_score", "token_count")
 _DUMPS = ("CC-MAIN-2013-20", "CC-MAIN-2024-10")
@@ -46,7 +46,7 @@ def make_hub(directory: Path) -> Path:
 
 def shared_data() -> Path | None:
     """The real texts, where they are."""
-    given = os.environ.get("MILLRACE_TEST_DATA")
+    given = os.environ.get("FOREBAY_TEST_DATA")
     folder = Path(given) if given else Path(__file__).parents[1] / "../shared/data"
     return folder if (folder / "shakespeare").is_dir() else None
 

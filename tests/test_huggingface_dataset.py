@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from forebay.errors import DownloadError, MissingPackageError, UnknownDatasetError
+from forebay.prepare.tokens.tokenizers import byte_tokenizer, load_tokenizer
+from forebay.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
 from hub_server import HubServer, make_hub
-from millrace.errors import DownloadError, MissingPackageError, UnknownDatasetError
-from millrace.prepare.tokens.tokenizers import byte_tokenizer, load_tokenizer
-from millrace.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hub(repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """A hub of our own, and nothing kept from before."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("MILLRACE_HUB_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setenv("FOREBAY_HUB_CACHE", str(tmp_path / "kept"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with HubServer(repositories) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)

@@ -1,1 +1,1 @@
-"""Token formats written and read by `millrace convert`, and by the libraries whose formats they are."""
+"""Token formats written and read by `forebay convert`, and by the libraries whose formats they are."""

@@ -1,9 +1,9 @@
 """Converting tokens, beside each format's own library: `python -m benchmarks.convert [FORMAT…]`.
 
 200 M tokens U16 in documents: CPU seconds for a GB of tokens, ours with and without reading again what was written;
-then documents read one after another and at random, from the files that `millrace convert` wrote.
+then documents read one after another and at random, from the files that `forebay convert` wrote.
 
-scripts/peers.sh interop makes the libraries' environments in .venv-peers-loaders, or where MILLRACE_LOADER_PEERS says.
+scripts/peers.sh interop makes the libraries' environments in .venv-peers-loaders, or where FOREBAY_LOADER_PEERS says.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def ask(name: str, who: str, folder: Path, **what: Any) -> dict[str, Any]:
 def written(name: str, data: Path, folder: Path, rounds: int, num_bytes: int) -> list[Figure]:
     """The three ways to write a format, in turns."""
     ways: dict[str, dict[str, Any]] = {
-        "millrace convert": {"who": "ours", "verify": True, "out": str(folder / f"{name}-ours")},
-        "millrace convert --no-verify": {"who": "ours", "verify": False, "out": str(folder / f"{name}-bare")},
+        "forebay convert": {"who": "ours", "verify": True, "out": str(folder / f"{name}-ours")},
+        "forebay convert --no-verify": {"who": "ours", "verify": False, "out": str(folder / f"{name}-bare")},
         PEERS[name].label: {"who": "peer", "out": str(folder / f"{name}-peer")},
     }
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
@@ -93,7 +93,7 @@ def looked_up(name: str, data: Path, folder: Path, rounds: int) -> list[Figure]:
     if PEERS[name].read is None:
         return []
     figures = []
-    for who, label in (("ours", "millrace"), ("peer", PEERS[name].label.partition(",")[0])):
+    for who, label in (("ours", "forebay"), ("peer", PEERS[name].label.partition(",")[0])):
         try:
             out = str(folder / f"{name}-ours")
             runs = [ask(name, who, folder, do="read", corpus=str(data), out=out, seconds=1.5) for _ in range(rounds)]
@@ -120,10 +120,10 @@ def main(given: Sequence[str]) -> int:
     wanted = parser.parse_args(given)
     with place(wanted.folder) as folder:
         data = corpus.make(folder, int(wanted.tokens))
-        own = folder / f"{data.name}-millrace"
+        own = folder / f"{data.name}-forebay"
         if not own.exists():
             from benchmarks.convert.peers import write_safetensors
-            from millrace.dataset.adopt import adopt
+            from forebay.dataset.adopt import adopt
 
             write_safetensors(data, own)
             adopt(own, "benchmark")

@@ -34,13 +34,13 @@ def write(ask: dict[str, Any]) -> dict[str, Any]:
         wall, cpu = time.perf_counter(), family_cpu_s()
         peers.PEERS[ask["format"]].write(corpus, out)
     else:
-        from millrace import __version__
-        from millrace.convert.content import Options
-        from millrace.convert.convert import convert
+        from forebay import __version__
+        from forebay.convert.content import Options
+        from forebay.convert.convert import convert
 
-        told = f"millrace {__version__}"
+        told = f"forebay {__version__}"
         wall, cpu = time.perf_counter(), family_cpu_s()
-        convert(corpus.parent / f"{corpus.name}-millrace", out, ask["format"], Options(), verify=ask["verify"])
+        convert(corpus.parent / f"{corpus.name}-forebay", out, ask["format"], Options(), verify=ask["verify"])
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     return {"wall_s": time.perf_counter() - wall, "cpu_s": family_cpu_s() - cpu, "versions": told, "bytes": size}
 
@@ -84,7 +84,7 @@ def read(ask: dict[str, Any]) -> dict[str, Any]:
 
 def _ours(place: Path) -> peers.Reader:
     """Documents of an open dataset: its slices, mapped, and where each document begins."""
-    from millrace import open_dataset
+    from forebay import open_dataset
 
     dataset = open_dataset(place)
     slices = [dataset.open_slice(index) for index in range(dataset.num_slices)]

@@ -1,6 +1,6 @@
 """Each format by its own library: `write(corpus, out)`, and `open_documents(place)` for reading by number.
 
-A document is an item, as in what `millrace convert` writes. Imports lie in the functions: every library has an
+A document is an item, as in what `forebay convert` writes. Imports lie in the functions: every library has an
 interpreter of its own.
 """
 
@@ -34,7 +34,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Peer:
-    """`group`: which environment has it ("": our own). `read` is of what `millrace convert` wrote, too."""
+    """`group`: which environment has it ("": our own). `read` is of what `forebay convert` wrote, too."""
 
     label: str
     group: str

@@ -6,7 +6,7 @@
     ranks   four files for 2 and for 6 ranks: what each rank is given, and what it fetches
 
 The hub is the tests' server, on this machine; the repository is written from a seed. scripts/peers.sh interop makes
-the environment of `datasets` in .venv-peers-loaders/hf, or where MILLRACE_LOADER_PEERS says. About ten minutes.
+the environment of `datasets` in .venv-peers-loaders/hf, or where FOREBAY_LOADER_PEERS says. About ten minutes.
 """
 
 from __future__ import annotations

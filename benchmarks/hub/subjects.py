@@ -28,9 +28,9 @@ class Subject:
 
 class TextStreamFeed:
     def __init__(self, tokenizer: str, shuffle: int, rank: int, world: int, partition: str = "samples") -> None:
-        import millrace
+        import forebay
 
-        self.stream = millrace.TextStream(
+        self.stream = forebay.TextStream(
             f"hf:{NAME}", tokenizer=tokenizer, seq_len=SEQ_LEN, batch_size=BATCH, rank=rank, world_size=world,
             shuffle_buffer=shuffle, seed=1, partition=partition,
         )  # fmt: skip
@@ -55,7 +55,7 @@ class GuideFeed:
     """create_huggingface_dataset; torch tensors."""
 
     def __init__(self, tokenizer: str, shuffle: int, rank: int, world: int) -> None:
-        from millrace.worker import create_huggingface_dataset
+        from forebay.worker import create_huggingface_dataset
 
         self.dataset = create_huggingface_dataset(
             NAME, rank, world, num_batches=1 << 30, batch_size=BATCH, seq_len=SEQ_LEN, streaming=True,
@@ -140,8 +140,8 @@ class CollectedFeed:
 
 
 SUBJECTS = {
-    "stream": Subject("millrace.TextStream", "", TextStreamFeed),
-    "records": Subject("millrace.TextStream, partition='records'", "", RecordsFeed),
+    "stream": Subject("forebay.TextStream", "", TextStreamFeed),
+    "records": Subject("forebay.TextStream, partition='records'", "", RecordsFeed),
     "guide": Subject("create_huggingface_dataset", "", GuideFeed),
     "datasets": Subject("HF datasets, batched map", "hf", DatasetsFeed),
     "collected": Subject("the guide's first code: a list of 100 batches", "hf", CollectedFeed),

@@ -7,7 +7,7 @@
     elastic  another world size in mid-epoch
 
 Without names all: half an hour for the 200 M tokens on two cores. scripts/peers.sh loaders makes the peers'
-environments in .venv-peers-loaders, or where MILLRACE_LOADER_PEERS says.
+environments in .venv-peers-loaders, or where FOREBAY_LOADER_PEERS says.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
 
 def prepare_peers() -> None:
     """Make the peers' environments, unless a place of them is named."""
-    if "MILLRACE_LOADER_PEERS" not in os.environ:
+    if "FOREBAY_LOADER_PEERS" not in os.environ:
         made = subprocess.run(["bash", str(fleet.ROOT / "scripts/peers.sh"), "loaders"], cwd=fleet.ROOT)
         if made.returncode:
             print("benchmarks: not all peers could be installed; those are left out", file=sys.stderr)
@@ -62,7 +62,7 @@ def place(folder: Path | None) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder.resolve()
         return
-    with tempfile.TemporaryDirectory(prefix="millrace-loading-") as name:
+    with tempfile.TemporaryDirectory(prefix="forebay-loading-") as name:
         yield Path(name)
 
 

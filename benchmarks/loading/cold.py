@@ -39,7 +39,7 @@ def measure(corpus: Path, entries: Sequence[Entry], rounds: int) -> list[Figure]
             why = entry.failed.get("cold") or entry.failed.get("writing", "no answer")
             figures.append(Figure(title, float("nan"), "s", f"not measured: {why}"))
             continue
-        took, ours = median(wall[entry.name]), wall.get("millrace")
-        against = f"  ours {took / median(ours):5.1f}x sooner" if ours and entry.name != "millrace" else ""
+        took, ours = median(wall[entry.name]), wall.get("forebay")
+        against = f"  ours {took / median(ours):5.1f}x sooner" if ours and entry.name != "forebay" else ""
         figures.append(Figure(title, took, "s", f"{median(cpu[entry.name]):6.2f} CPU s{against}"))
     return figures

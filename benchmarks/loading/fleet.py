@@ -21,7 +21,7 @@ from benchmarks.loading import peers
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 300.0
-_SETS = {"hf_map": "hf", "hf_stream": "hf", "mosaic": "mosaic", "bare": "", "bare_take": "", "millrace": ""}
+_SETS = {"hf_map": "hf", "hf_stream": "hf", "mosaic": "mosaic", "bare": "", "bare_take": "", "forebay": ""}
 """Peers that do not share the general environment: their versions of common libraries conflict. "": our own."""
 
 
@@ -30,8 +30,8 @@ class NotMeasuredError(Exception):
 
 
 def folder_of_peers() -> Path:
-    """Where scripts/peers.sh puts the environments: MILLRACE_LOADER_PEERS, or .venv-peers-loaders."""
-    return Path(os.environ.get("MILLRACE_LOADER_PEERS", ROOT / ".venv-peers-loaders"))
+    """Where scripts/peers.sh puts the environments: FOREBAY_LOADER_PEERS, or .venv-peers-loaders."""
+    return Path(os.environ.get("FOREBAY_LOADER_PEERS", ROOT / ".venv-peers-loaders"))
 
 
 def interpreter(name: str) -> str:

@@ -62,8 +62,8 @@ def _figures(
             note.append(
                 f"{_ratio(mine, speeds['bare']):5.2f} of bare ({_ratio(work[entry.name], work['bare']):.2f} CPU)"
             )
-        if "millrace" in speeds and entry.name != "millrace":
-            ours = _ratio(speeds["millrace"], mine), _ratio(work["millrace"], work[entry.name])
+        if "forebay" in speeds and entry.name != "forebay":
+            ours = _ratio(speeds["forebay"], mine), _ratio(work["forebay"], work[entry.name])
             note.append(f"ours {ours[0]:6.1f}x ({ours[1]:.1f}x CPU)")
         note += [told[entry.name]["dtype"] if not cast else "", entry.note]
         figures.append(Figure(title, median(mine) / 1e6, "Mtok/s", "  ".join(filter(None, note))))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.prepare [whole] [filters] [dedup] [tokens] [clean] [extract] [formats]
 
-Without names all, in less than ten minutes on two cores. Peers run with the interpreter in MILLRACE_PEERS; without it
-scripts/peers.sh makes .venv-peers. Real text is found by MILLRACE_TEST_DATA.
+Without names all, in less than ten minutes on two cores. Peers run with the interpreter in FOREBAY_PEERS; without it
+scripts/peers.sh makes .venv-peers. Real text is found by FOREBAY_TEST_DATA.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TARGETS = {
     "MinHash / datasketch": 20.0,
     "MinHash / rensa": 1.0,
     "MinHash / rensa, hashes given": 1.0,
-    "millrace / datatrove": 5.0,
-    "millrace, tokenizers as coder / datatrove": 5.0,
+    "forebay / datatrove": 5.0,
+    "forebay, tokenizers as coder / datatrove": 5.0,
     "encode / tokenizers": 0.9,
     "encode, tokenizers as coder / tokenizers": 0.9,
 }
@@ -34,17 +34,17 @@ TARGETS = {
 
 def prepare_peers() -> None:
     """Make the peers' environment, unless one is named."""
-    if "MILLRACE_PEERS" in os.environ:
+    if "FOREBAY_PEERS" in os.environ:
         return
     folder = ROOT / ".venv-peers"
     made = subprocess.run(["bash", str(ROOT / "scripts/peers.sh")], env={**os.environ, "PEERS": str(folder)})
     if made.returncode:
         print("benchmarks: the peers could not be installed; what needs them is left out", file=sys.stderr)
-    os.environ["MILLRACE_PEERS"] = str(folder / "bin/python")
+    os.environ["FOREBAY_PEERS"] = str(folder / "bin/python")
 
 
 def parts() -> dict[str, Callable[[], Sequence[Figure]]]:
-    """What can be measured, by name. Imported late: the modules read MILLRACE_PEERS when they are."""
+    """What can be measured, by name. Imported late: the modules read FOREBAY_PEERS when they are."""
     from benchmarks.prepare import clean, dedup, extract, filters, formats, tokens, whole
 
     def plain(main: Callable[[], object]) -> Callable[[], Sequence[Figure]]:

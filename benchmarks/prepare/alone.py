@@ -1,4 +1,4 @@
-"""`millrace prepare` with one worker against the tokenizer's own library alone on the same text, in CPU seconds.
+"""`forebay prepare` with one worker against the tokenizer's own library alone on the same text, in CPU seconds.
 
 The text is deterministic, Zipf-like words in documents of a few hundred; the tokenizer is trained on a part of it.
 The yardstick reads the same file, decodes its JSON lines and calls `encode_batch_fast`; it writes nothing.
@@ -75,7 +75,7 @@ def measure(rounds: int = 3) -> list[Figure]:
         def ours() -> None:
             out = str(folder / f"out-{next(outs)}")
             run(
-                "-m", "millrace.cli", "prepare", str(text), "--out", out, "--tokenizer", str(saved),
+                "-m", "forebay.cli", "prepare", str(text), "--out", out, "--tokenizer", str(saved),
                 "--workers", "1", "--json",
             )  # fmt: skip
 
@@ -88,7 +88,7 @@ def measure(rounds: int = 3) -> list[Figure]:
     cpu = [median([one.cpu_s for one in mine]) for mine in costs]
     return [
         Figure("tokenizers alone", size / cpu[1] / 1e6, "MB/CPU s", f"{wall[1]:.1f} s wall"),
-        Figure("millrace prepare", size / cpu[0] / 1e6, "MB/CPU s", f"{wall[0]:.1f} s wall, one worker"),
+        Figure("forebay prepare", size / cpu[0] / 1e6, "MB/CPU s", f"{wall[0]:.1f} s wall, one worker"),
         Figure("prepare/tokenizers CPU", cpu[0] / cpu[1], "x CPU", "both from start to exit of a process"),
     ]
 

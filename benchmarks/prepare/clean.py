@@ -1,7 +1,7 @@
 """The cleaning stages beside their peers, on the same text: MB per CPU second of one process.
 
-Run as `python -m benchmarks.prepare.clean`. Real text is found as the tests find it (MILLRACE_TEST_DATA); peers that
-are not dependencies run in the interpreter that MILLRACE_PEERS names (`.venv-peers/bin/python` if unset).
+Run as `python -m benchmarks.prepare.clean`. Real text is found as the tests find it (FOREBAY_TEST_DATA); peers that
+are not dependencies run in the interpreter that FOREBAY_PEERS names (`.venv-peers/bin/python` if unset).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 import ftfy
 import re2
 
-from millrace.prepare.clean.boilerplate import Boilerplate
-from millrace.prepare.clean.pii import Pii
-from millrace.prepare.clean.toxic import Toxic
-from millrace.prepare.clean.unicode import Unicode
-from millrace.prepare.documents import Record, Stage, to_batches
+from forebay.prepare.clean.boilerplate import Boilerplate
+from forebay.prepare.clean.pii import Pii
+from forebay.prepare.clean.toxic import Toxic
+from forebay.prepare.clean.unicode import Unicode
+from forebay.prepare.documents import Record, Stage, to_batches
 
 ROUNDS = 3
 PATTERNS = (
@@ -88,7 +88,7 @@ print(json.dumps(found))
 
 
 def data() -> Path:
-    given = os.environ.get("MILLRACE_TEST_DATA")
+    given = os.environ.get("FOREBAY_TEST_DATA")
     return Path(given) if given else Path(__file__).parents[2] / "../shared/data"
 
 
@@ -131,9 +131,9 @@ def stages_speed(texts: Sequence[str], stages: Sequence[Stage]) -> float:
 
 
 def peers(texts: Sequence[str], words: Sequence[str]) -> dict[str, float | str]:
-    python = Path(os.environ.get("MILLRACE_PEERS", ".venv-peers/bin/python"))
+    python = Path(os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python"))
     if not python.exists():
-        print(f"peers are not measured: expected an interpreter at {python}; set MILLRACE_PEERS to one with datatrove")
+        print(f"peers are not measured: expected an interpreter at {python}; set FOREBAY_PEERS to one with datatrove")
         return {}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump([texts, words, PATTERNS], file)
@@ -156,7 +156,7 @@ def row(name: str, value: float | str, ours: float = 0.0) -> None:
 def main() -> int:
     folder = data()
     if not (folder / "badwords").is_dir():
-        print(f"clean: expected real text below {folder}, got none. Set MILLRACE_TEST_DATA")
+        print(f"clean: expected real text below {folder}, got none. Set FOREBAY_TEST_DATA")
         return 1
     texts = corpora(folder)
     some = {name: part[: len(part) // 40] for name, part in texts.items()}

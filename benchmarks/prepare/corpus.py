@@ -1,6 +1,6 @@
 """A corpus for measurements: real prose cut and joined into documents of a few kB, with known copies among them.
 
-Hides: where the prose comes from: the books, plays and dumps below `MILLRACE_TEST_DATA` (or `../shared/data` beside
+Hides: where the prose comes from: the books, plays and dumps below `FOREBAY_TEST_DATA` (or `../shared/data` beside
 the repository). Deterministic: the same files and size give the same bytes.
 """
 
@@ -24,9 +24,9 @@ def data_folder() -> Path:
     Raises:
         SystemExit: If it is not there.
     """
-    folder = Path(os.environ.get("MILLRACE_TEST_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
+    folder = Path(os.environ.get("FOREBAY_TEST_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
     if not folder.is_dir():
-        raise SystemExit("benchmarks: set MILLRACE_TEST_DATA to a folder with books/, shakespeare/, wikipedia/ …")
+        raise SystemExit("benchmarks: set FOREBAY_TEST_DATA to a folder with books/, shakespeare/, wikipedia/ …")
     return folder
 
 

@@ -4,7 +4,7 @@
     python -m benchmarks.prepare.dedup --curve FILE.svg   the S-curve against theory, as a table and as a picture
 
 CPU seconds of one process each, all with 112 hashes over 5-grams of words. The peers run with the interpreter in
-MILLRACE_PEERS, which has them installed. datasketch and rensa take their 5-grams as strings, joined by Python: each is
+FOREBAY_PEERS, which has them installed. datasketch and rensa take their 5-grams as strings, joined by Python: each is
 shown with that (a user's cost), and with strings that are there already, which ours never makes (its line is from
 text all the same). The last lines compare the min-wise hashes alone, of shingle hashes that are there already.
 """
@@ -26,12 +26,12 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.measure import Figure
-from millrace.prepare.dedup import Dedup, Part, Signer, deduplicate, kernels
-from millrace.prepare.dedup.signer import hash_functions, sign_texts
-from millrace.prepare.documents import text_buffers
+from forebay.prepare.dedup import Dedup, Part, Signer, deduplicate, kernels
+from forebay.prepare.dedup.signer import hash_functions, sign_texts
+from forebay.prepare.documents import text_buffers
 
 CONFIG = Dedup(minhash=True)
-PEERS = os.environ.get("MILLRACE_PEERS", ".venv-peers/bin/python")
+PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
 
 PEER = r"""
 import json, logging, os, re, sys, time
@@ -85,7 +85,7 @@ print(json.dumps(found))
 
 def corpus(megabytes: int) -> list[str]:
     """Documents of about 3 KB: English books if the test data is there, else words drawn by a Zipf-like law."""
-    given = os.environ.get("MILLRACE_TEST_DATA")
+    given = os.environ.get("FOREBAY_TEST_DATA")
     folder = (Path(given) if given else Path(__file__).parents[2] / "../shared/data") / "books/gutenberg_en"
     text = "".join(path.read_text("utf-8", "replace") for path in sorted(folder.glob("*.txt")))
     if not text:
@@ -124,7 +124,7 @@ def cpu(run: Callable[[], object]) -> float:
 def run_peers(texts: Sequence[str]) -> dict[str, float]:
     """Processor seconds a byte of text by name; empty if their interpreter is missing."""
     if not Path(PEERS).exists():
-        print(f"No peers: expected an interpreter with datasketch, rensa and datatrove at {PEERS} (MILLRACE_PEERS).")
+        print(f"No peers: expected an interpreter with datasketch, rensa and datatrove at {PEERS} (FOREBAY_PEERS).")
         return {}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(list(texts), file)
@@ -141,12 +141,12 @@ def print_signatures(texts: Sequence[str]) -> list[Figure]:
     """The table of signatures, printed, and what the targets are set for; nothing without the peers."""
     ours, theirs = seconds_a_byte(texts), run_peers(texts)
     print(f"MinHash signatures, {sum(map(len, texts)) / 1e6:.1f} MB in {len(texts)} documents, one core")
-    print(f"{'':40}{'MB/s':>10}{'millrace is':>14}")
+    print(f"{'':40}{'MB/s':>10}{'forebay is':>14}")
 
     def line(name: str, cost: float, base: float) -> None:
         print(f"{name:40}{1e-6 / cost:10.2f}{cost / base:13.1f}x")
 
-    line("millrace, from text", ours["text"], ours["text"])
+    line("forebay, from text", ours["text"], ours["text"])
     shingles = theirs.pop("shingles", 0.0)
     hashes = theirs.pop("rensa R-MinHash, hashes", None)
     for name, cost in theirs.items():
@@ -155,7 +155,7 @@ def print_signatures(texts: Sequence[str]) -> list[Figure]:
         else:
             line(f"{name}, from text", cost + shingles, ours["text"])
             line(f"{name}, its 5-grams given", cost, ours["text"])
-    line("millrace, shingle hashes given", ours["hashes"], ours["hashes"])
+    line("forebay, shingle hashes given", ours["hashes"], ours["hashes"])
     if hashes:
         line("rensa R-MinHash, shingle hashes given", hashes, ours["hashes"])
     if "datasketch" not in theirs:

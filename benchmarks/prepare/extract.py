@@ -3,8 +3,8 @@
 Gold: thirteen pages of the sample archives, read by hand. What is main text is said by its first and last line (their
 beginnings), so that no page is copied here; the words between come from the page itself.
 
-Run: `MILLRACE_TEST_DATA=../shared/data python -m benchmarks.prepare.extract`. The peers (trafilatura, readability-lxml,
-jusText) run under the interpreter that MILLRACE_PEERS names (default `.venv-peers/bin/python`).
+Run: `FOREBAY_TEST_DATA=../shared/data python -m benchmarks.prepare.extract`. The peers (trafilatura, readability-lxml,
+jusText) run under the interpreter that FOREBAY_PEERS names (default `.venv-peers/bin/python`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-DATA = Path(os.environ.get("MILLRACE_TEST_DATA", Path(__file__).parents[3] / "shared/data"))
-PEERS = os.environ.get("MILLRACE_PEERS", ".venv-peers/bin/python")
+DATA = Path(os.environ.get("FOREBAY_TEST_DATA", Path(__file__).parents[3] / "shared/data"))
+PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
 GOLD = [  # address, beginning of the first line of main text, of the last one
     ("https://www.cs.washington.edu/people/faculty/weld", "Dan Weld", "Dan has taught"),
     ("https://soldaini.net/", "Hello, visitor!", "Hop over the publications"),
@@ -89,8 +89,8 @@ def f1(found: str, gold: str) -> tuple[float, float, float]:
 
 def all_pages() -> list[tuple[str, str]]:
     """Address and HTML of each distinct page of the sample archives."""
-    from millrace.prepare.read.base import Piece, ReadOptions, Source
-    from millrace.prepare.read.warc import read
+    from forebay.prepare.read.base import Piece, ReadOptions, Source
+    from forebay.prepare.read.warc import read
 
     found: dict[str, str] = {}
     for path in sorted((DATA / "warc").rglob("*")):
@@ -115,13 +115,13 @@ def gold_of(html: str, first: str, last: str) -> str:
 
 
 def own_candidates() -> dict[str, Callable[[str], str]]:
-    """What is installed beside Millrace."""
+    """What is installed beside Forebay."""
     from resiliparse.extract.html2text import extract_plain_text
 
-    from millrace.prepare.extract import _PLAIN_SKIPPED, _plain, extract_html
+    from forebay.prepare.extract import _PLAIN_SKIPPED, _plain, extract_html
 
     found: dict[str, Callable[[str], str]] = {
-        "millrace": extract_html,
+        "forebay": extract_html,
         "tags and roles only": lambda h: _plain(h, _PLAIN_SKIPPED),
         "resiliparse main": lambda h: extract_plain_text(h, main_content=True),
         "resiliparse all": lambda h: extract_plain_text(h),
@@ -155,8 +155,8 @@ def archives() -> None:
     from fastwarc.warc import ArchiveIterator
     from warcio.archiveiterator import ArchiveIterator as WarcioIterator
 
-    from millrace.prepare.read.base import Piece, ReadOptions, Source
-    from millrace.prepare.read.warc import read, read_raw
+    from forebay.prepare.read.base import Piece, ReadOptions, Source
+    from forebay.prepare.read.warc import read, read_raw
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.warc.gz"
@@ -172,8 +172,8 @@ def archives() -> None:
                 return sum(len(record.reader.read()) for record in ArchiveIterator(file))
 
         runs: dict[str, Callable[[], int]] = {
-            "millrace, decoded text": lambda: sum(len(r.text) for r in read(Piece((source,)), options)),
-            "millrace, raw blocks": lambda: sum(len(r.block) for r in read_raw(source, options)),
+            "forebay, decoded text": lambda: sum(len(r.text) for r in read(Piece((source,)), options)),
+            "forebay, raw blocks": lambda: sum(len(r.block) for r in read_raw(source, options)),
             "fastwarc, raw blocks": fastwarc,
             "warcio, raw blocks": warcio,
         }
@@ -190,7 +190,7 @@ def wikitext() -> None:
 
     import mwparserfromhell
 
-    from millrace.prepare.read.wikitext import to_text
+    from forebay.prepare.read.wikitext import to_text
 
     (path,) = (DATA / "wikipedia").glob("enwiki-latest*.bz2")
     dump = bz2.decompress(path.read_bytes()).decode()
@@ -201,7 +201,7 @@ def wikitext() -> None:
     peer, _ = timed(lambda: sum(len(mwparserfromhell.parse(page).strip_code()) for page in first))
     size = [sum(len(page.encode()) for page in some) / 1e6 for some in (pages, first)]
     print("\nWikitext, MB a CPU second")
-    print(f"{'millrace':24}{size[0] / own:8.1f}\n{'mwparserfromhell':24}{size[1] / peer:8.1f}")
+    print(f"{'forebay':24}{size[0] / own:8.1f}\n{'mwparserfromhell':24}{size[1] / peer:8.1f}")
 
 
 def main() -> None:
@@ -221,7 +221,7 @@ def main() -> None:
         found.update(json.loads(answer.stdout) if answer.stdout else {})
         print(answer.stderr[-2000:] if not answer.stdout else "", end="", file=sys.stderr)
     else:
-        print(f"{PEERS} is not there: peers left out. Set MILLRACE_PEERS.")
+        print(f"{PEERS} is not there: peers left out. Set FOREBAY_PEERS.")
     for title, chosen in (("Gold", GOLD), ("Held out", HELD_OUT)):
         gold = [gold_of(by_url[url], first, last) for url, first, last in chosen]
         count = words(" ".join(gold)).total()

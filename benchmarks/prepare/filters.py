@@ -7,7 +7,7 @@ The texts: crawled pages, Wikipedia, Stack Exchange, news, books and plays cut i
 that lie near a threshold on purpose (about 50 words, about 80 % of words with a letter, lines and phrases repeated).
 Both keep the words that they cut last (datatrove of a text, ours of a batch), so that Gopher's first filter pays for
 all that look at words: the ratio to look at is that of both Gopher filters. The peer runs with the interpreter in
-MILLRACE_PEERS, which has datatrove and spaCy installed.
+FOREBAY_PEERS, which has datatrove and spaCy installed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pathlib import Path
 
 from benchmarks.measure import Figure, show
 from benchmarks.prepare.corpus import data_folder, passages
-from millrace.prepare.documents import Record, Stage, to_batches
-from millrace.prepare.filters import C4, FineWeb, GopherQuality, GopherRepetition
+from forebay.prepare.documents import Record, Stage, to_batches
+from forebay.prepare.filters import C4, FineWeb, GopherQuality, GopherRepetition
 
-PEERS = os.environ.get("MILLRACE_PEERS", ".venv-peers/bin/python")
+PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
 STAGES: tuple[Stage, ...] = (GopherQuality(), GopherRepetition(), FineWeb(), C4())
 
 PEER = r"""
@@ -139,7 +139,7 @@ def show_differences(title: str, mine: list[list[str]], peer: list[list[str]]) -
 def measure(num_texts: int | None = 900) -> list[Figure]:
     """The tables, printed, and what the targets are set for; nothing without the peer."""
     if not Path(PEERS).exists():
-        print(f"No peer: expected an interpreter with datatrove[processing] at {PEERS} (MILLRACE_PEERS).")
+        print(f"No peer: expected an interpreter with datatrove[processing] at {PEERS} (FOREBAY_PEERS).")
         return []
     chance = random.Random(1)
     texts = real_texts()[:num_texts]

@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 import zstandard
 
 from benchmarks.prepare.corpus import make_corpus
-from millrace.prepare.read import ReadOptions, cut, find_sources, read
-from millrace.prepare.read.tfrecord import parse_example
+from forebay.prepare.read import ReadOptions, cut, find_sources, read
+from forebay.prepare.read.tfrecord import parse_example
 
 ROW_GROUP = 256
 LOOKUPS = 400

@@ -1,6 +1,6 @@
 """ENCODE, SHUFFLE and SLICE against `tokenizers` and tiktoken alone, in CPU seconds of one process, with peak memory.
 
-The corpus is real prose (`corpus.py`); the vocabulary GPT-2's, from MILLRACE_TEST_DATA. All that is compared reads the
+The corpus is real prose (`corpus.py`); the vocabulary GPT-2's, from FOREBAY_TEST_DATA. All that is compared reads the
 same Arrow file of kept documents and runs in a fresh process with one thread; a process's own start and the loading of
 its tokenizer are not counted. The libraries alone write nothing; ours writes tokens and ends.
 """
@@ -49,7 +49,7 @@ for texts in batches():
 """
 _TIKTOKEN = """
 import tiktoken
-from millrace.prepare.tokens.tiktokens import FAMILIES, ranks_of
+from forebay.prepare.tokens.tiktokens import FAMILIES, ranks_of
 ranks = ranks_of(open(folder + "/tokenizer.json", "rb").read())
 encoding = tiktoken.Encoding("x", pat_str=FAMILIES["gpt2"].pattern, mergeable_ranks=ranks, special_tokens={})
 begin, total = time.process_time(), 0
@@ -59,12 +59,12 @@ for texts in batches():
 _OURS = """
 import shutil
 from pathlib import Path
-from millrace.prepare.tokens.coders import CoderSpec, coder_for
-from millrace.prepare.tokens.encode import EncodeTask, TextPart, encode
-from millrace.prepare.tokens.shuffle import Shuffle, plan_shuffle, shuffle
-from millrace.prepare.tokens.slicing import plan_slices, write_slice
+from forebay.prepare.tokens.coders import CoderSpec, coder_for
+from forebay.prepare.tokens.encode import EncodeTask, TextPart, encode
+from forebay.prepare.tokens.shuffle import Shuffle, plan_shuffle, shuffle
+from forebay.prepare.tokens.slicing import plan_slices, write_slice
 if kind == "reference":
-    os.environ["MILLRACE_CODER"] = "reference"
+    os.environ["FOREBAY_CODER"] = "reference"
 facts = json.load(open(folder + "/facts.json"))
 spec = CoderSpec(folder + "/tokenizer.json", facts["sha256"], "json", "U16", 50256)
 out = Path(folder) / kind
@@ -83,7 +83,7 @@ shutil.rmtree(out)
 
 def _make(folder: Path) -> int:
     """The Arrow part, the tokenizer and the facts; bytes of text."""
-    from millrace.prepare.tokens.tokenizers import load_tokenizer
+    from forebay.prepare.tokens.tokenizers import load_tokenizer
 
     documents = make_corpus(folder / "text.jsonl", TEXT_BYTES)
     with (folder / "text.jsonl").open(encoding="utf-8") as file:

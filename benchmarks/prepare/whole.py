@@ -5,7 +5,7 @@
 Processor and wall seconds of the whole tree of processes, from start to exit, on the same corpus in one run, at two
 sizes: what the larger takes beyond the smaller is free of fixed costs (imports, kernels, models). Both have compiled
 their bytecode before; ours also its kernels, and what the first run of all costs is printed once. Of ours the better
-of two runs counts, of the peer's, a minute long, the only one. The peer runs with the interpreter in MILLRACE_PEERS.
+of two runs counts, of the peer's, a minute long, the only one. The peer runs with the interpreter in FOREBAY_PEERS.
 
 The counts differ by a few documents that lie near a threshold of Gopher's (see filters.py), and near duplicates that
 one of the two families of hash functions finds and the other does not.
@@ -30,7 +30,7 @@ from pathlib import Path
 from benchmarks.measure import Figure, show
 from benchmarks.prepare.corpus import data_folder, make_corpus
 
-PEERS = os.environ.get("MILLRACE_PEERS", ".venv-peers/bin/python")
+PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
 WORKERS = 2
 FILES = 4
 TARGET = 5.0
@@ -75,9 +75,9 @@ def timed(command: list[str], **more: str) -> tuple[float, float, str]:
 
 
 def run_ours(corpus: Path, tokenizer: Path, **more: str) -> Outcome:
-    """One `millrace prepare` from nothing."""
+    """One `forebay prepare` from nothing."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "millrace.cli", "prepare", str(corpus), "--out", f"{out}/dataset", "--json"]
+        command = [sys.executable, "-m", "forebay.cli", "prepare", str(corpus), "--out", f"{out}/dataset", "--json"]
         command += ["--filter", "gopher", "--dedup", "minhash", "--tokenizer", str(tokenizer), "--quiet"]
         cpu, wall, printed = timed([*command, "--workers", str(WORKERS)], **more)
     found = json.loads(printed)
@@ -122,7 +122,7 @@ def measure(megabytes: float = 12) -> list[Figure]:
     """The table, printed, and the ratios; two to three minutes, nearly all of them the peer's."""
     tokenizer = data_folder() / "tokenizers/gpt-neo-test-tokenizer.json"
     sizes = (megabytes / 4, megabytes)
-    found: dict[str, list[Outcome]] = {"millrace": [], "millrace, tokenizers as coder": []}
+    found: dict[str, list[Outcome]] = {"forebay": [], "forebay, tokenizers as coder": []}
     with tempfile.TemporaryDirectory() as name:
         folders = [make_folder(Path(name, str(i)), size) for i, size in enumerate(sizes)]
         tiny = make_folder(Path(name, "tiny"), 0.05)
@@ -132,10 +132,10 @@ def measure(megabytes: float = 12) -> list[Figure]:
             run_datatrove(tiny, tokenizer)
             found["datatrove"] = []
         else:
-            print(f"No peer: expected an interpreter with datatrove at {PEERS} (MILLRACE_PEERS).")
+            print(f"No peer: expected an interpreter with datatrove at {PEERS} (FOREBAY_PEERS).")
         for folder in folders:
-            found["millrace"].append(better_ours(folder, tokenizer))
-            found["millrace, tokenizers as coder"].append(better_ours(folder, tokenizer, MILLRACE_CODER="reference"))
+            found["forebay"].append(better_ours(folder, tokenizer))
+            found["forebay, tokenizers as coder"].append(better_ours(folder, tokenizer, FOREBAY_CODER="reference"))
             if "datatrove" in found:
                 found["datatrove"].append(run_datatrove(folder, tokenizer))
     for i, size in enumerate(sizes):
@@ -150,11 +150,11 @@ def measure(megabytes: float = 12) -> list[Figure]:
 def _figures(found: dict[str, list[Outcome]], sizes: tuple[float, float]) -> list[Figure]:
     per_mb = {what: (runs[1].cpu_s - runs[0].cpu_s) / (sizes[1] - sizes[0]) for what, runs in found.items()}
     figures = [Figure(f"{what}, beyond fixed costs", 1 / cost, "MB/CPU s") for what, cost in per_mb.items()]
-    fixed = found["millrace"][0].cpu_s - per_mb["millrace"] * sizes[0]
-    figures.append(Figure("millrace, fixed", fixed, "CPU s", "starts, imports, kernels and models of 3 processes"))
+    fixed = found["forebay"][0].cpu_s - per_mb["forebay"] * sizes[0]
+    figures.append(Figure("forebay, fixed", fixed, "CPU s", "starts, imports, kernels and models of 3 processes"))
     if "datatrove" in found:
         theirs = found["datatrove"][1]
-        for what in ("millrace", "millrace, tokenizers as coder"):
+        for what in ("forebay", "forebay, tokenizers as coder"):
             ours, note = found[what][1], f"target {TARGET:g}; wall {theirs.wall_s / found[what][1].wall_s:.1f}x"
             figures.append(Figure(f"{what} / datatrove", theirs.cpu_s / ours.cpu_s, "x CPU", note))
             figures.append(Figure(f"{what} / datatrove, beyond fixed", per_mb["datatrove"] / per_mb[what], "x CPU"))

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from millrace.dataset.adopt import adopt
-from millrace.dataset.slices import write_token_slice
-from millrace.load.loader import Loader
+from forebay.dataset.adopt import adopt
+from forebay.dataset.slices import write_token_slice
+from forebay.load.loader import Loader
 
 MIB = 1 << 20
 SHA256 = re.compile(r"[0-9a-f]{64}(\.part)?")
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["millrace.load.loader", "millrace.store.remote", "millrace.store.web"])
+_processes.set_forkserver_preload(["forebay.load.loader", "forebay.store.remote", "forebay.store.web"])
 
 
 def make_dataset(folder: Path, slices: int, samples: int, seq_len: int) -> Path:

@@ -1,6 +1,6 @@
-"""Nodes that start in a few milliseconds: one process imports `millrace` and forks a node for each command.
+"""Nodes that start in a few milliseconds: one process imports `forebay` and forks a node for each command.
 
-Each fork is a process of its own (own pid, own memory, kill -9 hits it alone), runs `millrace ARGV` in a network
+Each fork is a process of its own (own pid, own memory, kill -9 hits it alone), runs `forebay ARGV` in a network
 namespace, and dies with its parent. What is saved is half a second of imports a node.
 
     python forks.py        reads {"ns", "argv", "log"} lines; prints {"pid"} and {"exit", "code"} lines
@@ -40,7 +40,7 @@ class Forks:
         self._reader.start()
 
     def start(self, ns: str, argv: list[str], log: Path) -> Process:
-        """`millrace ARGV` in a namespace ("" is this one); its output goes to `log` and `log`.err."""
+        """`forebay ARGV` in a namespace ("" is this one); its output goes to `log` and `log`.err."""
         assert self._popen.stdin is not None
         self._popen.stdin.write(json.dumps({"ns": ns, "argv": argv, "log": str(log)}) + "\n")
         self._popen.stdin.flush()
@@ -138,7 +138,7 @@ def _node(ns: str, argv: list[str], log: str) -> NoReturn:
         else:
             if argv[0] == "slow":
                 argv = _slow(float(argv[1]), argv[2:])
-            from millrace.cli import main
+            from forebay.cli import main
 
             code = main(argv) or 0
     except SystemExit as done:
@@ -152,8 +152,8 @@ def _node(ns: str, argv: list[str], log: str) -> NoReturn:
 
 
 def _slow(pause_s: float, argv: list[str]) -> list[str]:
-    """A device that takes its time: `millrace work` sleeps after each step, and acknowledges often."""
-    from millrace.worker import leasing
+    """A device that takes its time: `forebay work` sleeps after each step, and acknowledges often."""
+    from forebay.worker import leasing
 
     leasing.run_worker = functools.partial(
         leasing.run_worker, on_batch=lambda *_: time.sleep(pause_s), receipt_s=0.1, patience_s=30.0
@@ -164,11 +164,11 @@ def _slow(pause_s: float, argv: list[str]) -> list[str]:
 def _main() -> None:
     import libtorrent  # noqa: F401
 
-    import millrace.cli
-    import millrace.network.dht
-    import millrace.schedule.service
-    import millrace.serve
-    import millrace.worker.leasing  # noqa: F401
+    import forebay.cli
+    import forebay.network.dht
+    import forebay.schedule.service
+    import forebay.serve
+    import forebay.worker.leasing  # noqa: F401
 
     die_with_parent()
     children: set[int] = set()

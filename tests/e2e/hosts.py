@@ -2,7 +2,7 @@
 
     with Lab() as lab:
         a, b = lab.host("a"), lab.host("b")
-        node = a.millrace("serve", …)         a real process in a's namespace
+        node = a.forebay("serve", …)         a real process in a's namespace
         lab.cut(a, b); lab.mend(a, b)         a partition: packets are dropped, nobody is told
         lab.vanish(a)                         a is cut from all
         lab.lose(a, 0.02); lab.delay(a, 0.025); a.limit_upload(1_000_000)
@@ -70,7 +70,7 @@ class Host:
         self.address = address
         self.port = port  # the device at the router's end of its wire
 
-    def millrace(self, *argv: object, log: str = "") -> Process:
+    def forebay(self, *argv: object, log: str = "") -> Process:
         """A node in this host, by the arguments of its command line."""
         words = [str(word) for word in argv]
         path = self.lab.directory / f"{self.name}-{log or words[0]}.log"

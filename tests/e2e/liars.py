@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from millrace.dataset import Dataset
-from millrace.network.discovery import Claim
-from millrace.network.identity import Identity
+from forebay.dataset import Dataset
+from forebay.network.discovery import Claim
+from forebay.network.identity import Identity
 
 Lie = Callable[[ssl.SSLSocket, bytes, int, int, int], None]
 LIES: dict[str, Lie] = {}

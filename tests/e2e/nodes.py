@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from millrace.dataset import Dataset, adopt, open_dataset
-from millrace.dataset.slices import write_token_slice
-from millrace.network.client import Client
-from millrace.network.dht import LibtorrentDht
-from millrace.network.identity import Identity, create_network, join
-from millrace.schedule.service import SchedulerService
-from millrace.serve import DataNode
-from millrace.worker.leasing import run_worker
+from forebay.dataset import Dataset, adopt, open_dataset
+from forebay.dataset.slices import write_token_slice
+from forebay.network.client import Client
+from forebay.network.dht import LibtorrentDht
+from forebay.network.identity import Identity, create_network, join
+from forebay.schedule.service import SchedulerService
+from forebay.serve import DataNode
+from forebay.worker.leasing import run_worker
 
 HOST = "127.0.0.1"
 NAME = "tiny"

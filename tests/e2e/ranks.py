@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from millrace.load.torch import dataloader
+from forebay.load.torch import dataloader
 
 VOCAB, SEQ_LEN = 32, 8
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-import millrace.load.shards as shards_module
-from millrace.load.shards import SharedShardedDatasetManager
+import forebay.load.shards as shards_module
+from forebay.load.shards import SharedShardedDatasetManager
 
 
 def main(out: str, text: str) -> None:

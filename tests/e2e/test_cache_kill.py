@@ -14,20 +14,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from millrace.store.cache import SliceCache
+from forebay.store.cache import SliceCache
 
 NUM_SLICES = 24
 SLICE_BYTES = 200_000
 BUDGET = 9 * SLICE_BYTES
-ROUNDS = int(os.environ.get("MILLRACE_KILL_SEEDS", "6"))
+ROUNDS = int(os.environ.get("FOREBAY_KILL_SEEDS", "6"))
 
 # Transfers that write slowly, at any place of the file, with a trailer, as the real ones do.
 READER = """
 import hashlib, random, sys, threading, time
 from pathlib import Path
 import numpy as np
-from millrace.store.cache import SliceCache
-from millrace.store.prefetch import SliceFeed
+from forebay.store.cache import SliceCache
+from forebay.store.prefetch import SliceFeed
 
 directory, size, slices, budget, rank, passes = sys.argv[1], *map(int, sys.argv[2:])
 contents = [np.random.default_rng(key).bytes(size) for key in range(slices)]

@@ -13,9 +13,9 @@ import pytest
 from nodes import Bootstrap
 
 
-def millrace(*arguments: object, timeout: float = 90, **environment: str) -> subprocess.CompletedProcess[str]:
+def forebay(*arguments: object, timeout: float = 90, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "millrace.cli", *map(str, arguments)],
+        [sys.executable, "-m", "forebay.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -40,7 +40,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def dataset(corpus: Path) -> Path:
     out = corpus.parent / "dataset"
-    last_json(millrace("prepare", corpus, "--out", out, "--tokenizer", "bytes", "--slice-bytes", "8KiB", "--json"))
+    last_json(forebay("prepare", corpus, "--out", out, "--tokenizer", "bytes", "--slice-bytes", "8KiB", "--json"))
     return out
 
 
@@ -48,7 +48,7 @@ def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None
     """A failure is told in one line that names the thing, with no traceback."""
     assert done.returncode not in (0, -9), done.stdout
     assert "Traceback" not in done.stderr, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("millrace: ")]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("forebay: ")]
     assert len(lines) == 1, done.stderr
     for word in words:
         assert word in lines[0], lines[0]
@@ -57,7 +57,7 @@ def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None
 def test_prepare_prints_what_scripts_rely_on(corpus: Path, tmp_path: Path) -> None:
     ids = tmp_path / "ids"
     summary = last_json(
-        millrace(
+        forebay(
             "prepare", corpus, "--out", tmp_path / "d", "--tokenizer", "bytes", "--slice-bytes", "8KiB",
             "--workers", 2, "--keep-ids", ids, "--json",
         )
@@ -66,7 +66,7 @@ def test_prepare_prints_what_scripts_rely_on(corpus: Path, tmp_path: Path) -> No
     assert summary["documents_in"] == summary["documents_out"] == 60
     assert ids.read_text().split() == [f"d{i}" for i in range(60)]
 
-    shown = last_json(millrace("inspect", tmp_path / "d", "--json"))
+    shown = last_json(forebay("inspect", tmp_path / "d", "--json"))
     assert {"id", "name", "layout", "dtype", "tokens", "documents", "slices", "bytes", "tokenizer"} <= set(shown)
     assert (
         shown["id"] == summary["id"] and shown["tokens"] == summary["tokens"] and shown["slices"] == summary["slices"]
@@ -79,21 +79,21 @@ def test_verify_names_the_slice_with_one_flipped_byte(dataset: Path, tmp_path: P
 
     copy = tmp_path / "copy"
     shutil.copytree(dataset, copy)
-    assert last_json(millrace("verify", copy, "--json")) == {"ok": True, "bad": []}
+    assert last_json(forebay("verify", copy, "--json")) == {"ok": True, "bad": []}
 
     victim = sorted((copy / "slices").iterdir())[1]
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-    done = millrace("verify", copy, "--json")
+    done = forebay("verify", copy, "--json")
     assert done.returncode == 1
     report = json.loads(done.stdout)
     assert report["ok"] is False and len(report["bad"]) == 1 and victim.name in report["bad"][0]
 
 
 def test_help_and_version_need_no_extra_package() -> None:
-    assert "prepare" in millrace("--help").stdout
-    assert millrace("--version").stdout.startswith("millrace ")
+    assert "prepare" in forebay("--help").stdout
+    assert forebay("--version").stdout.startswith("forebay ")
 
 
 @pytest.mark.parametrize(
@@ -113,18 +113,18 @@ def test_a_wrong_path_is_told_in_one_line(
     arguments: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert_one_line(millrace(*arguments), *words)
+    assert_one_line(forebay(*arguments), *words)
 
 
 def test_a_missing_tokenizer_is_told_in_one_line(corpus: Path, tmp_path: Path) -> None:
     missing = tmp_path / "none" / "tokenizer.json"
-    assert_one_line(millrace("prepare", corpus, "--out", tmp_path / "d", "--tokenizer", missing), "tokenizer.json")
+    assert_one_line(forebay("prepare", corpus, "--out", tmp_path / "d", "--tokenizer", missing), "tokenizer.json")
     assert not (tmp_path / "d" / "manifest.json").exists()
 
 
 def test_an_empty_input_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
-    assert_one_line(millrace("prepare", tmp_path / "empty.jsonl", "--out", tmp_path / "d", "--tokenizer", "bytes"))
+    assert_one_line(forebay("prepare", tmp_path / "empty.jsonl", "--out", tmp_path / "d", "--tokenizer", "bytes"))
     assert not (tmp_path / "d" / "manifest.json").exists()
 
 
@@ -137,10 +137,10 @@ def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus: Path,
         pytest.skip("this machine does not let us mount a small file system")
     try:
         arguments = ["prepare", corpus, "--out", small / "d", "--tokenizer", "bytes", "--slice-bytes", "4KiB"]
-        assert_one_line(millrace(*arguments), "disk")
+        assert_one_line(forebay(*arguments), "disk")
         assert not (small / "d" / "manifest.json").exists()
         subprocess.run(["mount", "-o", "remount,size=4m", small], check=True)
-        assert millrace(*arguments).returncode == 0
+        assert forebay(*arguments).returncode == 0
     finally:
         subprocess.run(["umount", "-l", small], check=True)
 
@@ -151,15 +151,15 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    assert millrace("network", "init", base / "net", "--bootstrap", f"127.0.0.1:{port}").returncode == 0
-    assert millrace("network", "join", base / "net", base / "alice", "--name", "alice").returncode == 0
+    assert forebay("network", "init", base / "net", "--bootstrap", f"127.0.0.1:{port}").returncode == 0
+    assert forebay("network", "join", base / "net", base / "alice", "--name", "alice").returncode == 0
     return base / "alice"
 
 
 def test_an_unknown_name_is_told_in_one_line(node: Path, tmp_path: Path) -> None:
-    assert_one_line(millrace("find", "no-such-name", "--network", node, "--timeout", 2), "no-such-name")
+    assert_one_line(forebay("find", "no-such-name", "--network", node, "--timeout", 2), "no-such-name")
     state = ("--state", tmp_path / "s", "--wait", 2)
-    assert_one_line(millrace("schedule", "no-such-name", "--network", node, *state), "no-such-name")
+    assert_one_line(forebay("schedule", "no-such-name", "--network", node, *state), "no-such-name")
 
 
 def test_a_port_in_use_is_told_in_one_line(node: Path, dataset: Path) -> None:
@@ -167,12 +167,12 @@ def test_a_port_in_use_is_told_in_one_line(node: Path, dataset: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert_one_line(millrace("serve", dataset, "--network", node, "--listen", f"127.0.0.1:{port}"), str(port))
+        assert_one_line(forebay("serve", dataset, "--network", node, "--listen", f"127.0.0.1:{port}"), str(port))
 
 
 def test_join_refuses_to_overwrite_a_key(node: Path) -> None:
     key = (node / "node-key.pem").read_bytes()
-    assert_one_line(millrace("network", "join", node.parent / "net", node, "--name", "mallory"), "alice")
+    assert_one_line(forebay("network", "join", node.parent / "net", node, "--name", "mallory"), "alice")
     assert (node / "node-key.pem").read_bytes() == key
     assert (node / "node-key.pem").stat().st_mode & 0o077 == 0
 
@@ -180,30 +180,30 @@ def test_join_refuses_to_overwrite_a_key(node: Path) -> None:
 def test_a_node_is_probed_revoked_and_drains_on_sigterm(dataset: Path, tmp_path: Path) -> None:
     """Probe says 0 of a healthy node and 1 of none; a revoked peer is refused without a restart; SIGTERM exits 0."""
     for name in ("alice", "bob"):
-        last = millrace("network", "join", _network(tmp_path), tmp_path / name, "--name", name)
+        last = forebay("network", "join", _network(tmp_path), tmp_path / name, "--name", name)
         assert last.returncode == 0, last.stderr
-    peer = last_json(millrace("network", "show", tmp_path / "bob", "--json"))["peer_id"]
+    peer = last_json(forebay("network", "show", tmp_path / "bob", "--json"))["peer_id"]
     dht = Bootstrap(1)
     start = f"--bootstrap={dht.at[0][0]}:{dht.at[0][1]}"
-    command = [sys.executable, "-m", "millrace.cli", "serve", dataset, "--network", tmp_path / "alice", "--json", start]
+    command = [sys.executable, "-m", "forebay.cli", "serve", dataset, "--network", tmp_path / "alice", "--json", start]
     with subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True) as node:
         assert node.stdout is not None
         address = json.loads(node.stdout.readline())["address"]
-        assert last_json(millrace("probe", address, "--network", tmp_path / "bob", "--json"))["healthy"]
-        assert millrace("network", "revoke", peer, tmp_path / "alice").returncode == 0
-        assert_one_line(millrace("probe", address, "--network", tmp_path / "bob"), "403")
+        assert last_json(forebay("probe", address, "--network", tmp_path / "bob", "--json"))["healthy"]
+        assert forebay("network", "revoke", peer, tmp_path / "alice").returncode == 0
+        assert_one_line(forebay("probe", address, "--network", tmp_path / "bob"), "403")
         node.terminate()
         assert node.wait(20) == 0
     dht.close()
-    assert_one_line(millrace("probe", address, "--network", tmp_path / "alice", "--timeout", "1"), address)
-    before = last_json(millrace("network", "show", tmp_path / "alice", "--json"))
-    assert millrace("network", "renew", tmp_path / "net", tmp_path / "alice").returncode == 0
-    after = last_json(millrace("network", "show", tmp_path / "alice", "--json"))
+    assert_one_line(forebay("probe", address, "--network", tmp_path / "alice", "--timeout", "1"), address)
+    before = last_json(forebay("network", "show", tmp_path / "alice", "--json"))
+    assert forebay("network", "renew", tmp_path / "net", tmp_path / "alice").returncode == 0
+    after = last_json(forebay("network", "show", tmp_path / "alice", "--json"))
     assert after["expires"] > before["expires"] and after == before | {"expires": after["expires"]}
-    assert_one_line(millrace("network", "init", tmp_path / "net"), "net")
+    assert_one_line(forebay("network", "init", tmp_path / "net"), "net")
 
 
 def _network(folder: Path) -> Path:
     if not (folder / "net").exists():
-        assert millrace("network", "init", folder / "net").returncode == 0
+        assert forebay("network", "init", folder / "net").returncode == 0
     return folder / "net"

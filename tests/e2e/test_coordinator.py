@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from millrace.errors import StateError, UsageError
-from millrace.network.client import Client, RemoteError
-from millrace.network.identity import Identity
-from millrace.schedule.coordinator import Coordinator
-from millrace.worker.membership import CoordinatorGoneError, DuplicateWorkerError, Membership
+from forebay.errors import StateError, UsageError
+from forebay.network.client import Client, RemoteError
+from forebay.network.identity import Identity
+from forebay.schedule.coordinator import Coordinator
+from forebay.worker.membership import CoordinatorGoneError, DuplicateWorkerError, Membership
 
 HERE = Path(__file__).parent
 BATCH = 2
@@ -94,7 +94,7 @@ def until(true: Callable[[], bool], what: str, timeout_s: float = 40) -> None:
 
 def coordinator(spawn: Callable[..., Process], *flags: str, listen: str = "127.0.0.1:0") -> tuple[Process, str]:
     """A coordinator as a process, and its address."""
-    process = spawn("-m", "millrace.cli", "coordinate", "--listen", listen, "--json", *flags)
+    process = spawn("-m", "forebay.cli", "coordinate", "--listen", listen, "--json", *flags)
     until(lambda: bool(process.lines) or process.popen.poll() is not None, "a coordinator that is up")
     assert process.lines, process.notes
     return process, process.lines[0]["address"]
@@ -216,7 +216,7 @@ def test_the_coordinator_hands_out_ranks_and_refuses_a_second_of_the_same_name(
 
 
 def test_plain_http_stays_on_this_machine_unless_told_and_refuses_web_pages(spawn: Callable[..., Process]) -> None:
-    refused = spawn("-m", "millrace.cli", "coordinate", "--listen", "0.0.0.0:0")
+    refused = spawn("-m", "forebay.cli", "coordinate", "--listen", "0.0.0.0:0")
     assert refused.wait() == 2 and "--open" in refused.notes[0]
     process, address = coordinator(spawn)
     body = json.dumps({"settings": {"batch_size": 1}}).encode()
@@ -245,7 +245,7 @@ def test_over_mutual_tls_a_session_is_its_certificates_alone(make_identity: Call
 
 
 def test_a_coordinator_that_stays_away_is_named_and_a_dead_one_comes_back_as_it_was(tmp_path: Path) -> None:
-    with pytest.raises(CoordinatorGoneError, match="millrace coordinate"):
+    with pytest.raises(CoordinatorGoneError, match="forebay coordinate"):
         Membership("127.0.0.1:9", patience_s=0.2).join()
     with Coordinator(state_dir=tmp_path, config={"batch_size": 4}) as desk:
         membership = Membership(desk.address, "w", lockstep=False)

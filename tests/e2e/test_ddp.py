@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.dataset.adopt import adopt
-from millrace.dataset.slices import write_token_slice
+from forebay.dataset.adopt import adopt
+from forebay.dataset.slices import write_token_slice
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
 

@@ -25,7 +25,7 @@ def demo(tmp_path: Path, *more: object) -> subprocess.Popen[str]:
         (corpus / f"{i:02}.txt").write_text("".join(f"{i}.{j} {TEXT}" for j in range(400)))
     (tmp_path / "tmp").mkdir()
     return subprocess.Popen(
-        [sys.executable, "-m", "millrace.cli", "demo", "--input", str(corpus), "--trainer", "count", *map(str, more)],
+        [sys.executable, "-m", "forebay.cli", "demo", "--input", str(corpus), "--trainer", "count", *map(str, more)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -72,6 +72,6 @@ def test_a_killed_demo_leaves_no_process(tmp_path: Path) -> None:
     process.kill()
     process.communicate(timeout=30)
     deadline = time.monotonic() + 30
-    while (left := [c for c in left_behind(tmp_path) if "millrace.cli" in c]) and time.monotonic() < deadline:
+    while (left := [c for c in left_behind(tmp_path) if "forebay.cli" in c]) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert left == []

@@ -1,6 +1,6 @@
 """The DHT on loopback, over real UDP: found from everywhere, quickly, whoever dies or lies.
 
-MILLRACE_DHT_NODES=200 and MILLRACE_DHT_FORGED=1000 make the crowd and the flood larger.
+FOREBAY_DHT_NODES=200 and FOREBAY_DHT_FORGED=1000 make the crowd and the flood larger.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import libtorrent as lt
 import pytest
 from nodes import NAME, make_dataset
 
-from millrace.errors import DatasetError, NetworkError, UsageError
-from millrace.network.client import Client
-from millrace.network.dht import LibtorrentDht, host_towards
-from millrace.network.discovery import LocalDiscovery, find_providers, record_key
-from millrace.network.identity import Identity
-from millrace.schedule.service import SchedulerService
-from millrace.serve import DataNode
-from millrace.store.peers import PeerOrigin
+from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.network.client import Client
+from forebay.network.dht import LibtorrentDht, host_towards
+from forebay.network.discovery import LocalDiscovery, find_providers, record_key
+from forebay.network.identity import Identity
+from forebay.schedule.service import SchedulerService
+from forebay.serve import DataNode
+from forebay.store.peers import PeerOrigin
 
 KEY = record_key("network", "dataset", "tiny")
-CROWD = int(os.environ.get("MILLRACE_DHT_NODES", "50"))
-FORGED = int(os.environ.get("MILLRACE_DHT_FORGED", "200"))
+CROWD = int(os.environ.get("FOREBAY_DHT_NODES", "50"))
+FORGED = int(os.environ.get("FOREBAY_DHT_FORGED", "200"))
 Make = Callable[[str], Identity]
 
 
@@ -197,7 +197,7 @@ def test_a_name_of_two_datasets_is_told_and_never_mixed(tmp_path: Path, make_ide
             scheduler.start()
         scheduler.stop()
         assert all(dataset.id in str(told.value) for dataset in datasets)
-        with pytest.raises(UsageError, match="never mixed"):  # what a Loader of millrace://NETWORK/NAME reads from
+        with pytest.raises(UsageError, match="never mixed"):  # what a Loader of forebay://NETWORK/NAME reads from
             PeerOrigin(seeker, NAME, discovery=table).sources()
         chosen = PeerOrigin(seeker, NAME, discovery=table, expected_id=datasets[1].id)
         assert [source.claim.dataset_id for source in chosen.sources()] == [datasets[1].id]

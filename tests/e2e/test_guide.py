@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
+from forebay.prepare.tokens.tokenizers import byte_tokenizer
+from forebay.schedule.coordinator import Coordinator
 from hub_server import TOKEN, HubServer, make_hub
-from millrace.prepare.tokens.tokenizers import byte_tokenizer
-from millrace.schedule.coordinator import Coordinator
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "dataset-guide.md"
@@ -42,12 +42,12 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def hub(repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("MILLRACE_HUB_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setenv("FOREBAY_HUB_CACHE", str(tmp_path / "kept"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.syspath_prepend(str(ROOT / "compat" / "src"))
     with HubServer(repositories) as server, Coordinator("127.0.0.1", 0) as coordinator:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("MILLRACE_COORDINATOR", coordinator.address)
+        monkeypatch.setenv("FOREBAY_COORDINATOR", coordinator.address)
         yield server
 
 

@@ -1,7 +1,7 @@
 """A whole job over hosts of their own: each node has an address, and the network between them fails in all its ways.
 
 In every scenario the ledger proves that each sample was used once. Skipped, with the reason, where namespaces cannot
-be made. MILLRACE_HOSTS=long makes the jobs larger and the outages longer; MILLRACE_HOSTS=all runs all scenarios at
+be made. FOREBAY_HOSTS=long makes the jobs larger and the outages longer; FOREBAY_HOSTS=all runs all scenarios at
 their short size, not only those of the usual suite.
 """
 
@@ -25,12 +25,12 @@ from forks import Process
 from hosts import Host, Lab, lacking
 from nodes import NAME, make_dataset, make_network
 
-from millrace.ledger import verify_ledger
-from millrace.network.identity import verify
+from forebay.ledger import verify_ledger
+from forebay.network.identity import verify
 
-SIZE = os.environ.get("MILLRACE_HOSTS", "")
+SIZE = os.environ.get("FOREBAY_HOSTS", "")
 LONG = SIZE == "long"
-MORE = pytest.mark.skipif(not SIZE, reason="MILLRACE_HOSTS=all (or long) runs it")
+MORE = pytest.mark.skipif(not SIZE, reason="FOREBAY_HOSTS=all (or long) runs it")
 SEQ_LEN, TOKENS = 8, 330
 NUM_SLICES = 48 if LONG else 9
 LEASE_S = 1.0
@@ -109,7 +109,7 @@ def running(
         def start(name: str, *words: object) -> None:
             verb, *rest = words
             common = ["--network", homes[name], "--json"] if name in homes else ["--json"]
-            job.nodes[name] = job.hosts[name].millrace(verb, *rest, *common)
+            job.nodes[name] = job.hosts[name].forebay(verb, *rest, *common)
 
         start("dht", "dht", "--listen", f"{entry[0]}:{entry[1]}", "--nodes", 3)
         job.nodes["dht"].ready()

@@ -1,7 +1,7 @@
 """The doors as their OpenAPI documents say they are: data node, scheduler and coordinator, over mutual TLS.
 
-With `MILLRACE_SCHEMATHESIS` naming a Python interpreter that has schemathesis installed, that asks each door hundreds
-of times (`MILLRACE_SCHEMATHESIS_EXAMPLES`, 100 each); without it a few questions of our own are asked.
+With `FOREBAY_SCHEMATHESIS` naming a Python interpreter that has schemathesis installed, that asks each door hundreds
+of times (`FOREBAY_SCHEMATHESIS_EXAMPLES`, 100 each); without it a few questions of our own are asked.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
-from millrace.network.client import Client, RemoteError
-from millrace.network.dht import LibtorrentDht
-from millrace.network.identity import Identity
-from millrace.schedule.coordinator import Coordinator
-from millrace.schedule.service import SchedulerService
-from millrace.serve import DataNode
+from forebay.network.client import Client, RemoteError
+from forebay.network.dht import LibtorrentDht
+from forebay.network.identity import Identity
+from forebay.schedule.coordinator import Coordinator
+from forebay.schedule.service import SchedulerService
+from forebay.serve import DataNode
 
-SCHEMATHESIS = os.environ.get("MILLRACE_SCHEMATHESIS")
-EXAMPLES = os.environ.get("MILLRACE_SCHEMATHESIS_EXAMPLES", "100")
+SCHEMATHESIS = os.environ.get("FOREBAY_SCHEMATHESIS")
+EXAMPLES = os.environ.get("FOREBAY_SCHEMATHESIS_EXAMPLES", "100")
 BODIES: list[Any] = [{}, [], "text", 5, {"held": 1, "worker_id": []}, {"want": -1, "generation": "x", "wait_s": 1e9}]
 
 
@@ -74,7 +74,7 @@ def test_doors_answer_as_they_say(servers: tuple[dict[str, str], Identity], whic
                     assert str(status) in door["responses"] and status != 500, (method, path, body)
 
 
-@pytest.mark.skipif(SCHEMATHESIS is None, reason="MILLRACE_SCHEMATHESIS names no interpreter with schemathesis")
+@pytest.mark.skipif(SCHEMATHESIS is None, reason="FOREBAY_SCHEMATHESIS names no interpreter with schemathesis")
 @pytest.mark.parametrize("which", ["data", "scheduler", "coordinator"])
 def test_schemathesis_finds_nothing(servers: tuple[dict[str, str], Identity], which: str) -> None:
     assert SCHEMATHESIS is not None

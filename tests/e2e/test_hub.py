@@ -21,7 +21,7 @@ from hub_server import HubServer
 STREAM = """
 import json, re, sys, time
 from pathlib import Path
-from millrace import TextStream
+from forebay import TextStream
 began = time.process_time()
 stream = TextStream("hf:a/large", tokenizer="bytes", seq_len=1024, batch_size=8, shuffle_buffer=100)
 batch = next(iter(stream))
@@ -30,7 +30,7 @@ first_s = time.process_time() - began  # A processor's seconds: the clock tells 
 peak = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
 print(json.dumps({"first_s": first_s, "peak": peak, "shape": batch.inputs.shape}))
 """
-DOWNLOAD = "from millrace.prepare.read.hub_cache import download_hub; print(download_hub('hf:a/b').paths[0])"
+DOWNLOAD = "from forebay.prepare.read.hub_cache import download_hub; print(download_hub('hf:a/b').paths[0])"
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
 
 
 def started(script: str, tmp_path: Path, **environment: str) -> subprocess.Popen[str]:
-    told = {"MILLRACE_HUB_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "home"), **environment}
+    told = {"FOREBAY_HUB_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "home"), **environment}
     return subprocess.Popen(
         [sys.executable, "-c", script], env=os.environ | told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -90,11 +90,11 @@ def test_without_a_network(tmp_path: Path) -> None:
     if shutil.which("unshare") is None or subprocess.run([*cut_off, "true"], capture_output=True).returncode:
         pytest.skip("no right to make a network namespace")
     script = (
-        "import millrace; millrace.TextStream('hf:HuggingFaceFW/fineweb', tokenizer='bytes', seq_len=8, batch_size=1)"
+        "import forebay; forebay.TextStream('hf:HuggingFaceFW/fineweb', tokenizer='bytes', seq_len=8, batch_size=1)"
     )
     told = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     began = time.monotonic()
     done = subprocess.run([*cut_off, sys.executable, "-c", script], env=told, capture_output=True, text=True)
     said = done.stderr.splitlines()[-1]
-    assert said.startswith("millrace.errors.DownloadError: Failed to download dataset 'HuggingFaceFW/fineweb'")
+    assert said.startswith("forebay.errors.DownloadError: Failed to download dataset 'HuggingFaceFW/fineweb'")
     assert "https://huggingface.co" in said and "tiny_shakespeare" in said and time.monotonic() - began < 30

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from feeding import make_dataset
 
-from millrace.dataset.slices import hash_file
-from millrace.errors import StateError, UsageError
-from millrace.load.loader import Loader
-from millrace.store.cache import cache_directory
+from forebay.dataset.slices import hash_file
+from forebay.errors import StateError, UsageError
+from forebay.load.loader import Loader
+from forebay.store.cache import cache_directory
 from origin_server import OriginServer
 
 SLICES, SAMPLES, SEQ_LEN = 24, 16, 2048
@@ -72,7 +72,7 @@ def test_epoch_two_reads_the_cache_and_each_worker_holds_only_its_shards(
     """Two workers: in two epochs every slice leaves the origin once; a cache holds whole, verified slices alone."""
     seen: set[int] = set()
     for rank in range(2):
-        monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / f"host-{rank}"))
+        monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / f"host-{rank}"))
         first = epoch_two(server, rank, "disk")
         assert seen.isdisjoint(first)
         seen.update(first)

@@ -1,8 +1,8 @@
 """kill -9 of workers, data nodes, the scheduler and DHT nodes at random moments: every sample is still used once.
 
 One job of real processes; each round kills one of them, whoever it is, and starts it again, or another in its place.
-MILLRACE_KILL_ROUNDS (2) rounds; MILLRACE_KILL_SEED (0). By hand, 100 rounds and the same job without a kill:
-`MILLRACE_KILL_ROUNDS=100 python -m pytest -q -n0 -s tests/e2e/test_kill.py`.
+FOREBAY_KILL_ROUNDS (2) rounds; FOREBAY_KILL_SEED (0). By hand, 100 rounds and the same job without a kill:
+`FOREBAY_KILL_ROUNDS=100 python -m pytest -q -n0 -s tests/e2e/test_kill.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ pytest.importorskip("libtorrent")
 
 from nodes import Bootstrap, Node, make_dataset, make_network
 
-from millrace.ledger import verify_ledger
-from millrace.network.identity import verify
+from forebay.ledger import verify_ledger
+from forebay.network.identity import verify
 
 NUM_SLICES = 12
 TOKENS = 330
@@ -34,8 +34,8 @@ SEQ_LEN = 8
 SAMPLES = (NUM_SLICES - 1) * (TOKENS // SEQ_LEN)
 LEASE_S = 1.0
 PAUSE_S = 0.008
-ROUNDS = int(os.environ.get("MILLRACE_KILL_ROUNDS", "2"))
-SEED = int(os.environ.get("MILLRACE_KILL_SEED", "0"))
+ROUNDS = int(os.environ.get("FOREBAY_KILL_ROUNDS", "2"))
+SEED = int(os.environ.get("FOREBAY_KILL_SEED", "0"))
 WORKERS = 3
 SPARES = 3
 MEMBERS = ["data-1", "data-2", "scheduler", *(f"worker-{i}" for i in range(WORKERS + SPARES))]

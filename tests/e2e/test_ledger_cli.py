@@ -12,15 +12,15 @@ pytest.importorskip("libtorrent")
 
 from nodes import HOST, Bootstrap, make_network
 
-from millrace.cli import main
-from millrace.dataset import open_dataset
-from millrace.network.client import Client
-from millrace.network.dht import LibtorrentDht
-from millrace.network.identity import Identity
-from millrace.prepare.pipeline import prepare
-from millrace.schedule.service import SchedulerService
-from millrace.serve import DataNode
-from millrace.worker.leasing import run_worker
+from forebay.cli import main
+from forebay.dataset import open_dataset
+from forebay.network.client import Client
+from forebay.network.dht import LibtorrentDht
+from forebay.network.identity import Identity
+from forebay.prepare.pipeline import prepare
+from forebay.schedule.service import SchedulerService
+from forebay.serve import DataNode
+from forebay.worker.leasing import run_worker
 
 SEQ_LEN = 16
 

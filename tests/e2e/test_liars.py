@@ -21,19 +21,19 @@ pytest.importorskip("libtorrent")
 from liars import LIES, Liar
 from nodes import NAME, make_dataset
 
+from forebay.dataset import Dataset
+from forebay.dataset.manifest import SliceTable
+from forebay.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
+from forebay.network.client import Client
+from forebay.network.dialing import Dialer
+from forebay.network.discovery import Claim, LocalDiscovery, find_providers, record_key
+from forebay.network.identity import Identity
+from forebay.serve import DataNode
+from forebay.store.origins import Patience
+from forebay.store.remote import open_remote
+from forebay.store.transfer import Transfers
+from forebay.worker import fetching
 from leases_by_hand import FetchingWorker
-from millrace.dataset import Dataset
-from millrace.dataset.manifest import SliceTable
-from millrace.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
-from millrace.network.client import Client
-from millrace.network.dialing import Dialer
-from millrace.network.discovery import Claim, LocalDiscovery, find_providers, record_key
-from millrace.network.identity import Identity
-from millrace.serve import DataNode
-from millrace.store.origins import Patience
-from millrace.store.remote import open_remote
-from millrace.store.transfer import Transfers
-from millrace.worker import fetching
 
 Make = Callable[[str], Identity]
 STALL_S = 0.3
@@ -94,9 +94,9 @@ READ += [(tell, "datasets") for tell in ("wrong_bytes", "stall", "huge", "chunke
 def test_a_remote_dataset_is_read_from_the_honest_one(
     tell: str, about: str, dataset: Dataset, make_identity: Make, tmp_path: Path
 ) -> None:
-    """What a Loader of millrace://NETWORK/NAME stands on: open_remote and Transfers."""
+    """What a Loader of forebay://NETWORK/NAME stands on: open_remote and Transfers."""
     table, reader = LocalDiscovery(), make_identity("reader")
-    url, patience = f"millrace://{reader.network_name}/{NAME}", Patience(stall_s=STALL_S)
+    url, patience = f"forebay://{reader.network_name}/{NAME}", Patience(stall_s=STALL_S)
     begun, bad = time.monotonic(), list[str]()
     with ExitStack() as stack:
         liars = [stack.enter_context(Liar(make_identity(f"liar-{i}"), dataset, tell, about)) for i in range(2)]

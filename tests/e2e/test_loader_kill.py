@@ -1,6 +1,6 @@
 """Ranks of one machine that share a cache, killed with SIGKILL at random moments and resumed on other world sizes.
 
-MILLRACE_LOADER_KILLS says how often; MILLRACE_LOADER_SEED replays a run's choices.
+FOREBAY_LOADER_KILLS says how often; FOREBAY_LOADER_SEED replays a run's choices.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from feeding import (
 
 from origin_server import OriginServer
 
-KILLS = int(os.environ.get("MILLRACE_LOADER_KILLS", "4"))
-SEED = int(os.environ.get("MILLRACE_LOADER_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
+KILLS = int(os.environ.get("FOREBAY_LOADER_KILLS", "4"))
+SEED = int(os.environ.get("FOREBAY_LOADER_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
 SLICES, SAMPLES, SEQ_LEN = 12, 96, 1024  # 384 KiB a slice.
 BUDGET = 5 * MIB // 2  # Six of them and a little.
 ORDER = {"seq_len": SEQ_LEN, "global_batch_size": 12, "lanes": 3, "window": SAMPLES}
@@ -93,7 +93,7 @@ class Run:
 
 def test_killed_at_any_moment_no_sample_is_lost_or_repeated(folder: Path, server: OriginServer, tmp_path: Path) -> None:
     chance = random.Random(SEED)
-    print(f"replay with MILLRACE_LOADER_SEED={SEED} MILLRACE_LOADER_KILLS={KILLS}")
+    print(f"replay with FOREBAY_LOADER_SEED={SEED} FOREBAY_LOADER_KILLS={KILLS}")
     server.faults.drop, server.faults.truncate, server.faults.bytes_per_s = 0.1, 0.2, 12 * MIB
     run = Run(tmp_path, server.url, SAMPLES, step_s=0.003)
     run.cache.mkdir()

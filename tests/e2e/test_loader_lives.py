@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 from feeding import are_whole, check_cache, ended, lines_of, make_dataset, start_rank, until
 
-from millrace.errors import UsageError
-from millrace.load.loader import Loader
+from forebay.errors import UsageError
+from forebay.load.loader import Loader
 from origin_server import OriginServer
 
-TIMES = int(os.environ.get("MILLRACE_LOADER_OPENS", "60"))
+TIMES = int(os.environ.get("FOREBAY_LOADER_OPENS", "60"))
 SAMPLES, SEQ_LEN = 32, 256
 ORDER = {"seq_len": SEQ_LEN, "batch_size": 4, "lanes": 2, "window": SAMPLES}
 
@@ -48,7 +48,7 @@ def of_process(ours: str) -> dict[str, int]:
             files.append(str(link.readlink()))
     names = [thread.name for thread in threading.enumerate()]
     return {
-        "threads": sum(name.startswith(("millrace", "fetch-", "hash-")) for name in names),
+        "threads": sum(name.startswith(("forebay", "fetch-", "hash-")) for name in names),
         "files": sum(ours in name for name in files),
         "sockets": sum(name.startswith("socket") for name in files),
         "maps": Path("/proc/self/maps").read_text().count(ours),

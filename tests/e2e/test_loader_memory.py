@@ -12,7 +12,7 @@ from feeding import MIB, Watcher, check_cache, ended, global_batches, make_datas
 
 from origin_server import OriginServer
 
-TIMES = int(os.environ.get("MILLRACE_LOADER_TIMES", "20"))
+TIMES = int(os.environ.get("FOREBAY_LOADER_TIMES", "20"))
 SAMPLES, SEQ_LEN = 64, 2048  # 512 KiB a slice.
 BUDGET = 13 * MIB // 2  # Twelve of them and a little.
 ORDER = {"seq_len": SEQ_LEN, "global_batch_size": 8, "lanes": 4, "window": SAMPLES}

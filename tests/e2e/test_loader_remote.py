@@ -30,10 +30,10 @@ from feeding import (
     until,
 )
 
-from millrace.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
-from millrace.dataset.reader import open_dataset
-from millrace.errors import DatasetError, IntegrityError, MillraceError, NetworkError, UsageError
-from millrace.load.loader import Loader
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
+from forebay.dataset.reader import open_dataset
+from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
+from forebay.load.loader import Loader
 from origin_server import OriginServer
 
 SLICES, SAMPLES, SEQ_LEN = 6, 32, 2048  # 256 KiB a slice.
@@ -384,7 +384,7 @@ def test_a_directory_that_cannot_be_written_is_told(server: OriginServer, tmp_pa
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
         ids_of(Loader(server.url, cache_dir=disk / "cache", cache_bytes=2 * MIB, **ONE_BY_ONE))
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        with pytest.raises(MillraceError):
+        with pytest.raises(ForebayError):
             ids_of(Loader(server.url, cache_dir=disk / "cache", cache_bytes=2 * MIB, **ONE_BY_ONE))
 
 
@@ -400,7 +400,7 @@ def test_a_cache_deleted_under_a_running_loader(data: Path, server: OriginServer
         try:
             for batch in batches:
                 found += batch.sample_ids.tolist()
-        except MillraceError as error:
+        except ForebayError as error:
             assert str(tmp_path / "cache") in str(error)
             found += ids_of(loader)
     assert found == expected

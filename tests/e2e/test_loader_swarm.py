@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from feeding import _processes, lines_of, make_dataset, read, steps_of
 
-from millrace.dataset import open_dataset
-from millrace.errors import UsageError
-from millrace.load.loader import Loader
-from millrace.network.client import parse_address
-from millrace.network.discovery import LocalDiscovery
-from millrace.network.identity import Identity, create_network, join
-from millrace.serve import DataNode
-from millrace.store.remote import RemoteDataset, open_remote
+from forebay.dataset import open_dataset
+from forebay.errors import UsageError
+from forebay.load.loader import Loader
+from forebay.network.client import parse_address
+from forebay.network.discovery import LocalDiscovery
+from forebay.network.identity import Identity, create_network, join
+from forebay.serve import DataNode
+from forebay.store.remote import RemoteDataset, open_remote
 
 SLICES, SAMPLES, SEQ_LEN, RANKS = 16, 16, 2048, 4
 READ: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch_size": 16, "seed": 3, "epochs": 2, "world_size": RANKS}
@@ -44,7 +44,7 @@ def node(world: Path) -> Iterator[DataNode]:
 
 def remote(world: Path, name: str, address: str) -> RemoteDataset:
     known = LocalDiscovery(known=[parse_address(address)])
-    return open_remote("millrace://net/c4", identity=world / name, discovery=known)
+    return open_remote("forebay://net/c4", identity=world / name, discovery=known)
 
 
 def _rank(world: Path, identity: str, address: str, out: Path, arguments: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world: Path, n
 
 
 def test_only_datasets_of_a_network_can_be_shared(world: Path) -> None:
-    with pytest.raises(UsageError, match="millrace://"):
+    with pytest.raises(UsageError, match="forebay://"):
         Loader(world / "c4", seq_len=SEQ_LEN, batch_size=1, share=True)
 
 

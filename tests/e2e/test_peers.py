@@ -1,4 +1,4 @@
-"""A dataset by name alone: the network's own DHT leads from millrace://NETWORK/NAME to verified slices."""
+"""A dataset by name alone: the network's own DHT leads from forebay://NETWORK/NAME to verified slices."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
-from millrace.network.dht import LibtorrentDht
-from millrace.network.identity import Identity
-from millrace.serve import DataNode
-from millrace.store.remote import open_remote
-from millrace.store.transfer import Transfers
+from forebay.network.dht import LibtorrentDht
+from forebay.network.identity import Identity
+from forebay.serve import DataNode
+from forebay.store.remote import open_remote
+from forebay.store.transfer import Transfers
 
 
 def test_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bootstrap = Bootstrap()
     members = make_network(tmp_path, ["node", "test"], bootstrap.at)
     dataset = make_dataset(tmp_path / "data", 3, 50_000)
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    monkeypatch.setenv("FOREBAY_HOME", str(tmp_path))
     dht = LibtorrentDht(HOST, 0, bootstrap.at)
     try:
         with DataNode(Identity.load(members["node"]), [dataset], HOST, 0, dht), Transfers() as transfers:
-            remote = open_remote(f"millrace://test/{NAME}", dataset_id=dataset.id)
+            remote = open_remote(f"forebay://test/{NAME}", dataset_id=dataset.id)
             for index in range(3):
                 part = tmp_path / f"{index}.part"
                 moved = transfers.start(remote.table.row(index), part, [remote.origin])

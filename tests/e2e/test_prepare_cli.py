@@ -20,8 +20,8 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 import pytest
 
-import millrace
-from millrace.dataset import Dataset, open_dataset
+import forebay
+from forebay.dataset import Dataset, open_dataset
 
 KEYS = {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped"}
 
@@ -29,7 +29,7 @@ KEYS = {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "d
 def run(*arguments: object, code: int | None = 0, **environment: str) -> subprocess.CompletedProcess[str]:
     """The console script, as it is installed beside the interpreter."""
     done = subprocess.run(
-        [str(Path(sys.executable).with_name("millrace")), *map(str, arguments)],
+        [str(Path(sys.executable).with_name("forebay")), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -43,9 +43,9 @@ def run(*arguments: object, code: int | None = 0, **environment: str) -> subproc
 def refused(*arguments: object, code: int | None = 2, **environment: str) -> str:
     """The one line in which a command is refused."""
     lines = run(*arguments, code=code, **environment).stderr.splitlines()
-    said = [line for line in lines if line.startswith("millrace: ")]
+    said = [line for line in lines if line.startswith("forebay: ")]
     assert len(said) == 1, lines
-    return said[0].removeprefix("millrace: ")
+    return said[0].removeprefix("forebay: ")
 
 
 def prepare(out: Path, *arguments: object, **environment: str) -> dict[str, Any]:
@@ -58,10 +58,10 @@ def prepare(out: Path, *arguments: object, **environment: str) -> dict[str, Any]
 
 
 def data(name: str) -> Path:
-    given = os.environ.get("MILLRACE_TEST_DATA")
+    given = os.environ.get("FOREBAY_TEST_DATA")
     path = (Path(given) if given else Path(__file__).parents[2] / "../shared/data") / name
     if not path.exists():
-        pytest.skip(f"no real data: set MILLRACE_TEST_DATA to a folder that holds {name}")
+        pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}")
     return path
 
 
@@ -127,7 +127,7 @@ def test_recipe(tmp_path: Path, recipe: str, inputs: tuple[str, ...], least_in: 
     assert summary["documents_in"] >= least_in and least_out <= summary["documents_out"] < summary["documents_in"]
     dataset = open_dataset(tmp_path / "d")
     assert dataset.verify().ok and (dataset.id, dataset.num_tokens) == (summary["id"], summary["tokens"])
-    with millrace.Loader(dataset, seq_len=128, batch_size=4) as loader:
+    with forebay.Loader(dataset, seq_len=128, batch_size=4) as loader:
         batch = next(iter(loader))
     assert batch.inputs is not None and batch.inputs.shape == (4, 128)
     assert batch.inputs.min() >= 0 and batch.inputs.max() < dataset.manifest.vocab_size
@@ -137,7 +137,7 @@ def test_recipe(tmp_path: Path, recipe: str, inputs: tuple[str, ...], least_in: 
 
 
 def test_recipe_of_code(tmp_path: Path) -> None:
-    source = Path(millrace.__file__).parent / "order"
+    source = Path(forebay.__file__).parent / "order"
     summary = prepare(tmp_path / "d", source, "--recipe", "code", "--tokenizer", "bytes", "--keep-ids", tmp_path / "i")
     files = sorted(source.rglob("*.py"))
     kept = (tmp_path / "i").read_text().splitlines()
@@ -153,10 +153,10 @@ def test_recipe_of_conversations(tmp_path: Path) -> None:
         "--set", "slice.shuffle=false",
     )  # fmt: skip
     assert summary["documents_out"] > 100
-    dataset = millrace.open_dataset(tmp_path / "d")
+    dataset = forebay.open_dataset(tmp_path / "d")
     assert dataset.manifest.layout == "rows" and dataset.manifest.rows == summary["documents_out"]
     assert dataset.verify().ok
-    with millrace.Loader(dataset, batch_size=8, shuffle=False) as loader:
+    with forebay.Loader(dataset, batch_size=8, shuffle=False) as loader:
         batch = next(iter(loader))
     ids, labels, mask = (batch.tensors[name] for name in ("input_ids", "labels", "attention_mask"))
     assert ids.shape == labels.shape == mask.shape == (8, 256)
@@ -204,7 +204,7 @@ import os, sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in os.environ["MILLRACE_TEST_ABSENT"].split(","):
+        if name.partition(".")[0] in os.environ["FOREBAY_TEST_ABSENT"].split(","):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
@@ -219,7 +219,7 @@ def without(folder: Path) -> Callable[[str], dict[str, str]]:
     """The environment of a machine on which some packages are not installed."""
     (folder / "stub").mkdir()
     (folder / "stub/sitecustomize.py").write_text(BLOCK)
-    return lambda names: {"PYTHONPATH": str(folder / "stub"), "MILLRACE_TEST_ABSENT": ",".join(names.split())}
+    return lambda names: {"PYTHONPATH": str(folder / "stub"), "FOREBAY_TEST_ABSENT": ",".join(names.split())}
 
 
 def test_without_any_extra_plain_text_is_prepared(tmp_path: Path, without: Callable[[str], dict[str, str]]) -> None:
@@ -252,7 +252,7 @@ def test_a_missing_extra_is_told_in_one_line(
     told = [argument.replace("MODEL", str(tmp_path / "MODEL")) for argument in arguments]
     given = ("prepare", tmp_path / "a.html", "--out", tmp_path / "d", "--tokenizer", "bytes", *told)
     said = refused(*given, code=None, **without(package))
-    assert package in said and f"pip install 'millrace[{extra}]'" in said
+    assert package in said and f"pip install 'forebay[{extra}]'" in said
     assert not (tmp_path / "d/manifest.json").exists()
 
 
@@ -428,11 +428,11 @@ def test_new_data_is_deduplicated_against_a_dataset(tmp_path: Path, halves: tupl
 
 def test_the_interrupted_module_says_130(tmp_path: Path) -> None:
     code = (
-        "import sys, signal, millrace.cli as cli\n"
+        "import sys, signal, forebay.cli as cli\n"
         "def stopped(): exec('raise KeyboardInterrupt')\n"
         "def main():\n    try: stopped()\n    except KeyboardInterrupt: return 130\n"
         "cli.main = main\n"
-        "import runpy; runpy.run_module('millrace.cli', run_name='__main__')\n"
+        "import runpy; runpy.run_module('forebay.cli', run_name='__main__')\n"
     )
     (tmp_path / "interrupted.py").write_text(code)
     done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, capture_output=True, text=True)

@@ -26,10 +26,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from millrace.dataset import open_dataset
-from millrace.errors import PrepareError
-from millrace.prepare import Recipe, load_recipe, prepare
-from millrace.prepare.report import load_report
+from forebay.dataset import open_dataset
+from forebay.errors import PrepareError
+from forebay.prepare import Recipe, load_recipe, prepare
+from forebay.prepare.report import load_report
 
 PREPARED = {
     "warc": ("warc/*",),
@@ -100,10 +100,10 @@ class Told:
 
 
 def data() -> Path:
-    given = os.environ.get("MILLRACE_TEST_DATA")
+    given = os.environ.get("FOREBAY_TEST_DATA")
     folder = Path(given) if given else Path(__file__).parents[2] / "../shared/data"
     if not (folder / "warc").is_dir():
-        pytest.skip("no real data: set MILLRACE_TEST_DATA to a folder that holds warc/, parquet/, books/ …")
+        pytest.skip("no real data: set FOREBAY_TEST_DATA to a folder that holds warc/, parquet/, books/ …")
     return folder
 
 

@@ -1,6 +1,6 @@
 """Preparations of files that were damaged in every way: a dataset or a clear error, in time, and no good text lost.
 
-`MILLRACE_FUZZ_S` is for how long random damage is done (6 s); `MILLRACE_FUZZ_SEED` is where it begins.
+`FOREBAY_FUZZ_S` is for how long random damage is done (6 s); `FOREBAY_FUZZ_SEED` is where it begins.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import pytest
 import whole
 import zstandard
 
-from millrace.errors import MillraceError
-from millrace.prepare import PrepareSummary, load_recipe, prepare
+from forebay.errors import ForebayError
+from forebay.prepare import PrepareSummary, load_recipe, prepare
 
-FUZZ_S = float(os.environ.get("MILLRACE_FUZZ_S", "6"))
-SEED = int(os.environ.get("MILLRACE_FUZZ_SEED", "1"))
+FUZZ_S = float(os.environ.get("FOREBAY_FUZZ_S", "6"))
+SEED = int(os.environ.get("FOREBAY_FUZZ_SEED", "1"))
 TIME_LIMIT_S = 20
 TEXTS = [f"{i}. " + text for i, text in enumerate(whole.texts(40, seed=3))]
 SETTINGS = {
@@ -176,14 +176,14 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     return bytes(out)
 
 
-def attempt(folder: Path, out: Path, **settings: object) -> PrepareSummary | MillraceError:
+def attempt(folder: Path, out: Path, **settings: object) -> PrepareSummary | ForebayError:
     """A dataset or a clear error, in time; nothing else gets through."""
     began = time.monotonic()
     try:
         return prepare(
             [folder], out, recipe=load_recipe(settings={**SETTINGS, **settings}), workers=1, keep_ids=Path(f"{out}.ids")
         )
-    except MillraceError as error:
+    except ForebayError as error:
         return error
     finally:
         assert time.monotonic() - began < TIME_LIMIT_S, f"{folder} took too long"
@@ -216,9 +216,9 @@ def test_random_damage(tmp_path: Path) -> None:
         try:
             found = attempt(folder, tmp_path / f"{seed}.d")
         except BaseException:
-            print(f"MILLRACE_FUZZ_SEED={seed}: {name}{packed}")
+            print(f"FOREBAY_FUZZ_SEED={seed}: {name}{packed}")
             raise
-        told = isinstance(found, MillraceError) and name in str(found)
+        told = isinstance(found, ForebayError) and name in str(found)
         assert told or {f"good-{i}" for i in range(5)} <= kept(tmp_path / f"{seed}.d"), f"{seed}: {found}"
         done += 1
         if time.monotonic() > deadline:
@@ -245,7 +245,7 @@ def test_what_stands_after_damage_is_kept(tmp_path: Path, name: str) -> None:
 
 def slice_tokens(out: Path) -> Iterator[bytes]:
     """The texts of a dataset of bytes; a line end after each."""
-    from millrace.dataset import open_dataset
+    from forebay.dataset import open_dataset
 
     dataset = open_dataset(out)
     for index in range(dataset.num_slices):
@@ -274,7 +274,5 @@ def test_a_bomb_and_a_long_line(tmp_path: Path) -> None:
 def test_the_command_speaks_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes(b"PAR1" + bytes(100))
     arguments = ["prepare", tmp_path / "x.parquet", "--out", tmp_path / "d", "--tokenizer", "bytes"]
-    done = subprocess.run(
-        [sys.executable, "-m", "millrace.cli", *arguments], capture_output=True, text=True, timeout=90
-    )
+    done = subprocess.run([sys.executable, "-m", "forebay.cli", *arguments], capture_output=True, text=True, timeout=90)
     assert done.returncode == 1 and "Traceback" not in done.stderr and "x.parquet" in done.stderr

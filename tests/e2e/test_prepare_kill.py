@@ -15,8 +15,8 @@ import whole
 
 _SCRIPT = """
 import sys
-from millrace.prepare import load_recipe, pipeline, prepare, text
-from millrace.prepare.read import sources
+from forebay.prepare import load_recipe, pipeline, prepare, text
+from forebay.prepare.read import sources
 
 sources.GROUP_BYTES = 1 << 15
 RECIPE = {

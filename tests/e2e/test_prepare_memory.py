@@ -22,15 +22,15 @@ pytest.importorskip("numba")
 pytest.importorskip("resiliparse")
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peaks of memory are read in /proc")
 GIGABYTE = 10**9
-GIANT_BYTES = int(os.environ.get("MILLRACE_GIANT_MIB", "8")) << 20
+GIANT_BYTES = int(os.environ.get("FOREBAY_GIANT_MIB", "8")) << 20
 """Of one document; 31 is the most that is read as one, and takes half a minute of a processor more."""
-TOKENIZERS = Path(os.environ.get("MILLRACE_TEST_DATA", Path(__file__).parents[2] / "../shared/data")) / "tokenizers"
+TOKENIZERS = Path(os.environ.get("FOREBAY_TEST_DATA", Path(__file__).parents[2] / "../shared/data")) / "tokenizers"
 SCRIPT = """
 import functools, json, sys
-from millrace.prepare import finish, load_recipe, prepare
-from millrace.prepare.tokens import shuffle
-from millrace.prepare.dedup import corpus
-from millrace.prepare.read import lines
+from forebay.prepare import finish, load_recipe, prepare
+from forebay.prepare.tokens import shuffle
+from forebay.prepare.dedup import corpus
+from forebay.prepare.read import lines
 
 # Constants as much smaller as the input is: it is many pieces and many runs.
 lines.PIECE_BYTES = 1 << 19
@@ -130,9 +130,9 @@ def giants(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# MILLRACE_TOKENIZER=llama-test-tokenizer.json names another.
+# FOREBAY_TOKENIZER=llama-test-tokenizer.json names another.
 def test_giant_documents(tmp_path: Path, giants: Path) -> None:
-    tokenizer = os.environ.get("MILLRACE_TOKENIZER", "gpt-neo-test-tokenizer.json")
+    tokenizer = os.environ.get("FOREBAY_TOKENIZER", "gpt-neo-test-tokenizer.json")
     if not (TOKENIZERS / tokenizer).is_file():
         pytest.skip(f"needs {TOKENIZERS / tokenizer}")
     settings = {

@@ -19,7 +19,7 @@ import whole
 
 pytest.importorskip("numba")
 pytest.importorskip("resiliparse")
-KILLS = int(os.environ.get("MILLRACE_PREPARE_KILLS", "4"))
+KILLS = int(os.environ.get("FOREBAY_PREPARE_KILLS", "4"))
 PHASES = ("text", "dedup", "tokenizer", "encode", "shuffle", "slice")
 NAMED_BY_PATH = ("report.html", "rejects.jsonl", "clusters.parquet")
 """These name documents without an id by where they lie."""
@@ -65,7 +65,7 @@ def test_another_place_of_the_same_input(base: Path, wanted: tuple[str, dict[str
     shutil.copytree(base / "in", tmp_path / "in")
     if (base / whole.MODEL).exists():
         shutil.copy(base / whole.MODEL, tmp_path)
-    found = whole.run(tmp_path / "in", tmp_path / "elsewhere", 1, MILLRACE_CODER="reference")
+    found = whole.run(tmp_path / "in", tmp_path / "elsewhere", 1, FOREBAY_CODER="reference")
     made = whole.files(tmp_path / "elsewhere")
     assert found == wanted[0]
     assert {name for name in made if made[name] != wanted[1][name]} <= set(NAMED_BY_PATH)

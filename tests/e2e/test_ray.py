@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'millrace[ray]'"
+    importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'forebay[ray]'"
 )
 
 TASKS = """
 import os, signal
 from dataclasses import dataclass
-from millrace.errors import DatasetError
+from forebay.errors import DatasetError
 
 @dataclass(frozen=True)
 class Piece:
@@ -47,9 +47,9 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 import ray_tasks as tasks
-from millrace.errors import DatasetError, PrepareError
-from millrace.prepare.engines import local_engine
-from millrace.prepare.ray_engine import ray_engine
+from forebay.errors import DatasetError, PrepareError
+from forebay.prepare.engines import local_engine
+from forebay.prepare.ray_engine import ray_engine
 
 def collect(engine, run, n):
     found = {}

@@ -19,28 +19,28 @@ pytest.importorskip("libtorrent")
 
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
-from millrace.cli import main
-from millrace.dataset import adopt
-from millrace.errors import StateError
-from millrace.ledger import Used, receipt_message, verify_ledger
-from millrace.network.client import Client, RemoteError
-from millrace.network.dht import LibtorrentDht
-from millrace.network.discovery import LocalDiscovery
-from millrace.network.identity import Identity, Scope, join, verify
-from millrace.schedule.catalog import JobPlan, Wanted
-from millrace.schedule.journal import ledger_path
-from millrace.schedule.service import SchedulerService
-from millrace.serve import DataNode
+from forebay.cli import main
+from forebay.dataset import adopt
+from forebay.errors import StateError
+from forebay.ledger import Used, receipt_message, verify_ledger
+from forebay.network.client import Client, RemoteError
+from forebay.network.dht import LibtorrentDht
+from forebay.network.discovery import LocalDiscovery
+from forebay.network.identity import Identity, Scope, join, verify
+from forebay.schedule.catalog import JobPlan, Wanted
+from forebay.schedule.journal import ledger_path
+from forebay.schedule.service import SchedulerService
+from forebay.serve import DataNode
 
 SEQ_LEN = 8
 
 
 class Process:
-    """`millrace schedule …`, and the lines of JSON that it printed."""
+    """`forebay schedule …`, and the lines of JSON that it printed."""
 
     def __init__(self, *arguments: str) -> None:
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "millrace.cli", "schedule", *arguments, "--json"], stdout=subprocess.PIPE
+            [sys.executable, "-m", "forebay.cli", "schedule", *arguments, "--json"], stdout=subprocess.PIPE
         )
         self.lines: list[dict[str, Any]] = []
         self._changed = threading.Condition()

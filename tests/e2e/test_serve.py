@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.dataset.adopt import adopt
-from millrace.dataset.reader import Dataset
-from millrace.dataset.slices import write_token_slice
-from millrace.errors import NetworkError, ProtocolViolation, UsageError
-from millrace.network.client import Client, RemoteError
-from millrace.network.dht import LibtorrentDht
-from millrace.network.discovery import LocalDiscovery, find_providers, parse_claim, record_key
-from millrace.network.identity import Identity, Peer, create_network, join, revoke
-from millrace.serve import DataNode
+from forebay.dataset.adopt import adopt
+from forebay.dataset.reader import Dataset
+from forebay.dataset.slices import write_token_slice
+from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.network.client import Client, RemoteError
+from forebay.network.dht import LibtorrentDht
+from forebay.network.discovery import LocalDiscovery, find_providers, parse_claim, record_key
+from forebay.network.identity import Identity, Peer, create_network, join, revoke
+from forebay.serve import DataNode
 
 Make = Callable[[str], Identity]
 SLICE_TOKENS = 400_000
@@ -245,10 +245,10 @@ def test_the_same_dataset_twice_is_refused(dataset: Dataset, make_identity: Make
 
 NODE = """
 import sys
-from millrace.dataset.reader import open_dataset
-from millrace.network.dht import LibtorrentDht
-from millrace.network.identity import Identity
-from millrace.serve import DataNode
+from forebay.dataset.reader import open_dataset
+from forebay.network.dht import LibtorrentDht
+from forebay.network.identity import Identity
+from forebay.serve import DataNode
 dht = LibtorrentDht("127.0.0.1", 0, [("127.0.0.1", int(sys.argv[3]))])
 node = DataNode(Identity.load(sys.argv[1]), [open_dataset(sys.argv[2])], "127.0.0.1", 0, dht, ttl_s=3)
 node.start()

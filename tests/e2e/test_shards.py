@@ -20,11 +20,11 @@ import numpy as np
 import psutil
 import pytest
 
-from millrace.cli import main
-from millrace.errors import DatasetError, IntegrityError, NetworkError, UsageError
-from millrace.formats.shard_writer import Shard, write_shards
-from millrace.load.shards import SharedShardedDatasetManager
-from millrace.order.shard_windows import receipt, window_sample_ids
+from forebay.cli import main
+from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
+from forebay.formats.shard_writer import Shard, write_shards
+from forebay.load.shards import SharedShardedDatasetManager
+from forebay.order.shard_windows import receipt, window_sample_ids
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 L, SAMPLES, SHARDS = 128, 2000, 4  # 500 KiB a shard
@@ -164,7 +164,7 @@ def test_training_begins_with_the_first_shard_and_the_next_comes_beside_it(serve
 def test_with_slices_training_begins_before_the_shard_is_there(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.store.hashing._AHEAD_BYTES", 1 << 16)  # the shard is smaller than a look at it
+    monkeypatch.setattr("forebay.store.hashing._AHEAD_BYTES", 1 << 16)  # the shard is smaller than a look at it
     server.faults.bytes_per_s = 1 << 19  # 1 s a shard
     settings = {**QUICK, "first_batch": "slice", "max_workers": 2}
     with SharedShardedDatasetManager(**settings) as shards:
@@ -214,7 +214,7 @@ def test_a_shard_that_is_bad_at_its_origin_is_never_served(server: S3Server, buc
 def test_a_network_cut_is_not_felt_before_the_swap(
     server: S3Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.load.shard_dataset._TELL_S", 0.3)
+    monkeypatch.setattr("forebay.load.shard_dataset._TELL_S", 0.3)
     with SharedShardedDatasetManager(**{**QUICK, "patience_s": 0.5}) as shards:
         steps = shards.batches(0, 6, batch_size=8)
         next(steps)
@@ -350,9 +350,9 @@ def test_what_cannot_be_is_told_or_gone_on_with(
     assert steps([10**15]) == [10**15 // 3 % SHARDS]
     caplog.clear()
     real = shutil.disk_usage
-    monkeypatch.setattr("millrace.load.shard_room.COMMON_MEM_BYTES", 1 << 60)
-    monkeypatch.setattr("millrace.load.shard_room._LEAST_S", 0.0)
-    monkeypatch.setattr("millrace.load.shard_room.COMMON_BYTES_PER_S", 1e15)
+    monkeypatch.setattr("forebay.load.shard_room.COMMON_MEM_BYTES", 1 << 60)
+    monkeypatch.setattr("forebay.load.shard_room._LEAST_S", 0.0)
+    monkeypatch.setattr("forebay.load.shard_room.COMMON_BYTES_PER_S", 1e15)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1_700_000))
     assert steps([0]) == [0]
     for words in ("disk: room for 1.7 MB in", "memory: ", "runs like this have 1 Gb/s or more"):
@@ -396,8 +396,8 @@ def test_the_next_shard_comes_in_a_process_of_its_own(
     server: S3Server, bucket: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is of the lowest priority; its death, its errors and its end are the arrival's."""
-    monkeypatch.setattr("millrace.load.shards.LEAST_APART_BYTES", 0)
-    monkeypatch.setattr("millrace.load.shard_dataset._FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("forebay.load.shards.LEAST_APART_BYTES", 0)
+    monkeypatch.setattr("forebay.load.shard_dataset._FIRST_RETRY_S", 0.01)
     me = psutil.Process()
 
     def helpers() -> list[psutil.Process]:
@@ -455,8 +455,8 @@ def test_ranks_of_a_machine_share_one_copy(server: S3Server, tmp_path: Path) -> 
 
 
 def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server, tmp_path: Path) -> None:
-    seed = int(os.environ.get("MILLRACE_SHARDS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
-    print(f"replay with MILLRACE_SHARDS_SEED={seed}")
+    seed = int(os.environ.get("FOREBAY_SHARDS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
+    print(f"replay with FOREBAY_SHARDS_SEED={seed}")
     chance, at, done = random.Random(seed), 0, {}
     server.faults.bytes_per_s = 4 << 20
     folder = Path("remote/tokenized")
@@ -497,7 +497,7 @@ def test_a_validator_finds_what_a_miner_read(server: S3Server, tmp_path: Path) -
     mined = [i for line in lines(out) if "step" in line for i in line["ids"]]
     with SharedShardedDatasetManager(**QUICK) as shards:
         data = shards.at_step(4)
-        places = [window_sample_ids(0, step, len(data), 1, 8, mode="millrace", first_window=3) for step in (4, 5)]
+        places = [window_sample_ids(0, step, len(data), 1, 8, mode="forebay", first_window=3) for step in (4, 5)]
         found = data.sample_ids[np.concatenate(places)]
     assert receipt(found) == receipt(np.array(mined, np.uint64))
 
@@ -517,8 +517,8 @@ def test_memory_stays_below_the_bound(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.chdir(tmp_path)
         code = (
             "import re\n"
-            "from millrace.load.shards import SharedShardedDatasetManager\n"
-            "from millrace.store.large import download_large_file\n"
+            "from forebay.load.shards import SharedShardedDatasetManager\n"
+            "from forebay.store.large import download_large_file\n"
             "import obstore, numpy\n"
             "def peak():\n"
             "    return int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
@@ -546,7 +546,7 @@ def test_shards_are_mirrored_to_ones_own_bucket(
     own.mkdir()
     monkeypatch.setenv("R2_DATASET_WRITE_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("R2_DATASET_WRITE_SECRET_ACCESS_KEY", SECRET_KEY)
-    monkeypatch.setattr("millrace.store.targets._WAIT_S", 0.02)
+    monkeypatch.setattr("forebay.store.targets._WAIT_S", 0.02)
     to = ["r2://", "r2://own/copy", "--tmp-dir", str(tmp_path / "tmp")]
     server.faults.drop = 0.05
     try:
@@ -581,7 +581,7 @@ def test_a_mirror_that_is_killed_goes_on(server: S3Server, bucket: Path, tmp_pat
     """Between two directories and from a bucket, killed whenever: no wrong file under a name, nothing left."""
     disk, chance = tmp_path / "disk", random.Random(4)
     server.faults.bytes_per_s = 3 << 20
-    command = [sys.executable, "-m", "millrace.cli", "mirror", "r2://", str(disk), "--quiet", "--chunk-bytes", "64KiB"]
+    command = [sys.executable, "-m", "forebay.cli", "mirror", "r2://", str(disk), "--quiet", "--chunk-bytes", "64KiB"]
     for _ in range(20):
         goal = sum(server.bytes_sent.values()) + chance.randrange(200_000, 1_800_000)
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

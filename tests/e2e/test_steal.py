@@ -13,13 +13,13 @@ pytest.importorskip("libtorrent")
 
 from nodes import HOST, NAME, Bootstrap, Node, make_dataset, make_network
 
-from millrace.dataset import open_dataset
-from millrace.ledger import verify_ledger
-from millrace.network.client import Client
-from millrace.network.dht import LibtorrentDht
-from millrace.network.identity import Identity, verify
-from millrace.schedule.service import SchedulerService
-from millrace.serve import DataNode
+from forebay.dataset import open_dataset
+from forebay.ledger import verify_ledger
+from forebay.network.client import Client
+from forebay.network.dht import LibtorrentDht
+from forebay.network.identity import Identity, verify
+from forebay.schedule.service import SchedulerService
+from forebay.serve import DataNode
 
 NUM_SLICES = 12
 TOKENS = 2000

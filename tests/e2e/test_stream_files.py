@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from millrace.errors import PrepareError
-from millrace.prepare.read import ReadOptions, cut, find_sources, read
-from millrace.stream import TextStream
+from forebay.errors import PrepareError
+from forebay.prepare.read import ReadOptions, cut, find_sources, read
+from forebay.stream import TextStream
 
 ROWS = [{"id": str(i), "text": f"document {i} é " + "word " * (i * 7 % 41)} for i in range(240)]
 
@@ -235,12 +235,12 @@ def test_another_input_is_refused(tmp_path: Path) -> None:
 
 def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
     """State through a file, taken by one process and loaded by another, with a trained tokenizer's file."""
-    from millrace.prepare.tokens.tokenizers import train_tokenizer
+    from forebay.prepare.tokens.tokenizers import train_tokenizer
 
     (tmp_path / "tokenizer.json").write_bytes(train_tokenizer((row["text"] for row in ROWS), 300).data)
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(jsonl(ROWS)))
     code = (
-        "import json, os, sys; from pathlib import Path; from millrace import TextStream\n"
+        "import json, os, sys; from pathlib import Path; from forebay import TextStream\n"
         "made = TextStream('a.jsonl.zst', tokenizer='tokenizer.json', seq_len=32, batch_size=4)\n"
         "state = Path('state.json')\n"
         "if state.exists(): made.load_state_dict(json.loads(state.read_text()))\n"
@@ -263,10 +263,10 @@ def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
 
 
 def real(name: str) -> Path:
-    given = os.environ.get("MILLRACE_TEST_DATA")
+    given = os.environ.get("FOREBAY_TEST_DATA")
     folder = (Path(given) if given else Path(__file__).parents[2] / "../shared/data") / name
     if not folder.exists():
-        pytest.skip(f"no real data: set MILLRACE_TEST_DATA to a folder that holds {name}")
+        pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}")
     return folder
 
 

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from feeding import make_dataset
 
-from millrace.dataset import open_dataset
-from millrace.errors import UsageError
-from millrace.network.access import Access
-from millrace.network.client import Client, RemoteError, parse_address
-from millrace.network.discovery import LocalDiscovery
-from millrace.network.identity import Identity, create_network, join
-from millrace.network.peer import Scope
-from millrace.serve import DataNode
-from millrace.store.cache import SliceCache
-from millrace.store.joining import SwarmMember
-from millrace.store.remote import RemoteDataset, open_remote
-from millrace.store.share import Folder, SliceShare
-from millrace.store.swarm_mirror import mirror_by_swarm
-from millrace.store.targets import open_target
+from forebay.dataset import open_dataset
+from forebay.errors import UsageError
+from forebay.network.access import Access
+from forebay.network.client import Client, RemoteError, parse_address
+from forebay.network.discovery import LocalDiscovery
+from forebay.network.identity import Identity, create_network, join
+from forebay.network.peer import Scope
+from forebay.serve import DataNode
+from forebay.store.cache import SliceCache
+from forebay.store.joining import SwarmMember
+from forebay.store.remote import RemoteDataset, open_remote
+from forebay.store.share import Folder, SliceShare
+from forebay.store.swarm_mirror import mirror_by_swarm
+from forebay.store.targets import open_target
 
 SLICES = 4
 
@@ -46,7 +46,7 @@ def node(world: Path) -> Iterator[DataNode]:
 
 def remote(world: Path, name: str, *addresses: str, query: str = "", id: str | None = None) -> RemoteDataset:
     known = LocalDiscovery(known=[parse_address(address) for address in addresses])
-    return open_remote(f"millrace://net/c4{query}", identity=world / name, discovery=known, dataset_id=id)
+    return open_remote(f"forebay://net/c4{query}", identity=world / name, discovery=known, dataset_id=id)
 
 
 def member(world: Path, name: str, node: DataNode, folder: Folder, share: bool) -> SwarmMember:

@@ -1,6 +1,6 @@
 """Swarms of processes on loopback: the origin gives once, its death is survived, a bucket's limit is not met.
 
-`MILLRACE_SWARM_FULL=1` runs 8 members and 64 MiB, as `python -m benchmarks.swarm` does; by default less.
+`FOREBAY_SWARM_FULL=1` runs 8 members and 64 MiB, as `python -m benchmarks.swarm` does; by default less.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from benchmarks.swarm import make_dataset, run_round
 
 from origin_server import OriginServer
 
-_FULL = "MILLRACE_SWARM_FULL" in os.environ
+_FULL = "FOREBAY_SWARM_FULL" in os.environ
 MEMBERS, SLICES, SLICE_BYTES = (8, 64, 1 << 20) if _FULL else (8, 24, 1 << 18)
 
 

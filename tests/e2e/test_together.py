@@ -18,18 +18,18 @@ from typing import Any
 
 import pytest
 
-from millrace.errors import MillraceError, UsageError
-from millrace.network.identity import Identity, create_network, join
-from millrace.schedule.coordinator import Coordinator
-from millrace.schedule.members import Rules
-from millrace.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
-from millrace.worker.membership import CoordinatorGoneError, Membership
-from millrace.worker.together import _Carried, agreed, default_settings, shared_settings
-from millrace.worker.training import Training
+from forebay.errors import ForebayError, UsageError
+from forebay.network.identity import Identity, create_network, join
+from forebay.schedule.coordinator import Coordinator
+from forebay.schedule.members import Rules
+from forebay.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
+from forebay.worker.membership import CoordinatorGoneError, Membership
+from forebay.worker.together import _Carried, agreed, default_settings, shared_settings
+from forebay.worker.training import Training
 
 WORKER = """
 import asyncio, hashlib, json, os, signal, sys, time
-from millrace.worker import WorkerClient, WorkerConfig
+from forebay.worker import WorkerClient, WorkerConfig
 
 def on_step(step, batch, loss):
     report = worker.report
@@ -83,7 +83,7 @@ def test_a_killed_worker_costs_no_sample_and_others_may_come(tmp_path: Path, mon
     texts(tmp_path, lines=100)
     rules = Rules(min_workers=2, heartbeat_s=1.0, stale_s=3.0, lost_s=0.3)
     with Coordinator("127.0.0.1", 0, rules=rules) as coordinator:
-        monkeypatch.setenv("MILLRACE_COORDINATOR", coordinator.address)
+        monkeypatch.setenv("FOREBAY_COORDINATOR", coordinator.address)
         workers = [start("w1", 0, tmp_path / "w1.out"), start("w2", 10, tmp_path / "w2.out")]
         assert workers.pop().wait(30) == -9
         workers.append(start("w3", 0, tmp_path / "w3.out"))
@@ -144,7 +144,7 @@ def test_only_members_of_the_network_join(tmp_path: Path) -> None:
     with Coordinator("127.0.0.1", 0, rules=rules, identity=Identity.load(tmp_path / "alice")) as coordinator:
         config = WorkerConfig(trainer="count", num_steps=3, coordinator=coordinator.address, patience_s=0.5)
         assert alone(replace(config, network=tmp_path / "bob"), []).finished
-        with pytest.raises(MillraceError):
+        with pytest.raises(ForebayError):
             alone(config, [])
 
 
@@ -163,7 +163,7 @@ def test_another_seq_len_gives_way_and_is_told(tmp_path: Path) -> None:
 
 
 def test_control_c_ends_a_worker_after_its_step(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "millrace.worker", "--trainer", "count", "--num-steps", "100_000_000"]
+    command = [sys.executable, "-m", "forebay.worker", "--trainer", "count", "--num-steps", "100_000_000"]
     worker = subprocess.Popen([*command, "--checkpoint-dir", str(tmp_path)], stderr=subprocess.PIPE, text=True)
     assert worker.stderr is not None
     while "first batch" not in worker.stderr.readline():
@@ -175,7 +175,7 @@ def test_control_c_ends_a_worker_after_its_step(tmp_path: Path) -> None:
 
 
 def test_a_coordinator_that_is_away(tmp_path: Path) -> None:
-    with pytest.raises(CoordinatorGoneError, match="millrace coordinate"):
+    with pytest.raises(CoordinatorGoneError, match="forebay coordinate"):
         alone(WorkerConfig(trainer="count", coordinator="127.0.0.1:9", patience_s=0.3), [])
     with pytest.raises(UsageError, match="partition"):
         alone(WorkerConfig(dataset_name=__file__, tokenizer_name="bytes", partition="records"), [])

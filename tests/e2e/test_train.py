@@ -20,16 +20,16 @@ pytest.importorskip("libtorrent")
 
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
-from millrace.dataset import Dataset, adopt, open_dataset
-from millrace.dataset.slices import write_rows_slice
-from millrace.errors import DatasetError, NetworkError, StateError
-from millrace.ledger import Used, receipt_message, verify_ledger
-from millrace.network.client import Client, RemoteError, parse_address
-from millrace.network.dht import LibtorrentDht
-from millrace.network.identity import Identity, verify
-from millrace.schedule.service import SchedulerService
-from millrace.serve import DataNode
-from millrace.worker.leasing import WorkerReport, run_worker
+from forebay.dataset import Dataset, adopt, open_dataset
+from forebay.dataset.slices import write_rows_slice
+from forebay.errors import DatasetError, NetworkError, StateError
+from forebay.ledger import Used, receipt_message, verify_ledger
+from forebay.network.client import Client, RemoteError, parse_address
+from forebay.network.dht import LibtorrentDht
+from forebay.network.identity import Identity, verify
+from forebay.schedule.service import SchedulerService
+from forebay.serve import DataNode
+from forebay.worker.leasing import WorkerReport, run_worker
 
 NUM_SLICES = 40
 TOKENS = 400

@@ -17,20 +17,20 @@ from pathlib import Path
 import pytest
 from nodes import HOST, NAME, make_dataset
 
-from millrace.dataset import Dataset
-from millrace.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
-from millrace.network.access import Access
-from millrace.network.audit import AuditLog, read_audit
-from millrace.network.client import Client, RemoteError
-from millrace.network.discovery import LocalDiscovery, find_providers, read_claims, record_key
-from millrace.network.identity import Identity, create_organisation, join, revoke
-from millrace.network.joining import join_by_token
-from millrace.network.peer import Scope
-from millrace.network.publish import sign_dataset
-from millrace.network.trust import TrustWatch, tell
-from millrace.schedule.service import SchedulerService
-from millrace.serve import DataNode
-from millrace.worker.control import Control
+from forebay.dataset import Dataset
+from forebay.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
+from forebay.network.access import Access
+from forebay.network.audit import AuditLog, read_audit
+from forebay.network.client import Client, RemoteError
+from forebay.network.discovery import LocalDiscovery, find_providers, read_claims, record_key
+from forebay.network.identity import Identity, create_organisation, join, revoke
+from forebay.network.joining import join_by_token
+from forebay.network.peer import Scope
+from forebay.network.publish import sign_dataset
+from forebay.network.trust import TrustWatch, tell
+from forebay.schedule.service import SchedulerService
+from forebay.serve import DataNode
+from forebay.worker.control import Control
 
 Make = Callable[[str], Identity]
 DATA = Scope(frozenset({"data"}))
@@ -80,7 +80,7 @@ def test_only_role_data_is_an_origin_and_only_of_what_it_covers(
         with pytest.raises(UsageError, match=why):
             DataNode(identity, [dataset], HOST, 0, table)
         with monkeypatch.context() as patch:  # one whose program is changed claims all the same
-            patch.setattr("millrace.serve._check_scope", lambda *_: None)
+            patch.setattr("forebay.serve._check_scope", lambda *_: None)
             liar = DataNode(identity, [dataset], HOST, 0, table)
         with liar:
             assert find_providers(table, client, liar.identity.network_id, NAME, 1.0) == []
@@ -302,7 +302,7 @@ def test_the_admission_server_forgets_no_used_token_when_it_is_killed(network_di
     """kill -9 right after a join; the same token is refused by the next life."""
 
     def serve() -> tuple[subprocess.Popen[bytes], str]:
-        command = [sys.executable, "-m", "millrace.cli", "network", "admit", str(network_dir), "--json"]
+        command = [sys.executable, "-m", "forebay.cli", "network", "admit", str(network_dir), "--json"]
         process = subprocess.Popen(
             [*command, "--audit", str(tmp_path / "admit.log"), "--listen", at], stdout=subprocess.PIPE
         )
@@ -316,7 +316,7 @@ def test_the_admission_server_forgets_no_used_token_when_it_is_killed(network_di
         invite = [
             sys.executable,
             "-m",
-            "millrace.cli",
+            "forebay.cli",
             "network",
             "invite",
             str(network_dir),

@@ -16,17 +16,17 @@ pytest.importorskip("libtorrent")
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 from test_schedule import SEQ_LEN, Hand
 
-from millrace.cli import main
-from millrace.dataset import adopt
-from millrace.ledger import read_entries, verify_ledger
-from millrace.network.client import Client
-from millrace.network.discovery import LocalDiscovery
-from millrace.network.identity import Identity, revoke, verify
-from millrace.observe.blame import replay
-from millrace.schedule.catalog import JobPlan, Wanted
-from millrace.schedule.journal import ledger_path
-from millrace.schedule.service import SchedulerService
-from millrace.serve import DataNode
+from forebay.cli import main
+from forebay.dataset import adopt
+from forebay.ledger import read_entries, verify_ledger
+from forebay.network.client import Client
+from forebay.network.discovery import LocalDiscovery
+from forebay.network.identity import Identity, revoke, verify
+from forebay.observe.blame import replay
+from forebay.schedule.catalog import JobPlan, Wanted
+from forebay.schedule.journal import ledger_path
+from forebay.schedule.service import SchedulerService
+from forebay.serve import DataNode
 
 
 def test_two_jobs_a_slice_set_aside_and_a_restart_with_no_data_node(
@@ -63,7 +63,7 @@ def test_two_jobs_a_slice_set_aside_and_a_restart_with_no_data_node(
         assert main(["status", service.address, "--network", str(homes["scheduler"])]) == 0
         assert "is set aside: torn" in capsys.readouterr().out
         assert main(["schedule", "readmit", NAME, *steer]) == 0
-        command = [sys.executable, "-m", "millrace.cli", "work", "--scheduler", service.address, "--network"]
+        command = [sys.executable, "-m", "forebay.cli", "work", "--scheduler", service.address, "--network"]
         command += [str(homes["worker"]), "--cache-dir", str(tmp_path / "cache"), "--batch-size", "2"]
         command += ["--trainer", "count", "--share", ":0", "--json"]
         # Known to the scheduler alone; the worker learns it while it works.

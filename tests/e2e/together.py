@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from millrace.worker.collective import Meeting, train_together
-from millrace.worker.membership import Generation, Membership
+from forebay.worker.collective import Meeting, train_together
+from forebay.worker.membership import Generation, Membership
 
 
 class Descent:

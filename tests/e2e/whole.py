@@ -103,7 +103,7 @@ def page(url: str, text: str) -> bytes:
 
 def make_model(path: Path) -> Path:
     """A small language model."""
-    from millrace.prepare.lm import train_lm
+    from forebay.prepare.lm import train_lm
 
     train_lm(texts(60, seed=9), path, order=2)
     return path
@@ -126,9 +126,9 @@ def recipe(model: Path | None) -> dict[str, Any]:
 
 def small_tasks() -> None:
     """Small pieces and buckets, in this process, which plans."""
-    from millrace.prepare import finish
-    from millrace.prepare.read import lines, sources
-    from millrace.prepare.tokens import shuffle
+    from forebay.prepare import finish
+    from forebay.prepare.read import lines, sources
+    from forebay.prepare.tokens import shuffle
 
     sources.GROUP_BYTES = lines.PIECE_BYTES = 1 << 15
     finish.plan_shuffle = lambda parts, folder: shuffle.plan_shuffle(parts, folder, 1 << 16)
@@ -166,8 +166,8 @@ def unlucky(run: Any, task: Any, scale: int) -> Any:
 
 def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
     """Prepare; the model lies beside the inputs. With WHOLE_UNLUCKY set, by workers that die."""
-    from millrace.errors import MillraceError
-    from millrace.prepare import finish, load_recipe, pipeline, prepare
+    from forebay.errors import ForebayError
+    from forebay.prepare import finish, load_recipe, pipeline, prepare
 
     small_tasks()
     if "WHOLE_UNLUCKY" in os.environ:
@@ -184,8 +184,8 @@ def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
             [inputs], out, recipe=load_recipe(settings=settings), workers=int(workers), engine=engine,
             keep_ids=Path(f"{out}.ids"), on_trouble=tell, on_progress=lambda p: tell(f"{p.stage} {p.done}"),
         )  # fmt: skip
-    except MillraceError as error:
-        tell(f"millrace: {error}")
+    except ForebayError as error:
+        tell(f"forebay: {error}")
         return 1
     print(made.id)
     return 0

@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="in all")
     parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="default: all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "millrace-fuzz")
+    parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "forebay-fuzz")
     parser.add_argument("--alone", action="store_true", help="one target, in this process")
     args = parser.parse_args()
     names = args.target or sorted(TARGETS)

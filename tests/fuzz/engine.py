@@ -20,12 +20,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from millrace.errors import MillraceError
+from forebay.errors import ForebayError
 
 HANG_S = 5.0
 GROWTH_BYTES = 200 << 20
 MAX_INPUT = 1 << 16
-_OURS = f"{Path('src') / 'millrace'}/"
+_OURS = f"{Path('src') / 'forebay'}/"
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 2**64, 10**400, 0.5, -0.0, 1e308, float("inf"), float("nan"),
     "", "\x00", "\ud800", "../../etc/passwd", "a" * 5000, "0" * 64, "0-3999999", "1,1,1", [], {}, [[]], {"": None},
@@ -42,7 +42,7 @@ class Target:
 
     run: Callable[[bytes], object]
     seeds: Sequence[bytes]
-    allowed: tuple[type[BaseException], ...] = (MillraceError,)
+    allowed: tuple[type[BaseException], ...] = (ForebayError,)
     close: Callable[[], object] = lambda: None
 
 

@@ -21,26 +21,26 @@ import libtorrent as lt
 import numpy as np
 from cryptography.hazmat.primitives import serialization
 
-from millrace.dataset.manifest import Manifest, SliceInfo, SliceTable
-from millrace.dataset.slices import open_slice, write_token_slice
-from millrace.errors import MillraceError
-from millrace.ledger import Ledger, Used, receipt_message, verify_ledger
-from millrace.network.certificates import judge
-from millrace.network.client import Client
-from millrace.network.dht import LibtorrentDht
-from millrace.network.discovery import Claim, parse_claim
-from millrace.network.exchange import Request, Response, json_response
-from millrace.network.heads import Incoming
-from millrace.network.heads import RefusedError as HeadRefused
-from millrace.network.https import Server
-from millrace.network.identity import Identity, create_network, join, verify
-from millrace.network.peer import Peer
-from millrace.network.publish import read_publication
-from millrace.network.revocation import parse_list, read_revoked
-from millrace.network.tokens import read_token
-from millrace.schedule.exchange import parse_ask, parse_ranges
-from millrace.store.tracker import parse_ask as parse_swarm_ask
-from millrace.worker.answers import Answer
+from forebay.dataset.manifest import Manifest, SliceInfo, SliceTable
+from forebay.dataset.slices import open_slice, write_token_slice
+from forebay.errors import ForebayError
+from forebay.ledger import Ledger, Used, receipt_message, verify_ledger
+from forebay.network.certificates import judge
+from forebay.network.client import Client
+from forebay.network.dht import LibtorrentDht
+from forebay.network.discovery import Claim, parse_claim
+from forebay.network.exchange import Request, Response, json_response
+from forebay.network.heads import Incoming
+from forebay.network.heads import RefusedError as HeadRefused
+from forebay.network.https import Server
+from forebay.network.identity import Identity, create_network, join, verify
+from forebay.network.peer import Peer
+from forebay.network.publish import read_publication
+from forebay.network.revocation import parse_list, read_revoked
+from forebay.network.tokens import read_token
+from forebay.schedule.exchange import parse_ask, parse_ranges
+from forebay.store.tracker import parse_ask as parse_swarm_ask
+from forebay.worker.answers import Answer
 
 from .engine import Target
 
@@ -86,7 +86,7 @@ def heads(directory: Path, identity: Identity) -> Target:
         b"POST /v1/exchange?job=a%20b HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}",
         b"GET /v1/slices/00 HTTP/1.1\r\nRange: bytes=0-99\r\nConnection: close\r\n\r\n",
     ]
-    return Target(run, seeds, (MillraceError, HeadRefused))
+    return Target(run, seeds, (ForebayError, HeadRefused))
 
 
 @target
@@ -324,12 +324,12 @@ def tokens(directory: Path, identity: Identity) -> Target:
     }  # fmt: skip
 
     def run(data: bytes) -> None:
-        with contextlib.suppress(MillraceError):
+        with contextlib.suppress(ForebayError):
             read_token(data.decode("latin-1"))
         wrapped = base64.urlsafe_b64encode(data).decode().rstrip("=")
-        read_token(f"millrace1.{wrapped}.AAAA")
+        read_token(f"forebay1.{wrapped}.AAAA")
 
-    return Target(run, [json.dumps(body).encode(), b"millrace1.AAAA.AAAA"])
+    return Target(run, [json.dumps(body).encode(), b"forebay1.AAAA.AAAA"])
 
 
 @target
@@ -343,7 +343,7 @@ def publications(directory: Path, identity: Identity) -> Target:
 
 @target
 def manifest(directory: Path, identity: Identity) -> Target:
-    from millrace.dataset.adopt import adopt
+    from forebay.dataset.adopt import adopt
 
     (directory / "data" / "slices").mkdir(parents=True)
     write_token_slice(

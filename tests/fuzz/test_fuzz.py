@@ -1,4 +1,4 @@
-"""A short round of every target; MILLRACE_FUZZ_S=5 makes each longer. `python -m tests.fuzz` is the long one."""
+"""A short round of every target; FOREBAY_FUZZ_S=5 makes each longer. `python -m tests.fuzz` is the long one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("libtorrent")
 from .engine import fuzz
 from .targets import TARGETS, make_target
 
-SECONDS = float(os.environ.get("MILLRACE_FUZZ_S", "0.02"))
+SECONDS = float(os.environ.get("FOREBAY_FUZZ_S", "0.02"))
 
 
 @pytest.mark.parametrize("name", sorted(TARGETS))

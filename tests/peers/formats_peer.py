@@ -1,7 +1,7 @@
 """Run by an interpreter that has others' libraries, not by pytest: `write DIR` and `read KIND PATH`, JSON on stdout.
 
 The documents are the golden stream's. `write` makes what each library that is there writes; `read` gives the samples
-that a library finds in what Millrace wrote. A library that is missing is said to be: {"missing": name}.
+that a library finds in what Forebay wrote. A library that is missing is said to be: {"missing": name}.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the real libraries write, read by us, and what we write, read by them.
 
-Needs interpreters that have them, one or several: MILLRACE_FORMAT_PEERS=/path/to/python:/path/to/another (pip install
+Needs interpreters that have them, one or several: FOREBAY_FORMAT_PEERS=/path/to/python:/path/to/another (pip install
 litdata mosaicml-streaming datasets torch zstd).
 """
 
@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.convert.content import Options, documents
-from millrace.convert.convert import convert, open_source
+from forebay.convert.content import Options, documents
+from forebay.convert.convert import convert, open_source
 
-PEERS = [one for one in os.environ.get("MILLRACE_FORMAT_PEERS", "").split(os.pathsep) if one]
+PEERS = [one for one in os.environ.get("FOREBAY_FORMAT_PEERS", "").split(os.pathsep) if one]
 GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"
 PLAIN = json.loads((GOLDEN / "stream.json").read_text())
 DOCUMENTS = [one.tolist() for one in np.split(np.array(PLAIN["tokens"]), np.cumsum(PLAIN["lengths"])[:-1])]
 
-pytestmark = pytest.mark.skipif(not PEERS, reason="MILLRACE_FORMAT_PEERS names no interpreter with others' libraries")
+pytestmark = pytest.mark.skipif(not PEERS, reason="FOREBAY_FORMAT_PEERS names no interpreter with others' libraries")
 
 
 def ask(peer: str, *words: str) -> Any:

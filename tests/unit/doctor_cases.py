@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.doctor import Finding, Options, Report, examine, mend
+from forebay.doctor import Finding, Options, Report, examine, mend
 
 EOS = 50256
 
@@ -45,7 +45,7 @@ def only(fault: str, *paths: Path, **known: Any) -> Finding:
 def mended(path: Path, **known: Any) -> Path:
     """A mended copy, in which nothing is found any more; the command in the findings is the one that makes it."""
     commands = [one.mend for one in findings(path, **known) if one.is_wrong]
-    assert commands and all(one.startswith("millrace doctor ") and "--mend OUT" in one for one in commands)
+    assert commands and all(one.startswith("forebay doctor ") and "--mend OUT" in one for one in commands)
     out = path.parent / f"{path.name}.mended"
     before = path.read_bytes() if path.is_file() else b""
     mend(path, out, Options(**known))

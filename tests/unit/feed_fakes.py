@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from millrace.errors import NetworkError
-from millrace.store.cache import SliceCache
-from millrace.store.prefetch import SliceFeed
-from millrace.store.room import part_bytes
+from forebay.errors import NetworkError
+from forebay.store.cache import SliceCache
+from forebay.store.prefetch import SliceFeed
+from forebay.store.room import part_bytes
 
 SIZE = 1000
 CONTENTS = [bytes([65 + key]) * SIZE for key in range(16)]

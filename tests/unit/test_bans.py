@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.dataset import Dataset, adopt
-from millrace.dataset.slices import write_token_slice
-from millrace.network.audit import AuditLog
-from millrace.network.client import Client
-from millrace.network.identity import Identity
-from millrace.network.peer import Peer
-from millrace.network.swarm import Holder
-from millrace.schedule.kept import Kept, check
-from millrace.store.tracker import Tracker
+from forebay.dataset import Dataset, adopt
+from forebay.dataset.slices import write_token_slice
+from forebay.network.audit import AuditLog
+from forebay.network.client import Client
+from forebay.network.identity import Identity
+from forebay.network.peer import Peer
+from forebay.network.swarm import Holder
+from forebay.schedule.kept import Kept, check
+from forebay.store.tracker import Tracker
 
 
 def test_a_tracker_notes_whom_two_nodes_accuse(make_identity: Callable[[str], Identity], tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from millrace.dataset.adopt import adopt
-from millrace.dataset.slices import Slice, open_slice
-from millrace.errors import DatasetError, UsageError
-from millrace.load.batch import Batch, make_batch
-from millrace.load.makers import make_maker
-from millrace.load.rows import stack_rows
-from millrace.load.samples import Made, plan_samples
+from forebay.dataset.adopt import adopt
+from forebay.dataset.slices import Slice, open_slice
+from forebay.errors import DatasetError, UsageError
+from forebay.load.batch import Batch, make_batch
+from forebay.load.makers import make_maker
+from forebay.load.rows import stack_rows
+from forebay.load.samples import Made, plan_samples
 
 Tensors = dict[str, NDArray[Any]]
 

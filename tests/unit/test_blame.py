@@ -11,19 +11,19 @@ import pyarrow.parquet as pq
 import pytest
 from test_ledger import KEY, sign
 
-from millrace.dataset import Dataset, adopt
-from millrace.dataset.slices import write_token_slice
-from millrace.errors import UsageError
-from millrace.ledger import Job, Ledger, LedgerIndex, Used, encode_runs, open_index
-from millrace.load.loader import Loader
-from millrace.observe.blame import blame_order, blame_step, replay, who_saw
-from millrace.observe.documents import Documents
-from millrace.observe.ledger_export import export_uses
-from millrace.observe.steps import is_roster, verify_steps
-from millrace.order.plan import lease_order
-from millrace.peer_id import peer_id_of
-from millrace.schedule.members import Formed, Generation, Place, Rules, Stepped
-from millrace.schedule.roster import Roster
+from forebay.dataset import Dataset, adopt
+from forebay.dataset.slices import write_token_slice
+from forebay.errors import UsageError
+from forebay.ledger import Job, Ledger, LedgerIndex, Used, encode_runs, open_index
+from forebay.load.loader import Loader
+from forebay.observe.blame import blame_order, blame_step, replay, who_saw
+from forebay.observe.documents import Documents
+from forebay.observe.ledger_export import export_uses
+from forebay.observe.steps import is_roster, verify_steps
+from forebay.order.plan import lease_order
+from forebay.peer_id import peer_id_of
+from forebay.schedule.members import Formed, Generation, Place, Rules, Stepped
+from forebay.schedule.roster import Roster
 
 SEQ_LEN, BATCH = 4, 3
 LENGTHS = [[5, 20, 15], [7], [33, 4]]  # The last document of a slice goes on in the next.

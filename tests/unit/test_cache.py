@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import UsageError
-from millrace.store import cache as cache_module
-from millrace.store import locks
-from millrace.store.cache import Refusal, Reservation, SliceCache
-from millrace.store.room import Evict, Room
+from forebay.errors import UsageError
+from forebay.store import cache as cache_module
+from forebay.store import locks
+from forebay.store.cache import Refusal, Reservation, SliceCache
+from forebay.store.room import Evict, Room
 
 
 def put(cache: SliceCache, content: bytes) -> str:
@@ -104,7 +104,7 @@ def test_a_killed_process_holds_neither_pin_nor_reservation(tmp_path: Path) -> N
     cache = SliceCache(tmp_path, 20)
     first = put(cache, b"a" * 5)
     code = (
-        "import os, signal, sys; from millrace.store.cache import SliceCache\n"
+        "import os, signal, sys; from forebay.store.cache import SliceCache\n"
         f"cache = SliceCache({str(tmp_path)!r}, 20); cache.pin({first!r})\n"
         "with cache.fetching('b' * 64, 15) as part:\n"
         "    part.write_bytes(b'half'); os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -200,7 +200,7 @@ def test_a_dead_process_wants_nothing(tmp_path: Path) -> None:
     cache = SliceCache(tmp_path, 10)
     name = put(cache, b"a" * 10)
     code = (
-        "import os, signal; from millrace.store.cache import SliceCache\n"
+        "import os, signal; from forebay.store.cache import SliceCache\n"
         f"cache = SliceCache({str(tmp_path)!r}, 10); cache.publish({{{name!r}: (0, 0, None)}})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -271,9 +271,9 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cache_module, "_RAM", tmp_path)
     cache = SliceCache("ram:test", 100)
-    assert cache.directory == tmp_path / f"millrace-{os.getuid()}-test"
+    assert cache.directory == tmp_path / f"forebay-{os.getuid()}-test"
     assert cache.directory.stat().st_mode & 0o777 == 0o700
-    assert SliceCache("ram", 100).directory == tmp_path / f"millrace-{os.getuid()}"
+    assert SliceCache("ram", 100).directory == tmp_path / f"forebay-{os.getuid()}"
     assert cache_module.cache_directory(Path("ram")) == Path("ram")
     cache.directory.chmod(0o755)
     with pytest.raises(UsageError, match="not a directory of this user's alone"):

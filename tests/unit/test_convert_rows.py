@@ -18,16 +18,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.convert.content import Options, TableSource
-from millrace.convert.convert import convert
-from millrace.convert.table_digest import TableDigest, table_digest
-from millrace.convert.table_sinks.records import varints
-from millrace.convert.table_sources.base import Table
-from millrace.convert.table_sources.records import integers
-from millrace.convert.tables import TABLE_SINKS, open_table, verify_table
-from millrace.dataset import open_dataset, open_slice
-from millrace.errors import DatasetError, UsageError
-from millrace.load.loader import Loader
+from forebay.convert.content import Options, TableSource
+from forebay.convert.convert import convert
+from forebay.convert.table_digest import TableDigest, table_digest
+from forebay.convert.table_sinks.records import varints
+from forebay.convert.table_sources.base import Table
+from forebay.convert.table_sources.records import integers
+from forebay.convert.tables import TABLE_SINKS, open_table, verify_table
+from forebay.dataset import open_dataset, open_slice
+from forebay.errors import DatasetError, UsageError
+from forebay.load.loader import Loader
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 ROWS = 600
@@ -326,7 +326,7 @@ def test_lines_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_a_column_that_comes_late_is_no_silent_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.convert.table_sources.lines._INFERRED_BYTES", 1000)
+    monkeypatch.setattr("forebay.convert.table_sources.lines._INFERRED_BYTES", 1000)
     lines = [{"a": i} for i in range(5000)] + [{"a": 1, "b": 2}]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(DatasetError, match=r"line 4097 and after: expected columns a, .* got b: int64"):

@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from millrace.convert.content import Options
-from millrace.convert.convert import convert
-from millrace.convert.images import decode
-from millrace.convert.tables import open_table
-from millrace.dataset import open_dataset
-from millrace.errors import DatasetError, MissingPackageError, UsageError
-from millrace.load.loader import Loader
+from forebay.convert.content import Options
+from forebay.convert.convert import convert
+from forebay.convert.images import decode
+from forebay.convert.tables import open_table
+from forebay.dataset import open_dataset
+from forebay.errors import DatasetError, MissingPackageError, UsageError
+from forebay.load.loader import Loader
 
 pytest.importorskip("PIL", reason="pillow is not installed")
 from PIL import Image
@@ -117,7 +117,7 @@ def test_grey_and_turned_images() -> None:
 
 
 def test_an_image_that_would_take_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.convert.images._MOST_PIXELS", 79)
+    monkeypatch.setattr("forebay.convert.images._MOST_PIXELS", 79)
     assert decode(encoded(PIXELS[0]), None, NONE) == "10 x 8 pixels, more than 79"
 
 
@@ -133,5 +133,5 @@ def test_folders_that_are_no_classes(tmp_path: Path) -> None:
 
 def test_without_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'millrace\[vision\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'forebay\[vision\]'"):
         decode(b"x", None, NONE)

@@ -20,14 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from millrace.cli import main
-from millrace.convert.content import Digest, Options, TokenPart, TokenSource, documents
-from millrace.convert.convert import convert, describe, open_source
-from millrace.convert.streams import settle, slices_of
-from millrace.convert.token_sinks import TOKEN_SINKS
-from millrace.convert.token_sources import open_tokens
-from millrace.dataset.reader import open_dataset
-from millrace.errors import DatasetError, UsageError
+from forebay.cli import main
+from forebay.convert.content import Digest, Options, TokenPart, TokenSource, documents
+from forebay.convert.convert import convert, describe, open_source
+from forebay.convert.streams import settle, slices_of
+from forebay.convert.token_sinks import TOKEN_SINKS
+from forebay.convert.token_sources import open_tokens
+from forebay.dataset.reader import open_dataset
+from forebay.errors import DatasetError, UsageError
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"
 PLAIN = json.loads((GOLDEN / "stream.json").read_text())
@@ -282,7 +282,7 @@ def test_nothing_is_left_of_what_failed_or_was_killed(tmp_path: Path) -> None:
         convert(GOLDEN / "arrow", tmp_path / "out", "mds", Options(on_progress=fail))
     assert not list(tmp_path.iterdir())
     script = (
-        "import os, sys; from millrace.convert.convert import convert; from millrace.convert.content import Options\n"
+        "import os, sys; from forebay.convert.convert import convert; from forebay.convert.content import Options\n"
         f"convert({str(GOLDEN / 'mds_zstd')!r}, {str(tmp_path / 'out')!r}, 'safetensors',"
         " Options(on_progress=lambda n: os.kill(os.getpid(), 9)))"
     )
@@ -365,5 +365,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["convert", str(tmp_path / "what"), str(tmp_path / "x"), "--to", "bin"]) == 1
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "x"), "--to", "bin"]) == 1
     assert main(["convert", "s3://bucket/data", str(tmp_path / "x"), "--to", "bin"]) == 2
-    assert "millrace mirror s3://bucket/data DIR" in capsys.readouterr().err
+    assert "forebay mirror s3://bucket/data DIR" in capsys.readouterr().err
     assert describe(GOLDEN / "megatron_u16", Options())["dtype"] == "U16"

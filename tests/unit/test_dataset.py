@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file, save_file
 
-from millrace.dataset import Manifest, SliceInfo, SliceTable, adopt, dataset_id, open_dataset, verify_dataset
-from millrace.dataset.slices import atomic_write, hash_file, open_slice, write_rows_slice, write_token_slice
-from millrace.errors import DatasetError, UsageError
+from forebay.dataset import Manifest, SliceInfo, SliceTable, adopt, dataset_id, open_dataset, verify_dataset
+from forebay.dataset.slices import hash_file, open_slice, write_rows_slice, write_token_slice
+from forebay.errors import DatasetError, UsageError
+from forebay.storage.atomic import atomic_write
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

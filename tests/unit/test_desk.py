@@ -1,6 +1,6 @@
 """The desk under workers that join, crash, stall, lie and repeat themselves: each epoch's samples are used once.
 
-MILLRACE_DESK_EXAMPLES=2000 (or more) goes further.
+FOREBAY_DESK_EXAMPLES=2000 (or more) goes further.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from millrace.errors import LeaseError, UsageError
-from millrace.ledger import Used
-from millrace.network.swarm import Holder
-from millrace.schedule import events
-from millrace.schedule.ask import Ask, Bad, Failed, Grant, Reply
-from millrace.schedule.desk import Desk, JobSpec, Source
-from millrace.schedule.events import Event, from_row, to_row
+from forebay.errors import LeaseError, UsageError
+from forebay.ledger import Used
+from forebay.network.swarm import Holder
+from forebay.schedule import events
+from forebay.schedule.ask import Ask, Bad, Failed, Grant, Reply
+from forebay.schedule.desk import Desk, JobSpec, Source
+from forebay.schedule.events import Event, from_row, to_row
 
-EXAMPLES = int(os.environ.get("MILLRACE_DESK_EXAMPLES", "30"))
+EXAMPLES = int(os.environ.get("FOREBAY_DESK_EXAMPLES", "30"))
 WORKERS = ("a", "b", "c", "d")
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from millrace.ledger import Used
-from millrace.network.swarm import Holder
-from millrace.schedule.ask import Bad, Failed, Grant
-from millrace.schedule.desk import Ask, Desk, JobSpec, Source
+from forebay.ledger import Used
+from forebay.network.swarm import Holder
+from forebay.schedule.ask import Bad, Failed, Grant
+from forebay.schedule.desk import Ask, Desk, JobSpec, Source
 
 SLICES = 600
 ORIGIN = Holder("origin", "h:1", True)

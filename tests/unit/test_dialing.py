@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.errors import UsageError
-from millrace.network.dialing import named_host
-from millrace.worker.leasing_config import LeaseSettings
+from forebay.errors import UsageError
+from forebay.network.dialing import named_host
+from forebay.worker.leasing_config import LeaseSettings
 
 
 def test_who_listens_everywhere_is_named_as_the_other_sees_it(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -25,13 +25,13 @@ from doctor_cases import EOS, faults, findings, look, mended, only, text_tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millrace.cli import main
-from millrace.dataset.adopt import adopt
-from millrace.dataset.slices import write_rows_slice, write_token_slice
-from millrace.doctor import Options, mend
-from millrace.errors import DatasetError, MillraceError, UsageError
-from millrace.prepare.read.tfrecord import crc32c, masked
-from millrace.prepare.tokens.tokenizers import AUTO, load_tokenizer, parse
+from forebay.cli import main
+from forebay.dataset.adopt import adopt
+from forebay.dataset.slices import write_rows_slice, write_token_slice
+from forebay.doctor import Options, mend
+from forebay.errors import DatasetError, ForebayError, UsageError
+from forebay.prepare.read.tfrecord import crc32c, masked
+from forebay.prepare.tokens.tokenizers import AUTO, load_tokenizer, parse
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"
 CLEAN = ("parquet/data", "tfrecord", "webdataset", "jsonl", "tokenizers/vectors")
@@ -43,10 +43,10 @@ DAMAGED = {  # As their names or their repository say.
 
 
 def shared(name: str) -> Path:
-    told = os.environ.get("MILLRACE_TEST_DATA")
+    told = os.environ.get("FOREBAY_TEST_DATA")
     folder = (Path(told) if told else Path(__file__).parents[2] / "../shared/data") / name
     if not folder.is_dir():
-        pytest.skip(f"no real data: set MILLRACE_TEST_DATA to a folder that holds {name}/")
+        pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}/")
     return folder
 
 
@@ -243,7 +243,7 @@ def test_litdata(tmp_path: Path) -> None:
     assert "rise" in findings(folder)[0].evidence
 
 
-# Millrace's own.
+# Forebay's own.
 
 
 def ours(folder: Path, tokens: np.ndarray | None = None) -> Path:
@@ -261,7 +261,7 @@ def ours(folder: Path, tokens: np.ndarray | None = None) -> Path:
 def test_a_dataset_of_ours(tmp_path: Path) -> None:
     folder = ours(tmp_path / "d")
     (report,) = look(folder, eos_id=EOS, vocab_size=50_257)
-    assert report.ok and report.kind == "millrace" and report.facts["tokens"] == 10_000
+    assert report.ok and report.kind == "forebay" and report.facts["tokens"] == 10_000
     assert only("missing-eos", folder, eos_id=11).place == "token 499"
     flip(folder / "s1.safetensors", -100)
     assert only("damaged", folder).place == "s1.safetensors"
@@ -350,7 +350,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not found["ok"] and found["reports"][0]["findings"][0]["fault"] == "header-as-tokens"
     assert main(["doctor", str(path)]) == 1
     said = capsys.readouterr().out
-    command = next(line for line in said.splitlines() if "mend:" in line).partition("millrace ")[2]
+    command = next(line for line in said.splitlines() if "mend:" in line).partition("forebay ")[2]
     assert main(command.replace("OUT", str(tmp_path / "out")).split()) == 0
     assert "ok: nothing wrong found" in capsys.readouterr().out
     assert main(["doctor", str(tmp_path / "out" / "train.bin"), "--tokenizer", "bytes", "--dtype", "uint8"]) == 2
@@ -380,7 +380,7 @@ def test_whatever_is_damaged_the_doctor_stays_calm(tmp_path: Path, data: st.Data
     path.write_bytes(content + data.draw(st.binary(max_size=20)))
     if data.draw(st.booleans()):
         path.rename(path.with_suffix(data.draw(st.sampled_from([".npy", ".bin", ".tar", ".safetensors", ".jsonl"]))))
-    with contextlib.suppress(MillraceError):
+    with contextlib.suppress(ForebayError):
         findings(folder, vocab_size=50_257, eos_id=5, seq_len=16)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         mend(folder, tmp_path / "out", Options())

@@ -12,11 +12,11 @@ from doctor_cases import EOS, faults, findings, look, mended, only, text_tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millrace.doctor import Options, examine, mend
-from millrace.doctor.sample_ids import EMPTY
-from millrace.errors import UsageError
-from millrace.formats import open_foreign
-from millrace.formats.npy import sample_id, write_shard
+from forebay.doctor import Options, examine, mend
+from forebay.doctor.sample_ids import EMPTY
+from forebay.errors import UsageError
+from forebay.formats import open_foreign
+from forebay.formats.npy import sample_id, write_shard
 
 N = 20_000
 
@@ -96,7 +96,7 @@ def test_a_header_that_was_written_again_as_wider_tokens(tmp_path: Path) -> None
 def test_a_npy_without_a_header(tmp_path: Path) -> None:
     tokens = text_tokens(N)
     path = raw(tmp_path / "train_000000.npy", tokens)
-    assert only("no-header", path).mend == f"millrace doctor {path} --mend OUT"
+    assert only("no-header", path).mend == f"forebay doctor {path} --mend OUT"
     assert np.array_equal(np.load(mended(path) / path.name), tokens)
 
 

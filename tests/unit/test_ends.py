@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from millrace.dataset.adopt import adopt
-from millrace.dataset.reader import Dataset
-from millrace.dataset.slices import locate_tensors, write_token_slice
-from millrace.errors import DatasetError
-from millrace.load.ends import ends_reader
-from millrace.load.packing import DocumentFilter
-from millrace.load.samples import ReadEnds, plan_samples
-from millrace.store.remote import open_remote
+from forebay.dataset.adopt import adopt
+from forebay.dataset.reader import Dataset
+from forebay.dataset.slices import locate_tensors, write_token_slice
+from forebay.errors import DatasetError
+from forebay.load.ends import ends_reader
+from forebay.load.packing import DocumentFilter
+from forebay.load.samples import ReadEnds, plan_samples
+from forebay.store.remote import open_remote
 from origin_server import OriginServer
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.network.exchange import BadRequestError
-from millrace.schedule.ask import Ask, BadReport, Failed
-from millrace.schedule.exchange import MAX_INDEX, format_ranges, parse_ask, parse_ranges
+from forebay.network.exchange import BadRequestError
+from forebay.schedule.ask import Ask, BadReport, Failed
+from forebay.schedule.exchange import MAX_INDEX, format_ranges, parse_ask, parse_ranges
 
 USE = {"lease_id": "a1", "epoch": 0, "slice": 3, "start": 0, "stop": 8, "step": 5}
 BODY: dict[str, Any] = {

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from feed_fakes import CONTENTS, NAMES, SIZE, Origin, feed_of, read, room_for, until
 
-from millrace.errors import UsageError
-from millrace.store.cache import SliceCache
-from millrace.store.prefetch import SliceFeed
+from forebay.errors import UsageError
+from forebay.store.cache import SliceCache
+from forebay.store.prefetch import SliceFeed
 
 
 @pytest.fixture

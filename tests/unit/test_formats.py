@@ -19,12 +19,12 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millrace.dataset.slices import Slice
-from millrace.errors import DatasetError, MillraceError, UsageError
-from millrace.formats import ForeignDataset, open_foreign
-from millrace.formats.foreign import MOST_TOKENS, fingerprint
-from millrace.formats.npy import sample_id, write_shard
-from millrace.load.loader import Loader
+from forebay.dataset.slices import Slice
+from forebay.errors import DatasetError, ForebayError, UsageError
+from forebay.formats import ForeignDataset, open_foreign
+from forebay.formats.foreign import MOST_TOKENS, fingerprint
+from forebay.formats.npy import sample_id, write_shard
+from forebay.load.loader import Loader
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"
 PLAIN = json.loads((GOLDEN / "stream.json").read_text())
@@ -363,7 +363,7 @@ def test_files_and_ids_that_do_not_fit(tmp_path: Path) -> None:
     path, ids_path = write_shard(tmp_path, 0, tokens, 64)
     ids, good = np.fromfile(ids_path, "<u8"), path.read_bytes()
 
-    def fails(match: str, error: type[MillraceError] = DatasetError) -> None:
+    def fails(match: str, error: type[ForebayError] = DatasetError) -> None:
         with pytest.raises(error, match=match):
             open_foreign(tmp_path)
 
@@ -484,9 +484,9 @@ def test_sequences_out_of_order_are_put_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("straight", [True, False])
 def test_a_long_file_is_cut_at_document_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, straight: bool) -> None:
-    monkeypatch.setattr("millrace.formats.megatron.MOST_TOKENS", 64)
-    monkeypatch.setattr("millrace.formats.megatron.MOST_COPIED_TOKENS", 64)
-    monkeypatch.setattr("millrace.formats.megatron._CHUNK", 7)
+    monkeypatch.setattr("forebay.formats.megatron.MOST_TOKENS", 64)
+    monkeypatch.setattr("forebay.formats.megatron.MOST_COPIED_TOKENS", 64)
+    monkeypatch.setattr("forebay.formats.megatron._CHUNK", 7)
     lengths = [5, 0, 30, 40, 64, 1, 200, 0, 0, 3, 60, 1, 0]
     total = sum(lengths)
     tokens = np.arange(total, dtype="<u2")

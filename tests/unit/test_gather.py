@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from millrace.errors import DatasetError
-from millrace.load import gather as module
-from millrace.load.gather import Flat, Gather, Span, array_at
+from forebay.errors import DatasetError
+from forebay.load import gather as module
+from forebay.load.gather import Flat, Gather, Span, array_at
 
 law = settings(deadline=None, max_examples=150)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.network.heads import MAX_BODY_BYTES, Incoming, RefusedError, parse_head
+from forebay.network.heads import MAX_BODY_BYTES, Incoming, RefusedError, parse_head
 
 GET = b"GET /v1/x?a=1&b=%20&a=2 HTTP/1.1\r\nHost: h\r\nRange:bytes=0-5\r\n\r\n"
 POST = b"POST /e HTTP/1.1\r\ncontent-LENGTH: 5\r\nAccept: a\r\nAccept: b\r\n\r\nhello"

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import UsageError
-from millrace.order.homes import homes_of
-from millrace.order.owned import OwnedRun
-from millrace.order.plan import Order
+from forebay.errors import UsageError
+from forebay.order.homes import homes_of
+from forebay.order.owned import OwnedRun
+from forebay.order.plan import Order
 
 
 def hashes(count: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import NetworkError, ProtocolViolation, UsageError
-from millrace.network.https import (
+from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.network.https import (
     Client,
     RemoteError,
     Request,
@@ -24,7 +24,7 @@ from millrace.network.https import (
     file_response,
     json_response,
 )
-from millrace.network.identity import Identity, create_network, join, revoke
+from forebay.network.identity import Identity, create_network, join, revoke
 
 Make = Callable[[str], Identity]
 SIZE = 3 * (1 << 20) + 17

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import NetworkError
-from millrace.network.https import Bounds, Client, Request, Response, Server, file_response, json_response
-from millrace.network.identity import Identity
+from forebay.errors import NetworkError
+from forebay.network.https import Bounds, Client, Request, Response, Server, file_response, json_response
+from forebay.network.identity import Identity
 
 Make = Callable[[str], Identity]
 

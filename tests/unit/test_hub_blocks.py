@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.prepare.read import hub_blocks
-from millrace.prepare.read.hub_blocks import Blocks
+from forebay.prepare.read import hub_blocks
+from forebay.prepare.read.hub_blocks import Blocks
 
 
 class _File:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from forebay import TextStream
+from forebay.errors import DownloadError, IntegrityError, MissingPackageError, PrepareError, UnknownDatasetError
+from forebay.prepare.read.hub_cache import download_hub, fetch_tokenizer, hub_cache
+from forebay.prepare.tokens.tokenizers import load_tokenizer, train_tokenizer
 from hub_repos import write_jsonl, write_repo
 from hub_server import TOKEN, HubServer
-from millrace import TextStream
-from millrace.errors import DownloadError, IntegrityError, MissingPackageError, PrepareError, UnknownDatasetError
-from millrace.prepare.read.hub_cache import download_hub, fetch_tokenizer, hub_cache
-from millrace.prepare.tokens.tokenizers import load_tokenizer, train_tokenizer
 
 ROWS = [{"text": f"document {number} " * 50} for number in range(400)]
 
@@ -29,9 +29,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     (model / "weights.safetensors").write_bytes(bytes(1000))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
-    monkeypatch.setenv("MILLRACE_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("millrace.prepare.read.hub_api._FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr("millrace.prepare.read.hub_files._FIRST_WAIT_S", 0.01)
+    monkeypatch.setenv("FOREBAY_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("forebay.prepare.read.hub_api._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("forebay.prepare.read.hub_files._FIRST_WAIT_S", 0.01)
     with HubServer(tmp_path / "hub") as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
@@ -131,16 +131,16 @@ def test_a_disk_that_is_too_small(hub: HubServer, monkeypatch: pytest.MonkeyPatc
     class Usage:
         free = 1000
 
-    monkeypatch.setattr("millrace.prepare.read.hub_cache.shutil.disk_usage", lambda path: Usage)
-    with pytest.raises(PrepareError, match=r"GB free in .*Stream it instead, or set MILLRACE_HUB_CACHE"):
+    monkeypatch.setattr("forebay.prepare.read.hub_cache.shutil.disk_usage", lambda path: Usage)
+    with pytest.raises(PrepareError, match=r"GB free in .*Stream it instead, or set FOREBAY_HUB_CACHE"):
         download_hub("hf:a/b")
     assert not hub.ranges
 
 
 def test_where_copies_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("MILLRACE_HUB_CACHE")
+    monkeypatch.delenv("FOREBAY_HUB_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert hub_cache() == tmp_path / ".cache/millrace/hub"
+    assert hub_cache() == tmp_path / ".cache/forebay/hub"
     with pytest.raises(PrepareError, match="got a directory, which is here already"):
         download_hub(f"hf:{tmp_path}")
 

@@ -14,10 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hub_repos import write_jsonl, write_parquet, write_repo
-from hub_server import TOKEN, HubServer, make_hub
-from millrace import TextStream, open_dataset
-from millrace.errors import (
+from forebay import TextStream, open_dataset
+from forebay.errors import (
     AccessError,
     DownloadError,
     MissingPackageError,
@@ -25,11 +23,13 @@ from millrace.errors import (
     UnknownDatasetError,
     UsageError,
 )
-from millrace.prepare.pipeline import prepare
-from millrace.prepare.read import ReadOptions
-from millrace.prepare.read.hub import find_dataset
-from millrace.store.web import wait_told
-from millrace.stream.hub import records_of
+from forebay.prepare.pipeline import prepare
+from forebay.prepare.read import ReadOptions
+from forebay.prepare.read.hub import find_dataset
+from forebay.store.web import wait_told
+from forebay.stream.hub import records_of
+from hub_repos import write_jsonl, write_parquet, write_repo
+from hub_server import TOKEN, HubServer, make_hub
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,13 @@ def hub(repos: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tries with shorter waits."""
-    monkeypatch.setattr("millrace.prepare.read.hub_api._FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr("millrace.prepare.read.hub_files._FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr("millrace.prepare.read.hub_files._blocks", type(_blocks())())
+    monkeypatch.setattr("forebay.prepare.read.hub_api._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("forebay.prepare.read.hub_files._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("forebay.prepare.read.hub_files._blocks", type(_blocks())())
 
 
 def _blocks() -> Any:
-    from millrace.prepare.read import hub_files
+    from forebay.prepare.read import hub_files
 
     return hub_files._blocks
 
@@ -130,7 +130,7 @@ def test_a_stream_goes_on_from_any_place(hub: HubServer, name: str, shuffle_buff
 def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.stream.hub.RUN_FILES", 8)
+    monkeypatch.setattr("forebay.stream.hub.RUN_FILES", 8)
     hub.directory, hub.page_size = tmp_path / "hub", 6
     repo = write_repo(tmp_path / "hub/datasets/a/b")
     for number in range(20):
@@ -241,7 +241,7 @@ def test_what_is_gated_needs_a_token_which_no_other_host_sees(
     (tmp_path / "hf-home").mkdir()
     (tmp_path / "hf-home/token").write_text(TOKEN + "\n")
     hub.reset()
-    monkeypatch.setattr("millrace.prepare.read.hub_files._blocks", type(_blocks())())
+    monkeypatch.setattr("forebay.prepare.read.hub_files._blocks", type(_blocks())())
     assert texts("hf:bigcode/the-stack/data/python", "content") == wanted[: len(wanted) - 1]
     shown = dict(zip(hub.paths, hub.authorizations))
     assert {bool(value) for path, value in shown.items() if path.startswith("/datasets/")} == {False}

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.read.hub import HubName, find_dataset, parse_url
+from forebay.prepare.read.hub_rules import Glob, kind_of
 from hub_repos import write_repo
 from hub_server import HubServer
-from millrace.errors import PrepareError, UsageError
-from millrace.prepare.read.hub import HubName, find_dataset, parse_url
-from millrace.prepare.read.hub_rules import Glob, kind_of
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import ProtocolViolation, UsageError
-from millrace.network.identity import Identity, create_network, join, peer_of, renew, revoke, verify
+from forebay.errors import ProtocolViolation, UsageError
+from forebay.network.identity import Identity, create_network, join, peer_of, renew, revoke, verify
 
 Make = Callable[[str], Identity]
 

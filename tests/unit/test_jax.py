@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.dataset.adopt import adopt
-from millrace.dataset.slices import write_token_slice
-from millrace.load.loader import Loader
+from forebay.dataset.adopt import adopt
+from forebay.dataset.slices import write_token_slice
+from forebay.load.loader import Loader
 
 pytestmark = pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed")
 
@@ -27,7 +27,7 @@ data, out, processes, index, address = sys.argv[1:6]
 if int(processes) > 1:
     jax.distributed.initialize(address, int(processes), int(index))
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from millrace.load.jax import JaxLoader
+from forebay.load.jax import JaxLoader
 sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
 arguments = {"seq_len": 16, "global_batch_size": 8, "seed": 3, "epochs": 2}
 def shards(batch):

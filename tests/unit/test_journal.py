@@ -1,6 +1,6 @@
 """The journal: killed anywhere, the scheduler's memory comes back with nothing lost and nothing twice.
 
-MILLRACE_JOURNAL_ENTRIES=1000000 restarts from that many entries and 250,000 slices, instead of a hundredth of them;
+FOREBAY_JOURNAL_ENTRIES=1000000 restarts from that many entries and 250,000 slices, instead of a hundredth of them;
 with --timeout 600, for to write them takes three minutes.
 """
 
@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.errors import LedgerError, StateError
-from millrace.ledger import Ledger, Used, verify_ledger
-from millrace.peer_id import peer_id_of
-from millrace.schedule import journal as journals
-from millrace.schedule.ask import Ask, Failed, Grant, Reply
-from millrace.schedule.desk import JobSpec, Source
-from millrace.schedule.events import Enlisted
-from millrace.schedule.journal import JOURNAL_NAME, LEDGER_NAME, Journal, job_body
+from forebay.errors import LedgerError, StateError
+from forebay.ledger import Ledger, Used, verify_ledger
+from forebay.peer_id import peer_id_of
+from forebay.schedule import journal as journals
+from forebay.schedule.ask import Ask, Failed, Grant, Reply
+from forebay.schedule.desk import JobSpec, Source
+from forebay.schedule.events import Enlisted
+from forebay.schedule.journal import JOURNAL_NAME, LEDGER_NAME, Journal, job_body
 
 WORKER = peer_id_of(b"k" * 32)
 SAMPLES = [4, 0, 3, 5]
@@ -240,7 +240,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_journal import finish, open_journal
-from millrace.schedule import journal as journals
+from forebay.schedule import journal as journals
 journals.SNAPSHOT_EVENTS = 9
 journal = open_journal(Path(sys.argv[1]), epochs=40)
 print("up", flush=True)
@@ -265,7 +265,7 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
 
 
 def test_a_restart_does_not_read_the_whole_ledger(tmp_path: Path) -> None:
-    entries = int(os.environ.get("MILLRACE_JOURNAL_ENTRIES", "10000"))
+    entries = int(os.environ.get("FOREBAY_JOURNAL_ENTRIES", "10000"))
     num_slices = entries // 4
     with open_journal(tmp_path, epochs=2, samples=[8] * num_slices) as journal:
         for number in range(num_slices):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.errors import LeaseError, UsageError
-from millrace.ledger import Used
-from millrace.schedule.leases import LeaseLostError, LeaseTable
-from millrace.schedule.owners import Lease
-from millrace.schedule.speeds import Speed
+from forebay.errors import LeaseError, UsageError
+from forebay.ledger import Used
+from forebay.schedule.leases import LeaseLostError, LeaseTable
+from forebay.schedule.owners import Lease
+from forebay.schedule.speeds import Speed
 
 
 def table(samples: list[int], epochs: int = 1, seed: int = 0, **settings: float) -> LeaseTable:

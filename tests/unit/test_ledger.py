@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import LedgerError
-from millrace.ledger import (
+from forebay.errors import LedgerError
+from forebay.ledger import (
     Ledger,
     Used,
     count_coverage,
@@ -22,7 +22,7 @@ from millrace.ledger import (
     receipt_message,
     verify_ledger,
 )
-from millrace.peer_id import peer_id_of
+from forebay.peer_id import peer_id_of
 
 KEY = b"k" * 32
 WORKER_KEY = b"w" * 32

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ledger import KEY, WORKER, WORKER_KEY, check, sign
 
-from millrace.errors import LedgerError
-from millrace.ledger import (
+from forebay.errors import LedgerError
+from forebay.ledger import (
     Checkpoint,
     Ledger,
     Used,
@@ -26,9 +26,9 @@ from millrace.ledger import (
     receipt_message,
     verify_ledger,
 )
-from millrace.ledger.coverage import cover
-from millrace.ledger.merkle import leaf_hash, merkle_path, merkle_root, root_of_path
-from millrace.observe.blame import replay
+from forebay.ledger.coverage import cover
+from forebay.ledger.merkle import leaf_hash, merkle_path, merkle_root, root_of_path
+from forebay.observe.blame import replay
 
 SAMPLES = [8, 0, 5]
 
@@ -201,7 +201,7 @@ def test_receipts_by_sample_ids(tmp_path: Path) -> None:
 
 
 def receipt_of(ids: list[int]) -> str:
-    from millrace.order.shard_windows import receipt
+    from forebay.order.shard_windows import receipt
 
     return receipt(np.array(ids, np.uint64))[0]
 
@@ -261,7 +261,7 @@ def test_entries_behind_a_forged_one_are_not_signed_over(tmp_path: Path) -> None
     write_job(path, WHOLE)
     with Ledger.open(path, sign) as ledger:
         pass
-    from millrace.ledger.chain import make_line
+    from forebay.ledger.chain import make_line
 
     forged = make_line(ledger.next_seq, ledger._prev, 7.0, "paused", {}, lambda message: b"mine")
     with path.open("ab") as file:
@@ -277,7 +277,7 @@ def test_a_full_disk_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with Ledger.open(path, sign) as ledger:
         ledger.append("job", {"samples_per_slice": SAMPLES, "scheduler": KEY.hex()})
         with monkeypatch.context() as patch:
-            from millrace.ledger import writer
+            from forebay.ledger import writer
 
             whole = writer.os.write
             patch.setattr(writer.os, "write", lambda fd, data: whole(fd, data[:9]))
@@ -303,7 +303,7 @@ def test_one_fsync_for_all_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     import threading
     import time
 
-    from millrace.ledger import writer
+    from forebay.ledger import writer
 
     count = 0
 
@@ -337,7 +337,7 @@ def test_the_form_on_disk(tmp_path: Path) -> None:
 def test_the_index_grows_with_the_ledger_and_is_begun_anew_if_it_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.ledger.index._WORTH_KEEPING", 1)
+    monkeypatch.setattr("forebay.ledger.index._WORTH_KEEPING", 1)
     path = tmp_path / "l"
     write_job(path, WHOLE[:2], per_entry=1)
     assert len(open_index(path).uses) == 2 and path.with_name("l.index").exists()

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import NetworkError, UsageError
-from millrace.network.https import (
+from forebay.errors import NetworkError, UsageError
+from forebay.network.https import (
     Client,
     RemoteError,
     Request,
@@ -22,8 +22,8 @@ from millrace.network.https import (
     file_response,
     json_response,
 )
-from millrace.network.identity import Identity
-from millrace.network.limits import Bounds, Throttle, TokenBucket
+from forebay.network.identity import Identity
+from forebay.network.limits import Bounds, Throttle, TokenBucket
 
 Make = Callable[[str], Identity]
 amounts = st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 5)), max_size=50)

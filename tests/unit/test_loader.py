@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import millrace
-from millrace.dataset.adopt import adopt
-from millrace.errors import DatasetError, StateError, UsageError
-from millrace.load.batch import Batch, make_batch
-from millrace.load.loader import Loader
+import forebay
+from forebay.dataset.adopt import adopt
+from forebay.errors import DatasetError, StateError, UsageError
+from forebay.load.batch import Batch, make_batch
+from forebay.load.loader import Loader
 
 SEQ_LEN = 8
 LENGTHS = (83, 160, 7, 64, 131)  # Samples 10, 20, 0, 8, 16; only slices 1 and 3 end with a sample's last token.
@@ -266,7 +266,7 @@ def test_a_missing_or_truncated_slice_is_named(tmp_path: Path, prefetch: int) ->
     (tmp_path / "1.safetensors").write_bytes(data)
     assert loader.state_dict()["samples_taken"] == 8
     assert [b.sample_ids[0] for b in loader] == [8, 12, 16, 20]
-    assert threading.active_count() == 1 or not [t for t in threading.enumerate() if t.name == "millrace-loader"]
+    assert threading.active_count() == 1 or not [t for t in threading.enumerate() if t.name == "forebay-loader"]
 
 
 def test_rows(tmp_path: Path) -> None:
@@ -313,8 +313,8 @@ def test_memory_is_the_batch_not_the_dataset(tmp_path: Path) -> None:
 
 
 def test_the_public_name(tokens_dir: Path) -> None:
-    dataset = millrace.open_dataset(str(tokens_dir))
-    loader = millrace.Loader(
+    dataset = forebay.open_dataset(str(tokens_dir))
+    loader = forebay.Loader(
         dataset, seq_len=SEQ_LEN, batch_size=4, rank=0, world_size=1, cache_dir=None, cache_bytes=None
     )
     assert loader.dataset.id == dataset.id

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.dataset.adopt import adopt
-from millrace.dataset.slices import write_rows_slice, write_token_slice
-from millrace.errors import DatasetError, StateError, UsageError
-from millrace.load.loader import Loader
-from millrace.load.packing import DocumentFilter
-from millrace.load.sources import Mixture, open_dataset
+from forebay.dataset.adopt import adopt
+from forebay.dataset.slices import write_rows_slice, write_token_slice
+from forebay.errors import DatasetError, StateError, UsageError
+from forebay.load.loader import Loader
+from forebay.load.packing import DocumentFilter
+from forebay.load.sources import Mixture, open_dataset
 
 SEQ_LEN = 16
 WORLDS = (1, 2, 3, 7, 64)

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millrace.schedule.members import (
+from forebay.schedule.members import (
     Agree,
     Disconnect,
     Formed,
@@ -29,7 +29,7 @@ from millrace.schedule.members import (
     Tick,
     Waits,
 )
-from millrace.schedule.membership import apply
+from forebay.schedule.membership import apply
 
 RULES = Rules(min_workers=1, heartbeat_s=30, stale_s=90, lost_s=5, grace_s=300)
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.cli import main
-from millrace.dataset.adopt import adopt
-from millrace.dataset.manifest import MANIFEST_FILE
-from millrace.dataset.reader import open_dataset, verify_dataset
-from millrace.dataset.slices import write_token_slice
-from millrace.errors import NetworkError, UsageError
-from millrace.store.mirror import mirror
-from millrace.store.remote import open_remote
-from millrace.store.targets import BucketTarget, FolderTarget, open_target
+from forebay.cli import main
+from forebay.dataset.adopt import adopt
+from forebay.dataset.manifest import MANIFEST_FILE
+from forebay.dataset.reader import open_dataset, verify_dataset
+from forebay.dataset.slices import write_token_slice
+from forebay.errors import NetworkError, UsageError
+from forebay.store.mirror import mirror
+from forebay.store.remote import open_remote
+from forebay.store.targets import BucketTarget, FolderTarget, open_target
 from origin_server import OriginServer
 
 LARGE = 3_000_000  # Tokens: 12 MB, which a bucket gets in two parts.
@@ -155,7 +155,7 @@ def test_a_bucket_that_refuses_says_so(source: Path, tmp_path: Path, bucket: Ori
 
 
 def start_command(source: str, target: str, temporary: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "millrace.cli", "mirror", source, target, "--quiet", "--tmp-dir", str(temporary)]
+    command = [sys.executable, "-m", "forebay.cli", "mirror", source, target, "--quiet", "--tmp-dir", str(temporary)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import UsageError
-from millrace.order.mixture import PERIOD, Mixture, Pattern, Weights
+from forebay.errors import UsageError
+from forebay.order.mixture import PERIOD, Mixture, Pattern, Weights
 
 law = settings(deadline=None, max_examples=30)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from millrace.cli import main
-from millrace.worker.model_sizes import SIZES
+from forebay.cli import main
+from forebay.worker.model_sizes import SIZES
 
 torch = pytest.importorskip("torch")
 
@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 @pytest.mark.parametrize("name", SIZES)
 def test_the_bound_holds_and_is_near(name: str) -> None:
     """Beside what autograd saves for the way back, for two shapes of a batch."""
-    from millrace.worker.gpt import Gpt
+    from forebay.worker.gpt import Gpt
 
     size, vocab_size, seq_len = SIZES[name], 300, 32
     model = Gpt(vocab_size, seq_len, size.width, size.num_layers, size.num_heads)

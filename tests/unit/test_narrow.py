@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from millrace.convert.content import Options
-from millrace.convert.convert import convert
-from millrace.convert.narrow import DTYPES, Largest, dtype_name, narrow, narrow_bf16, quantize, widen_bf16
-from millrace.convert.table_sources.base import Table
-from millrace.dataset import adopt, open_dataset
-from millrace.dataset.slices import open_slice, write_rows_slice
-from millrace.errors import DatasetError, UsageError
-from millrace.load.dequantize import dequantize, kinds_of
-from millrace.load.loader import Loader
+from forebay.convert.content import Options
+from forebay.convert.convert import convert
+from forebay.convert.narrow import DTYPES, Largest, dtype_name, narrow, narrow_bf16, quantize, widen_bf16
+from forebay.convert.table_sources.base import Table
+from forebay.dataset import adopt, open_dataset
+from forebay.dataset.slices import open_slice, write_rows_slice
+from forebay.errors import DatasetError, UsageError
+from forebay.load.dequantize import dequantize, kinds_of
+from forebay.load.loader import Loader
 
 INTEGERS = [name for name in DTYPES if name[0] in "UI"]
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)

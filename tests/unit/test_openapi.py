@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from millrace.errors import UsageError
-from millrace.network.metrics import CONTENT_TYPE, counter, exposition, gauge, metrics_response
-from millrace.network.openapi import COUNT, SHA256, TEXT, Door, array, openapi, openapi_response, record
+from forebay.errors import UsageError
+from forebay.network.metrics import CONTENT_TYPE, counter, exposition, gauge, metrics_response
+from forebay.network.openapi import COUNT, SHA256, TEXT, Door, array, openapi, openapi_response, record
 
 SLICE = Door("GET", "/v1/slices/{sha256}", "A slice.", parts={"sha256": SHA256}, answer=None, ranges=True)
 ASK = Door(
@@ -40,16 +40,16 @@ def test_doors_that_cannot_be() -> None:
 def test_figures_as_prometheus_reads_them() -> None:
     text = exposition(
         [
-            counter("millrace_sent_bytes_total", "Bytes.", {"b": 2.0, 'a"\\\n': 1}, "peer"),
-            gauge("millrace_connections", "Now.\nHere.", 3),
-            gauge("millrace_wait", "Endless.", math.inf),
+            counter("forebay_sent_bytes_total", "Bytes.", {"b": 2.0, 'a"\\\n': 1}, "peer"),
+            gauge("forebay_connections", "Now.\nHere.", 3),
+            gauge("forebay_wait", "Endless.", math.inf),
         ]
     ).decode()
     assert text == (
-        "# HELP millrace_sent_bytes_total Bytes.\n# TYPE millrace_sent_bytes_total counter\n"
-        'millrace_sent_bytes_total{peer="a\\"\\\\\\n"} 1\nmillrace_sent_bytes_total{peer="b"} 2.0\n'
-        "# HELP millrace_connections Now.\\nHere.\n# TYPE millrace_connections gauge\nmillrace_connections 3\n"
-        "# HELP millrace_wait Endless.\n# TYPE millrace_wait gauge\nmillrace_wait +Inf\n"
+        "# HELP forebay_sent_bytes_total Bytes.\n# TYPE forebay_sent_bytes_total counter\n"
+        'forebay_sent_bytes_total{peer="a\\"\\\\\\n"} 1\nforebay_sent_bytes_total{peer="b"} 2.0\n'
+        "# HELP forebay_connections Now.\\nHere.\n# TYPE forebay_connections gauge\nforebay_connections 3\n"
+        "# HELP forebay_wait Endless.\n# TYPE forebay_wait gauge\nforebay_wait +Inf\n"
     )
     assert metrics_response([]).content_type == CONTENT_TYPE
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.dataset import Dataset, adopt
-from millrace.dataset.slices import write_token_slice
-from millrace.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
-from millrace.network.discovery import LocalDiscovery
-from millrace.network.identity import Identity
-from millrace.serve import DataNode
-from millrace.store.origins import Origin, PassingError, Patience, RefusedError, open_origin, read_small
-from millrace.store.peers import PeerOrigin
-from millrace.store.remote import open_remote
-from millrace.store.transfer import Transfers
+from forebay.dataset import Dataset, adopt
+from forebay.dataset.slices import write_token_slice
+from forebay.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
+from forebay.network.discovery import LocalDiscovery
+from forebay.network.identity import Identity
+from forebay.serve import DataNode
+from forebay.store.origins import Origin, PassingError, Patience, RefusedError, open_origin, read_small
+from forebay.store.peers import PeerOrigin
+from forebay.store.remote import open_remote
+from forebay.store.transfer import Transfers
 from origin_server import OriginServer
 
 NAME = "slices/a b+ü.bin"
@@ -231,7 +231,7 @@ def test_a_wrong_key_is_refused_and_not_told(monkeypatch: pytest.MonkeyPatch, se
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://host/x", "http:///x", "s3:///x", "file://host/x", "millrace://net", "s3://b/x?secret_access_key=k"]
+    "url", ["ftp://host/x", "http:///x", "s3:///x", "file://host/x", "forebay://net", "s3://b/x?secret_access_key=k"]
 )
 def test_bad_urls(url: str) -> None:
     with pytest.raises(UsageError, match="expected"):
@@ -284,7 +284,7 @@ Make = Callable[[str], Identity]
 
 def test_peers(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
     """A dataset by name, from data nodes over mutual TLS; one that lies is named by its peer id."""
-    discovery, url = LocalDiscovery(), "millrace://test-network/corpus"
+    discovery, url = LocalDiscovery(), "forebay://test-network/corpus"
     copy = tmp_path / "copy"
     shutil.copytree(dataset.path, copy)
     with (
@@ -311,20 +311,20 @@ def test_peers(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
             assert part.read_bytes() == data
         assert all(liar.peer_id in named for named in liars)
         with pytest.raises(UsageError, match="expected an identity in the network 'other'"):
-            open_origin("millrace://other/corpus", identity=reader)
+            open_origin("forebay://other/corpus", identity=reader)
         honest.stop()
 
 
 def test_peers_by_home(make_identity: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_identity("reader")
     made.node_dir.rename(made.node_dir.with_name("net%2F1"))
-    monkeypatch.setenv("MILLRACE_HOME", str(made.node_dir.parent))
-    origin = open_origin("millrace://net%2F1/corpus", discovery=LocalDiscovery())
+    monkeypatch.setenv("FOREBAY_HOME", str(made.node_dir.parent))
+    origin = open_origin("forebay://net%2F1/corpus", discovery=LocalDiscovery())
     assert isinstance(origin, PeerOrigin) and origin.identity.peer_id == made.peer_id
     with pytest.raises(PassingError, match="no peer serves a dataset of this name"):
         origin.sources()
     with pytest.raises(UsageError):
-        open_origin("millrace://absent/corpus", discovery=LocalDiscovery())
+        open_origin("forebay://absent/corpus", discovery=LocalDiscovery())
 
 
 def test_one_name_and_two_ids(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_one_name_and_two_ids(dataset: Dataset, make_identity: Make, tmp_path: P
         DataNode(make_identity("a"), [dataset], "127.0.0.1", 0, discovery),
         DataNode(make_identity("b"), [other], "127.0.0.1", 0, discovery),
     ):
-        url = "millrace://test-network/corpus"
+        url = "forebay://test-network/corpus"
         with pytest.raises(UsageError, match="expected one dataset of this name, got 2"):
             open_remote(url, identity=reader, discovery=discovery)
         for wanted in (dataset, other):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import DatasetError, UsageError
-from millrace.load.packing import (
+from forebay.errors import DatasetError, UsageError
+from forebay.load.packing import (
     DocumentFilter,
     Pieces,
     Rows,

@@ -10,11 +10,11 @@ from feed_fakes import NAMES, SIZE, Origin, uses_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.store import uses as uses_module
-from millrace.store.cache import SliceCache
-from millrace.store.planner import Planner
-from millrace.store.run_slices import RunSlices
-from millrace.store.uses import Uses
+from forebay.store import uses as uses_module
+from forebay.store.cache import SliceCache
+from forebay.store.planner import Planner
+from forebay.store.run_slices import RunSlices
+from forebay.store.uses import Uses
 
 
 def needed(steps: list[list[int]], ahead: int) -> list[frozenset[int]]:

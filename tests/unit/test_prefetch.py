@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from feed_fakes import CONTENTS, NAMES, SIZE, FakeTransfer, Origin, feed_of, read, room_for, until, uses_of
 
-from millrace.errors import NetworkError, UsageError
-from millrace.store import uses as uses_module
-from millrace.store.cache import SliceCache
-from millrace.store.prefetch import SliceFeed
-from millrace.store.room import part_bytes
+from forebay.errors import NetworkError, UsageError
+from forebay.store import uses as uses_module
+from forebay.store.cache import SliceCache
+from forebay.store.prefetch import SliceFeed
+from forebay.store.room import part_bytes
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_late_slice_is_waited_for_and_told(
     origin = Origin(at_once=False)
     feed = feed_of(tmp_path, [[0], [1]], 3, origin)
     closing.append(feed)
-    caplog.set_level(logging.WARNING, "millrace")
+    caplog.set_level(logging.WARNING, "forebay")
     feed.seek(0)
     until(lambda: len(origin.started) == 2, "both are started")
     origin.end(0)

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from millrace.dataset import Dataset, open_dataset
-from millrace.errors import PrepareError, UsageError
-from millrace.prepare import PrepareSummary, Progress, load_recipe, prepare
-from millrace.prepare.read import lines, sources, tables
-from millrace.prepare.tokens import slicing, tokenizers
+from forebay.dataset import Dataset, open_dataset
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare import PrepareSummary, Progress, load_recipe, prepare
+from forebay.prepare.read import lines, sources, tables
+from forebay.prepare.tokens import slicing, tokenizers
 
 TEXTS = [f"Document {i}: " + "grüße, 世界! \x00\r\n<|endoftext|> " * (i % 9) for i in range(300)]
 
@@ -143,7 +143,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path: Path, small_pieces: None
 def test_training_does_not_depend_on_threads(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS * 20))
     script = (
-        "import sys; from millrace.prepare import prepare\n"
+        "import sys; from forebay.prepare import prepare\n"
         "print(prepare([sys.argv[1]], sys.argv[2], tokenizer='train:500', name='d', workers=1).id)"
     )
     ids = []
@@ -312,10 +312,10 @@ def test_progress_reaches_its_total(tmp_path: Path, small_pieces: None) -> None:
 
 
 def data_folder() -> Path:
-    given = os.environ.get("MILLRACE_TEST_DATA")
+    given = os.environ.get("FOREBAY_TEST_DATA")
     folder = Path(given) if given else Path(__file__).parents[2] / "../shared/data"
     if not (folder / "books").is_dir():
-        pytest.skip("no real data: set MILLRACE_TEST_DATA to a folder that holds books/ and jsonl/")
+        pytest.skip("no real data: set FOREBAY_TEST_DATA to a folder that holds books/ and jsonl/")
     return folder
 
 

@@ -7,25 +7,25 @@ import sys
 
 import pytest
 
-import millrace
+import forebay
 
 
 def test_the_names() -> None:
-    assert set(millrace.__all__) == {
-        "DocumentFilter", "Loader", "MillraceError", "Mixture", "SharedShardedDatasetManager", "TextStream",
+    assert set(forebay.__all__) == {
+        "DocumentFilter", "Loader", "ForebayError", "Mixture", "SharedShardedDatasetManager", "TextStream",
         "__version__", "open_dataset",
     }  # fmt: skip
-    assert set(millrace.__all__) <= set(dir(millrace))
-    for name in millrace.__all__:
-        assert getattr(millrace, name) is not None
-    assert issubclass(millrace.MillraceError, Exception)
+    assert set(forebay.__all__) <= set(dir(forebay))
+    for name in forebay.__all__:
+        assert getattr(forebay, name) is not None
+    assert issubclass(forebay.ForebayError, Exception)
     with pytest.raises(AttributeError, match="no_such_name"):
-        millrace.no_such_name  # noqa: B018
+        forebay.no_such_name  # noqa: B018
 
 
 def test_importing_is_light() -> None:
     code = (
-        "import sys, time; began = time.process_time(); import millrace; took = time.process_time() - began\n"
+        "import sys, time; began = time.process_time(); import forebay; took = time.process_time() - began\n"
         "heavy = {'numpy', 'pyarrow', 'torch', 'tokenizers', 'libtorrent', 'cryptography'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "print(took)"

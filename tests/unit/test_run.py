@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import UsageError
-from millrace.order.plan import Order, samples_per_slice
-from millrace.order.run import BatchSizes, Run, Steps, Weights
+from forebay.errors import UsageError
+from forebay.order.plan import Order, samples_per_slice
+from forebay.order.run import BatchSizes, Run, Steps, Weights
 
 law = settings(deadline=None, max_examples=60)
 

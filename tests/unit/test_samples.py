@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from millrace.dataset.adopt import adopt
-from millrace.dataset.reader import Dataset
-from millrace.errors import DatasetError, UsageError
-from millrace.load.makers import ChunkMaker, DocumentMaker, RowMaker, make_maker
-from millrace.load.packing import DocumentFilter
-from millrace.load.samples import View, plan_samples
+from forebay.dataset.adopt import adopt
+from forebay.dataset.reader import Dataset
+from forebay.errors import DatasetError, UsageError
+from forebay.load.makers import ChunkMaker, DocumentMaker, RowMaker, make_maker
+from forebay.load.packing import DocumentFilter
+from forebay.load.samples import View, plan_samples
 
 law = settings(deadline=None, max_examples=60)
 SEQ_LEN = 6

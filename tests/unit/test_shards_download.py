@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from millrace.errors import DatasetError, NetworkError, UsageError
-from millrace.store.large import download_large_file, plan_large
-from millrace.store.origins import ChangedError, Patience, open_origin
-from millrace.store.pieces import PartFile
+from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.store.large import download_large_file, plan_large
+from forebay.store.origins import ChangedError, Patience, open_origin
+from forebay.store.pieces import PartFile
 from origin_server import OriginServer
 
 MIB = 1 << 20
@@ -128,7 +128,7 @@ def test_killed_at_any_moment_it_goes_on_and_is_never_seen_in_part(server: Origi
     path = tmp_path / "out" / "big"
     server.faults.bytes_per_s = 5 * MIB
     code = (
-        "import sys; from millrace.store.large import download_large_file\n"
+        "import sys; from forebay.store.large import download_large_file\n"
         "download_large_file(sys.argv[1], 'big', sys.argv[2], chunk_size=1 << 17, max_workers=4)"
     )
     chance, kills = random.Random(1), 0
@@ -218,7 +218,7 @@ def test_a_temporary_directory_of_ones_own(server: OriginServer, tmp_path: Path)
     download_large_file(server.url, "big", path, tmp_dir=tmp_path / "tmp")
     assert path.read_bytes() == CONTENT and not list((tmp_path / "tmp").iterdir())
     if elsewhere.is_dir() and elsewhere.stat().st_dev != tmp_path.stat().st_dev:
-        folder = elsewhere / f"millrace-{os.getpid()}"
+        folder = elsewhere / f"forebay-{os.getpid()}"
         try:
             download_large_file(server.url, "big", path, tmp_dir=folder)  # another volume
             assert path.read_bytes() == CONTENT and not list(folder.iterdir())

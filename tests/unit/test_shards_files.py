@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import DatasetError, IntegrityError, UsageError
-from millrace.formats import open_foreign
-from millrace.formats.npy import npy_head, sample_id, vector_in
-from millrace.formats.shard_writer import write_shards
-from millrace.load.shard_check import SampleCheck, read_ids
-from millrace.store.shards import ShardFolder
+from forebay.errors import DatasetError, IntegrityError, UsageError
+from forebay.formats import open_foreign
+from forebay.formats.npy import npy_head, sample_id, vector_in
+from forebay.formats.shard_writer import write_shards
+from forebay.load.shard_check import SampleCheck, read_ids
+from forebay.store.shards import ShardFolder
 
 L = 16
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import UsageError
-from millrace.order.shard_windows import (
+from forebay.errors import UsageError
+from forebay.order.shard_windows import (
     next_shard_step,
     receipt,
     shard_of_step,
@@ -87,7 +87,7 @@ def test_our_windows_read_each_sample_once_a_pass(
     size: int, steps: int, batch: int, world: int, section: int, first: int
 ) -> None:
     count = steps * batch
-    given = {"mode": "millrace", "first_window": first, "section": section}
+    given = {"mode": "forebay", "first_window": first, "section": section}
     windows = range(first, first - (-2 * size // count))
     ids = [[window_sample_ids(3, w, size, steps, batch, r, world, **given) for r in range(world)] for w in windows]  # type: ignore[arg-type]
     whole = []
@@ -105,7 +105,7 @@ def test_our_windows_read_each_sample_once_a_pass(
 def test_our_windows_are_of_their_uid_seed_and_shard() -> None:
     def draw(**other: int) -> list[int]:
         settings = {"uid": 1, "window": 9, "dataset_len": 5000, "steps": 2, "batch": 16, "seed": 42, "first_window": 5}
-        return window_sample_ids(**{**settings, **other}, mode="millrace").tolist()  # type: ignore[arg-type]
+        return window_sample_ids(**{**settings, **other}, mode="forebay").tolist()  # type: ignore[arg-type]
 
     assert draw() == draw()
     assert len({tuple(draw()), *(tuple(draw(**{k: 2})) for k in ("uid", "seed", "first_window"))}) == 4
@@ -113,11 +113,11 @@ def test_our_windows_are_of_their_uid_seed_and_shard() -> None:
 
 def test_a_validator_finds_the_same_samples_in_another_process() -> None:
     ids = np.arange(50_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    for mode in ("compat", "millrace"):
+    for mode in ("compat", "forebay"):
         here = window_sample_ids(11, 77, len(ids), 3, 64, mode=mode)  # type: ignore[arg-type]
         code = (
             "import numpy as np, json\n"
-            "from millrace.order.shard_windows import *\n"
+            "from forebay.order.shard_windows import *\n"
             f"ids = np.arange({len(ids)}, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)\n"
             f"at = window_sample_ids(11, 77, len(ids), 3, 64, mode={mode!r})\n"
             "print(json.dumps([at.tolist(), *receipt(ids[at])]))"

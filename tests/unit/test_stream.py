@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import millrace
-from millrace.errors import DatasetError, PrepareError, StateError, UsageError
-from millrace.order.bijection import derive_key
-from millrace.prepare.read import ReadOptions
-from millrace.stream import TextStream
-from millrace.stream.buffer import ShuffleBuffer, pack_texts, pack_tokens, unpack_texts, unpack_tokens
-from millrace.stream.hub import records_of
+import forebay
+from forebay.errors import DatasetError, PrepareError, StateError, UsageError
+from forebay.order.bijection import derive_key
+from forebay.prepare.read import ReadOptions
+from forebay.stream import TextStream
+from forebay.stream.buffer import ShuffleBuffer, pack_texts, pack_tokens, unpack_texts, unpack_tokens
+from forebay.stream.hub import records_of
 
 EOS = 256
 TEXTS = [f"document {i} " + "ab" * (i * 7 % 19) for i in range(60)]
@@ -44,7 +44,7 @@ def tokens_of(texts: list[str]) -> list[int]:
 
 
 def test_it_is_at_the_door() -> None:
-    assert millrace.TextStream is TextStream
+    assert forebay.TextStream is TextStream
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import ProtocolViolation, UsageError
-from millrace.network.ranges import format_ranges, parse_ranges
-from millrace.network.swarm import Assignment, Holder, Swarm
+from forebay.errors import ProtocolViolation, UsageError
+from forebay.network.ranges import format_ranges, parse_ranges
+from forebay.network.swarm import Assignment, Holder, Swarm
 
 ORIGIN = Holder("origin", "o:1", True)
 

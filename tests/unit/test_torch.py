@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'millrace[torch]'")
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'forebay[torch]'")
 
-from millrace.dataset.adopt import adopt  # noqa: E402
-from millrace.dataset.slices import write_rows_slice, write_token_slice  # noqa: E402
-from millrace.errors import DatasetError, StateError, UsageError  # noqa: E402
-from millrace.load.loader import Loader  # noqa: E402
-from millrace.load.torch import DataLoader, TokenDataset, dataloader  # noqa: E402
+from forebay.dataset.adopt import adopt  # noqa: E402
+from forebay.dataset.slices import write_rows_slice, write_token_slice  # noqa: E402
+from forebay.errors import DatasetError, StateError, UsageError  # noqa: E402
+from forebay.load.loader import Loader  # noqa: E402
+from forebay.load.torch import DataLoader, TokenDataset, dataloader  # noqa: E402
 
 # More helpers than processors is meant; forking beside threads is what is tested.
 pytestmark = [

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.errors import StateError, UsageError
-from millrace.worker.leasing_config import LeaseSettings
-from millrace.worker.trainer import CountTrainer, Trainer, make_trainer
+from forebay.errors import StateError, UsageError
+from forebay.worker.leasing_config import LeaseSettings
+from forebay.worker.trainer import CountTrainer, Trainer, make_trainer
 
 
 def losses(trainer: Trainer, steps: int, vocab: int = 32) -> list[float]:
@@ -37,7 +37,7 @@ def test_counts_learn_in_bounded_memory() -> None:
 
 def test_the_gpt_learns() -> None:
     pytest.importorskip("torch")
-    from millrace.worker.gpt import GptTrainer
+    from forebay.worker.gpt import GptTrainer
 
     trainer = GptTrainer(32, 16, width=32, num_layers=2, num_heads=2, learning_rate=3e-3, device="cpu")
     assert trainer.step(np.zeros((1, 4), np.int64), np.full((1, 4), -100)) == 0.0
@@ -47,7 +47,7 @@ def test_the_gpt_learns() -> None:
 
 def test_the_loss_and_its_gradients_are_those_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    from millrace.worker import cross_entropy
+    from forebay.worker import cross_entropy
 
     monkeypatch.setattr(cross_entropy, "_CPU_BYTES", 4 * 100 * 16)  # of the last shape, three pieces
     chance = torch.Generator().manual_seed(0)
@@ -66,7 +66,7 @@ def test_the_loss_and_its_gradients_are_those_of_pytorch(monkeypatch: pytest.Mon
 
 def test_adamw_is_that_of_pytorch() -> None:
     torch = pytest.importorskip("torch")
-    from millrace.worker.adamw import AdamW
+    from forebay.worker.adamw import AdamW
 
     # PyTorch 2.13, torch.optim.AdamW(lr=0.1, weight_decay=0.01): three steps with gradients p, p**2 - 1, none.
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.0, 1e-4]))

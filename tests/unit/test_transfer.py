@@ -20,12 +20,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.dataset.manifest import SliceInfo
-from millrace.errors import IntegrityError, NetworkError, ProtocolViolation, UsageError
-from millrace.store.origins import Origin, Patience, RefusedError, open_origin
-from millrace.store.pieces import PartFile
-from millrace.store.sources import Backoff, Source, choose, least_span_bytes
-from millrace.store.transfer import Transfer, TransferCancelledError, Transfers
+from forebay.dataset.manifest import SliceInfo
+from forebay.errors import IntegrityError, NetworkError, ProtocolViolation, UsageError
+from forebay.store.origins import Origin, Patience, RefusedError, open_origin
+from forebay.store.pieces import PartFile
+from forebay.store.sources import Backoff, Source, choose, least_span_bytes
+from forebay.store.transfer import Transfer, TransferCancelledError, Transfers
 from origin_server import OriginServer
 
 MIB = 1 << 20
@@ -314,9 +314,9 @@ def test_close(server: OriginServer, tmp_path: Path) -> None:
 KILLED = """
 import sys
 from pathlib import Path
-from millrace.dataset.manifest import SliceInfo
-from millrace.store.origins import open_origin
-from millrace.store.transfer import Transfers
+from forebay.dataset.manifest import SliceInfo
+from forebay.store.origins import open_origin
+from forebay.store.transfer import Transfers
 url, part, size, sha256 = sys.argv[1:]
 moved = Transfers(4, 1 << 18).start(SliceInfo(0, "slice", int(size), sha256, 1, 1), Path(part), [open_origin(url)])
 print("started", flush=True)

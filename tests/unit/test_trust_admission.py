@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.errors import NetworkError, ProtocolViolation, UsageError
-from millrace.network import joining
-from millrace.network.admission import USES_NAME, Admissions, AdmissionServer
-from millrace.network.audit import AuditLog, read_audit
-from millrace.network.identity import create_network, create_organisation, join, revoke
-from millrace.network.joining import join_by_token, renew_at
-from millrace.network.networks import read_issuer, read_key
-from millrace.network.peer import Scope
-from millrace.network.tokens import Token, check_token, read_token, sign_token
+from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.network import joining
+from forebay.network.admission import USES_NAME, Admissions, AdmissionServer
+from forebay.network.audit import AuditLog, read_audit
+from forebay.network.identity import create_network, create_organisation, join, revoke
+from forebay.network.joining import join_by_token, renew_at
+from forebay.network.networks import read_issuer, read_key
+from forebay.network.peer import Scope
+from forebay.network.tokens import Token, check_token, read_token, sign_token
 
 WORKER = Scope(frozenset({"worker"}), ("c4-*",))
 
@@ -88,7 +88,7 @@ def test_tokens_that_do_not_count(server: AdmissionServer, clock: Clock, network
         (token_of(server, clock, expires_at=clock.at - 1), "expired"),
         (by_other, "not of this one"),
         (good[:-6] + ("AAAAAA" if not good.endswith("AAAAAA") else "BBBBBB"), "forged"),
-        ("millrace1.e30.AA", "token: expected"),
+        ("forebay1.e30.AA", "token: expected"),
         (changed, "token"),
     ]:
         with pytest.raises(ProtocolViolation, match=why):
@@ -218,6 +218,6 @@ def test_garbage_is_refused(root_admissions: Admissions, body: bytes, path: str)
 
 @given(st.text(max_size=60))
 def test_garbage_is_no_token(text: str) -> None:
-    for form in (text, f"millrace1.{text}", f"millrace1.{text}.{text}"):
+    for form in (text, f"forebay1.{text}", f"forebay1.{text}.{text}"):
         with pytest.raises(ProtocolViolation, match="token"):
             read_token(form)

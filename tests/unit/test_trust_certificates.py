@@ -16,13 +16,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.errors import ProtocolViolation, UsageError
-from millrace.network import certificates
-from millrace.network.certificates import ORGANISATION_OID, SCOPE_OID, Issuer, der_of, issue, judge
-from millrace.network.identity import Identity, create_network, create_organisation, join, renew, revoke
-from millrace.network.networks import key_pem, read_cert, read_issuer, read_key, renew_organisation, write_file
-from millrace.network.peer import ROLES, Peer, Scope
-from millrace.network.revocation import parse_list, sign_list
+from forebay.errors import ProtocolViolation, UsageError
+from forebay.network import certificates
+from forebay.network.certificates import ORGANISATION_OID, SCOPE_OID, Issuer, der_of, issue, judge
+from forebay.network.identity import Identity, create_network, create_organisation, join, renew, revoke
+from forebay.network.networks import key_pem, read_cert, read_issuer, read_key, renew_organisation
+from forebay.network.peer import ROLES, Peer, Scope
+from forebay.network.revocation import parse_list, sign_list
+from forebay.storage.atomic import atomic_write
 
 Make = Callable[[str], Identity]
 PEM = serialization.Encoding.PEM
@@ -151,8 +152,8 @@ def test_an_organisations_key_is_no_node_and_makes_no_organisation(
     one, org = make_identity("one"), read_issuer(org_dir)
     fake = tmp_path / "fake"
     fake.mkdir()
-    write_file(fake / "node-key.pem", key_pem(org.key))
-    write_file(fake / "node-cert.pem", org.cert.public_bytes(PEM))
+    atomic_write(fake / "node-key.pem", key_pem(org.key))
+    atomic_write(fake / "node-cert.pem", org.cert.public_bytes(PEM))
     with pytest.raises(ssl.SSLCertVerificationError):
         shown(fake, one)
     # An organisation under the organisation: the path length says no.
@@ -160,8 +161,8 @@ def test_an_organisations_key_is_no_node_and_makes_no_organisation(
     as_root = Issuer(org.key, read_issuer(tmp_path / "network").cert, True)
     middle = issue(as_root, "acme", below.public_key(), Scope(), 9, organisation=True)
     leaf = issue(Issuer(below, middle, False), "leaf", node_key.public_key(), Scope(), 9)
-    write_file(fake / "node-key.pem", key_pem(node_key))
-    write_file(fake / "node-cert.pem", b"".join(cert.public_bytes(PEM) for cert in (leaf, middle, org.cert)))
+    atomic_write(fake / "node-key.pem", key_pem(node_key))
+    atomic_write(fake / "node-cert.pem", b"".join(cert.public_bytes(PEM) for cert in (leaf, middle, org.cert)))
     with pytest.raises(ssl.SSLCertVerificationError):
         shown(fake, one)
 
@@ -177,7 +178,7 @@ def test_an_old_network_goes_on(network_dir: Path, tmp_path: Path) -> None:
     builder = builder.add_extension(x509.BasicConstraints(True, 0), True)
     builder = builder.add_extension(certificates._key_usage(is_ca=True), True)
     builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
-    write_file(network_dir / "root-cert.pem", builder.sign(key, None).public_bytes(PEM))
+    atomic_write(network_dir / "root-cert.pem", builder.sign(key, None).public_bytes(PEM))
     a, b = join(network_dir, tmp_path / "a", "a"), join(network_dir, tmp_path / "b", "b")
     assert meets(a, b) == Peer(b.peer_id, b.public_key, "b", "", Scope())
     with pytest.raises(UsageError, match="path length 0"):
@@ -198,7 +199,7 @@ def test_expiry_is_told_and_refused(
     node = join(network_dir, tmp_path / "n", "n", valid_days=20)
     assert not caplog.records  # short-lived, and new
     node.warn_of_expiry(time.time() + 14 * 86400)
-    assert "expires in 6.0 days" in caplog.text and "millrace network renew" in caplog.text
+    assert "expires in 6.0 days" in caplog.text and "forebay network renew" in caplog.text
     # An organisation that has ended takes its nodes with it, whatever their own certificates say.
     org = read_issuer(org_dir)
     judged = judge(

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.errors import LedgerError, ProtocolViolation, UsageError
-from millrace.network.access import Access
-from millrace.network.audit import AuditLog, read_audit
-from millrace.network.identity import Identity, revoke
-from millrace.network.peer import Peer, Scope
-from millrace.network.publish import SIGNATURE_NAME, check_publication, read_publication, sign_dataset
+from forebay.errors import LedgerError, ProtocolViolation, UsageError
+from forebay.network.access import Access
+from forebay.network.audit import AuditLog, read_audit
+from forebay.network.identity import Identity, revoke
+from forebay.network.peer import Peer, Scope
+from forebay.network.publish import SIGNATURE_NAME, check_publication, read_publication, sign_dataset
 
 Make = Callable[[str], Identity]
 DAY_S = 86400

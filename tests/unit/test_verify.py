@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.cli import main
-from millrace.dataset.adopt import adopt
-from millrace.dataset.slices import write_token_slice
-from millrace.errors import NetworkError
-from millrace.store.origins import Patience
-from millrace.store.remote import open_remote
-from millrace.store.verify import verify_files
+from forebay.cli import main
+from forebay.dataset.adopt import adopt
+from forebay.dataset.slices import write_token_slice
+from forebay.errors import NetworkError
+from forebay.store.origins import Patience
+from forebay.store.remote import open_remote
+from forebay.store.verify import verify_files
 from origin_server import OriginServer
 
 

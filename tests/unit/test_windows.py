@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import UsageError
-from millrace.order.plan import Order
-from millrace.order.run import BatchSizes, Run
-from millrace.order.windows import Spans, node_spans, window_steps
+from forebay.errors import UsageError
+from forebay.order.plan import Order
+from forebay.order.run import BatchSizes, Run
+from forebay.order.windows import Spans, node_spans, window_steps
 
 
 @st.composite

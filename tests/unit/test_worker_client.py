@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from millrace.errors import StateError, UnknownDatasetError, UsageError
-from millrace.worker import WorkerClient, WorkerConfig
-from millrace.worker.__main__ import main
-from millrace.worker.advice import OutOfMemory, is_out_of_memory, out_of_memory
-from millrace.worker.config import MODEL_SIZES
-from millrace.worker.trainer import CountTrainer
+from forebay.errors import StateError, UnknownDatasetError, UsageError
+from forebay.worker import WorkerClient, WorkerConfig
+from forebay.worker.__main__ import main
+from forebay.worker.advice import OutOfMemory, is_out_of_memory, out_of_memory
+from forebay.worker.config import MODEL_SIZES
+from forebay.worker.trainer import CountTrainer
 
 COUNT: dict[str, Any] = {"trainer": "count", "num_steps": 6}
 
@@ -228,7 +228,7 @@ def test_the_command_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_listing_costs_no_framework() -> None:
     code = (
-        "import sys, millrace.worker as w; w.list_available_datasets(); w.WorkerConfig(dataset_name='pile')\n"
+        "import sys, forebay.worker as w; w.list_available_datasets(); w.WorkerConfig(dataset_name='pile')\n"
         "assert not {'torch', 'datasets', 'transformers', 'pyarrow'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

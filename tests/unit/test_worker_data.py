@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import DatasetError, PrepareError, StateError, UnknownDatasetError, UsageError
-from millrace.stream.text_stream import TextStream
-from millrace.worker import DummyDataset, HubDataset, create_huggingface_dataset, list_available_datasets
-from millrace.worker.batches import Batches
-from millrace.worker.catalog import CATALOG, find_entry, streams
-from millrace.worker.dummy import dummy_samples
+from forebay.errors import DatasetError, PrepareError, StateError, UnknownDatasetError, UsageError
+from forebay.stream.text_stream import TextStream
+from forebay.worker import DummyDataset, HubDataset, create_huggingface_dataset, list_available_datasets
+from forebay.worker.batches import Batches
+from forebay.worker.catalog import CATALOG, find_entry, streams
+from forebay.worker.dummy import dummy_samples
 
 GUIDE = """\
 fineweb: FineWeb: 15T tokens from CommonCrawl
@@ -189,7 +189,7 @@ def test_text_in_ids_out_and_no_sample_is_padded(texts: Path) -> None:
 
 def test_a_dataset_that_is_used_up_begins_again_and_says_so(texts: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = text_dataset(texts, seq_len=64, batch_size=100, num_batches=9)
-    with caplog.at_level(logging.WARNING, "millrace.worker"):
+    with caplog.at_level(logging.WARNING, "forebay.worker"):
         epochs = [batch.epoch for batch in data.batches()]
     assert len(epochs) == 9 and epochs[-1] >= 1
     assert next(record.getMessage() for record in caplog.records).endswith("epoch 2 begins, in another order.")

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
+from forebay.errors import NetworkError, UsageError
+from forebay.network.client import Client
+from forebay.network.https import Request, Response, Server, error_response, file_response
+from forebay.network.identity import Identity
+from forebay.store.room import part_bytes
+from forebay.worker import fetching
+from forebay.worker.held import Held
+from forebay.worker.shelf import Shelf
 from leases_by_hand import DATASET, FetchingWorker, answer
-from millrace.errors import NetworkError, UsageError
-from millrace.network.client import Client
-from millrace.network.https import Request, Response, Server, error_response, file_response
-from millrace.network.identity import Identity
-from millrace.store.room import part_bytes
-from millrace.worker import fetching
-from millrace.worker.held import Held
-from millrace.worker.shelf import Shelf
 
 Make = Callable[[str], Identity]
 CONTENT = random.Random(7).randbytes(300_000)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.ledger import Used
-from millrace.network.swarm import Holder
-from millrace.schedule.ask import Ask, Failed, Reply
-from millrace.schedule.desk import Desk, JobSpec, Source
-from millrace.worker.answers import Answer, Grant
-from millrace.worker.hand import Hand
-from millrace.worker.held import Held, Statement
+from forebay.ledger import Used
+from forebay.network.swarm import Holder
+from forebay.schedule.ask import Ask, Failed, Reply
+from forebay.schedule.desk import Desk, JobSpec, Source
+from forebay.worker.answers import Answer, Grant
+from forebay.worker.hand import Hand
+from forebay.worker.held import Held, Statement
 
 DATASET = "ab" * 32
 BATCH = 3

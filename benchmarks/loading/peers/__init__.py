@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 NAMES = (
-    "bare", "bare_take", "millrace", "megatron", "nanogpt", "grain", "mosaic", "litdata", "hf_map", "hf_stream",
+    "bare", "bare_take", "forebay", "megatron", "nanogpt", "grain", "mosaic", "litdata", "hf_map", "hf_stream",
     "webdataset",
 )  # fmt: skip
 

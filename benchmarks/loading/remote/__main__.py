@@ -24,8 +24,8 @@ from benchmarks.loading import corpus, fleet
 from benchmarks.loading.__main__ import place
 from benchmarks.loading.remote import first, peers, resume, stall, throughput
 from benchmarks.measure import Figure, show
-from millrace.dataset.adopt import adopt
-from millrace.dataset.slices import write_token_slice
+from forebay.dataset.adopt import adopt
+from forebay.dataset.slices import write_token_slice
 
 PARTS = ("throughput", "moto", "first", "resume", "stall")
 _SLICE_TOKENS = 4 << 20  # 8 MiB
@@ -68,7 +68,7 @@ def measure(part: str, ask: argparse.Namespace, folder: Path, scratch: Path) -> 
         large = folder / "first"
         corpus.make(large, _FIRST_SLICES * corpus.SHARD_BYTES // (2 * corpus.SEQ_LEN))
         names = [name for name in ask.peers.split(",") if name]
-        fleet.prepare(["millrace", *names], large)
+        fleet.prepare(["forebay", *names], large)
         return first.measure(large, scratch, ask.rounds, names, [int(world) for world in ask.worlds.split(",")])
     if part == "moto":
         return throughput.measure_moto(make_slices(folder, _MOTO_SLICES), scratch, ask.rounds)

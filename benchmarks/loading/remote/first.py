@@ -21,7 +21,7 @@ from benchmarks.measure import Figure, median
 
 RATE = 100e6
 BATCH = 8
-OURS = "millrace.Loader"
+OURS = "forebay.Loader"
 
 
 def measure(corpus: Path, scratch: Path, rounds: int, names: Sequence[str], worlds: Sequence[int]) -> list[Figure]:
@@ -71,7 +71,7 @@ def _first(name: str, served: Served, corpus: Path, scratch: Path, world: int) -
             tasks.append(Task("peer", environment, name, **what))
         else:
             loader = {"seq_len": SEQ_LEN, "global_batch_size": BATCH * world, "seed": 1}
-            tasks.append(Task("first", environment, url=f"{served.s3_url}/millrace", loader=loader, **what))
+            tasks.append(Task("first", environment, url=f"{served.s3_url}/forebay", loader=loader, **what))
     for task in tasks:
         task.ready()
     for task in tasks:

@@ -21,9 +21,9 @@ LOADER = {"seq_len": 2048, "batch_size": 64, "lanes": LANES, "seed": 1}
 
 def open_windows_bytes(folder: Path) -> int:
     """The most bytes of slices that the lanes' windows keep open at any step of the epoch."""
-    import millrace
+    import forebay
 
-    order = millrace.Loader(folder, **LOADER).order
+    order = forebay.Loader(folder, **LOADER).order
     sizes = sorted(path.stat().st_size for path in folder.glob("*.safetensors"))
     most = max(len(order.open_slices(0, step)) for step in range(0, order.steps_per_epoch, 8))
     return most * sizes[-1]

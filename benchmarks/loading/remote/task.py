@@ -66,7 +66,7 @@ class Task:
         if not lines or not lines[-1].startswith("{"):
             told = [line for line in err.splitlines() if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)]
             raise NotMeasuredError((told or ["no answer"])[-1][:200])
-        if os.environ.get("MILLRACE_BENCH_STDERR"):
+        if os.environ.get("FOREBAY_BENCH_STDERR"):
             sys.stderr.write(err)
         answer: dict[str, Any] = json.loads(lines[-1])
         return answer
@@ -74,9 +74,9 @@ class Task:
 
 def open_loader(what: dict[str, Any]) -> Any:
     """The Loader of what was asked for; `state` is loaded."""
-    import millrace
+    import forebay
 
-    loader = millrace.Loader(what["url"], cache_dir=what["cache"], **what["loader"])
+    loader = forebay.Loader(what["url"], cache_dir=what["cache"], **what["loader"])
     if what.get("state"):
         loader.load_state_dict(what["state"])
     return loader
@@ -165,7 +165,7 @@ def main(name: str) -> None:
         task = peers.open_task(what)
     else:
         task = globals()[name]
-        for module in ("obstore",) if name == "plain" else ("obstore", "millrace.load.loader"):
+        for module in ("obstore",) if name == "plain" else ("obstore", "forebay.load.loader"):
             importlib.import_module(module)
     answers.write("ready\n")
     sys.stdin.readline()

@@ -28,7 +28,7 @@ PLAIN = {
     "plain, written": (True, False),
     "plain, written, hashed and synced": (True, True),
 }
-OURS = "millrace.Loader, one epoch"
+OURS = "forebay.Loader, one epoch"
 
 
 @dataclass

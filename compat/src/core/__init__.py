@@ -1,1 +1,1 @@
-"""`millrace.worker` under the name `core.dataset`."""
+"""`forebay.worker` under the name `core.dataset`."""

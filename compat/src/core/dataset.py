@@ -1,7 +1,7 @@
-"""See `millrace.worker.hub_data`, `millrace.worker.catalog` and `millrace.worker.dummy`."""
+"""See `forebay.worker.hub_data`, `forebay.worker.catalog` and `forebay.worker.dummy`."""
 
-from millrace.worker.catalog import list_available_datasets
-from millrace.worker.dummy import DummyDataset
-from millrace.worker.hub_data import create_huggingface_dataset
+from forebay.worker.catalog import list_available_datasets
+from forebay.worker.dummy import DummyDataset
+from forebay.worker.hub_data import create_huggingface_dataset
 
 __all__ = ["DummyDataset", "create_huggingface_dataset", "list_available_datasets"]

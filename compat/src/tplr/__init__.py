@@ -1,1 +1,1 @@
-"""`millrace.load.shards` under the name `tplr.sharded_dataset`."""
+"""`forebay.load.shards` under the name `tplr.sharded_dataset`."""

@@ -1,5 +1,5 @@
-"""See `millrace.load.shards`."""
+"""See `forebay.load.shards`."""
 
-from millrace.load.shards import SharedShardedDatasetManager
+from forebay.load.shards import SharedShardedDatasetManager
 
 __all__ = ["SharedShardedDatasetManager"]

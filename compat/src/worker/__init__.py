@@ -1,1 +1,1 @@
-"""`millrace.worker` under the names `worker.config` and `worker.client`."""
+"""`forebay.worker` under the names `worker.config` and `worker.client`."""

@@ -1,12 +1,12 @@
-"""See `millrace.worker.client`; `python -m worker.client` is `python -m millrace.worker`."""
+"""See `forebay.worker.client`; `python -m worker.client` is `python -m forebay.worker`."""
 
 import sys
 
-from millrace.worker.client import TrainingReport, WorkerClient
+from forebay.worker.client import TrainingReport, WorkerClient
 
 __all__ = ["TrainingReport", "WorkerClient"]
 
 if __name__ == "__main__":
-    from millrace.worker.__main__ import main
+    from forebay.worker.__main__ import main
 
     sys.exit(main())

@@ -1,5 +1,5 @@
-"""See `millrace.worker.config`."""
+"""See `forebay.worker.config`."""
 
-from millrace.worker.config import WorkerConfig
+from forebay.worker.config import WorkerConfig
 
 __all__ = ["WorkerConfig"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.cli import main
-from millrace.observe import formats_bench
-from millrace.observe.formats_bench import FORMATS, bench_formats, make_corpus, table
+from forebay.cli import main
+from forebay.observe import formats_bench
+from forebay.observe.formats_bench import FORMATS, bench_formats, make_corpus, table
 
 
 def test_a_corpus_is_a_function_of_its_size_and_seed() -> None:

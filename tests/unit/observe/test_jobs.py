@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from millrace.errors import UsageError
-from millrace.load.arguments import rank_of_world
-from millrace.observe.jobs import TrainingJob, kubernetes_manifest, slurm_script
+from forebay.errors import UsageError
+from forebay.load.arguments import rank_of_world
+from forebay.observe.jobs import TrainingJob, kubernetes_manifest, slurm_script
 
 WHO = "import json, os, sys; print(json.dumps([os.environ.get(n) for n in sys.argv[1].split(',')] + sys.argv[2:]))"
 JOB = TrainingJob((sys.executable, "-c", WHO, "RANK,WORLD_SIZE,LOCAL_RANK,MASTER_ADDR", "two words"), nodes=2)
@@ -44,7 +44,7 @@ def test_a_slurm_script_gives_each_task_its_rank(tmp_path: Path) -> None:
     assert told == [[str(i), "4", str(i % 2), "node-a", "two words"] for i in range(4)]
     wanted = [line.removeprefix("#SBATCH --") for line in script.read_text().splitlines() if "#SBATCH" in line]
     assert {"nodes=2", "ntasks-per-node=2", "gpus-per-task=1", "partition=big", "requeue"} <= set(wanted)
-    assert script.read_text().index("MILLRACE_CACHE=/nvme/it") > script.read_text().rindex("#SBATCH")
+    assert script.read_text().index("FOREBAY_CACHE=/nvme/it") > script.read_text().rindex("#SBATCH")
 
 
 def parts(job: TrainingJob) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.cli import main
-from millrace.dataset.adopt import adopt
-from millrace.dataset.slices import write_token_slice
-from millrace.load.loader import Loader
-from millrace.load.stats import CAUSES, Waits, find_bottleneck
-from millrace.observe.loading import progress, serve_metrics, words
+from forebay.cli import main
+from forebay.dataset.adopt import adopt
+from forebay.dataset.slices import write_token_slice
+from forebay.load.loader import Loader
+from forebay.load.stats import CAUSES, Waits, find_bottleneck
+from forebay.observe.loading import progress, serve_metrics, words
 
 
 @pytest.fixture
@@ -54,10 +54,10 @@ def test_metrics_are_served(folder: Path) -> None:
         server.shutdown()
         server.server_close()
         thread.join()
-    assert 'millrace_loader_tokens_total{rank="0"} 3000.0' in text
-    assert 'millrace_loader_epoch{rank="0"} 1.0' in text
+    assert 'forebay_loader_tokens_total{rank="0"} 3000.0' in text
+    assert 'forebay_loader_epoch{rank="0"} 1.0' in text
     for cause in CAUSES:
-        assert f'millrace_loader_wait_seconds_total{{cause="{cause}",rank="0"}}' in text
+        assert f'forebay_loader_wait_seconds_total{{cause="{cause}",rank="0"}}' in text
 
 
 def test_every_wait_is_attributed(folder: Path) -> None:
@@ -89,7 +89,7 @@ def test_the_bottleneck_is_told_with_what_removing_it_gains(caplog: pytest.LogCa
     waits.add(20.0, 20.0, 0.0, "decode")
     assert waits.check(30.0) is None  # The beginning.
     waits.add(10.0, 9.0, 0.0, "decode")
-    with caplog.at_level(logging.WARNING, "millrace"):
+    with caplog.at_level(logging.WARNING, "forebay"):
         found = waits.check(60.0)
     assert found is not None and found.cause == "network" and found.speedup == pytest.approx(30 / 21)
     assert "waits for data 33 % of the time, 90 % of that for the network" in caplog.text

@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.cli import main
-from millrace.dataset.adopt import adopt
-from millrace.dataset.slices import write_token_slice
-from millrace.errors import UsageError
-from millrace.load.loader import Loader
-from millrace.load.sources import open_dataset
-from millrace.observe.needs import Job
-from millrace.observe.plan_checks import make_plan
-from millrace.observe.plan_words import words
-from millrace.observe.timing import Flow, bandwidth_needed, flow_of, times_of
-from millrace.order.windows import Spans
-from millrace.sizes import parse_rate, words_of_bytes, words_of_seconds
+from forebay.cli import main
+from forebay.dataset.adopt import adopt
+from forebay.dataset.slices import write_token_slice
+from forebay.errors import UsageError
+from forebay.load.loader import Loader
+from forebay.load.sources import open_dataset
+from forebay.observe.needs import Job
+from forebay.observe.plan_checks import make_plan
+from forebay.observe.plan_words import words
+from forebay.observe.timing import Flow, bandwidth_needed, flow_of, times_of
+from forebay.order.windows import Spans
+from forebay.sizes import parse_rate, words_of_bytes, words_of_seconds
 from origin_server import OriginServer
 
 GB = 10**9

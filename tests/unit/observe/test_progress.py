@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from millrace.cli.arguments import plain
-from millrace.observe.progress import PrepareBar, Speed
+from forebay.cli.arguments import plain
+from forebay.observe.progress import PrepareBar, Speed
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from millrace.errors import PrepareError, UsageError
-from millrace.prepare.read import ReadOptions, cut, find_sources, read
-from millrace.prepare.read.api import API, Progress, acquire
-from millrace.prepare.read.base import Piece, Source
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.read import ReadOptions, cut, find_sources, read
+from forebay.prepare.read.api import API, Progress, acquire
+from forebay.prepare.read.base import Piece, Source
 
 PER_PAGE, PAGES = 10, 12
 
@@ -184,7 +184,7 @@ def test_failures_keep_what_was_fetched(tmp_path: Path, server: Server) -> None:
 def test_a_killed_run_goes_on_at_its_cursor(tmp_path: Path, server: Server) -> None:
     server.slow_s = 0.03
     description = spec(tmp_path, server)
-    code = "import sys; from millrace.prepare.read.api import acquire; acquire(sys.argv[1], sys.argv[2])"
+    code = "import sys; from forebay.prepare.read.api import acquire; acquire(sys.argv[1], sys.argv[2])"
     command = [sys.executable, "-c", code, str(description), str(tmp_path / "out")]
     for pages in (3, 7):
         run = subprocess.Popen(command)
@@ -238,5 +238,5 @@ def test_a_folder_is_of_one_description(tmp_path: Path, server: Server) -> None:
         acquire(spec(tmp_path, server, 'max_pages = 1\nid = "title"\n'), tmp_path / "out")
     path = spec(tmp_path, server)
     assert API.sniff(path.read_bytes())
-    with pytest.raises(UsageError, match="millrace acquire"):
+    with pytest.raises(UsageError, match="forebay acquire"):
         list(API.read(Piece((Source(str(path), path.name, "api", "", path.stat().st_size, ""),)), ReadOptions()))

@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.prepare.documents import Record
-from millrace.prepare.read.base import Piece, ReadOptions, Source
-from millrace.prepare.read.http_message import body_text, parse_http
-from millrace.prepare.read.warc import WARC, RawRecord, read_raw
+from forebay.prepare.documents import Record
+from forebay.prepare.read.base import Piece, ReadOptions, Source
+from forebay.prepare.read.http_message import body_text, parse_http
+from forebay.prepare.read.warc import WARC, RawRecord, read_raw
 
 
 def real(name: str) -> Path:
-    given_folder = os.environ.get("MILLRACE_TEST_DATA")
+    given_folder = os.environ.get("FOREBAY_TEST_DATA")
     folder = (Path(given_folder) if given_folder else Path(__file__).parents[3] / "../shared/data") / name
     if not folder.is_dir():
-        pytest.skip(f"no real data: set MILLRACE_TEST_DATA to a folder that holds {name}/")
+        pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}/")
     return folder
 
 
@@ -246,7 +246,7 @@ def test_no_garbage_hides_what_follows(garbage: bytes, at: int, packed: bool) ->
     data = io.BytesIO(b"".join(parts))
     from unittest import mock
 
-    with mock.patch("millrace.prepare.read.warc.open_source", lambda *_: data):
+    with mock.patch("forebay.prepare.read.warc.open_source", lambda *_: data):
         found = list(WARC.read(Piece((given_source,)), ReadOptions()))
     good = [text.split("\n")[0].strip() for text in texts(found)]
     assert [text[:6] for text in good] == ["text 0", "text 1", "text 2"]

@@ -16,8 +16,8 @@ import numpy as np
 import psutil
 import pytest
 
-from millrace.errors import DatasetError, PrepareError, UsageError
-from millrace.prepare.engines import Attempts, Engine, local_engine
+from forebay.errors import DatasetError, PrepareError, UsageError
+from forebay.prepare.engines import Attempts, Engine, local_engine
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {folder!r})
 from test_engines import Piece, mark_and_wait
-from millrace.prepare.engines import local_engine
+from forebay.prepare.engines import local_engine
 {guard}
     with local_engine(2) as engine:
         engine.map(mark_and_wait, [Piece(i, folder=sys.argv[1]) for i in range(3)], print)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from millrace.errors import PrepareError
-from millrace.prepare.documents import SCHEMA
-from millrace.prepare.extract import Extract, all_text, extract_file, extract_html
+from forebay.errors import PrepareError
+from forebay.prepare.documents import SCHEMA
+from forebay.prepare.extract import Extract, all_text, extract_file, extract_html
 
 PAGE = """<html><head><title>T</title><style>x{}</style></head><body class="has-sidebar">
 <header>Site name</header><nav><a href=/>Home</a></nav><div class="cookie-notice">We use cookies</div>
@@ -30,10 +30,10 @@ EXPECTED = {  # what must, and what must not be in the main text
 
 
 def real(name: str) -> Path:
-    given_folder = os.environ.get("MILLRACE_TEST_DATA")
+    given_folder = os.environ.get("FOREBAY_TEST_DATA")
     folder = (Path(given_folder) if given_folder else Path(__file__).parents[3] / "../shared/data") / name
     if not folder.is_dir():
-        pytest.skip(f"no real data: set MILLRACE_TEST_DATA to a folder that holds {name}/")
+        pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}/")
     return folder
 
 

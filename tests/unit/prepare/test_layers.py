@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import UsageError
-from millrace.prepare.layers import key_lines, merge, parse_layer
-from millrace.prepare.recipe import load_recipe
+from forebay.errors import UsageError
+from forebay.prepare.layers import key_lines, merge, parse_layer
+from forebay.prepare.recipe import load_recipe
 
 TOML = '''
 name = "a # b"          # "c" = 5

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import PrepareError, UsageError
-from millrace.prepare.documents import Record, to_batches
-from millrace.prepare.filters import Perplexity
-from millrace.prepare.lm import train_lm
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.documents import Record, to_batches
+from forebay.prepare.filters import Perplexity
+from forebay.prepare.lm import train_lm
 
 Model = dict[tuple[str, ...], tuple[float, float]]
 

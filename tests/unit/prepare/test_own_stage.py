@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import PrepareError
-from millrace.prepare import load_recipe, prepare
-from millrace.prepare.report import load_report
+from forebay.errors import PrepareError
+from forebay.prepare import load_recipe, prepare
+from forebay.prepare.report import load_report
 
 STAGE = """
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from millrace.prepare.documents import Verdict
+from forebay.prepare.documents import Verdict
 
 
 @dataclass(frozen=True)

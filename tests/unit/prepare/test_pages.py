@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.prepare.read import ReadOptions, cut, find_sources, read, tables
-from millrace.prepare.read.opening import Damaged
-from millrace.prepare.read.pages import Page, most_rows, pages
+from forebay.prepare.read import ReadOptions, cut, find_sources, read, tables
+from forebay.prepare.read.opening import Damaged
+from forebay.prepare.read.pages import Page, most_rows, pages
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import zstandard
 
-from millrace.errors import UsageError
-from millrace.prepare.documents import Record
-from millrace.prepare.read.base import Format, Piece, ReadOptions, Source
-from millrace.prepare.read.reddit import REDDIT
-from millrace.prepare.read.stackexchange import SEVENZIP, STACKEXCHANGE
+from forebay.errors import UsageError
+from forebay.prepare.documents import Record
+from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
+from forebay.prepare.read.reddit import REDDIT
+from forebay.prepare.read.stackexchange import SEVENZIP, STACKEXCHANGE
 
 
 def real(name: str) -> Path:
-    given_folder = os.environ.get("MILLRACE_TEST_DATA")
+    given_folder = os.environ.get("FOREBAY_TEST_DATA")
     folder = (Path(given_folder) if given_folder else Path(__file__).parents[3] / "../shared/data") / name
     if not folder.is_dir():
-        pytest.skip(f"no real data: set MILLRACE_TEST_DATA to a folder that holds {name}/")
+        pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}/")
     return folder
 
 

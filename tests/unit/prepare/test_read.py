@@ -23,10 +23,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import PrepareError, UsageError
-from millrace.prepare.documents import TURN_GIVEN, TURN_LEARNT, Record
-from millrace.prepare.read import ReadOptions, cut, find_sources, read
-from millrace.prepare.read import base as read_base
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.documents import TURN_GIVEN, TURN_LEARNT, Record
+from forebay.prepare.read import ReadOptions, cut, find_sources, read
+from forebay.prepare.read import base as read_base
 
 DOCUMENTS = [("a", "First text."), ("b", "Zweiter Text, größer\nmit Zeile."), ("c", "")]
 
@@ -202,7 +202,7 @@ def test_pieces_cover_each_line_once(sizes: list[int], piece: int, end: bytes, l
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         path = Path(folder) / "a.jsonl"
         path.write_bytes(end.join(lines) + (end if last else b""))
-        patch.setattr("millrace.prepare.read.lines.PIECE_BYTES", piece)
+        patch.setattr("forebay.prepare.read.lines.PIECE_BYTES", piece)
         got = records(path, format="jsonl", max_document_bytes=60)
     ended = [last or i < len(lines) - 1 for i in range(len(lines))]
     short = [len(line) + len(end) * newline <= 60 + newline for line, newline in zip(lines, ended)]
@@ -325,7 +325,7 @@ def test_tables_say_which_columns_there_are(tmp_path: Path) -> None:
 def test_parquet_is_cut_by_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = pa.table({"text": [str(i) * 10 for i in range(100)]})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
-    monkeypatch.setattr("millrace.prepare.read.tables.PIECE_BYTES", 300)
+    monkeypatch.setattr("forebay.prepare.read.tables.PIECE_BYTES", 300)
     options = ReadOptions()
     pieces = cut(find_sources(tmp_path, options).sources, options)
     assert len(pieces) > 2

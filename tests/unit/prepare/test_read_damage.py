@@ -19,11 +19,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import PrepareError
-from millrace.prepare.documents import Record
-from millrace.prepare.read import FORMATS, ReadOptions, cut, find_sources, read
-from millrace.prepare.read.base import Piece, Source
-from millrace.prepare.read.opening import Damaged, open_source, unpack
+from forebay.errors import PrepareError
+from forebay.prepare.documents import Record
+from forebay.prepare.read import FORMATS, ReadOptions, cut, find_sources, read
+from forebay.prepare.read.base import Piece, Source
+from forebay.prepare.read.opening import Damaged, open_source, unpack
 
 LINES = b"".join(json.dumps({"id": i, "text": f"document {i * 7919}"}).encode() + b"\n" for i in range(300))
 

@@ -15,16 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from millrace.errors import PrepareError
-from millrace.prepare.documents import Record
-from millrace.prepare.read import ReadOptions, cut, find_sources, read
+from forebay.errors import PrepareError
+from forebay.prepare.documents import Record
+from forebay.prepare.read import ReadOptions, cut, find_sources, read
 
 
 def real(name: str) -> Path:
-    given = os.environ.get("MILLRACE_TEST_DATA")
+    given = os.environ.get("FOREBAY_TEST_DATA")
     folder = (Path(given) if given else Path(__file__).parents[3] / "../shared/data") / name
     if not folder.is_dir():
-        pytest.skip(f"no real data: set MILLRACE_TEST_DATA to a folder that holds {name}/")
+        pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}/")
     return folder
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import PrepareError
-from millrace.prepare.documents import Record
-from millrace.prepare.read import ReadOptions, cut, find_sources, read
-from millrace.prepare.read.hub import hub_source, parse_url
+from forebay.errors import PrepareError
+from forebay.prepare.documents import Record
+from forebay.prepare.read import ReadOptions, cut, find_sources, read
+from forebay.prepare.read.hub import hub_source, parse_url
 
 LINES = b"".join(json.dumps({"id": i, "text": f"document {i} " * 20}).encode() + b"\n" for i in range(3000))
 
@@ -70,7 +70,7 @@ class Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def origin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Origin]:
-    monkeypatch.setattr("millrace.prepare.read.remote._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("forebay.prepare.read.remote._FIRST_WAIT_S", 0.001)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     server = Origin()
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -99,7 +99,7 @@ def test_urls_are_read_like_files(origin: Origin, monkeypatch: pytest.MonkeyPatc
     source = find_sources([origin.url + "/b.jsonl.gz?signed=x"], ReadOptions()).sources[0]
     assert (source.name, source.format, source.compression) == ("b.jsonl.gz", "jsonl", "gz")
     assert (source.bytes, source.sha256) == (len(origin.files["/b.jsonl.gz"]), "etag:1")
-    monkeypatch.setattr("millrace.prepare.read.lines.PIECE_BYTES", 100_000)
+    monkeypatch.setattr("forebay.prepare.read.lines.PIECE_BYTES", 100_000)
     assert ids(origin.url + "/a.jsonl") == WANTED
     assert any(asked for asked in origin.asked)
 

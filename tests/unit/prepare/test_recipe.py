@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import UsageError
-from millrace.prepare import load_recipe
-from millrace.prepare.recipe import describe, parse_setting, recipe_names
-from millrace.sizes import parse_size
+from forebay.errors import UsageError
+from forebay.prepare import load_recipe
+from forebay.prepare.recipe import describe, parse_setting, recipe_names
+from forebay.sizes import parse_size
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import DatasetError
-from millrace.prepare.report import charts, figures, load_report, render, render_text, write_report
+from forebay.errors import DatasetError
+from forebay.prepare.report import charts, figures, load_report, render, render_text, write_report
 
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=alert(1)> \0 \x1b[31m &amp; ' \" \u202eRTL\u202d "
@@ -82,7 +82,7 @@ def example() -> dict[str, Any]:
     return {
         "name": "fineweb-small",
         "id": "7d1e5c0f9ab3427d8e61f5a2c4b7d09e1f3a5c7e9b2d4f60718293a4b5c6d7e8",
-        "created_with": "millrace 0.1.0",
+        "created_with": "forebay 0.1.0",
         "recipe": {
             "name": "fineweb-small",
             "input": [{"path": "warc/*.warc.gz", "format": "warc"}, {"path": "wet/*.wet.gz"}],

@@ -15,19 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.prepare.documents import Record
-from millrace.prepare.read import wikipedia
-from millrace.prepare.read.base import Piece, ReadOptions, Source
-from millrace.prepare.read.wikitext import to_text
+from forebay.prepare.documents import Record
+from forebay.prepare.read import wikipedia
+from forebay.prepare.read.base import Piece, ReadOptions, Source
+from forebay.prepare.read.wikitext import to_text
 
 MARKUP = ("[[", "]]", "{{", "}}", "<ref", "{|", "|}", "'''")
 
 
 def real(name: str) -> Path:
-    given_folder = os.environ.get("MILLRACE_TEST_DATA")
+    given_folder = os.environ.get("FOREBAY_TEST_DATA")
     folder = (Path(given_folder) if given_folder else Path(__file__).parents[3] / "../shared/data") / name
     if not folder.is_dir():
-        pytest.skip(f"no real data: set MILLRACE_TEST_DATA to a folder that holds {name}/")
+        pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}/")
     return folder
 
 

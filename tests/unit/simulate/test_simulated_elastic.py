@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.simulate import Settings, simulate
-from millrace.simulate.lineage import Weights, check
+from forebay.simulate import Settings, simulate
+from forebay.simulate.lineage import Weights, check
 
 _SMALL = {"workers": 6, "slices": 24, "samples": 64, "slice_bytes": 4 << 20}
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import UsageError
-from millrace.simulate.book import Book, Range
-from millrace.simulate.bound import lease_bound, swarm_bound
-from millrace.simulate.clock import Clock
-from millrace.simulate.faults import draw
-from millrace.simulate.links import Links, fair_rates
-from millrace.simulate.settings import Settings
+from forebay.errors import UsageError
+from forebay.simulate.book import Book, Range
+from forebay.simulate.bound import lease_bound, swarm_bound
+from forebay.simulate.clock import Clock
+from forebay.simulate.faults import draw
+from forebay.simulate.links import Links, fair_rates
+from forebay.simulate.settings import Settings
 
 
 def test_events_come_in_order_of_their_moment_then_of_their_making() -> None:

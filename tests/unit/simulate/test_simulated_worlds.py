@@ -1,4 +1,4 @@
-"""Small worlds of every kind hold the laws; set MILLRACE_WORLDS=200 for as many random ones (default 6)."""
+"""Small worlds of every kind hold the laws; set FOREBAY_WORLDS=200 for as many random ones (default 6)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.cli import main
-from millrace.simulate import Settings, leasing, simulate
-from millrace.simulate.plots import charts
+from forebay.cli import main
+from forebay.simulate import Settings, leasing, simulate
+from forebay.simulate.plots import charts
 
-_NUM_WORLDS = int(os.environ.get("MILLRACE_WORLDS", "6"))
+_NUM_WORLDS = int(os.environ.get("FOREBAY_WORLDS", "6"))
 _SMALL = {"workers": 8, "slices": 24, "samples": 64, "speed": 4.0, "exchange_s": 3.0, "lease_s": 10.0}
 
 
@@ -89,4 +89,4 @@ def test_a_sample_after_the_deadline_fails_the_run_and_tells_how_to_see_it_again
 ) -> None:
     args = ["simulate", "--workers", "2", "--slices", "4", "--samples", "32", "--seed", "5", "--deadline-s", "3"]
     assert main(args) == 1
-    assert "millrace simulate --workers 2 --slices 4 --seed 5" in capsys.readouterr().out
+    assert "forebay simulate --workers 2 --slices 4 --seed 5" in capsys.readouterr().out

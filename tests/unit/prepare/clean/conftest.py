@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from millrace.prepare.documents import Record, Stage, to_batches
+from forebay.prepare.documents import Record, Stage, to_batches
 
 
 def to_batch(texts: Sequence[str]) -> pa.RecordBatch:
@@ -60,8 +60,8 @@ def growth() -> Callable[[Stage, str, int], float]:
 
 @pytest.fixture
 def data() -> Path:
-    given = os.environ.get("MILLRACE_TEST_DATA")
+    given = os.environ.get("FOREBAY_TEST_DATA")
     folder = Path(given) if given else Path(__file__).parents[4] / "../shared/data"
     if not (folder / "pii").is_dir():
-        pytest.skip("no real data: set MILLRACE_TEST_DATA to a folder that holds pii/, badwords/ and lang/")
+        pytest.skip("no real data: set FOREBAY_TEST_DATA to a folder that holds pii/, badwords/ and lang/")
     return folder

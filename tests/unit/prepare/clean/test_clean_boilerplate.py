@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import UsageError
-from millrace.prepare.clean.boilerplate import Boilerplate
-from millrace.prepare.documents import TURN_LEARNT, Record, Stage, to_batches
+from forebay.errors import UsageError
+from forebay.prepare.clean.boilerplate import Boilerplate
+from forebay.prepare.documents import TURN_LEARNT, Record, Stage, to_batches
 
 TextsOf = Callable[[Stage, Sequence[str]], list[str]]
 Growth = Callable[[Stage, str, int], float]

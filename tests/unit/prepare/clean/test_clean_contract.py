@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.prepare.clean.boilerplate import Boilerplate
-from millrace.prepare.clean.pii import Pii
-from millrace.prepare.clean.toxic import Toxic
-from millrace.prepare.clean.unicode import Unicode
-from millrace.prepare.documents import SCHEMA, Record, Stage, to_batches
+from forebay.prepare.clean.boilerplate import Boilerplate
+from forebay.prepare.clean.pii import Pii
+from forebay.prepare.clean.toxic import Toxic
+from forebay.prepare.clean.unicode import Unicode
+from forebay.prepare.documents import SCHEMA, Record, Stage, to_batches
 
 WORDS = Path(__file__)  # any file of lines serves as a list
 STAGES: list[Stage] = [Unicode(), Unicode(form="NFKC"), Pii(), Pii(style="fineweb"), Toxic(str(WORDS)), Boilerplate()]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import UsageError
-from millrace.prepare.clean.pii import KINDS, Pii
-from millrace.prepare.documents import Record, Stage, text_buffers, to_batches
+from forebay.errors import UsageError
+from forebay.prepare.clean.pii import KINDS, Pii
+from forebay.prepare.documents import Record, Stage, text_buffers, to_batches
 
 TextsOf = Callable[[Stage, Sequence[str]], list[str]]
 Growth = Callable[[Stage, str, int], float]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import UsageError
-from millrace.prepare.clean.toxic import Toxic
-from millrace.prepare.documents import Record, Stage, to_batches
+from forebay.errors import UsageError
+from forebay.prepare.clean.toxic import Toxic
+from forebay.prepare.documents import Record, Stage, to_batches
 
 TextsOf = Callable[[Stage, Sequence[str]], list[str]]
 Growth = Callable[[Stage, str, int], float]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import UsageError
-from millrace.prepare.clean.unicode import MAX_MARKS, Unicode
-from millrace.prepare.documents import TURN_GIVEN, TURN_LEARNT, Record, Stage, to_batches
+from forebay.errors import UsageError
+from forebay.prepare.clean.unicode import MAX_MARKS, Unicode
+from forebay.prepare.documents import TURN_GIVEN, TURN_LEARNT, Record, Stage, to_batches
 
 TextsOf = Callable[[Stage, Sequence[str]], list[str]]
 Growth = Callable[[Stage, str, int], float]

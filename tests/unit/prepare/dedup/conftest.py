@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
-from millrace.prepare.dedup import Dedup, DedupResult, Part, Signer, deduplicate
+from forebay.prepare.dedup import Dedup, DedupResult, Part, Signer, deduplicate
 
 
 def serially(run: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:

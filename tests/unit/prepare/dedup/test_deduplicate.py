@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import PrepareError, UsageError
-from millrace.prepare.dedup import Cutter, Dedup, DedupResult, deduplicate, store_signatures
-from millrace.prepare.dedup.signer import sign_texts
-from millrace.prepare.documents import text_buffers
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.dedup import Cutter, Dedup, DedupResult, deduplicate, store_signatures
+from forebay.prepare.dedup.signer import sign_texts
+from forebay.prepare.documents import text_buffers
 
 WORDS = st.sampled_from(["a", "b", "a b", "a  b", "A b", "c\n", "\t", "é", "e\u0301", "}", ""])
 TEXTS = st.lists(st.lists(WORDS, max_size=4).map(" ".join), max_size=40)
@@ -229,7 +229,7 @@ def test_the_steps_files_do_not_depend_on_scale(bench: Any, corpus: list[str], t
 KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
-from millrace.prepare.dedup import Dedup, Part, deduplicate
+from forebay.prepare.dedup import Dedup, Part, deduplicate
 left = int(sys.argv[3])
 def map(run, tasks):
     global left
@@ -338,7 +338,7 @@ LARGE = """
 import resource, sys, tempfile
 from pathlib import Path
 import numpy as np, pyarrow as pa
-from millrace.prepare.dedup import Dedup, Part, Signer, deduplicate
+from forebay.prepare.dedup import Dedup, Part, Signer, deduplicate
 config = Dedup(exact=True, minhash=True, lines=True, min_characters=4, keep="longest")
 rng = np.random.default_rng(0)
 def peak(documents):

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from millrace.prepare.dedup import Dedup
-from millrace.prepare.dedup.signer import sign_texts
-from millrace.prepare.documents import text_buffers
+from forebay.prepare.dedup import Dedup
+from forebay.prepare.dedup.signer import sign_texts
+from forebay.prepare.documents import text_buffers
 
 
 def share_that_meets(texts: Any, config: Dedup) -> float:
@@ -60,10 +60,10 @@ def test_no_two_of_100_000_strangers_are_merged(bench: Any) -> None:
 
 @pytest.mark.parametrize("count", ["100", "1000"])
 def test_articles_with_known_pairs(bench: Any, count: str) -> None:
-    given = os.environ.get("MILLRACE_TEST_DATA")
+    given = os.environ.get("FOREBAY_TEST_DATA")
     folder = (Path(given) if given else Path(__file__).parents[4] / "../shared/data") / "neardup"
     if not folder.is_dir():
-        pytest.skip("no real data: set MILLRACE_TEST_DATA to a folder that holds neardup/")
+        pytest.skip("no real data: set FOREBAY_TEST_DATA to a folder that holds neardup/")
     lines = [line.split(" ", 1) for line in (folder / f"articles_{count}.train").read_text().splitlines()]
     truth = [line.split() for line in (folder / f"articles_{count}.truth").read_text().splitlines()]
     config = Dedup(minhash=True)

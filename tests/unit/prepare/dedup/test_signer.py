@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import PrepareError, UsageError
-from millrace.prepare.dedup import Dedup, Part, Signer
-from millrace.prepare.dedup.kernels import hash128
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.dedup import Dedup, Part, Signer
+from forebay.prepare.dedup.kernels import hash128
 
 
 def test_hash_has_the_published_vectors() -> None:

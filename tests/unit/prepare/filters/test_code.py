@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import UsageError
-from millrace.prepare.documents import SCHEMA
-from millrace.prepare.filters.code import Code
+from forebay.errors import UsageError
+from forebay.prepare.documents import SCHEMA
+from forebay.prepare.filters.code import Code
 
 
 def batch_of(texts: list[str]) -> pa.RecordBatch:

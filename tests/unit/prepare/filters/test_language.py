@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import UsageError
-from millrace.prepare.documents import Record, to_batches
-from millrace.prepare.filters import Language
+from forebay.errors import UsageError
+from forebay.prepare.documents import Record, to_batches
+from forebay.prepare.filters import Language
 
 SAMPLES = {
     "en": "All human beings are born free and equal in dignity and rights.",
@@ -62,10 +62,10 @@ def test_models_that_are_none(tmp_path: Path) -> None:
 
 
 def test_accuracy_on_the_declaration_of_human_rights() -> None:
-    given = os.environ.get("MILLRACE_TEST_DATA")
+    given = os.environ.get("FOREBAY_TEST_DATA")
     folder = Path(given) if given else Path(__file__).parents[4] / "../shared/data"
     if not (folder / "lang/udhr2.zip").is_file():
-        pytest.skip("no real data: set MILLRACE_TEST_DATA to a folder that holds lang/")
+        pytest.skip("no real data: set FOREBAY_TEST_DATA to a folder that holds lang/")
     files = {"en": "eng", "de": "deu_1901", "fr": "fra", "es": "spa", "ru": "rus"}
     expected, pieces = [], []
     with zipfile.ZipFile(folder / "lang/udhr2.zip") as archive:

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from millrace.errors import UsageError
-from millrace.prepare.documents import Record, Stage, to_batches
-from millrace.prepare.filters import (
+from forebay.errors import UsageError
+from forebay.prepare.documents import Record, Stage, to_batches
+from forebay.prepare.filters import (
     C4,
     FineWeb,
     GopherQuality,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from millrace.errors import PrepareError, UsageError
-from millrace.prepare.documents import SCHEMA
-from millrace.prepare.filters.url import Url
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.documents import SCHEMA
+from forebay.prepare.filters.url import Url
 
 
 def reasons(stage: Url, urls: list[str]) -> list[str]:

@@ -9,12 +9,12 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.prepare.documents import Record, to_batches
-from millrace.prepare.filters import FineWeb, GopherQuality, GopherRepetition
-from millrace.prepare.filters.fields import measure
-from millrace.prepare.filters.kernels import REPETITION, measure_repetition
-from millrace.prepare.filters.word_table import word_table
-from millrace.prepare.filters.words import read_only
+from forebay.prepare.documents import Record, to_batches
+from forebay.prepare.filters import FineWeb, GopherQuality, GopherRepetition
+from forebay.prepare.filters.fields import measure
+from forebay.prepare.filters.kernels import REPETITION, measure_repetition
+from forebay.prepare.filters.word_table import word_table
+from forebay.prepare.filters.words import read_only
 
 TOP, SAME = (1, 2, 3, 4), (2, 5, 6, 10)
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.prepare.documents import SCHEMA, Record, to_batches
-from millrace.prepare.filters import C4, FineWeb, GopherQuality, GopherRepetition, Length, word_table
-from millrace.prepare.filters import words as module
-from millrace.prepare.filters.characters import SPACE, character_table
-from millrace.prepare.filters.exceptions import hash_word
-from millrace.prepare.filters.spacing import spaced
-from millrace.prepare.filters.words import cut_words, decode, hash_points, tables
+from forebay.prepare.documents import SCHEMA, Record, to_batches
+from forebay.prepare.filters import C4, FineWeb, GopherQuality, GopherRepetition, Length, word_table
+from forebay.prepare.filters import words as module
+from forebay.prepare.filters.characters import SPACE, character_table
+from forebay.prepare.filters.exceptions import hash_word
+from forebay.prepare.filters.spacing import spaced
+from forebay.prepare.filters.words import cut_words, decode, hash_points, tables
 
 STAGES = (Length(), GopherQuality(), GopherRepetition(), C4(), FineWeb())
 

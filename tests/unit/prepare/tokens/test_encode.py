@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_parts import coder, documents, text_part
 
-from millrace.errors import PrepareError, UsageError
-from millrace.prepare.tokens import coders
-from millrace.prepare.tokens import encode as encoding
-from millrace.prepare.tokens.encode import EncodeTask, encode, finished
-from millrace.prepare.tokens.shuffle import Shuffle
-from millrace.prepare.tokens.subsets import Subsets
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.tokens import coders
+from forebay.prepare.tokens import encode as encoding
+from forebay.prepare.tokens.encode import EncodeTask, encode, finished
+from forebay.prepare.tokens.shuffle import Shuffle
+from forebay.prepare.tokens.subsets import Subsets
 
 TEXTS = [f"Document {i}: " + "grüße, 世界! \x00\r\n<|endoftext|> " * (i % 9) for i in range(300)]
 

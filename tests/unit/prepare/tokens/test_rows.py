@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_parts import coder, text_part
 
-from millrace.dataset import Dataset, open_dataset
-from millrace.dataset.manifest import FORMAT_VERSION, MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
-from millrace.errors import UsageError
-from millrace.prepare.documents import TURN_GIVEN as G
-from millrace.prepare.documents import TURN_LEARNT as L
-from millrace.prepare.tokens.encode import Encoded, EncodeTask, encode
-from millrace.prepare.tokens.rows import (
+from forebay.dataset import Dataset, open_dataset
+from forebay.dataset.manifest import FORMAT_VERSION, MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
+from forebay.errors import UsageError
+from forebay.prepare.documents import TURN_GIVEN as G
+from forebay.prepare.documents import TURN_LEARNT as L
+from forebay.prepare.tokens.encode import Encoded, EncodeTask, encode
+from forebay.prepare.tokens.rows import (
     TEMPLATES,
     Conversations,
     RowShape,
@@ -29,7 +29,7 @@ from millrace.prepare.tokens.rows import (
     split_turns,
     write_row_slice,
 )
-from millrace.prepare.tokens.tokenizers import train_tokenizer
+from forebay.prepare.tokens.tokenizers import train_tokenizer
 
 BARE = Template(given_suffix="")
 

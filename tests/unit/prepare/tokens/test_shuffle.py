@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_parts import coder, documents, text_part
 
-from millrace.errors import PrepareError
-from millrace.prepare.tokens import shuffle as shuffling
-from millrace.prepare.tokens.encode import EncodeTask, encode
-from millrace.prepare.tokens.shuffle import Shuffle, TokenPart, document_keys, plan_shuffle, shuffle
+from forebay.errors import PrepareError
+from forebay.prepare.tokens import shuffle as shuffling
+from forebay.prepare.tokens.encode import EncodeTask, encode
+from forebay.prepare.tokens.shuffle import Shuffle, TokenPart, document_keys, plan_shuffle, shuffle
 
 
 def parts_of(folder: Path, groups: list[list[str]], seed: int = 1, with_ids: bool = True) -> list[TokenPart]:
@@ -68,7 +68,7 @@ def test_another_seed_another_order_and_equal_parts_do_not_collide(tmp_path: Pat
 
 
 def test_ties_stand_in_the_order_of_parts_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from millrace.prepare.tokens import encode as encoding
+    from forebay.prepare.tokens import encode as encoding
 
     monkeypatch.setattr(encoding, "document_keys", lambda s, name, rows: (rows % 2).astype(np.uint64))
     parts = parts_of(tmp_path, [["a0", "a1", "a2"], ["b0", "b1", "b2"]])

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.dataset.slices import TOKEN_HEADER_BYTES, open_slice
-from millrace.errors import PrepareError, UsageError
-from millrace.prepare.tokens import slicing
-from millrace.prepare.tokens.shuffle import TokenPart
-from millrace.prepare.tokens.slicing import finished_slice, plan_slices, write_slice
+from forebay.dataset.slices import TOKEN_HEADER_BYTES, open_slice
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.tokens import slicing
+from forebay.prepare.tokens.shuffle import TokenPart
+from forebay.prepare.tokens.slicing import finished_slice, plan_slices, write_slice
 
 
 def part_of(folder: Path, stem: str, lengths: list[int], first: int) -> TokenPart:

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from token_parts import DATA, coder, text_part
 from tokenizers import Tokenizer
 
-from millrace.errors import PrepareError, UsageError
-from millrace.prepare.tokens import coders
-from millrace.prepare.tokens.coders import CoderSpec, cut_long, encode_column, fast_coder, reference_coder
-from millrace.prepare.tokens.sampling import sample_texts
-from millrace.prepare.tokens.tokenizers import TokenizerFile, byte_alphabet, load_tokenizer, train_tokenizer
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.tokens import coders
+from forebay.prepare.tokens.coders import CoderSpec, cut_long, encode_column, fast_coder, reference_coder
+from forebay.prepare.tokens.sampling import sample_texts
+from forebay.prepare.tokens.tokenizers import TokenizerFile, byte_alphabet, load_tokenizer, train_tokenizer
 
 needs_data = pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="no test data beside the repository")
 ALPHABET = [

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from millrace.dataset.manifest import TOKEN_DTYPES
-from millrace.prepare.tokens.coders import CoderSpec
-from millrace.prepare.tokens.encode import EncodeTask, TextPart, encode
-from millrace.prepare.tokens.shuffle import TokenPart
-from millrace.prepare.tokens.tokenizers import load_tokenizer
+from forebay.dataset.manifest import TOKEN_DTYPES
+from forebay.prepare.tokens.coders import CoderSpec
+from forebay.prepare.tokens.encode import EncodeTask, TextPart, encode
+from forebay.prepare.tokens.shuffle import TokenPart
+from forebay.prepare.tokens.tokenizers import load_tokenizer
 
 SCHEMA = pa.schema(
     [("place", pa.int64()), ("id", pa.large_string()), ("url", pa.large_string()), ("text", pa.large_string())]
 )
-DATA = Path(os.environ.get("MILLRACE_TEST_DATA") or Path(__file__).parents[4] / "../shared/data")
+DATA = Path(os.environ.get("FOREBAY_TEST_DATA") or Path(__file__).parents[4] / "../shared/data")
 
 
 def text_part(folder: Path, texts: list[str], batch_rows: int = 1000, name: str = "") -> TextPart:

@@ -1,0 +1,123 @@
+"""The command line: one verb, one function; each imports what it needs when it runs.
+
+Exit 0 done, 1 failed, 2 wrong usage, 130 interrupted. Results go to stdout (the last line is JSON where `--json` is
+given), everything else to stderr. A failure is one line: what, where, what to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from forebay.cli import (
+    bench,
+    convert,
+    coordinate,
+    data,
+    doctor,
+    job,
+    ledger,
+    mirror,
+    network,
+    plan,
+    prepare,
+    schedule,
+    simulate,
+    trust,
+    work,
+)
+from forebay.cli.running import Verb
+from forebay.errors import ForebayError, UsageError
+from forebay.extras import install_command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; no error leaves it as a traceback."""
+    args = _parser().parse_args(argv)
+    verb: Verb = args.verb
+    try:
+        return verb(args)
+    except KeyboardInterrupt:
+        print("forebay: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output left: not a failure of ours. Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except UsageError as error:
+        print(f"forebay: {error}", file=sys.stderr)
+        return 2
+    except ForebayError as error:
+        print(f"forebay: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"forebay: {_explain(error)}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        extra = _EXTRAS.get(package, "prepare")
+        print(
+            f"forebay: this command needs the package {package!r}, which is not installed. "
+            f"Install it with: {install_command(extra)}",
+            file=sys.stderr,
+        )
+        return 1
+
+
+_EXTRAS = {
+    "cryptography": "network", "libtorrent": "network", "torch": "torch", "transformers": "hf", "datasets": "hf",
+    "PIL": "vision", "tiktoken": "tiktoken", "kenlm": "lm", "obstore": "remote", "ray": "ray",
+    "prometheus_client": "metrics",
+}  # fmt: skip
+"""Which extra brings a package; all others come with `prepare`."""
+
+
+def _explain(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    advice = {
+        errno.ENOSPC: "the disk is full. Free some space or choose another directory, then run the same command again",
+        errno.EDQUOT: "the disk quota is used up. Free some space or choose another directory",
+        errno.EACCES: "no permission. Check who owns it",
+        errno.EROFS: "the file system is read-only. Choose another directory",
+        errno.ENOENT: "it does not exist. Check the path",
+    }.get(error.errno or 0, "the operating system refused")
+    return f"{error.strerror or error}{where}: {advice}."
+
+
+def _parser() -> argparse.ArgumentParser:
+    from forebay import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="forebay", description="Raw text in, a GPU that never waits.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"forebay {__version__}")
+    verbs = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def verb(name: str, run: Verb, about: str, parent: Any = verbs) -> argparse.ArgumentParser:
+        p: argparse.ArgumentParser = parent.add_parser(name, help=about, description=about, allow_abbrev=False)
+        p.set_defaults(verb=run)
+        return p
+
+    def group(name: str, about: str) -> Any:
+        return verbs.add_parser(name, help=about, description=about).add_subparsers(metavar="COMMAND", required=True)
+
+    prepare.add_verbs(verb, group)
+    data.add_verbs(verb, group)
+    mirror.add_verbs(verb, group)
+    convert.add_verbs(verb, group)
+    doctor.add_verbs(verb, group)
+    plan.add_verbs(verb, group)
+    job.add_verbs(verb, group)
+    trust.add_verbs(verb, group)
+    network.add_verbs(verb, group)
+    schedule.add_verbs(verb, group)
+    work.add_verbs(verb, group)
+    ledger.add_verbs(verb, group)
+    coordinate.add_verbs(verb, group)
+    simulate.add_verbs(verb, group)
+    bench.add_verbs(verb, group)
+    return parser

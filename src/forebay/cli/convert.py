@@ -1,0 +1,139 @@
+"""`forebay convert`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.cli.arguments import positive, show, size
+from forebay.errors import UsageError
+
+if TYPE_CHECKING:
+    from forebay.convert.content import Options
+
+_DTYPES = {"uint16": "U16", "uint32": "U32"}
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from forebay.convert.content import TokenSource
+    from forebay.convert.convert import FORMATS, check_place, convert, describe, open_source
+    from forebay.observe.progress import PrepareBar
+
+    options = _options(args)
+    if args.describe:
+        show(describe(args.source, options), args.json)
+        return 0
+    if args.out is None or args.to is None:
+        raise UsageError(f"convert: expected OUT and --to (one of {', '.join(FORMATS)}), or --describe alone.")
+    check_place(args.source, args.out, args.force)
+    source = open_source(args.source, options, args.to)
+    is_tokens = isinstance(source, TokenSource)
+    count = (source.num_tokens if isinstance(source, TokenSource) else source.num_rows) or 0
+    progress = _Progress(count, "tokens" if is_tokens else "rows")
+    with PrepareBar(enabled=not args.quiet) as bar:
+
+        def advance(count: int) -> None:
+            progress.advance(count)
+            bar.update(progress)
+
+        options = replace(options, on_progress=advance)
+        report = convert(source, args.out, args.to, options, force=args.force, verify=not args.no_verify)
+    result = report.to_json()
+    notes = result["notes"] if args.json else result.pop("notes")
+    show(result, args.json)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+class _Progress:
+    """Writing, then reading again, each over all that there is."""
+
+    def __init__(self, total: int, unit: str) -> None:
+        self.stage, self.done, self.total, self.unit = "convert", 0, total, unit
+
+    def advance(self, count: int) -> None:
+        if self.stage == "convert" and count and self.done >= self.total > 0:
+            self.stage, self.done = "verify", 0
+        self.done += count
+        self.total = max(self.total, self.done) if self.total else 0
+
+
+def _options(args: argparse.Namespace) -> Options:
+    from forebay.convert.content import Options
+
+    more = {
+        "flat": args.flat,
+        "header": args.header,
+        "generation": args.generation,
+        "items": args.items,
+        "slice_rows": args.slice_rows,
+    }
+    return Options(
+        dtype=_DTYPES.get(args.dtype),
+        input_dtype=args.input_dtype,
+        column=args.column,
+        seq_len=args.seq_len,
+        slice_bytes=args.slice_bytes,
+        shard_tokens=args.shard_tokens,
+        eos_id=args.eos_id,
+        name=args.name,
+        compress=args.compress or "",
+        tensors=dict(args.tensor),
+        lossy=args.lossy,
+        resize=args.resize,
+        crop=args.crop,
+        more={key: value for key, value in more.items() if value},
+    )
+
+
+def _tensor(text: str) -> tuple[str, str]:
+    name, _, dtype = text.partition("=")
+    if not name or not dtype:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=TYPE, such as images=f16")
+    return name, dtype
+
+
+def _height_width(text: str) -> tuple[int, int]:
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 224 or 224x320 (height x width)")
+    return int(parts[0]), int(parts[-1])
+
+
+def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    p = verb("convert", _convert, "from one format of training data to another, verified")
+    p.add_argument("source", metavar="SRC", help="a file, a directory, or a pattern in quotes")
+    p.add_argument("out", metavar="OUT", nargs="?", type=Path, help="where to write; must be free")
+    p.add_argument("--to", metavar="FORMAT", help="safetensors, npy, bin, ds, megatron, mds, litdata, arrow, parquet …")
+    p.add_argument("--describe", action="store_true", help="say what SRC is, and write nothing")
+    p.add_argument("--dtype", choices=sorted(_DTYPES), help="of the tokens written (default: as they are)")
+    p.add_argument("--input-dtype", metavar="T", help="of tokens that no header tells")
+    p.add_argument("--column", metavar="NAME", help="the column of tokens (default: input_ids or tokens)")
+    p.add_argument("--seq-len", type=positive, metavar="N", help="tokens of a sample, where the format has samples")
+    p.add_argument("--slice-bytes", type=size, default=64 << 20, metavar="SIZE", help="largest file (default: 64MiB)")
+    p.add_argument("--shard-tokens", type=positive, metavar="N", help="tokens of each file instead")
+    p.add_argument("--eos-id", type=int, metavar="N", help="the token that ends a document, where SRC tells no ends")
+    p.add_argument("--name", metavar="NAME", help="of the dataset, or of its files")
+    p.add_argument(
+        "--compress",
+        choices=["zstd", "snappy", "gzip", "none"],
+        help="zstd: most formats; snappy: Parquet; gzip: lines",
+    )
+    p.add_argument("--slice-rows", type=positive, metavar="N", help="rows of a slice, in place of --slice-bytes")
+    p.add_argument("--flat", action="store_true", help="safetensors: files alone, without a manifest")
+    p.add_argument("--header", action="store_true", help="bin: with llm.c's header")
+    p.add_argument("--generation", choices=["npy", "bin"], help="npy: of the sample ids (default: npy)")
+    p.add_argument("--items", choices=["tokens", "dict", "tuple"], help="litdata: what an item is (default: tokens)")
+    p.add_argument("--tensor", action="append", type=_tensor, default=[], metavar="NAME=TYPE", help="type of a column")
+    p.add_argument("--lossy", action="store_true", help="take values that their new type cannot hold")
+    p.add_argument("--resize", type=_height_width, metavar="HxW", help="images: scale to one size")
+    p.add_argument("--crop", type=_height_width, metavar="HxW", help="images: cut from the middle")
+    p.add_argument("--force", action="store_true", help="replace OUT once the new is whole")
+    p.add_argument("--no-verify", action="store_true", help="do not read again what was written")
+    p.add_argument("--json", action="store_true")
+    p.add_argument("--quiet", action="store_true")

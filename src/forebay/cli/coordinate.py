@@ -1,0 +1,114 @@
+"""`forebay coordinate`."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import json
+import socket
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from forebay.cli.arguments import address, positive, seconds
+from forebay.cli.running import ready, until_stopped
+from forebay.errors import UsageError
+
+_SETTINGS: dict[str, Callable[[str], Any]] = {
+    "dataset-type": str, "dataset-name": str, "tokenizer-name": str, "model-size": str,
+    "batch-size": positive, "seq-len": positive, "num-steps": positive, "seed": int,
+}  # fmt: skip
+
+
+def _coordinate(args: argparse.Namespace) -> int:
+    from forebay.schedule.coordinator import Coordinator
+    from forebay.schedule.members import Rules
+
+    host, port = address(args.listen)
+    host = host.strip("[]")
+    identity = None
+    if args.network is not None:
+        from forebay.network.identity import Identity
+
+        identity = Identity.load(args.network)
+    elif not _is_loopback(host):
+        if not args.open:
+            raise UsageError(
+                f"coordinate: plain HTTP on {host}, beyond this machine: whoever reaches the port could join the run. "
+                "Give --network DIR for mutual TLS, or --open if the network around it is trusted."
+            )
+        print(f"forebay: open: plain HTTP on {host}:{port}; whoever reaches it may join the run.", file=sys.stderr)
+    if args.state is None:
+        print(
+            "forebay: the run's state is in memory and ends with this process; --state DIR keeps it.", file=sys.stderr
+        )
+    if args.stale <= args.heartbeat:
+        raise UsageError(
+            f"coordinate: expected --stale above --heartbeat, got {args.stale:g} and {args.heartbeat:g} s."
+        )
+    rules = Rules(args.min_workers, args.heartbeat, args.stale, args.lost, args.grace)
+    coordinator = Coordinator(
+        host, port, state_dir=args.state, rules=rules, config=_config(args), identity=identity,
+        on_note=lambda text: print(f"forebay: {text}", file=sys.stderr, flush=True),
+    )  # fmt: skip
+    with coordinator:
+        scheme = "http" if identity is None else "https"
+        ready(args, role="coordinator", address=coordinator.address, url=f"{scheme}://{coordinator.address}",
+              run_id=coordinator.run_id)  # fmt: skip
+        until_stopped(args, (lambda: coordinator.done) if args.until_done else None)
+        status = coordinator.status()
+    if args.json:
+        print(json.dumps(status), flush=True)
+    return 0
+
+
+def _config(args: argparse.Namespace) -> dict[str, Any]:
+    """What workers are told: the file's settings, with those on the command line in their place."""
+    config: dict[str, Any] = {}
+    if args.config is not None:
+        try:
+            config = tomllib.loads(Path(args.config).read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise UsageError(f"coordinate: {args.config} is not TOML: {error}") from error
+        wrong = [key for key, value in config.items() if not isinstance(value, (str, int, float, bool))]
+        if wrong:
+            raise UsageError(
+                f"coordinate: expected plain values in {args.config}, got {', '.join(wrong)} of another kind."
+            )
+    given = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _SETTINGS}
+    config = {**config, **{key: value for key, value in given.items() if value is not None}}
+    size = config.get("batch_size", 1)
+    if type(size) is not int or size < 1:
+        raise UsageError(f"coordinate: expected batch_size of at least 1, got {size!r}.")
+    return config
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host's ports."""
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found)
+
+
+def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    del group
+    p = verb("coordinate", _coordinate, "give the workers of a run their rank, and hold their generations apart")
+    p.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="default 127.0.0.1:8000")
+    p.add_argument("--min-workers", type=positive, default=1, metavar="N", help="begin when N are there")
+    p.add_argument("--state", metavar="DIR", help="keep the run's state here: a restart goes on")
+    p.add_argument("--network", metavar="DIR", help="mutual TLS as this node (made by forebay network join)")
+    p.add_argument("--open", action="store_true", help="allow plain HTTP beyond this machine")
+    p.add_argument("--config", metavar="FILE.toml", help="what workers do; comes before what they were told")
+    for name, kind in _SETTINGS.items():
+        p.add_argument(f"--{name}", type=kind, help="the same for all workers")
+    p.add_argument("--heartbeat", type=seconds, default=30.0, metavar="S", help="longest silence of a worker (30)")
+    p.add_argument("--stale", type=seconds, default=90.0, metavar="S", help="a silent worker is given up after (90)")
+    p.add_argument("--lost", type=seconds, default=5.0, metavar="S", help="one that disconnected, after (5)")
+    p.add_argument("--grace", type=seconds, default=600.0, metavar="S", help="wait so long for a step's end (600)")
+    p.add_argument("--until-done", action="store_true", help="end when the run's last step is done")
+    p.add_argument("--lifeline", action="store_true", help=argparse.SUPPRESS)
+    p.add_argument("--json", action="store_true", help="ready line and final status as JSON")

@@ -1,0 +1,107 @@
+"""`forebay doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.cli.arguments import plain, positive
+
+if TYPE_CHECKING:
+    from forebay.doctor import Options, Report
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from forebay.doctor import examine, mend
+    from forebay.errors import UsageError
+
+    options = _options(args)
+    paths = args.paths
+    if args.mend is not None:
+        if len(paths) != 1:
+            raise UsageError(f"--mend: expected one path, got {len(paths)}. Mend one after the other.")
+        for written in mend(paths[0], args.mend, options):
+            print(f"wrote {written}", file=sys.stderr)
+        paths = [args.mend]
+    reports = examine(paths, options)
+    ok = all(one.ok for one in reports)
+    if args.json:
+        print(json.dumps({"ok": ok, "reports": [one.to_json() for one in reports]}))
+    else:
+        for one in reports:
+            _show(one)
+        wrong = sum(not one.ok for one in reports)
+        print("ok: nothing wrong found" if ok else f"NOT ok: {wrong} of {len(reports)} have something wrong")
+    return 0 if ok else 1
+
+
+def _options(args: argparse.Namespace) -> Options:
+    from forebay.doctor import Options
+    from forebay.formats.foreign import token_kind
+
+    vocab, eos, tokenizer = args.vocab_size or 0, args.eos_id, None
+    if args.tokenizer is not None:
+        from forebay.prepare.tokens.tokenizers import AUTO, load_tokenizer, parse
+
+        found = load_tokenizer(args.tokenizer, eos=AUTO)
+        tokenizer = parse(found.data, found.description)
+        vocab, eos = vocab or found.vocab_size, found.eos_id if eos is None else eos
+    return Options(
+        dtype=token_kind(args.dtype) if args.dtype is not None else None,
+        vocab_size=vocab,
+        eos_id=eos,
+        seq_len=args.seq_len or 0,
+        tokenizer=tokenizer,
+        spec=args.tokenizer or "",
+        full=args.full,
+    )
+
+
+def _show(report: Report) -> None:
+    read, total = report.read_bytes, report.total_bytes
+    seen = (
+        "its head"
+        if report.kind in ("text", "sample ids", "unknown")
+        else "all of it"
+        if read >= total
+        else f"{read:,} of {total:,} bytes, --full reads all"
+    )
+    print(f"{report.path}: {report.kind}, {total:,} bytes (looked at {seen}; {report.seconds:.2f} s)")
+    for name, value in report.facts.items():
+        print(
+            f"    {name.replace('_', ' ')}: {value!r}"
+            if name == "first_text"
+            else f"    {name.replace('_', ' ')}: {plain(value)}"
+        )
+    for one in report.findings:
+        print(f"  {'WRONG' if one.is_wrong else 'maybe'} {one.fault} ({one.confidence}) at {one.place} of {one.path}")
+        print(f"      {one.evidence}")
+        print(f"      mend: {one.mend}")
+
+
+def _number(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below zero")
+    return value
+
+
+def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    del group
+    p = verb("doctor", _doctor, "what a training-data file is, what is wrong with it, and what mends it")
+    p.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, directories, or a pattern in quotes")
+    p.add_argument("--dtype", metavar="TYPE", help="of tokens that no header tells: uint16, uint32, int64")
+    p.add_argument("--vocab-size", type=positive, metavar="N", help="every id is below it")
+    p.add_argument("--tokenizer", metavar="T", help="its vocabulary and EOS; decodes the first tokens")
+    p.add_argument("--seq-len", type=positive, metavar="N", help="tokens of a sample: finds samples that occur twice")
+    p.add_argument("--eos-id", type=_number, metavar="N", help="ends each document")
+    p.add_argument("--full", action="store_true", help="read every byte (default: 256 MiB of each, 1 GiB of all)")
+    p.add_argument("--mend", type=Path, metavar="OUT", help="write a mended copy to this new directory, and examine it")
+    p.add_argument("--json", action="store_true")

@@ -1,0 +1,142 @@
+"""`forebay mirror`: a dataset, or shared shards, copied to a directory or a bucket of one's own."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from forebay.cli.arguments import positive, size
+from forebay.errors import UsageError
+from forebay.sizes import words_of_bytes
+
+
+def _mirror(args: argparse.Namespace) -> int:
+    return _mirror_shards(args) if _is_of_shards(args) else _mirror_dataset(args)
+
+
+def _is_of_shards(args: argparse.Namespace) -> bool:
+    """What the source has, where the arguments do not say."""
+    if args.shards is not None and (args.slices is not None or args.id is not None):
+        raise UsageError("mirror: expected --shards, or --slices and --id of a dataset, got both. Give one.")
+    if args.shards is not None or args.slices is not None or args.id is not None:
+        return args.shards is not None
+    if args.source.startswith("forebay://"):
+        return False
+    from forebay.load.shard_mirror import holds_shards
+
+    return holds_shards(args.source, args.prefix)
+
+
+def _mirror_shards(args: argparse.Namespace) -> int:
+    from forebay.load.shard_mirror import mirror_shards
+    from forebay.observe.progress import bytes_bar
+
+    name = hashlib.sha256(f"{args.source} {args.target}".encode()).hexdigest()[:16]
+    # A directory gets its files by a rename: they come on its own disk.
+    beside = Path(args.target) / ".mirror" if "://" not in args.target else Path(tempfile.gettempdir())
+    temporary = (args.tmp_dir or beside) / f"forebay-mirror-{name}"
+    with bytes_bar("mirror", None, enabled=not args.quiet) as advance:
+        report = mirror_shards(
+            args.source, args.target, temporary=temporary, shards=None if args.shards is None else slice(*args.shards),
+            sequence_length=args.seq_len or 0, prefix=args.prefix, max_workers=args.connections,
+            chunk_size=args.chunk_bytes, on_progress=advance,
+        )  # fmt: skip
+    with contextlib.suppress(OSError):
+        (Path(args.target) / ".mirror").rmdir()
+    if args.json:
+        print(json.dumps(report.to_json()))
+        return 0
+    there = len(report.skipped)
+    print(f"copied {len(report.copied):,} shards, {words_of_bytes(report.copied_bytes)}; {there:,} were there")
+    if report.complete:
+        print(f"ok: {report.target} has all {report.shards:,} shards")
+    else:
+        print(f"{len(report.missing):,} of {report.shards:,} shards are still to be copied")
+    return 0
+
+
+def _mirror_dataset(args: argparse.Namespace) -> int:
+    from forebay.observe.progress import bytes_bar
+    from forebay.store.mirror import mirror
+    from forebay.store.remote import open_remote
+    from forebay.store.targets import open_target
+
+    source = args.source
+    if args.publisher is not None:
+        if not source.startswith("forebay://"):
+            raise UsageError("mirror: --publisher is for forebay:// URLs; say which dataset with --id")
+        source += f"?publisher={args.publisher}"
+    dataset = open_remote(source, dataset_id=args.id, identity=args.network)
+    start, stop = args.slices or (0, dataset.num_slices)
+    stop = dataset.num_slices if stop is None else stop
+    temporary = (args.tmp_dir or Path(tempfile.gettempdir())) / f"forebay-mirror-{dataset.id[:16]}"
+    target = open_target(args.target, temporary)
+    total = int(dataset.table.bytes[start:stop].sum())
+    swarm: dict[str, Any] | None = None
+    try:
+        with bytes_bar("mirror", total, enabled=not args.quiet) as advance:
+            if args.share:
+                from forebay.store.swarm_mirror import mirror_by_swarm
+
+                report, swarm = mirror_by_swarm(
+                    dataset, target, share=args.share, start=start, stop=stop, connections=args.connections,
+                    upload_bytes_per_s=args.upload_limit, linger_s=args.linger, on_progress=advance,
+                )  # fmt: skip
+            else:
+                report = mirror(
+                    dataset, target, start=start, stop=stop, connections=args.connections, on_progress=advance
+                )
+    finally:
+        target.close()
+    if args.json:
+        print(json.dumps(report.to_json() | ({"swarm": swarm} if swarm is not None else {})))
+        return 0
+    print(f"copied {report.copied:,} slices, {words_of_bytes(report.copied_bytes)}; {report.skipped:,} were there")
+    if report.complete:
+        print(f"ok: {report.target} is the dataset {report.id}")
+    else:
+        print(f"{report.missing:,} slices are still to be copied; then it gets its manifest")
+    return 0
+
+
+def _slices(text: str) -> tuple[int, int | None]:
+    """`A:B`, from A until before B; either may be left out. `A` alone is refused, as it could mean either."""
+    first, colon, last = text.partition(":")
+    if not colon or not all(part == "" or part.isdigit() for part in (first, last)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range: try 0:100")
+    return int(first or 0), int(last) if last else None
+
+
+def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    del group
+    p = verb("mirror", _mirror, "copy a dataset or shared shards to a directory or a bucket; run it again to go on")
+    p.add_argument("source", metavar="SRC", help="any URL of a dataset or of shared shards; r2://: by R2_DATASET_*")
+    p.add_argument("target", metavar="DST", help="a directory, s3://, r2://, gs:// or az://")
+    p.add_argument("--slices", type=_slices, metavar="A:B", help="only these, from 0")
+    p.add_argument("--shards", type=_slices, metavar="A:B", help="of shared shards: only these, from 0")
+    p.add_argument("--seq-len", type=positive, help="of shared shards (default: as their counts tell)")
+    p.add_argument("--prefix", choices=["train", "anneal"], default="train", help="of shared shards")
+    p.add_argument("--chunk-bytes", type=size, help="of shared shards: one request asks for so many")
+    p.add_argument("--id", help="the dataset's id: refuse any other")
+    p.add_argument("--publisher", metavar="PEER_ID", help="of forebay:// URLs: copy only what this peer signed")
+    p.add_argument("--connections", type=positive, default=16, help="requests at once (default: 16)")
+    p.add_argument(
+        "--tmp-dir", type=Path, metavar="DIR", help="for what is on its way to a bucket; needs room for a shard"
+    )
+    p.add_argument("--network", metavar="DIR", help="for forebay:// URLs: the node's directory")
+    p.add_argument(
+        "--share", nargs="?", const=True, default=False, metavar="HOST:PORT",
+        help="of forebay:// URLs: hand out what came while the rest comes: many mirrors burden the origin once",
+    )  # fmt: skip
+    p.add_argument("--upload-limit", type=size, metavar="BYTES", help="with --share: bytes a second to all others")
+    p.add_argument(
+        "--linger", type=float, default=60.0, metavar="S", help="with --share: go on while others lack slices, so long"
+    )
+    p.add_argument("--json", action="store_true")
+    p.add_argument("--quiet", action="store_true")

@@ -1,0 +1,127 @@
+"""Commands on the network: DHT, data node, who has what, and whether a node answers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from forebay.cli.arguments import address, positive, show
+from forebay.cli.running import add_node, join_network, listen_at, ready, until_stopped
+
+
+def _probe(args: argparse.Namespace) -> int:
+    from forebay.network.client import Client
+    from forebay.network.identity import Identity
+
+    with Client(Identity.load(args.network)) as client:
+        body, peer = client.request_json(args.address, "GET", "/v1/status", timeout_s=args.timeout)
+    draining = isinstance(body, dict) and bool(body.get("draining"))
+    show({"address": args.address, "peer_id": peer.peer_id, "name": peer.name, "healthy": not draining}, args.json)
+    return 1 if draining else 0
+
+
+def _dht(args: argparse.Namespace) -> int:
+    from forebay.network.dht import LibtorrentDht
+
+    host, port = address(args.listen)
+    first = LibtorrentDht(host, port, [address(a) for a in args.bootstrap])
+    nodes = [first]
+    nodes += [LibtorrentDht(host, 0, [(host, first.port)]) for _ in range(args.nodes - 1)]
+    ready(args, role="dht", address=f"{host}:{first.port}")
+    try:
+        until_stopped(args)
+    finally:
+        for node in nodes:
+            node.close()
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from forebay.dataset.reader import open_dataset
+    from forebay.network.access import Access
+    from forebay.serve import DataNode
+    from forebay.store.remote import open_remote
+
+    datasets = [
+        open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)
+        for path in args.datasets
+    ]
+    identity, discovery = join_network(args)
+    host, port = listen_at(args, discovery)
+    access = Access.load(args.access) if args.access is not None else None
+    node = DataNode(identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access)
+    try:
+        node.start()
+        ready(
+            args,
+            role="data node",
+            address=node.address,
+            peer_id=identity.peer_id,
+            datasets={d.name: d.id for d in datasets},
+        )
+        until_stopped(args)
+    finally:
+        node.stop()
+        discovery.close()
+    if args.json:
+        print(json.dumps(node.status()), flush=True)
+    return 0
+
+
+def _find(args: argparse.Namespace) -> int:
+    from forebay.network.discovery import find_providers
+    from forebay.network.https import Client
+
+    identity, discovery = join_network(args)
+    try:
+        claims = find_providers(discovery, Client(identity), identity.network_id, args.name, timeout_s=args.timeout)
+    finally:
+        discovery.close()
+    found = [
+        {
+            "name": c.name,
+            "dataset_id": c.dataset_id,
+            "slices": c.num_slices,
+            "peer_id": c.peer_id,
+            "address": c.address,
+        }
+        for c in claims
+    ]
+    if args.json:
+        print(json.dumps(found))
+    for claim in found if not args.json else []:
+        print("{name}  {dataset_id}  {slices} slices  {peer_id} at {address}".format(**claim))
+    if not found:
+        print(
+            f"forebay: nobody announces a dataset named {args.name!r} in this network. "
+            "Check the name, that its data node runs (forebay serve), and that this node is not revoked",
+            file=sys.stderr,
+        )
+        return 1
+    if len({c.dataset_id for c in claims}) > 1:
+        print(f"forebay: {args.name!r} stands for several datasets here; they are never mixed", file=sys.stderr)
+    return 0
+
+
+def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    """Adds the verbs of this module."""
+    p = add_node(verb, "dht", _dht, "nodes of the Kademlia DHT that others start from", network=False)
+    p.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT")
+    p.add_argument("--nodes", type=positive, default=1)
+    p = add_node(verb, "serve", _serve, "a data node: serve datasets and announce them")
+    p.add_argument("datasets", nargs="+", metavar="DATASET", help="a directory, or a URL that members fetch from too")
+    p.add_argument("--listen", metavar="HOST:PORT", help="default: a free port where our DHT node listens")
+    p.add_argument("--ttl", type=float, default=60.0, metavar="S", help="how long a claim holds without renewal")
+    p.add_argument("--access", type=Path, metavar="FILE", help="who may read what, and how much a day (TOML)")
+    p = add_node(verb, "find", _find, "who has a dataset")
+    p.add_argument("name")
+    p.add_argument("--timeout", type=float, default=10.0, metavar="S")
+    p = verb("probe", _probe, "whether a scheduler or data node answers and takes requests: exit 0 or 1")
+    p.add_argument("address", metavar="HOST:PORT")
+    p.add_argument("--network", type=Path, required=True, metavar="DIR")
+    p.add_argument("--timeout", type=float, default=2.0, metavar="S")
+    p.add_argument("--json", action="store_true")

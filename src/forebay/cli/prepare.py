@@ -1,0 +1,231 @@
+"""Commands that make datasets of raw text: prepare, report, extract, acquire, lm."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.cli.arguments import positive, show, size
+from forebay.errors import ForebayError, UsageError
+
+if TYPE_CHECKING:
+    from forebay.prepare.read import api
+    from forebay.prepare.recipe import Recipe
+
+
+def _recipe(args: argparse.Namespace) -> Recipe:
+    """The recipe that the command line describes: shipped recipe, then file, then single settings, then flags."""
+    from forebay.prepare.layers import merge
+    from forebay.prepare.recipe import GROUPS, STAGES, load_recipe, parse_setting
+
+    settings: dict[str, Any] = {}
+    for text in args.set or ():
+        settings = merge(settings, parse_setting(text))
+    flags = {
+        "name": args.name,
+        "max_bad": args.max_bad,
+        "sample": args.sample,
+        "read.format": args.format,
+        "read.text_key": args.text_key,
+        "tokenize.tokenizer": args.tokenizer,
+        "slice.bytes": args.slice_bytes,
+        "slice.tokens": args.slice_tokens,
+        "slice.rows": args.slice_rows,
+        "slice.seed": args.seed,
+        "slice.shuffle": True if args.shuffle else None,
+    }
+    for key, value in flags.items():
+        if value is not None:
+            settings = merge(settings, parse_setting(f"{key}={json.dumps(value)}"))
+    for name in _names(args.filter):
+        for stage in GROUPS.get(name, (name,)):
+            if stage not in STAGES:
+                raise UsageError(f"--filter {name!r}: expected some of {', '.join([*GROUPS, *STAGES])}.")
+            settings = merge(settings, {stage: {}})
+    for name in _names(args.dedup):
+        if name not in ("exact", "paragraphs", "lines", "minhash"):
+            raise UsageError(f"--dedup {name!r}: expected some of exact, paragraphs, lines, minhash.")
+        settings = merge(settings, {"dedup": {name: True}})
+    return load_recipe(args.recipe, args.config, settings)
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from forebay.observe.progress import PrepareBar
+    from forebay.prepare.pipeline import prepare
+    from forebay.prepare.plan import plan
+
+    recipe = _recipe(args)
+    if args.plan:
+        found = plan(args.inputs, recipe, workers=args.workers)
+        print(json.dumps(found.to_json()) if args.json else found.to_text())
+        return 0
+    if args.out is None:
+        raise UsageError("prepare: --out DIR is missing: where the dataset goes.")
+    with PrepareBar(enabled=not args.quiet) as bar:
+        summary = prepare(
+            args.inputs,
+            args.out,
+            recipe=recipe,
+            workers=args.workers,
+            engine=args.engine,
+            ray_address=args.ray_address,
+            keep_ids=args.keep_ids,
+            document_ids=args.document_ids,
+            to=args.to,
+            on_progress=bar.update,
+            on_trouble=lambda message: print(f"forebay: {message}", file=sys.stderr),
+        )
+    result = summary.to_json()
+    if args.json:
+        print(json.dumps(result))
+        return 0
+    reasons = sorted(result["dropped"].items(), key=lambda pair: -pair[1])
+    dropped = ", ".join(f"{n:,} {reason}" for reason, n in reasons[:6]) or "none"
+    dropped += f" and {len(reasons) - 6} other reasons" if len(reasons) > 6 else ""
+    made = f"{result['tokens']:,} tokens in {result['slices']:,} slices" if args.to == "dataset" else "as text"
+    print(
+        f"{result['documents_out']:,} of {result['documents_in']:,} documents, {made} (dropped: {dropped})\n"
+        f"{args.out}  id {result['id']}"
+    )
+    for name, facts in result.get("subsets", {}).items():
+        where = args.out if name == "train" else args.out / name
+        print(f"{name}: {where}  id {facts['id']}: {facts['documents']:,} documents, {facts['tokens']:,} tokens")
+    return 0
+
+
+def _show_recipe(args: argparse.Namespace) -> int:
+    from forebay.prepare.recipe import STAGES, describe, recipe_names, recipe_text
+
+    if args.name is None:
+        print(f"recipes: {', '.join(recipe_names())}\nstages:  {', '.join(STAGES)}")
+        print("tables:  read, dedup, tokenize, slice, subsets, rows\n\n`forebay recipe NAME` shows any of these.")
+    else:
+        print(recipe_text(args.name) if args.name in recipe_names() else describe(args.name))
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from forebay.prepare.report import load_report, render_text
+
+    path = Path(args.dataset)
+    page = path / "report.html" if path.is_dir() else path
+    report = load_report(page)
+    print(json.dumps(report) if args.json else render_text(report))
+    if not args.json:
+        print(f"\nThe whole of it: {page.resolve().as_uri()}")
+    return 0
+
+
+def _extract(args: argparse.Namespace) -> int:
+    from forebay.prepare.extract import extract_file
+
+    failed = 0
+    for file in args.files:
+        try:
+            for url, text in extract_file(file):
+                print(json.dumps({"url": url, "text": text}, ensure_ascii=False) if args.json else text + "\n")
+        except ForebayError as error:
+            print(f"forebay: {error}", file=sys.stderr)
+            failed = 1
+    return failed
+
+
+def _acquire(args: argparse.Namespace) -> int:
+    from forebay.prepare.read.api import acquire
+
+    folder = acquire(args.spec, args.out, on_progress=None if args.quiet else _say_pages)
+    if sys.stderr.isatty() and not args.quiet:
+        print(file=sys.stderr)
+    print(folder)
+    return 0
+
+
+def _say_pages(progress: api.Progress) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{progress.pages:,} pages, {progress.items:,} items", end="", file=sys.stderr)
+
+
+def _lm_train(args: argparse.Namespace) -> int:
+    from forebay.prepare.lm import train_lm
+    from forebay.prepare.pipeline import texts_of
+
+    summary = train_lm(texts_of(args.inputs, _recipe_for_text(args)), args.out, order=args.order)
+    show(dataclasses.asdict(summary), args.json)
+    return 0
+
+
+def _recipe_for_text(args: argparse.Namespace) -> Recipe:
+    from forebay.prepare.recipe import load_recipe
+
+    settings = {"read": {"text_key": args.text_key}} if args.text_key else {}
+    return load_recipe(args.recipe, args.config, settings)
+
+
+def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    p = verb("prepare", _prepare, "raw text to a dataset")
+    p.add_argument("inputs", nargs="*", metavar="INPUT", help="files, directories, URLs (default: those of the recipe)")
+    p.add_argument("--out", type=Path, metavar="DIR")
+    p.add_argument("--recipe", metavar="NAME", help="fineweb, gopher, c4, wikipedia, code or sft")
+    p.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with settings of your own")
+    p.add_argument("--set", action="append", metavar="KEY=VALUE", help="one setting: gopher_quality.min_words=20")
+    p.add_argument(
+        "--tokenizer", metavar="T", help="a tokenizer.json, a hub name, `bytes`, `train:VOCAB`, `tiktoken:NAME`"
+    )
+    p.add_argument("--filter", metavar="NAMES", help="stages to switch on: gopher,c4,fineweb,language,…")
+    p.add_argument("--dedup", metavar="KINDS", help="exact,paragraphs,lines,minhash")
+    p.add_argument("--format", metavar="NAME", help="read every input as this format, unsniffed")
+    p.add_argument("--name", help="the dataset's name (default: the directory's)")
+    p.add_argument("--slice-bytes", type=size, metavar="N")
+    p.add_argument("--slice-tokens", type=positive, metavar="N", help="tokens a slice, instead of bytes")
+    p.add_argument("--slice-rows", type=positive, metavar="N", help="rows a slice, with [rows]")
+    p.add_argument("--shuffle", action="store_true", help="permute the documents over the whole dataset")
+    p.add_argument("--seed", type=int)
+    p.add_argument("--sample", metavar="1%", help="only this share of the input: to try a recipe")
+    p.add_argument("--plan", action="store_true", help="say what would run, on how much, and stop")
+    p.add_argument("--workers", type=positive, default=None, metavar="N", help="processes (default: one a core)")
+    p.add_argument("--engine", choices=["local", "ray"], default="local")
+    p.add_argument("--ray-address", default=os.environ.get("RAY_ADDRESS"), metavar="ADDRESS", help="a Ray cluster")
+    p.add_argument(
+        "--to", choices=["dataset", "text"], default="dataset", help="text: Parquet of what is kept, no tokens"
+    )
+    p.add_argument("--keep-ids", type=Path, metavar="FILE", help="write each kept document's source id here")
+    p.add_argument("--document-ids", action="store_true", help="keep each document's source id beside the slices")
+    p.add_argument("--text-key", help="the field or column that holds the text")
+    p.add_argument("--max-bad", type=float, metavar="FRACTION", help="more malformed records than this: stop")
+    p.add_argument("--quiet", action="store_true")
+    p.add_argument("--json", action="store_true")
+
+    p = verb("recipe", _show_recipe, "a recipe to copy, or what a table of one means")
+    p.add_argument("name", nargs="?", metavar="NAME")
+
+    p = verb("report", _report, "what preparation kept and dropped, and why")
+    p.add_argument("dataset", help="a dataset, or its report.html")
+    p.add_argument("--json", action="store_true")
+
+    p = verb("extract", _extract, "main text of HTML files and WARC records")
+    p.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    p.add_argument("--json", action="store_true", help='a line each: {"url", "text"}')
+
+    p = verb("acquire", _acquire, "fetch a paged JSON API to JSONL, resumably")
+    p.add_argument("spec", type=Path, help="a TOML file that describes the API")
+    p.add_argument("--out", required=True, type=Path, metavar="DIR")
+    p.add_argument("--quiet", action="store_true")
+
+    p = verb("train", _lm_train, "a Kneser-Ney language model of text", group("lm", "models for the perplexity filter"))
+    p.add_argument("inputs", nargs="+", metavar="INPUT")
+    p.add_argument("--out", required=True, type=Path, metavar="FILE")
+    p.add_argument("--order", type=positive, default=3)
+    p.add_argument("--recipe", metavar="NAME")
+    p.add_argument("--config", type=Path, metavar="FILE")
+    p.add_argument("--text-key")
+    p.add_argument("--json", action="store_true")

@@ -1,0 +1,204 @@
+"""Commands of the scheduler: run one, steer its jobs, and ask what it says of itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import urllib.parse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.cli.arguments import positive
+from forebay.cli.running import add_node, join_network, listen_at, on_stop, ready
+from forebay.errors import UsageError
+
+if TYPE_CHECKING:
+    from forebay.schedule.catalog import JobPlan
+
+# `forebay schedule VERB JOB --at HOST:PORT`: as a dataset may have any name, a verb is one only with --at.
+VERBS = ("pause", "resume", "readmit", "weights")
+
+
+def _schedule(args: argparse.Namespace) -> int:
+    if args.at:
+        return _steer(args)
+    from forebay.network.https import Client
+    from forebay.schedule.service import SchedulerService
+
+    plans = _plans(args)
+    identity, discovery = join_network(args)
+    host, port = listen_at(args, discovery)
+    service = SchedulerService(
+        identity,
+        plans[0].name,
+        discovery=discovery,
+        client=Client(identity),
+        state_dir=args.state,
+        host=host,
+        port=port,
+        jobs=plans,
+        wait_s=args.wait,
+        standby=args.standby,
+        publishers=args.publisher,
+    )
+    stop = threading.Event()
+    on_stop(stop, args)
+    began = threading.Event()
+    try:
+        threading.Thread(target=_until_told, args=(args, service, stop, began), daemon=True).start()
+        service.start()
+        began.set()
+        if stop.is_set():
+            return 0
+        ready(
+            args,
+            role="scheduler",
+            address=service.address,
+            peer_id=identity.peer_id,
+            ledger=str(service.ledger_path),
+        )
+        while not stop.wait(0.2):
+            if args.exit_when_done and service.is_done():
+                break
+    finally:
+        began.set()
+        service.stop()
+        discovery.close()
+    return 0
+
+
+def _until_told(args: argparse.Namespace, service: Any, stop: threading.Event, began: threading.Event) -> None:
+    """While `start` waits for another scheduler's end: says so once, and ends the wait when told to stop."""
+    said = False
+    while not began.wait(0.1):
+        if service.waiting.is_set() and not said:
+            said = True
+            print(json.dumps({"standby": True}) if args.json else f"standing by for {args.state}", flush=True)
+        if stop.is_set():
+            service.stop()
+            return
+
+
+def _plans(args: argparse.Namespace) -> list[JobPlan]:
+    """A job for each NAME; or one for all the --mix."""
+    from forebay.schedule.catalog import JobPlan, Wanted
+
+    if bool(args.names) == bool(args.mix):
+        raise UsageError("which dataset? Give names, a job each; or --mix NAME=WEIGHT twice or more, for one job")
+    if args.id and len(args.names) != 1:
+        raise UsageError("--id: expected one dataset by name, for it is of one")
+    settings = {
+        "seq_len": args.seq_len, "epochs": args.epochs, "seed": args.seed, "lease_s": args.lease,
+        "stall_s": args.stall or 20 * args.lease, "steal_s": args.steal, "max_failures": args.max_failures,
+    }  # fmt: skip
+    if args.mix:
+        parts = dict(_weight(text) for text in args.mix)
+        wanted = tuple(Wanted(name, weight) for name, weight in parts.items())
+        changes = tuple(_change(text, list(parts)) for text in args.mix_from)
+        return [JobPlan(args.job or "mix", wanted, changes=changes, **settings)]
+    if args.mix_from or (args.job and len(args.names) > 1):
+        raise UsageError("--mix-from and --job: expected with --mix, or --job with one dataset")
+    names = [args.job or args.names[0], *args.names[1:]]
+    priorities = dict(_weight(text) for text in args.priority)
+    return [
+        JobPlan(job, (Wanted(name, 1.0, args.id or ""),), priority=int(priorities.get(job, 0)), **settings)
+        for job, name in zip(names, args.names)
+    ]
+
+
+def _weight(text: str) -> tuple[str, float]:
+    name, equals, value = text.rpartition("=")
+    try:
+        if equals and name:
+            return name, float(value)
+    except ValueError:
+        pass
+    raise UsageError(f"expected NAME=NUMBER, got {text!r}")
+
+
+def _change(text: str, names: list[str]) -> tuple[int, tuple[float, ...]]:
+    """`SAMPLES:NAME=WEIGHT,…`; who is not named has weight 0."""
+    at, _, rest = text.partition(":")
+    weights = dict(_weight(part) for part in rest.split(","))
+    if not at.isdigit() or set(weights) - set(names):
+        raise UsageError(f"--mix-from: expected SAMPLES:NAME=WEIGHT,… of {', '.join(names)}, got {text!r}")
+    return int(at), tuple(weights.get(name, 0.0) for name in names)
+
+
+def _steer(args: argparse.Namespace) -> int:
+    from forebay.network.https import Client
+    from forebay.network.identity import Identity
+    from forebay.schedule.status import job_line
+
+    if len(args.names) < 2 or args.names[0] not in VERBS or args.network is None:
+        raise UsageError(f"schedule --at: expected {'|'.join(VERBS)} JOB … --at HOST:PORT --network DIR")
+    verb, job, *more = args.names
+    body: dict[str, Any] = {}
+    if verb == "readmit" and more:
+        body = {"slices": [int(text) for text in more if text.isdigit()]}
+    elif verb == "weights":
+        body = {"weights": dict(_weight(text) for text in more)}
+    path = f"/v1/jobs/{urllib.parse.quote(job, safe='')}/{verb}"
+    answer, _ = Client(Identity.load(args.network)).request_json(args.at, "POST", path, body)
+    print(json.dumps(answer) if args.json else job_line(answer))
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    from forebay.cli.node_status import lines as node_lines
+    from forebay.network.https import Client
+    from forebay.network.identity import Identity
+    from forebay.schedule.status import lines
+
+    body, _ = Client(Identity.load(args.network)).request_json(args.address, "GET", "/v1/status")
+    if args.json:
+        print(json.dumps(body))
+    else:
+        print("\n".join(lines(body) if "jobs" in body else node_lines(body)))
+    return 0
+
+
+def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    """Adds the verbs of this module."""
+    p = add_node(verb, "schedule", _schedule, "a scheduler: find datasets and lease their slices; or steer its jobs")
+    p.add_argument("names", nargs="*", metavar="NAME", help="a dataset: a job each; or, with --at, a verb and a job")
+    p.add_argument("--job", help="another name for the job than its dataset's")
+    p.add_argument("--mix", action="append", default=[], metavar="NAME=WEIGHT", help="a dataset of one mixed job")
+    p.add_argument(
+        "--mix-from", action="append", default=[], metavar="SAMPLES:NAME=WEIGHT,…", help="other weights from there on"
+    )
+    p.add_argument("--priority", action="append", default=[], metavar="JOB=N", help="for workers that name no job")
+    p.add_argument("--id", help="the dataset id, where a name stands for several")
+    p.add_argument(
+        "--publisher", action="append", default=[], metavar="PEER_ID", help="lease only what one of these peers signed"
+    )
+    p.add_argument("--listen", metavar="HOST:PORT", help="default: a free port where our DHT node listens")
+    p.add_argument(
+        "--state", type=Path, default=Path("./forebay-state"), metavar="DIR",
+        help="of the ledgers and the journal; started on it again, a scheduler goes on (./forebay-state)",
+    )  # fmt: skip
+    p.add_argument("--standby", action="store_true", help="wait for the scheduler on --state to end, then go on for it")
+    p.add_argument("--seq-len", type=positive, default=1024, metavar="L", help="tokens a sample (1024)")
+    p.add_argument("--epochs", type=positive, default=1, metavar="N", help="how often every sample is used (1)")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, another order (0)")
+    p.add_argument("--lease", type=float, default=30.0, metavar="S", help="a lease lives so long without a word (30)")
+    p.add_argument("--stall", type=float, metavar="S", help="and so long without a use (default: 20 times --lease)")
+    p.add_argument("--steal", type=float, default=2.0, metavar="S", help="cut who needs longer, for who is idle (2)")
+    p.add_argument(
+        "--max-failures",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="workers that fail on a slice, to set it aside (3)",
+    )
+    p.add_argument("--wait", type=float, default=30.0, metavar="S", help="how long to look for a data node (30)")
+    p.add_argument("--exit-when-done", action="store_true", help="end once every job is done")
+    p.add_argument(
+        "--at", metavar="HOST:PORT", help=f"a running scheduler: {', '.join(VERBS)} NAME's job; needs the role admin"
+    )
+    p = verb("status", _status, "what a scheduler or data node says of itself")
+    p.add_argument("address", metavar="HOST:PORT")
+    p.add_argument("--network", type=Path, required=True, metavar="DIR")
+    p.add_argument("--json", action="store_true")

@@ -1,0 +1,86 @@
+"""The command that runs a whole network in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from forebay.cli.arguments import positive, rate, seconds, size
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from forebay.observe.progress import bytes_bar
+    from forebay.simulate import Settings, simulate
+    from forebay.simulate.plots import write_page
+
+    given = {field.name: getattr(args, field.name, None) for field in fields(Settings)}
+    settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    shown = 0
+
+    with bytes_bar("simulate", 1000, enabled=not args.json) as advance:
+
+        def progress(done: float, now: float) -> None:
+            nonlocal shown
+            del now
+            advance(int(1000 * done) - shown)
+            shown = int(1000 * done)
+
+        result = simulate(settings, progress)
+    if args.plot is not None:
+        print(f"wrote {write_page(result, args.plot)}", file=sys.stderr)
+    if not result.ok or not args.json:
+        print(result.words(), file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        print(json.dumps(result.to_json()))
+    return 0 if result.ok else 1
+
+
+_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "workers": (positive, "machines that train (1000)"),
+    "slices": (positive, "of the dataset (10000)"),
+    "churn": (float, "share of the workers that are killed at random moments (0)"),
+    "replace": (float, "share of the killed that new machines replace (1)"),
+    "seed": (int, "another seed, another world (0)"),
+    "epochs": (positive, "how often every sample is used (1)"),
+    "samples": (positive, "of a slice (512)"),
+    "batch": (positive, "samples of a worker's step (8)"),
+    "slice-bytes": (size, "of a slice (64MiB)"),
+    "speed": (float, "samples a second of the median worker (4)"),
+    "spread": (float, "of speeds, links and latencies: sigma of their logarithms (0.4)"),
+    "up": (rate, "a worker's link up (100Mb/s)"),
+    "down": (rate, "a worker's link down (200Mb/s)"),
+    "origins": (positive, "data nodes that hold everything (1)"),
+    "origin-up": (rate, "a data node's link up (10Gb/s)"),
+    "latency-s": (seconds, "one way, in seconds (0.03)"),
+    "replace-s": (seconds, "seconds until a killed machine is replaced (30)"),
+    "liars": (float, "share of the workers that serve wrong bytes, none, or refuse (0)"),
+    "slow": (float, "share of the workers that are ten times as slow (0)"),
+    "restarts": (int, "how often the scheduler is killed (0)"),
+    "outage-s": (seconds, "seconds until it is back (10)"),
+    "partitions": (int, "how often a tenth of the workers is cut off (0)"),
+    "partition-s": (seconds, "seconds of each (60)"),
+    "lost": (float, "share of the scheduler's answers that never arrive (0)"),
+    "cache": (positive, "slices that a worker keeps (64)"),
+    "lease-s": (seconds, "seconds that a lease lives without contact (30)"),
+    "exchange-s": (seconds, "seconds between two words of a worker with the scheduler (5)"),
+    "steal-s": (seconds, "leases are cut only of who needs longer than this (2)"),
+    "stall-s": (seconds, "a worker that uses nothing for so long loses its leases (600)"),
+    "limit-rps": (float, "requests a second above which the store answers 503 (200)"),
+    "deadline-s": (seconds, "fail if a sample is used later than this"),
+}
+
+
+def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    """Adds the verbs of this module."""
+    del group
+    p = verb("simulate", _simulate, "a whole network in virtual time, on the real code; exit 1 if a sample is lost")
+    p.add_argument("--mode", choices=["lease", "order", "swarm", "store"], default="lease", help="default: lease")
+    for flag, (kind, about) in _OPTIONS.items():
+        p.add_argument(f"--{flag}", type=kind, help=about)
+    p.add_argument("--plot", type=Path, metavar="DIR|FILE.html", help="a page of what happened, with plots")
+    p.add_argument("--json", action="store_true")

@@ -1,0 +1,357 @@
+"""Commands on trust: a network's keys and certificates, who is admitted, who is shut out, what was refused."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from forebay.cli.arguments import address, plain, positive, show
+from forebay.errors import UsageError
+from forebay.network.peer import ROLES, Scope
+
+DAY_S = 86400
+
+
+def _network_init(args: argparse.Namespace) -> int:
+    from forebay.network.identity import create_network
+
+    create_network(args.directory, args.name, bootstrap=[address(a) for a in args.bootstrap])
+    print(f"network {args.name!r} in {args.directory}. Keep root-key.pem secret: it admits nodes.")
+    print(f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE")
+    return 0
+
+
+def _network_org(args: argparse.Namespace) -> int:
+    from forebay.network.identity import create_organisation
+
+    scope = _scope(args)
+    peer_id = create_organisation(args.network, args.directory, args.name, scope, **_days(args))
+    print(f"organisation {args.name!r} is {peer_id}: its nodes may be {_words(scope)}.")
+    print(f"Give {args.directory} to whoever runs it, and keep no copy: org-key.pem admits nodes in its name.")
+    print(f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE")
+    return 0
+
+
+def _network_join(args: argparse.Namespace) -> int:
+    from forebay.network.identity import NODE_VALID_DAYS, join
+    from forebay.network.joining import join_by_token
+
+    if args.token is not None:
+        if len(args.directories) != 1 or args.role or args.dataset or args.days:
+            raise UsageError("join: with --token expected the node's directory alone; the token says the rest")
+        text = sys.stdin.readline().strip() if args.token == "-" else args.token
+        identity = join_by_token(text, args.directories[0], args.name)
+    else:
+        if len(args.directories) != 2:
+            raise UsageError("join: expected the directories of the network and of the node, or --token TOKEN and one")
+        network_dir, node_dir = args.directories
+        days = args.days or NODE_VALID_DAYS
+        identity = join(network_dir, node_dir, args.name, scope=_scope(args), valid_days=days)
+    where = args.directories[-1]
+    print(f"{identity.name} is peer {identity.peer_id}. Its files are in {where}; use --network with it.")
+    if identity.org or identity.scope != Scope():
+        by = f" It was admitted by organisation {identity.org}." if identity.org else ""
+        print(f"It may be {_words(identity.scope)}, until {_date(identity.expires_at)}.{by}")
+    return 0
+
+
+def _network_invite(args: argparse.Namespace) -> int:
+    import secrets
+
+    from forebay.network.networks import read_issuer, read_network
+    from forebay.network.tokens import Token, sign_token
+
+    address(args.at)
+    issuer = read_issuer(args.directory)
+    # An organisation's nodes get no datasets beyond its own, whatever the token says.
+    scope = Scope(frozenset(args.role) or issuer.scope.roles, tuple(args.dataset), issuer.scope.datasets)
+    token = Token(
+        id=secrets.token_hex(16),
+        network_id=read_network(args.directory)["network_id"],
+        issuer=issuer.peer_id,
+        address=args.at,
+        roles=tuple(sorted(scope.roles)),
+        datasets=scope.datasets,
+        uses=args.uses,
+        expires_at=round(time.time() + args.hours * 3600),
+        valid_days=args.days or 90,
+    )
+    print(sign_token(issuer, token))
+    print(
+        f"token {token.id[:8]}: {token.uses} {'node' if token.uses == 1 else 'nodes'} may join as {_words(scope)}, "
+        f"until {_date(token.expires_at)}. "
+        f"Who has it may join: send it like a password.\n"
+        f"next, here: forebay network admit {args.directory} --listen {args.at}\n"
+        f"next, there: forebay network join --token TOKEN NODE_DIRECTORY --name NODE",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _network_admit(args: argparse.Namespace) -> int:
+    from forebay.cli.running import ready, until_stopped
+    from forebay.network.admission import Admissions, AdmissionServer
+    from forebay.network.audit import AuditLog
+
+    host, port = address(args.listen)
+    audit = AuditLog(args.audit) if args.audit is not None else None
+    try:
+        admissions = Admissions(args.directory, audit)
+        server = AdmissionServer(admissions, host, port).start()
+        try:
+            ready(args, role="admission", address=server.address, issuer=admissions.issuer.peer_id)
+            until_stopped(args)
+        finally:
+            server.close()
+    finally:
+        if audit is not None:
+            audit.close()
+    return 0
+
+
+def _network_renew(args: argparse.Namespace) -> int:
+    from forebay.network.identity import renew
+    from forebay.network.joining import renew_at
+    from forebay.network.networks import renew_organisation
+
+    if len(args.directories) != (2 if args.at is None else 1):
+        raise UsageError("renew: expected the directories of the issuer and of the node, or --at HOST:PORT and one")
+    if args.at is not None:
+        identity = renew_at(args.at, args.directories[0])
+    elif (args.directories[1] / "org-key.pem").exists():
+        peer_id = renew_organisation(args.directories[0], args.directories[1], **_days(args))
+        print(f"organisation {peer_id} has a new certificate. Renew its nodes', too: theirs carry the old one.")
+        return 0
+    else:
+        identity = renew(args.directories[0], args.directories[1], **_days(args))
+    until = _date(identity.expires_at)
+    print(f"{identity.name} has a new certificate until {until}; it is peer {identity.peer_id} as before.")
+    return 0
+
+
+def _network_revoke(args: argparse.Namespace) -> int:
+    from forebay.network.client import Client
+    from forebay.network.identity import Identity, revoke
+    from forebay.network.trust import tell
+
+    issuers = [d for d in args.directories if any((d / f"{kind}-key.pem").exists() for kind in ("root", "org"))]
+    nodes = [d for d in args.directories if d not in issuers]
+    if args.tell and not (issuers and nodes):
+        raise UsageError("revoke: --tell needs the issuer's directory, to sign, and a node's, to speak as")
+    made = [revoke(directory, args.peer_id, *nodes) for directory in issuers]
+    for directory in nodes:
+        revoke(directory, args.peer_id)
+    if nodes:
+        print(f"{args.peer_id} is shut out by {', '.join(map(str, nodes))}, from the next request on.")
+    for signed in made:
+        assert signed is not None  # an issuer's directory signs
+        print(f"{args.peer_id} is revoked by list {signed.number}: running nodes that hear of it tell the others.")
+    for told in args.tell:
+        identity = Identity.load(nodes[0])
+        with Client(identity) as client:
+            print(f"told {tell(client, told, identity)} at {told}")
+    if made and not nodes:
+        print("Nobody has heard of it yet: name a running node's directory, or --tell HOST:PORT.", file=sys.stderr)
+    return 0
+
+
+def _network_show(args: argparse.Namespace) -> int:
+    facts = _issuer_facts(args.directory) or _node_facts(args.directory)
+    if not args.json:
+        facts["expires"] = f"{_date(facts['expires'])} ({_left(facts['expires'])})"
+        for key in ("roles", "datasets"):
+            facts[key] = ", ".join(facts[key]) or "all"
+        facts["revoked"] = ", ".join(facts["revoked"]) or "none"
+        lists = facts.pop("lists")
+        facts["revocations"] = ", ".join(f"number {n} of {issuer}" for issuer, n in lists.items()) or "no list yet"
+        if not facts.get("organisation", "it"):
+            facts["organisation"] = "none: signed by the root"
+    show(facts, args.json)
+    return 0
+
+
+def _issuer_facts(directory: Path) -> dict[str, Any] | None:
+    from forebay.network.networks import peer_in, read_cert, read_issuer, read_network
+    from forebay.network.revocation import Revocations
+
+    if not any((directory / name).exists() for name in ("root-key.pem", "org-key.pem")):
+        return None
+    issuer = read_issuer(directory)
+    peer = peer_in(issuer.cert)
+    return {
+        "kind": "network" if issuer.is_root else "organisation",
+        "name": peer.name,
+        "peer_id": peer.peer_id,
+        "network": read_network(directory)["network_id"],
+        **_scope_facts(issuer.scope),
+        "expires": round(issuer.cert.not_valid_after_utc.timestamp()),
+        **_revoked(Revocations(directory, _root_der(read_cert(directory / "root-cert.pem")))),
+    }
+
+
+def _node_facts(directory: Path) -> dict[str, Any]:
+    from forebay.network.identity import Identity
+
+    identity = Identity.load(directory)
+    return {
+        "kind": "node",
+        "name": identity.name,
+        "peer_id": identity.peer_id,
+        "network": identity.network_id,
+        "organisation": identity.org,
+        **_scope_facts(identity.scope),
+        "expires": round(identity.expires_at),
+        **_revoked(identity.revocations),
+    }
+
+
+def _root_der(cert: Any) -> bytes:
+    from forebay.network.certificates import der_of
+
+    return der_of(cert)
+
+
+def _revoked(revocations: Any) -> dict[str, Any]:
+    lists = revocations.lists()
+    named = sorted({peer for found in lists for peer in found.revoked} | revocations.stamp()[1])
+    return {"revoked": named, "lists": {found.issuer: found.number for found in lists}}
+
+
+def _scope_facts(scope: Scope) -> dict[str, Any]:
+    # An organisation's patterns bound the node's own: both must fit a name.
+    return {"roles": sorted(scope.roles), "datasets": list(scope.datasets or scope.within)}
+
+
+def _network_sign(args: argparse.Namespace) -> int:
+    from forebay.dataset.reader import open_dataset
+    from forebay.network.identity import Identity
+    from forebay.network.publish import SIGNATURE_NAME, sign_dataset
+
+    dataset = open_dataset(args.dataset)
+    made = sign_dataset(Identity.load(args.network), dataset.path, dataset.name)
+    if args.json:
+        print(json.dumps({"name": made.name, "dataset_id": made.dataset_id, "publisher": made.publisher}))
+        return 0
+    print(f"{made.name} {made.dataset_id} is signed by {made.publisher} ({dataset.path / SIGNATURE_NAME}).")
+    print(f"Who demands that: --publisher {made.publisher}")
+    return 0
+
+
+def _network_audit(args: argparse.Namespace) -> int:
+    from forebay.network.audit import read_audit
+
+    count, last = 0, ""
+    for event in read_audit(args.file):
+        count, last = count + 1, event.hash
+        if args.json:
+            fields = {"seq": event.seq, "at": event.at, "kind": event.kind, **event.facts, "repeats": event.repeats}
+            print(json.dumps(fields))
+            continue
+        facts = "  ".join(f"{key} {_told(value)}" for key, value in event.facts.items())
+        more = f"  ({event.repeats:,} more like it)" if event.repeats else ""
+        print(f"{_date(event.at)}  {event.kind:<11}  {facts}{more}")
+    print(f"{count:,} events, each bound to the one before; the last hash is {last or 'none'}", file=sys.stderr)
+    return 0
+
+
+def _told(value: Any) -> str:
+    """A fact of an event for a person: of a refusal's answer its message."""
+    try:
+        return str(json.loads(value)["message"])
+    except (KeyError, TypeError, ValueError):
+        return plain(value)
+
+
+def _left(until: float) -> str:
+    days = (until - time.time()) / DAY_S
+    return f"{days:,.0f} days left" if days >= 10 else f"{days:,.1f} days left" if days > 0 else "over"
+
+
+def _scope(args: argparse.Namespace) -> Scope:
+    return Scope(frozenset(args.role), tuple(args.dataset))
+
+
+def _days(args: argparse.Namespace) -> dict[str, float]:
+    return {"valid_days": args.days} if args.days else {}
+
+
+def _words(scope: Scope) -> str:
+    roles = ", ".join(sorted(scope.roles)) or "worker, data, scheduler and admin"
+    globs = scope.datasets or scope.within
+    return f"{roles} for " + (f"datasets {', '.join(globs)}" if globs else "all datasets")
+
+
+def _date(at: float) -> str:
+    return dt.datetime.fromtimestamp(at, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _add_scope(p: argparse.ArgumentParser) -> None:
+    choices = sorted(ROLES)
+    p.add_argument("--role", action="append", default=[], choices=choices, help="may be repeated; without it: all")
+    p.add_argument("--dataset", action="append", default=[], metavar="GLOB", help="names it may touch; without it: all")
+
+
+def _add_days(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--days", type=positive, help="how long the certificate holds")
+
+
+def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    """Adds the verbs of this module."""
+    network = group("network", "identities and membership")
+    _add_membership(verb, network)
+    p = verb("revoke", _network_revoke, "shut a peer or an organisation out, in force without a restart", network)
+    p.add_argument("peer_id")
+    p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="the issuer's, to sign a list; nodes'")
+    p.add_argument("--tell", action="append", default=[], metavar="HOST:PORT", help="a node to bring the list to")
+    p = verb("show", _network_show, "who a node is, what it may do, until when, and whom it shuts out", network)
+    p.add_argument("directory", type=Path)
+    p.add_argument("--json", action="store_true")
+    p = verb("sign", _network_sign, "vouch for a dataset as its publisher", network)
+    p.add_argument("dataset")
+    p.add_argument("--network", type=Path, required=True, metavar="DIR", help="the publisher's node directory")
+    p.add_argument("--json", action="store_true")
+    p = verb("audit", _network_audit, "verify and print an audit log", network)
+    p.add_argument("file", type=Path)
+    p.add_argument("--json", action="store_true")
+
+
+def _add_membership(verb: Callable[..., argparse.ArgumentParser], network: Any) -> None:
+    p = verb("init", _network_init, "make a network: its root key and certificate", network)
+    p.add_argument("directory", type=Path)
+    p.add_argument("--name", default="forebay")
+    p.add_argument("--bootstrap", action="append", default=[], metavar="HOST:PORT", help="a DHT node to start from")
+    p = verb("org", _network_org, "make an organisation, which admits nodes of its own", network)
+    p.add_argument("network", type=Path)
+    p.add_argument("directory", type=Path)
+    p.add_argument("--name", required=True)
+    _add_scope(p)
+    _add_days(p)
+    p = verb("join", _network_join, "admit a node: from an issuer's directory, or by a token from anywhere", network)
+    p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="NETWORK NODE; with --token only NODE")
+    p.add_argument("--name", required=True)
+    p.add_argument("--token", help="what `network invite` printed; - reads it from standard input")
+    _add_scope(p)
+    _add_days(p)
+    p = verb("invite", _network_invite, "print a token with which machines may join for a while", network)
+    p.add_argument("directory", type=Path, help="the network's or an organisation's")
+    p.add_argument("--at", required=True, metavar="HOST:PORT", help="where `network admit` will be reached")
+    p.add_argument("--uses", type=positive, default=1, help="how many machines (1)")
+    p.add_argument("--hours", type=positive, default=24, help="how long the token holds (24)")
+    _add_scope(p)
+    _add_days(p)
+    p = verb("admit", _network_admit, "the server that turns tokens into certificates; holds the key", network)
+    p.add_argument("directory", type=Path, help="the network's or an organisation's")
+    p.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT")
+    p.add_argument("--audit", type=Path, metavar="FILE")
+    p.add_argument("--json", action="store_true")
+    p.add_argument("--lifeline", action="store_true", help="stop when standard input ends")
+    p = verb("renew", _network_renew, "a new certificate for a node's key; its peer id stays", network)
+    p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="ISSUER NODE; with --at only NODE")
+    p.add_argument("--at", metavar="HOST:PORT", help="the issuer's admission server")
+    _add_days(p)

@@ -1,0 +1,140 @@
+"""The command of a worker."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.cli.arguments import address, positive, size
+from forebay.cli.running import add_node, join_network, on_stop
+from forebay.errors import UsageError
+
+if TYPE_CHECKING:
+    from forebay.worker.using import WorkerReport
+
+
+def _work(args: argparse.Namespace) -> int:
+    from forebay.worker.leasing import run_worker
+
+    settings = _work_settings(args)
+    identity, discovery = join_network(args)
+    stop = threading.Event()
+    on_stop(stop, args)
+    try:
+        report = run_worker(
+            identity,
+            settings["name"],
+            discovery=discovery,
+            scheduler=settings["scheduler"],
+            cache_dir=Path(settings["cache_dir"]),
+            cache_bytes=int(settings["cache_bytes"]),
+            batch_size=int(settings["batch_size"]),
+            trainer=settings["trainer"],
+            ahead=settings["ahead"],
+            share=_share_at(settings["share"], discovery.host),
+            upload_bytes_per_s=settings["upload_limit"],
+            on_progress=lambda p: print(json.dumps(p) if args.json else _progress_line(p), flush=True),
+            stop=stop,
+        )
+    finally:
+        discovery.close()
+    if args.json:
+        print(json.dumps({"report": report.to_json()}), flush=True)
+    else:
+        print("\n".join(_summary(report)), flush=True)
+    return 0
+
+
+def _summary(report: WorkerReport) -> list[str]:
+    """What a worker did, for people."""
+    loss = "" if report.loss_last is None else f"; loss {report.loss_first:.3f} to {report.loss_last:.3f}"
+    lines = [
+        f"used      {report.samples:,} samples in {report.steps:,} steps, {report.tokens:,} tokens, "
+        f"{report.tokens_per_s:,.0f} a second{loss}",
+        f"waited    {report.wait_share:.1%} of the time for data",
+        f"fetched   {report.slices_fetched:,} slices, {report.bytes_fetched / 1e6:,.1f} MB, "
+        f"{report.bytes_from_workers / 1e6:,.1f} MB of it from other workers; "
+        f"handed on {report.bytes_shared / 1e6:,.1f} MB",
+    ]
+    if report.leases_lost or report.wasted or report.slices_failed:
+        lines.append(
+            f"lost      {report.leases_lost:,} leases taken away, {report.wasted:,} samples left for others to use, "
+            f"{report.slices_failed:,} slices that could not be read"
+        )
+    lines += [f"left out  {one['peer_id']}: {one['reason']}" for one in report.rejected[:8]]
+    return [*lines, "done: every sample is used" if report.done else "stopped; others go on with the rest"]
+
+
+def _share_at(share: str | None, host: str) -> str | None:
+    """Where other workers get what this one cached: as told, else a free port where our DHT node listens."""
+    if share == "no":
+        return None
+    if share is not None:
+        address(f"0.0.0.0{share}" if share.startswith(":") else share)
+    return share or f"{host}:0"
+
+
+def _work_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Flags over the file's [work] table over defaults."""
+    settings: dict[str, Any] = {
+        "name": None,
+        "scheduler": None,
+        "cache_dir": "./forebay-cache",
+        "cache_bytes": 4 << 30,
+        "batch_size": 8,
+        "trainer": "auto",
+        "ahead": None,
+        "share": None,
+        "upload_limit": None,
+        "network": None,
+    }
+    if args.config:
+        import tomllib
+
+        try:
+            table = tomllib.loads(Path(args.config).read_text()).get("work", {})
+        except tomllib.TOMLDecodeError as error:
+            raise UsageError(f"{args.config}: not valid TOML: {error}. Mend the line named") from None
+        if unknown := sorted(set(table) - set(settings)):
+            raise UsageError(f"{args.config}: unknown key work.{unknown[0]}. Known: {', '.join(sorted(settings))}")
+        settings |= table
+    settings |= {k: v for k in settings if (v := getattr(args, k, None)) is not None}
+    if not settings["name"] and not settings["scheduler"]:
+        raise UsageError(
+            "which job? Give its name: forebay work NAME, or work.name in the --config file; "
+            "or --scheduler HOST:PORT for whatever job it has"
+        )
+    settings["name"] = settings["name"] or ""
+    args.network = settings["network"]
+    return settings
+
+
+def _progress_line(p: dict[str, Any]) -> str:
+    loss = "" if p.get("loss") is None else f"  loss {p['loss']:.3f}"
+    return "step {step:,}  {tokens:,} tokens  {tokens_per_s:,.0f} tokens/s  waited {wait_share:.1%}".format(**p) + loss
+
+
+def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    """Adds the verbs of this module."""
+    p = add_node(verb, "work", _work, "a worker: lease, fetch, verify, train, acknowledge, hand on")
+    p.add_argument("name", nargs="?", help="the job's; none: any job of the scheduler at --scheduler")
+    p.add_argument("--config", type=Path, metavar="F", help="TOML with a [work] table; flags win over it")
+    p.add_argument("--scheduler", metavar="HOST:PORT", help="default: found in the DHT")
+    p.add_argument("--cache-dir", metavar="DIR")
+    p.add_argument("--cache-bytes", type=size)
+    p.add_argument("--batch-size", type=positive)
+    p.add_argument("--trainer", choices=["auto", "gpt", "count", "none"])
+    p.add_argument(
+        "--ahead", type=positive, metavar="N", help="leases fetched ahead, 1 to 15; default: as many as it needs"
+    )
+    p.add_argument(
+        "--share",
+        metavar="HOST:PORT|no",
+        help="where other workers get what this one cached; :PORT at all addresses; default: a free port where our DHT "
+        "node listens",
+    )
+    p.add_argument("--upload-limit", type=size, metavar="BYTES", help="bytes a second to all others")

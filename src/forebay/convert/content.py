@@ -1,0 +1,349 @@
+"""What a conversion carries: a stream of tokens with document ends, or a table. Readers give it, sinks take it.
+
+Hides: that a document may span parts, and a part any number of documents. A source is read from the start by each call
+of `parts` or `batches`, in bounded memory: a part holds at most some 16 Mi tokens or is a view of a map. Every count is
+a Python integer or 64 bits.
+
+A reader of tables is `forebay.convert.tables.open_table(path, options) -> TableSource | None`; its sinks are the
+functions of `forebay.convert.tables.TABLE_SINKS`, by the name of their format; `safetensors` among them writes layout
+`rows`. A sink creates what it writes at `out` (which is not there yet, its directory is), a file or a directory; who
+calls it verifies that and moves it to its own name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+from numpy.typing import NDArray
+
+from forebay.dataset.manifest import TOKEN_DTYPES
+from forebay.errors import DatasetError, UsageError
+
+U64 = NDArray[np.uint64]
+
+TOKEN_COLUMNS = ("input_ids", "tokens")
+"""Columns that are taken for tokens where none is named."""
+
+_MOST_TOKENS = 4 << 20  # Of a batch or piece that is put together here.
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """A run of a stream.
+
+    Attributes:
+        tokens: U16 or U32 [T].
+        ends: U64 [D], exclusive ends of the documents that end in it, counted from its start, rising. A document may
+            go on in the next part; tokens after the last end of all belong to none that ended.
+    """
+
+    tokens: NDArray[Any]
+    ends: U64
+
+
+@runtime_checkable
+class TokenSource(Protocol):
+    """Tokens to be read from the start, any number of times."""
+
+    @property
+    def kind(self) -> str:
+        """The format's name."""
+
+    @property
+    def dtype(self) -> str:
+        """`U16` or `U32`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """In all parts."""
+
+    @property
+    def num_documents(self) -> int:
+        """Documents that end in it; 0 where the format knows none."""
+
+    @property
+    def seq_len(self) -> int | None:
+        """Tokens of every sample, where the format says."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """`tokenizer`, `eos_id`, `vocab_size`, `name` where they are known; `left_out`, columns of a table."""
+
+    def parts(self) -> Iterator[TokenPart]:
+        """The stream, in order. Raises DatasetError where it is damaged."""
+
+
+class TableSource(Protocol):
+    """Rows to be read from the start, any number of times: text as strings, tensors as `pa.fixed_shape_tensor` or
+    list columns."""
+
+    @property
+    def kind(self) -> str:
+        """The format's name."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Of every batch."""
+
+    @property
+    def num_rows(self) -> int | None:
+        """None where only reading tells."""
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """The rows, in order. Raises DatasetError where they are damaged."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a conversion was told. Each reader and sink takes what concerns it.
+
+    Attributes:
+        dtype: `U16` or `U32` to write; None for the source's own.
+        input_dtype: Type of tokens that no header tells, such as `uint16`.
+        column: The column of tokens, for formats with columns.
+        seq_len: Tokens of a sample, where the format written has samples.
+        slice_bytes: Largest file, of formats with several.
+        shard_tokens: Tokens of each file instead.
+        eos_id: The token that ends a document, where the source tells no documents.
+        name: Of the dataset.
+        compress: `zstd`, or nothing.
+        tensors: Types to write, by column: `{"images": "f16"}`.
+        lossy: Take values that their new type cannot hold.
+        resize, crop: (height, width) of images.
+        more: Settings of one format alone (`generation` of npy, `header` of bin, `flat` of safetensors …).
+        on_progress: Called with tokens or rows written since the last call.
+    """
+
+    dtype: str | None = None
+    input_dtype: str | None = None
+    column: str | None = None
+    seq_len: int | None = None
+    slice_bytes: int = 64 << 20
+    shard_tokens: int | None = None
+    eos_id: int | None = None
+    name: str | None = None
+    compress: str = ""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    lossy: bool = False
+    resize: tuple[int, int] | None = None
+    crop: tuple[int, int] | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+    on_progress: Callable[[int], None] | None = None
+
+    def advance(self, count: int) -> None:
+        """Tell of progress."""
+        if self.on_progress is not None:
+            self.on_progress(count)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a sink wrote.
+
+    Attributes:
+        files: Paths below `out`, in order; `out` itself where it is one file.
+        num_tokens: Tokens, or None for a table.
+        num_rows: Rows of a table, or samples, or None.
+        num_documents: Document ends that the format written holds.
+        digest: Of (tokens, document ends) as `Digest` has it; of a table, whatever its sink verifies by.
+        notes: What a user should know: tokens left out, documents that the format does not hold.
+    """
+
+    files: tuple[Path, ...]
+    num_tokens: int | None
+    num_rows: int | None
+    num_documents: int
+    digest: str
+    notes: tuple[str, ...] = ()
+
+
+class Digest:
+    """The hash of a stream of tokens and of its document ends, whatever its type and however it is cut.
+
+    SHA-256, which processors have instructions for, of four runs of numbers: the low 16 bits of every token; where
+    tokens of 65536 and above stand (u64), and their high 16 bits; the ends, counted from the stream's start, as u64.
+    """
+
+    def __init__(self) -> None:
+        self._low, self._places, self._high, self._ends = (hashlib.sha256() for _ in range(4))
+        self.num_tokens, self.num_documents = 0, 0
+
+    def add(self, part: TokenPart) -> None:
+        """The next part."""
+        for start in range(0, len(part.tokens), 1 << 20):
+            piece = part.tokens[start : start + (1 << 20)]
+            self._low.update(np.ascontiguousarray(piece.astype("<u2", copy=False)).view(np.uint8).data)
+            if piece.dtype.itemsize > 2 and len(places := np.flatnonzero(piece >> 16)):
+                self._places.update((places + (self.num_tokens + start)).astype("<u8").view(np.uint8).data)
+                self._high.update((piece[places] >> 16).astype("<u2").view(np.uint8).data)
+        self._ends.update(np.ascontiguousarray(part.ends + np.uint64(self.num_tokens), "<u8").view(np.uint8).data)
+        self.num_tokens += len(part.tokens)
+        self.num_documents += len(part.ends)
+
+    @property
+    def tokens(self) -> str:
+        """Of the tokens alone, hex, 128 bits."""
+        parts = (one.digest() for one in (self._low, self._places, self._high))
+        return hashlib.sha256(b"".join(parts)).hexdigest()[:32]
+
+    @property
+    def whole(self) -> str:
+        """Of tokens and document ends: `<hex>:<hex>`."""
+        return f"{self.tokens}:{self._ends.hexdigest()[:32]}"
+
+
+@dataclass(frozen=True)
+class _TableTokens:
+    """A table's list column as a stream: one row, one document."""
+
+    table: TableSource
+    column: str
+    dtype: str
+    num_tokens: int
+    num_documents: int
+    seq_len: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        return self.table.kind
+
+    def parts(self) -> Iterator[TokenPart]:
+        reached = 0
+        for batch in self.table.batches():
+            lists = batch.column(batch.schema.get_field_index(self.column))
+            values, ends = _flat(lists, self.column, reached)
+            reached += len(batch)
+            yield TokenPart(values.astype(TOKEN_DTYPES[self.dtype]), ends)
+
+
+@dataclass(frozen=True)
+class _TokenTable:
+    """A stream as a table of one list column: one document, one row."""
+
+    tokens: TokenSource
+    column: str
+
+    @property
+    def kind(self) -> str:
+        return self.tokens.kind
+
+    @property
+    def schema(self) -> pa.Schema:
+        kind = pa.uint16() if self.tokens.dtype == "U16" else pa.uint32()
+        return pa.schema([pa.field(self.column, pa.list_(kind))])
+
+    @property
+    def num_rows(self) -> int | None:
+        return None
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        schema, most = self.schema, _MOST_TOKENS
+        kind = schema.field(0).type
+        pending: list[NDArray[Any]] = []
+        total = 0
+        for document in documents(self.tokens):
+            pending.append(document)
+            total += len(document)
+            if total >= most or len(pending) >= 1 << 16:
+                yield _batch(pending, kind, schema)
+                pending, total = [], 0
+        if pending:
+            yield _batch(pending, kind, schema)
+
+
+def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSource:
+    """The list column of a table as tokens; each row is a document. Reads the table once, to count.
+
+    Raises:
+        UsageError: If there is no such column, or none that is taken for tokens.
+        DatasetError: If a value is no token id: negative, above 2**32 - 1, or missing.
+    """
+    name = token_column(table.schema, column)
+    if name is None:
+        raise UsageError(
+            f"{table.kind}: expected a column of lists of integers ({column or ' or '.join(TOKEN_COLUMNS)}), got "
+            f"{', '.join(f'{f.name}: {f.type}' for f in table.schema)[:500]}. Name one with --column, or tokenize text "
+            "with `forebay prepare`."
+        )
+    total, rows, largest = 0, 0, 0
+    lengths: set[int] = set()
+    for batch in table.batches():
+        values, ends = _flat(batch.column(batch.schema.get_field_index(name)), name, rows)
+        total, rows = total + len(values), rows + len(ends)
+        largest = max(largest, int(values.max()) if len(values) else 0)
+        if len(lengths) < 2:
+            lengths.update(np.unique(np.diff(ends, prepend=np.uint64(0)))[:2].tolist())
+    seq_len = lengths.pop() if len(lengths) == 1 else None
+    others = [field.name for field in table.schema if field.name != name]
+    facts = {"left_out": others} if others else {}
+    return _TableTokens(table, name, "U16" if largest < 1 << 16 else "U32", total, rows, seq_len or None, facts)
+
+
+def table_of_tokens(source: TokenSource, column: str = "input_ids") -> TableSource:
+    """A stream as a table: each document a row, the tokens after the last end one more."""
+    return _TokenTable(source, column)
+
+
+def token_column(schema: pa.Schema, column: str | None = None) -> str | None:
+    """The column that holds tokens: the one named, or `input_ids` or `tokens`; None unless it is lists of integers."""
+    for name in [column] if column is not None else TOKEN_COLUMNS:
+        if name in schema.names and _is_token_list(schema.field(name).type):
+            return name
+    return None
+
+
+def documents(source: TokenSource) -> Iterator[NDArray[Any]]:
+    """Each document's tokens [T], in order; then what follows the last end, if anything. Holds one document."""
+    begun: list[NDArray[Any]] = []
+    for part in source.parts():
+        start = 0
+        for end in part.ends.tolist():
+            piece = part.tokens[start:end]
+            if begun:
+                piece, begun = np.concatenate([*begun, piece]), []
+            yield piece
+            start = end
+        if start < len(part.tokens):
+            begun.append(part.tokens[start:])
+    if begun:
+        yield np.concatenate(begun)
+
+
+def _batch(arrays: list[NDArray[Any]], kind: Any, schema: pa.Schema) -> pa.RecordBatch:
+    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
+    values = pa.array(np.concatenate(arrays))
+    return pa.record_batch([pa.ListArray.from_arrays(pa.array(offsets), values, type=kind)], schema=schema)
+
+
+def _is_token_list(kind: Any) -> bool:
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return len(kind.shape) == 1 and pa.types.is_integer(kind.value_type)
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return bool(is_list and pa.types.is_integer(kind.value_type))
+
+
+def _flat(lists: Any, column: str, row: int) -> tuple[NDArray[Any], U64]:
+    """The values of a list column, and where each row's end."""
+    if isinstance(lists.type, pa.FixedShapeTensorType):
+        lists = lists.storage
+    values = lists.flatten()
+    if lists.null_count or values.null_count:
+        raise DatasetError(f"column {column}: expected a list of token ids in every row, got none from row {row} on.")
+    found = values.to_numpy(zero_copy_only=False)
+    if len(found) and (int(found.min()) < 0 or int(found.max()) >> 32):
+        raise DatasetError(
+            f"column {column}: expected token ids in [0, 2**32), got {int(found.min())} to {int(found.max())} from "
+            f"row {row} on. Name the column of tokens with --column."
+        )
+    lengths = np.asarray(
+        lists.value_lengths() if hasattr(lists, "value_lengths") else pyarrow.compute.list_value_length(lists)
+    )
+    return found, np.cumsum(lengths, dtype=np.uint64)

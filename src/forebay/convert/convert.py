@@ -1,0 +1,307 @@
+"""From one format to another: what is there is found out, written, read again, compared, and only then given its name.
+
+Hides: that nothing under the final name is ever half written. All is made in a directory beside it,
+`.<name>.converting`, under a lock; what a killed run left there is removed by the next. A conversion is one pass of
+writing and one of verifying; its memory is that of a piece and, for formats with an index in every file, of one file.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from forebay.convert.content import (
+    Digest,
+    Options,
+    TableSource,
+    TokenSource,
+    Written,
+    table_of_tokens,
+    token_column,
+    tokens_of_table,
+)
+from forebay.convert.streams import settle
+from forebay.convert.tables import TABLE_SINKS, open_table, verify_table
+from forebay.convert.token_sinks import TOKEN_SINKS
+from forebay.convert.token_sources import open_tokens
+from forebay.dataset.manifest import TOKEN_DTYPES
+from forebay.errors import DatasetError, ForebayError, UsageError
+from forebay.storage.atomic import sync_directory
+from forebay.store.locks import try_take
+
+FORMATS = tuple(sorted({*TOKEN_SINKS, *TABLE_SINKS}))
+_BOTH = ("arrow", "safetensors files")  # Where a table may hold more than the tokens.
+_COMPRESSED = ("litdata", "mds")
+_HELD = 1.02  # Bytes written for one of the tokens', at most, besides document ends.
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did.
+
+    Attributes:
+        source, to: The two formats.
+        out: What was written.
+        written: Its files and counts.
+        num_bytes: Of the files.
+        is_verified: Whether they were read again and compared.
+    """
+
+    source: str
+    to: str
+    out: Path
+    written: Written
+    num_bytes: int
+    is_verified: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"source", "to", "out", "files", "bytes", "tokens", "documents", "rows", "digest", "verified", "notes"}`."""
+        return {
+            "source": self.source,
+            "to": self.to,
+            "out": str(self.out),
+            "files": len(self.written.files),
+            "bytes": self.num_bytes,
+            "tokens": self.written.num_tokens,
+            "documents": self.written.num_documents,
+            "rows": self.written.num_rows,
+            "digest": self.written.digest,
+            "verified": self.is_verified,
+            "notes": list(self.written.notes),
+        }
+
+
+def open_source(path: str | Path, options: Options, to: str | None = None) -> TokenSource | TableSource:
+    """What lies at a path, as the format `to` needs it: tokens or a table. Without `to`, tokens where there are some.
+
+    Raises:
+        DatasetError: If it is of no kind known here, damaged, or not there.
+        UsageError: If the format needs tokens and there are none, or a type or column must be named.
+    """
+    wants_table = _wants_table(to, options)
+    tokens, problem = _try_tokens(path, options)
+    table: TableSource | None = None
+    if tokens is None or (wants_table and tokens.kind in _BOTH):
+        table = open_table(path, options)
+    if wants_table and table is not None:
+        return table
+    if tokens is not None:
+        return tokens
+    if table is not None:
+        is_rows = to is None or (to in TABLE_SINKS and _holds_more(table, options.column))
+        return table if is_rows else tokens_of_table(table, options.column)
+    if problem is not None:
+        raise problem
+    raise DatasetError(
+        f"{path}: expected a dataset, token files or a table, got something of no known kind. Headerless tokens need "
+        "--input-dtype uint16 or uint32; text becomes tokens with `forebay prepare`."
+    )
+
+
+def _wants_table(to: str | None, options: Options) -> bool:
+    return to in TABLE_SINKS and (to not in TOKEN_SINKS or bool(options.tensors))
+
+
+def _holds_more(table: TableSource, column: str | None) -> bool:
+    """Whether rows say more than their tokens, in numbers: labels, masks. A column that is named is wanted alone."""
+    name = token_column(table.schema, column)
+    others = [field.type for field in table.schema if field.name != name]
+    return name is None or (column is None and any(_holds_numbers(kind) for kind in others))
+
+
+def _holds_numbers(kind: Any) -> bool:
+    while isinstance(kind, pa.BaseExtensionType) or hasattr(kind, "value_type"):
+        kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
+def _try_tokens(path: str | Path, options: Options) -> tuple[TokenSource | None, ForebayError | None]:
+    """Tokens, or why not: what is no stream of tokens may still be a table."""
+    try:
+        return open_tokens(path, options), None
+    except (DatasetError, UsageError) as error:
+        place = Path(path)
+        if any((place if place.is_dir() else place.parent).glob("sample_ids*")):
+            raise  # Tokens that contradict their sample ids are no table of numbers.
+        return None, error
+
+
+def describe(path: str | Path, options: Options) -> dict[str, Any]:
+    """What lies at a path: its format, counts, and what it begins with."""
+    source = open_source(path, options)
+    if isinstance(source, TokenSource):
+        part = next(iter(source.parts()), None)
+        return {
+            "format": source.kind,
+            "holds": "tokens",
+            "dtype": source.dtype,
+            "tokens": source.num_tokens,
+            "documents": source.num_documents,
+            "seq_len": source.seq_len,
+            **source.facts,
+            "first": part.tokens[:16].tolist() if part is not None else [],
+        }
+    return {
+        "format": source.kind,
+        "holds": "rows",
+        "rows": source.num_rows,
+        "columns": {field.name: str(field.type) for field in source.schema},
+        "tokens_in": token_column(source.schema, options.column),
+    }
+
+
+def convert(
+    path: str | Path | TokenSource | TableSource,
+    out: str | Path,
+    to: str,
+    options: Options,
+    *,
+    force: bool = False,
+    verify: bool = True,
+) -> Report:
+    """Write what lies at a path, or an open source, in another format.
+
+    Args:
+        out: A path that is free; an empty directory counts as free.
+        to: One of `FORMATS`.
+        force: Replace what is there, once the new is whole.
+        verify: Read again what was written and compare every token and document end, or every value.
+
+    Raises:
+        UsageError: If `out` is not free, the format is unknown, or what is there does not fit it.
+        DatasetError: If the source is damaged, or what was written reads otherwise.
+        OSError: If it cannot be written.
+    """
+    if to not in FORMATS:
+        raise UsageError(f"convert: expected a format of {', '.join(FORMATS)}, got {to!r}.")
+    place = Path(out)
+    source = open_source(path, options, to) if isinstance(path, (str, Path)) else path
+    check_place(path, place, force)
+    _check_room(source, place, options)
+    with _stage(place) as stage:
+        staged = stage / place.name
+        if isinstance(source, TokenSource) and _wants_table(to, options):
+            written = _write_as_table(source, staged, to, options, verify)
+        elif isinstance(source, TokenSource):
+            _check_compression(to, options)
+            written = TOKEN_SINKS[to](source, staged, options)
+            if verify:
+                _verify_tokens(staged, written, options, options.dtype or source.dtype)
+        else:
+            written = TABLE_SINKS[to](source, staged, options)
+            if verify:
+                verify_table(source, staged, written, options)
+        _sync(staged)
+        num_bytes = sum((staged / name).stat().st_size for name in written.files)
+        _commit(stage, staged, place)
+    left_out = source.facts.get("left_out", ()) if isinstance(source, TokenSource) else ()
+    if left_out:
+        written = replace(written, notes=(*written.notes, f"columns left out: {', '.join(left_out)}"))
+    return Report(source.kind, to, place, written, num_bytes, verify)
+
+
+def _write_as_table(source: TokenSource, staged: Path, to: str, options: Options, verify: bool) -> Written:
+    """Each document a row."""
+    stream = settle(source, replace(options, on_progress=None), "rows")
+    table = table_of_tokens(stream, options.column or "input_ids")
+    written = TABLE_SINKS[to](table, staged, options)
+    if verify:
+        verify_table(table, staged, written, options)
+    notes = (*written.notes, *stream.notes)
+    return replace(written, num_tokens=stream.num_tokens, num_documents=stream.num_documents, notes=notes)
+
+
+def _verify_tokens(staged: Path, written: Written, options: Options, dtype: str) -> None:
+    found = open_tokens(staged, replace(options, input_dtype=str(TOKEN_DTYPES[dtype])))
+    digest = Digest()
+    for part in found.parts() if found is not None else ():
+        digest.add(part)
+        options.advance(len(part.tokens))
+    got = (digest.num_tokens, digest.num_documents, digest.whole)
+    if got != (written.num_tokens, written.num_documents, written.digest):
+        raise DatasetError(
+            f"{staged.name}: expected {written.num_tokens} tokens in {written.num_documents} documents as they were "
+            f"written, got {got[0]} in {got[1]}, or others, when reading them again. Nothing was kept. Check the disk."
+        )
+
+
+def check_place(path: object, out: Path, force: bool) -> None:
+    """Raise UsageError unless `out` may be written: free, or to be replaced, and not what is converted."""
+    if isinstance(path, (str, Path)) and "://" not in str(path):
+        came, place = Path(path).resolve(), out.resolve()
+        if place == came or place in came.parents:
+            raise UsageError(f"{out}: expected another place than what is converted ({path}). Name another OUT.")
+    is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    if not is_free and not force:
+        raise UsageError(f"{out}: expected a place that is free, got one that is not. Name another, or give --force.")
+    if not out.parent.is_dir():
+        out.parent.mkdir(parents=True)
+
+
+def _check_compression(to: str, options: Options) -> None:
+    if options.compress and (to not in _COMPRESSED or options.compress != "zstd"):
+        raise UsageError(
+            f"--compress: expected zstd, for {' or '.join(_COMPRESSED)} of tokens, got {options.compress!r} for {to}."
+        )
+
+
+def _check_room(source: TokenSource | TableSource, out: Path, options: Options) -> None:
+    if not isinstance(source, TokenSource) or options.compress:
+        return
+    itemsize = TOKEN_DTYPES[options.dtype or source.dtype].itemsize
+    needed, free = int(source.num_tokens * itemsize / _HELD), shutil.disk_usage(out.parent).free
+    if needed > free:
+        raise UsageError(
+            f"{out.parent}: expected room for {source.num_tokens} tokens, {needed} bytes, got {free} free. "
+            "Free some space, or choose another directory."
+        )
+
+
+@contextmanager
+def _stage(out: Path) -> Iterator[Path]:
+    """An empty directory beside `out`, ours alone, removed in the end."""
+    stage = out.parent / f".{out.name}.converting"
+    stage.mkdir(exist_ok=True)
+    lock = try_take(stage / ".lock")
+    if lock is None:
+        raise UsageError(f"{out}: expected no other conversion to it, got one that runs. Wait for it, or name another.")
+    with lock:
+        for left in stage.iterdir():
+            if left.name != ".lock":
+                _remove(left)
+        try:
+            yield stage
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+
+
+def _commit(stage: Path, staged: Path, out: Path) -> None:
+    if out.exists():
+        out.rename(stage / ".old")
+    staged.rename(out)
+    sync_directory(out.parent)
+
+
+def _sync(staged: Path) -> None:
+    """Have every byte and name on the disk."""
+    paths = [staged, *staged.rglob("*")] if staged.is_dir() else [staged]
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,0 +1,166 @@
+"""Arrays whose first dimension counts rows: .npy, .npz, and the idx files of MNIST and its kin, plain or compressed.
+
+Hides: the headers; that several arrays go side by side; and that archives are read as a stream: no array is in memory
+whole. Pickled objects are never loaded. Images of one channel, [N, H, W] in idx, become [N, 1, H, W].
+
+Source: idx as Y. LeCun's page on MNIST lays it out: two zero bytes, a type, the number of dimensions, each dimension
+in 4 bytes, values, all big-endian.
+"""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+
+from forebay.convert.table_sources.base import Array, Table, batch_of, field_of, open_bytes, rows_at_once
+from forebay.errors import DatasetError, UsageError
+
+_IDX_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_IDX_NAMES = {1: "labels", 2: "values"}
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """An array in a file: where its values begin, and how they are read on."""
+
+    name: str
+    path: Path
+    open: Callable[[], AbstractContextManager[Any]]
+    start: int
+    dtype: np.dtype[Any]
+    rows: int
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+def is_idx(head: bytes) -> bool:
+    """Whether unpacked first bytes are those of an idx file."""
+    return len(head) >= 8 and head[:2] == b"\0\0" and head[2] in _IDX_TYPES and 1 <= head[3] <= 8
+
+
+def open_idx(paths: Sequence[Path]) -> Table:
+    """Idx files that belong together: images and their labels."""
+    return _table("idx", [_idx(path) for path in paths])
+
+
+def open_npy(paths: Sequence[Path], columns: Sequence[str] = ()) -> Table:
+    """Arrays of rows, each a column by its file's name."""
+    stacks = [_npy(path, path.stem, lambda path=path: path.open("rb")) for path in paths]  # type: ignore[misc]
+    return _table("npy", _chosen(stacks, columns))
+
+
+def open_npz(path: Path, columns: Sequence[str] = ()) -> Table:
+    """The arrays of an archive; `columns` chooses some."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".npy")]
+    except (zipfile.BadZipFile, OSError) as error:
+        raise DatasetError(f"{path}: expected a .npz archive, got: {error}. Fetch it again.") from error
+    stacks = [_npy(path, name.removesuffix(".npy"), lambda name=name: _member(path, name)) for name in names]  # type: ignore[misc]
+    return _table("npz", _chosen(stacks, columns))
+
+
+def _member(path: Path, name: str) -> Any:
+    with zipfile.ZipFile(path) as archive:
+        return archive.open(name)  # Keeps the file open until it is closed itself.
+
+
+def _npy(path: Path, name: str, opener: Callable[[], AbstractContextManager[Any]]) -> _Stack:
+    where = path if path.suffix == ".npy" else f"{path}, {name}"
+    with opener() as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, fortran, dtype = read(file)
+            start = file.tell()
+        except (ValueError, OSError) as error:
+            raise DatasetError(f"{where}: expected an array, got: {error}. Fetch it again.") from error
+    if dtype.hasobject or dtype.kind not in "biuf" or not shape or (fortran and len(shape) > 1):
+        order = " in Fortran's order" if fortran else ""
+        raise DatasetError(
+            f"{where}: expected rows of numbers in C order, got {dtype} {list(shape)}{order}. Save it again with "
+            "numpy.ascontiguousarray."
+        )
+    return _Stack(name, path, opener, start, dtype, int(shape[0]), tuple(map(int, shape[1:])))
+
+
+def _idx(path: Path) -> _Stack:
+    with open_bytes(path) as file:
+        head = file.read(4)
+        if not is_idx(head + b"\0" * 4):
+            raise DatasetError(f"{path}: expected an idx file, got one that begins with {head.hex(' ')}.")
+        dimensions = [int(n) for n in np.frombuffer(file.read(4 * head[3]), ">u4")]
+    if len(dimensions) < head[3]:
+        raise DatasetError(f"{path}: expected {head[3]} dimensions, got {len(dimensions)}: it is cut. Fetch it again.")
+    rows, *shape = dimensions
+    name = _IDX_NAMES.get(len(dimensions), "images")
+    shape = [1, *shape] if len(shape) == 2 else shape
+    return _Stack(
+        name, path, lambda: open_bytes(path), 4 + 4 * head[3], np.dtype(_IDX_TYPES[head[2]]), rows, tuple(shape)
+    )
+
+
+def _chosen(stacks: list[_Stack], columns: Sequence[str]) -> list[_Stack]:
+    missing = set(columns) - {one.name for one in stacks}
+    if missing:
+        raise UsageError(f"--column: expected some of {[one.name for one in stacks]}, got {sorted(missing)}.")
+    return [one for one in stacks if not columns or one.name in columns]
+
+
+def _table(kind: str, stacks: list[_Stack]) -> Table:
+    sizes = {one.name: one.rows for one in stacks}
+    if not stacks or len(sizes) < len(stacks) or len(set(sizes.values())) > 1:
+        told = ", ".join(f"{one.name} {one.rows} ({one.path.name})" for one in stacks)[:500]
+        raise UsageError(
+            f"{stacks[0].path.parent if stacks else 'arrays'}: expected arrays of other names and as many rows, got "
+            f"{told or 'none'}. Name those that belong together: --column x_train,y_train, or a pattern of files."
+        )
+    schema = _schema(stacks)
+    return Table(kind, schema, stacks[0].rows, lambda: _read(stacks))
+
+
+def _schema(stacks: Sequence[_Stack]) -> pa.Schema:
+    return pa.schema([field_of(one.name, one.dtype.newbyteorder("="), one.shape) for one in stacks])
+
+
+def _read(stacks: Sequence[_Stack]) -> Iterator[pa.RecordBatch]:
+    schema = _schema(stacks)
+    step = rows_at_once(sum(one.row_bytes for one in stacks))
+    with ExitStack() as opened:
+        files = [opened.enter_context(one.open()) for one in stacks]
+        for one, file in zip(stacks, files):
+            _take(file, one.start, one)
+        for start in range(0, stacks[0].rows, step):
+            count = min(step, stacks[0].rows - start)
+            yield batch_of({one.name: _rows(one, file, count) for one, file in zip(stacks, files)}, schema)
+
+
+def _rows(one: _Stack, file: BinaryIO, count: int) -> Array:
+    data = _take(file, count * one.row_bytes, one)
+    found = np.frombuffer(data, one.dtype).reshape(count, *one.shape)
+    return found.astype(one.dtype.newbyteorder("="), copy=False)
+
+
+def _take(file: BinaryIO, size: int, one: _Stack) -> bytes:
+    pieces = []
+    left = size
+    while left and (piece := file.read(left)):
+        pieces.append(piece)
+        left -= len(piece)
+    if left:
+        raise DatasetError(
+            f"{one.path}: expected {one.rows} rows of {one.name}, {one.row_bytes} bytes each, got {left} bytes fewer. "
+            "The file is cut: fetch it again."
+        )
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -1,0 +1,57 @@
+"""A folder of images as rows: `image`, the file's bytes; `label`, the number of its class; `path`, where it lies.
+
+A directory of directories is a directory of classes, by name; images that lie in no directory have no label. What is
+no image by its first bytes is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from forebay.convert.table_sources.base import BATCH_BYTES, Table
+from forebay.errors import UsageError
+
+_SPLITS = ("train", "val", "valid", "validation", "test")
+_MAGIC = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"P5\n", b"P6\n")
+
+
+def is_image(head: bytes) -> bool:
+    """Whether a file that begins so is an image."""
+    return head.startswith(_MAGIC) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
+
+
+def open_pictures(folder: Path, files: Sequence[Path]) -> Table:
+    """The images among `files`, all below `folder`.
+
+    Raises:
+        UsageError: If the folder holds splits, each of which is a dataset; or images beside classes.
+    """
+    owners = [path.relative_to(folder).parts[:-1] for path in files]
+    tops = sorted({parts[0] for parts in owners if parts})
+    if tops and any(len(parts) > 1 for parts in owners) and all(top.lower() in _SPLITS for top in tops):
+        raise UsageError(f"{folder}: expected images or classes, got splits {', '.join(tops)}. Convert each by itself.")
+    if tops and not all(owners):
+        stray = next(path for path, parts in zip(files, owners) if not parts)
+        raise UsageError(f"{folder}: expected every image in the directory of its class, got {stray.name} beside them.")
+    columns = [("image", pa.binary()), *([("label", pa.int64())] if tops else []), ("path", pa.string())]
+    schema = pa.schema(columns)
+    labels = {top: number for number, top in enumerate(tops)}
+
+    def read() -> Iterator[pa.RecordBatch]:
+        rows: list[dict[str, object]] = []
+        size = 0
+        for path, parts in zip(files, owners):
+            data = path.read_bytes()
+            label = {"label": labels[parts[0]]} if tops else {}
+            rows.append({"image": data, **label, "path": path.relative_to(folder).as_posix()})
+            size += len(data)
+            if size >= BATCH_BYTES:
+                yield pa.RecordBatch.from_pylist(rows, schema)
+                rows, size = [], 0
+        if rows:
+            yield pa.RecordBatch.from_pylist(rows, schema)
+
+    return Table("images", schema, len(files), read, {"classes": tops} if tops else {})

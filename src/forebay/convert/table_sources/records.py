@@ -1,0 +1,184 @@
+"""TFRecord files of tf.train.Example as rows: each feature a column.
+
+Hides: the messages. A feature that has one value in every record of the first 64 MiB is a number (or text, or bytes),
+any other a list; lists have no shape there, so a tensor comes back flat. Numbers of a list are decoded at once, about
+2 ns a byte.
+
+Source: tensorflow/core/example/{example,feature}.proto.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from forebay.convert.table_sources.base import BATCH_BYTES, Table, open_bytes
+from forebay.errors import DatasetError
+from forebay.prepare.read.tfrecord import NotExampleError, fields, frames
+
+_INFERRED_BYTES = 64 << 20
+_MOST_RECORD_BYTES = 1 << 30
+_BATCH_ROWS = 4096
+_BYTES, _FLOATS, _INTEGERS = 1, 2, 3
+Values: TypeAlias = list[bytes] | NDArray[Any]
+_Row: TypeAlias = dict[str, tuple[int, Values]]
+
+
+def open_tfrecord(paths: Sequence[Path]) -> Table:
+    """Files of Examples, one after another. Raises DatasetError where a record or checksum is damaged."""
+    kinds: dict[str, int] = {}
+    many: set[str] = set()
+    binary: set[str] = set()
+    seen = 0
+    for where, row, size in _records(paths):
+        for name, (kind, values) in row.items():
+            if kinds.setdefault(name, kind) != kind:
+                raise DatasetError(f"{where}: expected feature {name!r} of one type, got another. Write it again.")
+            if len(values) != 1:
+                many.add(name)
+            if kind == _BYTES and name not in binary and not all(map(_is_text, values)):
+                binary.add(name)
+        seen += size
+        if seen >= _INFERRED_BYTES:
+            break
+    if not kinds:
+        raise DatasetError(f"{paths[0]}: expected Examples with features, got none.")
+    schema = pa.schema([(name, _type(kinds[name], name in many, name in binary)) for name in sorted(kinds)])
+    return Table("tfrecord", schema, None, lambda: _read(paths, schema, kinds))
+
+
+def parse_features(data: bytes) -> _Row:
+    """The features of an Example: kind and values by name. Raises NotExampleError."""
+    row: _Row = {}
+    for number, features in fields(data):
+        if number != 1 or not isinstance(features, bytes):
+            raise NotExampleError(f"field {number}, where features are expected")
+        for _, entry in fields(features):
+            pair = dict(fields(_message(entry)))
+            name = _message(pair.get(1, b"")).decode("utf-8", "replace")
+            for kind, values in fields(_message(pair.get(2, b""))):
+                row[name] = kind, _values(kind, _message(values))
+    return row
+
+
+def _values(kind: int, data: bytes) -> Values:
+    found = [value for _, value in fields(data)]
+    if kind == _BYTES:
+        return [_message(value) for value in found]
+    # Packed, in one run of bytes or several; or each value by itself.
+    packed = [value if isinstance(value, bytes) else _varint(value) for value in found]
+    whole = b"".join(packed)
+    if kind == _FLOATS:
+        return np.frombuffer(whole, "<f4")
+    return integers(whole)
+
+
+def integers(data: bytes) -> NDArray[np.int64]:
+    """Varints, one after another, as int64. Raises NotExampleError if the last has no end."""
+    raw = np.frombuffer(data, np.uint8)
+    stops = np.flatnonzero(raw < 128)
+    if len(raw) and (not len(stops) or stops[-1] != len(raw) - 1):
+        raise NotExampleError("a number without an end")
+    starts = np.concatenate([[0], stops[:-1] + 1]) if len(stops) else stops
+    lengths = stops - starts + 1
+    if len(lengths) and int(lengths.max()) > 10:
+        raise NotExampleError("a number of more than 10 bytes")
+    out = np.zeros(len(stops), np.uint64)
+    for place in range(int(lengths.max()) if len(lengths) else 0):
+        there = lengths > place
+        bits = (raw[starts[there] + place] & 127).astype(np.uint64) << np.uint64(7 * place)
+        out[there] |= bits
+    return out.view(np.int64)
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*out, number])
+
+
+def _message(value: bytes | int) -> bytes:
+    if not isinstance(value, bytes):
+        raise NotExampleError("a number where a message should be")
+    return value
+
+
+def _records(paths: Sequence[Path]) -> Iterator[tuple[str, _Row, int]]:
+    for path in paths:
+        with open_bytes(path) as file:
+            for position, data, problem in frames(file, _MOST_RECORD_BYTES, 0):
+                where = f"{path}, byte {position}"
+                if problem:
+                    raise DatasetError(f"{where}: expected a record, got: {problem}. Fetch the file again.")
+                try:
+                    yield where, parse_features(data), len(data)
+                except NotExampleError as error:
+                    raise DatasetError(f"{where}: expected a tf.train.Example, got: {error}.") from error
+
+
+def _type(kind: int, many: bool, binary: bool) -> Any:
+    text = pa.binary() if binary else pa.string()
+    value = {_BYTES: text, _FLOATS: pa.float32(), _INTEGERS: pa.int64()}.get(kind)
+    if value is None:
+        raise DatasetError(f"tf.train.Feature: expected bytes, floats or integers, got a list of kind {kind}.")
+    return pa.list_(value) if many else value
+
+
+def _is_text(value: bytes) -> bool:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _read(paths: Sequence[Path], schema: pa.Schema, kinds: dict[str, int]) -> Iterator[pa.RecordBatch]:
+    waiting: list[_Row] = []
+    size, first = 0, ""
+    for where, row, length in _records(paths):
+        first = first or where
+        for name, (kind, values) in row.items():
+            if kinds.get(name) != kind or (len(values) != 1 and not pa.types.is_list(schema.field(name).type)):
+                raise DatasetError(
+                    f"{where}: expected features {', '.join(schema.names)[:300]} as the first 64 MiB have them, got "
+                    f"{name!r} with {len(values)} values of kind {kind}. Put such a record first."
+                )
+        waiting.append(row)
+        size += length
+        if size >= BATCH_BYTES or len(waiting) >= _BATCH_ROWS:
+            yield _batch(waiting, schema, first)
+            waiting, size, first = [], 0, ""
+    if waiting:
+        yield _batch(waiting, schema, first)
+
+
+def _batch(rows: list[_Row], schema: pa.Schema, where: str) -> pa.RecordBatch:
+    try:
+        return pa.record_batch([_column(rows, field) for field in schema], schema=schema)
+    except pa.ArrowException as error:
+        raise DatasetError(f"{where} and after: expected text, got bytes that are none: {error}.") from error
+
+
+def _column(rows: list[_Row], field: pa.Field) -> pa.Array:
+    found = [row[field.name][1] if field.name in row else None for row in rows]
+    is_list = pa.types.is_list(field.type)
+    kind = field.type.value_type if is_list else field.type
+    offsets = np.cumsum([0, *(0 if values is None else len(values) for values in found)], dtype=np.int32)
+    there = [values for values in found if values is not None]
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        leaves = pa.array(np.concatenate([np.empty(0, kind.to_pandas_dtype()), *there]), kind)
+    else:
+        leaves = pa.array([value for values in there for value in values], pa.binary()).cast(kind)
+    missing = np.array([values is None for values in found])
+    if is_list:
+        mask = pa.array(missing) if missing.any() else None
+        return pa.ListArray.from_arrays(pa.array(offsets), leaves, type=field.type, mask=mask)
+    places = pa.array(np.cumsum(~missing) - 1, mask=missing)
+    return leaves.take(places)

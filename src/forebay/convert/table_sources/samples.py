@@ -1,0 +1,161 @@
+"""Tar files as WebDataset writes them, as rows: members with one name up to the first dot are a sample.
+
+A member's column is what stands between that dot and the last: `0001.depth.npy` is a row of `depth`. A suffix alone
+has the name that is usual: `txt` is `text`, `cls` is `label`, an image is `image`, the fields of `json` are columns of
+their own, any other suffix is the column's name. `__key__` is the sample's name.
+
+Types of columns are inferred from the first 64 MiB, as for lines.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Container, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import orjson
+import pyarrow as pa
+
+from forebay.convert.table_sources.base import BATCH_BYTES, Table, column_of, field_of, open_bytes
+from forebay.convert.table_sources.lines import infer, merge, rows_batch
+from forebay.errors import DatasetError
+from forebay.prepare.read.base import ReadOptions
+from forebay.prepare.read.opening import Damaged
+from forebay.prepare.read.tar import Member, Members
+
+KEY = "__key__"
+IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "ppm", "pgm", "tif", "tiff")
+_TEXTS = ("txt", "text", "transcript")
+_NUMBERS = ("cls", "cls2", "index", "inx", "id")
+_INFERRED_BYTES = 64 << 20
+_BATCH_ROWS = 4096
+_MOST_MEMBER_BYTES = 1 << 30
+_Row: TypeAlias = dict[str, Any]
+
+
+def open_samples(paths: Sequence[Path]) -> Table:
+    """Tar files, one after another. Raises DatasetError where one is damaged, or a member is not what it is called."""
+    plain: pa.Schema | None = None
+    arrays: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
+    seen = 0
+    for where, rows, size in _batches(paths):
+        for row in rows:
+            for name, value in row.items():
+                if isinstance(value, np.ndarray):
+                    arrays.setdefault(name, set()).add((value.dtype.str, value.shape))
+        found = infer([_plain(row) for row in rows], where)
+        plain = found if plain is None else merge(plain, found, where)
+        seen += size
+        if seen >= _INFERRED_BYTES:
+            break
+    if plain is None:
+        raise DatasetError(f"{paths[0]}: expected samples, got none.")
+    known = pa.schema([one for one in plain if one.name not in arrays])
+    tensors = [_array_field(name, kinds, paths[0]) for name, kinds in sorted(arrays.items())]
+    return Table("webdataset", pa.schema([*known, *tensors]), None, lambda: _read(paths, known, tensors))
+
+
+def _plain(row: _Row, arrays: Container[str] = ()) -> _Row:
+    """What is no array, nor missing where others have one."""
+    return {name: value for name, value in row.items() if not isinstance(value, np.ndarray) and name not in arrays}
+
+
+def _array_field(name: str, kinds: set[tuple[str, tuple[int, ...]]], path: Path) -> pa.Field:
+    types, shapes = {kind for kind, _ in kinds}, {shape for _, shape in kinds}
+    if len(types) == 1 and len(shapes) == 1:
+        return field_of(name, np.dtype(types.pop()).newbyteorder("="), shapes.pop())
+    if len(types) == 1 and all(len(shape) == 1 for shape in shapes):
+        return pa.field(name, pa.list_(pa.from_numpy_dtype(np.dtype(types.pop()).newbyteorder("="))))
+    raise DatasetError(f"{path}: expected arrays {name!r} of one type and shape, got {str(sorted(kinds))[:200]}.")
+
+
+def _read(paths: Sequence[Path], plain: pa.Schema, tensors: list[pa.Field]) -> Iterator[pa.RecordBatch]:
+    schema = pa.schema([*plain, *tensors])
+    for where, rows, _ in _batches(paths):
+        names = {field.name for field in tensors}
+        first = rows_batch([_plain(row, names) for row in rows], plain, where)
+        extra = {name for row in rows for name, value in row.items() if isinstance(value, np.ndarray)} - names
+        if extra:
+            raise DatasetError(f"{where} and after: expected columns {schema.names}, got arrays {sorted(extra)}.")
+        columns = [_array_column([row.get(field.name) for row in rows], field, where) for field in tensors]
+        yield pa.record_batch([*first.columns, *columns], schema=schema)
+
+
+def _array_column(values: list[Any], field: pa.Field, where: str) -> pa.Array:
+    missing = np.array([value is None for value in values])
+    if missing.any() and not pa.types.is_list(field.type):
+        raise DatasetError(f"{where} and after: expected an array {field.name!r} in every sample, got none in some.")
+    try:
+        if not pa.types.is_list(field.type):
+            found = np.stack(values)
+            if field_of(field.name, found.dtype.newbyteorder("="), found.shape[1:]).type != field.type:
+                raise ValueError(f"{found.dtype} {list(found.shape[1:])}")
+            return column_of(found.astype(found.dtype.newbyteorder("="), copy=False), field)
+        there = [value for value in values if value is not None]
+        offsets = pa.array(np.cumsum([0, *(0 if value is None else len(value) for value in values)], dtype=np.int32))
+        leaves = pa.array(np.concatenate([np.empty(0, field.type.value_type.to_pandas_dtype()), *there]))
+        mask = pa.array(missing) if missing.any() else None
+        return pa.ListArray.from_arrays(offsets, leaves, type=field.type, mask=mask)
+    except (ValueError, TypeError, pa.ArrowException) as error:
+        raise DatasetError(
+            f"{where} and after: expected arrays {field.name!r} of {field.type}, got: {error}."
+        ) from error
+
+
+def _batches(paths: Sequence[Path]) -> Iterator[tuple[str, list[_Row], int]]:
+    options = ReadOptions(max_document_bytes=_MOST_MEMBER_BYTES)
+    for path in paths:
+        with open_bytes(path) as file:
+            archive = Members(file, options, kinds=None)
+            members = itertools.groupby(archive.all(), lambda member: member.key)
+            rows: list[_Row] = []
+            size, where = 0, ""
+            for key, group in members:
+                sample = list(group)
+                rows.append(_row(key, sample, path))
+                where = where or f"{path}, sample {key}"
+                size += sum(len(member.data) for member in sample)
+                if size >= BATCH_BYTES or len(rows) >= _BATCH_ROWS:
+                    yield where, rows, size
+                    rows, size, where = [], 0, ""
+            if not archive.has_end:
+                raise DatasetError(
+                    f"{path}: expected blocks of zeros at the archive's end, got none: it is cut. Fetch it again; or "
+                    "if its writer leaves them out, append 1024 bytes of zero."
+                )
+            if rows:
+                yield where, rows, size
+
+
+def _row(key: str, members: list[Member], path: Path) -> _Row:
+    row: _Row = {KEY: key}
+    for member in members:
+        if member.problem:
+            raise DatasetError(f"{path}, byte {member.position}: expected a member, got: {member.problem}.")
+        suffixes = member.name.rpartition("/")[2].partition(".")[2]
+        name, _, suffix = suffixes.rpartition(".")
+        try:
+            for column, value in _decoded(name, suffix.lower(), member.data):
+                if column in row:
+                    column = f"{column}.{suffix}"
+                row[column] = value
+        except (ValueError, Damaged) as error:
+            raise DatasetError(f"{path}, {member.name}: expected {suffix}, got: {error}. Mend or remove it.") from error
+    return row
+
+
+def _decoded(name: str, suffix: str, data: bytes) -> Iterator[tuple[str, Any]]:
+    if suffix == "json":
+        value = orjson.loads(data)
+        yield from value.items() if isinstance(value, dict) and not name else [(name or "json", value)]
+    elif suffix in _TEXTS:
+        yield name or "text", data.decode()
+    elif suffix in _NUMBERS and data.strip().lstrip(b"-").isdigit():
+        yield name or ("label" if suffix == "cls" else suffix), int(data)
+    elif suffix == "npy":
+        yield name or "npy", np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    else:
+        yield name or ("image" if suffix in IMAGES else suffix or "data"), data

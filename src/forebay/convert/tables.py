@@ -1,0 +1,221 @@
+"""Tables in files of others: `open_table` reads them, `TABLE_SINKS` writes them, `verify_table` compares.
+
+Hides: how a table is known (by what its files begin with; a suffix decides only what no content tells: CSV), and which
+files of a directory belong together: all of one format, in the order of their names. What is of no format known here
+is passed over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import orjson
+
+from forebay.convert.content import Options, TableSource, Written
+from forebay.convert.rows import write_rows
+from forebay.convert.table_digest import TableDigest
+from forebay.convert.table_sinks.columns import write_feather, write_parquet
+from forebay.convert.table_sinks.lines import write_csv, write_jsonl
+from forebay.convert.table_sinks.records import write_tfrecord
+from forebay.convert.table_sinks.samples import write_webdataset
+from forebay.convert.table_sources.arrays import is_idx, open_idx, open_npy, open_npz
+from forebay.convert.table_sources.base import open_bytes
+from forebay.convert.table_sources.columns import open_arrow, open_parquet
+from forebay.convert.table_sources.lines import open_csv, open_jsonl
+from forebay.convert.table_sources.pictures import is_image, open_pictures
+from forebay.convert.table_sources.records import open_tfrecord
+from forebay.convert.table_sources.samples import open_samples
+from forebay.convert.table_sources.slices import open_rows
+from forebay.dataset.manifest import MANIFEST_FILE
+from forebay.dataset.reader import open_dataset
+from forebay.errors import DatasetError, UsageError
+from forebay.formats import arrow
+from forebay.prepare.read.formats import FORMATS
+from forebay.prepare.read.opening import COMPRESSIONS, Damaged
+
+Sink: TypeAlias = Callable[[TableSource, Path, Options], Written]
+_NO_OPTIONS = Options()
+_HEAD_BYTES = 4096
+_SIDECARS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "rejects.jsonl")
+_CSV = (".csv", ".tsv")
+
+TABLE_SINKS: Mapping[str, Sink] = {
+    "csv": write_csv,
+    "feather": write_feather,
+    "jsonl": write_jsonl,
+    "parquet": write_parquet,
+    "safetensors": write_rows,
+    "tfrecord": write_tfrecord,
+    "webdataset": write_webdataset,
+}
+
+
+def open_table(path: str | Path, options: Options = _NO_OPTIONS) -> TableSource | None:
+    """The table in a file, a directory, or the files of a pattern (`train-*.parquet`).
+
+    Args:
+        options: `column` chooses arrays of .npz and .npy by name: `x_train,y_train`.
+
+    Returns:
+        None if nothing there is a table.
+
+    Raises:
+        DatasetError: If it is damaged, or its files have different columns.
+        UsageError: If a directory holds tables of several formats, or several tables: says how to name one.
+    """
+    if "://" in str(path):
+        return None
+    place = Path(path)
+    if place.is_dir():
+        if (place / MANIFEST_FILE).is_file():
+            return _open_own(place)
+        if arrow.is_saved(place):
+            return open_arrow(arrow.files_of(place), "save_to_disk")
+        if (place / "dataset_dict.json").is_file():
+            raise UsageError(f"{place}: expected one dataset, got several splits. Name the directory of one.")
+    files = list(_files(place))
+    groups = _by_kind(files)
+    if len(groups) > 1:
+        told = ", ".join(f"{kind} ({found[0].name} …)" for kind, found in groups.items())
+        raise UsageError(f"{place}: expected files of one format, got {told}. Name those of one: 'DIR/*.parquet'.")
+    for kind, found in groups.items():
+        return _open(kind, place, found, options)
+    return None
+
+
+def verify_table(source: TableSource, out: Path, written: Written, options: Options = _NO_OPTIONS) -> None:
+    """Read again what a sink wrote: rows, and every value of every column.
+
+    Raises:
+        DatasetError: If it is not what was written.
+    """
+    # Of CSV nothing tells the types: text that looks like numbers must come back as text.
+    is_csv = any(_suffix(out / name) in _CSV for name in written.files)
+    found = open_csv(list(_files(out)), source.schema) if is_csv else open_table(out)
+    if found is None and written.num_rows:
+        raise DatasetError(f"{out.name}: expected a table, got none. Nothing was kept. Check the disk.")
+    digest = TableDigest()
+    for batch in found.batches() if found is not None else ():
+        digest.add(batch)
+        options.advance(batch.num_rows)
+    told: dict[str, str] = orjson.loads(written.digest)
+    got = digest.columns()
+    bad = sorted(name for name in told if got.get(name) != told[name])
+    if digest.num_rows != written.num_rows or bad:
+        raise DatasetError(
+            f"{out.name}: expected {written.num_rows} rows as they were written, got {digest.num_rows}, with other "
+            f"values in {', '.join(bad)[:300] or 'no column'}, when reading them again. Nothing was kept. Write --to "
+            "another format, or check the disk."
+        )
+
+
+def _files(place: Path) -> Iterator[Path]:
+    """The files behind a path, by name; hidden ones and those that describe others are left out."""
+    if place.is_dir():
+        below = sorted(place.rglob("*"), key=lambda path: path.relative_to(place).parts)
+        for path in below:
+            hidden = any(part.startswith(".") for part in path.relative_to(place).parts)
+            if not hidden and path.name not in _SIDECARS and path.is_file():
+                yield path
+    elif place.is_file():
+        yield place
+    elif re.search(r"[*?\[]", place.name):
+        yield from sorted(path for path in place.parent.glob(place.name) if path.is_file())
+
+
+def _by_kind(files: Sequence[Path]) -> dict[str, list[Path]]:
+    """Files by format. Files of one suffix are of one format: the first of them tells; without one, each does."""
+    known: dict[str, str] = {}
+    groups: dict[str, list[Path]] = {}
+    for path in files:
+        suffix = _suffix(path)
+        if not suffix or suffix not in known:
+            known[suffix] = _sniff(path)
+        if known[suffix]:
+            groups.setdefault(known[suffix], []).append(path)
+    return groups
+
+
+def _suffix(path: Path) -> str:
+    """The suffix without that of a compression; none where it is no word."""
+    name = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+    return name.suffix.lower()
+
+
+def _sniff(path: Path) -> str:
+    try:
+        with open_bytes(path) as file:
+            head = file.read(_HEAD_BYTES)
+    except Damaged:
+        head = b""
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    for name in ("parquet", "arrow", "tfrecord", "webdataset"):
+        if FORMATS[name].sniff(head):
+            return name
+    if is_image(head):
+        return "images"
+    if head.startswith(b"\x93NUMPY"):
+        return "npy"
+    if head.startswith(b"PK\x03\x04") and path.suffix == ".npz":
+        return "npz"
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32 and b"\0" not in head[8:64]:
+        return "safetensors"
+    if is_idx(head):
+        return "idx"
+    if _suffix(path) in _CSV:
+        return "csv"
+    return "jsonl" if _is_jsonl(head) else ""
+
+
+def _is_jsonl(head: bytes) -> bool:
+    line, newline, _ = head.lstrip().partition(b"\n")
+    if not line.startswith(b"{"):
+        return False
+    try:
+        orjson.loads(line)
+    except ValueError:
+        # A first line that is longer than what was looked at; a lone brace begins an object of many lines.
+        return not newline and len(head) == _HEAD_BYTES
+    return True
+
+
+def _open(kind: str, place: Path, files: list[Path], options: Options) -> TableSource:
+    columns = [name for name in (options.column or "").split(",") if name]
+    match kind:
+        case "images":
+            return open_pictures(place if place.is_dir() else files[0].parent, files)
+        case "npz":
+            if len(files) > 1:
+                raise UsageError(f"{place}: expected one .npz, got {len(files)}. Name one of them.")
+            return open_npz(files[0], columns)
+        case "npy":
+            return open_npy(files, columns)
+        case "idx":
+            return open_idx(files)
+        case "safetensors":
+            return open_rows(files)
+    openers: Mapping[str, Callable[[Sequence[Path]], TableSource]] = {
+        "arrow": open_arrow,
+        "csv": open_csv,
+        "jsonl": open_jsonl,
+        "parquet": open_parquet,
+        "tfrecord": open_tfrecord,
+        "webdataset": open_samples,
+    }
+    return openers[kind](files)
+
+
+def _open_own(place: Path) -> TableSource | None:
+    dataset = open_dataset(place)
+    if dataset.manifest.layout != "rows":
+        return None
+    told: Any = dataset.manifest.lineage.get("converted", {})
+    facts = {"classes": told["classes"]} if isinstance(told, dict) and "classes" in told else {}
+    return open_rows([dataset.slice_path(index) for index in range(dataset.num_slices)], facts)
+
+
+__all__ = ["TABLE_SINKS", "open_table", "verify_table"]

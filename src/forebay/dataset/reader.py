@@ -1,0 +1,289 @@
+"""Open a dataset that lies in a directory: its description, its slices by index, and whether it is whole.
+
+Hides: where files lie and how few of them opening touches (two; no slice is read). No network. A dataset keeps
+at most 64 slices mapped of its own; maps that somebody else holds stay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable, dataset_id
+from forebay.dataset.slices import Slice, hash_file, open_slice
+from forebay.errors import DatasetError, UsageError
+
+_OPEN_SLICES = 64
+# What preparation leaves beside a dataset for people and for later data; nothing in it decides a byte of a slice.
+_COMPANIONS = ("report.html", "rejects.jsonl", "clusters.parquet")
+_SIGNATURES = "signatures"
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Whether every byte is what the manifest says.
+
+    Attributes:
+        ok: True if `bad` is empty.
+        bad: Names that are changed, missing, or slices that nobody listed; sorted.
+        changed: Present with other bytes.
+        missing: Listed and absent.
+        extra: Present and not listed. Only `.safetensors` files among them are bad: other files harm nobody.
+    """
+
+    ok: bool
+    bad: list[str]
+    changed: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"ok", "bad", "changed", "missing", "extra"}`."""
+        return dict(vars(self))
+
+
+class Dataset:
+    """An immutable dataset in a directory. Opening reads manifest and table; threads may share it."""
+
+    def __init__(self, path: Path, manifest: Manifest, table: SliceTable, id: str) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.table = table
+        self.id = id
+        self._open: OrderedDict[int, Slice] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Dataset({self.name!r}, id={self.id[:12]}…, slices={self.num_slices}, path={str(self.path)!r})"
+
+    @property
+    def name(self) -> str:
+        """The name that the manifest gives."""
+        return self.manifest.name
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all slices; 0 for layout `rows`."""
+        return self.manifest.tokens
+
+    @property
+    def num_slices(self) -> int:
+        """Slices."""
+        return len(self.table)
+
+    def slice_path(self, index: int) -> Path:
+        """Where slice `index` lies. Raises UsageError if it is outside [0, num_slices)."""
+        return self.path / self.table.row(index).name
+
+    def open_slice(self, index: int) -> Slice:
+        """Slice `index`, mapped; the last 64 stay open. Its hash is not checked: that is `verify`.
+
+        Raises:
+            UsageError: If the index is outside [0, num_slices).
+            DatasetError: If the file is missing, damaged, or not of the size, type and count in the table.
+        """
+        with self._lock:
+            found = self._open.get(index)
+            if found is not None:
+                self._open.move_to_end(index)
+                return found
+        row = self.table.row(index)
+        found = open_slice(self.path / row.name)
+        self.check_slice(row, found)
+        with self._lock:
+            self._open[index] = found
+            while len(self._open) > _OPEN_SLICES:
+                self._open.popitem(last=False)
+        return found
+
+    def check_slice(self, row: SliceInfo, found: Slice) -> None:
+        size = found.path.stat().st_size
+        if size != row.bytes:
+            raise DatasetError(f"{found.path}: expected {row.bytes} bytes, got {size}. Fetch or prepare it again.")
+        count = len(found.tokens) if self.manifest.layout == "tokens" else found.num_rows
+        kind = found.dtypes["tokens"] if self.manifest.layout == "tokens" else ""
+        documents = len(found.document_ends) if self.manifest.layout == "tokens" else row.documents
+        if (count, documents, kind) != (row.count, row.documents, self.manifest.dtype):
+            raise DatasetError(
+                f"{found.path}: expected {row.count} {self.manifest.layout} {self.manifest.dtype} in "
+                f"{row.documents} documents, got {count} {kind} in {documents}. Fetch or prepare it again."
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """What `forebay inspect --json` prints."""
+        m = self.manifest
+        return {
+            "id": self.id,
+            "name": m.name,
+            "layout": m.layout,
+            "dtype": m.dtype,
+            "tokens": m.tokens,
+            "rows": m.rows,
+            "documents": m.documents,
+            "slices": m.slices,
+            "bytes": m.bytes,
+            "tokenizer": m.tokenizer,
+            "vocab_size": m.vocab_size,
+            "eos_id": m.eos_id,
+        }
+
+    def verify(self, on_progress: Callable[[int], None] | None = None, workers: int | None = None) -> VerifyReport:
+        """Hash every file and compare; every changed, missing or unlisted slice is named.
+
+        Args:
+            on_progress: Called with the bytes hashed since the last call, from one thread.
+            workers: Threads that hash; by default 4.
+        """
+        changed: list[str] = []
+        missing: list[str] = []
+        if self._table_changed():
+            changed.append(TABLE_FILE)
+        for name, sha256 in sorted(listed_files(self.manifest).items()):
+            state = _state_of(self.path / name, None, sha256)
+            (missing if state == "missing" else changed if state else []).append(name)
+        with ThreadPoolExecutor(workers or 4) as pool:
+            rows = map(self.table.row, range(self.num_slices))
+            for row, state in pool.map(lambda row: (row, _state_of(self.path / row.name, row.bytes, row.sha256)), rows):
+                (missing if state == "missing" else changed if state else []).append(row.name)
+                if on_progress is not None:
+                    on_progress(row.bytes)
+        extra = self._extra()
+        bad = sorted([*changed, *missing, *(name for name in extra if name.endswith(".safetensors"))])
+        return VerifyReport(not bad, bad, changed, missing, extra)
+
+    def _table_changed(self) -> bool:
+        return _state_of(self.path / TABLE_FILE, None, self.manifest.table_sha256) != ""
+
+    def _extra(self) -> list[str]:
+        known = {MANIFEST_FILE, TABLE_FILE, *_COMPANIONS, *listed_files(self.manifest)}
+        # What lies in a dataset below this one (a named subset) is that dataset's.
+        others = {p.parent for p in self.path.rglob(MANIFEST_FILE)} - {self.path}
+        found = sorted(
+            p.relative_to(self.path).as_posix()
+            for p in self.path.rglob("*")
+            if not p.is_dir() and others.isdisjoint(p.parents) and p.parent.name != _SIGNATURES
+        )
+        listed = set(self.table.names.to_pylist())
+        return [name for name in found if name not in listed and name not in known]
+
+
+def open_dataset(path: str | Path) -> Dataset:
+    """Open the dataset in a directory.
+
+    Args:
+        path: A directory, or `file://` and one.
+
+    Raises:
+        DatasetError: If there is none, or manifest or table are damaged or contradict each other.
+        UsageError: If the URL is of another kind.
+    """
+    folder = local_path(path)
+    manifest_bytes = _read(folder, MANIFEST_FILE)
+    manifest = Manifest.from_json(manifest_bytes)
+    table_bytes = _read(folder, TABLE_FILE)
+    got = hashlib.sha256(table_bytes).hexdigest()
+    if got != manifest.table_sha256:
+        raise DatasetError(
+            f"{folder / TABLE_FILE}: expected sha256 {manifest.table_sha256}, got {got}. Fetch it again."
+        )
+    table = SliceTable.from_parquet(table_bytes)
+    check_totals(manifest, table)
+    return Dataset(folder, manifest, table, dataset_id(manifest_bytes))
+
+
+def check_totals(manifest: Manifest, table: SliceTable) -> None:
+    """Raise DatasetError unless the manifest's totals are the table's sums."""
+    total = manifest.tokens if manifest.layout == "tokens" else manifest.rows
+    # Sums by Python's integers where 64 bits might wrap: a hostile table may hold anything.
+    wanted = {"slices": manifest.slices, "bytes": manifest.bytes, manifest.layout: total}
+    found = {"slices": len(table), "bytes": _sum(table.bytes), manifest.layout: _sum(table.count)}
+    if manifest.layout == "tokens":
+        wanted["documents"], found["documents"] = manifest.documents, _sum(table.documents)
+    if wanted != found:
+        raise DatasetError(
+            f"{TABLE_FILE}: expected the manifest's totals {wanted}, got {found}. Fetch both files again."
+        )
+
+
+def verify_dataset(
+    path: str | Path,
+    expected_id: str | None = None,
+    on_progress: Callable[[int], None] | None = None,
+    workers: int | None = None,
+) -> VerifyReport:
+    """As `Dataset.verify`, for a directory whose manifest or table may be damaged: then these are named.
+
+    Args:
+        expected_id: If given, a manifest with another id is bad too.
+
+    Raises:
+        DatasetError: If there is no manifest at all: the directory is no dataset.
+    """
+    folder = local_path(path)
+    data = _read(folder, MANIFEST_FILE)
+    try:
+        manifest = Manifest.from_json(data)
+    except DatasetError:
+        return VerifyReport(False, [MANIFEST_FILE], changed=[MANIFEST_FILE])
+    if expected_id is not None and dataset_id(data) != expected_id:
+        return VerifyReport(False, [MANIFEST_FILE], changed=[MANIFEST_FILE])
+    table_path = folder / TABLE_FILE
+    if not table_path.is_file():
+        return VerifyReport(False, [TABLE_FILE], missing=[TABLE_FILE])
+    if hash_file(table_path) != manifest.table_sha256:
+        return VerifyReport(False, [TABLE_FILE], changed=[TABLE_FILE])
+    return open_dataset(folder).verify(on_progress, workers)
+
+
+def local_path(path: str | Path) -> Path:
+    """The directory that a path or `file://` URL names. Raises UsageError for a URL of another kind."""
+    text = str(path)
+    if "://" not in text:
+        return Path(path)
+    url = urlparse(text)
+    if url.scheme != "file" or url.netloc not in ("", "localhost"):
+        raise UsageError(f"open a dataset: expected a directory or file:// URL, got {text}")
+    return Path(unquote(url.path))
+
+
+def _read(folder: Path, name: str) -> bytes:
+    try:
+        return (folder / name).read_bytes()
+    except OSError as error:
+        what = "is not a directory" if folder.exists() and not folder.is_dir() else error.strerror or str(error)
+        raise DatasetError(
+            f"{folder}: expected a dataset (a directory with {name}), got: {what}. "
+            "Give the directory that `forebay prepare --out` or `forebay adopt` wrote."
+        ) from error
+
+
+def listed_files(manifest: Manifest) -> dict[str, str]:
+    """The files beside the slices that the manifest fixes: name to sha256 in hex."""
+    files = manifest.lineage.get("files", {})
+    if not isinstance(files, dict):
+        return {}
+    return {name: str(sha) for name, sha in files.items() if "/" not in name and name not in ("", ".", "..")}
+
+
+def _state_of(path: Path, size: int | None, sha256: str) -> str:
+    try:
+        if not path.is_file():
+            return "missing"
+        if size is not None and path.stat().st_size != size:
+            return "changed"
+        return "" if hash_file(path) == sha256 else "changed"
+    except OSError:
+        return "changed"
+
+
+def _sum(column: Any) -> int:
+    if len(column) and int(column.max()) > (1 << 62) // len(column):
+        return sum(column.tolist())
+    return int(column.sum())

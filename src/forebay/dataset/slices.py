@@ -1,0 +1,335 @@
+"""One slice: a SafeTensors file, written atomically and read as views of its memory map.
+
+Hides: the container's bytes. Its own parser, because a slice may come from a stranger: a header is believed
+only after its length, types, shapes and offsets fit the file exactly. Opening costs one small read and one
+map (about 50 µs) whatever the size; arrays are read-only views and stay valid as long as somebody holds them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.errors import DatasetError, UsageError
+from forebay.storage.atomic import atomic_write
+
+MAX_HEADER_BYTES = 100_000_000
+"""The reference implementation's own bound."""
+_CHUNK = 1 << 20
+
+# BF16 and the 8-bit floats have no NumPy type: they come as their bits.
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype("?"),
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "F8_E4M3": np.dtype("u1"),
+    "F8_E5M2": np.dtype("u1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "F32": np.dtype("<f4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F64": np.dtype("<f8"),
+}
+_NAME_OF = {dtype: name for name, dtype in DTYPES.items() if name not in ("F8_E4M3", "F8_E5M2", "BF16")}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """An open slice.
+
+    Attributes:
+        path: The file.
+        tensors: Read-only views of the map, by name; never copied.
+        dtypes: The container's own type names (`U16`, `BF16` …), by name.
+    """
+
+    path: Path
+    tensors: dict[str, NDArray[Any]]
+    dtypes: dict[str, str]
+
+    @property
+    def layout(self) -> str:
+        """`tokens` if tensors `tokens` and `document_ends` stand beside each other, else `rows`."""
+        if "tokens" in self.tensors and "document_ends" in self.tensors:
+            return "tokens"
+        return "rows"
+
+    @property
+    def tokens(self) -> NDArray[Any]:
+        """U16 or U32 [T].
+
+        Raises:
+            DatasetError: If there is none, or it is of another type or shape.
+        """
+        return self._vector("tokens", ("U16", "U32"))
+
+    @property
+    def document_ends(self) -> NDArray[np.uint64]:
+        """U64 [D], exclusive ends within the slice. Raises DatasetError as `tokens` does."""
+        return self._vector("document_ends", ("U64",))
+
+    @property
+    def num_rows(self) -> int:
+        """The first dimension that all tensors share.
+
+        Raises:
+            DatasetError: If there is no tensor, one has no dimension, or they differ.
+        """
+        sizes = {array.shape[0] if array.ndim else -1 for array in self.tensors.values()}
+        if len(sizes) != 1 or -1 in sizes:
+            shapes = {name: array.shape for name, array in self.tensors.items()}
+            raise DatasetError(f"{self.path}: expected tensors that share their first dimension, got {shapes}.")
+        return int(sizes.pop())
+
+    def _vector(self, name: str, kinds: tuple[str, ...]) -> NDArray[Any]:
+        array = self.tensors.get(name)
+        if array is None or array.ndim != 1 or self.dtypes[name] not in kinds:
+            got = "none" if array is None else f"{self.dtypes[name]} {list(array.shape)}"
+            raise DatasetError(f"{self.path}: expected a tensor {name!r} of {' or '.join(kinds)} [n], got {got}.")
+        return array
+
+
+def open_slice(path: Path | str) -> Slice:
+    """Map a SafeTensors file.
+
+    The header alone is read; every claim in it is checked against the file's size first.
+
+    Raises:
+        DatasetError: If the file is missing or is not SafeTensors in every respect.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header, start = _read_header(file.read, size)
+            entries = _check_header(header, size - start)
+            memory = np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray)
+    except OSError as error:
+        raise DatasetError(
+            f"{path}: cannot open slice: {error.strerror or error}. Fetch or prepare it again."
+        ) from error
+    except _HeaderError as error:
+        raise DatasetError(f"{path}: {error}. The file is no slice or is damaged; fetch it again.") from error
+    tensors = {
+        name: memory[start + first : start + last].view(DTYPES[kind]).reshape(shape)
+        for name, kind, shape, first, last in entries
+    }
+    return Slice(path, tensors, {name: kind for name, kind, *_ in entries})
+
+
+def release_pages(array: NDArray[Any]) -> None:
+    """Give the pages of an array in a file's map back to the system; views of it stay valid, and read again."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    base = base.obj if isinstance(base, memoryview) else base
+    if isinstance(base, mmap.mmap) and array.nbytes:
+        first = array.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
+        start = first // mmap.PAGESIZE * mmap.PAGESIZE
+        base.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
+
+
+def locate_tensors(read: Callable[[int], bytes], size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """Where the tensors of a SafeTensors file lie, from its first bytes alone.
+
+    Args:
+        read: Gives the next n bytes from the file's start on.
+        size: Of the file.
+
+    Returns:
+        By name: the container's type name, shape, and bytes [start, stop) of the file.
+
+    Raises:
+        DatasetError: If it is not SafeTensors in every respect.
+    """
+    try:
+        header, start = _read_header(read, size)
+        entries = _check_header(header, size - start)
+    except _HeaderError as error:
+        raise DatasetError(f"a slice: {error}. The file is no slice or is damaged; fetch it again.") from error
+    return {name: (kind, shape, start + first, start + last) for name, kind, shape, first, last in entries}
+
+
+class _HeaderError(ValueError):
+    """What is wrong with a header; open_slice adds where."""
+
+
+_Entry = tuple[str, str, tuple[int, ...], int, int]
+
+
+def _read_header(read: Any, size: int) -> tuple[dict[str, Any], int]:
+    if size < 8:
+        raise _HeaderError(f"expected at least 8 bytes of SafeTensors, got {size}")
+    length = int.from_bytes(read(8), "little")
+    if length > min(MAX_HEADER_BYTES, size - 8):
+        raise _HeaderError(f"expected a header of at most {min(MAX_HEADER_BYTES, size - 8)} bytes, got {length}")
+    raw = read(length)
+    if raw[:1] != b"{":
+        raise _HeaderError(f"expected a header that begins with '{{', got {raw[:1]!r}")
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+    except _HeaderError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise _HeaderError(f"expected a header of JSON, got {error}") from error
+    return header, 8 + length
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    plain = dict(pairs)
+    if len(plain) != len(pairs):
+        raise _HeaderError("expected each key of the header once, got one twice")
+    return plain
+
+
+def _check_header(header: dict[str, Any], body_bytes: int) -> list[_Entry]:
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _HeaderError("expected __metadata__ from strings to strings")
+    entries = sorted((_check_entry(name, entry) for name, entry in header.items()), key=lambda e: (e[3], e[4]))
+    reached = 0
+    for name, _, _, first, last in entries:
+        if first != reached:
+            raise _HeaderError(f"expected tensor {name!r} to begin at byte {reached} of the data, got {first}")
+        reached = last
+    if reached != body_bytes:
+        raise _HeaderError(f"expected {reached} bytes of data, as the header says, got {body_bytes}")
+    return entries
+
+
+def _check_entry(name: str, entry: Any) -> _Entry:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise _HeaderError(f"expected dtype, shape and data_offsets of tensor {name!r}")
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise _HeaderError(f"expected a dtype of tensor {name!r} in {sorted(DTYPES)}, got {kind!r}")
+    for what, numbers in (("shape", shape), ("data_offsets", offsets)):
+        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
+            raise _HeaderError(f"expected {what} of tensor {name!r} as whole numbers, got {str(numbers)[:100]}")
+    if len(offsets) != 2 or len(shape) > 32:
+        raise _HeaderError(f"expected two offsets and at most 32 dimensions of tensor {name!r}")
+    wanted = math.prod(shape) * DTYPES[kind].itemsize
+    if offsets[1] - offsets[0] != wanted:
+        raise _HeaderError(f"expected {wanted} bytes of tensor {name!r}, got {offsets[1] - offsets[0]}")
+    return name, kind, tuple(shape), offsets[0], offsets[1]
+
+
+TOKEN_HEADER_BYTES = 256
+"""A bound on the bytes of a token slice that are neither tokens nor document ends (8 each)."""
+
+
+def write_token_slice(
+    path: Path, tokens: NDArray[np.uint16] | NDArray[np.uint32], document_ends: NDArray[np.uint64]
+) -> tuple[int, str]:
+    """Write a slice of layout `tokens`, atomically.
+
+    Args:
+        tokens: U16 or U32 [T].
+        document_ends: U64 [D], exclusive, rising, none above T.
+
+    Returns:
+        The file's size and sha256 (hex).
+
+    Raises:
+        UsageError: If a type, shape or end is another.
+        OSError: If it cannot be written.
+    """
+    if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
+        raise UsageError(f"tokens of a slice: expected uint16 or uint32 [T], got {tokens.dtype} {tokens.shape}")
+    problem = check_document_ends(document_ends, len(tokens))
+    if problem:
+        raise UsageError(f"document_ends of a slice: {problem}")
+    return _write(path, {"document_ends": document_ends, "tokens": tokens})
+
+
+def check_document_ends(ends: NDArray[Any], num_tokens: int) -> str:
+    """What is wrong with the document ends of a slice of `num_tokens`; empty if nothing."""
+    if ends.ndim != 1 or ends.dtype != np.uint64:
+        return f"expected uint64 [D], got {ends.dtype} {ends.shape}"
+    if len(ends) and (int(ends[-1]) > num_tokens or bool((ends[1:] < ends[:-1]).any())):
+        return f"expected rising ends of at most {num_tokens}, got {int(ends[-1])} as the last or a falling one"
+    return ""
+
+
+def write_rows_slice(
+    path: Path, tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Write a slice of layout `rows`, atomically.
+
+    Args:
+        tensors: By name; all share their first dimension N >= 0. Any NumPy type with a SafeTensors name.
+        dtypes: What the container calls a tensor's type where the array tells only its bits: `BF16` of uint16.
+
+    Returns:
+        The file's size and sha256 (hex).
+
+    Raises:
+        UsageError: If there is none, one has no dimension, they differ in N, or a type has no name or another width.
+        OSError: If it cannot be written.
+    """
+    shapes = {name: array.shape for name, array in tensors.items()}
+    if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values() or "__metadata__" in shapes:
+        raise UsageError(f"rows slice: expected tensors that share their first dimension, got {shapes}")
+    return _write(path, tensors, dtypes)
+
+
+def _write(path: Path, tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str] | None = None) -> tuple[int, str]:
+    # Wide types first, then by name, and a header padded to 8 bytes: as the reference does, so all is aligned.
+    header: dict[str, Any] = {}
+    arrays, offset = [], 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
+        array = np.ascontiguousarray(tensors[name])
+        kind = (dtypes or {}).get(name) or _NAME_OF.get(array.dtype.newbyteorder("<"))
+        if kind is None or DTYPES.get(kind) != array.dtype.newbyteorder("<"):
+            raise UsageError(
+                f"tensor {name!r} of a slice: expected a type in {sorted(_NAME_OF.values())}, got {array.dtype}"
+            )
+        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        header[name] = {
+            "dtype": kind,
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
+        arrays.append(array)
+        offset += array.nbytes
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    digest, size = hashlib.sha256(), 0
+
+    def chunks() -> Iterator[memoryview | bytes]:
+        nonlocal size
+        pieces: list[Any] = [len(raw).to_bytes(8, "little") + raw]
+        pieces += [memoryview(array.reshape(-1).view(np.uint8).data) for array in arrays if array.nbytes]
+        for piece in pieces:
+            for start in range(0, len(piece), _CHUNK):
+                chunk = piece[start : start + _CHUNK]
+                digest.update(chunk)
+                size += len(chunk)
+                yield chunk
+
+    atomic_write(path, chunks())
+    return size, digest.hexdigest()
+
+
+def hash_file(path: Path | str) -> str:
+    """The sha256 of a file, in hex; reads 1 MiB at a time. Raises OSError."""
+    digest = hashlib.sha256()
+    with Path(path).open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

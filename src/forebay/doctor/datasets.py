@@ -1,0 +1,218 @@
+"""Datasets of several files: Forebay's own, plain SafeTensors, Megatron, MDS, saved Hugging Face datasets, LitData.
+
+Hides: nothing of the formats: what opens and verifies them says what does not fit; the tokens are then looked at as in
+any file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forebay.dataset.reader import Dataset, open_dataset, verify_dataset
+from forebay.dataset.slices import Slice, check_document_ends, open_slice
+from forebay.doctor.mend_megatron import can_mend
+from forebay.doctor.passages import row_hashes
+from forebay.doctor.report import CERTAIN, LIKELY, POSSIBLE, Finding, Options
+from forebay.doctor.tokens import WINDOW_TOKENS, TokenCounts, Window
+from forebay.doctor.verdicts import PREPARE_AGAIN, judge, true_dtype
+from forebay.errors import DatasetError, UsageError
+from forebay.formats import open_foreign
+from forebay.formats.foreign import ForeignDataset
+
+FETCH = "fetch or write it again"
+_IDS = ("input_ids", "tokens")
+_GUESSES = ("int64", "uint32", "uint16")
+
+
+@dataclass
+class Look:
+    """What a look at a dataset found."""
+
+    path: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    counts: TokenCounts | None = None
+    read_bytes: int = 0
+    total_bytes: int = 0
+
+    def say(self, fault: str, place: str, evidence: str, mend: str = FETCH, sure: str = CERTAIN) -> None:
+        self.findings.append(Finding(fault, sure, str(self.path), place, evidence, mend))
+
+
+def examine_ours(path: Path, options: Options) -> Look:
+    """A dataset with a manifest: every hash if it is small or all is asked for, then what is in the slices."""
+    look = Look(path)
+    try:
+        dataset = open_dataset(path)
+    except DatasetError as error:
+        look.say("damaged", "manifest", str(error), "fetch or prepare it again")
+        return look
+    m = dataset.manifest
+    look.total_bytes = m.bytes
+    look.facts.update({k: v for k, v in dataset.describe().items() if v not in ("", None)})
+    mend = f"fetch the files again (forebay mirror), or {PREPARE_AGAIN}"
+    if options.full or m.bytes <= options.most_bytes:
+        report = verify_dataset(path)
+        look.read_bytes = m.bytes
+        for name in report.bad:
+            state = "is missing" if name in report.missing else "is listed nowhere" if name in report.extra else ""
+            look.say("damaged", name, state or "does not match its hash", mend)
+        if report.bad:
+            return look
+    options = replace(
+        options,
+        vocab_size=options.vocab_size or m.vocab_size,
+        eos_id=m.eos_id if options.eos_id is None else options.eos_id,
+    )
+    _look_into(look, dataset, options, mend)
+    return look
+
+
+def examine_foreign(path: Path, options: Options) -> Look:
+    """Megatron, MDS or a saved Hugging Face dataset: whatever contradicts its index, then its tokens."""
+    look = Look(path)
+    mend = FETCH
+    try:
+        if can_mend(path.with_suffix(".idx"), path.with_suffix(".bin")):
+            mend = f"forebay doctor {path} --mend OUT (which keeps the sequences that are whole), or {FETCH}"
+        dataset, guessed = _open(path, options)
+    except UsageError as error:
+        look.say("unclear", "index", str(error), "say --dtype, or name one of the files", POSSIBLE)
+        return look
+    except DatasetError as error:
+        look.say("index-mismatch", "index", str(error), mend)
+        return look
+    m = dataset.manifest
+    look.total_bytes = m.bytes
+    if guessed:
+        look.facts["stored_as"] = f"{guessed} (guessed)"
+    look.facts.update(dtype=m.dtype, tokens=m.tokens, documents=m.documents, files=len(dataset.files))
+    if options.full or m.bytes <= options.most_bytes:
+        for name in dataset.verify().bad:
+            look.say("damaged", name, "its tokens are not what the index, its hashes or 31-bit ids allow")
+    if not look.findings:
+        _look_into(look, dataset, options, mend)
+    return look
+
+
+def _open(path: Path, options: Options) -> tuple[ForeignDataset, str]:
+    """The dataset, and the type of its tokens if that had to be guessed: the first that makes sense of them."""
+    try:
+        return _opened(path, options.dtype), ""
+    except UsageError:
+        if options.dtype is not None:
+            raise
+    for kind in _GUESSES:
+        try:
+            found = _opened(path, kind)
+            counts = TokenCounts(Options(), rows=True)
+            counts.feed(Window("", 0, found.open_slice(0).tokens[:WINDOW_TOKENS]))
+        except DatasetError:
+            continue
+        if not true_dtype(counts):
+            return found, kind
+    raise UsageError(f"{path}: tokens of no known type. Say it: --dtype int64 (LLM Foundry's), uint16 …")
+
+
+def _opened(path: Path, dtype: Any) -> ForeignDataset:
+    found = open_foreign(path, dtype=dtype)
+    if found is None:
+        raise DatasetError(f"{path}: expected an index and its data, got {path.stat().st_size} bytes of none.")
+    return found
+
+
+def examine_safetensors(path: Path, options: Options) -> Look:
+    """One SafeTensors file: header against size, document ends, token columns."""
+    look = Look(path, total_bytes=path.stat().st_size)
+    try:
+        one = open_slice(path)
+    except DatasetError as error:
+        look.say("damaged", "header", str(error))
+        return look
+    shapes = {name: f"{one.dtypes[name]} {list(array.shape)}" for name, array in one.tensors.items()}
+    look.facts.update(layout=one.layout, tensors=", ".join(f"{k} {v}" for k, v in list(shapes.items())[:16]))
+    if not any(array.size for array in one.tensors.values()):
+        look.say("empty", "header", "expected values, got tensors without any")
+        return look
+    look.counts = TokenCounts(options, rows=one.layout == "rows")
+    _slice(look, one, look.counts, None)
+    look.findings += judge(look.counts, str(path), PREPARE_AGAIN)
+    return look
+
+
+def _look_into(look: Look, dataset: Dataset, options: Options, mend: str) -> None:
+    layout = dataset.manifest.layout
+    look.counts = counts = TokenCounts(options, rows=layout == "rows")
+    look.read_bytes = 0
+    if not dataset.num_slices:
+        look.say("empty", "manifest", "expected slices, got none", PREPARE_AGAIN)
+    for index in _chosen(dataset, options):
+        if int(dataset.table.count[index]) == 0:
+            look.say("empty", dataset.table.row(index).name, "a slice without a token or row", PREPARE_AGAIN, LIKELY)
+            continue
+        try:
+            one = dataset.open_slice(index)
+        except DatasetError as error:
+            look.say("damaged", dataset.table.row(index).name, str(error), mend)
+            continue
+        start = dataset.parts[index].start if isinstance(dataset, ForeignDataset) else 0
+        _slice(look, one, counts, None if dataset.manifest.documents else False, start)
+        look.read_bytes += int(dataset.table.bytes[index])
+    found = list(judge(counts, str(look.path), PREPARE_AGAIN))
+    if isinstance(dataset, ForeignDataset) and not dataset.manifest.tokens:
+        look.say("empty", "index", "expected tokens, got none")
+    look.findings += found
+
+
+def _chosen(dataset: Dataset, options: Options) -> Iterator[int]:
+    """Slices to look at: all, or some at even distances within the bound."""
+    num, total = dataset.num_slices, int(dataset.table.bytes.sum())
+    if options.full or total <= options.most_bytes or num < 3:
+        yield from range(num)
+        return
+    most = max(2, min(num, num * options.most_bytes // total))
+    yield from np.unique(np.linspace(0, num - 1, most).astype(np.int64)).tolist()
+
+
+def _slice(look: Look, one: Slice, counts: TokenCounts, with_ends: bool | None, start: int = 0) -> None:
+    if one.layout == "rows":
+        _rows(one, counts)
+        return
+    try:
+        tokens, ends = one.tokens, one.document_ends
+    except DatasetError as error:
+        look.say("damaged", one.path.name, str(error))
+        return
+    problem = check_document_ends(ends, len(tokens))
+    if problem:
+        where = np.flatnonzero(ends[1:] < ends[:-1]) if len(ends) > 1 else np.empty(0)
+        place = f"document {int(where[0]) + 1}" if len(where) else "document ends"
+        look.say("document-ends", f"{one.path.name}, {place}", problem, PREPARE_AGAIN)
+        with_ends = False
+    for first in range(0, len(tokens), WINDOW_TOKENS):
+        last = min(first + WINDOW_TOKENS, len(tokens))
+        inside = None
+        if with_ends is not False:
+            a, b = np.searchsorted(ends, [first, last], "right")
+            inside = ends[a:b].astype(np.int64) - first
+        counts.feed(Window(str(one.path), start + first, tokens[first:last], inside))
+
+
+def _rows(one: Slice, counts: TokenCounts) -> None:
+    for name in _IDS:
+        array = one.tensors.get(name)
+        if array is None or array.dtype.kind not in "iu" or array.dtype.itemsize < 2 or array.ndim < 1:
+            continue
+        flat = array.reshape(-1)
+        for first in range(0, len(flat), WINDOW_TOKENS):
+            counts.feed(Window(str(one.path), first, flat[first : first + WINDOW_TOKENS]))
+        if array.ndim == 2:
+            step = max(1, WINDOW_TOKENS // max(1, array.shape[1]))
+            for first in range(0, len(array), step):
+                counts.samples.add(row_hashes(array[first : first + step]))
+        return

@@ -1,0 +1,236 @@
+"""The examination: what lies at each path, what is wrong with it, and what several have in common.
+
+Hides: which examiner looks at which kind, and how much is read: 256 MiB of each file or dataset by default, less where
+there are many (1 GiB of all, at least 4 MiB of each).
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from forebay.doctor import datasets, litdata, streams, tables, vectors
+from forebay.doctor.mend import mend_vector
+from forebay.doctor.mend_megatron import mend_megatron
+from forebay.doctor.passages import Held, shared
+from forebay.doctor.report import CERTAIN, LIKELY, POSSIBLE, Finding, Options, Report, unique
+from forebay.doctor.sniff import IDS_PREFIX, KINDS_BY_SUFFIX, Subject, impostor, subjects, total_bytes
+from forebay.doctor.tokens import TokenCounts
+from forebay.errors import DatasetError, UsageError
+from forebay.formats import npy
+from forebay.formats.foreign import head_of
+
+_ALL_BYTES = 1 << 30
+_FEWEST_BYTES = 4 << 20
+_MOST_COMPARED = 64
+_FEWEST_SHARED = 16
+_HELD_OUT = ("val", "test", "eval", "dev", "heldout")
+_NOT_READ = ("text", "sample ids", "unknown")
+_VECTORS = ("npy", "llm.c", "raw tokens")
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A subject with its report, its counts of tokens and which argument it came from."""
+
+    subject: Subject
+    report: Report
+    counts: TokenCounts | None
+    argument: int
+
+
+def examine(paths: Sequence[Path], options: Options, on_report: Callable[[Report], None] | None = None) -> list[Report]:
+    """Examine files, directories and patterns; then compare what holds tokens with one another.
+
+    Args:
+        on_report: Called with each report as it is made; what the comparison finds is not in these yet.
+
+    Raises:
+        DatasetError: If there is nothing at a path.
+    """
+    chosen = [(i, one) for i, path in enumerate(paths) for one in subjects(path, options)]
+    if not chosen:
+        raise DatasetError(
+            f"{', '.join(map(str, paths))}: expected training data, got no file of a kind known here. Name a file."
+        )
+    if not options.full:
+        most = max(_FEWEST_BYTES, min(options.most_bytes, _ALL_BYTES // len(chosen)))
+        options = replace(options, most_bytes=most)
+    cases = []
+    for argument, subject in chosen:
+        report, counts = examine_one(subject, options)
+        cases.append(_Case(subject, report, counts, argument))
+        if on_report is not None:
+            on_report(report)
+    return _compared(cases)
+
+
+def examine_one(subject: Subject, options: Options) -> tuple[Report, TokenCounts | None]:
+    """One file or dataset: its report, and the counts of its tokens if it holds some."""
+    began = time.perf_counter()
+    path, kind = subject.path, subject.kind
+    facts: dict[str, Any] = {}
+    counts: TokenCounts | None = None
+    total = total_bytes(path)
+    if kind in _VECTORS:
+        survey = vectors.survey(path, options)
+        facts, findings, counts, read = survey.facts, survey.findings, survey.counts, survey.read_bytes
+        facts["tokens"] = survey.count
+    elif kind in ("tar", "tfrecord", "jsonl"):
+        found = streams.walk(path, kind, options)
+        facts, findings, read = found.facts, found.findings, found.read_bytes
+        total = max(total, read) if "compression" in facts else total
+    elif kind in ("parquet", "arrow"):
+        table = (tables.examine_parquet if kind == "parquet" else tables.examine_arrow)(path, options)
+        facts, findings, read, counts = table.facts, table.findings, table.read_bytes, table.counts
+    elif kind in _NOT_READ:
+        findings, read = _unknown(path), 0
+    else:
+        look = _DATASETS[kind](path, options)
+        facts, findings, counts, read = look.facts, look.findings, look.counts, look.read_bytes
+        total = look.total_bytes or total
+    if counts is not None and len(counts.first):
+        facts["first_tokens"] = " ".join(map(str, counts.first[:16].tolist()))
+        if options.tokenizer is not None:
+            ids = [one for one in counts.first.tolist() if 0 <= one < 1 << 31]
+            facts["first_text"] = options.tokenizer.decode(ids, skip_special_tokens=False)[:200]
+    seconds = time.perf_counter() - began
+    report = Report(path, kind, facts, unique(findings), min(read, total), total, seconds)
+    return report, counts
+
+
+_DATASETS: dict[str, Callable[[Path, Options], datasets.Look]] = {
+    "forebay": datasets.examine_ours,
+    "safetensors": datasets.examine_safetensors,
+    "megatron": datasets.examine_foreign,
+    "mds": datasets.examine_foreign,
+    "saved arrow": datasets.examine_foreign,
+    "litdata": litdata.examine_litdata,
+}
+
+
+def _unknown(path: Path) -> list[Finding]:
+    """A file that is not what its name says, or nothing to find."""
+    if path.name.startswith(IDS_PREFIX):
+        return []  # Examined with their tokens.
+    head = head_of(path, 4096)
+    promised = KINDS_BY_SUFFIX.get(path.suffix.lower(), "")
+    what = impostor(head)
+    if what == "a pointer of Git LFS":
+        return [Finding("not-the-data", CERTAIN, str(path), "byte 0", f"it is {what}, not the file", "git lfs pull")]
+    if what or promised:
+        got = what or ("nothing at all" if not head else f"bytes {head[:24]!r}")
+        evidence = f"expected {promised or 'data'}, as its name says, got {got}"
+        return [Finding("not-the-data", CERTAIN, str(path), "byte 0", evidence, "fetch or write it again")]
+    return []
+
+
+def _compared(cases: list[_Case]) -> list[Report]:
+    found: dict[int, list[Finding]] = {}
+    some = [(i, case) for i, case in enumerate(cases) if case.counts is not None][:_MOST_COMPARED]
+    for at, (i, one) in enumerate(some):
+        for _, other in some[:at]:
+            finding = _overlap(other, one)
+            if finding is not None:
+                found.setdefault(i, []).append(finding)
+    return [
+        replace(case.report, findings=[*case.report.findings, *found[i]]) if i in found else case.report
+        for i, case in enumerate(cases)
+    ]
+
+
+def _overlap(first: _Case, second: _Case) -> Finding | None:
+    """What of `second` occurs in `first`; of a held-out and a training set, what of the former."""
+    names = _apart(first.subject.path, second.subject.path)
+    held = [_is_held_out(name) for name in names]
+    if held == [True, False]:
+        first, second = second, first
+    assert first.counts is not None and second.counts is not None
+    both: tuple[Held, Held] = (first.counts.passages, second.counts.passages)
+    what = "passages of 64 tokens"
+    if first.counts.rows or second.counts.rows:
+        both, what = (first.counts.samples, second.counts.samples), "samples"
+    same, total = shared(*both)
+    if same < min(_FEWEST_SHARED, max(1, total)):
+        return None
+    share = same / total
+    name, where = str(second.report.path), str(first.report.path)
+    evidence = f"{share:.0%} of its {what} occur in {where}"
+    mend = "prepare both again from texts of which each is in one: forebay prepare TEXT --dedup exact,minhash --out DIR"
+    if held[0] != held[1] or first.argument != second.argument:
+        if share >= 0.01:
+            return Finding("overlap", LIKELY if share >= 0.1 else POSSIBLE, name, what, evidence, mend)
+    elif share >= 0.9:
+        return Finding("same-data", LIKELY, name, what, evidence, f"leave out one of the two: {where}, {name}")
+    return None
+
+
+def _apart(first: Path, second: Path) -> tuple[str, str]:
+    """Two paths without the directories that they share."""
+    a, b = first.absolute(), second.absolute()
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a.parts, b.parts)))
+    return " ".join(a.parts[same:]), " ".join(b.parts[same:])
+
+
+def _is_held_out(name: str) -> bool:
+    words = "".join(c if c.isalnum() else " " for c in name.lower()).split()
+    return any(word.startswith(_HELD_OUT) for word in words)
+
+
+def mend(path: Path, out: Path, options: Options) -> list[Path]:
+    """Write mended copies of what lies at `path` to the new directory `out`; what is sound is copied as it is.
+
+    Nothing is changed in place. All is read, whatever `options.full` says.
+
+    Raises:
+        UsageError: If `out` is not empty, or what is wrong cannot be mended mechanically.
+        DatasetError: If there is nothing at `path`, or what is there cannot be read.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"mend: expected a new or empty directory, got {out}. Name another.")
+    options = replace(options, full=True)
+    found = [(subject, examine_one(subject, options)[0]) for subject in subjects(path, options)]
+    for _, report in found:
+        stuck = [one for one in report.findings if one.is_wrong and "--mend OUT" not in one.mend]
+        if stuck:
+            raise UsageError(
+                f"{stuck[0].path}: {stuck[0].fault}: {stuck[0].evidence}. No copy mends it: {stuck[0].mend}."
+            )
+    written: list[Path] = []
+    for subject, report in found:
+        folder = out
+        if path.is_dir() and subject.path != path:
+            folder = out / subject.path.parent.relative_to(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        written += _copy(subject, folder) if report.ok else _mend_one(subject, report, folder, options)
+    return written
+
+
+def _mend_one(subject: Subject, report: Report, out: Path, options: Options) -> list[Path]:
+    path, kind = subject.path, subject.kind
+    if kind in _VECTORS:
+        return mend_vector(path, out, options)
+    if kind in ("tar", "tfrecord", "jsonl"):
+        return streams.mend_stream(path, kind, out, options)
+    if kind in ("parquet", "arrow"):
+        return tables.mend_table(path, kind, out, options)
+    if kind == "megatron":
+        return mend_megatron(path.with_suffix(".idx"), path.with_suffix(".bin"), out)
+    raise UsageError(f"{path}: expected something that a copy mends, got {kind}. {report.findings[0].mend}.")
+
+
+def _copy(subject: Subject, out: Path) -> list[Path]:
+    path = subject.path
+    if path.is_dir():
+        shutil.copytree(path, out, dirs_exist_ok=True)
+        return [out]
+    beside = [path.with_suffix(".bin")] if subject.kind == "megatron" else []
+    if subject.kind in _VECTORS:
+        ids = npy.ids_of(path)
+        beside = [ids.path] if ids is not None else []
+    return [Path(shutil.copyfile(one, out / one.name)) for one in dict.fromkeys([path, *beside])]

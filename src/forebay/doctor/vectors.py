@@ -1,0 +1,357 @@
+"""One file of tokens: .npy, llm.c's .bin, or no header at all; with its sample ids, where it has some.
+
+Hides: where the tokens lie once every mistake is taken into account. `survey` finds that (a `Survey`: bytes, type,
+parts to leave out), the findings come of it, and the mend writes what it says.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.doctor import sample_ids
+from forebay.doctor.report import CERTAIN, LIKELY, Finding, Options
+from forebay.doctor.tokens import BLOCK_BYTES, WINDOW_TOKENS, TokenCounts, Window, spans
+from forebay.doctor.verdicts import judge, true_dtype
+from forebay.errors import DatasetError
+from forebay.formats import npy
+from forebay.formats.foreign import Bytes8, head_of, map_file
+
+RAW_SUFFIXES = (".bin", ".ds", ".u16", ".u32", ".tokens", ".npy")
+LLMC_BYTES = 1024
+_LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
+_MOST_HEADER = 10_000
+_MOST_EXTENTS = 100_000
+
+
+@dataclass(frozen=True)
+class Header:
+    """NumPy's, as it stands at some byte: how long it is, and what it says follows."""
+
+    num_bytes: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    fortran: bool
+
+    @property
+    def data_bytes(self) -> int:
+        """What it says follows."""
+        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
+
+
+@dataclass
+class Survey:
+    """What a file of tokens is.
+
+    Attributes:
+        path, kind: The file; `npy`, `llm.c` or `raw tokens`.
+        memory: Its map.
+        start, stop: Bytes of the tokens.
+        dtype: As a reader takes them: little endian unless a header says otherwise.
+        true: As they seem to be; the same where nothing is wrong.
+        skips: Bytes [a, b) between that are no tokens.
+        ids: The sample ids beside it.
+        seq_len: Tokens of a sample, where told or found.
+        findings: What is wrong.
+    """
+
+    path: Path
+    kind: str
+    memory: Bytes8
+    start: int
+    stop: int
+    dtype: np.dtype[Any]
+    true: np.dtype[Any]
+    facts: dict[str, Any]
+    skips: list[tuple[int, int]] = field(default_factory=list)
+    ids: npy.Vector | None = None
+    seq_len: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    counts: TokenCounts | None = None
+    read_bytes: int = 0
+
+    @property
+    def count(self) -> int:
+        """Whole tokens as a reader takes them."""
+        return (self.stop - self.start) // self.dtype.itemsize
+
+    @property
+    def mend(self) -> str:
+        """The command that mends it."""
+        return f"forebay doctor {self.path} --mend OUT"
+
+    def say(self, fault: str, place: str, evidence: str, confidence: str = CERTAIN, mend: str = "") -> None:
+        self.findings.append(Finding(fault, confidence, str(self.path), place, evidence, mend or self.mend))
+
+    def tokens(self, start: int, stop: int) -> NDArray[Any]:
+        """Tokens [start, stop), a view."""
+        width = self.dtype.itemsize
+        return self.memory[self.start + start * width : self.start + stop * width].view(self.dtype)
+
+
+def header_at(memory: Bytes8, at: int) -> Header | None:
+    """NumPy's header at a byte, if a whole one stands there."""
+    head = memory[at : at + _MOST_HEADER + 12].tobytes()
+    if not head.startswith(npy.NPY_MAGIC):
+        return None
+    file = io.BytesIO(head)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(file)
+    except (ValueError, TypeError, SyntaxError, tokenize.TokenError):
+        return None
+    return Header(file.tell(), dtype, tuple(shape), fortran)
+
+
+def is_vector(path: Path, options: Options) -> bool:
+    """Whether a file is one of tokens: by its first bytes, sample ids beside it, or, where nothing tells, by suffix."""
+    if path.name.startswith("sample_ids"):
+        return False
+    if npy.sniff(path):
+        return True
+    known = options.dtype is not None or path.suffix in RAW_SUFFIXES
+    try:
+        return known or npy.ids_of(path) is not None
+    except DatasetError:
+        return True
+
+
+def survey(path: Path, options: Options) -> Survey:
+    """Look at one file of tokens, and all that is wrong with it.
+
+    Raises:
+        DatasetError: If it cannot be read.
+    """
+    memory = map_file(path)
+    found = _open(path, memory, options)
+    _ids(found)
+    _trailing_zeros(found)
+    if found.dtype.kind in "iu" and found.dtype.itemsize in (2, 4, 8):
+        _samples(found, options)
+        _tokens(found, options)
+    return found
+
+
+def _open(path: Path, memory: Bytes8, options: Options) -> Survey:
+    kind = npy.sniff(path)
+    if kind == "npy":
+        return _open_npy(path, memory)
+    if kind == "llm.c":
+        return _open_llmc(path, memory)
+    dtype = options.dtype or _guess(memory, options)
+    found = Survey(path, "raw tokens", memory, 0, len(memory), dtype, dtype, {})
+    found.facts["dtype"] = f"{dtype} ({'told' if options.dtype else 'guessed'})"
+    if not len(memory):
+        found.say("empty", "byte 0", "expected tokens, got no byte", mend="fetch or write it again")
+    elif path.suffix == ".npy":
+        first = memory[:6].tobytes()
+        found.say(
+            "no-header", "byte 0", f"named .npy, and begins with {first!r}, not with NumPy's header: np.load refuses it"
+        )
+    if len(memory) % dtype.itemsize:
+        evidence = f"expected whole {dtype.itemsize}-byte tokens, got {len(memory)} bytes"
+        found.say("truncated", f"byte {len(memory)}", evidence)
+        found.stop -= len(memory) % dtype.itemsize
+    return found
+
+
+def _open_npy(path: Path, memory: Bytes8) -> Survey:
+    header = header_at(memory, 0)
+    if header is None:
+        plain = np.dtype("<u2")
+        found = Survey(path, "npy", memory, len(memory), len(memory), plain, plain, {})
+        evidence = f"expected NumPy's header, got its magic and then {memory[6:40].tobytes()!r}"
+        found.say("damaged-header", "byte 0", evidence, mend="fetch or write it again")
+        return found
+    kind = header.dtype.newbyteorder("<")
+    stop = min(len(memory), header.num_bytes + header.data_bytes)
+    found = Survey(path, "npy", memory, header.num_bytes, stop, kind, kind, {"dtype": str(header.dtype)})
+    if path.suffix != ".npy":
+        evidence = (
+            f"named {path.suffix or 'without a suffix'}, and begins with NumPy's header of {header.num_bytes} bytes: "
+            f"a reader of raw tokens puts {header.num_bytes // kind.itemsize} tokens before the first (20115 19797 …)"
+        )
+        found.say("header-as-tokens", "byte 0", evidence)
+    if kind.kind not in "iu" or kind.itemsize not in (2, 4, 8):
+        evidence = f"expected token ids of uint16 or uint32, got {header.dtype}"
+        found.say("wrong-dtype", "byte 0", evidence, mend="write it again as np.uint16 or np.uint32")
+        return found
+    if header.dtype.byteorder == ">":
+        found.true = header.dtype
+        found.say("byte-order", "byte 0", f"the header says {header.dtype.str}: big endian, which loaders refuse")
+    elif kind.kind == "i" or kind.itemsize == 8:
+        found.say("wrong-dtype", "byte 0", f"expected uint16 or uint32, got {kind}: loaders of tokens refuse it")
+    if len(header.shape) != 1:
+        found.say("shape", "byte 0", f"expected a vector, got shape {list(header.shape)}")
+    _end_of_npy(found, header)
+    return found
+
+
+def _end_of_npy(found: Survey, header: Header) -> None:
+    wanted, size = header.num_bytes + header.data_bytes, len(found.memory)
+    if size < wanted:
+        found.say("truncated", f"byte {size}", f"expected {wanted} bytes, as its header says, got {size}")
+        found.stop -= (size - found.start) % found.dtype.itemsize
+    elif size > wanted:
+        second = header_at(found.memory, wanted)
+        if second is not None and second.dtype == header.dtype:
+            _join(found, wanted, second)
+            return
+        evidence = f"expected {wanted} bytes, as its header says, got {size}: something was appended"
+        found.say("appended", f"byte {wanted}", evidence)
+
+
+def _join(found: Survey, at: int, header: Header | None) -> None:
+    """Files of .npy put one after the other: their tokens follow one another, without the headers between."""
+    while header is not None and header.dtype.itemsize == found.dtype.itemsize:
+        evidence = "expected the end, got another header: .npy files were put one after the other (cat a.npy b.npy)"
+        found.say("header-as-tokens", f"byte {at}", evidence)
+        found.skips.append((at, at + header.num_bytes))
+        found.stop = min(len(found.memory), at + header.num_bytes + header.data_bytes)
+        at = found.stop
+        header = header_at(found.memory, at)
+
+
+def _open_llmc(path: Path, memory: Bytes8) -> Survey:
+    code, _, count = (int(n) for n in np.frombuffer(head_of(path, 12), "<i4"))
+    dtype = np.dtype(_LLMC[code][1])
+    wanted = LLMC_BYTES + count * dtype.itemsize
+    stop = min(len(memory), wanted) if count > 0 else len(memory)
+    stop -= (stop - LLMC_BYTES) % dtype.itemsize if stop > LLMC_BYTES else 0
+    found = Survey(path, "llm.c", memory, min(LLMC_BYTES, len(memory)), max(stop, LLMC_BYTES), dtype, dtype, {})
+    found.facts["dtype"] = str(dtype)
+    if len(memory) != wanted:
+        fault = "truncated" if len(memory) < wanted else "appended"
+        found.say(
+            fault, f"byte {min(len(memory), wanted)}", f"expected {wanted} bytes by its header, got {len(memory)}"
+        )
+        found.stop = max(found.start, min(found.stop, len(memory)))
+    return found
+
+
+def _guess(memory: Bytes8, options: Options) -> np.dtype[Any]:
+    """The type of tokens without a header: by their halves, U16 where nothing else shows."""
+    counts = TokenCounts(replace(options, seq_len=0, eos_id=None, vocab_size=0), rows=True)
+    head = memory[: min(len(memory), 2 * WINDOW_TOKENS) & ~7]
+    counts.feed(Window("", 0, head.view("<u2")))
+    found = true_dtype(counts)
+    return np.dtype("<" + found[1:]) if found and found != ">u2" else np.dtype("<u2")
+
+
+def _ids(found: Survey) -> None:
+    try:
+        found.ids = npy.ids_of(found.path)
+    except DatasetError as error:
+        found.say("damaged-ids", "byte 0", str(error))
+
+
+def _trailing_zeros(found: Survey) -> None:
+    stop = max(found.start, min(found.stop, _data_end(found.path, found.stop)))
+    while stop > found.start:
+        piece = found.memory[max(found.start, stop - (1 << 20)) : stop]
+        nonzero = np.flatnonzero(piece)
+        if len(nonzero):
+            stop += int(nonzero[-1]) + 1 - len(piece)
+            break
+        stop -= len(piece)
+    zeros = found.stop - stop
+    if zeros < BLOCK_BYTES:
+        return
+    stat = found.path.stat()
+    sparse = (
+        f"; {stat.st_blocks * 512:,} of its {stat.st_size:,} bytes take room on disk"
+        if hasattr(stat, "st_blocks")
+        else ""
+    )
+    evidence = (
+        f"the last {zeros:,} bytes are zero, {zeros // found.dtype.itemsize:,} tokens 0: room that was set aside and "
+        f"not written{sparse}"
+    )
+    stop += -(stop - found.start) % found.dtype.itemsize
+    found.say("trailing-zeros", f"byte {stop}", evidence, LIKELY)
+    found.stop = stop
+
+
+def _data_end(path: Path, size: int) -> int:
+    """Where a sparse file's last data ends, holes passed at once; `size` where the system does not tell."""
+    if not hasattr(os, "SEEK_HOLE"):
+        return size
+    with path.open("rb") as file:
+        end = 0
+        for _ in range(_MOST_EXTENTS):
+            try:
+                end = os.lseek(file.fileno(), os.lseek(file.fileno(), end, os.SEEK_DATA), os.SEEK_HOLE)
+            except OSError as error:
+                return end if error.errno == errno.ENXIO else size  # The former: no data from here on.
+    return size
+
+
+def _samples(found: Survey, options: Options) -> None:
+    found.seq_len = options.seq_len
+    if found.ids is None:
+        return
+    ids = map_file(found.ids.path)[found.ids.offset :].view("<u8")
+    result = sample_ids.check(found.memory, found.start, found.stop, found.dtype, ids, options)
+    found.seq_len = result.seq_len
+    found.facts["sample_ids"] = len(ids)
+    found.facts["sample_tokens"] = result.seq_len or None
+    said = f" --seq-len {result.seq_len}" if result.seq_len else ""
+    for fault, place, evidence, can_mend in result.faults:
+        mend = f"forebay doctor {found.path}{said} --mend OUT" if can_mend else "fetch the tokens and their ids again"
+        found.findings.append(Finding(fault, CERTAIN, str(found.ids.path), place, evidence, mend))
+
+
+def _tokens(found: Survey, options: Options) -> None:
+    counts = TokenCounts(replace(options, seq_len=found.seq_len))
+    found.counts = counts
+    found.read_bytes = found.start + len(found.memory) - found.stop
+    for start, stop in _windows(found, options):
+        tokens = found.tokens(start, stop)
+        counts.feed(Window(str(found.path), start, tokens))
+        found.read_bytes += tokens.nbytes
+    for one in judge(counts, str(found.path), found.mend):
+        if one.fault == "header-as-tokens":
+            _inner_header(found, int(one.place.split()[1]))
+        if one.fault == "byte-order" and found.true.byteorder == ">":
+            continue  # The header has said so.
+        found.findings.append(one)
+    true = true_dtype(counts)
+    if true and found.true == found.dtype:
+        found.true = np.dtype(true)
+
+
+def _windows(found: Survey, options: Options) -> Iterator[tuple[int, int]]:
+    """Windows that leave out what is known to be no tokens."""
+    width, reached = found.dtype.itemsize, found.start
+    for a, b in [*found.skips, (found.stop, found.stop)]:
+        first = (reached - found.start) // width
+        for start, stop in spans((a - reached) // width, width, options):
+            yield first + start, first + stop
+        reached = b
+
+
+def _inner_header(found: Survey, token: int) -> None:
+    """A header among the tokens: what to leave out, in the type that the bytes have."""
+    at = found.start + token * found.dtype.itemsize
+    around = found.memory[at : at + 8].tobytes()
+    at += max(0, around.find(npy.NPY_MAGIC[:2]))
+    header = header_at(found.memory, at)
+    if header is not None:
+        found.skips.append((at, at + header.num_bytes))
+        return
+    # Written again in wider integers: two bytes of the header a token.
+    wide = found.memory[at : at + found.dtype.itemsize * (_MOST_HEADER // 2)]
+    values = wide[: len(wide) - len(wide) % found.dtype.itemsize].view(found.dtype).astype("<u2").view(np.uint8)
+    header = header_at(values, 0)
+    if header is not None:
+        found.skips.append((at, at + header.num_bytes // 2 * found.dtype.itemsize))

@@ -1,0 +1,172 @@
+"""A dataset that Hugging Face `datasets` saved with save_to_disk: a column of token lists in Arrow files.
+
+The directory: state.json, which names the files in order, and Arrow streams of record batches (1000 rows each unless
+the writer was told otherwise). Source: datasets 2.14, arrow_dataset.py.
+
+Hides: that its rows are documents and its batches small. Batches of a file are joined into slices of at least 4 Mi
+tokens; a slice of one batch of 2- or 4-byte numbers is a view of the map, any other is copied when it opens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.ipc
+from numpy.typing import NDArray
+
+from forebay.errors import DatasetError
+from forebay.formats.foreign import (
+    MOST_COPIED_TOKENS,
+    U64,
+    ForeignDataset,
+    Part,
+    as_tokens,
+    fingerprints,
+    head_of,
+    relative,
+    stored_as,
+    unreadable,
+)
+
+STATE_FILE = "state.json"
+_MOST_STATE_BYTES = 64 << 20
+_NAMES = ("input_ids", "tokens")
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Record batches [first, last) of a file: one slice."""
+
+    first: int
+    last: int
+
+
+class ArrowDataset(ForeignDataset):
+    """The files of one saved dataset, in its order; one row is one document."""
+
+    def __init__(self, path: Path, column: str | None = None) -> None:
+        files = files_of(path)
+        self._batches = [_batches_of(file, column) for file in files]
+        self._runs: dict[tuple[int, int], _Run] = {}
+        parts: list[Part] = []
+        kinds: set[str] = set()
+        for i, (file, batches) in enumerate(zip(files, self._batches)):
+            start = 0
+            for k, run in enumerate(_join([int(_span(one)[1] - _span(one)[0]) for one in batches])):
+                chosen = batches[run.first : run.last]
+                count = sum(int(_span(one)[1] - _span(one)[0]) for one in chosen)
+                rows = sum(len(one) for one in chosen)
+                width = _kind_of(file, chosen[0]).itemsize
+                kinds.add(stored_as(_kind_of(file, chosen[0])))
+                self._runs[i, start] = run
+                parts.append(Part(i, f"{relative(path, file)}#{k:05d}", start, count, rows, count * width))
+                start += count
+        if len(kinds) > 1:
+            raise DatasetError(f"{path}: expected files of one type of token, got {sorted(kinds)}.")
+        super().__init__(path, "arrow", kinds.pop() if kinds else "U32", files, fingerprints(files), parts)
+
+    def _read(self, part: Part) -> tuple[NDArray[Any], U64]:
+        run = self._runs[part.file, part.start]
+        chosen, path = self._batches[part.file][run.first : run.last], self.files[part.file]
+        pieces, ends, reached = [], [], 0
+        for one in chosen:
+            first, last = _span(one)
+            offsets = _offsets(one)
+            if one.values.null_count or (np.diff(offsets) < 0).any() or last > len(one.values):
+                raise DatasetError(f"{path}: expected lists of token ids without gaps, got others. Write it again.")
+            values = one.values.slice(first, last - first)
+            pieces.append(as_tokens(values.to_numpy(zero_copy_only=True), path))
+            ends.append(offsets[1:] - first + reached)
+            reached += last - first
+        tokens = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return tokens, np.concatenate(ends).astype(np.uint64)
+
+
+def is_saved(path: Path) -> bool:
+    """Whether a directory was written by save_to_disk, by what its state.json names."""
+    state = path / STATE_FILE
+    return state.is_file() and b'"_data_files"' in head_of(state, _MOST_STATE_BYTES)
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a saved dataset, in order. Raises DatasetError if its description is damaged, or selects rows."""
+    state_file = path / STATE_FILE
+    try:
+        state = orjson.loads(head_of(state_file, _MOST_STATE_BYTES))
+        names = [one["filename"] for one in state["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DatasetError(f"{state_file}: expected the names of a saved dataset's files, got {error!r}.") from error
+    if state.get("_indices_files"):
+        raise DatasetError(
+            f"{path}: expected rows in the order of their files, got a dataset that was shuffled or selected from. "
+            "Save it again after flatten_indices()."
+        )
+    if not all(isinstance(n, str) and n not in ("", ".", "..") and "/" not in n and n.isprintable() for n in names):
+        raise DatasetError(f"{state_file}: expected names of files beside it, got {str(names)[:200]}.")
+    return [path / name for name in names]
+
+
+def _batches_of(path: Path, column: str | None) -> list[Any]:
+    """The column of tokens of each record batch; views of the file's map."""
+    try:
+        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
+            names = [column] if column is not None else [n for n in _NAMES if n in reader.schema.names][:1]
+            if not names or names[0] not in reader.schema.names:
+                raise DatasetError(
+                    f"{path}: expected a column of token lists ({column or ' or '.join(_NAMES)}), got "
+                    f"{', '.join(reader.schema.names)[:500]}. Say column=…, or tokenize text first with "
+                    "`forebay prepare`."
+                )
+            batches = [batch.column(names[0]) for batch in reader if len(batch)]
+            for one in batches:
+                _kind_of(path, one)
+                one.validate()
+                if one.null_count or len(_offsets(one)) != len(one) + 1:
+                    raise DatasetError(f"{path}: expected a list in every row of {names[0]}, got none in some.")
+            return batches
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (pa.ArrowException, ValueError) as error:
+        raise DatasetError(
+            f"{path}: expected a stream of Arrow batches, got: {error}. Write or fetch it again."
+        ) from error
+
+
+def _kind_of(path: Path, lists: Any) -> np.dtype[Any]:
+    kind = lists.type
+    is_lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if is_lists and pa.types.is_integer(kind.value_type):
+        found: np.dtype[Any] = np.dtype(kind.value_type.to_pandas_dtype())
+        return found
+    raise DatasetError(f"{path}: expected lists of integers, got {kind}. Name another column, or write it again.")
+
+
+def _offsets(lists: Any) -> NDArray[np.int64]:
+    """Where each row begins among the values, and the end: int64 [n + 1]."""
+    if pa.types.is_fixed_size_list(lists.type):
+        rows: NDArray[np.int64] = np.arange(lists.offset, lists.offset + len(lists) + 1, dtype=np.int64)
+        return rows * int(lists.type.list_size)
+    return np.asarray(lists.offsets.to_numpy(zero_copy_only=True).astype(np.int64))
+
+
+def _span(lists: Any) -> tuple[int, int]:
+    """The first value of the first row and the end of the last."""
+    offsets = _offsets(lists)
+    return int(offsets[0]), int(offsets[-1])
+
+
+def _join(counts: list[int]) -> Iterator[_Run]:
+    """Neighbours put together until they hold enough tokens."""
+    first, total = 0, 0
+    for i, count in enumerate(counts):
+        total += count
+        if total >= MOST_COPIED_TOKENS or i == len(counts) - 1:
+            if total:
+                yield _Run(first, i + 1)
+            first, total = i + 1, 0

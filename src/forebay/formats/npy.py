@@ -1,0 +1,338 @@
+"""One vector of tokens a file: .npy, headerless .bin (nanoGPT), llm.c's .bin, Templar's shards with sample ids.
+
+Hides: which of these a file is. Only its first bytes say so, never its suffix: shards named .npy without a NumPy header
+exist, and a header read as tokens puts 64 of them before the first. What has no header is of the type that the caller
+says; with sample ids beside it, U32 if every second 16-bit half is below 16 (ids below 2**20), else U16.
+
+Sample ids stand in `sample_ids*` beside the tokens (`sample_ids_000003` for `train_000003`, `sample_ids_anneal_000000`
+for `anneal_000000`, `sample_ids` for `tokens`), raw u64 or .npy. The id of a sample is the 8-byte BLAKE2b of its
+tokens' bytes, as a little-endian integer. With ids, a file is a whole number of samples, and some of them are checked
+when opening, all by `verify`. Tokens are views of the map; files are cut into slices of at most 64 Mi tokens, at a
+sample's end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.errors import DatasetError, UsageError
+from forebay.formats.foreign import (
+    MOST_COPIED_TOKENS,
+    MOST_TOKENS,
+    U64,
+    ForeignDataset,
+    Part,
+    as_tokens,
+    fingerprints,
+    head_of,
+    relative,
+    size_of,
+    stored_as,
+    token_kind,
+)
+from forebay.storage.atomic import atomic_write
+
+NPY_MAGIC = b"\x93NUMPY"
+_LLMC: dict[
+    int, tuple[int, np.dtype[Any]]
+] = {  # First int32 of a header of 256, its second (the version), and the tokens' type.
+    20240520: (1, np.dtype("<u2")),
+    20240801: (7, np.dtype("<u4")),
+}
+_LLMC_BYTES = 1024
+_MOST_HEADER = 10_000  # NumPy's own bound.
+_DESCR = re.compile(r"""['"]descr['"]\s*:\s*['"]([^'"]{1,16})['"]""")
+_FORTRAN = re.compile(r"""['"]fortran_order['"]\s*:\s*(True|False)""")
+_SHAPE = re.compile(r"""['"]shape['"]\s*:\s*\(([0-9L,\s]*)\)""")
+_SPOT_SAMPLES = 8
+_NO_SAMPLE = int.from_bytes(hashlib.blake2b(b"", digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True)
+class Vector:
+    """One file that holds a vector of integers after a header.
+
+    Attributes:
+        path: The file.
+        offset: Bytes of the header.
+        kind: Type of the integers.
+        count: Integers.
+        file_bytes: Of the whole file: offset + count * itemsize.
+    """
+
+    path: Path
+    offset: int
+    kind: np.dtype[Any]
+    count: int
+    file_bytes: int
+
+
+class VectorDataset(ForeignDataset):
+    """Files of tokens as one dataset, in the order given.
+
+    Attributes:
+        seq_len: Tokens of a sample, where sample ids tell it; else None.
+    """
+
+    def __init__(self, path: Path, files: Sequence[Path], dtype: Any = None) -> None:
+        self._ids = [ids_of(file) for file in files]
+        self._vectors = [_tokens_of(file, ids, dtype) for file, ids in zip(files, self._ids)]
+        lengths = {_sample_tokens(one, ids) for one, ids in zip(self._vectors, self._ids)}
+        kinds = {stored_as(one.kind) for one in self._vectors}
+        if len(kinds) != 1 or len(lengths) != 1:
+            raise DatasetError(
+                f"{path}: expected files of one type of token and one length of sample, got {sorted(kinds)} and "
+                f"{sorted(str(n) for n in lengths)}. Open them as datasets of their own."
+            )
+        self.seq_len = lengths.pop()
+        parts: list[Part] = []
+        for file, one in enumerate(self._vectors):
+            most = MOST_TOKENS if one.kind.itemsize in (2, 4) else MOST_COPIED_TOKENS
+            step = max(1, most // self.seq_len) * self.seq_len if self.seq_len else most
+            for k, start in enumerate(range(0, one.count, step)):
+                count = min(step, one.count - start)
+                name = f"{relative(path, one.path)}#{k:05d}"
+                parts.append(Part(file, name, start, count, 0, count * one.kind.itemsize))
+        marks = fingerprints(files)
+        super().__init__(path, "vector", kinds.pop(), list(files), marks, parts, {"seq_len": self.seq_len})
+        for one, ids in zip(self._vectors, self._ids):
+            if ids is not None and self.seq_len:
+                self._check_spots(one, ids, self.seq_len)
+
+    def sample_ids(self, index: int) -> U64 | None:
+        """The sample ids of slice `index`, a view of their file: U64 [count // seq_len]; None if there are none."""
+        return self._ids_of(self._part(index))
+
+    def _ids_of(self, part: Part) -> U64 | None:
+        ids = self._ids[part.file]
+        if ids is None or not self.seq_len:
+            return None
+        first = part.start // self.seq_len
+        return self._view(ids, first, first + part.count // self.seq_len)
+
+    def _read(self, part: Part) -> tuple[NDArray[Any], U64]:
+        one = self._vectors[part.file]
+        return as_tokens(self._view(one, part.start, part.start + part.count), one.path), np.empty(0, np.uint64)
+
+    def _view(self, one: Vector, start: int, stop: int) -> NDArray[Any]:
+        width = one.kind.itemsize
+        return self._map(one.path, one.file_bytes)[one.offset + start * width : one.offset + stop * width].view(
+            one.kind
+        )
+
+    def _check_spots(self, one: Vector, ids: Vector, seq_len: int) -> None:
+        for i in np.unique(np.linspace(0, ids.count - 1, _SPOT_SAMPLES).astype(np.int64)).tolist():
+            wanted = int(self._view(ids, i, i + 1)[0])
+            got = sample_id(self._view(one, i * seq_len, (i + 1) * seq_len))
+            if got != wanted:
+                why = "It is the id of no bytes at all: a known fault of one writer. " if wanted == _NO_SAMPLE else ""
+                raise DatasetError(
+                    f"{ids.path}: expected id {got} of sample {i} ({seq_len} tokens {one.kind}), got {wanted}. {why}"
+                    f"Tokens and ids are not of each other: fetch both again, or move {ids.path.name} away to read "
+                    "the tokens without."
+                )
+
+    def _check_part(self, part: Part, tokens: NDArray[Any]) -> str:
+        ids = self._ids_of(part)
+        if ids is None or not self.seq_len:
+            return ""
+        samples = tokens.reshape(-1, self.seq_len)
+        return "" if all(sample_id(row) == wanted for row, wanted in zip(samples, ids.tolist())) else "changed"
+
+
+def sample_id(tokens: NDArray[Any]) -> int:
+    """Templar's id of a sample: the 8-byte BLAKE2b of its tokens' bytes in their own type, little endian."""
+    digest = hashlib.blake2b(np.ascontiguousarray(tokens).view(np.uint8).data, digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def write_shard(folder: Path, index: int, tokens: NDArray[Any], seq_len: int) -> tuple[Path, Path]:
+    """Write `train_%06d.npy` (U16 or U32, NumPy's header) and `sample_ids_%06d.bin` (raw u64), Templar's names.
+
+    Raises:
+        UsageError: If the tokens are no U16 or U32 vector, or not a whole number of samples.
+        OSError: If they cannot be written.
+    """
+    if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or seq_len < 1 or len(tokens) % seq_len:
+        raise UsageError(
+            f"shard of tokens: expected uint16 or uint32 [n * {seq_len}], got {tokens.dtype} {list(tokens.shape)}."
+        )
+    tokens = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
+    ids = np.array([sample_id(row) for row in tokens.reshape(-1, seq_len)], "<u8")
+    first, second = folder / f"train_{index:06d}.npy", folder / f"sample_ids_{index:06d}.bin"
+    atomic_write(second, ids.tobytes())
+    atomic_write(first, [npy_head(tokens.dtype, len(tokens)), np.ascontiguousarray(tokens).view(np.uint8).data])
+    return first, second
+
+
+def npy_head(dtype: np.dtype[Any], count: int) -> bytes:
+    """NumPy's header of a vector: 128 bytes for every count."""
+    head = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
+    return NPY_MAGIC + b"\x01\x00" + (118).to_bytes(2, "little") + (head.ljust(117) + "\n").encode()
+
+
+def sniff(path: Path) -> str:
+    """`npy`, `llm.c`, or empty where the first bytes tell nothing. Raises DatasetError if it cannot be read."""
+    head = head_of(path, 12)
+    if head.startswith(NPY_MAGIC):
+        return "npy"
+    if len(head) == 12 and _LLMC.get(int.from_bytes(head[:4], "little"), (-1,))[0] == int.from_bytes(
+        head[4:8], "little"
+    ):
+        return "llm.c"
+    return ""
+
+
+def ids_of(path: Path) -> Vector | None:
+    """The file of sample ids that belongs to a file of tokens; None if there is none.
+
+    Raises:
+        DatasetError: If it is not a vector of u64.
+    """
+    stem = path.stem
+    number = re.fullmatch(r"(.*?)_?(\d+)", stem)
+    if number is None:
+        names = ["sample_ids"] if stem == "tokens" else [f"sample_ids_{stem}"]
+    elif number[1] == "train":
+        names = [f"sample_ids_{number[2]}", f"sample_ids_train_{number[2]}"]
+    else:
+        names = [f"sample_ids_{stem}"]
+    for found in (path.with_name(name + suffix) for name in names for suffix in (".npy", ".bin")):
+        if found.is_file():
+            vector = _npy(found) if sniff(found) == "npy" else _raw(found, np.dtype("<u8"))
+            if vector.kind != np.dtype("<u8"):
+                raise DatasetError(f"{found}: expected sample ids of uint64, got {vector.kind}. Fetch it again.")
+            return vector
+    return None
+
+
+def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
+    known = sniff(path)
+    if known == "llm.c":
+        return _llmc(path)
+    if known == "npy":
+        vector = _npy(path)
+        if vector.kind not in (np.dtype("<u2"), np.dtype("<u4")):
+            raise DatasetError(
+                f"{path}: expected tokens of uint16 or uint32, got {vector.kind}. Save them again with "
+                "np.save(path, tokens.astype(np.uint32))."
+            )
+        return vector
+    if dtype is not None:
+        return _raw(path, token_kind(dtype))
+    if ids is not None and size_of(path) < 2 * ids.count:
+        raise DatasetError(
+            f"{path}: expected at least one token for each of {ids.count} ids in {ids.path.name}, got "
+            f"{size_of(path)} bytes. It is truncated; fetch it again."
+        )
+    guess = _guess(path) if ids is not None else None
+    if guess is not None:
+        return _raw(path, guess)
+    raise UsageError(
+        f"{path}: tokens without a header, of no known type. Say it: dtype='uint16' (GPT-2's and other vocabularies "
+        "below 65536) or dtype='uint32'."
+    )
+
+
+def _guess(path: Path) -> np.dtype[Any] | None:
+    """The type of headerless tokens, by their first 64 KiB; None where these do not tell."""
+    head = head_of(path, 1 << 16)
+    halves = np.frombuffer(head[: len(head) & ~3], "<u2")
+    if len(halves) and int(halves[1::2].max()) >= 16:
+        return np.dtype("<u2")
+    return np.dtype("<u4") if len(halves) and int(halves[::2].max()) >= 16 else None
+
+
+def _raw(path: Path, kind: np.dtype[Any]) -> Vector:
+    size = size_of(path)
+    if size % kind.itemsize:
+        raise DatasetError(
+            f"{path}: expected a whole number of {kind.itemsize}-byte numbers, got {size} bytes. "
+            "It is truncated, or of another type."
+        )
+    return Vector(path, 0, kind, size // kind.itemsize, size)
+
+
+def _llmc(path: Path) -> Vector:
+    head, size = head_of(path, _LLMC_BYTES), size_of(path)
+    kind = _LLMC[int.from_bytes(head[:4], "little")][1]
+    count = int.from_bytes(head[8:12], "little")
+    if size != _LLMC_BYTES + count * kind.itemsize:
+        raise DatasetError(
+            f"{path}: expected {_LLMC_BYTES + count * kind.itemsize} bytes, as its header says, got {size}. "
+            "Fetch it again."
+        )
+    return Vector(path, _LLMC_BYTES, kind, count, size)
+
+
+def vector_in(path: Path, num_bytes: int, dtype: Any = None) -> Vector:
+    """The vector in the first bytes of a file, of which the rest may still be missing: NumPy's, or raw of a type.
+
+    Args:
+        num_bytes: Of the vector with its header.
+        dtype: Of a raw one.
+
+    Raises:
+        DatasetError: If it is no vector of that many bytes.
+    """
+    if head_of(path, len(NPY_MAGIC)) == NPY_MAGIC:
+        return _npy(path, num_bytes)
+    kind = token_kind(dtype)
+    if num_bytes % kind.itemsize:
+        raise DatasetError(f"{path}: expected a whole number of {kind.itemsize}-byte numbers, got {num_bytes} bytes.")
+    return Vector(path, 0, kind, num_bytes // kind.itemsize, num_bytes)
+
+
+def _npy(path: Path, num_bytes: int | None = None) -> Vector:
+    head = head_of(path, 12 + _MOST_HEADER)
+    width = 2 if head[6:7] == b"\x01" else 4
+    length = int.from_bytes(head[8 : 8 + width], "little")
+    offset, size = 8 + width + length, size_of(path) if num_bytes is None else num_bytes
+    if (
+        head[6:8] not in (b"\x01\x00", b"\x02\x00", b"\x03\x00")
+        or length > _MOST_HEADER
+        or offset > min(size, len(head))
+    ):
+        raise DatasetError(f"{path}: expected a NumPy header of version 1 to 3, got {head[:12]!r} in {size} bytes.")
+    text = head[8 + width : offset].decode("latin-1")
+    kind, fortran, shape = _DESCR.findall(text), _FORTRAN.findall(text), _SHAPE.findall(text)
+    if not (len(kind) == len(fortran) == len(shape) == 1):
+        raise DatasetError(f"{path}: expected one descr, fortran_order and shape of plain numbers, got {text[:200]!r}.")
+    sizes = [int(n.strip().rstrip("L")) for n in shape[0].split(",") if n.strip(" L\t\n")]
+    if len(sizes) != 1:
+        raise DatasetError(
+            f"{path}: expected a vector of tokens, got shape {sizes}. Save it again with "
+            "np.save(path, tokens.reshape(-1))."
+        )
+    found = {name: np.dtype(name) for name in ("<u2", "<u4", "<u8", "<i2", "<i4", "<i8", "|u1", "|i1")}.get(kind[0])
+    if found is None:
+        raise DatasetError(
+            f"{path}: expected little-endian integers, got {kind[0]!r}. Save them again as '<u2' or '<u4'."
+        )
+    wanted = offset + sizes[0] * found.itemsize
+    if size != wanted:
+        raise DatasetError(
+            f"{path}: expected {wanted} bytes, as its header says ({sizes[0]} {found}), got {size}. "
+            "It is truncated or was appended to; fetch it again."
+        )
+    return Vector(path, offset, found, sizes[0], size)
+
+
+def _sample_tokens(one: Vector, ids: Vector | None) -> int | None:
+    """Tokens of a sample, from the two counts."""
+    if ids is None:
+        return None
+    if not ids.count or one.count % ids.count or not one.count:
+        raise DatasetError(
+            f"{one.path}: expected a whole number of tokens for each of {ids.count} ids in {ids.path.name}, got "
+            f"{one.count} tokens. One of the two is truncated or of another shard; fetch both again."
+        )
+    return one.count // ids.count

@@ -1,0 +1,213 @@
+"""Shards as Templar's are: `train_%06d.npy` and the ids of its samples, of both generations, in bounded memory.
+
+Tokens are cut at a fixed count across documents. A shard is written under a temporary name with NumPy's header of the
+count that it will have, its samples are hashed as they come, and it gets its names last: first the ids, then the
+tokens. `shards.json`, written at the very end, has each file's size and sha256; whoever fetches shards from a place
+that has it checks these.
+
+Memory: some 8 MiB, and 8 bytes for each sample of a shard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.dataset.reader import Dataset
+from forebay.dataset.slices import hash_file
+from forebay.errors import DatasetError, UsageError
+from forebay.formats.foreign import token_kind
+from forebay.formats.npy import npy_head, sample_id
+from forebay.storage.atomic import atomic_write
+
+SHARDS_FILE = "shards.json"
+SHARD_TOKENS = 100 << 30
+Generation = Literal["bin", "npy"]
+_BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One pair of files. `num_samples` * seq_len tokens."""
+
+    index: int
+    tokens: Path
+    ids: Path
+    num_samples: int
+
+
+def shard_names(index: int, generation: Generation, prefix: str = "") -> tuple[str, str]:
+    """The names of a shard's tokens and ids: of the training shards, or with the prefix `anneal` of those."""
+    ids = f"sample_ids_{prefix}_{index:06d}" if prefix else f"sample_ids_{index:06d}"
+    return f"{prefix or 'train'}_{index:06d}.npy", f"{ids}.{generation}"
+
+
+def write_shards(
+    source: Dataset | Iterable[NDArray[Any]],
+    out: str | Path,
+    *,
+    seq_len: int = 2048,
+    shard_tokens: int = SHARD_TOKENS,
+    dtype: Any = None,
+    generation: Generation = "npy",
+    header: bool = True,
+    prefix: str = "",
+) -> list[Shard]:
+    """Write tokens as shards. Shards of an earlier run of these names are replaced.
+
+    The tokens after the last whole sample, fewer than `seq_len`, are left out: a shard is a whole number of samples.
+
+    Args:
+        source: A dataset of layout `tokens`, or vectors of tokens that follow each other.
+        out: A directory, made if absent.
+        shard_tokens: Of each shard but the last; rounded down to whole samples.
+        dtype: uint16 or uint32; by default that of the source.
+        generation: `bin`: ids as raw u64 in `.bin`, the first generation's way; `npy`: in `.npy`.
+        header: Whether the tokens have NumPy's header; readers of the first generation that map raw files take
+            none, though the files are called .npy.
+
+    Raises:
+        UsageError: If an argument is out of range, or the source has no tokens.
+        DatasetError: If a token does not fit the type, or fewer than one sample came.
+        OSError: If they cannot be written.
+    """
+    out = Path(out)
+    if seq_len < 1 or shard_tokens < seq_len:
+        raise UsageError(f"shards: expected shard_tokens >= seq_len >= 1, got {shard_tokens=}, {seq_len=}.")
+    if generation not in ("bin", "npy"):
+        raise UsageError(f"shards: expected generation 'bin' or 'npy', got {generation!r}.")
+    pieces = _pieces(source)
+    first = next(pieces, None)
+    if first is None:
+        raise DatasetError(f"{out}: expected tokens to write, got none. Nothing was written.")
+    kind = token_kind(dtype if dtype is not None else first.dtype)
+    if kind not in (np.dtype("<u2"), np.dtype("<u4")):
+        raise UsageError(f"shards: expected uint16 or uint32, got {kind}. Say dtype=.")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / SHARDS_FILE).unlink(missing_ok=True)
+    samples = _samples(first, pieces, kind, seq_len, out)
+    shards: list[Shard] = []
+    for block in samples:
+        shard = _write_one(out, len(shards), block, samples, shard_tokens // seq_len, kind, generation, header, prefix)
+        shards.append(shard)
+    if not shards:
+        raise DatasetError(f"{out}: expected at least one sample of {seq_len} tokens, got fewer tokens.")
+    _write_list(out, shards, seq_len, kind)
+    return shards
+
+
+def _write_one(
+    out: Path,
+    index: int,
+    block: NDArray[Any],
+    blocks: _Blocks,
+    most: int,
+    kind: np.dtype[Any],
+    generation: Generation,
+    header: bool,
+    prefix: str,
+) -> Shard:
+    """One shard of `most` samples, or what is left."""
+    tokens, ids = (out / name for name in shard_names(index, generation, prefix))
+    part = tokens.with_name(f".{tokens.name}.{os.getpid()}.tmp")
+    found: list[NDArray[np.uint64]] = []
+    count = 0
+    try:
+        with part.open("wb") as file:
+            file.write(npy_head(kind, 0) if header else b"")
+            while True:
+                here, rest = block[: most - count], block[most - count :]
+                file.write(here.view(np.uint8).data)
+                found.append(np.array([sample_id(row) for row in here], "<u8"))
+                count += len(here)
+                if len(rest):
+                    blocks.put_back(rest)
+                if count == most or (following := next(blocks, None)) is None:
+                    break
+                block = following
+            if header:
+                file.seek(0)
+                file.write(npy_head(kind, count * block.shape[1]))
+            file.flush()
+            os.fsync(file.fileno())
+        raw = np.concatenate(found).view(np.uint8).data
+        atomic_write(ids, [npy_head(np.dtype("<u8"), count), raw] if generation == "npy" else [raw])
+        part.replace(tokens)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    return Shard(index, tokens, ids, count)
+
+
+class _Blocks(Iterator["NDArray[Any]"]):
+    """Blocks of samples [n, seq_len], of which one may be put back."""
+
+    def __init__(self, blocks: Iterator[NDArray[Any]]) -> None:
+        self._blocks = blocks
+        self._back: NDArray[Any] | None = None
+
+    def __next__(self) -> NDArray[Any]:
+        back, self._back = self._back, None
+        return next(self._blocks) if back is None else back
+
+    def put_back(self, block: NDArray[Any]) -> None:
+        """Give it again next."""
+        self._back = block
+
+
+def _samples(
+    first: NDArray[Any], pieces: Iterator[NDArray[Any]], kind: np.dtype[Any], seq_len: int, out: Path
+) -> _Blocks:
+    def blocks() -> Iterator[NDArray[Any]]:
+        left = np.empty(0, kind)
+        piece: NDArray[Any] | None = first
+        step = max(1, _BLOCK_BYTES // (seq_len * kind.itemsize)) * seq_len
+        while piece is not None:
+            for at in range(0, len(piece), step):
+                left = np.concatenate([left, _narrowed(piece[at : at + step], kind, out)])
+                whole = len(left) // seq_len * seq_len
+                if whole:
+                    yield left[:whole].reshape(-1, seq_len)
+                    left = left[whole:]
+            piece = next(pieces, None)
+
+    return _Blocks(blocks())
+
+
+def _narrowed(tokens: NDArray[Any], kind: np.dtype[Any], out: Path) -> NDArray[Any]:
+    limit = np.iinfo(kind).max
+    if tokens.dtype != kind and len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) > limit):
+        at = int(np.flatnonzero((tokens < 0) | (tokens > limit))[0])
+        raise DatasetError(f"{out}: expected tokens in [0, {limit}], got {int(tokens[at])}. Write them as uint32.")
+    return tokens.astype(kind, copy=False)
+
+
+def _pieces(source: Dataset | Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
+    if not isinstance(source, Dataset):
+        for piece in source:
+            if piece.ndim != 1 or piece.dtype.kind not in "iu":
+                raise UsageError(f"shards: expected vectors of integers, got {piece.dtype} {list(piece.shape)}.")
+            yield piece
+        return
+    if source.manifest.layout != "tokens":
+        raise UsageError(f"{source.path}: expected a dataset of layout tokens, got {source.manifest.layout}.")
+    for index in range(source.num_slices):
+        yield source.open_slice(index).tokens
+
+
+def _write_list(out: Path, shards: list[Shard], seq_len: int, kind: np.dtype[Any]) -> None:
+    """See `read_list` for its form."""
+
+    def file(path: Path) -> dict[str, Any]:
+        return {"name": path.name, "bytes": path.stat().st_size, "sha256": hash_file(path)}
+
+    rows = [{"samples": s.num_samples, "tokens": file(s.tokens), "ids": file(s.ids)} for s in shards]
+    told = {"format": "forebay shards 2", "seq_len": seq_len, "dtype": kind.name, "shards": rows}
+    atomic_write(out / SHARDS_FILE, json.dumps(told, indent=1).encode() + b"\n")

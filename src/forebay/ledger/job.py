@@ -1,0 +1,70 @@
+"""What a ledger's first entry says: the datasets of the job, their slices' samples, and how they are ordered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.errors import LedgerError
+from forebay.ledger.chain import Entry
+from forebay.ledger.runs import decode_runs
+
+LEDGER_FORMAT = 2  # In the job entry. Format 1 named none; its samples had another order.
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A job. Its slices are numbered through all its datasets; dataset d has those in [bounds[d], bounds[d + 1]).
+
+    Attributes:
+        job_id: The hash of the first entry.
+        scheduler: The public key, 32 bytes.
+        samples: int64 [S], of each slice.
+        dataset_ids, bounds: Of its datasets, one by one.
+    """
+
+    job_id: str
+    body: dict[str, Any]
+    scheduler: bytes
+    samples: NDArray[np.int64]
+    dataset_ids: tuple[str, ...]
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, entry: Entry) -> Job:
+        """The job of a ledger's first entry. Raises LedgerError if it is not one."""
+        if entry.kind != "job" or entry.seq != 0:
+            raise LedgerError(f"ledger entry {entry.seq}: expected kind job first and once, got {entry.kind}")
+        body = entry.body
+        if body.get("format") != LEDGER_FORMAT:
+            raise LedgerError(
+                f"ledger entry 0: expected format {LEDGER_FORMAT}, got {body.get('format', 'none')!r}. It was written "
+                "by another version, which orders samples otherwise. Use that version, or start in a new directory."
+            )
+        listed = body.get("datasets") or [body]
+        if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+            raise LedgerError("ledger entry 0: expected datasets as a list of objects")
+        parts = [decode_runs(one.get("samples_per_slice")) for one in listed]
+        try:
+            scheduler = bytes.fromhex(str(body.get("scheduler", "")))
+        except ValueError:
+            raise LedgerError("ledger entry 0: expected the scheduler's key in hex") from None
+        bounds = tuple(np.cumsum([0, *map(len, parts)]).tolist())
+        ids = tuple(str(one.get("dataset_id", "")) for one in listed)
+        return cls(entry.hash, body, scheduler, np.concatenate(parts), ids, bounds)
+
+    @property
+    def seed(self) -> int:
+        """Of the samples' order."""
+        return int(self.body.get("seed", 0))
+
+    def dataset_of(self, slice_index: int) -> int:
+        """Which of the datasets a slice is of."""
+        return int(np.searchsorted(self.bounds, slice_index, "right")) - 1
+
+    def slices_of(self, dataset: int) -> slice:
+        """The slices of a dataset."""
+        return slice(self.bounds[dataset], self.bounds[dataset + 1])

@@ -1,0 +1,166 @@
+"""Proofs that a slice was used in an epoch, to be checked by somebody who has no ledger.
+
+A proof holds the leaf of the slice and its path to the root, and as evidence the ledger's own lines: the job, the
+epoch's entry with its root, and the entries whose receipts used the slice. Each line is signed by the scheduler, each
+receipt by its worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forebay.errors import ForebayError, LedgerError, UsageError
+from forebay.ledger.chain import Link, read_link
+from forebay.ledger.coverage import Ranges
+from forebay.ledger.index import LedgerIndex
+from forebay.ledger.job import Job
+from forebay.ledger.merkle import merkle_path, merkle_root, root_of_path
+from forebay.ledger.receipts import receipt_message, uses_of
+from forebay.ledger.verify import Verifier, coverage_of
+from forebay.peer_id import peer_id_of
+
+FORMAT = "forebay coverage proof 2"
+_MOST_BYTES = 1 << 30
+
+
+def prove(index: LedgerIndex, epoch: int, slice_index: int) -> dict[str, Any]:
+    """The proof of a slice, as JSON.
+
+    Raises:
+        UsageError: If the job has no such slice.
+        LedgerError: If nothing of the epoch is in the ledger.
+    """
+    job, uses = index.job, index.uses
+    if not 0 <= slice_index < len(job.samples) or epoch < 0:
+        raise UsageError(f"prove: expected epoch >= 0 and a slice of {len(job.samples)}, got {epoch}, {slice_index}.")
+    if not (uses["epoch"] == epoch).any():
+        raise LedgerError(f"ledger {index.path}: nothing of epoch {epoch}.")
+    dataset = job.dataset_of(slice_index)
+    first = job.bounds[dataset]
+    coverage = coverage_of(job, uses, index.aside, dataset, epoch)
+    leaves = coverage.leaves(job.job_id, epoch, first)
+    ended = [
+        entry.seq
+        for entry in index.others
+        if entry.kind == "epoch" and (entry.body.get("dataset", 0), entry.body["epoch"]) == (dataset, epoch)
+    ]
+    used = np.unique(uses["seq"][(uses["epoch"] == epoch) & (uses["slice"] == slice_index)]).tolist()
+    asides = [e.seq for e in index.others if e.kind == "set_aside" and e.body.get("slice") == slice_index]
+    by = set(uses["worker"][np.isin(uses["seq"], used)].tolist())
+    known = {index.workers[number] for number in by}
+    workers = [e.seq for e in index.others if e.kind == "worker" and e.body.get("worker") in known]
+    lines = index.lines([0, *ended, *workers, *used, *asides])
+    return {
+        "format": FORMAT,
+        "epoch": epoch,
+        "slice": slice_index,
+        "leaf": leaves[slice_index - first].decode(),
+        "index": slice_index - first,
+        "size": len(leaves),
+        "path": [node.hex() for node in merkle_path(leaves, slice_index - first)],
+        "root": merkle_root(leaves).hex(),
+        "lines": [[seq, lines[seq].decode()] for seq in sorted(lines)],
+    }
+
+
+@dataclass(frozen=True)
+class ProofReport:
+    """What a proof shows. `recorded`: the scheduler signed this root. `used`: the leaf's samples, as receipts say."""
+
+    ok: bool
+    problems: list[str]
+    epoch: int
+    slice: int
+    root: str
+    recorded: bool
+    used: list[list[int]]
+    workers: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """What `forebay ledger prove --check --json` prints."""
+        return dict(vars(self))
+
+
+def check_proof(proof: Any, verify: Verifier, *, key: bytes | None = None, root: str | None = None) -> ProofReport:
+    """Whether a proof holds: the leaf leads to the root, and the evidence is signed and says what the leaf says.
+
+    Args:
+        key: The scheduler's public key; without it, that of the proof's own job entry, which proves less.
+        root: A root that the checker has from elsewhere, in hex.
+
+    Raises:
+        LedgerError: If it is no proof.
+    """
+    try:
+        epoch, slice_index = int(proof["epoch"]), int(proof["slice"])
+        leaf, path = str(proof["leaf"]).encode(), [bytes.fromhex(node) for node in proof["path"]]
+        size, place, claimed = int(proof["size"]), int(proof["index"]), str(proof["root"])
+        links = [read_link(line.encode(), int(seq), None, "proof") for seq, line in proof["lines"]]
+        if proof["format"] != FORMAT or not links:
+            raise ValueError(f"format {proof['format']}")
+        job = Job.of(links[0].entry("proof"))
+        first, last = job.bounds[job.dataset_of(slice_index) :][:2]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise LedgerError(f"proof: expected one of `forebay ledger prove`, got {error!r}.") from None
+    problems: list[str] = []
+    found = root_of_path(leaf, place, size, path)
+    if found is None or found.hex() != claimed or (root is not None and root != claimed):
+        problems.append(f"the leaf does not lead to the root {root or claimed}")
+    if (place, size) != (slice_index - first, last - first):
+        problems.append(
+            f"the leaf is {place} of {size}, slice {slice_index} would be {slice_index - first} of {last - first}"
+        )
+    used, aside, workers, recorded = _evidence(links, job, key or job.scheduler, verify, epoch, slice_index, problems)
+    if recorded is not None and recorded != claimed:
+        problems.append(f"the epoch's entry has root {recorded}, the proof {claimed}")
+    said = _leaf_of(job, epoch, slice_index, used, aside)
+    if said != leaf:
+        problems.append(f"the leaf says {leaf.decode()!r}, the receipts {said.decode()!r}")
+    ranges = [list(part) for part in used]
+    return ProofReport(
+        not problems, problems, epoch, slice_index, claimed, recorded == claimed, ranges, sorted(workers)
+    )
+
+
+def _leaf_of(job: Job, epoch: int, slice_index: int, used: Ranges, aside: Ranges) -> bytes:
+    from forebay.ledger.coverage import cover
+
+    one = job.samples[slice_index : slice_index + 1]
+    table = np.array(used, np.int64).reshape(-1, 2)
+    gone = [(0, start, stop) for start, stop in aside]
+    made = cover(one, np.zeros(len(table), np.int64), table[:, 0], table[:, 1], gone)
+    return made.leaf(job.job_id, epoch, 0, slice_index)
+
+
+def _evidence(
+    links: list[Link], job: Job, key: bytes, verify: Verifier, epoch: int, slice_index: int, problems: list[str]
+) -> tuple[Ranges, Ranges, set[str], str | None]:
+    """What the lines say of the slice: used, set aside, by whom, and the epoch's root."""
+    used: list[tuple[int, int]] = []
+    aside: list[tuple[int, int]] = []
+    keys: dict[str, bytes] = {}
+    workers: set[str] = set()
+    recorded: str | None = None
+    for link in links:
+        try:
+            verify(key, link.signed, bytes.fromhex(link.sig))
+            entry = link.entry("proof")
+            body = entry.body
+            if entry.kind == "worker" and peer_id_of(bytes.fromhex(body["key"])) == body["worker"]:
+                keys[body["worker"]] = bytes.fromhex(body["key"])
+            elif entry.kind == "epoch" and body["epoch"] == epoch:
+                recorded = str(body["root"])
+            elif entry.kind == "set_aside" and (body["epoch"], body["slice"]) == (epoch, slice_index):
+                aside.append((int(body["start"]), int(body["stop"])))
+            elif entry.kind == "uses":
+                uses = uses_of(entry)
+                verify(keys[body["worker"]], receipt_message(job.job_id, uses), bytes.fromhex(body["receipt"]))
+                mine = [use for use in uses if (use.epoch, use.slice) == (epoch, slice_index)]
+                used += [(use.start, use.stop) for use in mine if use.start < use.stop <= job.samples[slice_index]]
+                workers |= {str(body["worker"])} if mine else set()
+        except (ForebayError, ValueError, KeyError, TypeError) as error:
+            problems.append(f"entry {link.seq} ({link.kind}): {error}")
+    return used, aside, workers, recorded

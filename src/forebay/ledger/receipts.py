@@ -1,0 +1,60 @@
+"""Receipts: what a worker signs to say what it used, one signature for as many uses as it has to tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forebay.errors import LedgerError
+from forebay.ledger.chain import Entry, canonical_json
+
+MAX_COUNT = 1 << 62
+
+
+@dataclass(frozen=True)
+class Used:
+    """Samples [start, stop) of a slice, in the slice's order in an epoch, used under a lease by a worker's `step`.
+
+    `digest`, if not empty, is the receipt of the sample ids that were read (`order.shard_windows.receipt`, 32 hex
+    digits): it says that the worker's order is the job's, not only that it counted so far.
+    """
+
+    lease: str
+    epoch: int
+    slice: int
+    start: int
+    stop: int
+    step: int
+    digest: str = ""
+
+    def to_row(self) -> list[Any]:
+        """As it stands in a `uses` entry and under the worker's signature: 6 values, 7 with a digest."""
+        row = [self.lease, self.epoch, self.slice, self.start, self.stop, self.step]
+        return [*row, self.digest] if self.digest else row
+
+    @classmethod
+    def from_row(cls, row: Any) -> Used:
+        """What `to_row` gave. Raises LedgerError for anything else."""
+        if not isinstance(row, list) or len(row) not in (6, 7):
+            raise LedgerError(f"expected a use of 6 or 7 values, got {str(row)[:100]}")
+        lease, counts = row[0], row[1:6]
+        digest = row[6] if len(row) == 7 else ""
+        if not (isinstance(lease, str) and isinstance(digest, str) and (len(digest) == 32 or len(row) == 6)):
+            raise LedgerError(f"expected a lease and a digest of 32 hex digits, got {str(row)[:100]}")
+        if not all(type(n) is int and 0 <= n < MAX_COUNT for n in counts):
+            raise LedgerError(f"expected counts from 0, got {str(counts)[:100]}")
+        return cls(lease, counts[0], counts[1], counts[2], counts[3], counts[4], digest)
+
+
+def receipt_message(job_id: str, uses: Sequence[Used]) -> bytes:
+    """What a worker signs to say that it made these uses, in this order."""
+    return b"forebay receipt 3\n" + canonical_json({"job": job_id, "uses": [use.to_row() for use in uses]})
+
+
+def uses_of(entry: Entry) -> list[Used]:
+    """The uses of a `uses` entry. Raises LedgerError if it is not one."""
+    try:
+        return [Used.from_row(row) for row in entry.body["uses"]]
+    except (KeyError, TypeError) as error:
+        raise LedgerError(f"expected uses, got {error!r}") from None

@@ -1,0 +1,124 @@
+"""What a loader's arguments must be, checked before anything is opened: rank, world, batch sizes, types."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from forebay.errors import UsageError
+from forebay.order.run import BatchSizes
+
+MOST_WORLD = 4096
+
+# What starts ranks says so in its own words: torchrun and its like, Slurm, Open MPI, Horovod.
+_ENVIRONMENTS = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
+)
+# Of a pod in an indexed job of Kubernetes; the manifest must say WORLD_SIZE.
+_POD_INDEX = "JOB_COMPLETION_INDEX"
+
+
+def check_integer(name: str, value: object, least: int) -> None:
+    """Raises UsageError unless `value` is None or an integer from `least`."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise UsageError(f"{name}: expected an integer from {least}, got {value!r}.")
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raises UsageError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise UsageError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """(rank, world size): the arguments, or what the environment says, or (0, 1).
+
+    Raises:
+        UsageError: If they are no integers, or not 0 <= rank < world size <= 4096.
+    """
+    names = next((pair for pair in _ENVIRONMENTS if pair[1] in os.environ), _ENVIRONMENTS[0])
+    if names[0] not in os.environ and _POD_INDEX in os.environ:
+        names = (_POD_INDEX, names[1])
+    found = []
+    for what, name, value, fallback in zip(("rank", "world_size"), names, (rank, world_size), ("0", "1")):
+        if value is None and what == "rank" and world_size is None and name not in os.environ:
+            _check_alone(names)
+        text = os.environ.get(name, fallback) if value is None else value
+        try:
+            if isinstance(text, (bool, float)):
+                raise ValueError
+            found.append(int(text))
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"{what}: expected an integer, got {text!r} (the argument, or {name} in the environment)."
+            ) from None
+    if not 1 <= found[1] <= MOST_WORLD or not 0 <= found[0] < found[1]:
+        raise UsageError(
+            f"rank, world_size: expected 0 <= rank < world_size <= {MOST_WORLD}, got rank {found[0]} of {found[1]} "
+            f"(arguments, or {names[0]} and {names[1]} in the environment)."
+        )
+    return found[0], found[1]
+
+
+def _check_alone(names: tuple[str, str]) -> None:
+    """Raises UsageError if the environment tells of a world of many ranks, but not which of them this is."""
+    if os.environ.get(names[1], "1").strip() != "1":
+        raise UsageError(
+            f"rank: expected {names[0]} beside {names[1]}={os.environ[names[1]]} in the environment, got none. Every "
+            "rank would read the same data. Give rank= and world_size=, or make the loader after init_process_group."
+        )
+
+
+def batch_sizes(
+    batch_size: int | None, global_batch_size: int | Sequence[tuple[int, int]] | None, world_size: int
+) -> BatchSizes:
+    """The global batch of each run step, from a rank's or a global batch: exactly one of them is given.
+
+    Raises:
+        UsageError: If both or none are, or one is no integer from 1 (or a list of changes).
+    """
+    if (batch_size is None) == (global_batch_size is None):
+        raise UsageError(
+            f"batch: expected batch_size (a rank's) or global_batch_size, one of them, got {batch_size!r} and "
+            f"{global_batch_size!r}."
+        )
+    check_integer("batch_size", batch_size, 1)
+    if batch_size is not None:
+        return BatchSizes.of(int(batch_size) * world_size)
+    assert global_batch_size is not None
+    if not isinstance(global_batch_size, (list, tuple)):
+        check_integer("global_batch_size", global_batch_size, 1)
+        return BatchSizes.of(global_batch_size)
+    try:
+        return BatchSizes(tuple((step, size) for step, size in global_batch_size))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"global_batch_size: expected an integer or a list of (run step, size), got {global_batch_size!r}."
+        ) from error
+
+
+def token_dtype(dtype: Any, stored: str, vocab_size: int) -> np.dtype[Any]:
+    """int64 or int32, for the tokens of a batch.
+
+    Raises:
+        UsageError: If it is another type, or too narrow for what is stored (`U16`, `U32`).
+    """
+    try:
+        wanted: np.dtype[Any] = np.dtype(dtype)
+    except TypeError as error:
+        raise UsageError(f"dtype: expected int64 or int32, got {dtype!r}.") from error
+    if wanted not in (np.dtype(np.int64), np.dtype(np.int32)):
+        raise UsageError(f"dtype: expected int64 or int32, got {wanted}. Labels of -100 need a sign.")
+    if wanted == np.dtype(np.int32) and stored == "U32" and not 0 < vocab_size <= 1 << 31:
+        raise UsageError(
+            f"dtype: expected int64 for U32 tokens of a vocabulary of {vocab_size or 'unknown size'}, got int32."
+        )
+    return wanted

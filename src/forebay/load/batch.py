@@ -1,0 +1,105 @@
+"""One batch: what a loader gives out, and how samples of one slice become one.
+
+Inputs and labels are mostly two views of one [B, L + 1] array, so that a token is written once. Cost: 8 bytes a token
+are written where 16 would be with two arrays; the views are not contiguous row to row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.errors import DatasetError
+
+IGNORE_INDEX = -100  # What torch's cross entropy leaves out by default.
+
+
+class Batch:
+    """A rank's part of a global batch. Its arrays are its own: they stay as they are when the next one comes.
+
+    Attributes:
+        inputs: Integers [B, L] (layout `tokens`); `input_ids`, else `images`, else None (layout `rows`).
+        labels: Integers [B, L], the next tokens; -100 where there is none to learn. In layout `rows` the tensor
+            `labels`, or None. `inputs` and `labels` of layout `tokens` may overlap in memory: do not write to them.
+        sample_ids: int64 [B], global sample numbers, each of its own dataset.
+        epoch: From 0.
+        step: Of the epoch, from 0.
+        tensors: Every tensor of layout `rows` by name, each [B, ...]; empty in layout `tokens`.
+        document_ids: int32 [B, L], from 0 within a row, -1 on padding; None without document masks.
+        position_ids: Integers [B, L], from 0 within each document of a row, and within its padding; or None.
+        cu_seqlens: int32 [n + 1], edges of the n documents (padding counts as one) in the B * L positions of the
+            flattened batch, from 0 to B * L; or None.
+        sources: int64 [B], the dataset of each sample of a mixture; None without one.
+        run_step: Of the run, over all epochs, from 0.
+    """
+
+    __slots__ = (
+        "cu_seqlens", "document_ids", "epoch", "inputs", "labels", "position_ids", "run_step", "sample_ids", "sources",
+        "step", "tensors",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        inputs: NDArray[Any] | None,
+        labels: NDArray[Any] | None,
+        sample_ids: NDArray[np.int64],
+        epoch: int,
+        step: int,
+        tensors: Mapping[str, NDArray[Any]] | None = None,
+        document_ids: NDArray[np.int32] | None = None,
+        position_ids: NDArray[Any] | None = None,
+        cu_seqlens: NDArray[np.int32] | None = None,
+        sources: NDArray[np.int64] | None = None,
+        run_step: int = 0,
+    ) -> None:
+        self.inputs = inputs
+        self.labels = labels
+        self.sample_ids = sample_ids
+        self.epoch = epoch
+        self.step = step
+        self.tensors: Mapping[str, NDArray[Any]] = {} if tensors is None else tensors
+        self.document_ids = document_ids
+        self.position_ids = position_ids
+        self.cu_seqlens = cu_seqlens
+        self.sources = sources
+        self.run_step = run_step
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def __repr__(self) -> str:
+        shape = None if self.inputs is None else self.inputs.shape
+        return f"Batch(epoch={self.epoch}, step={self.step}, inputs={shape}, samples={len(self)})"
+
+
+def make_batch(
+    slice_tokens: NDArray[Any], sample_indexes: NDArray[np.int64], seq_len: int, dtype: Any = np.int64
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Samples of one slice as (inputs, labels).
+
+    Args:
+        slice_tokens: Unsigned integers [T].
+        sample_indexes: [B], each in [0, T // seq_len).
+        seq_len: L.
+        dtype: Of the result: int64 or int32.
+
+    Returns:
+        Two overlapping views [B, L] of one new array. The label after the slice's last token is -100.
+
+    Raises:
+        DatasetError: If a sample is not inside its slice.
+    """
+    buffer = np.empty((len(sample_indexes), seq_len + 1), dtype)
+    for row, start in zip(buffer, (sample_indexes * seq_len).tolist()):
+        piece = slice_tokens[start : start + seq_len + 1]
+        if len(piece) < seq_len:
+            raise DatasetError(
+                f"sample at token {start}: expected {seq_len} tokens, got {len(piece)} of a slice of "
+                f"{len(slice_tokens)}. The dataset changed while it was open; verify it."
+            )
+        row[seq_len] = IGNORE_INDEX
+        row[: len(piece)] = piece  # Assignment casts as it copies; uint32 to int32 keeps every id below 2**31.
+    return buffer[:, :-1], buffer[:, 1:]

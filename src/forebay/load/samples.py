@@ -1,0 +1,354 @@
+"""Which samples a run sees of a dataset: how many each slice has, under a packing, a filter and a split.
+
+Hides: what must be read to know it. Consecutive tokens of whole slices need the table alone; excluded documents need
+the ends of the slices that they lie in; packing by documents, and bounds on their lengths, need those of all slices
+(8 bytes a document, read once in threads: let `read_ends` remember them).
+
+A split is made of whole slices, by a permutation that depends on nothing but their number, and at most one slice is
+cut; so reading a hundredth of the samples fetches about a hundredth of the slices, and a longer validation part
+contains a shorter one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.dataset.reader import Dataset
+from forebay.dataset.slices import Slice
+from forebay.errors import DatasetError, UsageError
+from forebay.load.ends import ReadEnds, ends_reader
+from forebay.load.packing import DocumentFilter, Pieces, count_chunks, count_fit, kept_pieces
+from forebay.order.bijection import derive_key, permute
+from forebay.order.plan import samples_per_slice
+from forebay.storage.atomic import atomic_write
+
+Array: TypeAlias = NDArray[Any]
+I64 = NDArray[np.int64]
+PACKINGS = ("chunk", "fit")
+SPLITS = (None, "train", "validation")
+_READERS = 8  # Threads: reading ends waits for disks and networks.
+_COUNTING_VERSION = 1  # Of what is remembered.
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """The samples that a run sees of one dataset. Arrays are int64 [S], one value a slice.
+
+    Attributes:
+        layout: `tokens` or `rows`.
+        seq_len: L; None for rows.
+        packing: `chunk` or `fit`.
+        documents: What is left out; None for nothing.
+        counts: Samples of the view in each slice.
+        offsets: The first of them, counted in the slice.
+        bases: The global number of each slice's sample 0, over the whole dataset: splits share no number.
+        first_documents: The global number of the first document of each slice.
+        before, after: Tokens, in other slices, of the document that a slice begins in, and that it ends in; None
+            unless lengths matter.
+        pad_id: What pads a row: EOS, or 0.
+        split: `(name, validation)`, or None.
+        tail_tokens: Tokens of the whole dataset that are in no sample, being fewer than seq_len at a slice's end.
+        padding_tokens: Padding in all samples of the whole dataset (packing `fit`).
+        excluded_tokens: Tokens that the filter leaves out, of the whole dataset.
+    """
+
+    layout: str
+    seq_len: int | None
+    packing: str
+    documents: DocumentFilter | None
+    counts: I64
+    offsets: I64
+    bases: I64
+    first_documents: I64
+    before: I64 | None
+    after: I64 | None
+    pad_id: int
+    split: tuple[str, float] | None
+    tail_tokens: int
+    padding_tokens: int
+    excluded_tokens: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the view."""
+        return int(self.counts.sum())
+
+    def sample_ids(self, slices: I64, samples: I64) -> I64:
+        """Global numbers, int64 [K], of the view's samples `samples[i]` of slices `slices[i]`."""
+        return (self.bases + self.offsets).take(slices) + samples
+
+    def describe(self) -> dict[str, Any]:
+        """What decides the view, besides dataset and seq_len, as plain JSON: for a state."""
+        return {
+            "packing": self.packing,
+            "documents": None if self.documents is None else self.documents.digest(),
+            "split": None if self.split is None else list(self.split),
+        }
+
+    def pieces(self, index: int, ends: NDArray[np.uint64], num_tokens: int) -> Pieces:
+        """What the filter leaves of slice `index`, whose document ends and tokens are these."""
+        before = 0 if self.before is None else int(self.before[index])
+        after = 0 if self.after is None else int(self.after[index])
+        return kept_pieces(ends, num_tokens, self.documents, int(self.first_documents[index]), before, after)
+
+
+class _Counting:
+    """How many samples each slice has; reads no more ends than that takes."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        seq_len: int,
+        packing: str,
+        documents: DocumentFilter | None,
+        first_documents: I64,
+        read_ends: ReadEnds | None,
+    ) -> None:
+        self._id = dataset.id
+        self._table = dataset.table
+        self._seq_len = seq_len
+        self._fit = packing == "fit"
+        self._documents = documents
+        self._first_documents = first_documents
+        self._read = read_ends or ends_reader(dataset)
+        self.before: I64 | None = None
+        self.after: I64 | None = None
+
+    def count(self, counts: I64, remember: Path | None) -> int:
+        """Put the samples of slices that the table alone cannot tell into `counts`; all kept tokens."""
+        chosen = self._concerned()
+        if not len(chosen):
+            return int(self._table.count.sum())
+        path = None if remember is None else remember / f"samples-{self._digest()}.counts"
+        found = self._remembered(path)
+        if found is None:
+            found = np.stack([counts, self._table.count, np.zeros_like(counts), np.zeros_like(counts)])
+            with ThreadPoolExecutor(_READERS) as pool:
+                if self._by_length:
+                    found[2], found[3] = self._lengths_beyond(pool)
+                    self.before, self.after = found[2], found[3]
+                found[:2, chosen] = np.array(list(pool.map(self._count_one, chosen.tolist()))).T
+            if path is not None:
+                with contextlib.suppress(OSError):  # Full or read-only: it is counted again next time.
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    atomic_write(path, found.astype("<i8").tobytes())
+        if self._by_length:
+            self.before, self.after = found[2], found[3]
+        counts[:] = found[0]
+        return int(found[1].sum())
+
+    @property
+    def _by_length(self) -> bool:
+        return self._documents is not None and self._documents.by_length
+
+    def _digest(self) -> str:
+        documents = "" if self._documents is None else self._documents.digest()
+        text = f"{_COUNTING_VERSION};{self._id};{self._seq_len};{self._fit};{documents}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _remembered(self, path: Path | None) -> I64 | None:
+        """Samples, kept tokens, tokens before and after of each slice, int64 [4, S], if they were counted before."""
+        try:
+            data = b"" if path is None else path.read_bytes()
+        except FileNotFoundError:
+            return None
+        size = len(self._table)
+        return np.frombuffer(data, "<i8").reshape(4, size).astype(np.int64) if len(data) == 32 * size else None
+
+    def _concerned(self) -> I64:
+        if self._fit or self._by_length:
+            return np.arange(len(self._table), dtype=np.int64)
+        if self._documents is None:
+            return np.empty(0, np.int64)
+        low = np.searchsorted(self._documents.numbers, self._first_documents)
+        # The document after a slice's last end may lie in it, too.
+        high = np.searchsorted(self._documents.numbers, self._first_documents + self._table.documents, "right")
+        return np.flatnonzero(high > low)
+
+    def _lengths_beyond(self, pool: ThreadPoolExecutor) -> tuple[I64, I64]:
+        """Of the documents that a slice begins and ends in: the tokens in other slices."""
+        size = len(self._table)
+        edges = list(pool.map(self._edges, range(size)))
+        before, after = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        for index in range(1, size):
+            through = int(before[index - 1]) if self._table.documents[index - 1] == 0 else 0
+            before[index] = edges[index - 1][1] + through
+        for index in range(size - 2, -1, -1):
+            through = int(after[index + 1]) if self._table.documents[index + 1] == 0 else 0
+            after[index] = edges[index + 1][0] + through
+        return before, after
+
+    def _edges(self, index: int) -> tuple[int, int]:
+        """Tokens until the first end of a slice, and after the last."""
+        ends, size = self._read(index), int(self._table.count[index])
+        return (int(ends[0]), size - int(ends[-1])) if len(ends) else (size, size)
+
+    def _count_one(self, index: int) -> tuple[int, int]:
+        """(samples, kept tokens) of a slice."""
+        before = 0 if self.before is None else int(self.before[index])
+        after = 0 if self.after is None else int(self.after[index])
+        first, size = int(self._first_documents[index]), int(self._table.count[index])
+        pieces = kept_pieces(self._read(index), size, self._documents, first, before, after)
+        samples = count_fit(pieces, self._seq_len) if self._fit else count_chunks(pieces, self._seq_len)
+        return samples, pieces.num_tokens
+
+
+def plan_samples(
+    dataset: Dataset,
+    seq_len: int | None,
+    *,
+    packing: str = "chunk",
+    documents: DocumentFilter | None = None,
+    split: str | None = None,
+    validation: float = 0.0,
+    read_ends: ReadEnds | None = None,
+    remember: Path | None = None,
+) -> View:
+    """The view of a dataset that these settings ask for. A function of dataset and settings alone.
+
+    Args:
+        dataset: Its manifest and table are read; its slices by `read_ends` alone.
+        seq_len: L; unused for layout `rows`.
+        packing: `chunk` (consecutive tokens) or `fit` (whole documents).
+        documents: What to leave out.
+        split: `train` or `validation`; None for all samples.
+        validation: The part of all samples that is for validation: round(validation * N) of them, to the sample.
+        read_ends: The document ends of a slice, U64; called from several threads. By default `ends_reader`'s.
+        remember: A directory in which what was counted is kept, 32 bytes a slice, for the next time.
+
+    Raises:
+        UsageError: If a setting is out of range, has no meaning for the layout, or leaves no sample.
+        DatasetError: If document ends are damaged.
+    """
+    layout = dataset.manifest.layout
+    _check_settings(layout, packing, documents, split, validation)
+    table = dataset.table
+    tail = padding = excluded = 0
+    before = after = None
+    first_documents = np.cumsum(table.documents) - table.documents
+    counts = samples_per_slice(table.count, seq_len, layout)
+    if layout == "tokens":
+        assert seq_len is not None
+        counts = counts.copy()
+        found = _Counting(dataset, seq_len, packing, documents, first_documents, read_ends)
+        kept = found.count(counts, remember)
+        before, after = found.before, found.after
+        excluded = dataset.num_tokens - kept
+        tail = max(0, kept - int(counts.sum()) * seq_len) if packing == "chunk" else 0
+        padding = int(counts.sum()) * seq_len - kept if packing == "fit" else 0
+    bases = np.cumsum(counts) - counts
+    offsets = np.zeros(len(counts), np.int64)
+    if split is not None:
+        counts, offsets = _split(counts, split, validation)
+    if not counts.any():
+        raise UsageError(
+            f"{dataset.name}: expected at least one sample, got none of {seq_len} tokens (packing {packing}, split "
+            f"{split}, {excluded} tokens left out). Ask for shorter samples, or leave out less."
+        )
+    return View(
+        layout, seq_len if layout == "tokens" else None, packing, documents, counts, offsets, bases, first_documents,
+        before, after, dataset.manifest.eos_id or 0, None if split is None else (split, float(validation)),
+        tail, padding, excluded,
+    )  # fmt: skip
+
+
+def _check_settings(
+    layout: str, packing: str, documents: DocumentFilter | None, split: str | None, validation: float
+) -> None:
+    if packing not in PACKINGS:
+        raise UsageError(f"packing: expected one of {PACKINGS}, got {packing!r}.")
+    if layout == "rows" and (packing != "chunk" or documents is not None):
+        raise UsageError("packing, documents: expected a dataset of layout 'tokens', got 'rows'. Leave them out.")
+    if documents is not None and not isinstance(documents, DocumentFilter):
+        raise UsageError(f"documents: expected a DocumentFilter, got {type(documents).__name__}.")
+    if split not in SPLITS:
+        raise UsageError(f"split: expected 'train', 'validation' or None, got {split!r}.")
+    if (
+        isinstance(validation, bool)
+        or not isinstance(validation, (int, float, np.floating))
+        or not 0 <= validation <= 1
+    ):
+        raise UsageError(f"validation: expected a part in [0, 1], got {validation!r}.")
+    if split is None and validation:
+        raise UsageError(f"validation: expected a split with it, got {validation} and none. Say split='train'.")
+
+
+def _split(counts: I64, split: str, validation: float) -> tuple[I64, I64]:
+    """(counts, offsets) of a split: whole slices in permuted order, and the beginning of the one that is cut."""
+    total = int(counts.sum())
+    wanted = round(validation * total)
+    taken = np.zeros_like(counts)
+    if len(counts):
+        order = permute(np.arange(len(counts), dtype=np.uint64), len(counts), derive_key(0, "split")).astype(np.int64)
+        ends = np.cumsum(counts[order])
+        taken[order] = np.clip(wanted - (ends - counts[order]), 0, counts[order])
+    if split == "validation":
+        return taken, np.zeros_like(counts)
+    return counts - taken, taken
+
+
+class KeyedViews:
+    """The samples of several views by key: where each slice's begin, and how many there are."""
+
+    def __init__(self, views: Sequence[View]) -> None:
+        self._views = views
+        self._bases = np.cumsum([0, *(len(view.counts) for view in views)])
+        self._counts = np.concatenate([view.counts for view in views])
+        offsets = np.concatenate([view.offsets for view in views])
+        self._offsets = offsets if offsets.any() else None
+
+    def view_of(self, key: int, slice_index: int) -> View:
+        """The view that a key belongs to."""
+        source = int(np.searchsorted(self._bases, key, "right")) - 1
+        if not 0 <= key < len(self._counts) or key - int(self._bases[source]) != slice_index:
+            raise UsageError(f"slice key: expected one in [0, {len(self._counts)}), got {key} of slice {slice_index}.")
+        return self._views[source]
+
+    def in_slices(self, keys: I64, samples: I64) -> I64:
+        """Samples as the slices count them. Raises DatasetError if one is not of the view."""
+        if len(keys) and bool(((samples < 0) | (samples >= self._counts.take(keys))).any()):
+            at = int(np.flatnonzero((samples < 0) | (samples >= self._counts.take(keys)))[0])
+            raise DatasetError(
+                f"sample of slice {keys[at]}: expected one of {self._counts[keys[at]]}, got {samples[at]}."
+            )
+        return samples if self._offsets is None else samples + self._offsets.take(keys)
+
+    def check(self, key: int, one: Slice, got: int) -> None:
+        """Raise DatasetError if a slice has fewer samples than the view needs."""
+        wanted = int(self._counts[key]) + (0 if self._offsets is None else int(self._offsets[key]))
+        if got < wanted:
+            raise DatasetError(
+                f"{one.path}: expected at least {wanted} samples, got {got}. The dataset changed since it was opened; "
+                "verify it."
+            )
+
+
+Made: TypeAlias = tuple[
+    Array | None, Array | None, Mapping[str, Array], NDArray[np.int32] | None, Array | None, NDArray[np.int32] | None
+]
+"""inputs, labels, tensors, document_ids, position_ids, cu_seqlens: as in Batch."""
+
+
+class Maker(Protocol):
+    """What makes batches. Keys number the slices of all views of the run, one view after another."""
+
+    def open(self, key: int, slice_index: int, one: Slice) -> None:
+        """Slice `slice_index` of its view is to be read. Raises DatasetError if it lacks samples of the view."""
+
+    def close(self, key: int) -> None:
+        """Let go of a slice; it need not be open."""
+
+    def plan(self, keys: I64, samples: I64) -> Any:
+        """What `make` reads: samples `samples[i]`, as the view counts, of slices `keys[i]`, all open; [K]."""
+
+    def make(self, plan: Any, start: int, stop: int) -> Made:
+        """The batch of the plan's samples [start, stop), in arrays of its own."""

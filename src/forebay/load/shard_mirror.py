@@ -1,0 +1,235 @@
+"""Shards to one's own bucket or directory: judged on the way, shard by shard, gone on with after a kill.
+
+What counts as there: in a directory, a pair of which every sample has its id, read anew; in a bucket, objects of the
+right sizes, which carry the sha256 of what was judged when they were sent. The list of hashes (`shards.json`), where
+the source has one, comes last, with the last shard.
+
+Disk: beside what is copied, one pair at a time on its way to a bucket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from forebay.dataset.manifest import MANIFEST_FILE
+from forebay.dataset.slices import hash_file
+from forebay.errors import DatasetError, IntegrityError, UsageError
+from forebay.formats.foreign import token_kind
+from forebay.load.shard_check import SampleCheck
+from forebay.sizes import words_of_bytes
+from forebay.store.large import Workers, head_of, head_origin
+from forebay.store.origins import Head, Origin, open_origin, read_small
+from forebay.store.shard_list import LIST_FILE
+from forebay.store.shards import Pair, ShardFolder
+from forebay.store.targets import FolderTarget, Target, open_target
+
+_MOST_LIST_BYTES = 64 << 20
+log = logging.getLogger("forebay.load")
+
+
+@dataclass(frozen=True)
+class ShardMirrorReport:
+    """What a mirror of shards did.
+
+    Attributes:
+        shards: That the source has.
+        copied, skipped: Indexes that were copied now, and that were there.
+        missing: Indexes that the target has not yet.
+        complete: The target has all.
+    """
+
+    source: str
+    target: str
+    shards: int
+    copied: list[int]
+    skipped: list[int]
+    copied_bytes: int
+    skipped_bytes: int
+    missing: list[int]
+    complete: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, by name."""
+        return asdict(self)
+
+
+def holds_shards(source: str | Path | Origin, prefix: str = "train") -> bool:
+    """Whether there are shards at a source, and no dataset of slices.
+
+    Raises:
+        NetworkError: If it cannot be reached.
+    """
+    origin = open_origin(source) if isinstance(source, (str, Path)) else source
+    if not hasattr(origin, "head"):
+        return False
+    for name, there in ((MANIFEST_FILE, False), (LIST_FILE, True), (f"{prefix}_000000.npy", True)):
+        with contextlib.suppress(DatasetError):
+            head_of(head_origin(origin), name)
+            return there
+    names: Any = getattr(origin, "names", None)
+    return names is not None and any(name.endswith(".npy") for name in names(f"{prefix}_"))
+
+
+def mirror_shards(
+    source: str | Path | Origin,
+    destination: str | Path,
+    *,
+    temporary: str | Path,
+    shards: Iterable[int] | slice | None = None,
+    sequence_length: int = 0,
+    token_dtype: Any = None,
+    generation: Literal["auto", "bin", "npy"] = "auto",
+    prefix: str = "train",
+    max_workers: Workers = None,
+    chunk_size: int | None = None,
+    on_progress: Callable[[int], object] | None = None,
+) -> ShardMirrorReport:
+    """Copy shards; what was copied before and is whole there is left out.
+
+    Args:
+        destination: A directory, `s3://`, `r2://` (with `R2_DATASET_WRITE_*`), `gs://` or `az://`.
+        temporary: A directory of its own, with room for one pair; on the destination's disk, if that is a directory.
+        shards: Indexes, or a slice of them; by default all there are.
+        sequence_length: By default as the counts tell.
+        on_progress: Told the bytes that came since its last call, those that are skipped included.
+
+    Raises:
+        ForebayError: If a shard cannot be had or written, or a sample has not its id; what was copied stays.
+    """
+    origin = open_origin(source) if isinstance(source, (str, Path)) else source
+    temporary = Path(temporary)
+    kind = None if token_dtype is None else token_kind(token_dtype)
+
+    def judge(index: int, ids: Path, num_bytes: int) -> SampleCheck:
+        return SampleCheck(index, ids, num_bytes, sequence_length, kind)
+
+    folder = ShardFolder(
+        origin, temporary, judge,
+        generation=generation, prefix=prefix, max_workers=max_workers, chunk_size=chunk_size,
+    )  # fmt: skip
+    if origin.url in (str(destination), str(Path(destination).absolute())):
+        raise UsageError(f"mirror: expected another place than {origin.url}. Name one.")
+    target = open_target(destination, temporary / "upload")
+    say = on_progress or (lambda _: None)
+    try:
+        mirror = _Mirror(folder, target, judge, say)
+        there = folder.indexes()
+        wanted = _wanted(shards, there)
+        copied, skipped, sizes = mirror.run(wanted)
+        known = {*copied, *skipped}
+        missing = [i for i in there if i not in known and not mirror.has(i, folder.heads(i), verify=False)]
+        if not missing:
+            mirror.finish()
+        return ShardMirrorReport(
+            origin.url, target.url, len(there), copied, skipped,
+            sum(sizes[i] for i in copied), sum(sizes[i] for i in skipped), missing, not missing,
+        )  # fmt: skip
+    finally:
+        target.close()
+        with contextlib.suppress(OSError):
+            temporary.rmdir()
+
+
+def _wanted(shards: Iterable[int] | slice | None, there: Sequence[int]) -> list[int]:
+    """Of those that are there; an open end means the last."""
+    if isinstance(shards, slice):
+        shards = range(shards.start or 0, there[-1] + 1 if shards.stop is None else shards.stop)
+    wanted = sorted(set(there if shards is None else shards))
+    if not wanted or not set(wanted) <= set(there):
+        raise UsageError(f"shards: expected some of {there[0]} to {there[-1]}, got {wanted[:20]}.")
+    return wanted
+
+
+class _Mirror:
+    """From one folder to one target."""
+
+    def __init__(
+        self,
+        folder: ShardFolder,
+        target: Target,
+        judge: Callable[[int, Path, int], SampleCheck],
+        say: Callable[[int], object],
+    ) -> None:
+        self._folder, self._target, self._judge, self._say = folder, target, judge, say
+
+    def run(self, wanted: Sequence[int]) -> tuple[list[int], list[int], dict[int, int]]:
+        """Indexes copied, indexes skipped, bytes of each."""
+        heads = {index: self._folder.heads(index) for index in wanted}
+        sizes = {index: sum(head.bytes for _, head in pair) for index, pair in heads.items()}
+        absent = [index for index in wanted if not self.has(index, heads[index], verify=True)]
+        skipped = [index for index in wanted if index not in set(absent)]
+        self._folder.clean(set(absent))
+        self._say(sum(sizes[index] for index in skipped))
+        self._check_room(absent, sizes)
+        for index in absent:
+            self._copy(index, sizes[index])
+        return absent, skipped, sizes
+
+    def has(self, index: int, heads: Sequence[tuple[str, Head]], *, verify: bool) -> bool:
+        """Whether the target has a pair of these sizes; and right, if it can be read at once."""
+        if not all(self._target.has(name, head.bytes, None) for name, head in heads):
+            return False
+        if not (verify and isinstance(self._target, FolderTarget)):
+            return True
+        (tokens, head), (ids, _) = heads
+        try:
+            self._judge(index, self._target.folder / ids, head.bytes).finish(self._target.folder / tokens)
+        except (DatasetError, IntegrityError) as error:
+            log.warning("%s Copying it again", error)
+            return False
+        return True
+
+    def finish(self) -> None:
+        """The list of hashes, if there is one."""
+        origin = self._folder.origin
+        assert origin is not None
+        try:
+            head_of(origin, LIST_FILE)
+        except DatasetError:
+            return
+        data = read_small(origin, LIST_FILE, _MOST_LIST_BYTES)
+        self._target.write(LIST_FILE, data, hashlib.sha256(data).hexdigest())
+
+    def _copy(self, index: int, num_bytes: int) -> None:
+        seen = 0
+
+        def progress(received: int, total: int) -> None:
+            nonlocal seen
+            self._say(received - seen)
+            seen = received
+
+        pair, _ = self._folder.obtain(index, stop=threading.Event(), on_progress=progress)
+        self._place(pair)
+        self._folder.remove(index)
+        self._say(num_bytes - seen)
+        log.info("shard %d copied to %s", index, self._target.url)
+
+    def _place(self, pair: Pair) -> None:
+        """The ids first, as a copy, so that a kill leaves a whole pair here; who sees the tokens finds their ids."""
+        copy = self._target.part_of(pair.ids.name)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(pair.ids, copy)
+        self._target.place(pair.ids.name, copy, hash_file(copy))
+        self._target.place(pair.tokens.name, pair.tokens, hash_file(pair.tokens))
+
+    def _check_room(self, absent: Sequence[int], sizes: dict[int, int]) -> None:
+        if not absent:
+            return
+        to_folder = isinstance(self._target, FolderTarget)
+        need = sum(sizes[index] for index in absent) if to_folder else max(sizes[index] for index in absent)
+        held = sum(self._folder.on_disk(index) for index in absent)
+        free = shutil.disk_usage(self._folder.folder).free
+        if need > free + held:
+            raise UsageError(
+                f"{self._folder.folder}: expected room for {words_of_bytes(need)} ({need} bytes), got {free + held}. "
+                f"Nothing was copied. Free {need - free - held} bytes, copy fewer shards (--shards A:B), or choose "
+                "another disk."
+            )

@@ -1,0 +1,389 @@
+"""Huge shards, one trained on while the next one comes: `SharedShardedDatasetManager`.
+
+    with SharedShardedDatasetManager(sequence_length=2048, rank=0, world_size=1) as shards:
+        for batch in shards.batches(start_step=resumed_at, batch_size=256, inner_steps=30):
+            ...
+
+Hides: when a shard is due, that it comes in the background, that the ranks of a machine share one copy, and that the
+old one goes. Which shard and which samples a step reads follows from its number alone, so that a run resumed at any
+step, and whoever checks one, sees the same.
+
+Costs: the disk holds the shard in use and the next one; memory is 8 MiB and `max_workers` x 2 MiB, and what the
+system caches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from forebay.errors import UsageError
+from forebay.formats.foreign import token_kind
+from forebay.load.batch import IGNORE_INDEX, Batch
+from forebay.load.shard_check import SampleCheck
+from forebay.load.shard_dataset import Arrival, ShardDataset
+from forebay.load.shard_helper import LEAST_APART_BYTES, Helper
+from forebay.load.shard_room import check_room, check_room_for, tell_speed
+from forebay.order.shard_windows import (
+    STEPS_PER_SHARD,
+    Sampler,
+    next_shard_step,
+    shard_of_step,
+    shard_turn,
+    window_sample_ids,
+)
+from forebay.store.large import Fetched, Workers
+from forebay.store.origins import environment, open_origin
+from forebay.store.shards import Pair, ShardFolder
+
+__all__ = ["ShardDataset", "SharedShardedDatasetManager"]
+
+_SECTION_BYTES = 64 << 20
+log = logging.getLogger("forebay.load")
+
+
+class SharedShardedDatasetManager:
+    """The shards of a bucket, each local and judged before it is trained on. Threads must not share it.
+
+    Args:
+        sequence_length: Tokens of a sample.
+        rank, world_size: Of the run; batches are divided by them.
+        comms: Not used; callers of another project's class of this name pass it.
+        url: Where the shards are; by default the bucket of `R2_DATASET_*` below `DATASET_BINS_PATH`.
+        folder: Where they are kept; by default `DATASET_BINS_PATH`. The same directory as `url`: they are used there.
+        local_rank: Of the machine: 0 cleans up and deletes. By default `LOCAL_RANK`, else `rank`.
+        keep_shards: Delete nothing.
+        chunk_size, max_workers: Of downloads, see `store.large.plan_large`; `max_workers="all"`: one a range.
+        tmp_dir: Where partial files lie; by default in `folder`. On another volume, a file is copied and judged anew.
+        first_batch: `shard`: begin when the first shard is there. `slice`: begin when its first samples are; all
+            shards are then mixed within sections of 64 MiB only, in the order of the download.
+        steps_per_shard, reset_step, num_shards, remap: See `shard_of_step`; `num_shards` is listed if None.
+        generation: Of the files of ids: `bin`, `npy`, or as found.
+        token_dtype: uint16 or uint32; the shards must be of it. By default as they are.
+        prefix: `train` or `anneal`.
+        least_shards: Of which the disk must have room at the start: the one in use, the next, a third while ranks
+            let go of the old. With 2, a fetch may have to wait for that.
+        patience_s: A download fails when no byte came for so long.
+        swap_patience_s: How long a swap waits for a shard whose download keeps failing.
+        fetch: Upcoming shards come in a process of their own, of priority `nice`, or in threads of this one; shards
+            below 64 MiB, and with first_batch="slice" all, come in threads.
+
+    Raises:
+        UsageError: If an argument or an environment variable is missing or wrong.
+    """
+
+    def __init__(
+        self,
+        sequence_length: int = 2048,
+        rank: int = 0,
+        world_size: int = 1,
+        comms: object = None,
+        *,
+        url: str | Path | None = None,
+        folder: str | Path | None = None,
+        local_rank: int | None = None,
+        keep_shards: bool = False,
+        chunk_size: int | None = None,
+        max_workers: Workers = None,
+        tmp_dir: str | Path | None = None,
+        first_batch: Literal["shard", "slice"] = "shard",
+        steps_per_shard: int = STEPS_PER_SHARD,
+        reset_step: int | None = None,
+        num_shards: int | None = None,
+        generation: Literal["auto", "bin", "npy"] = "auto",
+        remap: Mapping[int, int] | None = None,
+        token_dtype: Any = None,
+        prefix: str = "train",
+        least_shards: int = 3,
+        patience_s: float = 300.0,
+        swap_patience_s: float = 3600.0,
+        fetch: Literal["process", "thread"] = "process",
+        nice: int = 19,
+    ) -> None:
+        del comms
+        if (
+            sequence_length < 1
+            or not 0 <= rank < world_size
+            or least_shards < 2
+            or (first_batch, fetch) not in [(a, b) for a in ("shard", "slice") for b in ("process", "thread")]
+        ):
+            raise UsageError(
+                "shards: expected sequence_length >= 1, 0 <= rank < world_size, least_shards >= 2, first_batch "
+                f"'shard' or 'slice', fetch 'process' or 'thread', got {sequence_length=}, {rank=}, {world_size=}, "
+                f"{least_shards=}, {first_batch=}, {fetch=}."
+            )
+        if any(index < 0 for pair in (remap or {}).items() for index in pair):
+            raise UsageError(f"remap: expected indexes of shards, got {dict(remap or {})}.")
+        shard_turn(0, steps_per_shard, reset_step)
+        self.sequence_length = sequence_length
+        self.rank, self.world_size = rank, world_size
+        self.local_rank = int(os.environ.get("LOCAL_RANK") or rank) if local_rank is None else local_rank
+        self.keep_shards = keep_shards
+        self.first_batch = first_batch
+        self.steps_per_shard, self.reset_step = steps_per_shard, reset_step
+        self.remap = dict(remap or {})
+        self.shard_index = -1
+        self.active_dataset: ShardDataset | None = None
+        self.upcoming_dataset: Arrival | None = None
+        self._arriving: Arrival | None = None
+        self._num_shards = num_shards
+        self._kind = None if token_dtype is None else token_kind(token_dtype)
+        self._least_shards = least_shards
+        self._swap_patience_s = swap_patience_s
+        self._old: set[int] = set()
+        self._keep: set[int] = set()
+        self._checked_room = False
+        self._stats: dict[str, Any] = {"start_s": 0.0, "stall_s": 0.0, "swaps": 0, "late_swaps": 0}
+        self._fetched = [0, 0.0]  # bytes, seconds
+        self._sizes: dict[int, int] = {}
+        home = Path(folder if folder is not None else environment("DATASET_BINS_PATH", "shards")).absolute()
+        source = "r2://" if url is None else str(url) if "://" in str(url) else str(Path(url).absolute())
+        origin = open_origin(source)
+        settings: dict[str, Any] = {
+            "chunk_size": chunk_size, "max_workers": max_workers, "generation": generation, "prefix": prefix,
+            "patience_s": patience_s,
+        }  # fmt: skip
+        there = None if Path(origin.url) == home else origin
+        tmp = None if tmp_dir is None else Path(tmp_dir).absolute()
+        self._folder = ShardFolder(there, home, self._make_check, tmp_dir=tmp, **settings)
+        kind = "" if self._kind is None else self._kind.str
+        self._helper = None
+        if fetch == "process" and there is not None and first_batch == "shard":
+            told = {**settings, "tmp_dir": tmp and str(tmp)}
+            self._helper = Helper(source, home, sequence_length, kind, told, nice)
+        if self.remap:
+            log.warning("shards replaced as asked: %s", ", ".join(f"{a} by {b}" for a, b in self.remap.items()))
+
+    @property
+    def num_shards(self) -> int:
+        """How many there are; listed once. Errors as of `ShardFolder.count`."""
+        if self._num_shards is None:
+            self._num_shards = self._folder.count()
+        return self._num_shards
+
+    def at_step(self, global_step: int) -> ShardDataset:
+        """The shard of a step; the step's own first call swaps, and waits where it is late.
+
+        Raises:
+            ForebayError: If the shard cannot be had.
+        """
+        index, follows = self._shard(global_step), self._next_step(global_step)
+        self._move(index, self._shard(follows))
+        self.shard_index = shard_turn(global_step, self.steps_per_shard, self.reset_step)[0] % self.num_shards
+        assert self.active_dataset is not None
+        return self.active_dataset
+
+    def batches(
+        self,
+        start_step: int = 0,
+        stop_step: int | None = None,
+        *,
+        batch_size: int,
+        inner_steps: int = 1,
+        uid: int = 0,
+        mode: Sampler = "forebay",
+        seed: int = 42,
+    ) -> Iterator[Batch]:
+        """This rank's batches from a global step on; endless without `stop_step`.
+
+        A global step is a window of `inner_steps` batches. In `Batch`, `sample_ids` are places in the shard,
+        `sources` the shard; `active_dataset.sample_ids` has the ids. The label after a sample's last token is -100.
+
+        Args:
+            batch_size: Global; a multiple of the world size.
+            uid, mode, seed: See `window_sample_ids`.
+        """
+        if batch_size < 1 or batch_size % self.world_size:
+            raise UsageError(f"batches: expected a multiple of {self.world_size} ranks, got {batch_size=}.")
+        if self.first_batch == "slice" and mode != "forebay":
+            raise UsageError(
+                "batches: expected mode='forebay' with first_batch='slice', got compat, which draws from all."
+            )
+        step = start_step
+        while stop_step is None or step < stop_step:
+            data = self.at_step(step)
+            turn, first = shard_turn(step, self.steps_per_shard, self.reset_step)
+            places = window_sample_ids(
+                uid, step, len(data), inner_steps, batch_size, self.rank, self.world_size,
+                mode=mode, seed=seed, first_window=first, section=self._section(),
+            )  # fmt: skip
+            for inner, part in enumerate(np.split(places, inner_steps)):
+                rows = np.full((len(part), self.sequence_length + 1), IGNORE_INDEX, np.int64)
+                rows[:, :-1] = data.take(part)
+                yield Batch(
+                    rows[:, :-1], rows[:, 1:], part, turn // self.num_shards, inner,
+                    sources=np.full(len(part), data.index, np.int64), run_step=step,
+                )  # fmt: skip
+            step += 1
+
+    async def initialize_datasets(self, current_shard_index: int) -> ShardDataset:
+        """Have this shard active, and the next one on its way."""
+        await asyncio.to_thread(self._move, self._mapped(current_shard_index), self._mapped(current_shard_index + 1))
+        self.shard_index = current_shard_index % self.num_shards
+        assert self.active_dataset is not None
+        return self.active_dataset
+
+    async def swap_datasets(self) -> ShardDataset:
+        """Have the next shard active, and the one after it on its way; the old one is deleted."""
+        return await self.initialize_datasets(self.shard_index + 1)
+
+    def prepare_shard(self, shard_index: int) -> asyncio.Task[Pair]:
+        """Fetch a shard without opening it. In a running event loop."""
+        arrival = self._start(self._mapped(shard_index), None)
+
+        async def come() -> Pair:
+            try:
+                await asyncio.to_thread(arrival.wait, "shard", 0.0)
+                assert arrival.pair is not None
+                return arrival.pair
+            finally:
+                arrival.stop()
+
+        return asyncio.get_running_loop().create_task(come())
+
+    async def create_dataset(self, shard_index: int) -> ShardDataset:
+        """Fetch a shard and open it; whoever calls closes it."""
+        arrival = self._start(self._mapped(shard_index), None)
+        await asyncio.to_thread(arrival.wait, "shard", 0.0)
+        return arrival.open(self.sequence_length)
+
+    def stats(self) -> dict[str, Any]:
+        """`start_s` (waited for the first shard), `stall_s` (for later ones), `swaps`, `late_swaps`, `fetched_bytes`,
+        `fetch_s`, `active`, and of the upcoming shard its `index`, `received`, `total`."""
+        coming = self.upcoming_dataset
+        told = None if coming is None else {"index": coming.index, "received": coming.received, "total": coming.total}
+        active = None if self.active_dataset is None else self.active_dataset.index
+        nbytes, seconds = self._fetched
+        for one in (coming, self._arriving):
+            if one is not None:
+                nbytes, seconds = nbytes + one.fetched_bytes, seconds + one.fetched_s
+        return {**self._stats, "fetched_bytes": nbytes, "fetch_s": seconds, "active": active, "upcoming": told}
+
+    def close(self) -> None:
+        """End what is under way; what was fetched stays, to be gone on with. May be called twice."""
+        for arrival in (self.upcoming_dataset, self._arriving):
+            if arrival is not None:
+                arrival.stop()
+        if self.active_dataset is not None:
+            self.active_dataset.close()
+        self._prune()
+        self.active_dataset = self.upcoming_dataset = self._arriving = None
+
+    def __enter__(self) -> SharedShardedDatasetManager:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _move(self, index: int, upcoming: int) -> None:
+        """Make a shard active, unless it is, and start the one that follows."""
+        if self.active_dataset is not None and self.active_dataset.index == index:
+            self._follow(index, upcoming)
+            return
+        first = self.active_dataset is None
+        arrival, self.upcoming_dataset = self.upcoming_dataset, None
+        if arrival is not None and arrival.index != index:
+            arrival.stop()
+            self._old.add(arrival.index)
+            arrival = None
+        if arrival is None:
+            self._check_room(index, upcoming)
+            arrival = self._start(index, None)
+        late = arrival.pair is None
+        try:
+            waited_s = arrival.wait(self.first_batch, 0.0 if first else self._swap_patience_s)
+        except BaseException:
+            arrival.stop()
+            raise
+        old, self.active_dataset = self.active_dataset, arrival.open(self.sequence_length)
+        if self._arriving is not None:
+            self._count(self._arriving)
+        self._arriving = arrival
+        self._stats["start_s" if first else "stall_s"] += waited_s
+        if old is not None:
+            self._stats["swaps"] += 1
+            self._stats["late_swaps"] += late
+            log.log(
+                logging.WARNING if late else logging.INFO,
+                "shard %d follows shard %d%s", index, old.index, f", {waited_s:.1f} s late" if late else "",
+            )  # fmt: skip
+            old.close()
+            self._old.add(old.index)
+        self._follow(index, upcoming)
+        tell_speed(arrival.index, arrival.fetched_bytes, arrival.fetched_s)
+
+    def _follow(self, index: int, upcoming: int) -> None:
+        self._keep = {index, upcoming}
+        self._old -= self._keep
+        self._prune()
+        coming = self.upcoming_dataset
+        if upcoming == index or (coming is not None and coming.index == upcoming):
+            return
+        if coming is not None:
+            coming.stop()
+            self._old.add(coming.index)
+        assert self._arriving is not None
+        self.upcoming_dataset = self._start(upcoming, self._arriving)
+
+    def _start(self, index: int, after: Arrival | None) -> Arrival:
+        obtain = self._folder.obtain if self.active_dataset is None else self._obtain  # nothing trains yet
+        return Arrival(self._folder, index, self._before, None if after is None else after.done, obtain)
+
+    def _before(self, index: int) -> None:
+        """Before each attempt, in the arrival's thread: is there room for it?"""
+        self._prune()
+        if self._folder.origin is not None and self._folder.ready(index) is None:
+            self._sizes[index] = check_room_for(self._folder, index)
+
+    def _obtain(self, index: int, **given: Any) -> tuple[Pair, Fetched | None]:
+        """In a process of its own, where that is worth it."""
+        apart = self._helper is not None and self._sizes.get(index, 0) >= LEAST_APART_BYTES
+        if apart and self._folder.ready(index) is None:
+            assert self._helper is not None
+            return self._helper.obtain(index, **given)
+        return self._folder.obtain(index, **given)
+
+    def _check_room(self, index: int, upcoming: int) -> None:
+        """Before the first byte: clean up, and refuse a disk that cannot do."""
+        if self._checked_room or self._folder.origin is None:
+            return
+        self._checked_room = True
+        if self.local_rank == 0:
+            everything = set(range(self.num_shards)) | set(self.remap.values())
+            self._folder.clean(everything if self.keep_shards else {index, upcoming})
+        wanted = sorted(set(range(self.num_shards)) if self.keep_shards else {index, upcoming})
+        count = len(wanted) if self.keep_shards else min(self._least_shards, self.num_shards)
+        check_room(self._folder, index, wanted, count)
+
+    def _prune(self) -> None:
+        """Remove what was used up, on local rank 0, as soon as no rank uses it."""
+        if self.keep_shards or self.local_rank != 0 or self._folder.origin is None:
+            return
+        for index in list(self._old - self._keep):
+            if self._folder.remove(index):
+                self._old.discard(index)
+
+    def _count(self, arrival: Arrival) -> None:
+        self._fetched[0] += arrival.fetched_bytes
+        self._fetched[1] += arrival.fetched_s
+
+    def _make_check(self, index: int, ids: Path, num_bytes: int) -> SampleCheck:
+        return SampleCheck(index, ids, num_bytes, self.sequence_length, self._kind)
+
+    def _section(self) -> int:
+        return max(1, _SECTION_BYTES // (4 * self.sequence_length)) if self.first_batch == "slice" else 0
+
+    def _shard(self, step: int) -> int:
+        return shard_of_step(step, self.num_shards, self.steps_per_shard, self.reset_step, self.remap)
+
+    def _next_step(self, step: int) -> int:
+        return next_shard_step(step, self.steps_per_shard, self.reset_step)
+
+    def _mapped(self, index: int) -> int:
+        return self.remap.get(index % self.num_shards, index % self.num_shards)

@@ -1,0 +1,373 @@
+"""The slices of all datasets of a run, by key: read in place, or fetched by way of the cache before they are needed.
+
+Hides which is which. A key is a slice's number among the slices of all datasets, one dataset after another.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.dataset.reader import Dataset
+from forebay.dataset.slices import Slice, hash_file, open_slice
+from forebay.errors import DatasetError, UsageError
+from forebay.formats.foreign import ForeignDataset
+from forebay.load.readahead import ReadAhead
+
+if TYPE_CHECKING:
+    from forebay.load.fetches import Fetches
+    from forebay.store.prefetch import Keep, SliceFeed
+
+I64 = NDArray[np.int64]
+Uses = Callable[[int, int], tuple[I64, I64]]
+
+_MOST_DEFAULT_BYTES = 64 << 30
+_LOOK_AT_STEPS = 256
+_log = logging.getLogger("forebay")
+
+
+def user_cache() -> Path:
+    """Where a user's caches lie: `$FOREBAY_CACHE`, or `forebay` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    told = os.environ.get("FOREBAY_CACHE")
+    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay"
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Where fetched slices are kept: a directory (or `ram`), its budget, what is kept, how they come."""
+
+    directory: str | Path
+    budget_bytes: int
+    keep: Keep = "budget"
+    connections: int = 16
+    ahead_bytes: int | None = None
+    share: bool | str = False
+
+    @classmethod
+    def of(
+        cls,
+        directory: str | Path | None,
+        budget_bytes: int | None,
+        keep: Keep = "budget",
+        connections: int = 16,
+        ahead_bytes: int | None = None,
+        share: bool | str = False,
+    ) -> CacheSettings:
+        """The settings given; by default a directory of the user's, and a quarter of the free disk up to 64 GiB."""
+        if directory is None:
+            directory = user_cache() / "slices"
+        if budget_bytes is None:
+            near = Path("/dev/shm") if str(directory).partition(":")[0] == "ram" else Path(directory)
+            while not near.exists():
+                near = near.parent
+            budget_bytes = min(_MOST_DEFAULT_BYTES, shutil.disk_usage(near).free // 4)
+        return cls(directory, int(budget_bytes), keep, connections, ahead_bytes, share)
+
+
+class Slices:
+    """Opens slices by key. One consumer; its threads begin with the first `seek` and end with `close`.
+
+    Args:
+        datasets: Of the run.
+        cached: For each dataset, whether its slices come by way of the cache.
+        uses: Run steps [start, stop) to the distinct (step, key) of this rank, by step.
+        num_steps: Of the run; None for no end.
+        pass_end: The run step at which the epoch of a step ends; None for never.
+        cache: Needed if any dataset is cached.
+        verify: Hash each slice as it is opened for the first time.
+
+    Attributes:
+        first_key: int64 [D + 1], the key of each dataset's slice 0.
+        cached: Whether any slice comes by way of the cache.
+        lean: Whether a slice is deleted as soon as it was read.
+
+    Raises:
+        UsageError: If a slice is larger than the cache's budget.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        cached: Sequence[bool],
+        uses: Uses,
+        num_steps: int | None,
+        pass_end: Callable[[int], int | None],
+        cache: CacheSettings | None,
+        verify: bool = False,
+    ) -> None:
+        self._datasets = datasets
+        self._cached = cached
+        self._uses = uses
+        self._num_steps = num_steps
+        self._pass_end = pass_end
+        self._cache = cache
+        self.lean = cache is not None and cache.keep == "window"
+        self._verify = verify
+        self._verified: set[int] = set()
+        counts = [len(dataset.table) for dataset in datasets]
+        self.first_key = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.num_keys = int(self.first_key[-1])
+        self.cached = any(cached)
+        self._feed: SliceFeed[Any] | None = None
+        self._fetches: Fetches | None = None
+        self._leaving: weakref.finalize[..., Any] | None = None
+        self._counted: dict[str, Any] = {}
+        self._ahead = ReadAhead()
+        self._told: set[int] = set()
+        if cache is not None:
+            self._check_budget(cache)
+
+    def _check_budget(self, cache: CacheSettings) -> None:
+        from forebay.store.room import part_bytes
+
+        for dataset, cached in zip(self._datasets, self._cached):
+            sizes = dataset.table.bytes
+            if cached and len(sizes) and part_bytes(int(sizes.max())) > cache.budget_bytes:
+                worst = dataset.table.row(int(sizes.argmax()))
+                raise UsageError(
+                    f"cache_bytes: expected at least {part_bytes(worst.bytes):,} for {worst.name} of {dataset.name}, "
+                    f"got {cache.budget_bytes:,}. Give the cache room for a few slices, or prepare smaller ones "
+                    "(--slice-bytes)."
+                )
+
+    def _check_steps(self) -> None:
+        """Look at steps here and there: the slices that one of them reads must fit the budget together.
+
+        Raises:
+            UsageError: If they do not. Later it would be found out after hours.
+        """
+        assert self._cache is not None
+        sizes = np.concatenate([dataset.table.bytes for dataset in self._datasets])
+        last = (self._num_steps or _LOOK_AT_STEPS) - 1
+        for start in sorted({0, last // 3, 2 * last // 3}):
+            stop = min(start + _LOOK_AT_STEPS, last + 1)
+            steps, keys = self._cached_uses(start, stop)
+            if not len(steps):
+                continue
+            needs = np.bincount(steps - start, weights=sizes[keys])
+            worst = int(needs.argmax())
+            if needs[worst] > self._cache.budget_bytes:
+                raise UsageError(
+                    f"cache_bytes: expected at least the {int(needs[worst]):,} bytes of the "
+                    f"{int((steps - start == worst).sum())} slices that step {start + worst} reads, got "
+                    f"{self._cache.budget_bytes:,}. Give the cache more room, or read fewer slices at once "
+                    "(lanes=…, window=…)."
+                )
+
+    def find(self, key: int) -> tuple[Dataset, int]:
+        """The dataset of a key, and the slice's index there."""
+        at = int(np.searchsorted(self.first_key, key, side="right")) - 1
+        return self._datasets[at], key - int(self.first_key[at])
+
+    def is_cached(self, key: int) -> bool:
+        """Whether this slice comes by way of the cache."""
+        return self.cached and self._cached[int(np.searchsorted(self.first_key, key, side="right")) - 1]
+
+    def seek(self, step: int) -> None:
+        """The consumer stands before `step`."""
+        if not self.cached:
+            return
+        if self._feed is not None and self._feed.pid != os.getpid():
+            self._feed = self._fetches = None  # Another process's, come by a fork.
+        if self._feed is None:
+            self._check_steps()
+            self._feed = self._begin()
+        self._feed.seek(step)
+
+    def advance(self, step: int) -> None:
+        """All before `step` is consumed."""
+        if self._feed is not None:
+            self._feed.advance(step)
+
+    def hold(self, keys: Sequence[int], until: int) -> bool:
+        """Whether all of these are here; then they are kept until `advance(until)`. Does not wait."""
+        wanted = [key for key in keys if self.is_cached(key)]
+        return not wanted or (self._feed is not None and self._feed.hold(wanted, until))
+
+    def bring(self, keys: Sequence[int], until: int) -> None:
+        """Wait until all of these are here, kept together until `advance(until)`.
+
+        Raises:
+            NetworkError: If one could not be fetched, or nobody's bytes have its hash.
+            UsageError: If the cache has no room for them together, or the disk is full.
+        """
+        wanted = [key for key in keys if self.is_cached(key)]
+        if wanted:
+            assert self._feed is not None
+            self._feed.acquire_all(wanted, until)
+
+    def open(self, key: int, until: int) -> tuple[int, Slice]:
+        """(index in its dataset, the slice, mapped), kept until `advance(until)`. Waits until it is here.
+
+        Raises:
+            DatasetError: If a local one is missing or damaged, or one is not what its dataset's table says.
+            NetworkError: As `bring`.
+        """
+        dataset, index = self.find(key)
+        row = dataset.table.row(index)
+        new = self._verify and key not in self._verified
+        if not self.is_cached(key):
+            found = dataset.open_slice(index)
+            if new and (got := hash_file(found.path)) != row.sha256:
+                raise DatasetError(
+                    f"{found.path}: expected bytes of sha256 {row.sha256}, got {got}. The dataset was changed, or its "
+                    "disk fails. Fetch or prepare this slice again."
+                )
+            self._verified.add(key)
+            return index, found
+        assert self._feed is not None
+        path = self._feed.acquire(key, until)
+        if new and hash_file(path) != row.sha256:
+            _log.warning("%s of %s was changed after it was verified. Fetching it again.", row.name, dataset.name)
+            self._feed.reject(key)
+            path = self._feed.acquire(key, until)
+        self._verified.add(key)
+        try:
+            found = open_slice(path)
+            dataset.check_slice(row, found)
+        except DatasetError as error:
+            raise DatasetError(
+                f"slice {row.name} of {dataset.name} ({dataset.path}): its bytes have the hash of the dataset's table, "
+                f"but are not what the table says: {error} Publish the dataset again."
+            ) from error
+        return index, found
+
+    def read_ahead(self, keys: Sequence[int]) -> None:
+        """These will be opened soon: let the kernel read those that are local files."""
+        new = [key for key in keys if key not in self._told and not self.is_cached(key)]
+        self._told = set(keys)
+        self._ahead.tell([dataset.slice_path(index) for dataset, index in map(self.find, new)])
+
+    def stats(self) -> dict[str, Any]:
+        """What the cache and the transfers counted since the loader was made; empty if all is local."""
+        found = self._feed.stats() if self._feed is not None else {}
+        found |= self._fetches.stats() if self._fetches is not None else {}
+        return self._counted | {name: value + self._counted.get(name, 0) for name, value in found.items()}
+
+    def close(self) -> None:
+        """End the threads, and leave the swarm. The next `seek` begins anew."""
+        self.pause()
+        self._leave()
+
+    def pause(self) -> None:
+        """End the threads, but go on sharing. The next `seek` begins anew."""
+        self._ahead.close()
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed.close()
+            counted = feed.stats() | {"held_bytes": 0, "in_flight": 0}  # Of now, not sums.
+            self._counted = {name: value + self._counted.get(name, 0) for name, value in counted.items()}
+        if self._cache is None or not self._cache.share:
+            self._leave()
+
+    def _leave(self) -> None:
+        fetches, self._fetches = self._fetches, None
+        if fetches is not None and self._leaving is not None:
+            self._leaving()
+            found = fetches.stats()
+            self._counted |= {name: value + self._counted.get(name, 0) for name, value in found.items()}
+
+    def _begin(self) -> SliceFeed[Any]:
+        from forebay.load.fetches import Fetches
+        from forebay.store.cache import SliceCache
+        from forebay.store.prefetch import SliceFeed
+
+        assert self._cache is not None
+        cache, infos = SliceCache(self._cache.directory, self._cache.budget_bytes), [d.table for d in self._datasets]
+        fetches = self._fetches or Fetches(self._datasets, cache, self._cache.connections, self._cache.share)
+        if fetches is not self._fetches:
+            self._fetches, self._leaving = fetches, weakref.finalize(self, fetches.close)
+        find = self.find
+        return SliceFeed(
+            cache,
+            np.concatenate([table.sha256 for table in infos]),
+            np.concatenate([table.bytes * cached for table, cached in zip(infos, self._cached)]),  # Local: no room.
+            self._cached_uses,
+            self._num_steps,
+            lambda key, part: fetches.start(*find(key), part),
+            fetches.cancel,
+            keep=self._cache.keep,
+            horizon_bytes=self._cache.ahead_bytes,
+            pass_end=self._pass_end,
+            on_evict=(lambda key: fetches.evicted(*find(key))) if self._cache.share else None,
+            first_alone=True,
+        )
+
+    def _cached_uses(self, start: int, stop: int) -> tuple[I64, I64]:
+        steps, keys = self._uses(start, stop)
+        if all(self._cached):
+            return steps, keys
+        kept = np.array(self._cached)[np.searchsorted(self.first_key, keys, side="right") - 1]
+        return steps[kept], keys[kept]
+
+
+def check_hashes(datasets: list[Dataset]) -> None:
+    """Raise UsageError for a dataset that has no hashes to verify by."""
+    for dataset in datasets:
+        if isinstance(dataset, ForeignDataset):
+            raise UsageError(f"verify: {dataset.path} is of another format, which has no hashes. Leave it out.")
+
+
+def settings_for(
+    datasets: Sequence[Dataset],
+    cached: bool,
+    directory: str | Path | None,
+    budget_bytes: int | None,
+    keep: Keep,
+    connections: int,
+    ahead_bytes: int | None,
+    share: bool | str,
+) -> CacheSettings | None:
+    """The settings given, where any slice comes by way of the cache.
+
+    Raises:
+        UsageError: If none does and there is a budget, or a dataset is to be shared that is of no network.
+    """
+    for dataset in datasets if share else ():
+        url = str(getattr(getattr(dataset, "origin", None), "url", dataset.path))
+        if not url.startswith("forebay://"):
+            raise UsageError(f"share: expected datasets of forebay://NETWORK/NAME, got {url}. Leave it out.")
+    if cached:
+        return CacheSettings.of(directory, budget_bytes, keep, connections, ahead_bytes, share)
+    if budget_bytes is not None:
+        raise UsageError(
+            f"cache_bytes: expected none for {datasets[0].path}, which is local and is read in place. Leave it out, "
+            "or give a cache_dir to keep slices in (of a slow mount, say)."
+        )
+    return None
+
+
+def comes_by_cache(dataset: Dataset, cache_dir: str | Path | None) -> bool:
+    """Whether a dataset's slices come by way of the cache."""
+    if getattr(dataset, "origin", None) is not None:
+        return True
+    if cache_dir is not None and isinstance(dataset, ForeignDataset):
+        raise UsageError(
+            f"cache_dir: expected none for {dataset.path}, a dataset of another format: it is read in place. "
+            "Leave it out."
+        )
+    return cache_dir is not None
+
+
+def cache_place(cache: str | None, cache_dir: str | Path | None) -> str | Path | None:
+    """The directory that `cache` (`disk`, `ram`) or `cache_dir` names; None for neither.
+
+    Raises:
+        UsageError: If both are given, or `cache` is another word.
+    """
+    if cache is None:
+        return cache_dir
+    if cache not in ("disk", "ram") or cache_dir is not None:
+        raise UsageError(
+            f"cache: expected 'disk' or 'ram', and no cache_dir beside it, got {cache!r} and {cache_dir!r}."
+        )
+    return user_cache() / "slices" if cache == "disk" else "ram"

@@ -1,0 +1,342 @@
+"""Certificates: root → organisation → node, what each may do, and how a peer is judged by the one it shows.
+
+The key identifier in a certificate is the 20 bytes behind the peer id of its key, and OpenSSL takes nobody for the
+issuer whose own is not what the certificate names: so the authority key id of a node *is* its organisation.
+A node's scope stands in a private extension. The node of an organisation also carries the organisation's
+certificate in one: who judges the node reads there, signed by the root, what the organisation was given. No list of
+organisations is fetched or kept. An old network's certificates (root → node, no scope) are judged as before.
+
+What the choice costs: some 500 bytes in the certificates of organisations' nodes, and one signature check the first
+time that such a certificate is seen.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import functools
+import json
+from dataclasses import dataclass
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from forebay.errors import ProtocolViolation, UsageError
+from forebay.network.peer import ROLES, Peer, Scope
+from forebay.peer_id import peer_id_of
+
+ROOT_VALID_DAYS = 3650
+ORG_VALID_DAYS = 1825
+NODE_VALID_DAYS = 825
+EARLY = dt.timedelta(hours=1)  # members' clocks may differ
+# Arcs under 2.25 are UUIDs, which need nobody's register.
+SCOPE_OID = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529584")
+ORGANISATION_OID = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529585")
+MAX_PATTERNS = 64
+
+
+@dataclass(frozen=True)
+class Issuer:
+    """Who signs certificates: the network's root, or an organisation under it.
+
+    Attributes:
+        cert: Its own certificate; names what it may give.
+        is_root: Whether it is the root.
+    """
+
+    key: Ed25519PrivateKey
+    cert: x509.Certificate
+    is_root: bool
+
+    @property
+    def peer_id(self) -> str:
+        return peer_id_of(self.key.public_key().public_bytes_raw())
+
+    @property
+    def scope(self) -> Scope:
+        """What it was given itself; the root has no bounds."""
+        return Scope() if self.is_root else scope_of(self.cert)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A peer, and until when (unix seconds) each certificate behind it holds."""
+
+    peer: Peer
+    valid_from: float
+    valid_until: float
+
+
+def issue_root(name: str, key: Ed25519PrivateKey, valid_days: float) -> x509.Certificate:
+    """A root's certificate of itself: organisations may stand under it, nothing under their nodes."""
+    builder = _builder(name, name, key.public_key(), valid_days, None)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=1), critical=True)
+    builder = builder.add_extension(_key_usage(is_ca=True), critical=True)
+    return builder.add_extension(_authority(_key_id(key.public_key())), critical=False).sign(key, None)
+
+
+def issue(
+    issuer: Issuer, name: str, key: Ed25519PublicKey, scope: Scope, valid_days: float, *, organisation: bool = False
+) -> x509.Certificate:
+    """A certificate for a node's key, or an organisation's. It ends no later than the issuer's own.
+
+    Raises:
+        UsageError: If the issuer may not give it: roles beyond its own, or an organisation under an organisation.
+    """
+    check_scope(scope)
+    path_length = issuer.cert.extensions.get_extension_for_class(x509.BasicConstraints).value.path_length
+    if organisation and not (issuer.is_root and path_length):
+        raise UsageError(
+            "organisation: expected a root that may have organisations (path length 1), got "
+            + (f"one of path length {path_length}. Make a new network." if issuer.is_root else "an organisation.")
+        )
+    if beyond := scope.exceeds(issuer.scope):
+        raise UsageError(
+            f"certificate of {name}: this organisation may give {', '.join(sorted(issuer.scope.roles))}, "
+            f"got {', '.join(sorted(beyond))}. Ask the root for them."
+        )
+    issuer_name = str(issuer.cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+    builder = _builder(name, issuer_name, key, valid_days, issuer.cert)
+    limits = x509.BasicConstraints(ca=organisation, path_length=0 if organisation else None)
+    builder = builder.add_extension(limits, critical=True)
+    builder = builder.add_extension(_key_usage(is_ca=organisation), critical=True)
+    builder = builder.add_extension(_authority(_own_key_id(issuer.cert)), critical=False)
+    if not organisation:
+        usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+        builder = builder.add_extension(usage, critical=False)
+    if scope != Scope():
+        builder = builder.add_extension(x509.UnrecognizedExtension(SCOPE_OID, _scope_bytes(scope)), critical=False)
+    if not issuer.is_root:
+        above = x509.UnrecognizedExtension(ORGANISATION_OID, der_of(issuer.cert))
+        builder = builder.add_extension(above, critical=False)
+    return builder.sign(issuer.key, None)
+
+
+def issue_server(issuer: Issuer) -> x509.Certificate:
+    """A certificate of an issuer's own key for its admission server: it says the key, and nothing that others trust."""
+    name = str(issuer.cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+    builder = _builder(name, name, issuer.key.public_key(), NODE_VALID_DAYS, None)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    return builder.add_extension(_key_usage(is_ca=False), critical=True).sign(issuer.key, None)
+
+
+def der_of(cert: x509.Certificate) -> bytes:
+    """A certificate's bytes, DER."""
+    return cert.public_bytes(serialization.Encoding.DER)
+
+
+def check_scope(scope: Scope) -> None:
+    """Refuses what no certificate should say.
+
+    Raises:
+        UsageError: If a role is unknown, or a pattern is empty, long or one of too many.
+    """
+    if unknown := scope.roles - ROLES:
+        raise UsageError(f"scope: expected roles of {', '.join(sorted(ROLES))}, got {', '.join(sorted(unknown))}")
+    if len(scope.datasets) > MAX_PATTERNS or not all(0 < len(p) <= 256 and p.isprintable() for p in scope.datasets):
+        raise UsageError(f"scope: expected at most {MAX_PATTERNS} dataset patterns of 1 to 256 printable characters")
+
+
+@functools.lru_cache(maxsize=4096)
+def peer_of(der_cert: bytes) -> Peer:
+    """The peer that a certificate names, with nobody above it. Whether to trust it is `judge`'s to say.
+
+    Raises:
+        ProtocolViolation: If this is no certificate of an Ed25519 key with one common name.
+    """
+    return _read(_parse(der_cert))
+
+
+@functools.lru_cache(maxsize=4096)
+def judge(der_cert: bytes, root_der: bytes) -> Judged:
+    """The peer of a certificate whose chain the TLS layer has checked up to this root: its organisation, its scope.
+
+    Raises:
+        ProtocolViolation: If it is no node's, hides who issued it, or exceeds what its organisation was given.
+    """
+    cert, root = _parse(der_cert), _parse(root_der)
+    peer = _read(cert)
+    if _is_ca(cert):
+        raise ProtocolViolation(f"peer {peer.peer_id} ({peer.name}): expected a node's certificate, got an issuer's")
+    issuer_key_id = _authority_key_id(cert)
+    if issuer_key_id == _own_key_id(root):
+        return Judged(peer, cert.not_valid_before_utc.timestamp(), cert.not_valid_after_utc.timestamp())
+    carried = _extension(cert, ORGANISATION_OID)
+    if carried is None:
+        raise ProtocolViolation(
+            f"peer {peer.peer_id} ({peer.name}): its issuer is neither our root nor an organisation that it shows. "
+            "Both sides need a certificate of the same network: see `forebay network join`."
+        )
+    above = organisation_of(carried, root_der)
+    org = above.peer
+    if _raw_id(org.peer_id) != issuer_key_id:
+        raise ProtocolViolation(
+            f"peer {peer.peer_id} ({peer.name}): expected the certificate of the organisation that issued its own, "
+            f"got that of {org.peer_id} ({org.name}). Do not trust it."
+        )
+    if beyond := peer.scope.exceeds(org.scope):
+        raise ProtocolViolation(
+            f"peer {peer.peer_id} ({peer.name}): its organisation {org.peer_id} ({org.name}) may give "
+            f"{', '.join(sorted(org.scope.roles))}, got {', '.join(sorted(beyond))}. Do not trust it."
+        )
+    bounded = Peer(peer.peer_id, peer.public_key, peer.name, org.peer_id, peer.scope.bounded_by(org.scope))
+    start = max(above.valid_from, cert.not_valid_before_utc.timestamp())
+    return Judged(bounded, start, min(above.valid_until, cert.not_valid_after_utc.timestamp()))
+
+
+@functools.lru_cache(maxsize=256)
+def organisation_of(der_cert: bytes, root_der: bytes) -> Judged:
+    """The organisation that a certificate names, once the root's signature on it is checked.
+
+    Raises:
+        ProtocolViolation: If it is no organisation's certificate, or not this root's.
+    """
+    cert, root = _parse(der_cert), _parse(root_der)
+    org, root_key = _read(cert), root.public_key()
+    assert isinstance(root_key, Ed25519PublicKey)  # _parse saw to it
+    try:
+        root_key.verify(cert.signature, cert.tbs_certificate_bytes)
+    except InvalidSignature as error:
+        raise ProtocolViolation(
+            f"organisation {org.peer_id} ({org.name}): expected a certificate signed by the network's root, got another"
+        ) from error
+    if not _is_ca(cert):
+        raise ProtocolViolation(f"organisation {org.peer_id} ({org.name}): its certificate may not issue others")
+    return Judged(org, cert.not_valid_before_utc.timestamp(), cert.not_valid_after_utc.timestamp())
+
+
+def scope_of(cert: x509.Certificate) -> Scope:
+    """The scope that a certificate states; all, if it states none.
+
+    Raises:
+        ProtocolViolation: If what it states makes no sense: a guess would let somebody do something.
+    """
+    raw = _extension(cert, SCOPE_OID)
+    if raw is None:
+        return Scope()
+    try:
+        body = json.loads(raw)
+        scope = Scope(frozenset(body["roles"]), tuple(body["datasets"]))
+        if not all(isinstance(item, str) for item in (*scope.roles, *scope.datasets)):
+            raise TypeError("expected strings")
+        check_scope(scope)
+    except (ValueError, KeyError, TypeError, RecursionError, UsageError) as error:
+        raise ProtocolViolation(f"peer's certificate: no scope in {raw[:80]!r}: {error}") from error
+    return scope
+
+
+_PARSER_ERRORS = (
+    UnsupportedAlgorithm,
+    x509.InvalidVersion,
+    x509.UnsupportedGeneralNameType,
+    x509.DuplicateExtension,
+    x509.AttributeNotFound,
+)
+
+
+def _parse(der_cert: bytes) -> x509.Certificate:
+    try:
+        cert = x509.load_der_x509_certificate(der_cert)
+        key = cert.public_key()
+        num_names = len(cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME))
+        _ = cert.extensions  # parsed when asked for, and may be malformed
+    except (ValueError, *_PARSER_ERRORS) as error:
+        raise ProtocolViolation(f"peer's certificate: expected X.509 in DER, got {error}") from error
+    if not isinstance(key, Ed25519PublicKey) or num_names != 1:
+        raise ProtocolViolation(
+            f"peer's certificate: expected an Ed25519 key and one common name, got {type(key).__name__} "
+            f"and {num_names} names. Issue the node's certificate with `forebay network join`."
+        )
+    return cert
+
+
+def _read(cert: x509.Certificate) -> Peer:
+    key = cert.public_key()
+    assert isinstance(key, Ed25519PublicKey)  # _parse saw to it
+    name = str(cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+    raw = key.public_bytes_raw()
+    return Peer(peer_id_of(raw), raw, name, scope=scope_of(cert))
+
+
+def _extension(cert: x509.Certificate, oid: x509.ObjectIdentifier) -> bytes | None:
+    try:
+        value = cert.extensions.get_extension_for_oid(oid).value
+    except x509.ExtensionNotFound:
+        return None
+    assert isinstance(value, x509.UnrecognizedExtension)
+    return value.value
+
+
+def _is_ca(cert: x509.Certificate) -> bool:
+    try:
+        return cert.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except x509.ExtensionNotFound:
+        return False
+
+
+def _authority_key_id(cert: x509.Certificate) -> bytes:
+    try:
+        key_id = cert.extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value.key_identifier
+    except x509.ExtensionNotFound:
+        key_id = None
+    if key_id is None:
+        raise ProtocolViolation("peer's certificate: expected the key id of its issuer, got none. Do not trust it.")
+    return key_id
+
+
+def _own_key_id(cert: x509.Certificate) -> bytes:
+    try:
+        return cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value.digest
+    except x509.ExtensionNotFound as error:
+        raise ProtocolViolation("certificate of an issuer: expected its own key id, got none.") from error
+
+
+def _key_id(key: Ed25519PublicKey) -> bytes:
+    return _raw_id(peer_id_of(key.public_bytes_raw()))
+
+
+def _raw_id(peer_id: str) -> bytes:
+    return base64.b32decode(peer_id.upper())
+
+
+def _authority(key_id: bytes) -> x509.AuthorityKeyIdentifier:
+    return x509.AuthorityKeyIdentifier(key_id, None, None)
+
+
+def _scope_bytes(scope: Scope) -> bytes:
+    body = {"roles": sorted(scope.roles), "datasets": list(scope.datasets)}
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _builder(
+    name: str, issuer: str, key: Ed25519PublicKey, days: float, above: x509.Certificate | None
+) -> x509.CertificateBuilder:
+    now = dt.datetime.now(dt.UTC)
+    end = now + dt.timedelta(days=days)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - EARLY)
+        .not_valid_after(end if above is None else min(end, above.not_valid_after_utc))
+        .add_extension(x509.SubjectKeyIdentifier(_key_id(key)), critical=False)
+    )
+
+
+def _key_usage(*, is_ca: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not is_ca,
+        key_cert_sign=is_ca,
+        crl_sign=is_ca,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )

@@ -1,0 +1,189 @@
+"""Who has what: keys in the DHT, the claims that providers sign, and the way from a name to providers.
+
+The DHT only says at which addresses to ask; it is open UDP and may lie. What counts is asked over mutual TLS:
+the provider's claims, signed with the key that its certificate proves. The dead, the liars and the expired drop
+out here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Protocol
+
+from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.network.ask import ask_many
+from forebay.network.client import Client
+from forebay.network.identity import Identity, Peer, verify
+
+MAX_CLAIMS = 4096
+MAX_CLAIMS_BYTES = 4 << 20
+MAX_CLAIM_S = 86_400.0  # a longer one is no claim: it would outlive its node
+MAX_ADDRESSES = 4096  # asked in one search
+ASK_TIMEOUT_S = 5.0
+log = logging.getLogger("forebay.network")
+Address = tuple[str, int]
+
+
+class Discovery(Protocol):
+    """Addresses under keys of 20 bytes. Safe to share between threads; `close` may be called twice."""
+
+    def announce(self, key: bytes, port: int) -> None:
+        """Say that this host answers for a key at a TCP port, until it expires or the process ends."""
+
+    def find(self, key: bytes, timeout_s: float) -> list[Address]:
+        """The addresses announced under a key, without duplicates; an empty list after `timeout_s` if none."""
+
+    def close(self) -> None:
+        """Stop taking part."""
+
+
+class LocalDiscovery:
+    """Discovery without a network: one table, shared by whoever holds this object, or addresses known before."""
+
+    def __init__(self, host: str = "127.0.0.1", known: Iterable[Address] = ()) -> None:
+        self._host = host
+        self._known = list(known)
+        self._table: dict[bytes, list[Address]] = {}
+        self._lock = threading.Lock()
+
+    def announce(self, key: bytes, port: int) -> None:
+        """See Discovery."""
+        with self._lock:
+            held = self._table.setdefault(key, [])
+            if (self._host, port) not in held:
+                held.append((self._host, port))
+
+    def find(self, key: bytes, timeout_s: float) -> list[Address]:
+        """See Discovery. Answers at once."""
+        with self._lock:
+            return list(dict.fromkeys(self._table.get(key, []) + self._known))
+
+    def close(self) -> None:
+        """See Discovery. There is nothing to close."""
+
+
+def record_key(network_id: str, kind: Literal["dataset", "scheduler", "revocations"], name: str) -> bytes:
+    """The key in the DHT (20 bytes) for a dataset's or a scheduler's name in one network; revocations have none."""
+    return hashlib.sha1(f"forebay/2\n{network_id}\n{kind}\n{name}".encode(), usedforsecurity=False).digest()
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a provider says it serves, until `expires_at` (unix seconds).
+
+    Attributes:
+        held: How many of the slices it has itself; None: all.
+        url: A web server or bucket that has them all, which the provider stands for; empty: none.
+    """
+
+    name: str
+    dataset_id: str
+    num_slices: int
+    peer_id: str
+    address: str
+    expires_at: float
+    held: int | None = None
+    url: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has every slice, or knows who has."""
+        return self.held is None or self.url != ""
+
+    def signed_bytes(self) -> bytes:
+        """The canonical bytes that the signature covers."""
+        return b"forebay/2 claim\n" + json.dumps(self._said(), sort_keys=True, separators=(",", ":")).encode()
+
+    def to_json(self, identity: Identity) -> dict[str, Any]:
+        """The claim with its provider's signature, as it stands in `GET /v1/claims`."""
+        return {**self._said(), "signature": identity.sign(self.signed_bytes()).hex()}
+
+    def _said(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None and value != ""}
+
+
+def parse_claim(obj: Any, peer: Peer) -> Claim:
+    """A claim that this very peer signed.
+
+    Raises:
+        ProtocolViolation: If it is malformed, another's, or not signed by the peer's key.
+    """
+    try:
+        claim = Claim(
+            name=str(obj["name"]),
+            dataset_id=str(obj["dataset_id"]),
+            num_slices=int(obj["num_slices"]),
+            peer_id=str(obj["peer_id"]),
+            address=str(obj["address"]),
+            expires_at=float(obj["expires_at"]),
+            held=int(obj["held"]) if "held" in obj else None,
+            url=str(obj.get("url", "")),
+        )
+        signature = bytes.fromhex(obj["signature"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ProtocolViolation(f"claim of {peer.peer_id}: malformed: {type(error).__name__}: {error}") from error
+    if claim.peer_id != peer.peer_id:
+        raise ProtocolViolation(f"claim: expected one of {peer.peer_id}, who answered, got one of {claim.peer_id}")
+    well_formed = len(claim.dataset_id) == 64 and set(claim.dataset_id) <= set("0123456789abcdef")
+    if not well_formed or claim.num_slices < 0:
+        raise ProtocolViolation(f"claim of {peer.peer_id}: no dataset id or slice count in {str(obj)[:200]}")
+    verify(peer.public_key, claim.signed_bytes(), signature)
+    return claim
+
+
+def read_claims(client: Client, address: str, timeout_s: float = ASK_TIMEOUT_S) -> list[Claim]:
+    """What the peer at an address says it serves now, checked; `address` of each is the one asked.
+
+    Raises:
+        NetworkError: If it cannot be reached or breaks the protocol; one bad claim spoils them all.
+    """
+    body, peer = client.request_json(address, "GET", "/v1/claims", timeout_s=timeout_s, max_bytes=MAX_CLAIMS_BYTES)
+    claims = body.get("claims") if isinstance(body, dict) else None
+    if not isinstance(claims, list) or len(claims) > MAX_CLAIMS:
+        raise ProtocolViolation(f"claims of {peer.peer_id} at {address}: expected a list of at most {MAX_CLAIMS}")
+    now = time.time()
+    if not peer.scope.allows("data"):
+        raise ProtocolViolation(f"claims of {peer.peer_id} at {address}: its certificate lacks the role data")
+    checked = [claim for item in claims if peer.scope.covers((claim := parse_claim(item, peer)).name)]
+    return [replace(claim, address=address) for claim in checked if now < claim.expires_at <= now + MAX_CLAIM_S]
+
+
+def find_providers(
+    discovery: Discovery, client: Client, network_id: str, name: str, timeout_s: float = 10.0
+) -> list[Claim]:
+    """Who serves a dataset of this name, one claim a peer and dataset id, in order of peer id.
+
+    The list of addresses may be full of dead and forged ones: all are asked at once (see ask), and who does not
+    answer, or answers wrongly, is left out and logged. Ends soon after somebody has answered well.
+
+    Args:
+        timeout_s: For the DHT, which is asked again while only false addresses are found; the answers to the last
+            question then have 5 seconds more.
+    """
+    key, deadline = record_key(network_id, "dataset", name), time.monotonic() + timeout_s
+
+    def ask(where: Address) -> list[Claim] | None:
+        address = f"[{where[0]}]:{where[1]}" if ":" in where[0] else f"{where[0]}:{where[1]}"
+        try:
+            return [claim for claim in read_claims(client, address) if claim.name == name] or None
+        except (NetworkError, UsageError) as error:
+            log.info("providers of %s: %s left out: %s", name, address, error)
+            return None
+
+    asked: set[Address] = set()
+    answers: list[list[Claim]] = []
+    while not answers:
+        found = discovery.find(key, max(0.0, deadline - time.monotonic()))
+        fresh = [address for address in found if address not in asked][: MAX_ADDRESSES - len(asked)]
+        if not fresh:
+            break
+        asked.update(fresh)
+        answers = ask_many(fresh, ask, max(deadline, time.monotonic()) + ASK_TIMEOUT_S)
+    unique = {(claim.peer_id, claim.dataset_id): claim for claims in reversed(answers) for claim in claims}
+    return [unique[key] for key in sorted(unique)]

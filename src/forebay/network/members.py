@@ -1,0 +1,178 @@
+"""The members of a swarm as arrays, one row each: what they hold, give and owe. No policy here.
+
+Bits are laid out [slices / 8, rows]: who holds one slice is read in one piece of a byte a member (10 KB for 10,000),
+what one member holds by steps. Memory that nobody wrote to is not taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.errors import UsageError
+
+_FIRST_ROWS = 64
+_NEW_WEIGHT = 0.3
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who has slices. `address`: `host:port`, or a URL of a web server or bucket; empty for one whom nobody reaches."""
+
+    peer_id: str
+    address: str
+    is_origin: bool
+
+    @property
+    def is_url(self) -> bool:
+        """Whether it is a web server or bucket, which is asked for names and not for hashes."""
+        return "://" in self.address
+
+
+class Members:
+    """Rows by peer id; a row is used again when its member left.
+
+    Attributes:
+        ids: [rows] peer ids; empty for a free row.
+        gives, is_origin: [rows] flags: can be asked; has everything.
+        uploads, slots: [rows] how many it uploads now, and may.
+        failures: [rows] in a row, since it was last heard of.
+        owed: [rows] new slices it got from an origin, less those it gave since; never below 0.
+        asked_at: [rows] when it last wanted something.
+        copies: [num_slices] members that hold each slice.
+    """
+
+    def __init__(self, num_slices: int) -> None:
+        self.num_slices = num_slices
+        self.ids: list[str] = []
+        self.copies = np.zeros(num_slices, np.int32)
+        self._rows: dict[str, int] = {}
+        self._free: list[int] = []
+        self._bits = np.zeros(((num_slices + 7) // 8, 0), np.uint8)
+        self.gives = self.is_origin = np.zeros(0, np.bool_)
+        self.uploads = self.slots = self.failures = self.owed = np.zeros(0, np.int32)
+        self._heard_at = np.zeros(0)
+        self.asked_at = np.zeros(0)
+        self._speed = np.zeros(0)
+        self._mean_speed: float | None = None  # None: to be found anew
+        self._grow(_FIRST_ROWS)
+
+    def row(self, peer_id: str) -> int:
+        """The row of a member."""
+        return self._rows[peer_id]
+
+    def add(self, peer_id: str, *, is_origin: bool, gives: bool) -> None:
+        """A row for a new member, which holds nothing."""
+        if not self._free:
+            self._grow(2 * len(self.ids))
+        row = self._free.pop()
+        self.ids[row] = peer_id
+        self._rows[peer_id] = row
+        self.is_origin[row], self.gives[row] = is_origin, gives
+        self.uploads[row] = self.failures[row] = self.owed[row] = 0
+        self._speed[row] = np.nan
+        self.asked_at[row] = -np.inf
+
+    def remove(self, peer_id: str) -> None:
+        """Give a row back, and forget what its member held."""
+        row = self._rows.pop(peer_id)
+        self._write(row, np.zeros(self.num_slices, np.bool_))
+        self.ids[row] = ""
+        self.is_origin[row] = self.gives[row] = False
+        self.slots[row] = 0
+        self._speed[row] = np.nan
+        self._mean_speed = None
+        self._free.append(row)
+
+    def heard(self, peer_id: str, now: float) -> None:
+        """It lives."""
+        row = self._rows[peer_id]
+        self._heard_at[row] = now
+        self.failures[row] = 0
+
+    def silent_since(self, at: float) -> list[int]:
+        """Rows of those who were last heard of before a moment."""
+        return [row for row in np.flatnonzero(self._heard_at < at).tolist() if self.ids[row]]
+
+    def hold(self, peer_id: str, have: NDArray[np.bool_]) -> None:
+        """It holds exactly these."""
+        if have.shape != (self.num_slices,):
+            raise UsageError(f"swarm: expected flags of {self.num_slices} slices, got {have.shape}")
+        self._write(self._rows[peer_id], have)
+
+    def set(self, peer_id: str, index: int, value: bool) -> None:
+        """It holds one slice, or not."""
+        at, bit = (index >> 3, self._rows[peer_id]), np.uint8(1 << (index & 7))
+        if bool(self._bits[at] & bit) != value:
+            self._bits[at] ^= bit
+            self.copies[index] += 1 if value else -1
+
+    def clear(self, peer_id: str, indices: NDArray[np.int64]) -> None:
+        """It holds none of these."""
+        bits = self._bits[indices >> 3, self._rows[peer_id]] >> (indices & 7).astype(np.uint8) & 1
+        for index in indices[bits.astype(np.bool_)].tolist():
+            self.set(peer_id, index, False)
+
+    def holders_of(self, index: int) -> NDArray[np.bool_]:
+        """[rows] who holds a slice; origins are not among them."""
+        held: NDArray[np.bool_] = (self._bits[index >> 3] & np.uint8(1 << (index & 7))) != 0
+        return held
+
+    def held_by(self, peer_id: str) -> NDArray[np.bool_]:
+        """[num_slices] what a member holds."""
+        column = np.ascontiguousarray(self._bits[:, self._rows[peer_id]])
+        return np.unpackbits(column, count=self.num_slices, bitorder="little").astype(np.bool_)
+
+    def speeds(self) -> NDArray[np.float64]:
+        """[rows] slices a second that each gives, all uploads together; where unknown, the mean of the others."""
+        return self._speeds_of(self._speed)
+
+    def by_load(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those rows, by when one more upload would be done: the soonest first, then who owes most, then by row."""
+        if len(rows) < 2:
+            return rows
+        ends = (self.uploads[rows] + 1) / self._speeds_of(self._speed[rows])
+        return rows[np.lexsort((rows, -self.owed[rows], ends))]
+
+    def gave(self, peer_id: str, took_s: float) -> None:
+        """It gave a slice in so long a time."""
+        row = self._rows[peer_id]
+        speed = max(1, int(self.uploads[row])) / took_s
+        before = self._speed[row]
+        self._speed[row] = speed if np.isnan(before) else before + _NEW_WEIGHT * (speed - before)
+        self._mean_speed = None
+        self.failures[row] = 0
+        self.owed[row] = max(0, int(self.owed[row]) - 1)
+
+    def _speeds_of(self, measured: NDArray[np.float64]) -> NDArray[np.float64]:
+        if self._mean_speed is None:
+            known = self._speed[~np.isnan(self._speed)]
+            self._mean_speed = float(known.mean()) if len(known) else 1.0
+        return np.where(np.isnan(measured), self._mean_speed, measured)
+
+    def _write(self, row: int, have: NDArray[np.bool_]) -> None:
+        new = np.packbits(have, bitorder="little")
+        old = self._bits[:, row].copy()
+        changed = np.flatnonzero(new != old)
+        if not len(changed):
+            return
+        self._bits[changed, row] = new[changed]
+        slices = (changed[:, None] * 8 + np.arange(8)).ravel()
+        was, now = (np.unpackbits(x[changed], bitorder="little").astype(np.int32) for x in (old, new))
+        inside = slices < self.num_slices
+        self.copies[slices[inside]] += (now - was)[inside]
+
+    def _grow(self, num_rows: int) -> None:
+        before = len(self.ids)
+        bits = np.zeros((self._bits.shape[0], num_rows), np.uint8)
+        bits[:, :before] = self._bits
+        self._bits = bits
+        more = num_rows - before
+        for name in ("gives", "is_origin", "uploads", "slots", "failures", "owed", "_heard_at", "asked_at", "_speed"):
+            old = getattr(self, name)
+            setattr(self, name, np.concatenate([old, np.zeros(more, old.dtype)]))
+        self._speed[before:] = np.nan
+        self.ids += [""] * more
+        self._free = list(range(num_rows - 1, before - 1, -1))

@@ -1,0 +1,126 @@
+"""Join tokens: what lets a machine ask for a certificate. Short-lived, scoped, counted, signed by who issues.
+
+A token is text: base64url of JSON, a dot, base64url of the issuer's signature. It names the server that honours it by
+address and by key, so that whoever holds a token speaks to that issuer and to nobody else. It is a secret until it
+is used up or has expired: whoever has it may join.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from forebay.errors import ProtocolViolation, UsageError
+from forebay.network.certificates import Issuer, check_scope
+from forebay.network.peer import Scope
+from forebay.peer_id import peer_id_of
+
+MAX_TOKEN_CHARS = 64 << 10
+_PREFIX = "forebay1."
+
+
+@dataclass(frozen=True)
+class Token:
+    """A right to join.
+
+    Attributes:
+        id: 32 hexadecimal digits, of chance.
+        issuer: Peer id of the root or organisation that signed it and will issue the certificates.
+        address: `host:port` of its admission server.
+        roles, datasets: The scope of the certificates it gives.
+        uses: To how many keys.
+        expires_at: Unix seconds.
+        valid_days: How long the certificates hold.
+    """
+
+    id: str
+    network_id: str
+    issuer: str
+    address: str
+    roles: tuple[str, ...]
+    datasets: tuple[str, ...]
+    uses: int
+    expires_at: float
+    valid_days: float
+
+    @property
+    def scope(self) -> Scope:
+        return Scope(frozenset(self.roles), self.datasets)
+
+
+def sign_token(issuer: Issuer, token: Token) -> str:
+    """The token as text.
+
+    Raises:
+        UsageError: If it gives what the issuer may not, to nobody, or for no time.
+    """
+    check_scope(token.scope)
+    if beyond := token.scope.exceeds(issuer.scope):
+        raise UsageError(
+            f"invite: this organisation may give {', '.join(sorted(issuer.scope.roles))}, "
+            f"got {', '.join(sorted(beyond))}"
+        )
+    if token.uses < 1 or not token.valid_days > 0 or token.issuer != issuer.peer_id:
+        raise UsageError(
+            f"invite: expected at least one use and days above zero, got {token.uses} and {token.valid_days}"
+        )
+    body = json.dumps(asdict(token), sort_keys=True, separators=(",", ":")).encode()
+    signature = issuer.key.sign(b"forebay/2 token\n" + body)
+    return _PREFIX + ".".join(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in (body, signature))
+
+
+def read_token(text: str) -> tuple[Token, bytes, bytes]:
+    """What a token says, the bytes that are signed, and the signature; whether it fits is `check_token`'s to say.
+
+    Raises:
+        ProtocolViolation: If it is none.
+    """
+    try:
+        if not text.startswith(_PREFIX) or len(text) > MAX_TOKEN_CHARS:
+            raise ValueError("another beginning, or too long")
+        body, signature = (_decode(part) for part in text.removeprefix(_PREFIX).split("."))
+        obj: dict[str, Any] = json.loads(body)
+        token = Token(
+            id=str(obj["id"]),
+            network_id=str(obj["network_id"]),
+            issuer=str(obj["issuer"]),
+            address=str(obj["address"]),
+            roles=tuple(str(role) for role in obj["roles"]),
+            datasets=tuple(str(glob) for glob in obj["datasets"]),
+            uses=int(obj["uses"]),
+            expires_at=float(obj["expires_at"]),
+            valid_days=float(obj["valid_days"]),
+        )
+    except (ValueError, KeyError, TypeError, binascii.Error, RecursionError, OverflowError) as error:
+        raise ProtocolViolation(
+            f"token: expected {_PREFIX}…, as `forebay network invite` prints it: {error}"
+        ) from error
+    return token, body, signature
+
+
+def check_token(text: str, public_key: bytes, now: float) -> Token:
+    """A token that this issuer signed and that has not expired.
+
+    Raises:
+        ProtocolViolation: If it is malformed, another issuer's, forged or too old.
+    """
+    token, body, signature = read_token(text)
+    if token.issuer != peer_id_of(public_key):
+        raise ProtocolViolation(f"token: it is of issuer {token.issuer[:40]}, not of this one")
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, b"forebay/2 token\n" + body)
+    except InvalidSignature as error:
+        raise ProtocolViolation(f"token {token.id[:8]}: forged or changed: its signature does not fit") from error
+    if not now < token.expires_at:
+        raise ProtocolViolation(f"token {token.id[:8]}: expired {now - token.expires_at:,.0f} s ago. Ask for another.")
+    return token
+
+
+def _decode(part: str) -> bytes:
+    return base64.b64decode(part + "=" * (-len(part) % 4), altchars=b"-_", validate=True)

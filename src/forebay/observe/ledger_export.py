@@ -1,0 +1,101 @@
+"""A ledger's uses as a table for other tools: JSON lines, CSV or Parquet, in blocks, so that memory stays small."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from forebay.errors import UsageError
+from forebay.ledger import LedgerIndex
+from forebay.observe.blame import replay
+
+FORMATS = ("jsonl", "csv", "parquet")
+_BLOCK = 1 << 14
+_SCHEMA = pa.schema(
+    [
+        ("entry", pa.int64()),
+        ("at", pa.timestamp("ms", "UTC")),
+        ("worker", pa.string()),
+        ("name", pa.string()),
+        ("dataset_id", pa.string()),
+        ("epoch", pa.int64()),
+        ("slice", pa.int64()),
+        ("start", pa.int64()),
+        ("stop", pa.int64()),
+        ("step", pa.int64()),
+    ]
+)
+
+
+def export_uses(index: LedgerIndex, out: str | Path, form: str, *, sample_ids: bool = False) -> int:
+    """Write a row a use; how many.
+
+    Args:
+        form: jsonl, csv or parquet.
+        sample_ids: A column more, `samples`: the global ids, in the order in which they were read; in CSV
+            separated by spaces. 20 ns a sample, and 8 bytes before compression.
+
+    Raises:
+        UsageError: If the form is unknown.
+    """
+    if form not in FORMATS:
+        raise UsageError(f"export: expected a format of {FORMATS}, got {form!r}.")
+    out = Path(out)
+    part = out.with_name(f".{out.name}.part")
+    with ExitStack() as stack:
+        write = _writer(part, form, sample_ids, stack)
+        for rows in _blocks(index, sample_ids):
+            write(rows)
+    part.replace(out)
+    return len(index.uses)
+
+
+def _blocks(index: LedgerIndex, sample_ids: bool) -> Iterator[list[dict[str, Any]]]:
+    job, names = index.job, index.names
+    bases = (job.samples.cumsum() - job.samples).tolist()
+    for first in range(0, len(index.uses), _BLOCK):
+        rows = []
+        for seq, worker, epoch, index_, start, stop, step, _, at in index.uses[first : first + _BLOCK].tolist():
+            peer = index.workers[worker]
+            row = {
+                "entry": seq,
+                "at": datetime.fromtimestamp(at, UTC),
+                "worker": peer,
+                "name": names.get(peer, ""),
+                "dataset_id": job.dataset_ids[job.dataset_of(index_)],
+                "epoch": epoch,
+                "slice": index_,
+                "start": start,
+                "stop": stop,
+                "step": step,
+            }
+            if sample_ids:
+                row["samples"] = (replay(job, epoch, index_, start, stop)[0] + bases[index_]).tolist()
+            rows.append(row)
+        yield rows
+
+
+def _writer(path: Path, form: str, sample_ids: bool, stack: ExitStack) -> Callable[[list[dict[str, Any]]], object]:
+    if form == "parquet":
+        schema = _SCHEMA.append(pa.field("samples", pa.list_(pa.int64()))) if sample_ids else _SCHEMA
+        table = stack.enter_context(pq.ParquetWriter(path, schema, compression="zstd"))
+        return lambda rows: table.write_table(pa.Table.from_pylist(rows, schema))
+    file = stack.enter_context(path.open("w", newline="", encoding="utf-8"))
+    if form == "jsonl":
+        return lambda rows: file.writelines(json.dumps({**row, "at": row["at"].timestamp()}) + "\n" for row in rows)
+    lines = csv.DictWriter(file, [*_SCHEMA.names, *(["samples"] if sample_ids else [])])
+    lines.writeheader()
+    return lambda rows: lines.writerows(_flat(row) for row in rows)
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    samples = {"samples": " ".join(map(str, row["samples"]))} if "samples" in row else {}
+    return {**row, "at": row["at"].isoformat(timespec="milliseconds"), **samples}

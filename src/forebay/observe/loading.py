@@ -1,0 +1,137 @@
+"""A loader watched: a line of progress for people, metrics for Prometheus.
+
+Both read `Loader.stats()` and touch nothing else; a training loop is as fast with them as without.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from forebay.load.stats import CAUSES, find_bottleneck
+
+if TYPE_CHECKING:
+    from forebay.load.batch import Batch
+    from forebay.load.loader import Loader
+
+_LOOK_S = 0.5
+
+_COUNTERS = {
+    "batches": ("batches", "Batches given to the trainer."),
+    "samples": ("samples", "Samples given to the trainer."),
+    "tokens": ("tokens", "Tokens given to the trainer."),
+    "slices_opened": ("slices_opened", "Slices opened."),
+    "busy_s": ("busy_seconds", "Time that the trainer spent between its waits for batches."),
+    "fetched_slices": ("fetched_slices", "Slices fetched from their origin."),
+    "fetched_bytes": ("fetched_bytes", "Bytes of slices fetched from their origin."),
+    "repeated_fetches": ("repeated_fetches", "Slices fetched again after they were evicted."),
+    "evicted": ("evicted_slices", "Slices evicted from the cache."),
+    "late": ("late_slices", "Slices that were not there when a batch needed them."),
+}
+
+
+def progress(loader: Loader, *, enabled: bool = True) -> Iterator[Batch]:
+    """The loader's batches, with a line on stderr: steps, tokens a second, and what is waited for.
+
+        12%|███▋      | 1.20k/10.0k [02:10<15:52, 9.2step/s] 151 k tokens/s, waits 3 % (network)
+
+    Silent where stderr is no terminal.
+    """
+    done = int(loader.state_dict()["step"])
+    bar = tqdm(
+        total=loader.run.num_steps,
+        initial=done,
+        unit="step",
+        unit_scale=True,
+        file=sys.stderr,
+        dynamic_ncols=True,
+        disable=not enabled or not sys.stderr.isatty(),
+    )
+    looked_at, before = time.monotonic(), loader.stats()
+    with bar:
+        for batch in loader:
+            yield batch
+            bar.update()
+            now = time.monotonic()
+            if not bar.disable and now - looked_at >= _LOOK_S:
+                after = loader.stats()
+                bar.set_postfix_str(words(before, after, now - looked_at), refresh=False)
+                looked_at, before = now, after
+
+
+def words(before: dict[str, float], after: dict[str, float], elapsed_s: float) -> str:
+    """`151 k tokens/s, waits 3 % (network)`, of two looks at `Loader.stats()` that lie `elapsed_s` apart."""
+    count, unit = ("tokens", "tokens") if after["tokens"] else ("samples", "samples")
+    rate = (after[count] - before[count]) / max(elapsed_s, 1e-9)
+    waits = {cause: after[f"{cause}_s"] - before[f"{cause}_s"] for cause in CAUSES}
+    share = 100 * sum(waits.values()) / max(elapsed_s, 1e-9)
+    found = find_bottleneck(waits, elapsed_s, 0.01)
+    told = f"waits {share:.0f} % ({found.cause})" if found else "never waits"
+    return f"{_short(rate)} {unit}/s, {told}"
+
+
+def _short(rate: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if rate >= size:
+            return f"{rate / size:.3g} {unit}"
+    return f"{rate:.3g}"
+
+
+class LoaderCollector:
+    """A collector for `prometheus_client`: `REGISTRY.register(LoaderCollector(loader))`.
+
+    Metrics: `forebay_loader_wait_seconds_total{cause=…}`, `forebay_loader_epoch`, `…_samples_taken`,
+    `…_cache_bytes`, and a counter for each count of `Loader.stats()`.
+
+    Args:
+        loader: Whose `stats` are read at each scrape.
+        labels: Put on every metric, such as `{"rank": "3"}`; by default the loader's rank.
+    """
+
+    def __init__(self, loader: Loader, labels: dict[str, str] | None = None) -> None:
+        self._loader = loader
+        self._labels = {"rank": str(loader.rank)} if labels is None else labels
+
+    def collect(self) -> Iterable[Any]:
+        """The metric families, as `prometheus_client` asks for them."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        stats, state = self._loader.stats(), self._loader.state_dict()
+        names, values = list(self._labels), list(self._labels.values())
+        waits = CounterMetricFamily(
+            "forebay_loader_wait_seconds",
+            "Time that the trainer waited for batches, by cause.",
+            labels=[*names, "cause"],
+        )
+        for cause in CAUSES:
+            waits.add_metric([*values, cause], stats[f"{cause}_s"])
+        yield waits
+        for key, (name, about) in _COUNTERS.items():
+            if key in stats:
+                counter = CounterMetricFamily(f"forebay_loader_{name}", about, labels=names)
+                counter.add_metric(values, stats[key])
+                yield counter
+        gauges = {"epoch": state["epoch"], "samples_taken": state["samples_taken"], "step": state["step"]}
+        if "held_bytes" in stats:
+            gauges["cache_bytes"] = stats["held_bytes"]
+        for name, value in gauges.items():
+            gauge = GaugeMetricFamily(f"forebay_loader_{name}", f"The loader's {name.replace('_', ' ')}.", labels=names)
+            gauge.add_metric(values, value)
+            yield gauge
+
+
+def serve_metrics(loader: Loader, port: int, host: str = "127.0.0.1", labels: dict[str, str] | None = None) -> Any:
+    """Serve a loader's metrics at `http://HOST:PORT/metrics`, from a thread. Needs the extra `metrics`.
+
+    Returns:
+        (server, thread): `server.shutdown()` ends it; `server.server_port` tells the port, if 0 was asked for.
+    """
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(LoaderCollector(loader, labels))
+    return start_http_server(port, addr=host, registry=registry)

@@ -1,0 +1,214 @@
+"""What a run will need, before anything starts: bytes, disk, time and memory of a node, and what would be better.
+
+Reads the order and the sizes of slices, nothing else: no slice, no network. Disk figures are the order's (which
+slices its windows have open, `order/windows.py`); times are a model's (`timing.py`); memory is a sum of bounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from forebay.observe.needs import Disk, Job, fitting
+from forebay.observe.timing import Times, bandwidth_needed, flow_of, times_of
+from forebay.order.plan import Order, part_of
+from forebay.order.windows import Spans, window_steps
+from forebay.store.room import part_bytes
+
+_BASE_BYTES = 96 << 20  # Of a Python process with the loader imported: 76 MiB measured.
+_SLICE_BYTES = 100 + 2 * 16 + 250  # Of the table, of two epochs' order, of the prefetcher.
+_CONNECTION_BYTES = 256 << 10
+_HASHERS = 4
+_AHEAD = 2  # Half of a cache may be what is fetched ahead, for which the loader gives up what is read last.
+_BATCHES = 2  # The caller's, and the one that is made meanwhile.
+_TOKEN_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The figures of a job; `refused` says why it cannot be run as asked, `warnings` and `advice` what to mind."""
+
+    job: Job
+    lanes: int
+    window: int
+    head: int
+    steps_per_epoch: int
+    disk: Disk
+    cache_bytes: int
+    peak_disk_bytes: int
+    fetched_bytes: int
+    samples_of_rank: tuple[int, int]
+    first_batch_bytes: int
+    first_batch_s: float | None
+    slice_fetch_s: float | None
+    slice_lasts_s: float | None
+    times: Times | None
+    swaps: int
+    needed_bandwidth: float | None
+    memory_bytes: int
+    most_batch: int | None
+    refused: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.refused
+
+    @property
+    def slices_of_run(self) -> int:
+        return len(self.job.slice_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.job.slice_bytes.sum())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: `ok`, the figures by name, `loader` (arguments to use), `refused`, `warnings`, `advice`."""
+        job, times = self.job, self.times
+        return {
+            "ok": self.ok,
+            "name": job.name,
+            "slices": self.slices_of_run,
+            "bytes": self.total_bytes,
+            "samples": int(job.slice_samples.sum()),
+            "steps_per_epoch": self.steps_per_epoch,
+            "nodes": job.num_nodes,
+            "samples_of_rank": list(self.samples_of_rank),
+            "loader": {"lanes": self.lanes, "window": self.window, "cache_bytes": self.cache_bytes, "keep": job.keep},
+            "head": self.head,
+            **asdict(self.disk),
+            "peak_disk_bytes": self.peak_disk_bytes,
+            "fetched_bytes": self.fetched_bytes,
+            "requests_per_slice": -(-int(job.slice_bytes.max()) // job.piece_bytes),
+            "first_batch_bytes": self.first_batch_bytes,
+            "first_batch_s": self.first_batch_s,
+            "slice_fetch_s": self.slice_fetch_s,
+            "slice_lasts_s": self.slice_lasts_s,
+            "epoch_s": None if times is None else times.total_s,
+            "stall_s": None if times is None else times.stall_s,
+            "stall_per_step_s": None if times is None else times.stall_s / max(1, self.steps_per_epoch),
+            "stall_per_swap_s": None if times is None else times.stall_s / max(1, self.swaps),
+            "needed_bytes_per_s": self.needed_bandwidth,
+            "memory_bytes": self.memory_bytes,
+            "largest_batch_size": self.most_batch,
+            "fits_memory": None if job.mem_bytes is None else self.total_bytes + self.memory_bytes <= job.mem_bytes,
+            "fits_all": None if job.room is None else self.total_bytes <= job.room,
+            "refused": self.refused,
+            "warnings": self.warnings,
+            "advice": self.advice,
+        }
+
+
+def figures_of(job: Job) -> Plan:
+    """The figures of a job, not judged. A tenth of a second for 250 000 slices, two where lanes that fit are searched.
+
+    Raises:
+        UsageError: If an argument is out of range.
+    """
+    order, disk, spans = fitting(job)
+    overhead = part_bytes(int(job.slice_bytes.max())) - int(job.slice_bytes.max())
+    whole = int(job.slice_bytes.sum())
+    proposed = min(max(disk.next_bytes, disk.once_bytes), whole) + overhead
+    cache = job.cache_bytes if job.cache_bytes is not None else min(proposed, job.volume_bytes or proposed)
+    if job.keep == "all" and job.cache_bytes is None:
+        cache = whole + overhead
+    peak = min(cache, sum(map(part_bytes, job.slice_bytes.tolist())))
+    # Below that, slices of other sizes than those that the plan chose may be the ones to come again.
+    again = disk.again_bytes + int(job.slice_bytes.max()) if disk.again_bytes else 0
+    per_epoch = disk.epoch_bytes + (0 if cache >= _AHEAD * disk.once_bytes else again)
+    plan = Plan(
+        job=job,
+        lanes=order.num_lanes,
+        window=order.window_samples,
+        head=order.head_samples,
+        steps_per_epoch=order.steps_per_epoch,
+        disk=disk,
+        cache_bytes=cache,
+        peak_disk_bytes=peak,
+        fetched_bytes=min(whole, per_epoch * job.epochs) if cache >= whole else per_epoch * job.epochs,
+        samples_of_rank=_samples_of_rank(job, order),
+        first_batch_bytes=_first_bytes(job, order),
+        first_batch_s=None,
+        slice_fetch_s=None,
+        slice_lasts_s=None,
+        times=None,
+        swaps=max(1, order.steps_per_epoch // window_steps(order)),
+        needed_bandwidth=None,
+        memory_bytes=job.ranks_per_node * (_fixed_bytes(job) + _batch_bytes(job) * rank_batch(job)),
+        most_batch=_most_batch(job),
+    )
+    return _with_times(plan, spans)
+
+
+def rank_batch(job: Job) -> int:
+    """The samples of a rank's batch, at most."""
+    return -(-job.global_batch // job.world_size)
+
+
+def _with_times(plan: Plan, spans: Spans) -> Plan:
+    job = plan.job
+    mean = float(job.slice_bytes.mean())
+    told: dict[str, Any] = {}
+    if job.bandwidth is not None:
+        told["slice_fetch_s"] = mean / job.bandwidth
+        told["first_batch_s"] = plan.first_batch_bytes / job.bandwidth
+    if job.step_s is not None:
+        told["slice_lasts_s"] = plan.steps_per_epoch * job.step_s / max(1, plan.disk.epoch_slices)
+        if plan.cache_bytes >= plan.disk.open_bytes:
+            fetches = _fetches(plan, spans)
+            flow = flow_of(fetches, job.slice_bytes, plan.cache_bytes)
+            told["needed_bandwidth"] = bandwidth_needed(flow, job.step_s)
+            if job.bandwidth is not None:
+                told["times"] = times_of(flow, job.bandwidth, job.step_s)
+    return replace(plan, **told)
+
+
+def _fetches(plan: Plan, spans: Spans) -> Spans:
+    """The spans of the first epoch, one a fetch."""
+    inside = spans.first < plan.steps_per_epoch
+    last = np.minimum(spans.last[inside], plan.steps_per_epoch - 1)
+    one = Spans(spans.slices[inside], spans.first[inside], last, plan.steps_per_epoch, spans.exact)
+    return one.once() if plan.cache_bytes >= plan.disk.once_bytes else one
+
+
+def _first_bytes(job: Job, order: Order) -> int:
+    """What the first step of the first node reads."""
+    if not order.steps_per_epoch:
+        return 0
+    parts = [order.positions(0, rank, job.world_size) for rank in range(job.ranks_per_node)]
+    slices, _ = order.places_at(0, np.concatenate(parts))
+    return int(job.slice_bytes[np.unique(slices)].sum())
+
+
+def _samples_of_rank(job: Job, order: Order) -> tuple[int, int]:
+    """The fewest and the most samples that a rank gets in an epoch."""
+    full, rest = divmod(order.num_samples, order.global_batch)
+    shares = []
+    for rank in range(job.world_size):
+        (low, high), (first, last) = (part_of(size, rank, job.world_size) for size in (order.global_batch, rest))
+        shares.append(full * (high - low) + (0 if order.drop_last else last - first))
+    return min(shares), max(shares)
+
+
+def _fixed_bytes(job: Job) -> int:
+    """Memory of a rank's process, batches apart."""
+    return _BASE_BYTES + _SLICE_BYTES * len(job.slice_bytes) + _CONNECTION_BYTES * (job.connections + _HASHERS)
+
+
+def _batch_bytes(job: Job) -> int:
+    """Memory of one sample in all the batches that there are at once."""
+    if job.seq_len is not None:
+        sample = (job.seq_len + 1) * _TOKEN_BYTES
+    else:
+        sample = -(-int(job.slice_bytes.sum()) // int(job.slice_samples.sum()))
+    return sample * (_BATCHES + job.prefetch)
+
+
+def _most_batch(job: Job) -> int | None:
+    """The largest batch of a rank for which the loader fits the node's memory; 0 if none does."""
+    if job.mem_bytes is None:
+        return None
+    return max(0, (job.mem_bytes // job.ranks_per_node - _fixed_bytes(job)) // _batch_bytes(job))

@@ -1,0 +1,207 @@
+"""A run: which samples of which datasets a rank takes at each run step, over epochs, batch sizes and mixtures.
+
+Hides: where epochs end, what a change of the global batch does to them, and how a mixture's places are found.
+A run step is the number of global batches since the run began. Everything is computed from the step asked
+for, so that a run is resumed, or looked into ahead, at any step and on any world size; nothing here has a state.
+
+One dataset: a batch never crosses an epoch's end. A mixture: no epochs of its own; each source begins again,
+in another order, whenever it is used up, and a batch may hold the end of one of its epochs and the start of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.errors import UsageError
+from forebay.order.calendar import BatchSizes, Calendar, Place, Segment
+from forebay.order.mixture import Mixture, Weights
+from forebay.order.plan import Order, part_of
+
+__all__ = ["BatchSizes", "Place", "Run", "Steps", "Weights"]
+
+I64 = NDArray[np.int64]
+
+_BLOCK = 1 << 16  # Samples of a mixture's global batches looked at in one go: 512 KiB an array.
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A rank's samples of run steps [first, first + n), one step after another: K samples in all.
+
+    Step first + i has the samples [bounds[i], bounds[i + 1]).
+    """
+
+    first: int
+    bounds: I64  # [n + 1], from 0 to K.
+    sources: I64  # [K], the dataset of each sample.
+    slices: I64  # [K], index of the slice in its dataset.
+    samples: I64  # [K], index of the sample in its slice.
+
+
+class Run:
+    """The samples of a run, by run step. Safe to share between threads.
+
+    Args:
+        orders: Of each dataset, made with the largest batch size as global batch.
+        batches: Global batches by run step.
+        weights: Of each dataset, by run step; None for a single dataset in epochs.
+        epochs: How many in all; None for no end. Unused for a mixture, which ends by num_steps alone.
+        num_steps: How many run steps at most; None for no such limit.
+        drop_last: Leave out the batch that an epoch's end would make short. Unused for a mixture.
+
+    Raises:
+        UsageError: If an argument is out of range, weights and datasets differ in number, a dataset that is used
+            has no samples, or an epoch has no batch.
+    """
+
+    def __init__(
+        self,
+        orders: Sequence[Order],
+        batches: BatchSizes,
+        *,
+        weights: Weights | None = None,
+        epochs: int | None = 1,
+        num_steps: int | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        self.orders = tuple(orders)
+        self.batches = batches
+        self.weights = weights
+        if len(self.orders) != (1 if weights is None else weights.num_sources):
+            known = "no weights" if weights is None else f"weights of {weights.num_sources}"
+            raise UsageError(f"run: expected weights for each of {len(self.orders)} datasets, got {known}.")
+        self._num_slices = np.array([len(order.samples_per_slice) for order in self.orders], np.int64)
+        self._num_samples = np.array([order.num_samples for order in self.orders], np.int64)
+        num_samples = self.orders[0].num_samples if weights is None else None
+        self._calendar = Calendar(batches, num_samples, epochs=epochs, num_steps=num_steps, drop_last=drop_last)
+        self._mixture = None if weights is None else self._mix(weights)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Run steps in all, the same for every rank. None: no end."""
+        return self._calendar.num_steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Of the first dataset, with the largest batches."""
+        return self.orders[0].steps_per_epoch
+
+    def place(self, step: int) -> Place:
+        """Where the run stands before a step in [0, num_steps]. As `Calendar.place`."""
+        return self._calendar.place(step)
+
+    def step_of(self, epoch: int, samples_taken: int) -> int:
+        """The run step that begins at a place. As `Calendar.step_of`: UsageError if none does."""
+        return self._calendar.step_of(epoch, samples_taken)
+
+    def places(self, start: int, stop: int) -> tuple[I64, I64, I64]:
+        """`place` of each step in [start, stop): (epochs, steps in their epoch, samples taken), each int64 [n]."""
+        found: list[I64] = [np.empty((3, 0), np.int64)]
+        for segment in self._segments(start, stop):
+            turn = np.arange(segment.num_steps, dtype=np.int64)
+            at = segment.place
+            epochs = np.full_like(turn, at.epoch)
+            found.append(np.stack([epochs, at.step_in_epoch + turn, at.samples_taken + segment.size * turn]))
+        epochs, steps, taken = np.concatenate(found, axis=1)
+        return epochs, steps, taken
+
+    def steps(self, start: int, stop: int, rank: int, world_size: int) -> Steps:
+        """A rank's samples of run steps [start, stop). Ask for some thousand samples at once: far cheaper each.
+
+        The ranks' parts of a step, one after another, are its global batch, which no world size changes.
+
+        Raises:
+            UsageError: If the steps are outside [0, num_steps], or the rank outside the world.
+        """
+        segments = self._segments(start, stop)
+        lengths = [np.zeros(1, np.int64)]
+        for segment in segments:
+            low, high = part_of(segment.size, rank, world_size)
+            lengths.append(np.full(segment.num_steps, high - low, np.int64))
+        bounds = np.cumsum(np.concatenate(lengths))
+        read = self._single if self._mixture is None else self._mixed
+        sources, slices, samples = read(segments, rank, world_size)
+        return Steps(start, bounds, sources, slices, samples)
+
+    def uses(self, start: int, stop: int, rank: int, world_size: int) -> tuple[I64, I64, I64]:
+        """What a rank reads at run steps [start, stop): distinct (steps, sources, slices), each int64 [K].
+
+        By step, then in order of first use within the step. Raises as `steps` does.
+        """
+        read = self.steps(start, stop, rank, world_size)
+        steps = np.repeat(np.arange(stop - start, dtype=np.int64), np.diff(read.bounds))
+        bases = np.cumsum(self._num_slices) - self._num_slices
+        use = steps * self._num_slices.sum() + bases[read.sources] + read.slices
+        fresh = np.flatnonzero(np.diff(use, prepend=-1))  # Neighbours in a batch are mostly of one lane and slice.
+        first = np.zeros(len(fresh), bool)
+        first[np.unique(use[fresh], return_index=True)[1]] = True
+        kept = fresh[first]
+        return steps.take(kept) + start, read.sources.take(kept), read.slices.take(kept)
+
+    def _segments(self, start: int, stop: int) -> list[Segment]:
+        self._calendar.check_range(start, stop)
+        return list(self._calendar.segments(start, stop))
+
+    def _single(self, segments: Sequence[Segment], rank: int, world_size: int) -> tuple[I64, I64, I64]:
+        order, slices, samples = self.orders[0], [], []
+        for segment in segments:
+            at = segment.place
+            positions = order.shares_of(at.samples_taken, segment.size, segment.num_steps, rank, world_size)
+            of_segment = order.places_at(at.epoch, positions.reshape(-1))
+            slices.append(of_segment[0])
+            samples.append(of_segment[1])
+        found = _joined(slices)
+        return np.zeros_like(found), found, _joined(samples)
+
+    def _mixed(self, segments: Sequence[Segment], rank: int, world_size: int) -> tuple[I64, I64, I64]:
+        assert self._mixture is not None
+        all_sources, all_positions = [], []
+        for segment in segments:
+            size, per_block = segment.size, max(1, _BLOCK // segment.size)
+            low, high = part_of(size, rank, world_size)
+            for step in range(0, segment.num_steps, per_block):
+                count = min(per_block, segment.num_steps - step)
+                taken = segment.place.samples_taken + step * size
+                of_batches, positions = self._mixture.at(taken, taken + count * size)
+                turn = np.argsort(self._lane_keys(of_batches, positions).reshape(count, size), axis=1, kind="stable")
+                chosen = (turn[:, low:high] + size * np.arange(count, dtype=np.int64)[:, None]).reshape(-1)
+                all_sources.append(of_batches[chosen])
+                all_positions.append(positions[chosen])
+        sources, positions = _joined(all_sources), _joined(all_positions)
+        slices, samples = np.empty_like(sources), np.empty_like(sources)
+        for source, order in enumerate(self.orders):
+            mine = np.flatnonzero(sources == source)
+            if not len(mine):
+                continue
+            epochs, within = np.divmod(positions[mine], order.num_samples)
+            for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
+                of_epoch = np.flatnonzero(epochs == epoch)
+                slices[mine[of_epoch]], samples[mine[of_epoch]] = order.places_at(epoch, within[of_epoch])
+        return sources, slices, samples
+
+    def _lane_keys(self, sources: I64, positions: I64) -> NDArray[np.uint16] | I64:
+        """Keys that sort as (source, lane) do. In 16 bits where those suffice: they are sorted by radix."""
+        lanes = np.array([order.num_lanes if order.shuffle else 1 for order in self.orders], np.int64)
+        bases = np.cumsum(lanes) - lanes
+        keys: I64 = positions % self._num_samples[sources] % lanes[sources] + bases[sources]
+        return keys.astype(np.uint16) if int(lanes.sum()) <= 1 << 16 else keys
+
+    def _mix(self, weights: Weights) -> Mixture:
+        for (step, _), quotas in zip(weights.changes, weights.quotas):
+            for source in np.flatnonzero((quotas > 0) & (self._num_samples == 0)).tolist():
+                raise UsageError(
+                    f"run: expected samples in dataset {source}, which has a weight at step {step}, got none."
+                )
+        last = self.num_steps
+        reached = [step for step, _ in weights.changes if last is None or step < last]
+        return Mixture(weights.quotas[: len(reached)], [self.place(step).samples_taken for step in reached])
+
+
+def _joined(parts: list[I64]) -> I64:
+    if not parts:
+        return np.empty(0, np.int64)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -1,0 +1,338 @@
+"""Lines that belong to the page and not to its text, taken out: notices, navigation, share buttons, menus.
+
+Hides: one compiled pass that looks at each line of up to `max_line_bytes` (see `phrases`) and at runs of short lines.
+The rules are for English pages whose markup is gone already, as WET files and careless extraction leave them; an
+extractor that sees the markup does better, and this then finds little.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numba import njit
+from numpy.typing import NDArray
+
+from forebay.errors import UsageError
+from forebay.prepare.clean.phrases import Automaton, apart, build, word_table
+from forebay.prepare.clean.spans import frozen_buffers, splice
+from forebay.prepare.documents import Verdict, keep_all, replace_column
+
+ENGLISH = """
+we use cookies
+uses cookies
+use of cookies
+accept cookies
+accept all cookies
+cookie policy
+cookie settings
+cookie preferences
+enable javascript
+enable cookies
+javascript is disabled
+javascript is required
+javascript must be enabled
+requires javascript
+turn on javascript
+your browser does not support
+your browser is out of date
+please upgrade your browser
+all rights reserved
+terms of use
+terms of service
+privacy policy
+lorem ipsum
+skip to content
+skip to main content
+skip to navigation
+back to top
+share on facebook
+share on twitter
+share on linkedin
+share on whatsapp
+share on pinterest
+click to share on
+share this:
+follow us on
+like us on facebook
+subscribe to our newsletter
+sign up for our newsletter
+powered by wordpress
+proudly powered by
+this entry was posted in
+bookmark the permalink
+your email address will not be published
+required fields are marked
+^copyright ©
+^copyright (c)
+^©
+^posted in
+^filed under:
+^tagged with:
+^you are here:
+=home
+=menu
+=search
+=share
+=tweet
+=print
+=log in
+=login
+=sign in
+=sign up
+=register
+=subscribe
+=contact
+=contact us
+=about us
+=next
+=previous
+=older posts
+=newer posts
+=read more
+=more
+=close
+=loading
+=loading...
+=advertisement
+=sponsored
+=related posts
+=related articles
+=leave a reply
+=leave a comment
+=cancel reply
+=no comments
+=reply
+=copyright
+=sitemap
+=site map
+=terms and conditions
+=faq
+"""
+"""Found anywhere in a line; after `^` at its beginning; after `=` if it is the whole line. Our own list."""
+ANYWHERE, BEGINNING, WHOLE = 0, 1, 2
+PHRASE, MENU = 0, 1
+KINDS = ("phrase_lines", "menu_lines")
+
+
+@njit(nogil=True, cache=True)
+def _listed(
+    data: NDArray[np.uint8],
+    a: int,
+    b: int,
+    columns: NDArray[np.uint8],
+    steps: NDArray[np.int32],
+    phrase: NDArray[np.int32],
+    shorter: NDArray[np.int32],
+    lengths: NDArray[np.int64],
+    where: NDArray[np.uint8],
+    table: NDArray[np.bool_],
+) -> bool:
+    """Whether the line `[a, b)`, without space around it, holds a phrase where that must stand."""
+    state = 0
+    for i in range(a, b):
+        state = steps[state, columns[data[i]]]
+        at = state
+        while phrase[at] >= 0:
+            found = phrase[at]
+            first = i + 1 - lengths[found]
+            fits = where[found] == ANYWHERE or (first == a and (where[found] == BEGINNING or i + 1 == b))
+            if fits and apart(data, a, b, first, i + 1, table):
+                return True
+            at = shorter[at]
+            if at == 0:
+                break
+    return False
+
+
+@njit(nogil=True, cache=True)
+def _short(data: NDArray[np.uint8], a: int, b: int, max_words: int) -> bool:
+    """Whether the line `[a, b)` has up to `max_words` words and no punctuation that ends a sentence."""
+    last = data[b - 1]
+    if last in (33, 34, 46, 58, 59, 63, 44):  # ! " . : ; ? ,
+        return False
+    if b - a > 2 and last >= 0x80:
+        code = int(data[b - 3]) << 16 | int(data[b - 2]) << 8 | int(last)
+        if code in (0xE38082, 0xEFBC81, 0xEFBC9F, 0xE2809D, 0xE280A6, 0xE0A5A4):  # 。！？”…।
+            return False
+    words = 1
+    for i in range(a, b):
+        words += data[i] == 32
+        if i + 2 < b and data[i] == 0xEF and data[i + 1] == 0xB7 and data[i + 2] & 0xFE == 0x90:  # a turn begins
+            return False
+    return words <= max_words and b - a <= 24 * max_words
+
+
+@njit(nogil=True, cache=True)
+def _lines(
+    offsets: NDArray[np.int64],
+    data: NDArray[np.uint8],
+    automaton: tuple[Any, ...],
+    table: NDArray[np.bool_],
+    limits: tuple[int, int, int],
+    starts: NDArray[Any],
+    stops: NDArray[Any],
+    kinds: NDArray[np.int8],
+    left: NDArray[np.bool_],
+    counts: NDArray[np.int64],
+) -> int:
+    """Writes the lines to take out, for each row how many of each kind (int64 [rows, 2]), and whether any other is
+    `left` that is not blank; returns how many lines."""
+    columns, steps, phrase, shorter, lengths, where = automaton
+    max_line, min_run, max_words = limits
+    n = 0
+    for row in range(len(offsets) - 1):
+        i, stop = offsets[row], offsets[row + 1]
+        lines_left, run, run_first, run_kept, row_first = 0, 0, n, 0, n
+        while i < stop:
+            line, end = i, i
+            while end < stop and data[end] != 10:
+                end += 1
+            i = min(end + 1, stop)
+            a, b = line, end
+            while a < b and data[a] <= 32:
+                a += 1
+            while b > a and data[b - 1] <= 32:
+                b -= 1
+            if a == b:
+                continue
+            kind, lines_left = -1, lines_left + 1
+            if b - a <= max_line and _listed(data, a, b, columns, steps, phrase, shorter, lengths, where, table):
+                kind = PHRASE
+            elif min_run > 0 and _short(data, a, b, max_words):
+                kind = MENU
+            if kind == MENU or (kind == PHRASE and _short(data, a, b, max_words)):
+                run += 1
+                run_kept += kind == MENU
+            else:  # a run ends: it was a menu if it was long
+                if run < min_run:
+                    n = _drop_menu(starts, stops, kinds, run_first, n)
+                else:
+                    lines_left -= run_kept
+                run, run_kept = 0, 0
+                run_first = n
+            if kind >= 0:
+                starts[n], stops[n], kinds[n] = line, i, kind
+                n += 1
+                lines_left -= kind == PHRASE
+            if run == 0:
+                run_first = n
+        if run < min_run:
+            n = _drop_menu(starts, stops, kinds, run_first, n)
+        else:
+            lines_left -= run_kept
+        left[row] = lines_left > 0
+        for k in range(row_first, n):
+            counts[row, kinds[k]] += 1
+    return n
+
+
+@njit(nogil=True, cache=True)
+def _drop_menu(starts: NDArray[Any], stops: NDArray[Any], kinds: NDArray[np.int8], first: int, n: int) -> int:
+    """Forgets the lines of a run that was too short from `first` on, but not those with a phrase; how many remain."""
+    at = first
+    for i in range(first, n):
+        if kinds[i] == PHRASE:
+            starts[at], stops[at], kinds[at] = starts[i], stops[i], kinds[i]
+            at += 1
+    return at
+
+
+@dataclass(frozen=True)
+class Boilerplate:
+    """Takes lines out, and drops a document of which nothing is left.
+
+    Args:
+        english: Use the list ENGLISH.
+        patterns: A file of more phrases, one a line in the same form; lines that begin with `#` are comments. Letters
+            of ASCII are compared without case.
+        max_line_bytes: In a longer line no phrase is looked for: it has other text too.
+        menu_lines: So many short lines after one another, or more, are a menu; 0 for never. Blank lines do not count.
+        menu_words: Up to so many words, and no punctuation at its end, make a line short.
+
+    A list of names, a poem of very short lines or a table of one column is taken for a menu: set `menu_lines = 0` for
+    such corpora, and for code. Source: the rules are ours; C4's line rules are a filter of their own.
+    """
+
+    name: ClassVar[str] = "boilerplate"
+    version: ClassVar[int] = 1
+    english: bool = True
+    patterns: str = ""
+    max_line_bytes: int = 200
+    menu_lines: int = 5
+    menu_words: int = 3
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.english, bool):
+            raise UsageError(f"english: expected true or false, got {self.english!r}")
+        for key, least in (("max_line_bytes", 1), ("menu_lines", 0), ("menu_words", 1)):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(f"{key}: expected {least} or more, got {value!r}")
+        if not isinstance(self.patterns, str) or (self.patterns and not Path(self.patterns).is_file()):
+            raise UsageError(f"patterns: expected a file of phrases, got {self.patterns!r}, which is no file")
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Nothing was left."""
+        return ("empty",)
+
+    def files(self) -> tuple[str, ...]:
+        """The user's patterns."""
+        return (self.patterns,) if self.patterns else ()
+
+    def apply(self, batch: pa.RecordBatch) -> Verdict:
+        """The batch without those lines; counts `phrase_lines` and `menu_lines` of the documents kept."""
+        column = batch.column("text")
+        offsets, data = frozen_buffers(pc.ascii_lower(column))  # as long as it was
+        real, _ = frozen_buffers(column)
+        rows = int(np.count_nonzero(data[offsets[0] : offsets[-1]] == 10)) + len(batch)
+        place = np.int32 if offsets[-1] < 1 << 31 else np.int64  # a giant of very short lines has millions
+        starts, stops, kinds = np.empty(rows, place), np.empty(rows, place), np.empty(rows, np.int8)
+        left, counts = np.zeros(len(batch), bool), np.zeros((len(batch), len(KINDS)), np.int64)
+        automaton, where = _automaton(self.english, self.patterns)
+        tables = (automaton.columns, automaton.steps, automaton.phrase, automaton.shorter, automaton.lengths, where)
+        limits = (self.max_line_bytes, self.menu_lines, self.menu_words)
+        n = _lines(offsets, data, tables, word_table(), limits, starts, stops, kinds, left, counts)
+        drop = keep_all(len(batch))
+        drop[~left] = 0
+        first, after = _spans(offsets, starts[:n], stops[:n])
+        moved = real[0] - offsets[0]
+        column = splice(column, first + moved, after + moved, (b"",), np.zeros(len(first), np.int64))
+        totals = dict(zip(KINDS, counts[left].sum(axis=0).tolist()))
+        return Verdict(
+            replace_column(batch, "text", column), drop, {kind: count for kind, count in totals.items() if count}
+        )
+
+
+def _spans(
+    offsets: NDArray[np.int64], starts: NDArray[Any], stops: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where runs of lines without another between them begin and end; none reaches from one row into the next."""
+    opens = np.ones(len(starts), bool)
+    opens[1:] = starts[1:] != stops[:-1]
+    first_of_row = np.searchsorted(starts, offsets[1:-1].astype(starts.dtype))
+    opens[first_of_row[first_of_row < len(starts)]] = True
+    return starts[opens].astype(np.int64), stops[np.append(opens[1:], opens[:1])].astype(np.int64)
+
+
+@functools.lru_cache(maxsize=16)
+def _automaton(english: bool, patterns: str) -> tuple[Automaton, NDArray[np.uint8]]:
+    lines = ENGLISH.splitlines() if english else []
+    if patterns:
+        try:
+            lines += Path(patterns).read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"patterns: expected UTF-8, got {error} ({patterns})") from error
+    phrases: dict[str, int] = {}
+    for line in lines:
+        rule = {"^": BEGINNING, "=": WHOLE}.get(line.strip()[:1], ANYWHERE)
+        text = line.strip()[rule > 0 :].strip().encode().lower().decode()  # bytes.lower is ASCII's
+        if text and not line.startswith("#"):
+            phrases[text] = min(rule, phrases.get(text, rule))
+    return build(list(phrases)), np.array(list(phrases.values()), np.uint8)

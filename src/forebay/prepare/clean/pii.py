@@ -1,0 +1,257 @@
+"""Personal data masked: e-mail, telephone, IP address, IBAN, payment card, keys and tokens.
+
+Hides: how they are found. What has a grammar of a few bytes (all but keys) is found by the compiled pass of `pii_scan`.
+Keys are found by google-re2, whose time is linear in any text, in the rows that hold one of their fixed beginnings.
+Chosen by measuring against `re`, re2 and hyperscan for everything: see `benchmarks/prepare/clean.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import re2
+from numpy.typing import NDArray
+
+from forebay.errors import UsageError
+from forebay.prepare.clean.pii_scan import (
+    CARD,
+    EMAIL,
+    IBAN,
+    IPV4,
+    IPV6,
+    MAYBE_PHONE,
+    MIN_SPAN_BYTES,
+    PHONE,
+    PUBLIC_ONLY,
+    iban_table,
+    scan,
+)
+from forebay.prepare.clean.spans import frozen_buffers, splice
+from forebay.prepare.documents import Verdict, keep_all, replace_column
+
+KINDS = ("email", "ipv4", "ipv6", "iban", "card", "phone", "key")
+"""In the order of the numbers of `pii_scan`; `key` is ours."""
+assert tuple(range(6)) == (EMAIL, IPV4, IPV6, IBAN, CARD, PHONE)
+FINEWEB_MASKS = {
+    "email": (b"email@example.com", b"firstname.lastname@example.org"),
+    "ipv4": (
+        b"22.214.171.124",
+        b"126.96.36.199",
+        b"188.8.131.52",
+        b"184.108.40.206",
+        b"220.127.116.11",
+        b"18.104.22.168",
+    ),
+}
+"""What FineWeb puts in their place, one after the other. Source: datatrove's PIIFormatter, its defaults. It goes round
+over a whole run; here it begins anew in each document, so that no document depends on another."""
+FILE_SUFFIXES = frozenset((b"png", b"jpg", b"jpeg", b"gif", b"svg", b"webp", b"avif", b"css", b"js"))
+"""`logo@2x.png` is no address."""
+CONTEXT_BYTES = 48
+CONTEXT = (
+    r"(?i)\b(?:tele)?(?:phone|fone|fon|foon|ph)|\btel|\bt[eé]l[eé]|\b(?:call|dial|ring|fax|cell|mobile|whatsapp|sms|"
+    r"viber|handy|mobil|m[oó]vil|reach|contact|hotline|extension|answer(?:ing)? at|messages? (?:to|at)|"
+    r"text (?:me|us) at)|电话|電話|手机|тел|φων|هاتف"
+)
+STARTS = (
+    r"A[KS]IA|gh[pousr]_|github_pat_|xox[abeoprs]-|AIza|[rs]k_(?:live|test)_|sk-[A-Za-z0-9]|eyJ[A-Za-z0-9]|-----BEGIN "
+    r"|(?i:api.?key|access.?key|secret|token|passw)[A-Za-z_\"']{0,12} {0,2}(?::=|=>|=|:) {0,2}[\"']"
+)
+"""One of these stands in every row that holds a key."""
+TAIL = r"[A-Za-z0-9_-]"
+KEYS = (
+    r"\bA[KS]IA[A-Z0-9]{16}\b",  # AWS
+    r"\bgh[pousr]_[A-Za-z0-9]{36,251}\b",  # GitHub
+    r"\bgithub_pat_[A-Za-z0-9_]{22,255}\b",
+    r"\bxox[abeoprs]-[A-Za-z0-9-]{10,250}",  # Slack
+    rf"\bAIza{TAIL}{{35}}",  # Google
+    r"\b[rs]k_(?:live|test)_[A-Za-z0-9]{16,247}\b",  # Stripe
+    rf"\beyJ{TAIL}{{8,}}\.eyJ{TAIL}{{8,}}\.{TAIL}{{8,}}",  # JSON Web Token
+)
+RANDOM_KEYS = (
+    rf"\bsk-(?:proj-|ant-|or-|svcacct-)?({TAIL}{{20,500}})",  # OpenAI and its like
+    r"(?i)(?:api.?key|access.?key|secret|token|passw)[A-Z_\"']{0,12} {0,2}(?::=|=>|=|:) {0,2}[\"']"
+    r"([A-Z0-9_+/=.~-]{16,256})[\"']",
+)
+"""These count if what is in brackets looks random: it has a digit and a letter, and MIN_ENTROPY_BITS."""
+MIN_ENTROPY_BITS = 3.0
+"""Per character, of its own distribution. Source: Yelp's detect-secrets, its limit for hexadecimal strings (4.5 for
+base64 cannot be met by 16 characters)."""
+PEM = r"-----BEGIN (?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----"
+MAX_PEM_BYTES = 1 << 14
+
+Spans = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+
+
+@functools.cache
+def _compiled(pattern: str) -> Any:
+    options = re2.Options()
+    options.log_errors = False
+    return re2.compile(pattern.encode(), options)
+
+
+@dataclass(frozen=True)
+class Pii:
+    """Masks personal data, without dropping a document.
+
+    Args:
+        kinds: Which of KINDS.
+        style: `mask` puts `<kind>` in its place; `fineweb` what FineWeb does for e-mail and IPv4 addresses.
+        masks: Other text by kind: `{email = "[address removed]"}`.
+        public_only: Leave private, loopback, documentation and multicast IP addresses, as FineWeb does: they are
+            nobody's.
+
+    Source: FineWeb masks e-mail and public IP addresses alone (datatrove's PIIFormatter, its defaults); for that set
+    `kinds = ["email", "ipv4", "ipv6"]` and `style = "fineweb"`. Cost: linear in any text.
+    """
+
+    name: ClassVar[str] = "pii"
+    version: ClassVar[int] = 1
+    kinds: tuple[str, ...] = KINDS
+    style: str = "mask"
+    masks: tuple[tuple[str, str], ...] = field(default=())
+    public_only: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.masks, dict):  # as a recipe gives it; a stage must be hashable
+            object.__setattr__(self, "masks", tuple(sorted(self.masks.items())))
+        if not isinstance(self.kinds, str):
+            object.__setattr__(self, "kinds", tuple(self.kinds))
+        if isinstance(self.kinds, str) or not self.kinds or set(self.kinds) - set(KINDS):
+            raise UsageError(f"kinds: expected some of {', '.join(KINDS)}, got {self.kinds!r}")
+        if self.style not in ("mask", "fineweb"):
+            raise UsageError(f"style: expected mask or fineweb, got {self.style!r}")
+        if any(kind not in KINDS or not isinstance(mask, str) for kind, mask in self.masks):
+            raise UsageError(f"masks: expected text by kind ({', '.join(KINDS)}), got {dict(self.masks)!r}")
+        if not isinstance(self.public_only, bool):
+            raise UsageError(f"public_only: expected true or false, got {self.public_only!r}")
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """It drops nothing."""
+        return ()
+
+    def files(self) -> tuple[str, ...]:
+        """It reads none."""
+        return ()
+
+    def apply(self, batch: pa.RecordBatch) -> Verdict:
+        """The batch with its texts masked, and how many of each kind."""
+        column = batch.column("text")
+        offsets, _ = frozen_buffers(column)
+        starts, stops, kinds = self.find(column)
+        masks = self._masks()
+        first = np.cumsum([0, *map(len, masks)])
+        puts = [mask for of_kind in masks for mask in of_kind]
+        rows = np.searchsorted(offsets, starts, side="right")
+        which = first[kinds]
+        for kind in np.flatnonzero(np.diff(first) > 1).tolist():  # the masks of a kind in turn, from the first in a row
+            mine = np.flatnonzero(kinds == kind)
+            turn = np.arange(len(mine)) - np.searchsorted(rows[mine], rows[mine], side="left")
+            which[mine] += turn % len(masks[kind])
+        column = splice(column, starts, stops, puts, which)
+        counts = {KINDS[kind]: n for kind, n in enumerate(np.bincount(kinds, minlength=len(KINDS)).tolist()) if n}
+        return Verdict(replace_column(batch, "text", column), keep_all(len(batch)), counts)
+
+    def find(self, column: pa.LargeStringArray) -> Spans:
+        """Starts and stops in the data buffer and indices of KINDS; ascending, not overlapping."""
+        starts, stops, kinds = self._scanned(column)
+        keys = _apart(_keys(column)) if "key" in self.kinds else []
+        if not keys:
+            return starts, stops, kinds
+        # A key wins over what seems to be within it.
+        first, last = (np.array([key[i] for key in keys], np.int64) for i in (0, 1))
+        free = np.searchsorted(last, starts, side="right") == np.searchsorted(first, stops, side="left")
+        starts, stops = np.concatenate((starts[free], first)), np.concatenate((stops[free], last))
+        kinds = np.concatenate((kinds[free], np.full(len(keys), KINDS.index("key"), np.int64)))
+        order = np.argsort(starts, kind="stable")
+        return starts[order], stops[order], kinds[order]
+
+    def _scanned(self, column: pa.LargeStringArray) -> Spans:
+        offsets, data = frozen_buffers(column)
+        wanted = sum(1 << KINDS.index(kind) for kind in set(self.kinds) - {"key"})
+        size = int(offsets[-1] - offsets[0]) // MIN_SPAN_BYTES + 1
+        starts, stops, found = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.uint8)
+        wanted |= PUBLIC_ONLY if self.public_only else 0
+        n = scan(offsets, data, wanted, _iban_table(), starts, stops, found)
+        starts, stops, kinds = starts[:n].copy(), stops[:n].copy(), found[:n].astype(np.int64)
+        context, keep = _compiled(CONTEXT), np.ones(n, bool)
+        for i in _in_turn(np.flatnonzero(kinds == EMAIL)):
+            keep[i] = data[starts[i] : stops[i]].tobytes().rpartition(b".")[2].lower() not in FILE_SUFFIXES
+        maybe = np.flatnonzero(kinds == MAYBE_PHONE)
+        rows = offsets[np.searchsorted(offsets, starts[maybe], side="right") - 1]
+        froms = np.maximum(rows, starts[maybe] - CONTEXT_BYTES)
+        for i, a, b in zip(_in_turn(maybe), _in_turn(froms), _in_turn(starts[maybe])):
+            keep[i] = context.search(data[a:b].tobytes()) is not None
+        kinds[maybe] = PHONE
+        return starts[keep], stops[keep], kinds[keep]
+
+    def _masks(self) -> list[tuple[bytes, ...]]:
+        given = {kind: (mask.encode(),) for kind, mask in self.masks}
+        usual = {kind: (f"<{kind}>".encode(),) for kind in KINDS}
+        return [{**usual, **(FINEWEB_MASKS if self.style == "fineweb" else {}), **given}[kind] for kind in KINDS]
+
+
+def _in_turn(numbers: NDArray[np.int64]) -> Iterator[int]:
+    """As Python's numbers, of which millions together would take hundreds of MB."""
+    for at in range(0, len(numbers), 4096):
+        yield from numbers[at : at + 4096].tolist()
+
+
+@functools.cache
+def _iban_table() -> Any:
+    return iban_table()
+
+
+def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those that begin where no earlier one is."""
+    apart: list[tuple[int, int]] = []
+    for span in sorted(spans):
+        if not apart or span[0] >= apart[-1][1]:
+            apart.append(span)
+    return apart
+
+
+def _keys(column: pa.LargeStringArray) -> Iterator[tuple[int, int]]:
+    """The spans of keys, which may overlap, row by row."""
+    offsets, data = frozen_buffers(column)
+    starts = _compiled(STARTS)
+    for first, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
+        text = data[first:stop].tobytes()
+        if not starts.search(text):
+            continue
+        for start, end in _pem_blocks(text):
+            yield first + start, first + end
+        for match in _compiled("|".join(KEYS)).finditer(text):
+            yield first + match.start(), first + match.end()
+        for pattern in RANDOM_KEYS:
+            for match in _compiled(pattern).finditer(text):
+                if _random(match.group(1)):
+                    quoted = match.group()[-1:] in b"\"'"  # then what was assigned, else with its beginning
+                    begin = match.start(1) if quoted else match.start()
+                    yield first + begin, first + match.end(1)
+
+
+def _pem_blocks(text: bytes) -> Iterator[tuple[int, int]]:
+    """Private keys from BEGIN to the end of the END line, or of the header alone if no END is near."""
+    end = 0
+    for match in _compiled(PEM).finditer(text):
+        if end >= 0 and end < match.end():
+            end = text.find(b"-----END ", match.end())
+        near = match.end() <= end <= match.end() + MAX_PEM_BYTES
+        close = text.find(b"-----", end + 9, end + 80) if near else -1
+        yield match.start(), close + 5 if close >= 0 else match.end()
+
+
+def _random(text: bytes) -> bool:
+    counts = Counter(text)
+    entropy = -sum(n / len(text) * math.log2(n / len(text)) for n in counts.values())
+    digits = any(48 <= b <= 57 for b in counts)
+    return digits and any(b >= 65 for b in counts) and entropy >= MIN_ENTROPY_BITS

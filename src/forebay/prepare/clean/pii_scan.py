@@ -1,0 +1,363 @@
+"""Find what looks like an e-mail address, IP address, IBAN, payment card or telephone number, in one compiled pass.
+
+Hides: the grammars. Each is tried only where its trigger stands (`@`, `:`, the first digit of a run, `+`, `(`) and
+looks at a bounded number of bytes around it (64 before an `@`, 255 after; 8 groups of digits), so that the pass is
+linear in any text. Figures: `benchmarks/prepare/clean.py`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from forebay.prepare.clean.pii_phone import MAYBE, alnum, digit, ends, letter, phone
+
+EMAIL, IPV4, IPV6, IBAN, CARD, PHONE, MAYBE_PHONE = range(7)
+PUBLIC_ONLY = 1 << 8
+"""Among the wanted kinds: leave private, loopback, documentation and multicast addresses."""
+MIN_SPAN_BYTES = 6
+"""No span is shorter: `a@b.co`."""
+
+Bytes = NDArray[np.uint8]
+
+IBAN_COUNTRIES = {
+    15: "NO",
+    16: "BE",
+    18: "DK FI FK FO GL NL SD",
+    19: "MK SI",
+    20: "AT BA EE KZ LT LU MN XK",
+    21: "CH HR LI LV",
+    22: "BG BH CR DE GB GE IE ME RS VA",
+    23: "AE GI IL IQ OM SO TL",
+    24: "AD CZ ES MD PK RO SA SE SK TN VG",
+    25: "LY PT ST",
+    26: "IS TR",
+    27: "BI DJ FR GR IT MC MR SM",
+    28: "AL AZ BY CY DO GT HN HU LB NI PL SV",
+    29: "BR EG PS QA UA",
+    30: "JO KW MU YE",
+    31: "MT SC",
+    32: "LC",
+    33: "RU",
+}
+"""Countries by length. Source: the IBAN registry of ISO 13616."""
+
+
+def iban_table() -> Bytes:
+    """uint8 [676]: the length by the country's two letters in base 26; 0 for none."""
+    table = np.zeros(676, np.uint8)
+    for length, countries in IBAN_COUNTRIES.items():
+        for country in countries.split():
+            table[(ord(country[0]) - 65) * 26 + ord(country[1]) - 65] = length
+    return table
+
+
+@njit(nogil=True, cache=True)
+def _one_of(b: int, x: int, y: int, z: int) -> bool:
+    return b in (x, y, z)
+
+
+@njit(nogil=True, cache=True)
+def _hex(b: int) -> int:
+    """The value of a hexadecimal digit, or -1."""
+    if 48 <= b <= 57:
+        return b - 48
+    return (b | 32) - 87 if 97 <= (b | 32) <= 102 else -1
+
+
+@njit(nogil=True, cache=True)
+def _email(data: Bytes, free: int, stop: int, at: int) -> tuple[int, int]:
+    """The address around the `@` at `at`, not before `free`; an empty span if there is none."""
+    start = at
+    while start > free and at - start < 64:
+        b = data[start - 1]
+        if not (alnum(b) or b == 46 or b == 95 or b == 45 or b == 43 or b == 37 or b == 39 or b == 38):
+            break
+        start -= 1
+    while start < at and not (alnum(data[start]) or data[start] == 95):  # it begins with no dot, quote or dash
+        start += 1
+    if start == at or data[at - 1] == 46:
+        return at, at
+    end, label, i, letters, labels = at, at + 1, at + 1, True, 0
+    limit = min(stop, at + 256)
+    while i < limit:
+        b = data[i]
+        if alnum(b) or b == 45:
+            letters = letters and letter(b)
+            i += 1
+            if i < limit:
+                continue
+        length = i - label
+        if length == 0 or length > 63 or data[label] == 45 or data[i - 1] == 45:
+            break
+        labels += 1
+        if labels > 1 and letters and 2 <= length <= 24:
+            end = i
+        if i >= limit or data[i] != 46:
+            break
+        i += 1
+        label, letters = i, True
+    return (start, end) if end > at else (at, at)
+
+
+@njit(nogil=True, cache=True)
+def _public4(a: int, b: int, c: int) -> bool:
+    """Whether a.b.c.* may be somebody's. Source: IANA's special-purpose registry (RFC 6890 and its updates)."""
+    if a == 0 or a == 10 or a == 127 or a >= 224:
+        return False
+    if (
+        (a == 100 and 64 <= b < 128)
+        or (a == 169 and b == 254)
+        or (a == 172 and 16 <= b < 32)
+        or (a == 192 and b == 168)
+    ):
+        return False
+    if a == 198 and (b == 18 or b == 19 or (b == 51 and c == 100)):
+        return False
+    return not ((a == 192 and b == 0 and (c == 0 or c == 2)) or (a == 203 and b == 0 and c == 113))
+
+
+@njit(nogil=True, cache=True)
+def _ipv4(data: Bytes, start: int, stop: int, i: int, public: bool) -> int:
+    """Where the IPv4 address that begins at i ends, or i."""
+    if i > start and (alnum(data[i - 1]) or data[i - 1] == 46 or data[i - 1] == 95):
+        return i
+    first, second, third, at = 0, 0, 0, i
+    for octet in range(4):
+        value, digits = 0, 0
+        while at < stop and digits < 4 and digit(data[at]):
+            value = value * 10 + data[at] - 48
+            at += 1
+            digits += 1
+        if digits == 0 or digits > 3 or value > 255 or (digits > 1 and data[at - digits] == 48):
+            return i
+        first, second, third = (
+            (value, 0, 0) if octet == 0 else (first, value if octet == 1 else second, value if octet == 2 else third)
+        )
+        if octet < 3:
+            if at >= stop or data[at] != 46:
+                return i
+            at += 1
+    if at < stop and (alnum(data[at]) or data[at] == 95):
+        return i
+    if at + 1 < stop and data[at] == 46 and digit(data[at + 1]):
+        return i
+    return at if not public or _public4(first, second, third) else i
+
+
+@njit(nogil=True, cache=True)
+def _public6(first: int, second: int) -> bool:
+    """Whether an IPv6 address that begins with these 16-bit groups may be somebody's. Source: as `_public4`."""
+    if first == 0 or first == 0x64 or first == 0x100 or first & 0xFE00 == 0xFC00 or first >= 0xFE80:
+        return False
+    return not (first == 0x2001 and (second == 0xDB8 or second < 0x200))
+
+
+@njit(nogil=True, cache=True)
+def _ipv6(data: Bytes, free: int, stop: int, colon: int, public: bool) -> tuple[int, int]:
+    """The IPv6 address whose first colon is at `colon`, or an empty span.
+
+    With `::` it needs three groups, or a first one of three or more digits not all letters: `abc::def` is a C++ name.
+    """
+    start = colon
+    while start > free and colon - start < 5 and _hex(data[start - 1]) >= 0:
+        start -= 1
+    if colon - start == 0 or colon - start > 4:  # those that begin with :: are loopback, mapped, unspecified
+        return colon, colon
+    if start > free and (alnum(data[start - 1]) or _one_of(data[start - 1], 46, 58, 95)):
+        return colon, colon
+    at, end, groups, gap, digits, first, second = start, start, 0, False, False, 0, 0
+    while groups < 8:
+        value, length = 0, 0
+        while at < stop and length < 5 and _hex(data[at]) >= 0:
+            value = value * 16 + _hex(data[at])
+            digits = digits or digit(data[at])
+            at += 1
+            length += 1
+        if length == 0 or length > 4:
+            break
+        if groups == 0:
+            first = value
+        elif groups == 1 and not gap:
+            second = value
+        groups += 1
+        end = at
+        if at + 1 < stop and data[at] == 58 and data[at + 1] == 58 and not gap:
+            gap = True
+            at += 2
+            end = at
+        elif at < stop and data[at] == 58 and groups < 8:
+            at += 1
+        else:
+            break
+    whole = (groups == 8 and not gap) or (gap and groups < 8 and digits and (groups > 2 or colon - start > 2))
+    if end < stop and (
+        alnum(data[end])
+        or data[end] == 95
+        or (end + 1 < stop and _one_of(data[end], 46, 58, 58) and (alnum(data[end + 1]) or data[end + 1] == 58))
+    ):
+        return colon, colon
+    return (start, end) if whole and (not public or _public6(first, second)) else (colon, colon)
+
+
+@njit(nogil=True, cache=True)
+def _iban(data: Bytes, free: int, stop: int, i: int, lengths: Bytes) -> int:
+    """Where the IBAN ends whose check digits begin at i, or i. Source: ISO 13616; ISO 7064 (mod 97-10)."""
+    if i - 2 < free or not (letter(data[i - 1]) and letter(data[i - 2])):
+        return i
+    if i - 3 >= free and (alnum(data[i - 3]) or data[i - 3] == 95):
+        return i
+    length = lengths[((data[i - 2] | 32) - 97) * 26 + (data[i - 1] | 32) - 97]
+    if length == 0:
+        return i
+    at, count, rest, head = i - 2, 0, 0, 0
+    while count < length:
+        if at >= stop:
+            return i
+        b = data[at]
+        if (b == 32 or b == 45) and count % 4 == 0 and count > 0 and data[at - 1] != b:
+            at += 1
+            continue
+        if not alnum(b) or (2 <= count < 4 and not digit(b)):
+            return i
+        value = b - 48 if digit(b) else (b | 32) - 87
+        if count < 4:
+            head = head * (10 if value < 10 else 100) + value
+        else:
+            rest = (rest * (10 if value < 10 else 100) + value) % 97
+        at += 1
+        count += 1
+    if at < stop and (alnum(data[at]) or data[at] == 95):
+        return i
+    return at if (rest * 1000000 + head) % 97 == 1 else i
+
+
+@njit(nogil=True, cache=True)
+def _issued(four: int, two: int, n: int) -> bool:
+    """Whether cards of n digits begin like this. Source: ISO/IEC 7812 issuer ranges as the networks publish them."""
+    if two // 10 == 4:  # Visa
+        return n == 13 or n == 16 or n == 19
+    if 51 <= two <= 55 or 2221 <= four <= 2720 or 2200 <= four <= 2204:  # Mastercard, Mir
+        return n == 16
+    if two == 34 or two == 37:  # American Express
+        return n == 15
+    if two == 35:  # JCB, which is given 3528 to 3589; others are seen
+        return 16 <= n <= 19
+    if four == 2131 or four == 1800:
+        return n == 15
+    if two == 36 or two == 38 or two == 39 or 3000 <= four <= 3059 or four == 3095:  # Diners Club
+        return 14 <= n <= 19
+    if two == 62 or four == 6011 or 6440 <= four <= 6599 or two == 60:  # UnionPay, Discover, RuPay
+        return 16 <= n <= 19
+    # Maestro
+    maestro = four == 5018 or four == 5020 or four == 5038 or four == 6304 or 56 <= two <= 58 or two == 67
+    return maestro and 12 <= n <= 19
+
+
+@njit(nogil=True, cache=True)
+def _card(data: Bytes, start: int, stop: int, i: int) -> int:
+    """Where the payment card number that begins at i ends, or i: 12 to 19 digits in one, or 4-4-4-4, 4-6-5, 4-6-4."""
+    if i > start and (alnum(data[i - 1]) or data[i - 1] == 43 or _one_of(data[i - 1], 45, 46, 95)):
+        return i
+    at, n, group, groups, shape, sep, four = i, 0, 0, 0, 0, 0, 0
+    odd, even = 0, 0  # Luhn's sums with the digits at odd, or even, places doubled
+    while at < stop and n < 20:
+        b = data[at]
+        if digit(b):
+            value = b - 48
+            twice = value * 2 - 9 if value > 4 else value * 2
+            odd, even = (odd + twice, even + value) if n % 2 else (odd + value, even + twice)
+            four = four * 10 + value if n < 4 else four
+            n += 1
+            group += 1
+            at += 1
+            continue
+        if groups > 3 or (group != 4 and group != 6) or (b != 32 and b != 45) or (sep != 0 and b != sep):
+            break
+        if at + 1 >= stop or not digit(data[at + 1]) or n == 16:  # what follows is its date or check number
+            break
+        shape = shape * 10 + group
+        sep, group = b, 0
+        groups += 1
+        at += 1
+    shape = shape * 10 + group
+    if (groups and shape != 4444 and shape != 465 and shape != 464) or n < 12 or n > 19:
+        return i
+    if not ends(data, stop, at) or (even if n % 2 == 0 else odd) % 10 != 0:
+        return i
+    return at if _issued(four, four // 100, n) else i
+
+
+@njit(nogil=True, cache=True)
+def _number(
+    data: Bytes, start: int, free: int, stop: int, i: int, wanted: int, lengths: Bytes, groups: NDArray[np.int64]
+) -> tuple[int, int, int]:
+    """The kind, start and end of the number at i, its first digit, `+` or `(`; an empty span if it is none."""
+    if digit(data[i]):
+        if wanted & (1 << IPV4):
+            end = _ipv4(data, start, stop, i, wanted & PUBLIC_ONLY != 0)
+            if end > i:
+                return IPV4, i, end
+        if wanted & (1 << IBAN):
+            end = _iban(data, free, stop, i, lengths)
+            if end > i:
+                return IBAN, i - 2, end
+        if wanted & (1 << CARD):
+            end = _card(data, start, stop, i)
+            if end > i:
+                return CARD, i, end
+    if wanted & (1 << PHONE):
+        found, end = phone(data, start, stop, i, groups)
+        if end > i:
+            return MAYBE_PHONE if found == MAYBE else PHONE, i, end
+    return 0, i, i
+
+
+@njit(nogil=True, cache=True)
+def scan(
+    offsets: NDArray[np.int64],
+    data: Bytes,
+    wanted: int,
+    lengths: Bytes,
+    starts: NDArray[np.int64],
+    stops: NDArray[np.int64],
+    kinds: NDArray[np.uint8],
+) -> int:
+    """Writes the spans of all rows, ascending and not overlapping; how many they are.
+
+    Args:
+        offsets, data: Of a text column.
+        wanted: The sum of `1 << kind`, and `PUBLIC_ONLY`.
+        lengths: `iban_table()`.
+        starts, stops, kinds: [data bytes // MIN_SPAN_BYTES + 1], written.
+    """
+    n, groups = 0, np.zeros((3, 8), np.int64)
+    for row in range(len(offsets) - 1):
+        start, stop = offsets[row], offsets[row + 1]
+        free = i = start
+        while i < stop:
+            b = data[i]
+            if b > 64 or b < 40:  # a letter or a space: most bytes
+                i += 1
+                continue
+            kind, first, end = 0, i, i
+            if b == 64:
+                if wanted & (1 << EMAIL):
+                    first, end = _email(data, free, stop, i)
+            elif b == 58:
+                if wanted & (1 << IPV6):
+                    kind = IPV6
+                    first, end = _ipv6(data, free, stop, i, wanted & PUBLIC_ONLY != 0)
+            elif b == 43 or b == 40 or 48 <= b <= 57:
+                kind, first, end = _number(data, start, free, stop, i, wanted, lengths, groups)
+            if end > first:
+                starts[n], stops[n], kinds[n] = first, end, kind
+                n += 1
+                free = i = end
+                continue
+            i += 1
+            if 48 <= b <= 57:
+                while i < stop and digit(data[i]):
+                    i += 1
+    return n

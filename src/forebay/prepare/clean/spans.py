@@ -1,0 +1,92 @@
+"""Cut spans out of a text column, or put other bytes in their place.
+
+Hides: how offsets move. Costs one compiled copy of the column, and nothing where there are no spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+from numba import njit
+from numpy.typing import NDArray
+
+from forebay.prepare.documents import text_buffers, text_column
+
+
+def frozen_buffers(column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """`text_buffers`, never writable: numba compiles a kernel anew for arrays that are, and columns come as both."""
+    offsets, data = text_buffers(column)
+    offsets.flags.writeable = data.flags.writeable = False
+    return offsets, data
+
+
+@njit(nogil=True, cache=True)
+def _splice(
+    offsets: NDArray[np.int64],
+    data: NDArray[np.uint8],
+    starts: NDArray[np.int64],
+    stops: NDArray[np.int64],
+    which: NDArray[np.int64],
+    puts: NDArray[np.uint8],
+    put_offsets: NDArray[np.int64],
+    out: NDArray[np.uint8],
+    out_offsets: NDArray[np.int64],
+) -> None:
+    """Writes the rows with `puts[which[i]]` in place of span i."""
+    at, span = 0, 0
+    for row in range(len(offsets) - 1):
+        i, stop = offsets[row], offsets[row + 1]
+        while i < stop:
+            mine = span < len(starts) and starts[span] < stop
+            end = starts[span] if mine else stop
+            out[at : at + end - i] = data[i:end]
+            at += end - i
+            i = end
+            if mine:
+                first, last = put_offsets[which[span]], put_offsets[which[span] + 1]
+                out[at : at + last - first] = puts[first:last]
+                at += last - first
+                i = stops[span]
+                span += 1
+        out_offsets[row + 1] = at
+
+
+def splice(
+    column: pa.LargeStringArray,
+    starts: NDArray[np.int64],
+    stops: NDArray[np.int64],
+    puts: Sequence[bytes],
+    which: NDArray[np.int64],
+) -> pa.LargeStringArray:
+    """The column with `puts[which[i]]` in place of its bytes `[starts[i], stops[i])`.
+
+    Args:
+        column: Without nulls.
+        starts, stops: int64 [spans], ascending, not overlapping, none empty or across two rows; positions in the data
+            buffer.
+        puts: UTF-8.
+        which: int64 [spans].
+    """
+    if not len(starts):
+        return column
+    offsets, data = frozen_buffers(column)
+    put_offsets = np.zeros(len(puts) + 1, np.int64)
+    np.cumsum([len(put) for put in puts], out=put_offsets[1:])
+    size = int(offsets[-1] - offsets[0] - (stops - starts).sum() + np.diff(put_offsets)[which].sum())
+    out, out_offsets = np.empty(size, np.uint8), np.zeros(len(offsets), np.int64)
+    joined = np.frombuffer(b"".join(puts), np.uint8)
+    _splice(offsets, data, starts, stops, which, joined, put_offsets, out, out_offsets)
+    return text_column(out_offsets, out)
+
+
+def replace_rows(column: pa.LargeStringArray, texts: Mapping[int, str]) -> pa.LargeStringArray:
+    """The column with other texts in those rows, which must not be empty: nobody repairs an empty text."""
+    if not texts:
+        return column
+    offsets, _ = frozen_buffers(column)
+    rows = np.array(sorted(texts), np.int64)
+    assert (offsets[rows + 1] > offsets[rows]).all()
+    puts = [texts[row].encode() for row in rows.tolist()]
+    return splice(column, offsets[rows], offsets[rows + 1], puts, np.arange(len(rows)))

@@ -1,0 +1,245 @@
+"""Documents with words from lists of words, or that a classifier calls toxic, dropped.
+
+Hides: the matching, in one compiled pass over each document (see `phrases`). No list is shipped: the usual one,
+LDNOOBW, is under CC-BY-4.0 and is given by its path. Walking the automaton was measured against ahocorasick-rs,
+pyahocorasick, hyperscan and the regular expression that datatrove builds: see `benchmarks/prepare/clean.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+from numba import njit
+from numpy.typing import NDArray
+
+from forebay.errors import UsageError
+from forebay.prepare.clean.phrases import Automaton, apart, build, fold, word_table
+from forebay.prepare.clean.spans import frozen_buffers
+from forebay.prepare.documents import Verdict, keep_all, replace_column
+
+UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "yue", "wuu", "bo"))
+"""Languages written without spaces: a phrase is found anywhere."""
+ALLOWED = ("sm", "グロ", "女の子", "性")
+"""Entries of the Japanese and Chinese lists that are common parts of honest words. Source: datatrove's
+C4BadWordsFilter, which leaves them out: each alone would drop more than a tenth of its language."""
+WORDS, SCORE = 0, 1
+
+
+@njit(nogil=True, cache=True)
+def _count(
+    offsets: NDArray[np.int64],
+    data: NDArray[np.uint8],
+    columns: NDArray[np.uint8],
+    steps: NDArray[np.int32],
+    phrase: NDArray[np.int32],
+    shorter: NDArray[np.int32],
+    lengths: NDArray[np.int64],
+    table: NDArray[np.bool_],
+    bounded: bool,
+    found: NDArray[np.int64],
+) -> None:
+    """Writes how many phrases a row has, of those that overlap the first to end, and their bytes: int64 [rows, 2]."""
+    for row in range(len(offsets) - 1):
+        start, stop = offsets[row], offsets[row + 1]
+        state, free = 0, start
+        for i in range(start, stop):
+            state = steps[state, columns[data[i]]]
+            if phrase[state] < 0:
+                continue
+            at = state
+            while True:
+                first = i + 1 - lengths[phrase[at]]
+                if first >= free and (not bounded or apart(data, start, stop, first, i + 1, table)):
+                    found[row, 0] += 1
+                    found[row, 1] += i + 1 - first
+                    free = i + 1
+                    break
+                at = shorter[at]
+                if at == 0:
+                    break
+
+
+@dataclass(frozen=True)
+class Toxic:
+    """Drops documents by word lists, by a classifier, or by both.
+
+    Args:
+        lists: A file of phrases, one a line, for all documents; or a directory with one such file for each language,
+            named by its code (`en`, `de`). A document whose language has no file is not judged (count `no_list`).
+        language: Of documents in a batch without a column `language`.
+        allow: Entries of the lists that do not count.
+        max_matches: More than this drops; -1 for no limit.
+        max_fraction: Of a text's bytes that are in matches: more than this drops.
+        classifier: `module:function`, called with list[str], which returns as many probabilities.
+        model: A fastText model's path, instead.
+        label: Of the model: whose probability counts.
+        threshold: A probability of at least this drops. The column `toxic_score` says it.
+        soft: Drop nothing; count what would be.
+
+    Source: C4 (Raffel et al. 2020): any word of LDNOOBW drops; in Chinese, Japanese and Thai wherever it stands, else
+    where no word character touches it (datatrove's C4BadWordsFilter). Cost: linear in any text.
+    """
+
+    name: ClassVar[str] = "toxic"
+    version: ClassVar[int] = 1
+    lists: str = ""
+    language: str = "en"
+    allow: tuple[str, ...] = ALLOWED
+    max_matches: int = 0
+    max_fraction: float = 1.0
+    classifier: str = ""
+    model: str = ""
+    label: str = "__label__toxic"
+    threshold: float = 0.5
+    soft: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("lists", "language", "classifier", "model", "label"):
+            if not isinstance(getattr(self, key), str):
+                raise UsageError(f"{key}: expected text, got {getattr(self, key)!r}")
+        if isinstance(self.allow, str) or not all(isinstance(entry, str) for entry in self.allow):
+            raise UsageError(f"allow: expected a list of phrases, got {self.allow!r}")
+        object.__setattr__(self, "allow", tuple(self.allow))
+        if isinstance(self.max_matches, bool) or not isinstance(self.max_matches, int) or self.max_matches < -1:
+            raise UsageError(f"max_matches: expected -1 or more, got {self.max_matches!r}")
+        for key in ("max_fraction", "threshold"):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise UsageError(f"{key}: expected a number from 0 to 1, got {value!r}")
+        if not isinstance(self.soft, bool):
+            raise UsageError(f"soft: expected true or false, got {self.soft!r}")
+        if not (self.lists or self.classifier or self.model):
+            raise UsageError(
+                "lists: expected a file or directory of word lists (or a classifier, or a model), got none of them. "
+                "No list comes with Forebay; the usual one is LDNOOBW's, one file a language"
+            )
+        if self.classifier and self.model:
+            raise UsageError("classifier: expected this or model, got both")
+        module, colon, function = self.classifier.partition(":")
+        if self.classifier and not (colon and module and function.isidentifier()):
+            raise UsageError(f"classifier: expected module:function, got {self.classifier!r}")
+        if self.lists and not Path(self.lists).exists():
+            raise UsageError(f"lists: expected a file or directory, got {self.lists!r}, which does not exist")
+        if self.model and not Path(self.model).is_file():
+            raise UsageError(f"model: expected a fastText model, got {self.model!r}, which is no file")
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """By the lists, by the score."""
+        return ("toxic_words", "toxic_score")
+
+    def files(self) -> tuple[str, ...]:
+        """The lists, the model, and the file of the classifier's module."""
+        found = [self.model] if self.model else []
+        if self.lists:
+            path = Path(self.lists)
+            found += [str(p) for p in sorted(path.iterdir()) if p.is_file()] if path.is_dir() else [self.lists]
+        if self.classifier:
+            try:
+                spec = importlib.util.find_spec(self.classifier.partition(":")[0])
+            except ModuleNotFoundError:
+                spec = None
+            if spec is not None and spec.has_location and spec.origin:
+                found.append(spec.origin)
+        return tuple(found)
+
+    def apply(self, batch: pa.RecordBatch) -> Verdict:
+        """Drops as configured; counts `matches` (in what is kept), `no_list`, and with `soft` the reasons."""
+        column, drop, counts = batch.column("text"), keep_all(len(batch)), Counter[str]()
+        if self.lists:
+            matches, covered, listed = self._matches(batch)
+            sizes = np.maximum(np.diff(frozen_buffers(column)[0]), 1)
+            over = covered / sizes > self.max_fraction
+            if self.max_matches >= 0:
+                over |= matches > self.max_matches
+            drop[over] = WORDS
+            kept = ~over | self.soft
+            counts.update(matches=int(matches[kept].sum()), no_list=int((~listed & kept).sum()))
+        if self.classifier or self.model:
+            scores = self._scores(column.to_pylist())
+            batch = replace_column(batch, "toxic_score", pa.array(scores, pa.float64()))
+            drop[(drop < 0) & (scores >= self.threshold)] = SCORE
+        if self.soft:
+            counts.update({reason: int((drop == i).sum()) for i, reason in enumerate(self.reasons)})
+            drop = keep_all(len(batch))
+        return Verdict(batch, drop, {kind: count for kind, count in counts.items() if count})
+
+    def _matches(self, batch: pa.RecordBatch) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """How many matches, how many bytes in them, and whether there was a list, by row."""
+        found, listed = np.zeros((len(batch), 2), np.int64), np.zeros(len(batch), bool)
+        languages = [self.language] * len(batch)
+        if "language" in batch.schema.names:
+            languages = [language or self.language for language in batch.column("language").to_pylist()]
+        folded = fold(batch.column("text"))
+        for language in sorted(set(languages)):
+            automaton = _automaton(self.lists, language, self.allow)
+            if automaton is None:
+                continue
+            rows = np.flatnonzero(np.array([language == other for other in languages]))
+            some = folded if len(rows) == len(batch) else folded.take(pa.array(rows))
+            offsets, data = frozen_buffers(some)
+            a, here = automaton, np.zeros((len(rows), 2), np.int64)
+            bounded = language not in UNSPACED
+            _count(offsets, data, a.columns, a.steps, a.phrase, a.shorter, a.lengths, word_table(), bounded, here)
+            found[rows], listed[rows] = here, True
+        return found[:, 0], found[:, 1], listed
+
+    def _scores(self, texts: list[str]) -> NDArray[np.float64]:
+        if self.model:
+            model = _model(self.model)
+            found = (dict(zip(*model.predict(text.replace("\n", " "), -1))) for text in texts)
+            return np.array([min(float(scores.get(self.label, 0.0)), 1.0) for scores in found], np.float64)
+        given = np.asarray(_classifier(self.classifier)(texts), np.float64)
+        if given.shape != (len(texts),) or not bool(((given >= 0) & (given <= 1)).all()):
+            raise UsageError(
+                f"classifier: expected {len(texts)} probabilities of {self.classifier}, "
+                f"got shape {given.shape} with values outside of 0 to 1 or NaN. Return one float for each text"
+            )
+        return given
+
+
+@functools.lru_cache(maxsize=256)
+def _automaton(lists: str, language: str, allow: tuple[str, ...]) -> Automaton | None:
+    """None if there is no list for that language, or an empty one."""
+    path = Path(lists)
+    if path.is_dir():
+        if language != Path(language).name or not (path / language).is_file():
+            return None
+        path = path / language
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"lists: expected UTF-8, got {error} ({path})") from error
+    phrases = sorted({line.strip() for line in lines} - {"", *allow})
+    return build(fold(pa.array(phrases, pa.large_string())).to_pylist()) if phrases else None
+
+
+@functools.cache
+def _model(path: str) -> Any:
+    import fasttext  # an extra, and only where a model is used
+
+    try:
+        return fasttext.load_model(path)
+    except ValueError as error:
+        raise UsageError(f"model: expected a fastText model, got {path!r}: {error}") from error
+
+
+@functools.cache
+def _classifier(name: str) -> Callable[[Sequence[str]], Sequence[float]]:
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"classifier: expected module:function that can be imported, got {name!r}: {error}") from error
+    if not callable(found):
+        raise UsageError(f"classifier: expected a function, got {name!r}, which is a {type(found).__name__}")
+    return found  # type: ignore[no-any-return]

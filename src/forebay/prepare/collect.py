@@ -1,0 +1,324 @@
+"""One pass over what was kept, when it is known what was: source ids, clusters with names, distributions, samples.
+
+Hides: that none of it needs the text but a few samples, so the pass reads a few bytes a document.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from forebay.prepare.read import Found
+from forebay.prepare.read.base import Piece
+from forebay.prepare.stats import CLUSTER, EDGES, SAMPLE_CHARACTERS, SAMPLES, Sample, Tally
+from forebay.prepare.text import TextResult, bases, mix, place_name
+
+if TYPE_CHECKING:
+    from forebay.prepare.dedup import Cutter, Dedup, DedupResult, Flags, Part
+    from forebay.prepare.pipeline import Run
+
+_COLUMNS = ("place", "id", "where", "chars", "language", "perplexity")
+EXACT, NEAR = "exact_duplicate", "near_duplicate"
+_MAX_REJECTS, _MAX_INPUTS = 50, 200
+CLUSTERS = pa.schema([("cluster", pa.int64()), ("id", pa.large_string()), ("kept", pa.bool_()), ("near", pa.bool_())])
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What was read and sifted: the pieces, what came of each, and which of their documents are copies."""
+
+    found: Found
+    pieces: Sequence[Piece]
+    texts: Sequence[TextResult]
+    dedup: DedupResult | None
+    folder: str
+
+    @property
+    def signed(self) -> list[Part]:
+        """The parts as deduplication sees them."""
+        from forebay.prepare.dedup import Part
+
+        return [Part(f"{self.folder}/{text.name}", text.documents_out) for text in self.texts]
+
+    @property
+    def bases(self) -> list[int]:
+        """For each piece how many lines or rows its file has in earlier pieces."""
+        return list(bases(self.pieces, self.texts))
+
+    def marks(self, index: int, config: Dedup) -> tuple[Flags | None, UnitCut | None, str]:
+        """What is dropped and cut of a part, and a name for all that it depends on."""
+        if self.dedup is None:
+            return None, None, ""
+        cut = UnitCut(self.dedup.cut[index], config) if self.dedup.cut else None
+        return self.dedup.drop[index], cut, f"{Path(self.dedup.clusters).stem} {index}"
+
+    def report(
+        self, run: Run, tally: Tally, id: str, counts: dict[str, Any], subsets: dict[str, dict[str, Any]]
+    ) -> dict[str, Any]:
+        """What the report page shows, as JSON; no times, so that the same input gives the same page."""
+        funnel = list(tally.funnel.items())
+        return {
+            "name": run.recipe.name,
+            "id": id,
+            "created_with": f"forebay {version('forebay')}",
+            "recipe": run.recipe.to_tables(),
+            "totals": {
+                **{key: counts[key] for key in ("documents_in", "documents_out", "tokens", "slices")},
+                "bytes_in": funnel[0][1].bytes_in,
+                "bytes_out": funnel[-1][1].bytes_out,
+                "malformed": sum(text.malformed for text in self.texts),
+                "subsets": {name: {k: v for k, v in facts.items() if k != "id"} for name, facts in subsets.items()},
+            },
+            "inputs": self._inputs(),
+            "funnel": [{"stage": name, **vars(count)} for name, count in funnel],
+            "histograms": {
+                name: {"edges": EDGES[name].tolist(), "log": True, **{s: c.tolist() for s, c in sides.items()}}
+                for name, sides in tally.histograms.items()
+            },
+            "languages": tally.languages,
+            "samples": [
+                {"stage": stage, "reason": reason, "where": s.where, "url": s.url, "text": s.text}
+                for (stage, reason), samples in tally.samples.items()
+                for s in samples
+            ],
+            "rejects": list(self._rejects(run)),
+        }
+
+    def _inputs(self) -> list[dict[str, Any]]:
+        read = {(s.path, s.sha256): [0, 0] for s in self.found.sources}
+        for piece, text in zip(self.pieces, self.texts):
+            key = piece.sources[0].path, piece.sources[0].sha256
+            if len(piece.sources) == 1:
+                read[key][0] += text.documents_in
+                read[key][1] += text.malformed
+                continue
+            for source in piece.sources:
+                read[source.path, source.sha256][0] += 1
+            if text.malformed:
+                for line in Path(f"{self.folder}/{text.name}.rejects").read_text("utf-8").splitlines():
+                    source = piece.sources[json.loads(line)["place"]]
+                    read[source.path, source.sha256][1] += 1
+        return [
+            {"name": s.name, "format": s.format, "bytes": s.bytes, "documents": n, "malformed": bad}
+            for s, (n, bad) in zip(self.found.sources, (read[s.path, s.sha256] for s in self.found.sources))
+        ]
+
+    def _rejects(self, run: Run) -> Iterator[dict[str, Any]]:
+        path = run.out / "rejects.jsonl"
+        if path.exists():
+            with path.open(encoding="utf-8") as file:
+                for _, line in zip(range(_MAX_REJECTS), file):
+                    reject = json.loads(line)
+                    yield {"where": reject["where"], "reason": reject["reason"]}
+
+
+class UnitCut:
+    """Takes the marked lines or paragraphs out of a part's texts, given in order from its first row."""
+
+    def __init__(self, flags: Flags, config: Dedup) -> None:
+        self._flags, self._config = flags, config
+        self._cutter: Cutter | None = None
+
+    def apply(self, texts: pa.LargeStringArray, first_row: int) -> pa.LargeStringArray:
+        """The texts of the next rows."""
+        from forebay.prepare.dedup import Cutter
+
+        if first_row == 0 or self._cutter is None:
+            assert first_row == 0
+            self._cutter = Cutter(self._flags, self._config)
+        return self._cutter.cut(texts)
+
+
+@dataclass(frozen=True, order=True)
+class _Chosen:
+    """A document that may become a sample: those with the smallest keys do."""
+
+    key: int
+    part: int
+    row: int
+
+
+def collect(run: Run, corpus: Corpus, tally: Tally) -> None:
+    """Write the clusters; add the copies that were dropped, distributions, samples of what is kept."""
+    chosen: dict[int, list[_Chosen]] = {0: [], 1: [], 2: []}
+    kept_bytes = 0
+    with _Clusters(run.out / "clusters.parquet", corpus.dedup) as clusters:
+        for index, (piece, text, base) in enumerate(zip(corpus.pieces, corpus.texts, corpus.bases)):
+            drop = corpus.dedup.drop[index].load() if corpus.dedup else np.zeros(text.documents_out, np.uint8)
+            _choose(chosen, text.key, index, drop)
+            for start, batch in _batches(f"{corpus.folder}/{text.name}.arrow", text.documents_out):
+                marks = drop[start : start + batch.num_rows]
+                kept = batch.filter(pa.array(marks == 0))
+                tally.see("kept", kept)
+                kept_bytes += pc.sum(kept.column("chars")).as_py() or 0
+                clusters.write(index, start, batch, lambda row, p=piece, b=batch, n=base: id_of(p, b, row, n))
+    if corpus.dedup is not None:
+        _count_copies(corpus.dedup, tally, kept_bytes)
+    for code, (stage, reason) in {0: ("", "kept"), 1: ("dedup", EXACT), 2: ("dedup", NEAR)}.items():
+        found = sorted(_samples(corpus, chosen[code]))
+        if found:
+            tally.samples[stage, reason] = found
+
+
+def write_ids(run: Run, corpus: Corpus, left_out: Sequence[Path]) -> None:
+    """Write the kept ids, in the order of the input.
+
+    Args:
+        left_out: For each part a file of u32: rows that deduplication kept, but that came to nothing later.
+    """
+    if run.keep_ids is None:
+        return
+    with _Lines(run.keep_ids) as ids:
+        for index, (piece, text, base) in enumerate(zip(corpus.pieces, corpus.texts, corpus.bases)):
+            drop = corpus.dedup.drop[index].load() if corpus.dedup else np.zeros(text.documents_out, np.uint8)
+            drop[np.fromfile(left_out[index], "<u4")] = 1
+            for start, batch in _batches(f"{corpus.folder}/{text.name}.arrow", text.documents_out):
+                kept = np.flatnonzero(drop[start : start + batch.num_rows] == 0)
+                ids.write(id_of(piece, batch, row, base) for row in kept.tolist())
+
+
+def _count_copies(result: DedupResult, tally: Tally, kept_bytes: int) -> None:
+    last = next(reversed(tally.funnel.values()))
+    count = tally.stage("dedup")
+    count.documents_in, count.bytes_in = result.documents, last.bytes_out
+    count.documents_out, count.bytes_out = result.documents - result.exact - result.near, kept_bytes
+    count.dropped = {reason: n for reason, n in ((EXACT, result.exact), (NEAR, result.near)) if n}
+    if result.units_cut:
+        count.changed["lines or paragraphs cut"] = result.units_cut
+    for size, number in result.sizes:
+        tally.observe(CLUSTER, "read", [size], number)
+
+
+def _choose(chosen: dict[int, list[_Chosen]], key: str, index: int, drop: NDArray[np.uint8]) -> None:
+    keys = mix(np.arange(len(drop), dtype=np.uint64), np.uint64(int(key[:16], 16)))
+    for code, held in chosen.items():
+        rows = np.flatnonzero(drop == code)
+        few = rows[np.argsort(keys[rows], kind="stable")[:SAMPLES]]
+        chosen[code] = heapq.nsmallest(SAMPLES, [*held, *(_Chosen(int(keys[r]), index, int(r)) for r in few)])
+
+
+def _samples(corpus: Corpus, chosen: Sequence[_Chosen]) -> Iterator[Sample]:
+    starts = corpus.bases
+    for one in chosen:
+        piece, text = corpus.pieces[one.part], corpus.texts[one.part]
+        with pa.OSFile(f"{corpus.folder}/{text.name}.arrow", "rb") as source:
+            reader = pa.ipc.open_file(source)
+            start = 0
+            for number in range(reader.num_record_batches):
+                batch = reader.get_batch(number)
+                if one.row < start + batch.num_rows:
+                    row = one.row - start
+                    where = place_name(
+                        piece, batch.column("place")[row].as_py(), batch.column("where")[row].as_py(), starts[one.part]
+                    )
+                    text_of = batch.column("text")[row].as_py()[:SAMPLE_CHARACTERS]
+                    yield Sample(one.key, where, batch.column("url")[row].as_py(), text_of)
+                    break
+                start += batch.num_rows
+
+
+def _batches(path: str, documents: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The small columns of a part, with the row at which each batch begins."""
+    if not documents:
+        return
+    with pa.OSFile(path, "rb") as source:
+        schema = pa.ipc.open_file(source).schema
+        wanted = [schema.get_field_index(name) for name in _COLUMNS if name in schema.names]
+        source.seek(0)
+        reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=sorted(wanted)))
+        start = 0
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            yield start, batch
+            start += batch.num_rows
+
+
+def id_of(piece: Piece, batch: pa.RecordBatch, row: int, base: int) -> str:
+    """The source id of a document: the input's own, or where it stands."""
+    given: str = batch.column("id")[row].as_py()
+    if given:
+        return given
+    return place_name(piece, batch.column("place")[row].as_py(), batch.column("where")[row].as_py(), base)
+
+
+class _Lines:
+    """Lines of text to a file that is there only when it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        self._file: Any = None
+
+    def __enter__(self) -> _Lines:
+        self._file = self._temporary.open("wb")
+        return self
+
+    def write(self, lines: Iterator[str]) -> None:
+        self._file.writelines(line.replace("\n", " ").encode("utf-8", "backslashreplace") + b"\n" for line in lines)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._file.close()
+        if kind is None:
+            self._temporary.replace(self._path)
+        else:
+            self._temporary.unlink(missing_ok=True)
+
+
+class _Clusters:
+    """The clusters with the documents' source ids in place of their numbers."""
+
+    def __init__(self, path: Path, result: DedupResult | None) -> None:
+        self._path = path
+        self._reader = pq.ParquetFile(result.clusters) if result is not None else None
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        self._rows: Iterator[dict[str, Any]] = self._all()
+        self._next = next(self._rows, None)
+        self._writer: Any = None
+
+    def _all(self) -> Iterator[dict[str, Any]]:
+        if self._reader is not None:
+            for batch in self._reader.iter_batches(batch_size=1 << 14):
+                yield from batch.to_pylist()
+
+    def __enter__(self) -> _Clusters:
+        if self._reader is not None:
+            self._writer = pq.ParquetWriter(self._temporary, CLUSTERS)
+            while self._next is not None and self._next["part"] < 0:
+                self._next = next(self._rows, None)
+        return self
+
+    def write(self, part: int, start: int, batch: pa.RecordBatch, id_of: Any) -> None:
+        found = []
+        while self._next is not None and self._next["part"] == part and self._next["document"] < start + batch.num_rows:
+            row = self._next
+            found.append(
+                {
+                    "cluster": row["cluster"],
+                    "id": id_of(row["document"] - start),
+                    "kept": row["kept"],
+                    "near": row["near"],
+                }
+            )
+            self._next = next(self._rows, None)
+        if found:
+            self._writer.write_table(pa.Table.from_pylist(found, schema=CLUSTERS))
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._writer is None:
+            return
+        self._writer.close()
+        if kind is None:
+            self._temporary.replace(self._path)
+        else:
+            self._temporary.unlink(missing_ok=True)

@@ -1,0 +1,107 @@
+"""The settings of a deduplication, and which of them decide what is in a signature.
+
+Hides: nothing; the vocabulary of this package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from forebay.errors import UsageError
+
+SIGNATURE_VERSION = 1
+"""Raised when the same text would get another signature, so that old ones are not compared with new ones."""
+NORMALISE = ("", "none", "space", "words")
+KEEP = ("first", "longest", "best")
+
+
+@dataclass(frozen=True)
+class Dedup:
+    """The `[dedup]` table of a recipe: what is compared, and which copy stays.
+
+    Args:
+        exact: Drop whole documents that are equal.
+        paragraphs: Cut paragraphs (between blank lines) that stood in the corpus before. Not together with `lines`,
+            which finds repeated paragraphs too.
+        lines: Cut lines that stood in the corpus before.
+        minhash: Drop documents that share most of their word n-grams.
+        bands, rows: Of the MinHash signature: two documents of Jaccard similarity J meet with chance
+            1 - (1 - J^rows)^bands.
+        ngram: Words in a shingle.
+        seed: Of the hash functions of MinHash.
+        keep: Which document of a cluster stays: the `first` in the corpus, the `longest` in bytes, or the `best` by the
+            column `score`; the first of several equals.
+        score: The column of numbers for `keep = "best"`; a missing one is the worst.
+        normalise: What may differ in equal documents, lines and paragraphs. `none`: nothing. `space`: white space.
+            Empty: nothing in documents, white space in lines and paragraphs.
+            `words`: also case, punctuation and accents. MinHash always compares words.
+        min_characters: A line or paragraph with fewer characters is never cut: `}` is no duplicate.
+        against: Other datasets that were prepared with these settings, or their folders of signatures. What is there
+            comes first in the corpus and always stays.
+
+    Source: bands, rows and ngram as in FineWeb (Penedo et al. 2024), 3.4.
+    """
+
+    exact: bool = False
+    paragraphs: bool = False
+    lines: bool = False
+    minhash: bool = False
+    bands: int = 14
+    rows: int = 8
+    ngram: int = 5
+    seed: int = 1
+    keep: str = "first"
+    score: str = ""
+    normalise: str = ""
+    min_characters: int = 24
+    against: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "against", tuple(self.against))
+        for key, least, most in (("bands", 1, 1024), ("rows", 1, 256), ("ngram", 1, 256), ("min_characters", 1, None)):
+            value = getattr(self, key)
+            if value < least or (most is not None and value > most):
+                limits = f"at least {least}" if most is None else f"{least} to {most}"
+                raise UsageError(f"{key}: expected {limits}, got {value}")
+        if self.bands * self.rows > 4096:
+            raise UsageError(f"bands: expected at most 4096 hashes in bands x rows, got {self.bands * self.rows}")
+        if not 0 <= self.seed < 1 << 63:
+            raise UsageError(f"seed: expected 0 to 2^63 - 1, got {self.seed}")
+        for key, known in (("keep", KEEP), ("normalise", NORMALISE)):
+            if getattr(self, key) not in known:
+                raise UsageError(f"{key}: expected one of {', '.join(filter(None, known))}, got {getattr(self, key)!r}")
+        if (self.keep == "best") != bool(self.score):
+            wanted = "the name of a column" if self.keep == "best" else 'none without keep = "best"'
+            raise UsageError(f"score: expected {wanted}, got {self.score!r}")
+        if self.lines and self.paragraphs:
+            raise UsageError("lines: expected false where paragraphs is true, got true")
+        if self.against and not self.active:
+            raise UsageError("against: expected one of exact, paragraphs, lines, minhash to be true, got none")
+
+    @property
+    def active(self) -> bool:
+        """Whether it compares anything, and so needs signatures."""
+        return self.exact or self.minhash or self.lines or self.paragraphs
+
+    @property
+    def unit(self) -> str:
+        """What is cut out of documents: `line`, `paragraph` or nothing."""
+        return "line" if self.lines else "paragraph" if self.paragraphs else ""
+
+    def normalise_of(self, unit: str) -> str:
+        """What may differ in equal lines or paragraphs, or in documents for the unit ""."""
+        return self.normalise or ("space" if unit else "none")
+
+    def signature(self) -> dict[str, Any]:
+        """What decides the contents of each signature file, by its ending; the name of a task that signs hashes it."""
+        found: dict[str, Any] = {}
+        if self.exact:
+            found["exact"] = [SIGNATURE_VERSION, self.normalise_of("")]
+        if self.minhash:
+            found["minhash"] = [SIGNATURE_VERSION, self.bands, self.rows, self.ngram, self.seed]
+        if self.unit:
+            found["units"] = [SIGNATURE_VERSION, self.unit, self.normalise_of(self.unit), self.min_characters]
+        if self.keep != "first":
+            found["weight"] = [SIGNATURE_VERSION, self.keep, self.score]
+        return found

@@ -1,0 +1,219 @@
+"""Sign the documents of a piece while its batches pass: the files that a deduplication compares.
+
+Hides: the form of signatures on disk. With a prefix `P`, little-endian, one row a document in the order of the piece:
+`P.exact` u64 [documents, 2]: 128 bits of the normalised text, zeros if that is empty;
+`P.minhash` u64 [documents, bands]: a hash of each band, zeros for a document without words;
+`P.weight` f64 [documents]: the greater, the better (only if not the first copy is kept);
+`P.counts` u32 [documents] and `P.units` u64 [sum of counts, 2]: the lines or paragraphs that are long enough;
+`P.signatures`: JSON, written last: how many, of which settings, and a hash of all bytes.
+That is 16 + 8 bands bytes a document (128 by default), and 16 a line. Memory: O(batch).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from forebay.errors import PrepareError, UsageError
+from forebay.order.bijection import derive_key, random_words
+from forebay.prepare.dedup import kernels
+from forebay.prepare.dedup.config import Dedup
+from forebay.prepare.dedup.words import character_table
+from forebay.prepare.documents import text_buffers
+from forebay.storage.atomic import atomic_write
+
+UNIT = {"": kernels.DOCUMENT, "paragraph": kernels.PARAGRAPH, "line": kernels.LINE}
+
+
+@dataclass(frozen=True)
+class Signed:
+    """What `P.signatures` says: documents, lines or paragraphs, the settings by ending, and the sha256 of the files."""
+
+    documents: int
+    units: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    sha256: str = ""
+
+
+class Signer:
+    """Writes the signatures of one piece. A context manager; on an exception nothing is left.
+
+    Args:
+        prefix: Path of the files without their endings.
+        config: What is to be compared.
+    """
+
+    def __init__(self, prefix: Path, config: Dedup) -> None:
+        self._prefix = Path(prefix)
+        self._config = config
+        self._documents = self._units = 0
+        self._scratch = np.empty(0, np.uint8)
+        self._sha256: dict[str, Any] = {}
+        self._files: dict[str, BinaryIO] = {}
+        self._closed: list[Path] = []
+
+    def __enter__(self) -> Signer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._abandon()
+
+    def add(self, texts: pa.LargeStringArray, scores: pa.Array | None = None) -> None:
+        """Sign the next documents.
+
+        Args:
+            scores: Their numbers in the column `config.score`, where `config.keep` is `best`.
+        """
+        offsets, data = text_buffers(texts)
+        config = self._config
+        self._documents += len(offsets) - 1
+        if config.exact:
+            hashes, _ = self._hash(offsets, data, "", 1)
+            self._write("exact", hashes)
+        if config.minhash:
+            self._write("minhash", sign_texts(offsets, data, config))
+        if config.unit:
+            hashes, counts = self._hash(offsets, data, config.unit, config.min_characters)
+            self._units += len(hashes)
+            self._write("units", hashes)
+            self._write("counts", counts.astype("<u4"))
+        if config.keep != "first":
+            self._write("weight", _weights(offsets, scores, config))
+
+    def close(self) -> list[Path]:
+        """Commit: the files, all on disk. May be called twice."""
+        if self._closed:
+            return self._closed
+        for ending in [*self._config.signature(), *(["counts"] if self._config.unit else [])]:
+            self._file(ending)
+        try:
+            for ending, file in sorted(self._files.items()):
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+                self._temporary(ending).replace(self._path(ending))
+            signed = Signed(self._documents, self._units, self._config.signature(), self._hash_of_all())
+            atomic_write(self._path("signatures"), json.dumps(asdict(signed)).encode())
+        except BaseException:
+            self._abandon()
+            raise
+        self._closed = [self._path(ending) for ending in (*sorted(self._files), "signatures")]
+        return self._closed
+
+    def _hash_of_all(self) -> str:
+        each = [[ending, self._sha256[ending].hexdigest()] for ending in sorted(self._files)]
+        return hashlib.sha256(json.dumps(each).encode()).hexdigest()
+
+    def _path(self, ending: str) -> Path:
+        return self._prefix.with_name(f"{self._prefix.name}.{ending}")
+
+    def _temporary(self, ending: str) -> Path:
+        return self._prefix.with_name(f".{self._prefix.name}.{ending}.{os.getpid()}.tmp")
+
+    def _file(self, ending: str) -> BinaryIO:
+        if ending not in self._files:
+            self._files[ending] = self._temporary(ending).open("wb")
+            self._sha256[ending] = hashlib.sha256()
+        return self._files[ending]
+
+    def _write(self, ending: str, array: NDArray[Any]) -> None:
+        self._file(ending).write(array.data)
+        self._sha256[ending].update(array.data)
+
+    def _abandon(self) -> None:
+        for ending, file in self._files.items():
+            file.close()
+            self._temporary(ending).unlink(missing_ok=True)
+            self._path(ending).unlink(missing_ok=True)
+
+    def _hash(
+        self, offsets: NDArray[np.int64], data: NDArray[np.uint8], unit: str, least: int
+    ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        self._scratch = scratch_for(offsets, self._scratch)
+        rows = len(offsets) - 1
+        if unit:
+            rows += int(np.count_nonzero(data[offsets[0] : offsets[-1]] == 10))
+        hashes, counts = np.empty((rows, 2), np.uint64), np.empty(len(offsets) - 1, np.int64)
+        table = table_for(self._config.normalise_of(unit))
+        n = kernels.hash_units(data, offsets, UNIT[unit], table, least, self._scratch, hashes, counts)
+        return hashes[:n], counts
+
+
+def table_for(normalise: str) -> NDArray[np.uint32]:
+    """The table that `kernels.normalise` wants."""
+    return _no_table() if normalise == "none" else character_table(normalise)
+
+
+@lru_cache
+def _no_table() -> NDArray[np.uint32]:
+    table = np.empty(0, np.uint32)
+    table.setflags(write=False)
+    return table
+
+
+def scratch_for(offsets: NDArray[np.int64], old: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Room for the longest text when normalised: two bytes may become three, and a gap none."""
+    longest = int(np.diff(offsets).max(initial=0))
+    return old if len(old) >= 2 * longest + 16 else np.empty(2 * longest + 16, np.uint8)
+
+
+def hash_functions(config: Dedup) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """The odd factors and the terms of the min-wise hashes, from our own generator."""
+    n = config.bands * config.rows
+    numbers = random_words(derive_key(config.seed, "minhash"), np.arange(n, dtype=np.uint64))
+    return (numbers >> np.uint64(32)).astype(np.uint32) | np.uint32(1), numbers.astype(np.uint32)
+
+
+def sign_texts(offsets: NDArray[np.int64], data: NDArray[np.uint8], config: Dedup) -> NDArray[np.uint64]:
+    """The MinHash signatures of texts: uint64 [rows, bands], a row of zeros for a text without words."""
+    factors, terms = hash_functions(config)
+    out = np.empty((len(offsets) - 1, config.bands), np.uint64)
+    kernels.sign(data, offsets, character_table("words"), factors, terms, config.ngram, config.rows, out)
+    return out
+
+
+def _weights(offsets: NDArray[np.int64], scores: pa.Array | None, config: Dedup) -> NDArray[np.float64]:
+    if config.keep == "longest":
+        return np.diff(offsets).astype(np.float64)
+    if scores is None:
+        raise UsageError(f"score: expected a column {config.score!r} of numbers, got documents without it")
+    weights = scores.cast(pa.float64()).to_numpy(zero_copy_only=False).copy()
+    weights[np.isnan(weights)] = -np.inf
+    return np.asarray(weights, np.float64)
+
+
+def read_signed(prefix: str, config: Dedup, ignore: Sequence[str] = ()) -> Signed:
+    """What is signed at a prefix, if that serves a deduplication with these settings.
+
+    Raises:
+        PrepareError: If the signatures are missing, unfinished or of other settings.
+    """
+    path = Path(f"{prefix}.signatures")
+    try:
+        signed = Signed(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise PrepareError(f"{path}: expected finished signatures, got {error}. Sign the documents again.") from error
+    for ending, wanted in config.signature().items():
+        if ending not in ignore and signed.settings.get(ending) != wanted:
+            got = signed.settings.get(ending, "none")
+            raise PrepareError(
+                f"{path}: expected signatures of settings {wanted} ({ending}), got {got}. "
+                "What is compared must be signed alike: use the same [dedup] settings, or sign again."
+            )
+    return signed

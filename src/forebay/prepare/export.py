@@ -1,0 +1,163 @@
+"""Kept documents as text, in Parquet: what another tool reads, or a later preparation that only tokenizes.
+
+Hides: that documents which deduplication drops are left out here, and their repeated lines cut. `OUT/text.json` is
+written last: it names each file with its hash, and how they were made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from forebay.dataset.slices import hash_file
+from forebay.prepare.collect import Corpus, UnitCut, collect, id_of, write_ids
+from forebay.prepare.read import Piece
+from forebay.prepare.report import write_report
+from forebay.prepare.stats import Tally
+from forebay.storage.atomic import atomic_write, sync_directory
+
+if TYPE_CHECKING:
+    from forebay.prepare.dedup import Flags
+    from forebay.prepare.pipeline import PrepareSummary, Run
+
+TEXT_FILE = "text.json"
+_COLUMNS = ("url", "text", "language", "language_score", "perplexity")
+
+
+@dataclass(frozen=True)
+class ExportTask:
+    """The kept documents of one part to `out/text/INDEX.parquet`; `base` is as in `bases`."""
+
+    arrow: str
+    documents: int
+    piece: Piece
+    base: int
+    drop: Flags | None
+    cut: UnitCut | None
+    out: str
+    index: int
+
+    @property
+    def label(self) -> str:
+        """What a person calls it."""
+        return f"text of {self.piece.sources[0].path}"
+
+    @property
+    def file(self) -> str:
+        """Within the output."""
+        return f"text/{self.index:06d}.parquet"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One file of text; no documents, no file."""
+
+    file: str
+    documents: int
+    bytes: int
+    sha256: str
+
+
+def left_out_file(task: ExportTask) -> Path:
+    """Where the rows are that were not dropped before and yet have no text: u32."""
+    return Path(task.arrow).with_name(f"{task.index:06d}.left")
+
+
+def export(task: ExportTask, scale: int = 0) -> Exported:
+    """Write the file; a batch of a part, as it was written, is in memory at a time."""
+    path = Path(task.out) / task.file
+    temporary = path.with_name(f".{path.name}.tmp")
+    drop = task.drop.load() if task.drop is not None else np.zeros(task.documents, np.uint8)
+    documents, writer = 0, None
+    left_out = [np.empty(0, np.int64)]
+    with pa.OSFile(task.arrow, "rb") as source:
+        reader = pa.ipc.open_file(source)
+        start = 0
+        for number in range(reader.num_record_batches if task.documents else 0):
+            batch = reader.get_batch(number)
+            ids = [id_of(task.piece, batch, row, task.base) for row in range(batch.num_rows)]
+            texts = task.cut.apply(batch.column("text"), start) if task.cut is not None else batch.column("text")
+            kept = drop[start : start + batch.num_rows] == 0
+            empty = pc.equal(texts, "").to_numpy(zero_copy_only=False)  # all of whose lines stood elsewhere
+            left_out.append(start + np.flatnonzero(kept & empty))
+            start += batch.num_rows
+            columns = {"id": pa.array(ids, pa.large_string())}
+            columns |= {name: batch.column(name) for name in _COLUMNS if name in batch.schema.names}
+            table = pa.table({**columns, "text": texts}).filter(pa.array(kept & ~empty))
+            if writer is None:
+                writer = pq.ParquetWriter(temporary, table.schema, compression="zstd")
+            writer.write_table(table)
+            documents += table.num_rows
+    if writer is not None:
+        writer.close()
+    atomic_write(left_out_file(task), np.concatenate(left_out).astype("<u4").tobytes())
+    if not documents:
+        temporary.unlink(missing_ok=True)
+        return Exported("", 0, 0, "")
+    temporary.replace(path)
+    return Exported(task.file, documents, path.stat().st_size, hash_file(path))
+
+
+def finish_text(run: Run, corpus: Corpus, tally: Tally, lineage: dict[str, Any]) -> PrepareSummary:
+    """Write the text of all that is kept, the report, and `text.json` last."""
+    from forebay.prepare.pipeline import PrepareSummary, Progress
+
+    collect(run, corpus, tally)
+    (run.out / "text").mkdir(exist_ok=True)
+    tasks = list(_tasks(run, corpus))
+    done = 0
+
+    def note(_: int, result: Exported) -> None:
+        nonlocal done
+        done += 1
+        run.report(Progress("text out", done, len(tasks), " files"))
+
+    files = [result for result in run.map(export, tasks, note=note) if result.documents]
+    write_ids(run, corpus, [left_out_file(task) for task in tasks])
+    sync_directory(run.out / "text")
+    for path in (run.out / "text").iterdir():
+        if f"text/{path.name}" not in {file.file for file in files}:
+            path.unlink()
+    empty = next(reversed(tally.funnel.values())).documents_out - sum(file.documents for file in files)
+    if empty:
+        count = tally.stage("text")
+        count.documents_in, count.documents_out = (
+            empty + sum(f.documents for f in files),
+            sum(f.documents for f in files),
+        )
+        count.dropped = {"empty": empty}
+    counts: dict[str, Any] = {
+        "documents_in": sum(text.documents_in for text in corpus.texts),
+        "documents_out": sum(file.documents for file in files),
+        "tokens": 0,
+        "slices": 0,
+        "dropped": tally.dropped(),
+    }
+    facts = {
+        "name": run.recipe.name,
+        "files": [asdict(file) for file in files],
+        "lineage": {**lineage, "counts": counts},
+    }
+    whole = json.dumps(facts, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+    found = hashlib.sha256(whole).hexdigest()
+    write_report(run.out / "report.html", corpus.report(run, tally, found, counts, {}))
+    atomic_write(run.out / TEXT_FILE, whole)
+    shutil.rmtree(run.work)
+    return PrepareSummary(run.recipe.name, found, **counts)
+
+
+def _tasks(run: Run, corpus: Corpus) -> Iterator[ExportTask]:
+    for index, (text, base) in enumerate(zip(corpus.texts, corpus.bases)):
+        drop, cut, _ = corpus.marks(index, run.recipe.dedup)
+        arrow = f"{corpus.folder}/{text.name}.arrow"
+        yield ExportTask(arrow, text.documents_out, corpus.pieces[index], base, drop, cut, str(run.out), index)

@@ -1,0 +1,300 @@
+"""The rules by which C4 was cut out of Common Crawl: lines are taken out, and pages dropped.
+
+Hides: a kernel that reads code points and writes the lines that stay, as UTF-8; linear in the text.
+
+Source: Raffel et al. 2020, section 2.2, and their code (c4_utils.py in TensorFlow Datasets), whose order of rules it
+keeps; datatrove 0.10 decides the same. Their list of bad words is the business of cleaning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+from numba import njit
+
+from forebay.prepare.documents import Verdict, replace_column, text_buffers, text_column
+from forebay.prepare.filters.characters import BREAK, PUNCTUATION, SPACE, TERMINAL
+from forebay.prepare.filters.fields import need_count, need_flag
+from forebay.prepare.filters.words import cut_words, decode, kind, read_only, tables
+
+LINES = ("long_word", "unended", "few_words", "javascript", "policy")
+"""Why a line is taken out, as it is counted: `lines_long_word`."""
+_LOREM, _CURLY, _FEW = 0, 1, 2
+_SENTENCE_CHARS = 1 << 20
+_PHRASES = ("lorem ipsum", "javascript", "terms of use", "privacy policy", "cookie policy", "uses cookies")
+_MORE_PHRASES = ("use of cookies", "use cookies")
+"""Source: c4_utils.py, _POLICY_SUBSTRINGS."""
+
+
+def _packed() -> tuple[np.ndarray, np.ndarray]:
+    phrases = [p.encode() for p in (*_PHRASES, *_MORE_PHRASES)]
+    ends = np.cumsum([0] + [len(p) for p in phrases])
+    return read_only(ends), read_only(np.frombuffer(b"".join(phrases), np.uint8))
+
+
+@dataclass(frozen=True)
+class C4:
+    """Keep the lines that are sentences, and the pages that still have enough of them.
+
+    Args:
+        terminal_punctuation: Take out lines that do not end with `.`, `!`, `?` or a quotation mark, or end with `...`.
+        min_words_per_line: Take out shorter lines (published: "at least 3 words" since version 3.0.0 of C4; 5 before).
+        max_word_chars: Take out lines with a longer word: 1000; 0 for any.
+        remove_citations: Take out `[12]`, `[edit]` and `[citation needed]`.
+        javascript_lines, policy_lines: Take out lines that mention JavaScript; cookies and terms of use.
+        lorem_ipsum, curly_brackets: Drop pages with that phrase; with a `{`.
+        min_sentences: Drop pages with fewer, in the lines that stay: 5; 0 for any.
+
+    Source: Raffel et al. 2020, section 2.2, and c4_utils.py.
+    """
+
+    terminal_punctuation: bool = True
+    min_words_per_line: int = 3
+    max_word_chars: int = 1000
+    remove_citations: bool = True
+    javascript_lines: bool = True
+    policy_lines: bool = True
+    lorem_ipsum: bool = True
+    curly_brackets: bool = True
+    min_sentences: int = 5
+
+    name: ClassVar[str] = "c4"
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        need_count(self, "min_words_per_line", "max_word_chars", "min_sentences")
+        need_flag(self, "terminal_punctuation", "remove_citations", "javascript_lines", "policy_lines")
+        need_flag(self, "lorem_ipsum", "curly_brackets")
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why a page is dropped."""
+        return ("c4_lorem_ipsum", "c4_curly_bracket", "c4_few_sentences")
+
+    def files(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def apply(self, batch: pa.RecordBatch) -> Verdict:
+        """Texts without the lines that break a rule; of a dropped page the text stays as it was."""
+        offsets, data = text_buffers(batch.column("text"))
+        flags = (self.terminal_punctuation, self.remove_citations, self.javascript_lines, self.policy_lines)
+        settings = (*flags, self.lorem_ipsum, self.curly_brackets)
+        limits = (self.min_words_per_line, self.max_word_chars, self.min_sentences)
+        rules = read_only(np.array([*settings, *limits], np.int64))
+        drop = np.full(batch.num_rows, -1, np.int16)
+        counts = np.zeros(len(LINES), np.int64)
+        out = np.empty(offsets[-1] - offsets[0], np.uint8)
+        ends = np.zeros(batch.num_rows + 1, np.int64)
+        _rewrite(read_only(offsets), read_only(data), *tables(), *_packed(), rules, drop, counts, out, ends)
+        text = text_column(ends, out[: ends[-1]].copy())
+        found = {f"lines_{kind_}": int(n) for kind_, n in zip(LINES, counts, strict=True) if n}
+        return Verdict(replace_column(batch, "text", text), drop, found)
+
+
+@njit(nogil=True, cache=True)
+def _cite(points, start, stop, line):  # type: ignore[no-untyped-def]
+    """Copy without citations; how many characters are left."""
+    n = 0
+    i = start
+    while i < stop:
+        if points[i] == 91:
+            j = i + 1
+            while j < stop and (48 <= points[j] <= 57):
+                j += 1
+            if j < stop and points[j] == 93:
+                i = j + 1
+                continue
+            skip = 0
+            if _same(points, i + 1, stop, (101, 100, 105, 116, 93)):
+                skip = 6
+            elif _same(
+                points, i + 1, stop, (99, 105, 116, 97, 116, 105, 111, 110, 32, 110, 101, 101, 100, 101, 100, 93)
+            ):
+                skip = 17
+            if skip:
+                i += skip
+                continue
+            n = _copy(points, i, j, line, n)  # the digits cannot begin a citation: linear
+            i = j
+            continue
+        line[n] = points[i]
+        n += 1
+        i += 1
+    return n
+
+
+@njit(nogil=True, cache=True)
+def _copy(points, start, stop, line, n):  # type: ignore[no-untyped-def]
+    for i in range(start, stop):
+        line[n] = points[i]
+        n += 1
+    return n
+
+
+@njit(nogil=True, cache=True)
+def _same(points, start, stop, chars):  # type: ignore[no-untyped-def]
+    if stop - start < len(chars):
+        return False
+    for i, c in enumerate(chars):  # noqa: SIM110 - numba has no generators here
+        if points[start + i] != c:
+            return False
+    return True
+
+
+@njit(nogil=True, cache=True)
+def _phrases(line, n, ends, chars):  # type: ignore[no-untyped-def]
+    """Bits of the phrases in a line, in any case of ASCII letters."""
+    found = 0
+    for i in range(n):
+        for p in range(len(ends) - 1):
+            first = line[i] | 32 if 65 <= line[i] <= 90 else line[i]
+            size = ends[p + 1] - ends[p]
+            if first != chars[ends[p]] or i + size > n:
+                continue
+            k = 1
+            while k < size:
+                c = line[i + k] | 32 if 65 <= line[i + k] <= 90 else line[i + k]
+                if c != chars[ends[p] + k]:
+                    break
+                k += 1
+            if k == size:
+                found |= 1 << p
+    return found
+
+
+@njit(nogil=True, cache=True)
+def _sentences(line, n, table, keys, values, begins, ends, tail, kinds):  # type: ignore[no-untyped-def]
+    """Sentences in a line: a new one begins with the first word that is not punctuation after one that ends it."""
+    words = cut_words(line, 0, min(n, _SENTENCE_CHARS), table, keys, values, begins, ends, tail, kinds)
+    count, over = 1, False
+    for w in range(words):
+        k = kind(table, line[begins[w]])
+        single = ends[w] - begins[w] == 1
+        if single and k & TERMINAL:
+            over = True
+        elif over and not (k & PUNCTUATION and kind(table, line[ends[w] - 1]) & PUNCTUATION):
+            count += 1
+            over = False
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _encode(line, n, out, at):  # type: ignore[no-untyped-def]
+    for i in range(n):
+        c = line[i]
+        if c < 0x80:
+            out[at] = c
+            at += 1
+            continue
+        if c < 0x800:
+            out[at] = 0xC0 | (c >> 6)
+            at += 1
+        else:
+            if c < 0x10000:
+                out[at] = 0xE0 | (c >> 12)
+                at += 1
+            else:
+                out[at] = 0xF0 | (c >> 18)
+                out[at + 1] = 0x80 | ((c >> 12) & 0x3F)
+                at += 2
+            out[at] = 0x80 | ((c >> 6) & 0x3F)
+            at += 1
+        out[at] = 0x80 | (c & 0x3F)
+        at += 1
+    return at
+
+
+@njit(nogil=True, cache=True)
+def _line_words(points, start, stop, table):  # type: ignore[no-untyped-def]
+    """Runs without white space, and the length of the longest."""
+    words = longest = run = 0
+    for i in range(start, stop):
+        if kind(table, points[i]) & SPACE:
+            run = 0
+            continue
+        words += run == 0
+        run += 1
+        longest = max(longest, run)
+    return words, longest
+
+
+@njit(nogil=True, cache=True)
+def _judge(line, n, words, longest, rules, ends, chars):  # type: ignore[no-untyped-def]
+    """-1 for a line that stays, i for `LINES[i]`, 100 + i for a page that is dropped."""
+    if rules[7] and longest > rules[7]:
+        return 0
+    last = line[n - 1] if n else np.uint32(0)
+    if rules[0]:
+        dots = n > 2 and last == 46 and line[n - 2] == 46 and line[n - 3] == 46
+        if dots or not (last == 46 or last == 63 or last == 33 or last == 34 or last == 39):
+            return 1
+    if words < rules[6]:
+        return 2
+    phrases = _phrases(line, n, ends, chars)
+    if rules[4] and phrases & 1:
+        return 100 + _LOREM
+    if rules[2] and phrases & 2:
+        return 3
+    if rules[5]:
+        for i in range(n):
+            if line[i] == 123:
+                return 100 + _CURLY
+    if rules[3] and phrases >> 2:
+        return 4
+    return -1
+
+
+@njit(nogil=True, cache=True)
+def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, drop, counts, out, stops):  # type: ignore[no-untyped-def]
+    room = 2
+    for row in range(len(drop)):
+        room = max(room, offsets[row + 1] - offsets[row] + 2)
+    points, line = np.empty(room, np.uint32), np.empty(room, np.uint32)
+    words_room = min(room, _SENTENCE_CHARS + 2)
+    begins, ends = np.empty(words_room, np.int32), np.empty(words_room, np.int32)
+    tail, kinds = np.empty(words_room, np.int32), np.empty(words_room, np.uint16)
+    removed = np.zeros(len(counts), np.int64)
+    at = 0
+    for row in range(len(drop)):
+        n = decode(data, offsets[row], offsets[row + 1], points)
+        first_out, sentences, start = at, 0, 0
+        removed[:] = 0
+        for i in range(n + 1):
+            if i < n and kind(table, points[i]) & BREAK == 0:
+                continue
+            a, b = start, i
+            start = i + 1
+            while a < b and kind(table, points[a]) & SPACE:
+                a += 1
+            while b > a and kind(table, points[b - 1]) & SPACE:
+                b -= 1
+            if a == b:
+                continue
+            words, longest = _line_words(points, a, b, table)
+            size = _cite(points, a, b, line) if rules[1] else _copy(points, a, b, line, 0)
+            why = _judge(line, size, words, longest, rules, phrase_ends, phrases)
+            if why >= 100:
+                drop[row] = why - 100
+                break
+            if why >= 0:
+                removed[why] += 1
+                continue
+            sentences += _sentences(line, size, table, keys, values, begins, ends, tail, kinds)
+            if at > first_out:
+                out[at] = 10
+                at += 1
+            at = _encode(line, size, out, at)
+        if drop[row] < 0 and sentences < rules[8]:
+            drop[row] = _FEW
+        if drop[row] >= 0:
+            at = first_out
+            for i in range(offsets[row], offsets[row + 1]):
+                out[at] = data[i]
+                at += 1
+        else:
+            counts += removed
+        stops[row + 1] = at

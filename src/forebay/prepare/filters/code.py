@@ -1,0 +1,85 @@
+"""The rules by which corpora of source code leave out generated, minified and data files.
+
+Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", 3.1 (mean line above 100 characters,
+longest above 1000, a small share of alphanumeric characters); the share 0.25 is that of the CodeParrot dataset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+from numba import njit
+
+from forebay.prepare.documents import Verdict, text_buffers
+from forebay.prepare.filters.fields import first_failing, need_number
+from forebay.prepare.filters.words import read_only
+
+
+@dataclass(frozen=True)
+class Code:
+    """Drop files whose lines no person wrote.
+
+    Args:
+        max_mean_line_chars: Mean length of a line: 100.
+        max_line_chars: The longest line: 1000.
+        min_alphanumeric: Share of letters and digits among all characters: 0.25.
+    """
+
+    max_mean_line_chars: float = 100
+    max_line_chars: float = 1000
+    min_alphanumeric: float = 0.25
+
+    name: ClassVar[str] = "code"
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        need_number(self, "max_mean_line_chars", "max_line_chars")
+        need_number(self, "min_alphanumeric", high=1)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """In the order in which they are tried."""
+        return ("code_long_lines", "code_long_line", "code_few_alphanumeric")
+
+    def files(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def apply(self, batch: pa.RecordBatch) -> Verdict:
+        """Drop what fails a rule."""
+        offsets, data = text_buffers(batch.column("text"))
+        m = np.zeros((4, batch.num_rows), np.int64)
+        _measure(read_only(offsets), read_only(data), m)
+        sizes, newlines, longest, alphanumeric = m
+        with np.errstate(divide="ignore", invalid="ignore"):
+            failed = (
+                (sizes - newlines) / (newlines + 1) > self.max_mean_line_chars,
+                longest > self.max_line_chars,
+                alphanumeric / sizes < self.min_alphanumeric,
+            )
+        return Verdict(batch, first_failing(*failed))
+
+
+@njit(nogil=True, cache=True)
+def _measure(offsets, data, out):  # type: ignore[no-untyped-def]
+    """int64 [4, rows]: characters, newlines, characters of the longest line, letters and digits.
+
+    A character beyond ASCII is nearly always a letter, and counts as one.
+    """
+    for row in range(len(offsets) - 1):
+        line = 0
+        for i in range(offsets[row], offsets[row + 1]):
+            byte = data[i]
+            if 0x80 <= byte < 0xC0:
+                continue
+            out[0, row] += 1
+            line += 1
+            if byte == 10:
+                out[1, row] += 1
+                line = 0
+            elif byte >= 0xC2 or 48 <= byte < 58 or 65 <= byte < 91 or 97 <= byte < 123:
+                out[3, row] += 1
+            out[2, row] = max(out[2, row], line)

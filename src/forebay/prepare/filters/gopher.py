@@ -1,0 +1,220 @@
+"""The rules by which Gopher's training text was chosen: quality and repetition.
+
+Hides: that a rule is a comparison of two columns measured in compiled code (whose compiler, 0.5 s to import, is left
+to the processes that measure); rules are tried in the published order and the first that fails is the reason.
+
+Source: Rae et al. 2021, "Scaling Language Models" (Gopher), section A.1.1 and table A1. What they leave open (what is
+a word, a duplicate, a top n-gram) is decided as datatrove 0.10 does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from forebay.errors import UsageError
+from forebay.prepare.documents import Verdict
+from forebay.prepare.filters.exceptions import hash_table
+from forebay.prepare.filters.fields import (
+    first_failing,
+    measure,
+    need_count,
+    need_number,
+    need_order,
+    need_strings,
+)
+
+STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
+TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))
+DUPLICATE_NGRAMS = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
+
+
+@dataclass(frozen=True)
+class GopherQuality:
+    """Drop text that does not look like prose: too short, odd words, lists, teasers, no stop words.
+
+    A minimum of 0 or a maximum of `inf` switches its rule off. A value at a threshold is kept.
+
+    Args:
+        min_words, max_words: Words that are not all symbols: 50 to 100 000.
+        min_word_chars, max_word_chars: Their mean length: 3 to 10.
+        max_symbols_per_word: `#` signs a word, and ellipses a word: 0.1.
+        max_bullet_lines, max_ellipsis_lines: Shares of lines that begin with a bullet (0.9), or end with
+            an ellipsis (0.3).
+        min_alpha_words: Share of words with a letter: 0.8.
+        min_stop_words, stop_words: How many different ones of the list must occur, in that spelling: 2. Give the list
+            of another language for text in it.
+
+    Source: Rae et al. 2021, section A.1.1, "Quality Filtering".
+    """
+
+    min_words: float = 50
+    max_words: float = 100_000
+    min_word_chars: float = 3
+    max_word_chars: float = 10
+    max_symbols_per_word: float = 0.1
+    max_bullet_lines: float = 0.9
+    max_ellipsis_lines: float = 0.3
+    min_alpha_words: float = 0.8
+    min_stop_words: int = 2
+    stop_words: tuple[str, ...] = STOP_WORDS
+
+    name: ClassVar[str] = "gopher_quality"
+    version: ClassVar[int] = 1
+    shares_words: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        need_number(self, "min_words", "max_words", "min_word_chars", "max_word_chars", "max_symbols_per_word")
+        need_number(self, "max_bullet_lines", "max_ellipsis_lines")
+        need_number(self, "min_alpha_words", high=1)
+        need_count(self, "min_stop_words")
+        need_strings(self, "stop_words")
+        need_order(self, "min_words", "max_words")
+        need_order(self, "min_word_chars", "max_word_chars")
+        if self.min_stop_words > len(set(self.stop_words)):
+            got = f"got {self.min_stop_words}"
+            raise UsageError(
+                f"min_stop_words: expected at most the number of stop_words ({len(self.stop_words)}), {got}"
+            )
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """In the order in which they are tried."""
+        return (
+            "gopher_short",
+            "gopher_long",
+            "gopher_short_words",
+            "gopher_long_words",
+            "gopher_hashes",
+            "gopher_ellipses",
+            "gopher_bullet_lines",
+            "gopher_ellipsis_lines",
+            "gopher_alpha_words",
+            "gopher_stop_words",
+        )
+
+    def files(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def apply(self, batch: pa.RecordBatch) -> Verdict:
+        """Drop what fails a rule."""
+        from forebay.prepare.filters.kernels import QUALITY, measure_quality
+
+        m = dict(zip(QUALITY, measure(measure_quality, batch, len(QUALITY), _stop_table(self.stop_words)), strict=True))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            mean = m["text_chars"] / m["text_words"]  # of no words: no number, which no rule drops
+            failed = (
+                m["text_words"] < self.min_words,
+                m["text_words"] > self.max_words,
+                mean < self.min_word_chars,
+                mean > self.max_word_chars,
+                m["hashes"] / m["words"] > self.max_symbols_per_word,
+                m["ellipses"] / m["words"] > self.max_symbols_per_word,
+                m["bullets"] / m["lines"] > self.max_bullet_lines,
+                m["trails"] / m["lines"] > self.max_ellipsis_lines,
+                m["alpha_words"] / m["words"] < self.min_alpha_words,
+                m["stops"] < self.min_stop_words,
+            )
+        return Verdict(batch, first_failing(*failed))
+
+
+@lru_cache(16)
+def _stop_table(words: tuple[str, ...]) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+    unique = {word: index for index, word in enumerate(dict.fromkeys(words))}
+    return hash_table(unique, max(16, 1 << (4 * len(unique)).bit_length()))
+
+
+@dataclass(frozen=True)
+class GopherRepetition:
+    """Drop text that repeats its lines, paragraphs or phrases.
+
+    A maximum of `inf`, or an empty list, switches a rule off. A value at a threshold is kept.
+
+    Args:
+        max_duplicate_paragraphs, max_duplicate_paragraph_chars: Shares of paragraphs (between empty lines) that came
+            before, and of characters in them: 0.3, 0.2.
+        max_duplicate_lines, max_duplicate_line_chars: The same for lines.
+        top_ngrams: `[n, share]`: most characters that the commonest n-gram may cover.
+        duplicate_ngrams: `[n, share]`: most characters that n-grams which came before may cover.
+
+    Source: Rae et al. 2021, table A1.
+    """
+
+    max_duplicate_paragraphs: float = 0.30
+    max_duplicate_paragraph_chars: float = 0.20
+    max_duplicate_lines: float = 0.30
+    max_duplicate_line_chars: float = 0.20
+    top_ngrams: tuple[tuple[int, float], ...] = TOP_NGRAMS
+    duplicate_ngrams: tuple[tuple[int, float], ...] = DUPLICATE_NGRAMS
+
+    name: ClassVar[str] = "gopher_repetition"
+    version: ClassVar[int] = 1
+    shares_words: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        need_number(self, "max_duplicate_paragraphs", "max_duplicate_paragraph_chars")
+        need_number(self, "max_duplicate_lines", "max_duplicate_line_chars")
+        for name in ("top_ngrams", "duplicate_ngrams"):
+            object.__setattr__(self, name, _ngram_limits(name, getattr(self, name)))
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """In the order in which they are tried."""
+        return (
+            "gopher_empty",
+            "gopher_duplicate_paragraphs",
+            "gopher_duplicate_paragraph_chars",
+            "gopher_duplicate_lines",
+            "gopher_duplicate_line_chars",
+            *(f"gopher_top_{n}_gram" for n, _ in self.top_ngrams),
+            *(f"gopher_duplicate_{n}_grams" for n, _ in self.duplicate_ngrams),
+        )
+
+    def files(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def apply(self, batch: pa.RecordBatch) -> Verdict:
+        """Drop what fails a rule."""
+        from forebay.prepare.filters.kernels import REPETITION, measure_repetition
+        from forebay.prepare.filters.words import read_only
+
+        grams = (*self.top_ngrams, *self.duplicate_ngrams)
+        sizes = sorted((n, len(REPETITION) + i, i < len(self.top_ngrams)) for i, (n, _) in enumerate(grams))
+        table = read_only(np.array(sizes, np.int64).reshape(-1, 3))
+        columns = measure(measure_repetition, batch, len(REPETITION) + len(grams), [table])
+        m = dict(zip(REPETITION, columns[: len(REPETITION)], strict=True))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            failed = (
+                m["chars"] == 0,
+                m["same_paragraphs"] / m["paragraphs"] > self.max_duplicate_paragraphs,
+                m["paragraph_chars"] / m["chars"] > self.max_duplicate_paragraph_chars,
+                m["same_lines"] / m["lines"] > self.max_duplicate_lines,
+                m["line_chars"] / m["chars"] > self.max_duplicate_line_chars,
+                *(
+                    chars / m["chars"] > limit
+                    for chars, (_, limit) in zip(columns[len(REPETITION) :], grams, strict=True)
+                ),
+            )
+        return Verdict(batch, first_failing(*failed))
+
+
+def _ngram_limits(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    good = isinstance(value, (list, tuple)) and all(
+        isinstance(pair, (list, tuple))
+        and len(pair) == 2
+        and type(pair[0]) is int
+        and 1 <= pair[0] <= 100
+        and type(pair[1]) in (int, float)
+        and pair[1] >= 0
+        for pair in value
+    )
+    if not good or len({n for n, _ in value}) != len(value):
+        raise UsageError(f"{name}: expected pairs [n, share] of different n from 1 to 100, got {value!r}")
+    return tuple((n, float(share)) for n, share in value)

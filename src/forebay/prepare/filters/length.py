@@ -1,0 +1,75 @@
+"""Length: drop what is too short or too long.
+
+Hides: that characters and words are counted in one pass over the bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from forebay.prepare.documents import Verdict, text_buffers
+from forebay.prepare.filters.characters import character_table
+from forebay.prepare.filters.fields import first_failing, need_number, need_order
+from forebay.prepare.filters.kernels import measure_length
+from forebay.prepare.filters.words import read_only
+
+BYTES_PER_TOKEN = 4
+"""UTF-8 bytes of English text to a token of a vocabulary of 50 000, about; an estimate, before there is a tokenizer."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """Keep documents of `min` to `max` characters, words and tokens, both included.
+
+    Args:
+        min_chars, max_chars: Unicode characters.
+        min_words, max_words: Runs of characters without white space between.
+        min_tokens, max_tokens: Estimated: bytes / 4.
+    """
+
+    min_chars: float = 1
+    max_chars: float = float("inf")
+    min_words: float = 0
+    max_words: float = float("inf")
+    min_tokens: float = 0
+    max_tokens: float = float("inf")
+
+    name: ClassVar[str] = "length"
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        for unit in ("chars", "words", "tokens"):
+            need_number(self, f"min_{unit}", f"max_{unit}")
+            need_order(self, f"min_{unit}", f"max_{unit}")
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """In the order in which they are tried."""
+        return ("few_chars", "many_chars", "few_words", "many_words", "few_tokens", "many_tokens")
+
+    def files(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def apply(self, batch: pa.RecordBatch) -> Verdict:
+        """Drop what is outside one of the intervals."""
+        offsets, data = text_buffers(batch.column("text"))
+        counts = np.zeros((batch.num_rows, 2), np.int64)
+        measure_length(read_only(offsets), read_only(data), character_table(), counts)
+        chars, words = counts.T
+        tokens = np.diff(offsets) / BYTES_PER_TOKEN
+        return Verdict(
+            batch,
+            first_failing(
+                chars < self.min_chars,
+                chars > self.max_chars,
+                words < self.min_words,
+                words > self.max_words,
+                tokens < self.min_tokens,
+                tokens > self.max_tokens,
+            ),
+        )

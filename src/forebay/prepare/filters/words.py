@@ -1,0 +1,397 @@
+"""Text to words, in compiled code over UTF-8 bytes.
+
+Hides: the rules by which a chunk between white space is cut. They follow spaCy's rule-based tokenizer for English
+(prefixes, suffixes, infixes, contractions, abbreviations, addresses), which datatrove's filters measure with, in one
+scan without a regular expression. Of 330 000 words in 600 real texts 99.87 % were the same; of 5000 texts 99.92 %
+were kept or dropped alike by both Gopher filters, of 1666 made to lie near a threshold 99.88 %: addresses glued to wiki
+markup are what was seen to differ. Time is linear in the text, about 90 MB/s.
+Whoever edits this file must delete `__pycache__/*.nbi` beside it: numba keeps kernels of other files that call it.
+Languages written without spaces are not segmented: a chunk is a word.
+
+Source: spaCy 3.8, `Tokenizer` and `lang/en`, whose decisions it follows in other code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from forebay.prepare.filters.characters import (
+    CURRENCY,
+    DIGIT,
+    EDGE,
+    ICON,
+    LOWER,
+    OPENING,
+    QUOTE,
+    ROWS,
+    SPACE,
+    UPPER,
+    character_table,
+)
+from forebay.prepare.filters.exceptions import MIX, special_words
+
+LOOK_BYTES = 8 << 20
+"""Longer documents are judged by their first so many bytes: bounded memory (about 300 MB in the worst case)."""
+
+_LAST = ROWS - 1
+_ALPHA = LOWER | UPPER
+_SPECIAL_CHARS = 12
+
+
+def tables() -> tuple[NDArray[np.uint16], NDArray[np.uint64], NDArray[np.int32]]:
+    """What every kernel that cuts words is given first."""
+    return character_table(), *special_words()
+
+
+def clip(offsets: NDArray[np.int64], data: NDArray[np.uint8], limit: int = LOOK_BYTES) -> NDArray[np.int64]:
+    """Where to stop in each row: after all of it, or before the character that passes the limit."""
+    stops = offsets[1:].copy()
+    for row in np.flatnonzero(np.diff(offsets) > limit):
+        stop = offsets[row] + limit
+        while data[stop] & 0xC0 == 0x80:
+            stop -= 1
+        stops[row] = stop
+    return stops
+
+
+def read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """The same memory, not writable: Arrow's buffers are, and kernels are compiled for one kind of array only."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+@njit(nogil=True, cache=True)
+def decode(data, start, stop, points):  # type: ignore[no-untyped-def]
+    """Code points of UTF-8 `data[start:stop]` into `points` uint32; how many there are."""
+    n = 0
+    i = start
+    while i < stop:
+        b = np.uint32(data[i])
+        if b < 0x80:
+            i += 1
+        elif b < 0xE0:
+            b = ((b & 0x1F) << 6) | (data[i + 1] & 0x3F)
+            i += 2
+        elif b < 0xF0:
+            b = ((b & 0x0F) << 12) | (np.uint32(data[i + 1] & 0x3F) << 6) | (data[i + 2] & 0x3F)
+            i += 3
+        else:
+            high = ((b & 0x07) << 18) | (np.uint32(data[i + 1] & 0x3F) << 12)
+            b = high | (np.uint32(data[i + 2] & 0x3F) << 6) | (data[i + 3] & 0x3F)
+            i += 4
+        points[n] = b
+        n += 1
+    return n
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def kind(table, point):  # type: ignore[no-untyped-def]
+    """The bits of a code point."""
+    return table[point] if point < _LAST else table[_LAST]
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def hash_points(points, start, stop):  # type: ignore[no-untyped-def]
+    """`hash_word` of `points[start:stop]`."""
+    h = np.uint64(0)
+    for i in range(start, stop):
+        h = (h ^ np.uint64(points[i])) * np.uint64(MIX)
+        h ^= h >> np.uint64(29)
+    h *= np.uint64(MIX)
+    return h if h != 0 else np.uint64(1)
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def look_up(keys, values, h):  # type: ignore[no-untyped-def]
+    """The value of a hash in a `hash_table`, or -1."""
+    mask = np.uint64(len(keys) - 1)
+    slot = h & mask
+    while keys[slot] != 0:
+        if keys[slot] == h:
+            return values[slot]
+        slot = (slot + np.uint64(1)) & mask
+    return np.int32(-1)
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def _special(points, start, stop, keys, values):  # type: ignore[no-untyped-def]
+    if stop - start > _SPECIAL_CHARS or stop <= start:
+        return np.int32(-1)
+    return look_up(keys, values, hash_points(points, start, stop))
+
+
+@njit(nogil=True, cache=True)
+def _is_address(points, start, stop, kinds):  # type: ignore[no-untyped-def]
+    """Whether it reads as a URL or an e-mail address: labels with points between, the last one of small letters."""
+    begin = start
+    first_slash = stop
+    for i in range(start, stop):
+        if points[i] == 47:
+            if i > start + 2 and points[i - 1] == 58 and i + 1 < stop and points[i + 1] == 47:
+                begin = i + 2
+            first_slash = i
+            break
+    if begin > start:
+        first_slash = stop
+        for i in range(begin, stop):
+            if points[i] == 47:
+                first_slash = i
+                break
+    for i in range(begin, first_slash):
+        if points[i] == 64:
+            begin = i + 1
+    label, letters, dots = 0, True, 0
+    i = begin
+    while i < first_slash:
+        c = points[i]
+        if c == 46:
+            if label == 0:
+                return False
+            dots += 1
+            label, letters = 0, True
+        elif kinds[i] & (_ALPHA | DIGIT) or c == 45 or c == 95 or c >= 0xA1:
+            label += 1
+            letters = letters and kinds[i] & LOWER != 0
+        else:
+            break
+        i += 1
+    if i < stop and points[i] != 47 and points[i] != 58 and points[i] != 63 and points[i] != 35:
+        return False
+    return dots > 0 and letters and label >= 2
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def _before(points, start, stop, kinds):  # type: ignore[no-untyped-def]
+    """How many characters are cut off before a word."""
+    c = points[start]
+    if c == 46:
+        i = start
+        while i < stop and points[i] == 46:
+            i += 1
+        return i - start if i - start >= 2 else 0
+    if kinds[start] & (EDGE | OPENING):
+        return 1
+    if c == 43:
+        return 0 if start + 1 < stop and kinds[start + 1] & DIGIT else 1
+    return 0
+
+
+@njit(nogil=True, cache=True)
+def _unit(points, start, stop, kinds):  # type: ignore[no-untyped-def]
+    """How many characters of a unit of measure end a number."""
+    i = stop
+    while i > start and stop - i < 4 and kinds[i - 1] & DIGIT == 0:
+        i -= 1
+    n = stop - i
+    if i == start or n == 0 or kinds[i - 1] & DIGIT == 0:
+        return 0
+    a = points[i]
+    b = points[i + 1] if n > 1 else np.uint32(0)
+    if n == 1:
+        return 1 if a == 109 or a == 103 or a == 116 or a == 84 or a == 71 or a == 77 or a == 75 or a == 37 else 0
+    if n == 2:
+        if b == 109:  # km, dm, cm, mm, nm
+            return 2 if a == 107 or a == 100 or a == 99 or a == 109 or a == 110 else 0
+        if b == 98 or b == 66:  # mb, kb, gb, tb; lb
+            return 2 if a | 32 == 109 or a | 32 == 107 or a | 32 == 103 or a | 32 == 116 or a == 108 else 0
+        if b == 103:  # kg, mg
+            return 2 if a == 107 or a == 109 else 0
+        # ha, yd, in, ft, oz, Pa
+        pair = a * 256 + b
+        ha_yd_in = pair == 0x6861 or pair == 0x7964 or pair == 0x696E
+        return 2 if ha_yd_in or pair == 0x6674 or pair == 0x6F7A or pair == 0x5061 else 0
+    c = points[i + 2]
+    if n == 3:
+        return 3 if c == 104 and ((a == 109 and b == 112) or (a == 107 and b == 109)) else 0  # mph, kmh
+    return 4 if a == 107 and b == 109 and c == 47 and points[i + 3] == 104 else 0  # km/h
+
+
+@njit(nogil=True, cache=True)
+def _after(points, start, stop, kinds):  # type: ignore[no-untyped-def]
+    """How many characters are cut off after a word."""
+    c = points[stop - 1]
+    k = kinds[stop - 1]
+    p = points[stop - 2] if stop - start > 1 else np.uint32(32)
+    pk = kinds[stop - 2] if stop - start > 1 else np.uint16(SPACE)
+    if c == 46:
+        if p == 46:
+            i = stop
+            while i > start and points[i - 1] == 46:
+                i -= 1
+            return stop - i
+        if pk & (DIGIT | LOWER | QUOTE) or (pk & EDGE and pk & ICON == 0) or p == 37 or p == 0xB2:
+            return 1 if p != 0x2014 and p != 0x2013 else 0
+        if p == 45 or p == 43:
+            return 1
+        if pk & UPPER and stop - start > 2 and kinds[stop - 3] & UPPER:
+            return 1
+        return 0
+    if k & EDGE:
+        return 1
+    if (c == 115 or c == 83) and (p == 39 or p == 0x2019):
+        return 2
+    if pk & DIGIT and (c == 43 or k & CURRENCY):
+        return 1
+    if (97 <= c <= 122) or (65 <= c <= 90) or c == 37:
+        return _unit(points, start, stop, kinds)
+    return 0
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def _between(points, i, stop, kinds):  # type: ignore[no-untyped-def]
+    """How many characters at i, inside of a word, are a word of their own."""
+    c = points[i]
+    k = kinds[i]
+    if k & (_ALPHA | DIGIT) and k & ICON == 0:
+        return 0
+    if c == 0x2026 or k & ICON:
+        return 1
+    if c == 46 and i + 1 < stop and points[i + 1] == 46:
+        j = i
+        while j < stop and points[j] == 46:
+            j += 1
+        return j - i
+    if i + 1 >= stop:
+        return 0
+    before = kinds[i - 1]
+    after = kinds[i + 1]
+    if before & DIGIT and (c == 43 or c == 45 or c == 42 or c == 94) and (after & DIGIT or points[i + 1] == 45):
+        return 1
+    if c == 46:
+        return 1 if before & (LOWER | QUOTE) and after & (UPPER | QUOTE) else 0
+    if c == 44:
+        return 1 if before & _ALPHA and after & _ALPHA else 0
+    if before & (_ALPHA | DIGIT) == 0:
+        return 0
+    if c == 58 or c == 60 or c == 62 or c == 61 or c == 47 or c == 0x2013 or c == 126:
+        return 1 if after & _ALPHA else 0
+    if c == 45 or c == 0x2014:
+        for n in range(1, 4):
+            if i + n >= stop or (n == 3 and c == 0x2014):
+                return 0
+            if kinds[i + n] & _ALPHA:
+                return n
+            if points[i + n] != c:
+                return 0
+    return 0
+
+
+@njit(nogil=True, cache=True)
+def _join(points, keys, values, begins, ends, first, n):  # type: ignore[no-untyped-def]
+    """Words [first, n) of a chunk with two or three in a row that are one exception put together: `: -)`, `Mrs .`."""
+    if n - first < 2:
+        return n
+    at, i = first, first
+    while i < n:
+        size = 1
+        for more in (3, 2):
+            if i + more <= n and _special(points, begins[i], ends[i + more - 1], keys, values) == 0:
+                size = more
+                break
+        begins[at], ends[at] = begins[i], ends[i + size - 1]
+        at += 1
+        i += size
+    return at
+
+
+@njit(nogil=True, cache=True)
+def _cut_chunk(points, start, stop, kinds, keys, values, begins, ends, n, tail):  # type: ignore[no-untyped-def]
+    """The words of a chunk without white space, after the first n; how many there are then."""
+    cut = np.int32(-1)
+    first, tails = n, 0
+    while start < stop:
+        cut = _special(points, start, stop, keys, values)
+        if cut >= 0:
+            break
+        prefix = _before(points, start, stop, kinds)
+        if prefix:
+            begins[n], ends[n] = start, start + prefix
+            n += 1
+            start += prefix
+            if _special(points, start, stop, keys, values) >= 0:
+                continue
+        suffix = _after(points, start, stop, kinds) if start < stop else 0
+        if suffix:
+            tail[tails] = stop
+            tails += 1
+            stop -= suffix
+        if prefix == 0 and suffix == 0:
+            break
+    rest = stop
+    if start < stop and cut > 0:
+        begins[n], ends[n] = start, start + cut
+        n += 1
+        start += cut
+    elif start < stop and cut < 0 and not _is_address(points, start, stop, kinds):
+        i = start
+        while i < stop:
+            infix = _between(points, i, stop, kinds) if i > start else 0
+            if infix == 0:
+                i += 1
+                continue
+            begins[n], ends[n] = start, i
+            begins[n + 1], ends[n + 1] = i, i + infix
+            n += 2
+            i += infix
+            start = i
+    if start < stop:
+        begins[n], ends[n] = start, stop
+        n += 1
+    for t in range(tails - 1, -1, -1):
+        begins[n], ends[n] = rest, tail[t]
+        rest = tail[t]
+        n += 1
+    return _join(points, keys, values, begins, ends, first, n)
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def _is_plain_end(points, start, stop, kinds, keys, values):  # type: ignore[no-untyped-def]
+    """Whether of a chunk of letters and one mark the mark is cut off, and nothing else: what `_cut_chunk` would do."""
+    last, before = kinds[stop - 1], kinds[stop - 2]
+    if stop - 1 == start or not (last & EDGE or (points[stop - 1] == 46 and before & LOWER)):
+        return False
+    whole = _special(points, start, stop, keys, values)
+    return whole < 0 and _special(points, start, stop - 1, keys, values) < 0
+
+
+@njit(nogil=True, cache=True)
+def cut_words(points, start, stop, table, keys, values, begins, ends, tail, kinds):  # type: ignore[no-untyped-def]
+    """Word i of `points[start:stop]` is `points[begins[i]:ends[i]]`; how many there are.
+
+    `begins`, `ends` and `tail` are int32, and `kinds` is uint16, with room for one entry a character.
+    """
+    for i in range(start, stop):
+        kinds[i] = kind(table, points[i])
+    n = 0
+    i = start
+    while i < stop:
+        if kinds[i] & SPACE:
+            i += 1
+            continue
+        j = i
+        while j < stop and kinds[j] & _ALPHA and kinds[j] & (EDGE | OPENING) == 0:
+            j += 1
+        letters = j
+        while j < stop and kinds[j] & SPACE == 0:
+            j += 1
+        if letters == j:  # letters alone: four words of five are cut by no rule
+            cut = _special(points, i, j, keys, values)
+            if cut > 0:
+                begins[n], ends[n] = i, i + cut
+                n += 1
+                i += cut
+            begins[n], ends[n] = i, j
+            n += 1
+        elif letters == j - 1 and _is_plain_end(points, i, j, kinds, keys, values):
+            begins[n], ends[n] = i, letters
+            begins[n + 1], ends[n + 1] = letters, j
+            n += 2
+        else:
+            n = _cut_chunk(points, i, j, kinds, keys, values, begins, ends, n, tail)
+        i = j
+    return n

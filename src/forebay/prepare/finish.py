@@ -1,0 +1,252 @@
+"""From kept documents to datasets: encode, shuffle, slice, and the manifests, the main one last.
+
+Hides: that each named subset is a dataset of its own, and that fine-tuning has rows where pre-training has tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.dataset.manifest import (
+    DOCUMENTS_FILE,
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    TABLE_FILE,
+    Manifest,
+    SliceInfo,
+    SliceTable,
+    dataset_id,
+)
+from forebay.errors import PrepareError
+from forebay.prepare.collect import Corpus, collect, write_ids
+from forebay.prepare.lineage import write_documents
+from forebay.prepare.report import write_report
+from forebay.prepare.stats import Tally
+from forebay.prepare.tokens.coders import CoderSpec
+from forebay.prepare.tokens.encode import Encoded, EncodeTask, encode, finished, left_out_file
+from forebay.prepare.tokens.rows import RowSliceTask, plan_row_slices, shape_of, write_row_slice
+from forebay.prepare.tokens.shuffle import Shuffle, TokenPart, finished_shuffle, plan_shuffle, shuffle
+from forebay.prepare.tokens.slicing import finished_slice, plan_slices, write_slice
+from forebay.prepare.tokens.subsets import TRAIN
+from forebay.prepare.tokens.tokenizers import TokenizerFile
+from forebay.storage.atomic import atomic_write, sync_directory
+
+if TYPE_CHECKING:
+    from forebay.prepare.pipeline import PrepareSummary, Run
+
+TOKENIZER_FILE, REPORT_FILE, CLUSTERS_FILE, SIGNATURES = (
+    "tokenizer.json",
+    "report.html",
+    "clusters.parquet",
+    "signatures",
+)
+
+
+@dataclass(frozen=True)
+class Made:
+    """One dataset that was written, but for its manifest. `files`: what lies beside the slices, with its sha256."""
+
+    name: str
+    folder: Path
+    documents: int
+    tokens: int
+    table: SliceTable
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def facts(self, whole: bytes) -> dict[str, Any]:
+        """What the summary says of a subset."""
+        found = {"id": dataset_id(whole), "documents": self.documents, "tokens": self.tokens}
+        return {**found, "slices": len(self.table)}
+
+
+def finish(run: Run, corpus: Corpus, used: TokenizerFile, tally: Tally, lineage: dict[str, Any]) -> PrepareSummary:
+    """Write all datasets of the run, and what people look at; the main manifest makes it final."""
+    from forebay.prepare.pipeline import PrepareSummary
+
+    collect(run, corpus, tally)
+    encoded = _encode(run, corpus, used)
+    _count(tally, encoded)
+    made = [_slice(run, corpus, encoded, used, name) for name in run.recipe.subsets.names]
+    main, others = made[0], [one for one in made[1:] if one.documents]
+    if not main.documents:
+        raise PrepareError("prepare: expected documents with text, got none that was kept. See the report's reasons.")
+    if corpus.dedup is not None:
+        from forebay.prepare.dedup import store_signatures
+
+        store_signatures(corpus.signed, corpus.dedup, run.recipe.dedup, run.out / SIGNATURES)
+    documents_in = sum(text.documents_in for text in corpus.texts)
+    counts: dict[str, Any] = {
+        "documents_in": documents_in,
+        "documents_out": sum(one.documents for one in made),
+        "tokens": sum(one.tokens for one in made),
+        "slices": sum(len(one.table) for one in made),
+        "dropped": tally.dropped(),
+    }
+    subsets = {one.name: one.facts(_write_manifest(run, one, used, {**lineage, "counts": counts})) for one in others}
+    lineage = {**lineage, "counts": {**counts, "subsets": subsets}}
+    whole = _manifest(run, main, used, lineage).to_json()
+    if subsets:
+        subsets = {TRAIN: main.facts(whole), **subsets}
+    report = corpus.report(run, tally, dataset_id(whole), counts, subsets)
+    write_report(run.out / REPORT_FILE, report)
+    _write_manifest(run, main, used, lineage)
+    shutil.rmtree(run.work)
+    summary = {key: value for key, value in counts.items() if key != "dropped"}
+    return PrepareSummary(run.recipe.name, dataset_id(whole), **summary, dropped=counts["dropped"], subsets=subsets)
+
+
+def _encode(run: Run, corpus: Corpus, used: TokenizerFile) -> list[Encoded]:
+    from forebay.prepare.pipeline import Progress
+
+    atomic_write(run.out / TOKENIZER_FILE, used.data)
+    recipe = run.recipe
+    spec = CoderSpec.of(used, run.out / TOKENIZER_FILE)
+    rendering = recipe.rows.conversations() if recipe.rows else None
+    seen: dict[str, int] = {}
+    tasks = []
+    for index, text in enumerate(corpus.texts):
+        part = text.part(str(run.tasks))
+        occurrence = seen.get(part.name, 0)
+        seen[part.name] = occurrence + 1
+        drop, cut, name = corpus.marks(index, recipe.dedup)
+        tasks.append(
+            EncodeTask(
+                part=part,
+                spec=spec,
+                folder=str(run.tasks),
+                subsets=recipe.subsets,
+                drop=drop,
+                cut=cut,
+                dedup_name=name,
+                shuffle=Shuffle(recipe.slice.seed, occurrence) if recipe.slice.shuffle else None,
+                rendering=rendering,
+                with_ids=run.document_ids,
+            )
+        )
+    sizes = [text.bytes_out for text in corpus.texts]
+    done = documents = kept = 0
+
+    def note(index: int, result: Encoded) -> None:
+        nonlocal done, documents, kept
+        done += sizes[index]
+        documents += result.documents_in
+        kept += result.documents_out
+        run.report(Progress("encode", done, sum(sizes), "B", documents, kept, done))
+
+    run.report(Progress("encode", 0, sum(sizes), "B"))
+    encoded = run.map(encode, tasks, finished, note, sizes)
+    write_ids(run, corpus, [left_out_file(task) for task in tasks])
+    return encoded
+
+
+def _count(tally: Tally, encoded: Sequence[Encoded]) -> None:
+    """The last step of the funnel."""
+    last = next(reversed(tally.funnel.values()))
+    count = tally.stage("tokenize")
+    count.documents_in, count.bytes_in = last.documents_out, last.bytes_out
+    count.documents_out = sum(result.documents_out for result in encoded)
+    count.bytes_out = sum(result.text_bytes for result in encoded)
+    for result in encoded:
+        for reason, n in result.dropped.items():
+            if reason != "duplicate":  # these are counted, by kind, where they were found
+                count.dropped[reason] = count.dropped.get(reason, 0) + n
+        for kind, n in result.changed.items():
+            count.changed[kind] = count.changed.get(kind, 0) + n
+
+
+def _slice(run: Run, corpus: Corpus, encoded: Sequence[Encoded], used: TokenizerFile, subset: str) -> Made:
+    from forebay.prepare.pipeline import Progress
+
+    folder = run.out if subset == TRAIN else run.out / subset
+    (folder / "slices").mkdir(parents=True, exist_ok=True)
+    parts = [result.subsets[subset] for result in encoded if subset in result.subsets]
+    documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
+    if run.recipe.slice.shuffle:
+        parts = _shuffle(run, parts)
+    plans = run.work / "plans"
+    plans.mkdir(exist_ok=True)
+    size = run.recipe.slice
+    rows, shape = run.recipe.rows, None
+    if rows is not None:
+        shape = shape_of(CoderSpec.of(used, ""), rows.max_tokens, labels=rows.labels, packed=rows.packed)
+        plan = plan_row_slices(parts, plans, shape, slice_bytes=size.bytes, slice_rows=size.rows or 0)
+    else:
+        plan = plan_slices(parts, plans, slice_bytes=size.bytes, slice_tokens=size.tokens or 0)
+    done = 0
+
+    def note(_: int, info: SliceInfo) -> None:
+        nonlocal done
+        done += 1
+        run.report(Progress("slice", done, plan.slices, " slices"))
+
+    tasks = plan.tasks(folder)
+    if shape is None:
+        infos = run.map(write_slice, tasks, finished_slice, note)
+    else:
+        infos = run.map(
+            write_row_slice, [RowSliceTask(task, shape) for task in tasks], lambda t: finished_slice(t.task), note
+        )
+    sync_directory(folder / "slices")
+    _forget_other_slices(folder, len(infos))
+    files = {DOCUMENTS_FILE: write_documents(folder / DOCUMENTS_FILE, corpus, parts)} if run.document_ids else {}
+    return Made(subset, folder, documents, tokens, SliceTable.from_rows(infos), files)
+
+
+def _shuffle(run: Run, parts: Sequence[TokenPart]) -> list[TokenPart]:
+    from forebay.prepare.pipeline import Progress
+
+    tasks = plan_shuffle(parts, run.tasks)
+    done = 0
+
+    def note(_: int, part: TokenPart) -> None:
+        nonlocal done
+        done += 1
+        run.report(Progress("shuffle", done, len(tasks), " buckets"))
+
+    return run.map(shuffle, tasks, finished_shuffle, note)
+
+
+def _manifest(run: Run, made: Made, used: TokenizerFile, lineage: dict[str, Any]) -> Manifest:
+    rows = run.recipe.rows is not None
+    data = made.table.to_parquet()
+    atomic_write(made.folder / TABLE_FILE, data)
+    name = run.recipe.name if made.name == TRAIN else f"{run.recipe.name}-{made.name}"
+    return Manifest(
+        format=FORMAT_VERSION,
+        name=name,
+        layout="rows" if rows else "tokens",
+        dtype="" if rows else used.dtype,
+        tokenizer=used.description,
+        vocab_size=used.vocab_size,
+        eos_id=used.eos_id,
+        tokens=0 if rows else made.tokens,
+        rows=int(made.table.count.sum()) if rows else 0,
+        documents=0 if rows else made.documents,
+        slices=len(made.table),
+        bytes=int(made.table.bytes.sum()),
+        table_sha256=hashlib.sha256(data).hexdigest(),
+        lineage={**lineage, "subset": made.name, "files": {TOKENIZER_FILE: used.sha256, **made.files}},
+    )
+
+
+def _write_manifest(run: Run, made: Made, used: TokenizerFile, lineage: dict[str, Any]) -> bytes:
+    """The manifest of a dataset, on disk: from here on it is one."""
+    whole = _manifest(run, made, used, lineage).to_json()
+    atomic_write(made.folder / TOKENIZER_FILE, used.data)
+    for path in made.folder.glob(".*.tmp"):
+        path.unlink()
+    atomic_write(made.folder / MANIFEST_FILE, whole)
+    return whole
+
+
+def _forget_other_slices(folder: Path, count: int) -> None:
+    """Remove what an earlier, unfinished run left: slices of another plan, temporary files."""
+    wanted = {f"{index:06d}.safetensors" for index in range(count)}
+    for path in (folder / "slices").iterdir():
+        if path.name not in wanted:
+            path.unlink()

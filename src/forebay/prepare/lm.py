@@ -1,0 +1,347 @@
+"""Train an n-gram language model from text: interpolated modified Kneser-Ney, written as ARPA.
+
+Hides: that everything larger than the vocabulary lies in files. The corpus becomes a file of word ids; an n-gram is
+numbered in order of (number of its first n - 1 words, last word), so that a key fits 64 bits for any order, and the
+n-grams of each order are sorted in runs and merged. Memory: `chunk` x about 100 bytes, and about 100 bytes a word of
+4 x `vocab_limit`; disk: 8 x (`order` + 1) bytes a word of text and about 70 bytes an n-gram.
+
+Source: Chen and Goodman 1998, section 4.1 (modified Kneser-Ney); Heafield et al. 2013 for the adjusted counts at the
+start of a sentence, the discounts and the unknown word, as KenLM's `lmplz` has them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.lm_words import START, number_words, read_words
+
+_WORD_BITS = 21
+_WORD_MASK = (1 << _WORD_BITS) - 1
+_FALLBACK = (0.5, 1.0, 1.5)  # discounts where the counts of counts give none, as lmplz --discount_fallback
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LmSummary:
+    """What was trained.
+
+    Args:
+        order: The longest n-grams.
+        lines, words: Read, not counting the ends of lines.
+        vocabulary: Words that the model knows, without `<unk>`, `<s>` and `</s>`.
+        unknown_share: Of the words read, those that became `<unk>`.
+        ngrams: Written, by order.
+        discounts: Of counts 1, 2 and 3 or more, by order.
+    """
+
+    order: int
+    lines: int
+    words: int
+    vocabulary: int
+    unknown_share: float
+    ngrams: tuple[int, ...]
+    discounts: tuple[tuple[float, float, float], ...]
+
+
+def train_lm(
+    texts: Iterable[str],
+    out: Path,
+    *,
+    order: int = 3,
+    prune: Sequence[int] = (),
+    vocab_limit: int = 500_000,
+    chunk: int = 1 << 21,
+) -> LmSummary:
+    """Train on texts, read once, and write an ARPA file that KenLM and the filter `perplexity` read.
+
+    The same texts give the same bytes. The file appears when it is complete.
+
+    Args:
+        texts: Documents; each line is a sentence.
+        order: 1 to 8, or fewer if no line has so many words; KenLM as it is usually built reads 2 to 6.
+        prune: By order, n-grams seen at most so often are left out (`(0, 0, 1)`); the last value holds for the orders
+            after it. Must not fall, and not begin above 0.
+        vocab_limit: The most frequent words are known, up to this; the others are `<unk>`. At most 2 000 000.
+        chunk: Words held in memory at once.
+
+    Raises:
+        UsageError: If an argument is out of range.
+        PrepareError: If there is no word in the texts.
+    """
+    limits = _check(order, prune, vocab_limit, chunk)
+    out = Path(out)
+    with tempfile.TemporaryDirectory(prefix=".lm-", dir=out.parent) as folder:
+        work = Path(folder)
+        vocabulary, lines, total = read_words(texts, work / "hashes", vocab_limit)
+        if lines == 0:
+            raise PrepareError("lm train: expected text, got no word in it. Give other inputs.")
+        unknown = number_words(work / "hashes", work / "rank1", vocabulary, chunk)
+        levels = _levels(work, order, len(vocabulary) + 3, chunk)
+        order = len(levels)
+        limits = limits[:order]
+        if order == 1:
+            levels[0].adjusted[:] = _raw_unigrams(work / "rank1", len(vocabulary) + 3, chunk)
+        discounts = [_estimate(work, levels, n, limits, chunk) for n in range(1, order + 1)]
+        words = ["<unk>", "<s>", "</s>", *(word.decode() for word, _ in vocabulary)]
+        ngrams = _write(out, levels, limits, words, chunk)
+    share = unknown / max(total, 1)
+    return LmSummary(order, lines, total, len(vocabulary), share, ngrams, tuple(discounts))
+
+
+def _check(order: int, prune: Sequence[int], vocab_limit: int, chunk: int) -> tuple[int, ...]:
+    if not 1 <= order <= 8:
+        raise UsageError(f"order: expected 1 to 8, got {order}")
+    if not 1 <= vocab_limit <= 2_000_000:
+        raise UsageError(f"vocab_limit: expected 1 to 2000000, got {vocab_limit}")
+    if chunk < 16:
+        raise UsageError(f"chunk: expected at least 16 words, got {chunk}")
+    limits = (*prune, *[prune[-1] if prune else 0] * order)[:order]
+    if len(prune) > order or limits[0] != 0 or list(limits) != sorted(limits):
+        raise UsageError(f"prune: expected up to {order} counts from 0 that do not fall, got {tuple(prune)}")
+    return limits
+
+
+# Counting
+
+
+@dataclass
+class _Level:
+    """The n-grams of one order, by number; arrays are files in memory's clothes.
+
+    `keys` is number of the first n - 1 words << 21 | last word; for order 1 the number is the word.
+    """
+
+    order: int
+    keys: Ints
+    counts: Ints
+    suffix: Ints  # number of the last n - 1 words in the order below
+    at_start: NDArray[np.bool_]  # whether it begins with <s>
+    adjusted: Ints
+    probability: Floats
+    backoff: Floats
+
+
+def _unigrams(words: int) -> _Level:
+    at_start = np.arange(words) == START
+    empty = np.zeros(0, np.int64)
+    counts = np.full(words, 1 << 62, np.int64)
+    return _Level(
+        1, np.arange(words), counts, empty, at_start, np.zeros(words, np.int64), np.zeros(words), np.ones(words)
+    )
+
+
+def _levels(work: Path, order: int, words: int, chunk: int) -> list[_Level]:
+    """The n-grams of all orders, up to the longest that the text has."""
+    levels = [_unigrams(words)]
+    for n in range(2, order + 1):
+        level = _count(work, n, levels[-1], n < order, chunk)
+        if level is None:  # the last order counts in another way: again, with the one before as the last
+            return _levels(work, n - 1, words, chunk)
+        levels.append(level)
+    return levels
+
+
+def _raw_unigrams(ids: Path, words: int, chunk: int) -> Ints:
+    total = np.zeros(words, np.int64)
+    for _, part in _parts(np.memmap(ids, np.int64, "r"), chunk):
+        total += np.bincount(part, minlength=words)
+    total[START] = 0
+    return total
+
+
+def _parts(array: NDArray[np.int64], chunk: int) -> Iterator[tuple[int, Ints]]:
+    for start in range(0, len(array), chunk):
+        yield start, np.asarray(array[start : start + chunk])
+
+
+def _count(work: Path, n: int, below: _Level, number: bool, chunk: int) -> _Level | None:
+    """The n-grams of order n, None if there are none; with `number`, also the file of their numbers by place."""
+    ids, ranks = np.memmap(work / "rank1", np.int64, "r"), np.memmap(work / f"rank{n - 1}", np.int64, "r")
+    runs: list[tuple[Path, int]] = []
+    for start in range(1, len(ids), chunk):
+        keys = _keys(ids, ranks, start, chunk)
+        unique, times = np.unique(keys[keys >= 0], return_counts=True)
+        runs.append((work / f"run{n}.{len(runs)}", len(unique)))
+        with runs[-1][0].open("wb") as file:
+            file.write(np.stack([unique, times], 1).data)
+    size = _merge(runs, work / f"keys{n}", work / f"counts{n}", chunk)
+    if not size:
+        return None
+
+    def array(name: str, dtype: type, mode: Literal["r", "w+"] = "w+") -> NDArray[Any]:
+        return np.memmap(work / f"{name}{n}", dtype, mode, shape=(size,))
+
+    level = _Level(
+        order=n,
+        keys=array("keys", np.int64, "r"),
+        counts=array("counts", np.int64, "r"),
+        suffix=array("suffix", np.int64),
+        at_start=array("start", np.bool_),
+        adjusted=array("adjusted", np.int64),
+        probability=array("probability", np.float64),
+        backoff=array("backoff", np.float64),
+    )
+    level.backoff[:] = 1
+    for start, keys in _parts(level.keys, chunk):
+        prefix, word = keys >> _WORD_BITS, keys & _WORD_MASK
+        suffix = word if n == 2 else _find(below.keys, below.suffix[prefix] << _WORD_BITS | word)
+        level.suffix[start : start + chunk] = suffix
+        level.at_start[start : start + chunk] = below.at_start[prefix]
+        np.add.at(below.adjusted, suffix, 1)
+    for start, counts in _parts(below.counts, chunk) if n > 2 else ():
+        begins = np.asarray(below.at_start[start : start + chunk])
+        below.adjusted[start : start + chunk][begins] = counts[begins]
+    if number:
+        with (work / f"rank{n}").open("wb") as file:
+            file.write(np.array([-1], np.int64).data)
+            for start in range(1, len(ids), chunk):
+                keys = _keys(ids, ranks, start, chunk)
+                found = np.full(len(keys), -1, np.int64)
+                found[keys >= 0] = _find(level.keys, keys[keys >= 0])
+                file.write(found.data)
+    else:
+        level.adjusted[:] = level.counts
+    return level
+
+
+def _keys(ids: Ints, ranks: Ints, start: int, chunk: int) -> Ints:
+    """Keys of the n-grams that end in [start, start + chunk); -1 where none does."""
+    stop = min(start + chunk, len(ids))
+    word, prefix = np.asarray(ids[start:stop]), np.asarray(ranks[start - 1 : stop - 1])
+    return np.where((word == START) | (prefix < 0), -1, prefix << _WORD_BITS | word)
+
+
+def _find(keys: Ints, wanted: Ints) -> Ints:
+    """Numbers of keys that are all there; asked in order, for the file's sake."""
+    unique, inverse = np.unique(wanted, return_inverse=True)
+    found: Ints = np.searchsorted(keys, unique)[inverse]
+    return found
+
+
+def _merge(runs: list[tuple[Path, int]], keys: Path, counts: Path, chunk: int) -> int:
+    """Merge sorted runs of (key, count) into two files; how many different keys."""
+    maps = [np.memmap(path, np.int64, "r", shape=(size, 2)) for path, size in runs if size]
+    at = [0] * len(maps)
+    block = max(1024, 2 * chunk // max(len(maps), 1))
+    written = 0
+    with keys.open("wb") as key_file, counts.open("wb") as count_file:
+        while any(a < len(m) for a, m in zip(at, maps, strict=True)):
+            blocks = [np.asarray(m[a : a + block]) for a, m in zip(at, maps, strict=True)]
+            open_ends = [b[-1, 0] for a, m, b in zip(at, maps, blocks, strict=True) if a + block < len(m)]
+            limit = min(open_ends) if open_ends else np.iinfo(np.int64).max
+            takes = [int(np.searchsorted(b[:, 0], limit, "right")) for b in blocks]
+            part = np.concatenate([b[:take] for b, take in zip(blocks, takes, strict=True)])
+            unique, inverse = np.unique(part[:, 0], return_inverse=True)
+            total = np.zeros(len(unique), np.int64)
+            np.add.at(total, inverse, part[:, 1])
+            key_file.write(unique.data)
+            count_file.write(total.data)
+            written += len(unique)
+            at = [a + take for a, take in zip(at, takes, strict=True)]
+    for path, _ in runs:
+        path.unlink()
+    return written
+
+
+# Probabilities
+
+
+def _discounts(adjusted: Ints, skip: Callable[[int, int], NDArray[np.bool_]], chunk: int) -> tuple[float, float, float]:
+    t = np.zeros(5)
+    for start, part in _parts(adjusted, chunk):
+        part = part[~skip(start, start + len(part))]
+        t += np.bincount(np.minimum(part, 5), minlength=6)[:5]
+    if (t[1:4] == 0).any():
+        return _FALLBACK
+    y = t[1] / (t[1] + 2 * t[2])
+    found = tuple(float(k - (k + 1) * y * t[k + 1] / t[k]) for k in (1, 2, 3))
+    if not all(0 < d <= k for k, d in enumerate(found, 1)):
+        return _FALLBACK
+    return found[0], found[1], found[2]
+
+
+def _estimate(
+    work: Path, levels: list[_Level], n: int, limits: tuple[int, ...], chunk: int
+) -> tuple[float, float, float]:
+    """Fill in the probabilities of order n, and the backoffs of its contexts."""
+    level = levels[n - 1]
+    if n == 1:
+        found = _discounts(level.adjusted, lambda a, b: level.at_start[a:b], chunk)
+        steps, counts = np.array([0.0, *found]), level.adjusted
+        taken = steps[np.minimum(counts, 3)]
+        total = counts.sum()
+        level.probability[:] = (counts - taken) / total + taken.sum() / total / (len(counts) - 1)
+        return found
+    below = levels[n - 2]
+    found = _discounts(level.adjusted, lambda a, b: np.zeros(b - a, bool), chunk)
+    steps = np.array([0.0, *found])
+    totals = np.memmap(work / f"total{n}", np.float64, "w+", shape=below.keys.shape)
+    spare = np.memmap(work / f"spare{n}", np.float64, "w+", shape=below.keys.shape)
+    for start, keys in _parts(level.keys, chunk):
+        part = slice(start, start + len(keys))
+        counts = np.asarray(level.adjusted[part])
+        kept = level.counts[part] > limits[n - 1]
+        np.add.at(totals, keys >> _WORD_BITS, counts)
+        np.add.at(spare, keys >> _WORD_BITS, np.where(kept, steps[np.minimum(counts, 3)], counts))
+    for start in range(0, len(totals), chunk):
+        part = slice(start, start + chunk)
+        seen = totals[part] > 0
+        below.backoff[part][seen] = spare[part][seen] / totals[part][seen]
+    for start, keys in _parts(level.keys, chunk):
+        part = slice(start, start + len(keys))
+        counts, prefix = np.asarray(level.adjusted[part]), keys >> _WORD_BITS
+        direct = (counts - steps[np.minimum(counts, 3)]) / totals[prefix]
+        level.probability[part] = direct + below.backoff[prefix] * below.probability[level.suffix[part]]
+    return found
+
+
+# Writing
+
+
+def _write(out: Path, levels: list[_Level], limits: tuple[int, ...], words: list[str], chunk: int) -> tuple[int, ...]:
+    sizes = tuple(int((level.counts > limit).sum()) for level, limit in zip(levels, limits, strict=True))
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            file.write("\\data\\\n" + "".join(f"ngram {n}={size}\n" for n, size in enumerate(sizes, 1)))
+            for level, limit in zip(levels, limits, strict=True):
+                file.write(f"\n\\{level.order}-grams:\n")
+                for start, counts in _parts(level.counts, min(chunk, 1 << 17)):
+                    numbers = start + np.flatnonzero(counts > limit)
+                    file.writelines(_lines(levels, level, numbers, words))
+            file.write("\n\\end\\\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return sizes
+
+
+def _lines(levels: list[_Level], level: _Level, numbers: Ints, words: list[str]) -> Iterator[str]:
+    columns = []
+    current = numbers
+    for upper in reversed(levels[1 : level.order]):
+        keys = upper.keys[current]
+        columns.append((keys & _WORD_MASK).tolist())
+        current = keys >> _WORD_BITS
+    columns.append(current.tolist())
+    logs = np.log10(np.maximum(level.probability[numbers], 1e-99))
+    if level.order == 1:
+        logs[numbers == START] = -99
+    grams = (" ".join(words[word] for word in gram) for gram in zip(*reversed(columns), strict=True))
+    if level.order == len(levels):
+        return (f"{p:.7g}\t{gram}\n" for p, gram in zip(logs.tolist(), grams, strict=True))
+    backoffs = np.log10(np.maximum(level.backoff[numbers], 1e-99)).tolist()
+    return (f"{p:.7g}\t{gram}\t{b:.7g}\n" for p, gram, b in zip(logs.tolist(), grams, backoffs, strict=True))

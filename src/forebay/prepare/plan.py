@@ -1,0 +1,109 @@
+"""What a preparation would do, before anything is read but the first bytes of each file.
+
+Hides: how a sample is taken: some of the pieces, spread evenly, and of those as many documents as make it exact.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forebay.prepare.read import cut, find_sources
+from forebay.prepare.read.base import Piece
+from forebay.prepare.recipe import Recipe
+
+
+def cores() -> int:
+    """How many processes this one may keep busy."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def sampled(pieces: list[Piece], fraction: float) -> tuple[list[Piece], float]:
+    """About that share of the pieces, spread evenly, and the share of their documents that makes it exact."""
+    if fraction >= 1 or not pieces:
+        return pieces, 1.0
+    count = min(len(pieces), max(1, round(len(pieces) * fraction + 0.5)))
+    chosen = [pieces[index * len(pieces) // count] for index in range(count)]
+    return chosen, min(1.0, fraction * len(pieces) / count)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `prepare` would do, before anything is read but the first bytes of each file."""
+
+    inputs: dict[str, tuple[int, int]]
+    skipped: int
+    pieces: int
+    sample: float
+    recipe: Recipe
+    workers: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of input as they lie there."""
+        return int(sum(size for _, size in self.inputs.values()) * self.sample)
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "inputs": {name: {"files": files, "bytes": size} for name, (files, size) in self.inputs.items()},
+            "skipped": self.skipped,
+            "tasks": self.pieces,
+            "bytes": self.bytes,
+            "workers": self.workers,
+            "recipe": self.recipe.to_json(),
+        }
+
+    def to_text(self) -> str:
+        """For people."""
+        recipe = self.recipe
+        lines = ["read"]
+        for name, (files, size) in sorted(self.inputs.items()):
+            lines.append(f"  {name:<14} {files:>8,} files  {show_bytes(size):>10}")
+        if self.skipped:
+            lines.append(f"  passed over    {self.skipped:>8,} files of no known format")
+        share = f", a sample of {recipe.sample:.3g}" if recipe.sample < 1 else ""
+        lines.append(f"  {show_bytes(self.bytes)} in {self.pieces:,} tasks over {self.workers} processes{share}")
+        for name, settings in recipe.to_json()["stages"]:
+            shown = ", ".join(f"{k}={v!r}" for k, v in settings.items())
+            lines.append(f"{name}\n  {shown if len(shown) < 300 else shown[:299] + '…'}")
+        dedup = recipe.dedup
+        if dedup.active:
+            kinds = [kind for kind in ("exact", "paragraphs", "lines", "minhash") if getattr(dedup, kind)]
+            lines.append(f"dedup\n  {', '.join(kinds)}; keeps the {dedup.keep}")
+        made = f"{recipe.slice.tokens:,} tokens" if recipe.slice.tokens else show_bytes(recipe.slice.bytes)
+        shuffled = (
+            f", shuffled with seed {recipe.slice.seed}" if recipe.slice.shuffle else ", in the order of the input"
+        )
+        lines.append(f"tokenize\n  {recipe.tokenize.tokenizer or 'no tokenizer given'}")
+        lines.append(f"slice\n  {made} each{shuffled}")
+        for name, fraction in recipe.subsets.fractions:
+            lines.append(f"  subset {name}: {fraction:.3%} of the documents")
+        return "\n".join(lines)
+
+
+def show_bytes(count: float) -> str:
+    """`12.3 MB`."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def plan(inputs: Sequence[str | Path], recipe: Recipe, *, workers: int | None = None) -> Plan:
+    """What `prepare` would run, on how much.
+
+    Raises:
+        PrepareError: If an input is missing.
+    """
+    found = find_sources(inputs or recipe.inputs, recipe.read)
+    pieces, _ = sampled(cut(found.sources, recipe.read), recipe.sample)
+    by_format: dict[str, tuple[int, int]] = {}
+    for source in found.sources:
+        files, size = by_format.get(source.format, (0, 0))
+        by_format[source.format] = files + 1, size + source.bytes
+    return Plan(by_format, len(found.skipped), len(pieces), recipe.sample, recipe, workers or cores())

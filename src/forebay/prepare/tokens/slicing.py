@@ -1,0 +1,292 @@
+"""SLICE: parts of tokens, one after the other, to slices of a dataset.
+
+Hides: that a slice may begin and end inside documents and parts. The plan is one pass over the ends, a window of them
+in memory; it lies in two small files (32 bytes a slice, and the list of parts), so that a task is a path and a number,
+and 250 000 of them cost the main process some 50 MB. A slice is written from its parts' files alone.
+
+Costs: writing a slice holds its tokens twice; so slices of at most 256 MiB keep a process below 1 GB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.dataset.manifest import TOKEN_DTYPES, SliceInfo
+from forebay.dataset.slices import TOKEN_HEADER_BYTES, write_token_slice
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.tokens.shuffle import TokenPart
+from forebay.storage.atomic import atomic_write
+
+PLAN_VERSION = 1
+MIN_SLICE_BYTES = 4096
+_ENDS_AT_ONCE = 1 << 17
+Cutter = Callable[["Ends", int], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class SliceTask:
+    """Slice `index` of the plan at `plan` (a path without its ending), to `out/slices/`."""
+
+    plan: str
+    index: int
+    out: str
+
+    @property
+    def name(self) -> str:
+        """The slice's path within the dataset."""
+        return f"slices/{self.index:06d}.safetensors"
+
+    @property
+    def mark(self) -> Path:
+        """What commits it."""
+        return Path(f"{self.plan}-{self.index:06d}.json")
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """How parts are cut: the path of the plan's files without their ending, and how many slices it has."""
+
+    path: str
+    slices: int
+
+    def tasks(self, out: Path | str) -> Sequence[SliceTask]:
+        """One a slice, in order; into a dataset's directory."""
+        return [SliceTask(self.path, index, str(out)) for index in range(self.slices)]
+
+
+def plan_slices(
+    parts: Sequence[TokenPart], folder: Path | str, *, slice_bytes: int = 64 << 20, slice_tokens: int = 0
+) -> SlicePlan:
+    """Cut the parts, as one stream, into slices; written to `folder`, or taken up if it is there.
+
+    Args:
+        slice_bytes: Each slice but the last is as large as fits in this: header, tokens, 8 bytes a document end.
+        slice_tokens: If given, each slice but the last has so many tokens instead.
+
+    Raises:
+        UsageError: If the size is too small, or the parts have several types.
+        PrepareError: If a part is not as it was written.
+    """
+    if slice_bytes < MIN_SLICE_BYTES or slice_tokens < 0:
+        raise UsageError(f"slice size: expected at least {MIN_SLICE_BYTES} bytes or 1 token, got {slice_bytes}.")
+    itemsize = _one_type(parts).itemsize
+
+    def cut(ends: Ends, start: int) -> tuple[int, int]:
+        if slice_tokens:
+            stop = min(ends.total, start + slice_tokens)
+            return stop, ends.first + ends.count_until(stop)
+        budget = slice_bytes - TOKEN_HEADER_BYTES
+        near = ends.until(min(ends.total, start + budget // itemsize), budget // 8 + 1)
+        stop, inside = next_cut(near, start, 0, ends.total, itemsize, slice_bytes)
+        return stop, ends.first + inside
+
+    return write_plan(parts, folder, ["tokens", slice_tokens or 0, 0 if slice_tokens else slice_bytes], cut)
+
+
+def _one_type(parts: Sequence[TokenPart]) -> np.dtype[Any]:
+    kinds = {part.dtype for part in parts}
+    if len(kinds) > 1:
+        raise UsageError(f"slices: expected parts of one type of token, got {sorted(kinds)}.")
+    return TOKEN_DTYPES[kinds.pop() if kinds else "U16"]
+
+
+def write_plan(parts: Sequence[TokenPart], folder: Path | str, facts: list[Any], cut: Cutter) -> SlicePlan:
+    """Cut from 0 to the end by `cut(ends, start) -> (stop, index after the last document end until there)`."""
+    listed = [{**asdict(part), "folder": ""} for part in parts]
+    name = hashlib.sha256(json.dumps([PLAN_VERSION, facts, listed]).encode()).hexdigest()[:32]
+    path = Path(folder) / f"slices-{name}"
+    where = json.dumps([asdict(part) for part in parts]).encode()
+    cuts = path.with_suffix(".cuts")
+    if not cuts.exists() or path.with_suffix(".parts").read_bytes() != where:
+        atomic_write(path.with_suffix(".parts"), where)
+        atomic_write(cuts, _cuts(Ends(parts), cut))
+    return SlicePlan(str(path), cuts.stat().st_size // 16 - 1)
+
+
+def _cuts(ends: Ends, cut: Cutter) -> Iterator[bytes]:
+    start = 0
+    yield np.zeros(2, "<i8").tobytes()
+    while start < ends.total:
+        start, last_end = cut(ends, start)
+        ends.forget(last_end)
+        yield np.array([start, last_end], "<i8").tobytes()
+
+
+class Ends:
+    """The document ends of all parts as one rising sequence, read as they are needed and forgotten when cut off.
+
+    Attributes:
+        first: Index of the first end that is not forgotten.
+        total: Tokens in all parts.
+    """
+
+    def __init__(self, parts: Sequence[TokenPart]) -> None:
+        self.first, self.total = 0, sum(part.tokens for part in parts)
+        self._near = np.empty(0, np.int64)
+        self._unread = self._read(parts)
+
+    @staticmethod
+    def _read(parts: Sequence[TokenPart]) -> Iterator[NDArray[np.int64]]:
+        base = 0
+        for part in parts:
+            sizes = [part.file(kind).stat().st_size for kind in ("ends", "tokens")]
+            if sizes != [8 * part.documents, part.itemsize * part.tokens]:
+                raise PrepareError(
+                    f"{part.file('ends')}: expected {part.documents} documents of {part.tokens} tokens of an earlier "
+                    f"run, got files of {sizes} bytes. Remove .work and run again."
+                )
+            with part.file("ends").open("rb") as file:
+                while len(block := np.fromfile(file, "<u8", count=_ENDS_AT_ONCE)):
+                    yield block.astype(np.int64) + base
+            base += part.tokens
+
+    def until(self, token: int, limit: int) -> NDArray[np.int64]:
+        """The ends from `first` on: at least all up to `token`, or `limit` of them, or all that there are."""
+        blocks = [self._near]
+        count, last = len(self._near), int(self._near[-1]) if len(self._near) else -1
+        while last < token and count < limit and (block := next(self._unread, None)) is not None:
+            blocks.append(block)
+            count, last = count + len(block), int(block[-1])
+        if len(blocks) > 1:
+            self._near = np.concatenate(blocks)
+        return self._near
+
+    def count_until(self, token: int) -> int:
+        """How many ends from `first` on are at most `token`."""
+        return int(np.searchsorted(self.until(token, 1 << 62), token, "right"))
+
+    def forget(self, index: int) -> None:
+        """Let go of all ends before `index`."""
+        self._near = self._near[index - self.first :]
+        self.first = index
+
+
+def next_cut(
+    ends: NDArray[Any], start: int, first_end: int, total: int, itemsize: int, slice_bytes: int
+) -> tuple[int, int]:
+    """Where the slice that begins at token `start` stops: as late as header, tokens and ends fit in `slice_bytes`.
+
+    Args:
+        ends: Integers [D], exclusive ends of documents in the stream, rising.
+        first_end: Index of the first end after `start`.
+        total: Tokens in the whole stream.
+
+    Returns:
+        The stop, and the index after the last document end in (start, stop].
+    """
+    budget = slice_bytes - TOKEN_HEADER_BYTES
+    low, high = start + 1, min(total, start + budget // itemsize)
+    # All ends that can matter, so that each probe searches a short run.
+    near = ends[first_end : first_end + budget // 8 + 1]
+    while low < high:
+        middle = (low + high + 1) // 2
+        inside = int(np.searchsorted(near, near.dtype.type(middle), "right"))
+        if (middle - start) * itemsize + 8 * inside <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return low, first_end + int(np.searchsorted(near, near.dtype.type(low), "right"))
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A slice's share of the stream: tokens [start, stop), document ends [first_end, last_end)."""
+
+    parts: Sequence[TokenPart]
+    token_starts: NDArray[np.int64]
+    document_starts: NDArray[np.int64]
+    start: int
+    stop: int
+    first_end: int
+    last_end: int
+
+    def read_tokens(self) -> NDArray[Any]:
+        """Its tokens, in the parts' type."""
+        found = [
+            np.fromfile(part.file("tokens"), TOKEN_DTYPES[part.dtype], count=b - a, offset=a * part.itemsize)
+            for part, a, b in ((self.parts[i], a, b) for i, a, b in _overlaps(self.token_starts, self.start, self.stop))
+        ]
+        return self._whole(found, self.stop - self.start, TOKEN_DTYPES[self.parts[0].dtype])
+
+    def read_ends(self) -> NDArray[Any]:
+        """The ends of the documents that end in it, U64, counted from its start."""
+        found = []
+        for index, a, b in _overlaps(self.document_starts, self.first_end, self.last_end):
+            ends = np.fromfile(self.parts[index].file("ends"), "<u8", count=b - a, offset=8 * a)
+            found.append((ends.astype(np.int64) + (int(self.token_starts[index]) - self.start)).astype("<u8"))
+        return self._whole(found, self.last_end - self.first_end, np.dtype("<u8"))
+
+    def _whole(self, found: list[NDArray[Any]], count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        whole = found[0] if len(found) == 1 else np.concatenate([np.empty(0, dtype), *found])
+        if len(whole) != count:
+            raise PrepareError(
+                f"{self.parts[0].folder}: expected the tokens of an earlier run, got fewer. Remove .work and run again."
+            )
+        return whole
+
+
+def _overlaps(starts: NDArray[np.int64], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Each part that shares something with [start, stop), and which of its own items."""
+    index = int(np.searchsorted(starts, start, "right")) - 1
+    while index < len(starts) - 1 and starts[index] < stop:
+        base = int(starts[index])
+        first, last = max(start, base) - base, min(stop, int(starts[index + 1])) - base
+        if last > first:
+            yield index, first, last
+        index += 1
+
+
+def read_stretch(task: SliceTask) -> Stretch:
+    """What the plan gives this slice."""
+    parts, token_starts, document_starts = _parts(f"{task.plan}.parts")
+    edges = np.fromfile(f"{task.plan}.cuts", "<i8", count=4, offset=16 * task.index).tolist()
+    return Stretch(parts, token_starts, document_starts, edges[0], edges[2], edges[1], edges[3])
+
+
+@lru_cache(maxsize=2)
+def _parts(path: str) -> tuple[list[TokenPart], NDArray[np.int64], NDArray[np.int64]]:
+    parts = [TokenPart(**plain) for plain in json.loads(Path(path).read_bytes())]
+    tokens = np.cumsum([0, *[part.tokens for part in parts]], dtype=np.int64)
+    return parts, tokens, np.cumsum([0, *[part.documents for part in parts]], dtype=np.int64)
+
+
+def write_slice(task: SliceTask, scale: int = 0) -> SliceInfo:
+    """Write the slice, or take up the one of an earlier run. `scale` changes nothing: a slice is written whole.
+
+    Raises:
+        PrepareError: If a part is not as it was written.
+        OSError: If it cannot be written.
+    """
+    done = finished_slice(task)
+    if done is not None:
+        return done
+    stretch = read_stretch(task)
+    size, sha256 = write_token_slice(Path(task.out) / task.name, stretch.read_tokens(), stretch.read_ends())
+    count, documents = stretch.stop - stretch.start, stretch.last_end - stretch.first_end
+    return commit_slice(task, SliceInfo(task.index, task.name, size, sha256, count, documents))
+
+
+def commit_slice(task: SliceTask, info: SliceInfo) -> SliceInfo:
+    """Note that a slice is written."""
+    atomic_write(task.mark, json.dumps(asdict(info)).encode())
+    return info
+
+
+def finished_slice(task: SliceTask) -> SliceInfo | None:
+    """The slice if an earlier run of the same plan committed it, and its file has that size."""
+    try:
+        info = SliceInfo(**json.loads(task.mark.read_bytes()))
+        if (Path(task.out) / task.name).stat().st_size == info.bytes:
+            return info
+    except (OSError, ValueError, TypeError):
+        pass
+    return None

@@ -1,0 +1,290 @@
+"""A tokenizer by any of its names, as the bytes of its tokenizer.json.
+
+Hides: where it comes from (a file, a pair of files, the hub, tiktoken, the corpus itself, none at all) and which of its
+tokens begin and end a document. The bytes are what a dataset carries along and what a task is named by; `kind` says
+which library is the reference for the ids: `json` is the tokenizers library's, `tiktoken:FAMILY` is tiktoken's, `bytes`
+needs none. `forebay.prepare.tokens.coders` encodes by them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from forebay.dataset.manifest import TOKEN_DTYPES
+from forebay.errors import PrepareError, UnknownDatasetError, UsageError
+from forebay.prepare.read.hub import missing_packages
+from forebay.prepare.read.hub_cache import fetch_tokenizer
+from forebay.prepare.tokens.tiktokens import byte_alphabet, load_tiktoken
+
+SAMPLE_BYTES = 64 << 20
+"""Text that `train:` learns from, at most: bounds its memory to about 1 GB."""
+EOS = "<|endoftext|>"
+AUTO = "auto"
+"""For `eos` and `bos`: the vocabulary's own token if it has one, else none."""
+_EOS_NAMES = (EOS, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "[EOS]", "[SEP]", "<|im_end|>")
+_BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|bos|>", "<|startoftext|>", "[BOS]", "[CLS]")
+_PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+
+
+ALIASES = {
+    "codegen-350M": "Salesforce/codegen-350M-mono",
+    "gpt-neox-20b": "EleutherAI/gpt-neox-20b",
+}
+"""Names that people use and the hub does not have."""
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """A tokenizer: its description, the bytes of its tokenizer.json, ids below `vocab_size`, its EOS and BOS.
+
+    `eos_id` and `bos_id` are None where the policy sets none.
+    """
+
+    description: str
+    data: bytes
+    vocab_size: int
+    eos_id: int | None
+    bos_id: int | None = None
+    kind: str = "json"
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the bytes."""
+        return hashlib.sha256(self.data).hexdigest()
+
+    @property
+    def dtype(self) -> str:
+        """`U16` if every id fits in it, else `U32`."""
+        return "U16" if self.vocab_size <= 1 << 16 else "U32"
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """`dtype` as NumPy has it, little endian."""
+        return TOKEN_DTYPES[self.dtype]
+
+
+def vocab_to_train(spec: str) -> int | None:
+    """The vocabulary that `train:VOCAB` asks for, None for others; UsageError if it is no number."""
+    if not spec.startswith("train:"):
+        return None
+    text = spec.removeprefix("train:")
+    if not text.isascii() or not text.isdigit() or not 257 <= int(text) <= 1 << 24:
+        raise UsageError(
+            f"tokenizer {spec!r}: expected train:VOCAB with a vocabulary of 257 to 16777216, got {text!r}."
+        )
+    return int(text)
+
+
+def load_tokenizer(spec: str, *, eos: bool | str = True, bos: bool | str = False) -> TokenizerFile:
+    """The tokenizer that `spec` names.
+
+    Args:
+        spec: `bytes`; a tokenizer.json; a directory with one, or with GPT-2's pair (vocab.json and merges.txt, or
+            encoder.json and vocab.bpe); a name on the hub; `tiktoken:ENCODING` (which tiktoken downloads once) or
+            `tiktoken:FILE.tiktoken`, the file named as its encoding, or `tiktoken:ENCODING:FILE.tiktoken`.
+        eos: Whether a token ends each document: the vocabulary's own, the one of that name, or (`auto`) the
+            vocabulary's own if it has one.
+        bos: Whether one begins it, likewise.
+
+    Raises:
+        UsageError: If the spec is none of these, or the vocabulary has no such EOS or BOS.
+        UnknownDatasetError, AccessError, DownloadError: If it is a name, and the hub has none such or is away.
+        MissingPackageError: If the model has no tokenizer.json, and transformers is not here to make one.
+        PrepareError: If its file is no tokenizer.
+    """
+    if spec == "bytes":
+        data = byte_tokenizer().to_str(pretty=True).encode()
+        return _describe("bytes", data, eos, bos, kind="bytes")
+    if spec.startswith("tiktoken:"):
+        data, family = load_tiktoken(spec)
+        return _describe(spec, data, eos, bos, kind=f"tiktoken:{family}")
+    path = Path(spec)
+    if path.suffix == ".model":
+        raise UsageError(
+            f"tokenizer {spec!r}: expected a tokenizer.json, got a SentencePiece model. Convert it once: "
+            "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(OUT) writes OUT/tokenizer.json."
+        )
+    folder = path if path.is_dir() else path.parent
+    if path.is_dir():
+        pair = next((p for p in _PAIRS if all((path / name).is_file() for name in p)), None)
+        if pair is not None and not (path / "tokenizer.json").is_file():
+            return _describe(path.name, _from_pair(path, *pair), eos, bos, folder=folder)
+        path = path / "tokenizer.json"
+    if path.is_file():
+        return _describe(Path(spec).name, path.read_bytes(), eos, bos, folder=folder)
+    if not re.fullmatch(r"[\w][\w.-]*(/[\w.-]+)?", spec) or spec.endswith(".json"):
+        raise UsageError(
+            f"tokenizer {spec!r}: expected a tokenizer.json, a directory with one, a hub name, `bytes`, "
+            "`tiktoken:ENCODING` or `train:VOCAB`; there is no such file. Check the path."
+        )
+    return _from_hub(spec, eos, bos)
+
+
+def _from_hub(spec: str, eos: bool | str, bos: bool | str) -> TokenizerFile:
+    """The tokenizer of a model on the hub; fetched once, then used without it."""
+    try:
+        folder = fetch_tokenizer(ALIASES.get(spec, spec))
+    except UnknownDatasetError as error:
+        raise UnknownDatasetError(
+            f"Tokenizer {spec!r} not found: there is no such file, and no such model on {error.endpoint}. Give a "
+            "tokenizer.json that is on this machine, a model's full name, `bytes`, or `train:VOCAB`."
+        ) from error
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return _describe(spec, path.read_bytes(), eos, bos, folder=folder)
+    try:
+        import transformers
+    except ImportError as error:
+        raise missing_packages(f"the model {spec} has no tokenizer.json, which they make of its other files") from error
+    try:
+        data = transformers.AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str()
+    except Exception as error:  # of many kinds, by model
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise PrepareError(
+            f"tokenizer {spec!r}: expected a tokenizer.json or files that transformers makes one of, got {why}. Give a "
+            "tokenizer.json that is on this machine."
+        ) from error
+    return _describe(spec, data.encode(), eos, bos, folder=folder)
+
+
+def _from_pair(folder: Path, vocab_name: str, merges_name: str) -> bytes:
+    where = f"tokenizer {folder}"
+    try:
+        vocab = json.loads((folder / vocab_name).read_bytes())
+        lines = (folder / merges_name).read_text("utf-8").split("\n")
+        merges = [_pair(line) for line in lines if line and not line.startswith("#version")]
+        model = models.BPE(vocab=vocab, merges=merges)
+    except Exception as error:
+        raise PrepareError(f"{where}: expected GPT-2's {vocab_name} and {merges_name}: {error}.") from error
+    missing = sum(char not in vocab for char in byte_alphabet())
+    if missing:
+        raise UsageError(
+            f"{where}: expected a byte-level vocabulary as GPT-2's, got one that lacks {missing} of the 256 bytes. "
+            "Give the tokenizer.json of that model."
+        )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = [name for name in (EOS, "<s>", "</s>") if name in vocab]
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    return tokenizer.to_str(pretty=True).encode()
+
+
+def _pair(line: str) -> tuple[str, str]:
+    left, right = line.split(" ")
+    return left, right
+
+
+def _describe(
+    description: str, data: bytes, eos: bool | str, bos: bool | str, *, kind: str = "json", folder: Path | None = None
+) -> TokenizerFile:
+    vocab = parse(data, description).get_vocab(with_added_tokens=True)
+    if not vocab:
+        raise PrepareError(f"tokenizer {description!r}: expected a vocabulary, got an empty one.")
+    found = TokenizerFile(description, data, max(vocab.values()) + 1, None, None, kind)
+    config = _config(folder / "tokenizer_config.json") if folder else {}
+
+    def pick(what: str, wanted: bool | str, usual: tuple[str, ...]) -> int | None:
+        if wanted is False:
+            return None
+        named = config.get(f"{what}_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        names = (
+            [wanted]
+            if isinstance(wanted, str) and wanted != AUTO
+            else [*([named] if isinstance(named, str) else []), *usual]
+        )
+        name = next((name for name in names if name in vocab), None)
+        if name is None:
+            if wanted == AUTO:
+                return None
+            got = ", ".join(special_names(found.data)[:12]) or "no special token at all"
+            raise UsageError(
+                f"tokenizer {found.description!r}: expected {what} to be one of {', '.join(names)}; the vocabulary "
+                f"has {got}. Name one of its tokens, or set {what} = false."
+            )
+        return int(vocab[name])
+
+    return replace(found, eos_id=pick("eos", eos, _EOS_NAMES), bos_id=pick("bos", bos, _BOS_NAMES))
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        plain = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return plain if isinstance(plain, dict) else {}
+
+
+def special_names(data: bytes) -> list[str]:
+    """The names of the special tokens in the bytes of a tokenizer.json, by rising id."""
+    added = json.loads(data).get("added_tokens") or []
+    return [token["content"] for token in sorted(added, key=lambda t: t["id"]) if token.get("special")]
+
+
+def parse(data: bytes, description: str) -> Tokenizer:
+    """The tokenizer in the bytes of a tokenizer.json, set to read text as text.
+
+    Nothing is cut off, padded or left to chance (BPE dropout), and a special token's name in a document is ordinary
+    text: a document cannot end itself.
+
+    Raises:
+        PrepareError: If they hold none.
+    """
+    try:
+        tokenizer = Tokenizer.from_str(data.decode())
+    except Exception as error:
+        raise PrepareError(
+            f"tokenizer {description!r}: expected a tokenizer.json: {str(error).rstrip('.')}. "
+            "Give the file that the tokenizers library saved, `bytes`, or `train:VOCAB`."
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Ids are the UTF-8 bytes; 256 ends a document."""
+    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(byte_alphabet())}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])
+    return tokenizer
+
+
+def train_tokenizer(
+    texts: Iterator[str], vocab: int, *, special: Sequence[str] = (), eos: bool | str = True, bos: bool | str = False
+) -> TokenizerFile:
+    """Byte-level BPE trained on these texts: same texts, same bytes, for any number of threads.
+
+    Args:
+        texts: At most about 64 MiB (see `sample_texts`): memory is about 15 times that.
+        special: Further special tokens, after `<|endoftext|>`: those of a chat template.
+
+    Raises:
+        PrepareError: If the texts are empty.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    named = [name for name in (eos, bos) if isinstance(name, str)] + (["<s>"] if bos is True else [])
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=list(dict.fromkeys([EOS, *named, *special])),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    return _describe(f"train:{vocab}", tokenizer.to_str(pretty=True).encode(), eos, bos)

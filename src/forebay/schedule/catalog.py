@@ -1,0 +1,313 @@
+"""The datasets of the jobs: found in the network by name, their tables checked down to the last byte."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.dataset.manifest import Manifest, SliceTable
+from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.network.client import Client
+from forebay.network.discovery import Claim, Discovery, find_providers, read_claims
+from forebay.network.publish import published
+from forebay.network.swarm import Holder
+from forebay.order.plan import samples_per_slice
+from forebay.schedule.ask import Bad, BadReport, Grant
+from forebay.schedule.jobs import JobSpec, Source
+from forebay.schedule.kept import Kept, check
+from forebay.schedule.sessions import Session
+
+MAX_MANIFEST_BYTES = 16 << 20
+MAX_TABLE_BYTES = 1 << 30
+ASK_S = 5.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A dataset of a job, as its user named it; `dataset_id` where the name stands for several."""
+
+    name: str
+    weight: float = 1.0
+    dataset_id: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A dataset that is there: `samples` int64 [S], `bases` int64 [S], the samples before each slice."""
+
+    name: str
+    dataset_id: str
+    manifest: Manifest
+    table: SliceTable
+    samples: NDArray[np.int64]
+    bases: NDArray[np.int64]
+
+    def describe(self, index: int) -> dict[str, Any]:
+        """What a lease says of a slice."""
+        row = self.table.row(index)
+        return {"dataset_id": self.dataset_id, "name": row.name, "sha256": row.sha256, "bytes": row.bytes}
+
+
+class Finder:
+    """Looks for data nodes, in the DHT and then at the nodes.
+
+    Args:
+        kept: Where manifests and tables are kept that were found.
+        publishers: Peer ids; only datasets that one of them signed count. Without any all do.
+    """
+
+    def __init__(
+        self,
+        network_id: str,
+        discovery: Discovery,
+        client: Client,
+        stopping: threading.Event,
+        kept: Kept,
+        publishers: Collection[str] = (),
+    ) -> None:
+        self._network_id = network_id
+        self._discovery = discovery
+        self._client = client
+        self._stopping = stopping
+        self.kept = kept
+        self._publishers = publishers
+        self._unsigned: list[str] = []
+
+    def claims(self, wanted: Wanted, timeout_s: float = ASK_S) -> list[Claim]:
+        """Who serves it now."""
+        claims = find_providers(self._discovery, self._client, self._network_id, wanted.name, timeout_s=timeout_s)
+        claims = [claim for claim in claims if claim.is_whole and wanted.dataset_id in ("", claim.dataset_id)]
+        good, self._unsigned = published(self._client, claims, self._publishers)
+        return good
+
+    def still_there(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Of claims of before, those whose nodes say so still."""
+        found = []
+        for claim in claims:
+            try:
+                again = read_claims(self._client, claim.address)
+            except (NetworkError, UsageError):
+                continue
+            found += [one for one in again if (one.peer_id, one.dataset_id) == (claim.peer_id, claim.dataset_id)]
+        return found
+
+    def find(self, wanted: Wanted, seq_len: int, wait_s: float) -> tuple[Found, list[Claim]]:
+        """A dataset and who serves it; waits for a data node that gives its manifest.
+
+        Raises:
+            DatasetError: If nobody serves it after `wait_s`, or its name stands for several.
+            NetworkError: If nobody who says so gave its manifest until then.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            claims = self._wait_for_claims(wanted, wait_s, deadline)
+            ids = sorted({claim.dataset_id for claim in claims})
+            if len(ids) != 1:
+                raise DatasetError(
+                    f"scheduler: dataset {wanted.name!r} stands for {len(ids)} datasets: {', '.join(ids)}. "
+                    "Mixing them would train on either; say which by its id (--id)."
+                )
+            failures = []
+            for claim in claims:
+                try:
+                    manifest, table = self._fetch(claim)
+                except (NetworkError, DatasetError) as error:
+                    failures.append(f"{claim.address}: {error}")
+                    continue
+                return found_of(wanted.name, ids[0], seq_len, manifest, table), claims
+            # Who made the claim may have died since; others may come.
+            if time.monotonic() >= deadline or self._stopping.wait(0.2):
+                told = "; ".join(failures)
+                raise NetworkError(f"scheduler: no provider gave the manifest of {wanted.name!r}: {told}")
+
+    def _wait_for_claims(self, wanted: Wanted, wait_s: float, deadline: float) -> list[Claim]:
+        claims: list[Claim] = []
+        while not claims:
+            claims = self.claims(wanted, min(ASK_S, wait_s))
+            if not claims and (time.monotonic() >= deadline or self._stopping.wait(0.2)):
+                raise DatasetError(
+                    f"scheduler: nobody in network {self._network_id} serves dataset {wanted.name!r}"
+                    + (f" with id {wanted.dataset_id}" if wanted.dataset_id else "")
+                    + f" (asked for {wait_s:g} s). Start a data node with `forebay serve`, "
+                    "or check the name with `forebay find`." + "".join(f" Not counted: {why}" for why in self._unsigned)
+                )
+        return claims
+
+    def _fetch(self, claim: Claim) -> tuple[Manifest, SliceTable]:
+        """The manifest and table from one provider, checked against the dataset id."""
+        base = f"/v1/datasets/{claim.dataset_id}"
+        data = self._client.get_bytes(
+            claim.address, f"{base}/manifest.json", MAX_MANIFEST_BYTES, expect_peer=claim.peer_id
+        )
+        raw = self._client.get_bytes(
+            claim.address, f"{base}/slices.parquet", MAX_TABLE_BYTES, expect_peer=claim.peer_id
+        )
+        found = check(claim.dataset_id, data, raw, f"peer {claim.peer_id}")
+        self.kept.put(claim.dataset_id, data, raw)
+        return found
+
+
+def found_of(name: str, dataset_id: str, seq_len: int, manifest: Manifest, table: SliceTable) -> Found:
+    """A dataset as a job of this sequence length sees it."""
+    samples = samples_per_slice(table.count, seq_len, manifest.layout)
+    return Found(name, dataset_id, manifest, table, samples, samples.cumsum() - samples)
+
+
+def holders(claims: Sequence[Claim]) -> list[Holder]:
+    """Data nodes as origins of a swarm: by address, or by the URL that they stand for."""
+    return [Holder(claim.peer_id, claim.url or claim.address, True) for claim in claims]
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """A job as its user wants it; see JobSpec. `changes`: (samples used, weights of the datasets from there on)."""
+
+    name: str
+    datasets: tuple[Wanted, ...]
+    seq_len: int
+    epochs: int = 1
+    seed: int = 0
+    lease_s: float = 30.0
+    stall_s: float = 600.0
+    steal_s: float = 2.0
+    max_failures: int = 3
+    priority: int = 0
+    weight: float = 1.0
+    changes: tuple[tuple[int, tuple[float, ...]], ...] = ()
+
+
+class Catalog:
+    """The jobs as planned, with the datasets found for them; what leases and doors say of them."""
+
+    def __init__(self, plans: Sequence[JobPlan], finder: Finder) -> None:
+        self.plans = {plan.name: plan for plan in plans}
+        self.specs: dict[str, JobSpec] = {}
+        self.claims: dict[str, list[Claim]] = {}
+        self._finder = finder
+        self._found: dict[tuple[str, str], Found] = {}  # by job and dataset id
+
+    def find(self, wait_s: float, begun: Mapping[str, Sequence[str]] | None = None) -> None:
+        """Finds every dataset; raises as Finder.find, or UsageError if those of a job do not go together.
+
+        Args:
+            begun: The dataset ids of jobs that were begun before: what of them is kept needs no data node now.
+        """
+        for plan in self.plans.values():
+            found = []
+            ids = [*(begun or {}).get(plan.name, ()), *[""] * len(plan.datasets)]
+            for wanted, before in zip(plan.datasets, ids):
+                kept = self._kept(wanted, before, plan.seq_len)
+                dataset, claims = kept or self._finder.find(wanted, plan.seq_len, wait_s)
+                self.claims[dataset.dataset_id] = claims or self.claims.get(dataset.dataset_id, [])
+                self._found[plan.name, dataset.dataset_id] = dataset
+                found.append(dataset)
+            layouts = {dataset.manifest.layout for dataset in found}
+            if len(layouts) != 1:
+                raise UsageError(f"job {plan.name}: expected datasets of one layout, got {', '.join(sorted(layouts))}.")
+            sources = tuple(Source(d.name, d.dataset_id, d.samples, w.weight) for d, w in zip(found, plan.datasets))
+            self.specs[plan.name] = JobSpec(
+                plan.name, sources, plan.seed, plan.epochs, plan.lease_s, plan.stall_s, plan.max_failures,
+                plan.steal_s, plan.priority, plan.weight, plan.changes,
+            )  # fmt: skip
+
+    def _kept(self, wanted: Wanted, dataset_id: str, seq_len: int) -> tuple[Found, list[Claim]] | None:
+        """A dataset as this job began with it, without a look at who serves it."""
+        kept = self._finder.kept.get(dataset_id) if dataset_id and wanted.dataset_id in ("", dataset_id) else None
+        if kept is None or kept[0].name != wanted.name:
+            return None
+        return found_of(wanted.name, dataset_id, seq_len, *kept), []
+
+    def look_again(self) -> None:
+        """Asks who serves the datasets now; where nobody is found, those of before who answer still count."""
+        for name, spec in self.specs.items():
+            for wanted, source in zip(self.plans[name].datasets, spec.sources):
+                claims = self._finder.claims(replace(wanted, dataset_id=source.dataset_id))
+                self.claims[source.dataset_id] = claims or self._finder.still_there(self.claims[source.dataset_id])
+
+    def all_claims(self) -> list[Claim]:
+        """Who serves any of them."""
+        return [claim for claims in list(self.claims.values()) for claim in claims]
+
+    def of(self, job: str) -> list[Found]:
+        """The datasets of a job."""
+        return [self._found[job, source.dataset_id] for source in self.specs[job].sources]
+
+    def facts(self, job: str) -> dict[str, Any]:
+        """What the ledger says of a job beside its datasets."""
+        return {"seq_len": self.plans[job].seq_len, "layout": self.of(job)[0].manifest.layout}
+
+    def sha256(self, dataset_id: str, index: int) -> str:
+        """The hash of a slice; "" if the dataset is not here."""
+        found = next((found for found in self._found.values() if found.dataset_id == dataset_id), None)
+        return str(found.describe(index)["sha256"]) if found is not None else ""
+
+    def describe_job(self, job: str, job_id: str) -> dict[str, Any]:
+        """The answer to `GET /v1/job`."""
+        plan, found = self.plans[job], self.of(job)
+        first = found[0].manifest
+        return {
+            "job_id": job_id,
+            "name": job,
+            "dataset_id": found[0].dataset_id,
+            "datasets": [
+                {"name": f.name, "dataset_id": f.dataset_id, "num_slices": len(f.table), "weight": w.weight}
+                for f, w in zip(found, plan.datasets)
+            ],
+            "layout": first.layout,
+            "seq_len": plan.seq_len,
+            "seed": plan.seed,
+            "epochs": plan.epochs,
+            "num_slices": sum(len(f.table) for f in found),
+            "vocab_size": max(f.manifest.vocab_size for f in found),
+            "dtype": first.dtype,
+            "num_samples": sum(int(f.samples.sum()) for f in found),
+            "lease_s": plan.lease_s,
+            "jobs": list(self.plans),
+        }
+
+    def describe(self, grant: Grant, job_id: str) -> dict[str, Any]:
+        """A lease as a worker hears of it."""
+        plan, found = self.plans[grant.job], self._found[grant.job, grant.dataset_id]
+        ids = [source.dataset_id for source in self.specs[grant.job].sources]
+        before = sum(int(one.samples.sum()) for one in self.of(grant.job)[: ids.index(grant.dataset_id)])
+        return {
+            "lease_id": grant.lease_id,
+            "job": grant.job,
+            "job_id": job_id,
+            "epoch": grant.epoch,
+            "slice": grant.slice_index,
+            "index": grant.index,
+            **({"dataset": found.name} if found.name != grant.job else {}),
+            **found.describe(grant.index),
+            "count": grant.count,
+            "start": grant.start,
+            "stop": grant.stop,
+            "sample_base": before + int(found.bases[grant.index]),
+            "seed": plan.seed,
+            "seq_len": plan.seq_len,
+            "layout": found.manifest.layout,
+            "dtype": found.manifest.dtype,
+            "vocab_size": found.manifest.vocab_size,
+            "providers": [
+                {"url": holder.address} if holder.is_url else
+                {"peer_id": holder.peer_id, "address": holder.address, "is_origin": holder.is_origin}
+                for holder in grant.providers
+            ],
+            "expires_in_s": round(grant.expires_in_s, 3),
+        }  # fmt: skip
+
+    def place_reports(self, session: Session | None, reports: Sequence[BadReport]) -> tuple[Bad, ...]:
+        """Reports by slice; only who is, or lately was, leased a slice of that hash is heard."""
+        if session is None or not reports:
+            return ()
+        leased = {}
+        for job, dataset, index in session.leased():
+            found = self.of(job)[dataset]
+            leased[found.describe(index)["sha256"]] = (found.dataset_id, index)
+        return tuple(Bad(r.peer_id, *leased[r.sha256], r.reason, r.wrong) for r in reports if r.sha256 in leased)

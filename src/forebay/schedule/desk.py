@@ -1,0 +1,399 @@
+"""The desk: who gets which lease of which job, and from whom, as a function of what workers say.
+
+Pure: no clock, no disk, no socket, no chance. `exchange` answers one worker and says what happened, as events; the
+journal has those on disk before the answer goes out, and `apply` replays them. What only helps to choose well (who is
+alive, how fast, what is cached where) is not kept: workers say it again.
+
+What it costs: some 50 us an exchange with a receipt and a lease, whatever the numbers of slices and workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forebay.errors import LeaseError, UsageError
+from forebay.network.swarm import Holder, Swarm
+from forebay.schedule import events
+from forebay.schedule.ask import Accepted, Ask, Bad, Failed, Grant, Refused, Reply
+from forebay.schedule.barred import Barred
+from forebay.schedule.events import Event
+from forebay.schedule.jobs import Job, JobSpec, Source
+from forebay.schedule.leases import LeaseTable
+from forebay.schedule.owners import Owner, OwnerKey
+from forebay.schedule.parts import Part
+from forebay.schedule.sessions import Session, Sessions
+from forebay.schedule.uses import judge, standing, tell
+
+__all__ = ["Ask", "Bad", "Desk", "Failed", "JobSpec", "Reply", "Source"]
+
+# A session has the lease in use and those it fetches ahead; a peer runs several sessions, but holds no dataset back.
+MAX_LEASES = 16
+MAX_LEASES_PER_PEER = 256
+MAX_PROVIDERS = 4
+
+
+class Desk:
+    """Several jobs and their swarms.
+
+    Args:
+        salt: Begins the ids of leases: another one after each restart, so that no id is given twice.
+        ttl_s: How long a holder of slices is believed to be there after it was heard of; at least a lease's term.
+    """
+
+    def __init__(self, jobs: Sequence[JobSpec], *, salt: str = "", ttl_s: float = 30.0) -> None:
+        self.jobs = {spec.name: Job(spec) for spec in jobs}
+        if len(self.jobs) != len(jobs) or not jobs:
+            raise UsageError(f"desk: expected jobs of different names, got {[spec.name for spec in jobs]}.")
+        self.salt = salt
+        self.swarms: dict[str, Swarm] = {}
+        ttl_s = max(ttl_s, *(spec.lease_s for spec in jobs))
+        for spec in jobs:
+            for source in spec.sources:
+                self.swarms.setdefault(source.dataset_id, Swarm(len(source.samples), ttl_s=ttl_s))
+        self.sessions = Sessions(self.swarms, 4 * max(spec.lease_s for spec in jobs))
+        self.reports: dict[tuple[str, str, int], dict[str, str]] = {}
+        self._num_ids = 0
+        self._served: set[str] = set()
+        # (worker, job, slice) to when it may have it again after it failed on it.
+        self._avoided: dict[tuple[str, str, int], float] = {}
+
+    # What a worker says.
+
+    def exchange(self, peer_id: str, ask: Ask, now: float) -> tuple[Reply, list[Event]]:
+        """Takes what a session of a worker says and answers it; the events belong on disk before the reply goes out.
+
+        Raises:
+            LeaseError: If it names a job that is not here, or comes after a later attempt.
+        """
+        if ask.job and ask.job not in self.jobs:
+            raise LeaseError(f"job {ask.job}: this scheduler has none of that name, but {', '.join(self.jobs)}.")
+        done: list[Event] = []
+        session = self._session((peer_id, ask.session), now)
+        if 0 < ask.attempt <= session.attempt:
+            raise LeaseError(f"exchange: attempt {ask.attempt} came after {session.attempt}. It was given up; drop it.")
+        session.attempt = max(session.attempt, ask.attempt)
+        self._hear(session, ask, now)
+        accepted, refused = self._take_uses(peer_id, ask, done, now)
+        self._take_back(session, ask, done, now)
+        self._cut(session, ask, done, now)
+        for job in self.jobs.values():
+            self._settle(job, done, now)
+        grants, wait_s = self._grant(session, ask, done, now)
+        live, lost = tell(session, session.lease_ids() if ask.held is None else ask.held, self.find, now)
+        jobs = [self.jobs[ask.job]] if ask.job else list(self.jobs.values())
+        unfinished = [job for job in jobs if not job.done]
+        reply = Reply(
+            tuple(accepted),
+            tuple(refused),
+            live,
+            tuple(lost),
+            tuple(grants),
+            wait_s,
+            not unfinished,
+            bool(unfinished) and all(job.paused for job in unfinished),
+            any(s.dataset_id not in session.have for job in unfinished for s in job.spec.sources),
+        )
+        return reply, done
+
+    def _session(self, key: OwnerKey, now: float) -> Session:
+        """Who speaks, alive now; after a restart it finds its leases again."""
+        is_new = key not in self.sessions.all
+        session = self.sessions.at(key, now)
+        if is_new:
+            for job in self.jobs.values():
+                for dataset, table in enumerate(job.tables):
+                    if key in table.owners.all:
+                        session.owners[job.name, dataset] = table, table.touch(key, now)
+        return session
+
+    def _hear(self, session: Session, ask: Ask, now: float) -> None:
+        """What it has and hands on, and how fast it says it is."""
+        have = {i: indexes for i, indexes in ask.have.items() if i in self.swarms}
+        for dataset_id, indexes in have.items():
+            if len(indexes) and not 0 <= indexes[0] <= indexes[-1] < self.swarms[dataset_id].num_slices:
+                raise LeaseError(f"have: expected slices of dataset {dataset_id}, got up to {indexes[-1]}.")
+        self.sessions.tell(session, ask.address, have, now)
+        for (job, dataset), (table, owner) in session.owners.items():
+            dataset_id = self.jobs[job].spec.sources[dataset].dataset_id
+            if dataset_id in have:
+                table.know(owner, have[dataset_id])
+            if ask.speed is not None:
+                owner.speed.told(ask.speed)
+
+    def _take_uses(self, peer_id: str, ask: Ask, done: list[Event], now: float) -> tuple[list[Accepted], list[Refused]]:
+        """Records the batch, or nothing of it unless all of it is new: the receipt is over all of it."""
+        batch = judge(self.find, peer_id, ask.uses)
+        if not batch.is_whole:
+            return list(batch.known.values()), batch.refused + batch.put_off()
+        self._note_fetched(peer_id, batch.fresh, now)
+        self._do(events.Recorded(batch.job, peer_id, ask.uses, ask.receipt, ask.session), done, now)
+        return [standing(table, lease_id) for lease_id, (_, _, table) in batch.fresh.items()], []
+
+    def _note_fetched(self, peer_id: str, fresh: dict[str, tuple[Job, int, LeaseTable]], now: float) -> None:
+        """Who begins a slice has it."""
+        for lease_id, (job, dataset, table) in fresh.items():
+            lease = table.leases[lease_id]
+            if lease.position == lease.start:
+                self.swarms[job.spec.sources[dataset].dataset_id].finished(peer_id, lease.slice_index, now)
+
+    def find(self, lease_id: str) -> tuple[Job, int, LeaseTable] | None:
+        """Where a lease is live or remembered."""
+        for job in self.jobs.values():
+            found = job.find(lease_id)
+            if found is not None:
+                return job, *found
+        return None
+
+    def _take_back(self, session: Session, ask: Ask, done: list[Event], now: float) -> None:
+        """Failed and released leases, those that it never heard of, and its reports of bad providers."""
+        for bad in ask.bad:
+            key = (bad.peer_id, bad.dataset_id, bad.index)
+            swarm = self.swarms.get(bad.dataset_id)
+            if swarm is not None and not bad.wrong and swarm.knows(bad.peer_id):
+                swarm.failed(session.key[0], bad.index, bad.peer_id, now)
+            elif swarm is not None and bad.wrong and session.key[0] not in self.reports.get(key, ()):
+                report = events.Reported(bad.peer_id, bad.dataset_id, bad.index, session.key[0], bad.reason)
+                self._do(report, done, now)
+        for failed in ask.failed:
+            self._fail(session, failed, done, now)
+        unheld = [] if ask.held is None else [i for i in session.lease_ids() if i not in ask.held]
+        for why, lease_ids in (("released", ask.release), ("unheld", unheld)):
+            for lease_id in lease_ids:
+                if self._own(session, lease_id) is not None:
+                    self._give_back(lease_id, why, done, now)
+
+    def _fail(self, session: Session, failed: Failed, done: list[Event], now: float) -> None:
+        own = self._own(session, failed.lease_id)
+        if own is None:
+            return
+        job, dataset, table = own
+        worker = session.key[0]
+        index = job.bases[dataset] + table.leases[failed.lease_id].slice_index
+        self._do(events.Failure(job.name, index, worker, failed.reason), done, now)
+        self._give_back(failed.lease_id, "failed", done, now)
+        self._avoided[worker, job.name, index] = now + job.spec.lease_s
+        if len(job.failures.get(index, ())) >= job.spec.max_failures and index not in job.reasons:
+            for event in job.set_aside(index, failed.reason):
+                self.apply(event, now)
+                done.append(event)
+            self._settle(job, done, now)
+
+    def _cut(self, session: Session, ask: Ask, done: list[Event], now: float) -> None:
+        for lease_id, horizon in ask.horizons.items():
+            own = self._own(session, lease_id)
+            if own is None:
+                continue
+            job, _, table = own
+            stop = table.declare(table.leases[lease_id], horizon, now)
+            if stop is not None:
+                self._do(events.Cut(job.name, lease_id, stop), done, now)
+
+    def _own(self, session: Session, lease_id: str) -> tuple[Job, int, LeaseTable] | None:
+        """Where a live lease of this session is."""
+        place = session.place_of(lease_id)
+        return None if place is None else (self.jobs[place[0]], *place[1:])
+
+    def _give_back(self, lease_id: str, why: str, done: list[Event], now: float) -> None:
+        place = self.find(lease_id)
+        assert place is not None
+        job, dataset, table = place
+        lease = table.leases[lease_id]
+        index = job.bases[dataset] + lease.slice_index
+        self.swarms[job.spec.sources[dataset].dataset_id].dropped(lease.worker, lease.slice_index)
+        self._do(events.Returned(job.name, lease_id, why), done, now)
+        if index in job.reasons and lease.left:
+            part = (lease.position, lease.stop)
+            self._do(events.SetAside(job.name, lease.epoch, index, *part, job.reasons[index]), done, now)
+
+    # What it gets.
+
+    def _grant(self, session: Session, ask: Ask, done: list[Event], now: float) -> tuple[list[Grant], float]:
+        """Up to `want` leases, and how long to wait for more, seconds."""
+        grants: list[Grant] = []
+        of_peer = self.sessions.num_leases(session.key[0])
+        room = min(MAX_LEASES - session.num_leases(), MAX_LEASES_PER_PEER - of_peer)
+        if any(owner.stalled for _, owner in session.owners.values()):
+            room = min(room, 1 - session.num_leases())
+        for _ in range(min(ask.want, room)):
+            found = self._choose(session, ask.job, now)
+            if found is None:
+                break
+            job, dataset, part = found
+            lease_id = f"{self.salt}{self._num_ids:x}"
+            self._num_ids += 1
+            index = job.bases[dataset] + part[0]
+            epoch = job.tables[dataset].epoch
+            self._do(events.Granted(job.name, lease_id, *session.key, epoch, index, *part[1:]), done, now)
+            for table, owner in session.owners.values():
+                table.stop_waiting(owner)
+            session.past.append((job.name, dataset, part[0]))
+            grants.append(self._describe(session, job, dataset, lease_id, now))
+            change = job.due_change()
+            if change is not None:
+                self._do(change, done, now)
+        if len(grants) == ask.want:
+            return grants, 0.0
+        return grants, self._wait(session, ask.job, now)
+
+    def _turns(self, name: str) -> list[Job]:
+        """The jobs that a worker may get leases of, whose turn it is first."""
+        if name:
+            return [self.jobs[name]] if not self.jobs[name].paused else []
+        jobs = [job for job in self.jobs.values() if not job.paused and not job.done]
+        return sorted(jobs, key=lambda job: (-job.spec.priority, job.given / job.spec.weight))
+
+    def _choose(self, session: Session, name: str, now: float) -> tuple[Job, int, Part] | None:
+        for job in self._turns(name):
+            for dataset in job.turns():
+                owner, dataset_id = self._owner(session, job, dataset, now), job.spec.sources[dataset].dataset_id
+                swarm = self.swarms[dataset_id] if dataset_id in self._served else None
+                offers = swarm.offers(session.key[0], now) if swarm is not None else None
+                barred = Barred(session, job, dataset, self._avoided, offers, now)
+                part = job.tables[dataset].choose(owner, barred, now, barred.offered())
+                if part is not None:
+                    return job, dataset, part
+        return None
+
+    def _owner(self, session: Session, job: Job, dataset: int, now: float) -> Owner:
+        """This session's place at a table; a new one knows what the session has cached."""
+        at, table = session.owners.get((job.name, dataset)), job.tables[dataset]
+        if at is None or table.owners.all.get(session.key) is not at[1]:
+            owner = table.touch(session.key, now)
+            session.owners[job.name, dataset] = table, owner
+            have = session.have.get(job.spec.sources[dataset].dataset_id)
+            if have is not None:
+                table.know(owner, have)
+            return owner
+        return at[1]
+
+    def _wait(self, session: Session, name: str, now: float) -> float:
+        waits = [
+            job.tables[dataset].wait(self._owner(session, job, dataset, now), now)
+            for job in self._turns(name)[:1]
+            for dataset in job.turns()
+        ]
+        return round(min(waits, default=1.0), 3)
+
+    def _describe(self, session: Session, job: Job, dataset: int, lease_id: str, now: float) -> Grant:
+        table, dataset_id = job.tables[dataset], job.spec.sources[dataset].dataset_id
+        lease = table.leases[lease_id]
+        swarm, index = self.swarms[dataset_id], lease.slice_index
+        is_cached = session.has(dataset_id, index)
+        providers = () if is_cached else tuple(swarm.providers(index, lease.worker, now, MAX_PROVIDERS))
+        return Grant(
+            lease_id, job.name, lease.epoch, job.bases[dataset] + index, dataset_id, index, lease.start, lease.stop,
+            int(table.samples[index]), providers, round(table.lease_s, 3),
+        )  # fmt: skip
+
+    # What happens.
+
+    def _do(self, event: Event, done: list[Event], now: float) -> None:
+        self.apply(event, now)
+        done.append(event)
+        if isinstance(event, events.Recorded | events.SetAside):
+            self._settle(self.jobs[event.job], done, now)
+
+    def _settle(self, job: Job, done: list[Event], now: float) -> None:
+        """Ends epochs that are over, and changes weights that are due."""
+        for event in (*map(job.ended, range(len(job.tables))), job.due_change()):
+            if event is not None:
+                self._do(event, done, now)
+            if isinstance(event, events.EpochEnded) and not job.tables[event.dataset].done:
+                for kept in job.still_aside(event.dataset):
+                    self.apply(kept, now)
+                    done.append(kept)
+
+    def settle_all(self, name: str, now: float) -> list[Event]:
+        """Applies what follows from a replayed state by itself."""
+        done: list[Event] = []
+        self._settle(self.jobs[name], done, now)
+        return done
+
+    def apply(self, event: Event, now: float = 0.0) -> None:
+        """Changes the state by an event: as it happens, or replayed.
+
+        Raises:
+            LeaseError: If it contradicts the state.
+        """
+        if not isinstance(event, events.Reported):
+            self.jobs[event.job].apply(event, now)
+            return
+        self.reports.setdefault((event.peer_id, event.dataset_id, event.index), {})[event.reporter] = event.reason
+        if event.dataset_id in self.swarms:
+            self.swarms[event.dataset_id].failed(event.reporter, event.index, event.peer_id, now, wrong=True)
+
+    def expire(self, now: float) -> list[Event]:
+        """Takes back what is late; call it every second or so."""
+        done: list[Event] = []
+        for job in self.jobs.values():
+            for table in job.tables:
+                for lease_id, why in table.late(now):
+                    if lease_id in table.leases:
+                        self._give_back(lease_id, why, done, now)
+        self.sessions.expire(now)
+        for dataset_id, peer_id in [(i, peer) for i, swarm in self.swarms.items() for peer in swarm.expire(now)]:
+            self.sessions.left(dataset_id, peer_id)
+        for key in [key for key, until in self._avoided.items() if until <= now]:
+            del self._avoided[key]
+        return done
+
+    def origins(self, dataset_id: str, holders: Sequence[Holder], now: float) -> None:
+        """The data nodes that serve a dataset now; call it within the swarm's time to live.
+
+        Once it was called, a slice is leased only to who has it, or can be told of somebody that has.
+        """
+        self._served.add(dataset_id)
+        for holder in holders:
+            self.swarms[dataset_id].join(holder, None, now)
+
+    # What an administrator says.
+
+    def pause(self, name: str, paused: bool) -> list[Event]:
+        """No new leases of a job, or again; what is leased is used up."""
+        return self._steer(self._job(name).pausing(paused))
+
+    def readmit(self, name: str, slices: Sequence[int] | None = None) -> list[Event]:
+        """Leases slices again that were set aside; None for all of them."""
+        return self._steer(self._job(name).readmitting(slices))
+
+    def reweight(self, name: str, weights: Mapping[str, float], at: int | None = None) -> list[Event]:
+        """Other weights, by dataset name, from the `at`-th sample used on; None: from now on."""
+        return self._steer(self._job(name).reweighting(weights, at))
+
+    def _steer(self, said: Sequence[Event]) -> list[Event]:
+        done: list[Event] = []
+        for event in said:
+            self._do(event, done, 0.0)
+        return done
+
+    def _job(self, name: str) -> Job:
+        if name not in self.jobs:
+            raise UsageError(f"job {name}: this scheduler has none of that name, but {', '.join(self.jobs)}.")
+        return self.jobs[name]
+
+    def done(self) -> bool:
+        """Whether every job is done."""
+        return all(job.done for job in self.jobs.values())
+
+    # Keeping.
+
+    def extend_all(self, now: float) -> None:
+        """A whole term for every lease: after an outage that was not the workers' doing."""
+        for table in (table for job in self.jobs.values() for table in job.tables):
+            table.extend_all(now)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that replaying every event would give, as plain values."""
+        return {
+            "jobs": {name: job.snapshot() for name, job in self.jobs.items()},
+            "reports": [[*key, reporters] for key, reporters in self.reports.items()],
+        }
+
+    def restore(self, saved: Mapping[str, Any], now: float = 0.0) -> None:
+        """Puts a snapshot back into a new desk of the same jobs."""
+        for name, state in saved["jobs"].items():
+            self.jobs[name].restore(state, now)
+        for peer_id, dataset_id, index, reporters in saved["reports"]:
+            for reporter, reason in reporters.items():
+                self.apply(events.Reported(peer_id, dataset_id, index, reporter, reason), now)

@@ -1,0 +1,181 @@
+"""What happens to a job, as values: the desk makes them, the journal keeps them, replaying them gives the same desk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from forebay.ledger import Used
+
+
+@dataclass(frozen=True, slots=True)
+class Enlisted:
+    """A worker uses samples of a job for the first time; `key` is its public key in hex."""
+
+    job: str
+    worker: str
+    key: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A worker got samples [start, stop) of a slice."""
+
+    job: str
+    lease_id: str
+    worker: str
+    session: str
+    epoch: int
+    slice_index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A session of a worker acknowledged uses; `receipt` is its signature over them in hex."""
+
+    job: str
+    worker: str
+    uses: tuple[Used, ...]
+    receipt: str
+    session: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A lease ends at `stop` from now on; what lay behind is to be had again."""
+
+    job: str
+    lease_id: str
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A lease ended before its samples did: released, unknown, expired, stalled, clutched or failed."""
+
+    job: str
+    lease_id: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A worker could not have a slice."""
+
+    job: str
+    slice_index: int
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """Samples [start, stop), and all that comes back of their slice, are not leased until it is readmitted."""
+
+    job: str
+    epoch: int
+    slice_index: int
+    start: int
+    stop: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Readmitted:
+    """A slice that was set aside is leased again."""
+
+    job: str
+    slice_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnded:
+    """A dataset's epoch is over: `samples` were used, and `aside` (slice of the dataset, start, stop) set aside."""
+
+    job: str
+    dataset: int
+    epoch: int
+    samples: int
+    aside: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Nothing new is leased of a job."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A paused job goes on."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """The weights of a job's datasets from the `at`-th sample used on."""
+
+    job: str
+    at: int
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A worker says that a provider served wrong bytes for a slice of a dataset."""
+
+    peer_id: str
+    dataset_id: str
+    index: int
+    reporter: str
+    reason: str
+
+
+Event = (
+    Enlisted
+    | Granted
+    | Recorded
+    | Cut
+    | Returned
+    | Failure
+    | SetAside
+    | Readmitted
+    | EpochEnded
+    | Paused
+    | Resumed
+    | Weighted
+    | Reported
+)
+_KINDS: tuple[type[Event], ...] = (
+    Enlisted, Granted, Recorded, Cut, Returned, Failure, SetAside, Readmitted, EpochEnded, Paused, Resumed, Weighted,
+    Reported,
+)  # fmt: skip
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+def to_row(event: Event) -> list[Any]:
+    """An event as a list of plain values, for JSON."""
+    if isinstance(event, Recorded):
+        rows = [used.to_row() for used in event.uses]
+        return [_NUMBERS[Recorded], event.job, event.worker, rows, event.receipt, event.session]
+    return [_NUMBERS[type(event)], *(getattr(event, name) for name in event.__slots__)]
+
+
+def from_row(row: list[Any]) -> Event:
+    """The event that `to_row` gave."""
+    kind, *values = row
+    if _KINDS[kind] is Recorded:
+        job, worker, rows, *rest = values
+        return Recorded(job, worker, tuple(Used(*used) for used in rows), *rest)
+    if _KINDS[kind] is EpochEnded:
+        job, dataset, epoch, samples, aside = values
+        return EpochEnded(job, dataset, epoch, samples, tuple((index, start, stop) for index, start, stop in aside))
+    if _KINDS[kind] is Weighted:
+        return Weighted(values[0], values[1], tuple(values[2]))
+    event: Event = _KINDS[kind](*values)
+    return event

@@ -1,0 +1,250 @@
+"""Who is in a run, and in which rank: generations of membership, as a function of what happened.
+
+`apply(state, event, now)` gives the next state and what is to be done about it; no clock, disk or network here, so
+that a simulation runs it in virtual time. What it promises, whoever joins, stalls, dies or comes back:
+
+- A generation's ranks are 0 … W-1, each one worker. Ranks follow seats, and a worker id keeps its seat for ever: who
+  restarts gets its rank back, and who stays keeps its order.
+- A generation begins only when every live member of the last one stands at a step boundary, and begins at a step
+  which the last one finished. So the generations that count never share a step, nor a sample.
+- What comes late, from an old generation or from a session that was given up, changes nothing.
+
+In lockstep (a collective) a step that one member finished had everybody's part; the member furthest on is the
+source of weights. Independent workers first catch up to the furthest, as each of them holds a part of every step;
+of one that died, what it left undone is named as a gap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from forebay.schedule.members import (
+    Action,
+    Agree,
+    Disconnect,
+    Event,
+    Formed,
+    Gap,
+    Generation,
+    Heartbeat,
+    Join,
+    Leave,
+    Member,
+    Note,
+    Place,
+    Ready,
+    Refuse,
+    State,
+    Stepped,
+    Tick,
+    Waits,
+)
+
+
+def apply(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
+    """The state after an event, and what to do about it; a refused event changes nothing but expiries."""
+    actions: list[Action] = []
+    state = _settle(state, now, actions)
+    match event:
+        case Agree():
+            state = _agree(state, event)
+        case Join():
+            state = _join(state, event, now, actions)
+        case Tick():
+            pass
+        case _:
+            state = _of_member(state, event, now, actions)
+    return _settle(state, now, actions), actions
+
+
+def _agree(state: State, event: Agree) -> State:
+    if state.members or state.generation is not None:
+        return state
+    return replace(state, config={**event.settings, **state.told})
+
+
+def _join(state: State, event: Join, now: float, actions: list[Action]) -> State:
+    old = state.members.get(event.worker_id)
+    rules = state.rules
+    if old is not None and old.session != event.session:
+        if old.polling and old.lost_at is None:
+            text = f"worker {event.worker_id!r}: another live process has this id. Give each worker an id of its own."
+            actions.append(Refuse("duplicate", text))
+            return state
+        if old.lost_at is None and now - old.seen_at <= rules.lost_s:
+            text = (
+                f"worker {event.worker_id!r}: was here {now - old.seen_at:.1f} s ago under another session. Ask again."
+            )
+            actions.append(Refuse("unsure", text))
+            return state
+        state = _drop(state, old, "its process was replaced by another", actions)
+    elif old is not None:
+        return _put(state, replace(old, seen_at=now, lost_at=None, address=event.address))
+    seat = state.seats.get(event.worker_id, len(state.seats))
+    held = (event.step, event.step, event.samples)
+    member = Member(event.worker_id, event.session, seat, event.address, event.peer_id, *held, now, now)
+    actions.append(Note(f"worker {event.worker_id!r} joins" + (" again" if event.worker_id in state.seats else "")))
+    return _put(replace(state, seats={**state.seats, event.worker_id: seat}), member)
+
+
+def _of_member(
+    state: State, event: Ready | Heartbeat | Leave | Waits | Disconnect, now: float, actions: list[Action]
+) -> State:
+    """What only a live session may say."""
+    member = state.members.get(event.worker_id)
+    if member is None or member.session != event.session:
+        if not isinstance(event, (Leave, Waits, Disconnect)):
+            text = f"worker {event.worker_id!r}: not a member in this session, given up or replaced. Join again."
+            actions.append(Refuse("expelled", text))
+        return state
+    if isinstance(event, Disconnect):
+        return _put(state, replace(member, lost_at=now if member.lost_at is None else member.lost_at))
+    if isinstance(event, Waits):
+        polling = max(0, member.polling + event.change)
+        return _put(state, replace(member, polling=polling, seen_at=now))
+    member = replace(member, seen_at=now, lost_at=None)
+    generation = state.generation
+    if generation is None or event.generation != generation.number or generation.rank_of(member.session) is None:
+        if isinstance(event, Leave):
+            return _drop(state, member, "it leaves", actions)
+        return _put(state, member)  # it missed an answer, or waits to be let in: its steps do not count here
+    if event.step < member.step and isinstance(event, Ready):
+        text = f"worker {member.worker_id!r}: expected at least {member.step} finished steps, got {event.step}."
+        actions.append(Refuse("bad_step", text))
+        return state
+    state, member = _advance(state, generation, member, event.step, now, actions)
+    match event:
+        case Ready():
+            held = event.held or (event.step, generation.sample_at(event.step, state.batch_size))
+            member = replace(member, ready=True, weights=held[0], samples=held[1])
+            state = replace(_put(state, member), broken=state.broken or event.broken)
+        case Leave():
+            if event.finished:
+                end = max(state.end or 0, event.step)
+                state = replace(state, finished=state.finished | {member.session}, floor=max(state.floor, end), end=end)
+            state = _drop(_put(state, member), member, "it has finished" if event.finished else "it leaves", actions)
+        case _:
+            state = _put(state, member)
+    return state
+
+
+def _advance(
+    state: State, generation: Generation, member: Member, step: int, now: float, actions: list[Action]
+) -> tuple[State, Member]:
+    """A member of the generation finished more steps."""
+    if step > state.reached:
+        count = state.batch_size * len(generation.places)
+        first = generation.sample_at(state.reached, state.batch_size)
+        actions.append(Stepped(generation.number, state.reached, step, first, count))
+        state = replace(state, reached=step, floor=state.floor if state.lockstep else max(state.floor, step))
+    if step > member.step:
+        member = replace(member, step=step, moved_at=now)
+    return state, member
+
+
+def _put(state: State, member: Member) -> State:
+    return replace(state, members={**state.members, member.worker_id: member})
+
+
+def _without(state: State, member: Member) -> State:
+    return replace(state, members={k: v for k, v in state.members.items() if k != member.worker_id})
+
+
+def _drop(state: State, member: Member, why: str, actions: list[Action]) -> State:
+    """Takes a member out; its place in the generation is remembered as gone."""
+    actions.append(Note(f"worker {member.worker_id!r} is out: {why}"))
+    state = _without(state, member)
+    rank = state.generation.rank_of(member.session) if state.generation is not None else None
+    if rank is not None and member.session not in state.finished:
+        state = replace(state, gone=(*state.gone, (rank, member.step)))
+    return state
+
+
+def _settle(state: State, now: float, actions: list[Action]) -> State:
+    """Gives up who is late, then begins a generation if one is wanted and all stand still."""
+    state = _mark(state, now)
+    for member in list(state.members.values()):
+        why = _late(state, member, now)
+        if why is not None:
+            state = _drop(state, member, why, actions)
+    state = _mark(state, now)
+    if state.changing:
+        return _form(state, now, actions)
+    if any(m.ready for m in state.members.values()):
+        state = replace(state, members={k: replace(m, ready=False) for k, m in state.members.items()})
+    return replace(state, run_to=0)
+
+
+def _mark(state: State, now: float) -> State:
+    """Remembers since when another generation is wanted."""
+    if not state.changing:
+        return replace(state, changing_at=None)
+    return state if state.changing_at is not None else replace(state, changing_at=now)
+
+
+def _late(state: State, member: Member, now: float) -> str | None:
+    """Why a member is to be given up, None if it is not."""
+    rules = state.rules
+    if member.lost_at is not None and now >= member.lost_at + rules.lost_s:
+        return f"its connection closed {now - member.lost_at:.1f} s ago"
+    silent_s = now - member.seen_at
+    if silent_s >= rules.stale_s:
+        return f"no sign of it for {silent_s:.0f} s"
+    if state.changing_at is None:
+        return None
+    waited_s = now - max(state.changing_at, member.seen_at)
+    if not member.polling and waited_s > rules.lost_s:
+        return f"no sign of it for {silent_s:.1f} s while others wait"
+    is_in = state.generation is not None and state.generation.rank_of(member.session) is not None
+    if is_in and not member.ready and now - max(state.changing_at, member.moved_at) >= rules.grace_s:
+        return f"its step took longer than {rules.grace_s:g} s while others wait"
+    return None
+
+
+def _form(state: State, now: float, actions: list[Action]) -> State:
+    """The next generation, if every live member of this one is ready and present."""
+    old = state.generation
+    survivors = [m for m in state.members.values() if old is not None and old.rank_of(m.session) is not None]
+    if any(m.lost_at is not None for m in state.members.values()) or not all(m.ready for m in survivors):
+        return state
+    if not state.members or (not survivors and len(state.members) < state.rules.min_workers):
+        return state
+    if survivors and not state.lockstep:
+        target = max(state.floor, *(m.step for m in survivors))
+        behind = [m for m in survivors if m.step < target]
+        if behind:
+            state = replace(state, run_to=target)
+            for member in behind:
+                state = _put(state, replace(member, ready=False, moved_at=now))
+            return state
+    order = sorted(state.members.values(), key=lambda m: m.seat)
+    source, step, sample = _beginning(state, survivors, actions)
+    if old is not None and not state.lockstep:
+        for rank, reached in state.gone:
+            if reached < step:
+                actions.append(Gap(old.number, old.places[rank].worker_id, rank, reached, step))
+    places = tuple(Place(m.worker_id, m.session, m.address) for m in order)
+    number = 1 if old is None else old.number + 1
+    generation = Generation(number, places, step, sample, order.index(source))
+    actions.append(Formed(generation))
+    members = {m.worker_id: replace(m, ready=False, step=step, moved_at=now) for m in order}
+    return replace(
+        state, generation=generation, members=members, changing_at=None, broken=False,
+        floor=step, reached=step, run_to=0, finished=frozenset(), gone=(),
+    )  # fmt: skip
+
+
+def _beginning(state: State, survivors: list[Member], actions: list[Action]) -> tuple[Member, int, int]:
+    """Whose weights the next generation begins with, at which step and sample."""
+    old, everybody = state.generation, list(state.members.values())
+    if old is not None and (state.end is not None or not state.lockstep):
+        source = max(survivors or everybody, key=lambda m: (m.step, -m.seat))
+        step = max(source.step, state.floor)
+        return source, step, old.sample_at(step, state.batch_size)
+    # Who could not take over the weights of this generation may still have older ones; a joiner's checkpoint, too.
+    alive = old is not None and any(m.weights >= old.start_step for m in survivors)
+    source = max(survivors if alive else everybody, key=lambda m: (m.weights, -m.seat))
+    if old is not None and source.weights < state.reached and not alive:
+        lost = f"steps {source.weights} to {state.reached} are redone" if source.weights else "the run begins again"
+        actions.append(Note(f"no worker is left that has the weights of step {state.reached}: {lost}"))
+    return source, source.weights, source.samples

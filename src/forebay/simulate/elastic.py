@@ -1,0 +1,233 @@
+"""One run on machines that come and go: fenced generations of ranks, each with its part of every global batch.
+
+Who is in the run, and where the next generation begins, is `schedule.membership`'s word, event by event; a rank's
+samples are `order.run`'s; slices go round by the `Swarm`. A step is as slow as its slowest rank. The record is the
+lineage of the weights that the run ends with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from forebay.order.plan import Order
+from forebay.order.run import BatchSizes, Run
+from forebay.schedule.members import Disconnect, Event, Formed, Generation, Refuse, Rules, State, Tick, Waits
+from forebay.schedule.membership import apply
+from forebay.simulate.bound import order_bound
+from forebay.simulate.broadcast import Reader, Tracker
+from forebay.simulate.clock import Clock
+from forebay.simulate.faults import Faults, Machine, draw
+from forebay.simulate.lineage import Weights, check
+from forebay.simulate.nodes import Net
+from forebay.simulate.ranks import Group, Rank
+from forebay.simulate.result import Result
+from forebay.simulate.settings import Settings
+from forebay.simulate.trace import Progress, Trace
+
+_TICK_S = 1.0
+_MAX_TIMES = 20.0
+
+
+def run(settings: Settings, progress: Progress | None = None) -> Result:
+    """Runs until all who live have done the last step, or it is clear that they never will."""
+    calm = order_bound(settings, draw(replace(settings, churn=0.0), 1.0).machines)
+    faults = draw(settings, calm.seconds)
+    bound = order_bound(settings, faults.machines)
+    world = _World(settings, faults)
+    trace = Trace()
+    trace.follow(world.clock, calm.seconds / 400, world.look, progress)
+    until = _MAX_TIMES * (bound.seconds if bound.seconds < float("inf") else calm.seconds) + 1000.0
+    ended = world.clock.run(world.is_over, until)
+    end = max(world.ends or [rank.learned for rank in world.ranks.values()], key=lambda one: one.step)
+    steps = world.run.num_steps or 0
+    epoch_of = world.run.places(0, steps)[0]
+    verdict, torn = check(end, world.run.orders[0].num_samples, epoch_of, world.steps_done())
+    alive = {machine.index: (machine.joins_at, machine.dies_at) for machine in faults.machines}
+    fault = torn or world.fault()
+    if not ended:
+        fault = f"after {world.clock.now:,.0f} virtual seconds the run stands at step {end.step} of {steps}."
+    return Result(
+        settings, verdict, world.clock.now, bound, world.net.origin_bytes(), world.counts(), fault, trace, alive=alive
+    )
+
+
+class _World:
+    """The machines, the coordinator, the groups, and what goes between them."""
+
+    def __init__(self, settings: Settings, faults: Faults) -> None:
+        self.settings = settings
+        self.clock = Clock()
+        self.net = Net(settings, self.clock, faults)
+        self.tracker = Tracker(self.net)
+        samples = np.full(settings.slices, settings.samples, np.int64)
+        batch = settings.workers * settings.batch
+        self.run = Run([Order(samples, settings.seed, batch)], BatchSizes.of(batch), epochs=settings.epochs)
+        self.ranks: dict[str, Rank] = {}  # Who lives, by worker id.
+        self.groups: list[Group] = []
+        self.ends: list[Weights] = []
+        self.killed: list[Rank] = []
+        self.out_of_order = 0
+        self._last: Generation | None = None
+        self._chance = self.net.chance("answers")
+        first = sum(one.joins_at == 0.0 < 1.0 < one.dies_at for one in faults.machines)
+        self.state = State(Rules(min_workers=max(1, first)), config={"batch_size": settings.batch, "lockstep": True})
+        self._ids = _worker_ids(settings, faults)
+        for machine in faults.machines:
+            self._plan(machine)
+        self._tick()
+
+    def _plan(self, machine: Machine) -> None:
+        worker_id, caches = self._ids[machine.index]
+
+        def join() -> None:
+            node = self.net.join(machine)
+            if caches is not None:  # Its disk came back with it.
+                node.cache.update(self.net.nodes[f"worker-{caches}"].cache)
+            wanted = np.zeros(self.settings.slices, np.bool_)
+            reader = Reader(self.net, node, wanted, self.tracker.tell, lambda _, index: rank.came(index))
+            rank = self.ranks[worker_id] = Rank(self.net, reader, self.run, self, worker_id)
+            self.tracker.heartbeat(reader)
+            rank.join()
+            rank.beat()
+
+        def die() -> None:
+            rank = self.ranks.pop(worker_id)
+            self.killed.append(rank)
+            rank.die()
+            self.net.kill(rank.reader.node)
+            gone = Disconnect(worker_id, rank.session)
+            self.clock.after(machine.latency_s, lambda: None if self.net.is_cut(rank.reader.node) else self.tell(gone))
+
+        self.clock.at(machine.joins_at, join)
+        if machine.dies_at < float("inf"):
+            self.clock.at(machine.dies_at, die)
+
+    # The coordinator.
+
+    def _tick(self) -> None:
+        self.tell(Tick())
+        self.clock.after(_TICK_S, self._tick)
+
+    def tell(self, event: Event) -> Refuse | None:
+        """Something happened at the coordinator; who waits there for an answer gets it."""
+        before = self.state
+        self.state, actions = apply(before, event, self.clock.now)
+        for action in actions:
+            if isinstance(action, Formed):
+                self._form(action.generation)
+        generation = self.state.generation
+        if generation is not None and self.state.changing and not (before.changing and before.generation is generation):
+            for place in generation.places:
+                rank = self.ranks.get(place.worker_id)
+                if rank is not None and rank.session == place.session:
+                    self._later(rank, lambda rank=rank: rank.hear_changing(generation.number))  # type: ignore[misc]
+        return next((action for action in actions if isinstance(action, Refuse)), None)
+
+    def _form(self, generation: Generation) -> None:
+        known = {place.worker_id: i for i, place in enumerate(self._last.places)} if self._last is not None else {}
+        stays = [known[place.worker_id] for place in generation.places if place.worker_id in known]
+        self.out_of_order += stays != sorted(stays)
+        self._last = generation
+        group = Group(self.net, generation.number, len(generation.places))
+        self.groups.append(group)
+        for place in generation.places:
+            self._call_in(generation, group, self.ranks.get(place.worker_id))
+
+    def _call_in(self, generation: Generation, group: Group, rank: Rank | None) -> None:
+        if rank is not None:
+            source = self.ranks.get(generation.places[generation.source].worker_id)
+            self._later(rank, lambda: rank.enter(generation, group, source))
+
+    def _later(self, rank: Rank, act: Callable[[], object]) -> None:
+        """An answer on its way to a rank; it may be lost."""
+        if self._chance.random() >= self.settings.lost:
+            self.clock.after(rank.machine.latency_s, lambda: None if rank.is_cut else act())
+
+    def say(self, rank: Rank, event: Event, hear: Callable[[Refuse | None], object] | None = None) -> None:
+        """As `Line.say`."""
+
+        def arrive() -> None:
+            if rank.is_cut or not rank.alive:
+                return
+            refused = self.tell(event)
+            member = self.state.members.get(rank.worker_id)
+            if member is not None and member.session == rank.session and not member.polling:
+                self.tell(Waits(rank.worker_id, rank.session, +1))
+            if hear is not None:
+                self._later(rank, lambda: hear(refused))
+            generation, place = self.state.generation, None
+            if generation is not None:
+                place = generation.rank_of(rank.session)
+            if generation is not None and place is not None and self.groups and refused is None:
+                self._call_in(generation, self.groups[-1], rank)
+
+        self.clock.after(rank.machine.latency_s, arrive)
+
+    def done(self, rank: Rank, learned: Weights) -> None:
+        """As `Line.done`."""
+        if learned.step == self.run.num_steps:
+            self.ends.append(learned)
+
+    def is_over(self) -> bool:
+        """Whether the run has ended, and all who live know it."""
+        return bool(self.ends) and all(rank.done for rank in self.ranks.values())
+
+    # What is told.
+
+    def steps_done(self) -> int:
+        """By all generations, those in vain too."""
+        return sum(group.steps_done for group in self.groups)
+
+    def fault(self) -> str:
+        """What broke a promise beside the samples; "" for nothing."""
+        if len(set(map(id, self.ends))) > 1:
+            return "workers ended with different weights."
+        if self.out_of_order:
+            return "workers that stayed changed their order among the ranks."
+        for name in ("unequal weights", "wrong start"):
+            if self.net.counts[name]:
+                return f"{name}, {self.net.counts[name]} times: a generation's ranks did not begin alike."
+        return ""
+
+    def look(self) -> dict[str, float]:
+        """The curves' values now."""
+        origin, peers = self.net.links.rates(len(self.net.origins))
+        reached = max((rank.learned.step for rank in self.ranks.values()), default=0)
+        return {
+            "done": reached / (self.run.num_steps or 1),
+            "workers alive": len(self.ranks),
+            "workers using": sum(rank.is_in_step for rank in self.ranks.values()),
+            "bytes/s from origins": origin,
+            "bytes/s from workers": peers,
+        }
+
+    def counts(self) -> dict[str, float]:
+        """What happened, by name."""
+        ranks = [*self.killed, *self.ranks.values()]
+        lived = sum(min(self.clock.now, rank.machine.dies_at) - rank.machine.joins_at for rank in ranks)
+        return {
+            "steps": self.run.num_steps or 0,
+            "steps_redone": self.steps_done() - (self.run.num_steps or 0) if self.ends else 0,
+            "generations": len(self.groups),
+            "broken_generations": sum(group.is_broken for group in self.groups),
+            "killed": len(self.killed),
+            "returned": sum(caches is not None for _, caches in self._ids.values()),
+            "data_wait_share": sum(rank.waited_s for rank in ranks) / max(1e-9, lived),
+            "standing_share": sum(rank.stood_s for rank in ranks) / max(1e-9, lived),
+            "fetches": self.net.counts["fetches"],
+            "wrong_bytes": self.net.counts["wrong"],
+            "events": self.clock.num_events,
+        }
+
+
+def _worker_ids(settings: Settings, faults: Faults) -> dict[int, tuple[str, int | None]]:
+    """Of each machine the worker's name, and the machine whose disk it has: every second that comes is one back."""
+    ids: dict[int, tuple[str, int | None]] = {}
+    died = {one.dies_at + settings.replace_s: one.index for one in faults.machines if one.dies_at < float("inf")}
+    for one in faults.machines:
+        before = died.get(one.joins_at) if one.index % 2 else None
+        ids[one.index] = (f"worker-{one.index}", None) if before is None else (ids[before][0], before)
+    return ids

@@ -1,0 +1,261 @@
+"""Strangers' machines lease slices of one scheduler: the scheduler's own `Desk`, under churn, lies and restarts.
+
+Here the scheduler is the desk and its journal, which a restart replays; the world carries what workers say to it, late
+or never, and keeps the record that the desk is judged by.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from forebay.schedule.ask import Ask, Grant, Reply
+from forebay.schedule.desk import Desk, JobSpec, Source
+from forebay.schedule.events import Cut, Event, Returned, from_row, to_row
+from forebay.simulate.book import Book, Range
+from forebay.simulate.bound import lease_bound
+from forebay.simulate.clock import Clock
+from forebay.simulate.faults import Faults, Machine, draw
+from forebay.simulate.nodes import Net
+from forebay.simulate.result import Result
+from forebay.simulate.settings import Settings
+from forebay.simulate.trace import Progress, Trace
+from forebay.simulate.worker import STILL_S, Worker
+
+_JOB = "job"
+_DATASET = "dataset"
+_ORIGINS_S = 5.0
+_MAX_TIMES = 20.0
+"""A run that takes so many times its bound hangs."""
+
+
+def run(settings: Settings, progress: Progress | None = None) -> Result:
+    """Runs until every sample is acknowledged, or it is clear that this will never be."""
+    calm = lease_bound(settings, draw(replace(settings, churn=0.0), 1.0).machines)
+    faults = draw(settings, calm.seconds if calm.seconds < float("inf") else 1000.0)
+    bound = lease_bound(settings, faults.machines)
+    world = _World(settings, faults)
+    trace = Trace()
+    trace.follow(world.clock, calm.seconds / 400, world.look, progress)
+    until = _MAX_TIMES * (bound.seconds if bound.seconds < float("inf") else calm.seconds) + 1000.0
+    ended = world.clock.run(lambda: world.ended_at is not None, until)
+    world.close()
+    verdict = world.book.check(settings.deadline_s)
+    counts = {**world.counts(), "events": world.clock.num_events}
+    if not ended:
+        fault = f"after {world.clock.now:,.0f} virtual seconds samples are left: nobody can or will use them."
+    else:
+        fault = world.scheduler.fault()
+    time_s = world.clock.now if world.ended_at is None else world.ended_at
+    busy = world.book.busy({machine.index: machine.speed for machine in faults.machines})
+    alive = {machine.index: (machine.joins_at, machine.dies_at) for machine in faults.machines}
+    return Result(settings, verdict, time_s, bound, world.net.origin_bytes(), counts, fault, trace, busy, alive)
+
+
+class _Scheduler:
+    """A desk, and the journal from which a killed one goes on."""
+
+    def __init__(self, spec: JobSpec, net: Net) -> None:
+        self._spec, self._net = spec, net
+        self._rows: list[list[Any]] = []
+        self.counts: Counter[str] = Counter()
+        self.starts = 0
+        self.is_up = False
+        self.start()
+
+    def start(self) -> None:
+        """Begins, or goes on from the journal."""
+        self.desk = self._replayed()
+        self.starts += 1
+        self.is_up = True
+        self.meet_origins()
+
+    def _replayed(self) -> Desk:
+        desk = Desk([self._spec], salt=f"{self.starts}-")
+        for row in json.loads(json.dumps(self._rows)):
+            desk.apply(from_row(row), self._net.clock.now)
+        desk.extend_all(self._net.clock.now)  # The outage was not the workers' doing.
+        return desk
+
+    def kill(self) -> None:
+        """What it had in memory is gone."""
+        self.is_up = False
+
+    def meet_origins(self) -> None:
+        """Names the data nodes, as discovery does."""
+        if self.is_up:
+            self.desk.origins(_DATASET, [node.holder for node in self._net.origins], self._net.clock.now)
+
+    def expire(self) -> None:
+        """Looks for what is late, as the service does every second."""
+        if self.is_up:
+            self._keep(self.desk.expire(self._net.clock.now))
+
+    def exchange(self, peer_id: str, ask: Ask) -> Reply:
+        """Answers a worker; the events are on record first."""
+        reply, events = self.desk.exchange(peer_id, ask, self._net.clock.now)
+        self._keep(events)
+        return reply
+
+    def _keep(self, events: list[Event]) -> None:
+        for event in events:
+            self.counts["cuts"] += isinstance(event, Cut)
+            if isinstance(event, Returned):
+                self.counts[f"returned {event.why.partition(' ')[0]}"] += 1
+            self._rows.append(to_row(event))
+
+    def fault(self) -> str:
+        """What the desk or its journal believes that is not so; "" for nothing."""
+        if not self.desk.done():
+            return "every sample is acknowledged, and the desk does not say that the job is done."
+        if not self._replayed().done():
+            return "the journal does not lead to the end that the desk came to."
+        return ""
+
+
+class _World:
+    """The machines, the scheduler, what goes between them, and the record."""
+
+    def __init__(self, settings: Settings, faults: Faults) -> None:
+        self.settings = settings
+        self.clock = Clock()
+        self.net = Net(settings, self.clock, faults)
+        samples = np.full(settings.slices, settings.samples, np.int64)
+        self.book = Book(samples, settings.epochs)
+        self.workers: dict[str, Worker] = {}
+        self.ended_at: float | None = None
+        self._left = int(samples.sum()) * settings.epochs
+        self._all = self._left
+        self._grants: dict[str, tuple[Grant, int]] = {}  # By lease id: the grant, and the offset on record.
+        self._last_by_machine: Counter[str] = Counter()
+        self._closed: list[Worker] = []
+        self._chance = self.net.chance("answers")
+        spec = JobSpec(
+            _JOB, (Source(_DATASET, _DATASET, samples),), settings.seed, settings.epochs, settings.lease_s,
+            stall_s=settings.stall_s, steal_s=settings.steal_s,
+        )  # fmt: skip
+        self.scheduler = _Scheduler(spec, self.net)
+        self._every(1.0, self.scheduler.expire)
+        self._every(_ORIGINS_S, self.scheduler.meet_origins)
+        for machine in faults.machines:
+            self._plan(machine)
+        for at in faults.restarts:
+            self.clock.at(at, self.scheduler.kill)
+            self.clock.at(at + settings.outage_s, self._restart)
+
+    def _every(self, seconds: float, act: Any) -> None:
+        def again() -> None:
+            act()
+            self.clock.after(seconds, again)
+
+        self.clock.after(seconds, again)
+
+    def _restart(self) -> None:
+        if not self.scheduler.is_up:
+            self.scheduler.start()
+
+    def _plan(self, machine: Machine) -> None:
+        def join() -> None:
+            node = self.net.join(machine)
+            self.workers[node.holder.peer_id] = Worker(self.net, node, self.book, _JOB, _DATASET, self._carry)
+
+        def die() -> None:
+            worker = self.workers.pop(f"worker-{machine.index}")
+            worker.die()
+            self.net.kill(worker.node)
+            self._closed.append(worker)
+
+        self.clock.at(machine.joins_at, join)
+        if machine.dies_at < float("inf"):
+            self.clock.at(machine.dies_at, die)
+
+    # What goes between workers and the scheduler.
+
+    def _carry(self, worker: Worker, ask: Ask) -> None:
+        latency_s = worker.machine.latency_s
+        lost = self._chance.random() < self.settings.lost
+
+        def arrive() -> None:
+            if self.net.is_cut(worker.node):
+                self.clock.after(STILL_S, lambda: worker.hear_nothing(ask))
+            elif not self.scheduler.is_up:
+                self.clock.after(latency_s, lambda: worker.hear_nothing(ask))
+            else:
+                reply = self.scheduler.exchange(worker.node.holder.peer_id, ask)
+                self._note(worker, reply)
+                if lost:
+                    self.clock.after(STILL_S, lambda: worker.hear_nothing(ask))
+                else:
+                    self.clock.after(latency_s, lambda: worker.hear(ask, reply))
+
+        self.clock.after(latency_s, arrive)
+
+    def _note(self, worker: Worker, reply: Reply) -> None:
+        """Puts on record what the scheduler took, from its answer as it left."""
+        for grant in reply.leases:
+            self._grants.setdefault(grant.lease_id, (grant, grant.start))
+        for use in reply.uses:
+            grant, offset = self._grants[use.lease_id]
+            if use.offset <= offset:
+                continue
+            self._grants[use.lease_id] = (grant, use.offset)
+            self.book.acknowledged.append(
+                Range(grant.epoch, grant.slice_index, offset, use.offset, self.clock.now, worker.machine.index)
+            )
+            self._left -= use.offset - offset
+        if self._left <= 0 and self.ended_at is None:
+            self.ended_at = self.clock.now
+
+    # What is told.
+
+    def look(self) -> dict[str, float]:
+        """The curves' values now."""
+        origin, peers = self.net.links.rates(len(self.net.origins))
+        held = [one for worker in self.workers.values() for one in worker.held.values() if not one.is_spent]
+        return {
+            "done": 1 - max(0, self._left) / self._all,
+            "workers alive": len(self.workers),
+            "workers using": sum(worker.is_using for worker in self.workers.values()),
+            "leases in use": sum(one.ready for one in held),
+            "leases being fetched": sum(not one.ready for one in held),
+            "bytes/s from origins": origin,
+            "bytes/s from workers": peers,
+        }
+
+    def close(self) -> None:
+        """Counts as wasted what was used under a lease that was lost, or by a worker that was killed."""
+        for worker in [*self._closed, *self.workers.values()]:
+            for held in worker.all_held:
+                offset = self._grants[held.grant.lease_id][1]
+                if held.used > offset and (held.lost or not worker.alive):
+                    grant = held.grant
+                    self.book.wasted.append(
+                        Range(grant.epoch, grant.slice_index, offset, held.used, self.clock.now, worker.machine.index)
+                    )
+
+    def counts(self) -> dict[str, float]:
+        """What happened, by name."""
+        workers = [*self._closed, *self.workers.values()]
+        lost = sum(use.stop - use.start for use in self.book.wasted if f"worker-{use.worker}" in self.workers)
+        facts = self.scheduler.desk.swarms[_DATASET].facts()
+        return {
+            "killed": len(self._closed),
+            "joined_later": sum(worker.machine.joins_at > 0 for worker in workers),
+            "wait_share": sum(w.waited_s for w in workers) / max(1e-9, sum(w.lived_s() for w in workers)),
+            "exchanges": self.net.counts["exchanges"],
+            "steals": self.scheduler.counts["cuts"],
+            "expired": self.scheduler.counts["returned expired"],
+            "leases_lost": self.net.counts["leases_lost"],
+            "wasted_by_living": lost,
+            "fetches": self.net.counts["fetches"],
+            "wrong_bytes": self.net.counts["wrong"],
+            "stalls": self.net.counts["silent"],
+            "refused": self.net.counts["refused"],
+            "failed": self.net.counts["failed"],
+            "bans": len(facts["banned"]),
+            "restarts": self.scheduler.starts - 1,
+        }

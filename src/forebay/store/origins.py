@@ -1,0 +1,260 @@
+"""Where a dataset's bytes first come from: one door for directories, web servers, buckets, hubs and peers.
+
+An origin is one URL below which objects are named as in the dataset's table. It is asked for byte ranges and keeps
+nothing: retries, resuming, choice and verification are `transfer`'s. What it raises says what may be done next:
+`PassingError` (ask again, perhaps later), `RefusedError` (this origin will not give it), `UsageError` (the URL or an
+installation is wrong).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError
+
+if TYPE_CHECKING:
+    from forebay.network.discovery import Discovery
+    from forebay.network.identity import Identity
+
+STEP_BYTES = 256 << 10  # as much as lies between two looks at the clock; 4 x this is no faster on loopback
+_SMALL_TRIES, _SMALL_WAIT_S, _SMALL_MOST_S = 8, 0.25, 4.0  # Where 3 of 10 fail, 1 start in 15 000 does.
+_SCHEMES = (
+    "a directory, file://, http(s)://, s3://, r2://, gs://, az://, hf://datasets/OWNER/NAME, forebay://NETWORK/NAME"
+)
+
+
+class PassingError(NetworkError):
+    """A fault that may pass. `wait_s`: what the origin asked to wait; `throttled`: it said that it is too busy."""
+
+    def __init__(self, message: str, *, wait_s: float = 0.0, throttled: bool = False) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+        self.throttled = throttled
+
+
+class RefusedError(NetworkError):
+    """An origin will not give an object, however often it is asked: not there, or not for us."""
+
+
+class ChangedError(RefusedError):
+    """An object is another one than the one that was begun with: its ETag or its size changed."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What an origin says of an object. `etag` changes with its bytes; empty if the origin tells none."""
+
+    bytes: int
+    etag: str
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long one request may take: to connect, and between two looks at which bytes must have come."""
+
+    connect_s: float = 10.0
+    stall_s: float = 30.0
+
+
+class Origin(Protocol):
+    """Objects below one URL. Threads share it; it opens nothing before it is asked."""
+
+    @property
+    def url(self) -> str:
+        """What names it in messages; holds no secret."""
+
+    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        """Bytes [start, stop) of the object `name`, in pieces; each is valid until the next is asked for.
+
+        Fewer bytes mean that the body broke off; never more. Close the iterator to give it up.
+
+        Raises:
+            PassingError: If another try may succeed.
+            RefusedError: If none will.
+            ProtocolViolation: If it answers other than the range that was asked for.
+        """
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        """A whole small object; errors as of `read`, and RefusedError if it is larger than `max_bytes`."""
+
+    def sources(self) -> Sequence[Origin]:
+        """Who is asked one by one: itself, or the peers that stand behind it now. May look them up."""
+
+
+class HeadOrigin(Origin, Protocol):
+    """An origin that describes objects, and can hold them to what it said."""
+
+    def head(self, name: str) -> Head:
+        """Size and ETag of an object. Errors as of `read`."""
+
+    def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
+        """As of Origin; ChangedError if the object has another ETag than the one given."""
+
+
+def check_etag(what: str, wanted: str, got: str) -> None:
+    """Raise ChangedError where an origin tells another ETag than before."""
+    if wanted and got and wanted != got:
+        raise ChangedError(f"{what} changed while it was read: expected ETag {wanted}, got {got}")
+
+
+def open_origin(
+    url: str | Path,
+    *,
+    identity: str | Path | Identity | None = None,
+    dataset_id: str | None = None,
+    discovery: Discovery | None = None,
+    patience: Patience | None = None,
+) -> Origin:
+    """The origin behind a URL. Opens no connection.
+
+    Args:
+        url: A path or `file://`; `http://`, `https://` (a directory; its query goes with every request); `s3://`
+            (`AWS_*`, `AWS_ENDPOINT_URL`; options of obstore in the query), `r2://` (`R2_DATASET_*`), `gs://`, `az://`;
+            `hf://datasets/OWNER/NAME[@REVISION][/PATH]` (`HF_ENDPOINT`, `HF_TOKEN`); `forebay://NETWORK/NAME`.
+        identity: For `forebay://`: a member, or its directory; by default `$FOREBAY_HOME/NETWORK`.
+        dataset_id: For `forebay://`: only peers that claim this id.
+        discovery: For `forebay://`: how to find peers; by default the network's DHT. Stays the caller's to close.
+
+    Raises:
+        UsageError: If the URL is of no known kind, or lacks a part.
+    """
+    text = str(url)
+    patience = patience or Patience()
+    scheme = text.partition("://")[0].lower() if "://" in text else ""
+    match scheme:
+        case "" | "file":
+            return PathOrigin(_local_path(text))
+        case "http" | "https":
+            from forebay.store.web import WebOrigin
+
+            return WebOrigin(text, patience=patience)
+        case "hf":
+            from forebay.store.web import WebOrigin, hub_address
+
+            address, headers = hub_address(text)
+            return WebOrigin(address, headers=headers, patience=patience)
+        case "s3" | "r2" | "gs" | "az":
+            from forebay.store.buckets import BucketOrigin
+
+            return BucketOrigin(text, patience=patience)
+        case "forebay":
+            from forebay.store.peers import open_peers
+
+            return open_peers(text, identity, dataset_id, discovery, patience)
+    raise UsageError(f"open an origin: expected {_SCHEMES}, got {text!r}. Check the URL.")
+
+
+def read_small(origin: Origin, name: str, max_bytes: int, *, sleep: Callable[[float], object] = time.sleep) -> bytes:
+    """A whole small object, asked for up to eight times within some 15 s.
+
+    Raises:
+        DatasetError: If the origin says that it is not there, or not for us.
+        NetworkError: If it cannot be had now.
+    """
+    began = time.monotonic()
+    for tried in range(1, _SMALL_TRIES + 1):
+        try:
+            return origin.get(name, max_bytes)
+        except RefusedError as error:
+            raise DatasetError(
+                f"{origin.url}: expected a dataset, with {name}, got: {error}. Check the URL and the credentials."
+            ) from error
+        except PassingError as error:
+            if tried == _SMALL_TRIES:
+                raise NetworkError(
+                    f"{name} from {origin.url}: no whole answer after {tried} attempts in "
+                    f"{time.monotonic() - began:.1f} s; the last: {error}. Check the network and the endpoint."
+                ) from error
+            wait_s = min(_SMALL_MOST_S, _SMALL_WAIT_S * 2 ** (tried - 1)) * random.uniform(0.5, 1.5)
+            sleep(max(error.wait_s, wait_s))
+    raise AssertionError
+
+
+class PathOrigin:
+    """A directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = str(folder)
+
+    def head(self, name: str) -> Head:
+        """See HeadOrigin."""
+        try:
+            found = (self.folder / name).stat()
+        except OSError as error:
+            raise _path_error(error) from error
+        return Head(found.st_size, f"{found.st_ino:x}-{found.st_size:x}-{found.st_mtime_ns:x}")
+
+    def names(self, prefix: str) -> list[str]:
+        """Of the objects that begin so, sorted; not below directories."""
+        return sorted(path.name for path in self.folder.glob(f"{prefix}*") if path.is_file())
+
+    def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
+        """See Origin."""
+        if etag:
+            check_etag(str(self.folder / name), etag, self.head(name).etag)
+        buffer = memoryview(bytearray(min(STEP_BYTES, max(stop - start, 1))))
+        try:
+            with (self.folder / name).open("rb", buffering=0) as file:
+                file.seek(start)
+                while start < stop and (got := file.readinto(buffer[: stop - start])):
+                    start += got
+                    yield buffer[:got]
+        except OSError as error:
+            raise _path_error(error) from error
+        if start < stop:
+            raise RefusedError(f"{self.folder / name} ends at byte {start}, before {stop}")
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        """See Origin."""
+        try:
+            with (self.folder / name).open("rb") as file:
+                data = file.read(max_bytes + 1)
+        except OSError as error:
+            raise _path_error(error) from error
+        return at_most(data, max_bytes, str(self.folder / name))
+
+    def sources(self) -> Sequence[Origin]:
+        """See Origin."""
+        return [self]
+
+
+def at_most(data: bytes, max_bytes: int, what: str) -> bytes:
+    """`data`, or RefusedError if there is more of it than `max_bytes`."""
+    if len(data) > max_bytes:
+        raise RefusedError(f"{what} is larger than {max_bytes} bytes")
+    return data
+
+
+def _path_error(error: OSError) -> ForebayError:
+    if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)):
+        return RefusedError(f"{error.filename}: {error.strerror}")
+    return PassingError(str(error))
+
+
+def _local_path(text: str) -> Path:
+    if "://" not in text:
+        return Path(text).absolute()
+    parts = urllib.parse.urlsplit(text)
+    if parts.netloc not in ("", "localhost"):
+        raise UsageError(f"open an origin: expected file:///PATH, got {text}. A host cannot be read by file://.")
+    return Path(urllib.parse.unquote(parts.path))
+
+
+def environment(name: str, why: str) -> str:
+    """An environment variable that must be set.
+
+    Raises:
+        UsageError: If it is not; names it and no value.
+    """
+    value = os.environ.get(name, "")
+    if not value:
+        raise UsageError(f"{why}: expected the environment variable {name}, got none. Set it.")
+    return value

@@ -1,0 +1,267 @@
+"""A dataset that peers of a network announce by name: found by discovery, read by hash over mutual TLS.
+
+Each peer is a source of its own, so that the fastest is asked first and a liar is known by its id. A body comes in
+requests of 2 MiB over a kept connection, as the client below fills a buffer and gives nothing back before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+import urllib.parse
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
+from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.extras import install_command
+from forebay.network.client import Client
+from forebay.network.discovery import Claim, Discovery, find_providers
+from forebay.network.identity import Identity
+from forebay.network.publish import published
+from forebay.store.holders import read_by_hash, told
+from forebay.store.origins import Origin, PassingError, Patience, RefusedError, open_origin
+
+_FIND_S = 10.0
+_FRESH_S = 15.0
+_MAX_TABLE_BYTES = 1 << 30
+
+
+class PeerOrigin:
+    """A dataset of a network, by name, behind all peers that serve it.
+
+    Args:
+        discovery: None: the network's own DHT, joined at the first look-up.
+        expected_id: The dataset id; None: whatever all who announce the name agree on.
+        publishers: Peer ids; only what one of them signed counts. Without any all does.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        name: str,
+        *,
+        expected_id: str | None = None,
+        discovery: Discovery | None = None,
+        patience: Patience | None = None,
+        publishers: Collection[str] = (),
+    ) -> None:
+        self.url = f"forebay://{urllib.parse.quote(identity.network_name, safe='')}/{urllib.parse.quote(name)}"
+        self.name = name
+        self.id = expected_id
+        self.publishers = publishers
+        self.identity = identity
+        self.patience = patience or Patience()
+        self.client = Client(identity)
+        self._discovery = discovery
+        self._lock = threading.Lock()
+        self._table: SliceTable | None = None
+        self._table_sha256 = ""
+        self._found: list[Origin] = []
+        self._found_of: list[Claim] = []
+        self._claimed: list[Claim] = []
+        self._claimed_at = float("-inf")
+        self.sha256_of = lru_cache(maxsize=4096)(self._look_up)
+
+    def sources(self) -> Sequence[Origin]:
+        """The peers that serve it now, looked up at most every 15 s. See Origin."""
+        claims = self.claims(_FRESH_S)
+        with self._lock:
+            if self._found_of is not claims:
+                # Who has all goes first; a web server or bucket that peers stand for, last.
+                whole = sorted(claims, key=lambda claim: not claim.is_whole)
+                self._found = [PeerSource(self, claim) for claim in whole]
+                self._found += [open_origin(url) for url in sorted({claim.url for claim in claims} - {""})]
+                self._found_of = claims
+            return list(self._found)
+
+    def claims(self, max_age_s: float) -> list[Claim]:
+        """Who serves it now, or a part of it, as it was found so long ago at most.
+
+        Raises:
+            PassingError: If nobody does.
+        """
+        with self._lock:
+            if time.monotonic() - self._claimed_at >= max_age_s or not self._claimed:
+                self._claimed = self._claims()
+                self._claimed_at = time.monotonic()
+            return self._claimed
+
+    @property
+    def discovery(self) -> Discovery | None:
+        """How its peers are found; None before the first look-up."""
+        return self._discovery
+
+    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        """From the first peer that has it. See Origin; a Transfer asks the peers one by one."""
+        fault: NetworkError = RefusedError(f"{self.url}: no peer has {name}")
+        for source in self.sources():
+            try:
+                for data in source.read(name, start, stop):
+                    start += len(data)
+                    yield data
+                return
+            except NetworkError as error:
+                fault = error
+        raise fault
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        """A companion of the dataset; manifest and table are verified. See Origin."""
+        fault: NetworkError = PassingError(f"{self.url}: no peer serves it now")
+        for source in self.sources():
+            try:
+                return source.get(name, max_bytes)
+            except NetworkError as error:
+                fault = error
+        raise fault
+
+    def fits(self, name: str, data: bytes, dataset_id: str) -> bool:
+        """Whether a companion is the dataset's: of the manifest by the id, of the table by the manifest."""
+        found = hashlib.sha256(data).hexdigest()
+        if name == MANIFEST_FILE and found == dataset_id:
+            self._table_sha256 = Manifest.from_json(data).table_sha256
+        return found == {MANIFEST_FILE: dataset_id, TABLE_FILE: self._table_sha256 or found}.get(name, found)
+
+    def _look_up(self, name: str) -> str:
+        """The hash of a slice by its name in the table, which is read when first needed."""
+        with self._lock:
+            table = self._table
+        if table is None:
+            manifest = Manifest.from_json(self.get(MANIFEST_FILE, MAX_MANIFEST_BYTES))
+            data = self.get(TABLE_FILE, _MAX_TABLE_BYTES)
+            if hashlib.sha256(data).hexdigest() != manifest.table_sha256:
+                raise ProtocolViolation(f"{self.url}: its {TABLE_FILE} is not the one that its manifest names")
+            table = SliceTable.from_parquet(data)
+            with self._lock:
+                self._table = table
+        index: int = pc.index(table.names, pa.scalar(name)).as_py()
+        if index < 0:
+            raise RefusedError(f"{self.url}: has no slice {name}")
+        return table.row(index).sha256
+
+    def _claims(self) -> list[Claim]:
+        """Who serves it. With the lock held."""
+        if self._discovery is None:
+            self._discovery = _join(self.identity)
+            weakref.finalize(self, self._discovery.close)
+        try:
+            found = find_providers(self._discovery, self.client, self.identity.network_id, self.name, _FIND_S)
+            found, unsigned = published(self.client, found, self.publishers)
+        except (NetworkError, OSError) as error:
+            raise PassingError(f"{self.url}: cannot look for peers: {error}") from error
+        ids = sorted({claim.dataset_id for claim in found})
+        if self.id is None and len(ids) > 1:
+            raise UsageError(
+                f"{self.url}: expected one dataset of this name, got {len(ids)}: {', '.join(ids)}. They are never "
+                "mixed. Say which: forebay://NETWORK/NAME?id=DATASET_ID."
+            )
+        self.id = self.id or (ids[0] if ids else None)
+        claims = [claim for claim in found if claim.dataset_id == self.id]
+        if not claims:
+            other = f"; those of this name serve {', '.join(ids)}" if ids else ""
+            other += "".join(f"; not counted: {why}" for why in unsigned)
+            raise PassingError(f"{self.url}: no peer serves {self.id or 'a dataset of this name'} now{other}")
+        return claims
+
+
+class PeerSource:
+    """One peer that serves a dataset."""
+
+    def __init__(self, origin: PeerOrigin, claim: Claim) -> None:
+        self.url = f"{origin.url}#{claim.peer_id}@{claim.address}"
+        self.claim = claim
+        self._origin = origin
+
+    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        """See Origin."""
+        origin, claim = self._origin, self.claim
+        sha256, stall_s = origin.sha256_of(name), origin.patience.stall_s
+        yield from read_by_hash(origin.client, claim.address, claim.peer_id, sha256, start, stop, stall_s, self.url)
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        """See Origin."""
+        claim = self.claim
+        try:
+            data = self._origin.client.get_bytes(
+                claim.address,
+                f"/v1/datasets/{claim.dataset_id}/{urllib.parse.quote(name)}",
+                max_bytes,
+                claim.peer_id,
+                self._origin.patience.stall_s,
+            )
+        except NetworkError as error:
+            raise told(self.url, error) from error
+        if not self._origin.fits(name, data, claim.dataset_id):
+            raise ProtocolViolation(f"{self.url}: its {name} is not that of the dataset which it claims")
+        return data
+
+    def sources(self) -> Sequence[Origin]:
+        """See Origin."""
+        return [self]
+
+
+def open_peers(
+    url: str,
+    identity: str | Path | Identity | None,
+    dataset_id: str | None,
+    discovery: Discovery | None,
+    patience: Patience,
+) -> PeerOrigin:
+    """The origin behind `forebay://NETWORK/NAME`.
+
+    With `?publisher=PEER_ID` only what that peer signed counts; with `?id=DATASET_ID` it is that version.
+
+    Args:
+        identity: A member, or its directory; by default `$FOREBAY_HOME/NETWORK` (`~/.forebay/NETWORK`).
+
+    Raises:
+        UsageError: If a part is missing, the identity cannot be read, or is of a network of another name.
+    """
+    parts = urllib.parse.urlsplit(url)
+    network, name = urllib.parse.unquote(parts.netloc), urllib.parse.unquote(parts.path.strip("/"))
+    if not network or not name:
+        raise UsageError(f"open an origin: expected forebay://NETWORK/NAME, got {url!r}. Name both.")
+    queries = urllib.parse.parse_qs(parts.query)
+    asked = set(queries.get("id", ())) | ({dataset_id} if dataset_id else set())
+    if queries.keys() - {"publisher", "id"} or len(asked) > 1:
+        raise UsageError(f"{url}: expected no more than ?publisher=PEER_ID and one ?id=DATASET_ID, got ?{parts.query}")
+    publishers, is_default = queries.get("publisher", []), identity is None
+    if identity is None:
+        home = Path(os.environ.get("FOREBAY_HOME") or Path.home() / ".forebay")
+        identity = Identity.load(home / urllib.parse.quote(network, safe=""))
+    identity = identity if isinstance(identity, Identity) else Identity.load(identity)
+    if identity.network_name != network and not is_default:
+        raise UsageError(
+            f"{url}: expected an identity in the network {network!r}, got one in {identity.network_name!r}. "
+            "Give the node's directory of that network."
+        )
+    return PeerOrigin(
+        identity,
+        name,
+        expected_id=next(iter(asked), None),
+        discovery=discovery,
+        patience=patience,
+        publishers=publishers,
+    )
+
+
+def _join(identity: Identity) -> Discovery:
+    try:
+        from forebay.network.dht import LibtorrentDht
+    except ImportError as error:
+        raise UsageError(
+            f"forebay://: finding peers needs the package libtorrent. Install it with: {install_command('network')}"
+        ) from error
+    if not identity.bootstrap:
+        raise UsageError(
+            f"forebay://: no DHT node is known for {identity.node_dir}: its network was made without --bootstrap. "
+            "Give a discovery of your own, or join a network that names one."
+        )
+    return LibtorrentDht("", 0, identity.bootstrap)

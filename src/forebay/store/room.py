@@ -1,0 +1,206 @@
+"""How full a cache's directory is, who may go, and the reservation of room: under one lock for all processes.
+
+The budget holds because every byte is reserved first: what a fetch under way may come to is written in its lock
+file, which counts while its process lives; what a dead one left counts by its length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from forebay.errors import UsageError
+from forebay.store.futures import Future, Futures
+from forebay.store.locks import EXCLUSIVE, SHARED, Lock, is_locked, take
+
+SHA256 = re.compile(r"[0-9a-f]{64}")
+_PIECE_BYTES = 8 << 20
+log = logging.getLogger("forebay.store")
+Evict = Literal["none", "unwanted", "later", "any"]
+
+
+@dataclass(slots=True)
+class Entry:
+    """A slice or partial file, or a reservation of which no byte is written yet."""
+
+    name: str
+    sha256: str
+    is_part: bool
+    counted: int  # Bytes that count against the budget: a reservation in full.
+    written: int  # Bytes of the disk that it takes.
+    reserved: bool
+    used_at: float
+
+
+def part_bytes(num_bytes: int) -> int:
+    """What to reserve for a slice whose partial file says at its end which pieces of 8 MiB are there."""
+    return num_bytes + -(-num_bytes // _PIECE_BYTES) + 1
+
+
+class Room:
+    """The room in a directory. `lock` excludes whoever reserves, evicts or pins.
+
+    Args:
+        directory: With `locks` and `futures` in it.
+    """
+
+    def __init__(self, directory: Path, budget_bytes: int) -> None:
+        self.directory = directory
+        self.budget_bytes = budget_bytes
+        self.locks = directory / "locks"
+
+    def lock(self) -> Lock:
+        """Wait for the room's lock and hold it. A directory that was deleted meanwhile is made anew, and is empty.
+
+        Raises:
+            UsageError: If it cannot be written.
+        """
+        try:
+            try:
+                return take(self.locks / "room")
+            except FileNotFoundError:
+                log.warning("%s was deleted while it was in use. Made anew.", self.directory)
+                self.locks.mkdir(parents=True, exist_ok=True)
+                (self.directory / "futures").mkdir(exist_ok=True)
+                return take(self.locks / "room")
+        except OSError as error:
+            raise UsageError(
+                f"cache: cannot write in {self.directory}: {error.strerror or error}. Check its permissions and its "
+                "disk, or choose another directory."
+            ) from error
+
+    def free_bytes(self) -> int:
+        """What the disk has left for this user."""
+        disk = os.statvfs(self.directory)
+        return disk.f_bavail * disk.f_frsize
+
+    def remove(self, path: Path, guard: Path) -> bool:
+        """Delete a file of the cache's unless its guard is locked; under the room's lock, which every pin takes too.
+
+        Returns:
+            Whether it was there, and is no longer.
+        """
+        if is_locked(guard, EXCLUSIVE):
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+            return True
+        return False
+
+    def entries(self) -> list[Entry]:
+        """The cache's files, and the reservations of which no byte is written yet."""
+        reserved = self.reservations()
+        entries: dict[str, Entry] = {}
+        for item in os.scandir(self.directory):
+            sha256 = item.name.removesuffix(".part")
+            if not SHA256.fullmatch(sha256):
+                continue
+            try:
+                found = item.stat()
+            except FileNotFoundError:
+                continue  # evicted or renamed by another process meanwhile
+            is_part = item.name.endswith(".part")
+            room = reserved.pop(sha256, 0)
+            size = max(found.st_size, room) if is_part else found.st_size
+            if sha256 in entries and entries[sha256].counted > size:
+                continue  # renamed meanwhile, and listed under both names
+            written = found.st_blocks * 512
+            entries[sha256] = Entry(item.name, sha256, is_part, size, written, room > 0, found.st_atime)
+        for sha256, size in reserved.items():
+            entries.setdefault(sha256, Entry(f"{sha256}.part", sha256, True, size, 0, True, math.inf))
+        return list(entries.values())
+
+    def reservations(self) -> dict[str, int]:
+        """What fetches under way have reserved; one whose process died holds no lock and counts no more."""
+        found = {}
+        for item in os.scandir(self.locks):
+            if item.name.endswith(".fetch"):
+                path = Path(item.path)
+                with contextlib.suppress(FileNotFoundError):
+                    if (text := path.read_bytes()) and is_locked(path, SHARED):
+                        found[item.name.removesuffix(".fetch")] = int(text)
+        return found
+
+    def make(
+        self,
+        sha256: str,
+        num_bytes: int,
+        lock: Lock,
+        futures: Futures,
+        steps: float,
+        next_use: Callable[[str], float],
+        evict: Evict,
+    ) -> list[str] | str:
+        """Evict until a slice fits, and reserve its bytes in its lock file: what was evicted, or why not."""
+        with self.lock():
+            entries = self.entries()
+            own = sum(entry.written for entry in entries if entry.sha256 == sha256)
+            entries = [entry for entry in entries if entry.sha256 != sha256]
+            over = sum(entry.counted for entry in entries) + num_bytes - self.budget_bytes
+            unwritten = sum(max(0, entry.counted - entry.written) for entry in entries if entry.reserved)
+            short = unwritten + max(0, num_bytes - own) - self.free_bytes()
+            chosen: list[Entry] = []
+            if over > 0 or short > 0:
+                for entry in self._victims(entries, futures, steps, next_use, evict):
+                    guard = self.locks / f"{entry.sha256}.{'fetch' if entry.is_part else 'pin'}"
+                    if not is_locked(guard, EXCLUSIVE):
+                        chosen.append(entry)
+                        over, short = over - entry.counted, short - entry.written
+                        if over <= 0 and short <= 0:
+                            break
+            if over > 0:
+                used = self.budget_bytes + over - num_bytes
+                return (
+                    f"no room for {num_bytes} bytes in {self.directory}: budget {self.budget_bytes}, "
+                    f"{used} in use by slices that are pinned or being fetched, or needed sooner."
+                )
+            if short > 0:
+                return f"no room for {num_bytes} bytes in {self.directory}: its disk is full, {short} bytes short."
+            for entry in chosen:
+                (self.directory / entry.name).unlink(missing_ok=True)
+            part = self.directory / f"{sha256}.part"
+            with contextlib.suppress(FileNotFoundError):
+                if part.stat().st_size > num_bytes:
+                    os.truncate(part, 0)  # Not one of a download of these bytes.
+            # Reserved before the room is let go, so that no other process takes it.
+            os.ftruncate(lock.descriptor, 0)
+            os.pwrite(lock.descriptor, str(num_bytes).encode(), 0)
+            return [entry.sha256 for entry in chosen if not entry.is_part]
+
+    def _victims(
+        self, entries: list[Entry], futures: Futures, steps: float, next_use: Callable[[str], float], evict: Evict
+    ) -> list[Entry]:
+        """What may go, in order: broken-off downloads and slices that nobody wants, longest unused first; then what
+        is read last."""
+        others = [] if evict == "none" else futures.others()
+        ranked = []
+        for entry in entries:
+            if entry.reserved:
+                continue  # Under way when it was listed; by now it may have its name, and its partial file none.
+            own = next_use(entry.sha256)
+            soonest = min([own, *(future.steps_to(entry.sha256) for future in others)])
+            allowed = evict == "any" or soonest == math.inf or (evict == "later" and soonest > steps)
+            if evict == "later" and steps <= 0.0 < own and not allowed:
+                allowed = not any(_defers(futures, future, entry.sha256) for future in others)
+            if allowed and evict != "none":
+                ranked.append((-soonest, not entry.is_part, entry.used_at, entry))
+        ranked.sort(key=lambda rank: rank[:3])
+        return [rank[3] for rank in ranked]
+
+
+def _defers(futures: Futures, other: Future, sha256: str) -> bool:
+    """Whether an elder process needs a slice at once. Of two that cannot both go on, the elder does."""
+    return other.birth < futures.birth and other.steps_to(sha256) <= 0.0
+
+
+def never(sha256: str) -> float:
+    """For whoever reads no slice again."""
+    del sha256
+    return math.inf

@@ -1,0 +1,390 @@
+"""Shards of a bucket in a local directory: pairs of files, fetched, judged, named, and removed again.
+
+Hides: which names a shard has, that two processes of a machine never fetch one twice, and what a kill leaves behind.
+A shard is fetched under a lock that the kernel takes back from a dead process; its files get their names when every
+byte was judged, and a mark beside them says so, with their sizes and times: a pair without one, or changed since, is
+judged again before it is used. Only what was fetched here is ever removed, and nothing that a process uses.
+
+Disk: the pairs that are kept and one partial.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from forebay.errors import DatasetError, IntegrityError, UsageError
+from forebay.store.large import Fetched, Workers, fetch_part, head_of, head_origin, part_path, place, plan_large
+from forebay.store.locks import EXCLUSIVE, SHARED, Lock, is_locked, take, try_take
+from forebay.store.origins import ChangedError, Head, Origin, PassingError, RefusedError
+from forebay.store.pieces import Check
+from forebay.store.shard_doubt import Doubt
+from forebay.store.shard_list import LIST_FILE, read_list
+from forebay.store.shard_marks import Marks, unwritable
+
+_ROUNDS = 8
+_WAIT_S = 0.1
+_MOST_SHARDS = 100_000
+log = logging.getLogger("forebay.store")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A shard's two local files, judged."""
+
+    index: int
+    tokens: Path
+    ids: Path
+    num_bytes: int
+
+
+class Judge(Check, Protocol):
+    """Compares tokens with their ids. Made when the ids are there; `piece_bytes` are fetched again at once."""
+
+    piece_bytes: int
+
+    def finish(self, path: Path) -> None:
+        """Judge a whole local file. Raises IntegrityError or DatasetError."""
+
+
+MakeJudge = Callable[[int, Path, int], Judge]
+"""Of (shard, file of ids, bytes of the tokens' file)."""
+
+
+class ShardFolder:
+    """A directory of shards and where they come from. Processes share the directory, threads the object.
+
+    Args:
+        origin: None: all there will be is there.
+        folder, tmp_dir: Made if absent.
+        generation: Of the ids' file; `auto`: as it is found.
+        prefix: `train` or `anneal`.
+    """
+
+    def __init__(
+        self,
+        origin: Origin | None,
+        folder: Path,
+        make_judge: MakeJudge,
+        *,
+        tmp_dir: Path | None = None,
+        chunk_size: int | None = None,
+        max_workers: Workers = None,
+        generation: Literal["auto", "bin", "npy"] = "auto",
+        prefix: str = "train",
+        patience_s: float = 300.0,
+    ) -> None:
+        plan_large(1, chunk_size, max_workers)  # refuses what cannot be
+        self.origin = None if origin is None else head_origin(origin)
+        self.folder = folder
+        self.tmp_dir = tmp_dir or folder
+        self._make_judge = make_judge
+        self._chunk_size, self._max_workers = chunk_size, max_workers
+        self._prefix = prefix
+        self._suffixes = {"auto": ("npy", "bin"), "bin": ("bin",), "npy": ("npy",)}[generation]
+        self._patience_s = patience_s
+        self._list: dict[int, str] | None = None
+        self._marks = Marks(self.folder, prefix)
+        try:
+            for made in (self.folder, self.tmp_dir):
+                made.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+
+    def tokens_name(self, index: int) -> str:
+        """Of a shard's tokens."""
+        return f"{self._prefix}_{index:06d}.npy"
+
+    def ids_name(self, index: int, suffix: str) -> str:
+        """Of a shard's sample ids."""
+        return f"sample_ids_{'' if self._prefix == 'train' else self._prefix + '_'}{index:06d}.{suffix}"
+
+    def count(self, stop: threading.Event | None = None) -> int:
+        """How many shards there are: one more than the last index that is listed, at the origin or here.
+
+        Raises:
+            DatasetError: If there is none.
+            NetworkError: If the origin cannot be reached.
+        """
+        return self.indexes(stop)[-1] + 1
+
+    def indexes(self, stop: threading.Event | None = None) -> list[int]:
+        """Of the shards that are listed, at the origin or here, rising. Errors as of `count`."""
+        names: list[str] = [path.name for path in self.folder.glob(f"{self._prefix}_*.npy")]
+        if self.origin is not None:
+            if listed := self._listed(stop):
+                return sorted(listed)
+            names += self._names_at(stop)
+        found = {int(m[1]) for name in names if (m := re.fullmatch(rf"{self._prefix}_(\d{{6}})\.npy", name))}
+        if not found:
+            where = self.folder if self.origin is None else self.origin.url
+            raise DatasetError(f"{where}: expected shards {self.tokens_name(0)} and on, got none. Check the address.")
+        return sorted(found)
+
+    def sizes(self, index: int, stop: threading.Event | None = None) -> int:
+        """Bytes of a shard's two files, here or at the origin. Errors as of `fetch`."""
+        if (pair := self.ready(index)) is not None:
+            return pair.num_bytes
+        return sum(head.bytes for _, head in self.heads(index, stop))
+
+    def heads(self, index: int, stop: threading.Event | None = None) -> list[tuple[str, Head]]:
+        """Names and heads of a shard's tokens and ids at the origin. Errors as of `head_of`."""
+        tokens, name, ids = self._heads(index, stop)
+        return [(self.tokens_name(index), tokens), (name, ids)]
+
+    def on_disk(self, index: int) -> int:
+        """Bytes of it that lie here by now, partial ones included."""
+        names = [self.tokens_name(index), *(self.ids_name(index, suffix) for suffix in ("npy", "bin"))]
+        paths = [self.folder / name for name in names]
+        paths += [path for name in names for path in self.tmp_dir.glob(f".{name}.*.part")]
+        return sum(path.stat().st_blocks * 512 for path in paths if path.exists())
+
+    def ready(self, index: int) -> Pair | None:
+        """The pair if it is here, judged, and unchanged since."""
+        for suffix in self._suffixes:
+            tokens, ids = self.folder / self.tokens_name(index), self.folder / self.ids_name(index, suffix)
+            if self._marks.is_judged(index, tokens, ids):
+                return Pair(index, tokens, ids, tokens.stat().st_size + ids.stat().st_size)
+        return None
+
+    def use(self, index: int) -> Lock:
+        """Keep a shard from being removed by any process, until it is released. UsageError if it cannot be written."""
+        try:
+            return take(self._lock(index, "use"), SHARED)
+        except OSError as error:
+            return self._no_lock(error)
+
+    def obtain(
+        self,
+        index: int,
+        *,
+        stop: threading.Event,
+        on_progress: Callable[[int, int], object] | None = None,
+        on_judge: Callable[[Judge], object] | None = None,
+    ) -> tuple[Pair, Fetched | None]:
+        """The pair, fetched by one process of the machine while the others wait; None if it was not by this one.
+
+        Args:
+            stop: Gives it up, with TransferCancelledError or UsageError.
+            on_judge: Told of the judge of the tokens that are being fetched.
+
+        Raises:
+            DatasetError: If there is no such shard, or a file is malformed.
+            IntegrityError: If tokens are not of their ids, also when fetched again.
+            NetworkError, UsageError: As of `download_large_file`.
+        """
+        while True:
+            if (pair := self.ready(index)) is not None:
+                return pair, None
+            try:
+                lock = try_take(self._lock(index, "fetch"))
+            except OSError as error:
+                lock = self._no_lock(error)
+            if lock is not None:
+                break
+            if stop.wait(_WAIT_S):
+                raise UsageError(f"shard {index}: given up while another process fetched it.")
+        with lock:
+            if (pair := self.ready(index)) is not None:
+                return pair, None
+            if self._judge_local(index):
+                pair, fetched = self.ready(index), None
+            else:
+                fetched = self._fetch(index, stop, on_progress, on_judge)
+                pair = self.ready(index)
+            assert pair is not None
+            return pair, fetched
+
+    def remove(self, index: int) -> bool:
+        """Remove a pair that was fetched here and that nobody uses; whether nothing of it is left."""
+        if not self._marks.read(index).get("fetched"):
+            return True
+        locks: list[Lock] = []
+        try:
+            for kind in ("use", "fetch"):
+                lock = try_take(self._lock(index, kind), EXCLUSIVE)
+                if lock is None:
+                    return False
+                locks.append(lock)
+            for suffix in ("npy", "bin"):
+                (self.folder / self.ids_name(index, suffix)).unlink(missing_ok=True)
+            (self.folder / self.tokens_name(index)).unlink(missing_ok=True)
+            self._marks.path(index).unlink(missing_ok=True)
+            for lock in locks:
+                lock.path.unlink(missing_ok=True)  # Who waits for it takes a new one.
+        finally:
+            for lock in locks:
+                lock.release()
+        log.info("shard %d removed from %s", index, self.folder)
+        return True
+
+    def clean(self, keep: set[int]) -> None:
+        """Remove what earlier runs left: partial files that nobody goes on with, and pairs that are not kept."""
+        for path in [*self.tmp_dir.glob(".*.part"), *self.folder.glob(".*.part"), *self.folder.glob(".*.tmp")]:
+            found = re.search(rf"^\.+(?:{self._prefix}|sample_ids)_(?:{self._prefix}_)?(\d{{6}})\.", path.name)
+            if found is None or is_locked(self._lock(int(found[1]), "fetch"), EXCLUSIVE):
+                continue
+            here = path.suffix == ".part" and path.parent == self.tmp_dir
+            if not (here and int(found[1]) in keep and self.ready(int(found[1])) is None):
+                path.unlink(missing_ok=True)
+        for path in self.folder.glob(f".{self._prefix}_*.mark"):
+            index = int(path.name.removesuffix(".mark").rpartition("_")[2])
+            if index not in keep:
+                self.remove(index)
+
+    def _fetch(
+        self,
+        index: int,
+        stop: threading.Event,
+        on_progress: Callable[[int, int], object] | None,
+        on_judge: Callable[[Judge], object] | None,
+    ) -> Fetched:
+        if self.origin is None:
+            raise DatasetError(
+                f"{self.folder}: expected shard {index} ({self.tokens_name(index)} and its ids), got none. Copy it "
+                "there, or give a url to fetch it from."
+            )
+        self._marks.begin(index)
+        doubt = Doubt()
+        for left in range(_ROUNDS, -1, -1):
+            head, ids_name, ids_head = self._heads(index, stop)
+            ids_part = part_path(self.tmp_dir, ids_name, ids_head)
+            part = part_path(self.tmp_dir, self.tokens_name(index), head)
+            try:
+                return self._fetch_once(index, head, ids_name, ids_head, doubt, stop, on_progress, on_judge)
+            except ChangedError as error:
+                if not left:
+                    raise
+                log.warning("%s; fetching the shard from its start", error)
+            except (IntegrityError, DatasetError) as error:
+                if not left or not doubt.again(error, ids_part, part):
+                    raise
+                log.warning("%s Fetching the ids again", error)
+        raise AssertionError
+
+    def _fetch_once(
+        self,
+        index: int,
+        head: Head,
+        ids_name: str,
+        ids_head: Head,
+        doubt: Doubt,
+        stop: threading.Event,
+        on_progress: Callable[[int, int], object] | None,
+        on_judge: Callable[[Judge], object] | None,
+    ) -> Fetched:
+        """The ids first, as nothing can be judged without; then the tokens, judged as they come."""
+        assert self.origin is not None
+        listed = self._listed(stop).get(index, "")
+        name = self.tokens_name(index)
+        ids_part = part_path(self.tmp_dir, ids_name, ids_head)
+        part = part_path(self.tmp_dir, name, head)
+        settings: dict[str, Any] = {"patience_s": self._patience_s, "stop": stop}
+        fetch_part(
+            self.origin, ids_name, ids_head, ids_part, plan_large(ids_head.bytes, None, self._max_workers),
+            sha256=listed, **settings,
+        )  # fmt: skip
+        doubt.check(ids_part)
+        plan = plan_large(head.bytes, self._chunk_size, self._max_workers)
+        judge = self._make_judge(index, ids_part, head.bytes)
+        judge.piece_bytes = plan.piece_bytes
+        if on_judge is not None:
+            on_judge(judge)
+        got = fetch_part(
+            self.origin, name, head, part, plan, check=judge, on_progress=on_progress, **settings
+        )  # fmt: skip
+        tokens, ids = self.folder / name, self.folder / ids_name
+        place(ids_part, ids)
+        place(part, tokens, self._make_judge(index, ids, head.bytes).finish)
+        self._set_mark(index, tokens, ids, True)
+        for path in [*self.tmp_dir.glob(f".{name}.*.part"), *self.tmp_dir.glob(f".{ids_name}.*.part")]:
+            path.unlink(missing_ok=True)  # of a start that was killed between the two names
+        return got
+
+    def _judge_local(self, index: int) -> bool:
+        """Judge a pair that lies here without a mark that fits; whether there is one."""
+        for suffix in self._suffixes:
+            tokens, ids = self.folder / self.tokens_name(index), self.folder / self.ids_name(index, suffix)
+            if not (tokens.is_file() and ids.is_file()):
+                continue
+            log.info("shard %d lies in %s already: comparing all its samples with their ids", index, self.folder)
+            fetched = bool(self._marks.read(index).get("fetched"))
+            try:
+                self._make_judge(index, ids, tokens.stat().st_size).finish(tokens)
+            except (DatasetError, IntegrityError) as error:
+                if not fetched:
+                    raise
+                log.warning("%s Fetching the shard again", error)
+                tokens.unlink()
+                ids.unlink()
+                return False
+            self._set_mark(index, tokens, ids, fetched)
+            return True
+        return False
+
+    def _heads(self, index: int, stop: threading.Event | None) -> tuple[Head, str, Head]:
+        """(head of the tokens, name and head of the ids) at the origin."""
+        if self.origin is None:
+            raise DatasetError(f"{self.folder}: expected shard {index}, got none. Copy it there.")
+        tokens = head_of(self.origin, self.tokens_name(index), patience_s=self._patience_s, stop=stop)
+        for suffix in self._suffixes:
+            name = self.ids_name(index, suffix)
+            try:
+                return tokens, name, head_of(self.origin, name, patience_s=self._patience_s, stop=stop)
+            except DatasetError:
+                if suffix == self._suffixes[-1]:
+                    raise
+        raise AssertionError
+
+    def _names_at(self, stop: threading.Event | None) -> list[str]:
+        """What the origin lists; where it cannot list, the names that it has one after the other."""
+        names: Any = getattr(self.origin, "names", None)
+        assert self.origin is not None
+        if names is not None:
+            try:
+                return list(names(f"{self._prefix}_"))
+            except (RefusedError, PassingError) as error:
+                log.info("%s cannot be listed (%s); asking for one shard after the other", self.origin.url, error)
+        found: list[str] = []
+        for index in range(_MOST_SHARDS):
+            try:
+                head_of(self.origin, self.tokens_name(index), patience_s=self._patience_s, stop=stop)
+            except DatasetError:
+                if not found:
+                    raise
+                break
+            found.append(self.tokens_name(index))
+        return found
+
+    def _listed(self, stop: threading.Event | None) -> dict[int, str]:
+        """The sha256 of each shard's ids, as the list of the bucket says, once read; empty without one."""
+        if self._list is None:
+            self._list = {}
+            assert self.origin is not None
+            try:
+                head_of(self.origin, LIST_FILE, patience_s=self._patience_s, stop=stop)
+            except DatasetError:
+                return self._list
+            self._list = read_list(self.origin.get(LIST_FILE, 64 << 20), f"{self.origin.url}/{LIST_FILE}")
+        return self._list
+
+    def _set_mark(self, index: int, tokens: Path, ids: Path, fetched: bool) -> None:
+        try:
+            self._marks.set_judged(index, tokens, ids, fetched)
+        except OSError as error:
+            self._no_lock(error)
+
+    def _no_lock(self, error: OSError) -> Lock:
+        """In a directory that nobody here writes, what lies there is used without; it is judged at each start."""
+        if self.origin is None and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return Lock(self.folder, -1)
+        raise unwritable(self.folder, error) from error
+
+    def _lock(self, index: int, kind: str) -> Path:
+        return self.folder / f".{self._prefix}_{index:06d}.{kind}"

@@ -1,0 +1,135 @@
+"""Whom a reader asks what to fetch: first a dataset's data nodes, then those who share it; when one dies, the next.
+
+All who know the same sharers choose the same, so that one of them steers the swarm and not each its own part of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forebay.errors import ForebayError, NetworkError
+from forebay.network.client import Client, RemoteError
+
+_ASK_S = 10.0
+_HOME_S = 30.0  # so often, who asks a sharer looks whether a data node is back
+_AGAIN_S = 3.0  # so often, who found nobody looks again
+_DEAD_S = 30.0  # a tracker that did not answer is left alone so long
+_BUSY_S = 1.0
+log = logging.getLogger("forebay.swarm")
+
+
+@dataclass(frozen=True)
+class TrackerAt:
+    """Where a tracker stands. `is_origin`: it has the whole dataset, so it is asked before others.
+
+    Attributes:
+        member: What it is known by in the swarm, where that is not its peer id.
+    """
+
+    peer_id: str
+    address: str
+    is_origin: bool
+    member: str = ""
+
+    @classmethod
+    def parse(cls, item: Any) -> TrackerAt:
+        """As an answer names a holder. Raises KeyError, TypeError."""
+        return cls(str(item["peer_id"]), str(item["address"]), item["is_origin"] is True, str(item["member"]))
+
+
+class Trackers:
+    """The trackers of one dataset. One thread.
+
+    Args:
+        find: Finds them anew: those that are origins first. Called when one is needed.
+        own: This node's own, the last resort; None if it does not share.
+
+    Attributes:
+        num_lost: Those that answered no more.
+        answering: Which one answered last, and `since` when without another between.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        dataset_id: str,
+        find: Callable[[], Iterable[TrackerAt]],
+        own: TrackerAt | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_lost = 0
+        self.answering: TrackerAt | None = None
+        self.since = float("-inf")
+        self._client, self._dataset_id, self._find, self._own, self._clock = client, dataset_id, find, own, clock
+        self._found_at = float("-inf")
+        self._is_new = True  # nobody else was found so far
+        self._ranked: list[TrackerAt] = []
+        self._sharers: dict[str, TrackerAt] = {}  # by address
+        self._dead: dict[str, float] = {}  # by address, until when
+
+    def met(self, sharers: Iterable[TrackerAt]) -> None:
+        """These can be asked when nobody else is left."""
+        self._sharers.update({one.address: one for one in sharers})
+
+    def ask(self, body: dict[str, Any], introduce: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+        """The answer of the first that gives one; None if nobody does.
+
+        Args:
+            introduce: Adds to the question what one needs that hears of this member for the first time.
+        """
+        now = self._clock()
+        if not self._ranked or (not self._ranked[0].is_origin and now - self._found_at > _HOME_S):
+            self._look_up(now)
+        elif not self._ranked[0].is_origin:
+            self._rank(self._ranked)
+        while self._ranked:
+            answer = self._tell(self._ranked[0], body, _ASK_S)
+            if answer is not None:
+                if self.answering is None or self.answering.address != self._ranked[0].address:
+                    self.since = self._clock()
+                self.answering = self._ranked[0]
+                return answer
+            lost = self._ranked.pop(0)
+            self.num_lost += 1
+            self._sharers.pop(lost.address, None)
+            self._dead[lost.address] = self._clock() + _DEAD_S
+            introduce(body)
+        return None
+
+    def leave(self, body: dict[str, Any]) -> None:
+        """Tell the tracker that was asked last, if it is there."""
+        if self._ranked:
+            self._tell(self._ranked[0], {**body, "leave": True}, 1.0)
+
+    def _look_up(self, now: float) -> None:
+        self._found_at = now
+        found: list[TrackerAt] = []
+        try:
+            found = list(self._find())
+        except (ForebayError, OSError) as error:
+            log.info("swarm of %s: no tracker was found: %s", self._dataset_id[:12], error)
+        is_alone = not found and not self._sharers
+        if is_alone:
+            self._found_at = now - _HOME_S + _AGAIN_S
+        # The others do not know a newcomer yet: one that asked itself would wait until they do.
+        self._rank([*found, self._own] if self._own is not None and (is_alone or not self._is_new) else found)
+        self._is_new = self._is_new and is_alone
+
+    def _rank(self, found: Sequence[TrackerAt]) -> None:
+        known = {**self._sharers, **{one.address: one for one in found}}
+        alive = [one for one in known.values() if self._dead.get(one.address, 0.0) <= self._clock()]
+        self._ranked = sorted(alive, key=lambda one: (not one.is_origin, one.peer_id, one.address))
+
+    def _tell(self, tracker: TrackerAt, body: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
+        path = f"/v1/swarm/{self._dataset_id}"
+        try:
+            answer, _ = self._client.request_json(tracker.address, "POST", path, body, tracker.peer_id, timeout_s)
+        except NetworkError as error:
+            is_busy = isinstance(error, RemoteError) and error.status in (429, 503)
+            log.info("swarm of %s: tracker %s: %s", self._dataset_id[:12], tracker.address, error)
+            return {"wait_s": _BUSY_S} if is_busy else None
+        return answer if isinstance(answer, dict) else None

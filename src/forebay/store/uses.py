@@ -1,0 +1,142 @@
+"""When each slice is read next: a run's future, looked at in chunks, kept as intervals of steps.
+
+A slice is read in runs of steps: while a window is open, and again in the next epoch. Consecutive uses become one
+interval; in a chunk with more than 2,048 of them, gaps are bridged until there are fewer, so that the far future of
+a long run stays small. Inside a bridged gap a slice counts as in use. Where that is too coarse, because the cache
+cannot hold the open windows, `exact` bridges nothing and looks less far.
+
+What it costs: 0.15 us a use looked at (NumPy), 100 bytes an interval, 2^18 intervals and 2^25 uses ahead at most.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.store.futures import Use
+
+I64 = NDArray[np.int64]
+UsesOf = Callable[[int, int], tuple[I64, I64]]
+
+_FIRST_STEPS = 256
+_CHUNK_USES = 1 << 17
+_CHUNK_INTERVALS = 2048
+_MAX_INTERVALS = 1 << 18
+_MAX_USES = 1 << 25
+
+
+class Uses:
+    """The next uses of each slice from a step on. For one thread.
+
+    Args:
+        uses: Run steps [start, stop) to (steps, keys), distinct pairs by step, then in order of first use.
+        num_steps: Where the run ends; None for never.
+        step: Nothing before it counts.
+        exact: Bridge no gap.
+
+    Attributes:
+        known: Steps before it were looked at.
+        ended: All of the run was.
+        bridged: Some gap was bridged.
+    """
+
+    def __init__(self, uses: UsesOf, num_steps: int | None, step: int, *, exact: bool = False) -> None:
+        self._uses = uses
+        self._num_steps = num_steps
+        self._exact = exact
+        self._span = _FIRST_STEPS
+        self._intervals: dict[int, deque[tuple[int, int]]] = {}
+        self._chunks: deque[tuple[int, int]] = deque()  # (first step behind the chunk, uses in it)
+        self._last: dict[int, int] = {}
+        self._num_intervals = 0
+        self._num_uses = 0
+        self.known = step
+        self.bridged = False
+
+    @property
+    def ended(self) -> bool:
+        return self._num_steps is not None and self.known >= self._num_steps
+
+    def is_full(self, now: int) -> bool:
+        """Whether there is nothing further to look at, or no room to keep it."""
+        while self._chunks and self._chunks[0][0] <= now:
+            self._num_uses -= self._chunks.popleft()[1]
+        if self._num_intervals >= _MAX_INTERVALS:
+            self._forget(now)
+        return self.ended or self._num_intervals >= _MAX_INTERVALS or self._num_uses >= _MAX_USES
+
+    def extend(self) -> list[tuple[int, int]]:
+        """Look at another chunk: (first step, key) of the intervals that begin in it, in order."""
+        stop = self.known + self._span
+        if self._num_steps is not None:
+            stop = min(stop, self._num_steps)
+        steps, keys = self._uses(self.known, stop)
+        self._chunks.append((stop, len(steps)))
+        self._num_uses += len(steps)
+        found = self._compress(steps, keys)
+        begun = []
+        for key, first, last in found:
+            intervals = self._intervals.setdefault(key, deque())
+            if intervals and intervals[-1][1] == first - 1:
+                intervals[-1] = (intervals[-1][0], last)
+                continue
+            intervals.append((first, last))
+            self._num_intervals += 1
+            begun.append((first, key))
+        self.known = stop
+        if len(steps) < _CHUNK_USES // 2:
+            self._span *= 2
+        elif len(steps) > _CHUNK_USES:
+            self._span = max(1, self._span // 2)
+        return begun
+
+    def use(self, key: int, now: int) -> Use | None:
+        """First and last step of the interval that a slice is in or comes to, and the first step of the one after."""
+        intervals = self._intervals.get(key)
+        if intervals is None:
+            return None
+        while intervals and intervals[0][1] < now:
+            self._last[key] = intervals.popleft()[1]
+            self._num_intervals -= 1
+        if not intervals:
+            del self._intervals[key]
+            return None
+        first, last = intervals[0]
+        return max(first, now), last, intervals[1][0] if len(intervals) > 1 else None
+
+    def next_use(self, key: int, now: int) -> int | None:
+        """The step from `now` on at which a slice is read next; None if not before `known`."""
+        use = self.use(key, now)
+        return None if use is None else use[0]
+
+    def last_use(self, key: int, now: int) -> int | None:
+        """The last step before `now` that read a slice; None if none did since the step that this began with."""
+        self.use(key, now)
+        return self._last.get(key)
+
+    def _compress(self, steps: I64, keys: I64) -> list[tuple[int, int, int]]:
+        """(key, first, last) of the intervals, by first step, then as given."""
+        if not len(steps):
+            return []
+        order = np.argsort(keys, kind="stable")
+        by_key, at = keys[order], steps[order]
+        other, gaps = by_key[1:] != by_key[:-1], np.diff(at)
+        gap = 1
+        most = max(_CHUNK_INTERVALS, 1 + int(other.sum()))
+        breaks = other | (gaps > gap)
+        while not self._exact and 1 + int(breaks.sum()) > most:
+            self.bridged = True
+            gap *= 2
+            breaks = other | (gaps > gap)
+        starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+        ends = np.concatenate((starts[1:], [len(steps)])) - 1
+        by_first = np.argsort(order[starts])
+        starts, ends = starts[by_first], ends[by_first]
+        return list(zip(by_key[starts].tolist(), at[starts].tolist(), at[ends].tolist()))
+
+    def _forget(self, now: int) -> None:
+        for key in list(self._intervals):
+            self.use(key, now)

@@ -1,0 +1,217 @@
+"""What is left to do of one transfer, whom it may ask, and what it knows of who gave wrong bytes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import insort
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forebay.dataset.manifest import SliceInfo
+from forebay.errors import IntegrityError, NetworkError, ProtocolViolation
+from forebay.store.origins import Origin, PassingError
+from forebay.store.pieces import EARLIER, PartFile, Span
+from forebay.store.sources import Source
+
+OnBad = Callable[[Origin, str], None]
+REFRESH_S = 15.0
+log = logging.getLogger("forebay.store")
+
+
+@dataclass(eq=False)
+class Work:
+    """One transfer as the pool sees it; under the pool's lock, except `file`, which has one of its own.
+
+    Attributes:
+        pending: Spans that nobody fetches now, by start; `flying`: those that somebody does.
+        found: The origin behind each URL, as this transfer was given it: another's of the same URL may be of another
+            slice.
+        sources: What is known of each, by URL, shared by all transfers; `refused` and `reasons` say who will not give
+            it, and who did not and why.
+        alone: The only source that may be asked, after bytes of several did not verify together.
+        lookup: Stands for looking up the sources, with its tries and when it may be tried again.
+        byte_at: When its last byte came.
+        finished: Called once when it ended, with the error or None.
+    """
+
+    info: SliceInfo
+    file: PartFile
+    origins: Sequence[Origin]
+    on_bad: OnBad | None
+    began_at: float
+    byte_at: float
+    finished: Callable[[Exception | None], object] = lambda error: None
+    flying: set[Span] = field(default_factory=set)
+    pending: list[Span] = field(default_factory=list)
+    found: dict[str, Origin] = field(default_factory=dict)
+    sources: dict[str, Source] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    liars: set[str] = field(default_factory=set)
+    alone: str | None = None
+    lookup: Span = field(default_factory=lambda: Span(0, 0, 0, 0))
+    looking: bool = False
+    looked_at: float = float("-inf")
+    hashing: bool = False
+    ended: bool = False
+    attempts: int = 0
+    _suspects: list[tuple[int, int, str, bytes]] = field(default_factory=list)
+
+    def needs_lookup(self, now: float) -> bool:
+        """Whether its sources should be looked up anew, now or at `lookup.not_before`."""
+        stale = now - self.looked_at >= REFRESH_S
+        return stale and not self.looking and bool(self.pending or not self.sources)
+
+    def allowed(self) -> list[Source]:
+        """Whom it may ask."""
+        return [source for url, source in self.sources.items() if self._may_ask(url)]
+
+    def left(self) -> list[Source]:
+        """Who has not refused or lied, `alone` or not."""
+        return [source for url, source in self.sources.items() if url not in self.refused]
+
+    def _may_ask(self, url: str) -> bool:
+        return url not in self.refused and self.alone in (None, url)
+
+    def stuck(self, before: float) -> Span | None:
+        """A span that nobody else took over yet and of which no byte came since a moment, taken over now."""
+        for span in self.flying:
+            if span.byte_at < before and not span.taken_over:
+                span.taken_over = True
+                if (rest := self.file.take_over(span)) is not None:
+                    return rest
+        return None
+
+    def put_back(self, span: Span, not_before: float) -> None:
+        """A span that nobody fetches any more; one that was begun anew meanwhile is forgotten."""
+        if self.file.is_current(span):
+            span.not_before = not_before
+            insort(self.pending, span, key=lambda span: span.start)
+
+    def receive(self, span: Span, source: Source, clock: Callable[[], float], look: Callable[[Work], object]) -> None:
+        """What one request gives, into the file; `look` is called as it grows. Without the lock.
+
+        Raises:
+            PassingError: If the body broke off.
+            ProtocolViolation: If there is more of it than was asked for.
+        """
+        url, start, stop = source.origin.url, span.at, span.stop
+        body = self.found[url].read(self.info.name, start, stop)
+        try:
+            for data in body:
+                if len(data) > stop - span.at:
+                    raise ProtocolViolation(f"{url}: gave more than the {stop - start} bytes asked for")
+                if not self.file.write(span, data, url):
+                    return
+                span.tries = 0
+                span.byte_at = self.byte_at = clock()
+                look(self)
+        finally:
+            if isinstance(body, Generator):
+                body.close()
+        if span.at < stop:
+            raise PassingError(f"the body ended at byte {span.at - start} of {stop - start}")
+
+    def tell(self, origin: Origin, reason: str) -> None:
+        """Name a bad source, to the log and to whoever asked for it. Without the lock."""
+        log.warning("%s: %s", origin.url, reason)
+        if self.on_bad is not None:
+            self.on_bad(origin, reason)
+
+    def suspect(self) -> str | None:
+        """Who certainly gave the wrong bytes that lie there; None if several did, and then they are remembered."""
+        given = {url for span in self.file.spans for url in span.sources}
+        if len(given) == 1 and EARLIER not in given:
+            return given.pop()
+        self._suspects += [
+            (span.start, span.stop, span.sources[0], self.file.digest_of(span.start, span.stop))
+            for span in self.file.spans
+            if len(span.sources) == 1 and span.sources[0] != EARLIER
+        ]
+        return None
+
+    def culprits(self) -> dict[str, str]:
+        """Of those remembered, whose bytes differ from the verified ones that lie there now; and how."""
+        return {
+            url: f"gave wrong bytes in [{start}, {stop}) of {self.info.name}"
+            for start, stop, url, digest in self._suspects
+            if digest != self.file.digest_of(start, stop)
+        }
+
+    def nobody(self) -> NetworkError:
+        """The error if all sources refused or lied."""
+        kind = IntegrityError if self.liars else NetworkError
+        return kind(
+            f"{self._name()}: expected {self.info.bytes} bytes that verify, got none from {len(self.refused)} sources. "
+            f"{self._told()}. Check the origin, or add one that has it."
+        )
+
+    def unreachable(self, now: float) -> NetworkError:
+        """The error if patience ran out."""
+        return NetworkError(
+            f"{self._name()}: got {self.file.received} of {self.info.bytes} bytes, then none for "
+            f"{now - self.byte_at:.1f} s: {self.attempts} failed attempts in {now - self.began_at:.1f} s. "
+            f"{self._told()}. Check the network and the endpoint; what was fetched is kept and resumed."
+        )
+
+    def _name(self) -> str:
+        return f"slice {self.info.name} ({self.info.sha256[:12]}…)" if self.info.sha256 else self.info.name
+
+    def _told(self) -> str:
+        return "; ".join(f"{url}: {why}" for url, why in (self.reasons | self.refused).items())
+
+
+class TransferCancelledError(NetworkError):
+    """A transfer was given up by whoever started it."""
+
+    @classmethod
+    def of(cls, info: SliceInfo) -> TransferCancelledError:
+        """The error of a transfer of this."""
+        return cls(f"{info.name}: the transfer was cancelled; what was fetched is kept and resumed")
+
+
+class Transfer:
+    """One slice on its way. Made by `Transfers.start`.
+
+    Attributes:
+        done: Set when it ended, well or not; from then on nothing is written to `part`.
+        error: Why it failed, or None. Without one, `part` is whole, verified, synced and exactly `info.bytes` long.
+    """
+
+    def __init__(self, info: SliceInfo, part: Path, work: Work) -> None:
+        self.info = info
+        self.part = part
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        self._work = work
+        self._callbacks: list[Callable[[Transfer], object]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def received(self) -> int:
+        """Bytes on disk so far, those of an earlier run included."""
+        return self._work.file.received
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it ended; whether it did in time."""
+        return self.done.wait(timeout)
+
+    def on_done(self, callback: Callable[[Transfer], object]) -> None:
+        """Call back once when it ended, from another thread; at once, from this one, if it has."""
+        with self._lock:
+            if not self.done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def _finish(self, error: Exception | None) -> None:
+        self.error = error
+        with self._lock:
+            self.done.set()
+        for callback in self._callbacks:
+            try:
+                callback(self)
+            except Exception:
+                log.exception("%s: what was to be called when it ended failed", self.info.name)

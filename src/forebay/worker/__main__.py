@@ -1,0 +1,148 @@
+"""`python -m forebay.worker`: one worker from the command line.
+
+    python -m forebay.worker --dataset-type huggingface --dataset-name fineweb-edu --batch-size 8 --seq-len 1024
+
+What a flag says goes before what `--config FILE.toml` says, and that before the dataset's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from forebay.errors import ForebayError, UsageError
+from forebay.worker.catalog import list_available_datasets
+from forebay.worker.client import WorkerClient, tell_stderr
+from forebay.worker.config import DATASET_TYPES, MODEL_SIZES, WorkerConfig
+
+_Flag = tuple[str, Any, str]
+_DATA: tuple[_Flag, ...] = (
+    ("dataset-name", str, "a short name, OWNER/NAME of the hub, or a path of text files"),
+    ("dataset-type", DATASET_TYPES, "kind of data (dummy; huggingface with a name)"),
+    ("tokenizer-name", str, "in place of the dataset's own"),
+    ("batch-size", int, "samples of this worker's step (4)"),
+    ("seq-len", int, "tokens of a sample (the dataset's own, or 32)"),
+    ("seed", int, "of data and first weights (42)"),
+    ("shuffle-buffer", int, "documents that are mixed (the dataset's own)"),
+    ("text-key", str, "the column with the text (the dataset's own)"),
+    ("partition", ("samples", "records"), "how ranks share text (samples)"),
+    ("vocab-size", int, "of dummies' ids (1024)"),
+)
+_TRAINING: tuple[_Flag, ...] = (
+    ("num-steps", int, "steps of the run (100)"),
+    ("model-size", tuple(MODEL_SIZES), "of the GPT (tiny)"),
+    ("trainer", ("auto", "gpt", "count"), "what learns (auto: the GPT if PyTorch is installed)"),
+    ("learning-rate", float, "AdamW's (0.001)"),
+    ("device", str, "cpu, cuda, … (the accelerator if there is one)"),
+    ("checkpoint-dir", str, "where the run is kept, and resumed from"),
+    ("checkpoint-steps", int, "between two checkpoints (1000)"),
+)
+_TOGETHER: tuple[_Flag, ...] = (
+    ("worker-id", str, "by which the coordinator knows this worker again"),
+    ("coordinator", str, "host:port or URL (FOREBAY_COORDINATOR, or 127.0.0.1:8000)"),
+    ("network", str, "this node's directory, for a coordinator with --network"),
+    ("host", str, "this machine's address for other workers (the one towards the coordinator)"),
+    ("patience-s", float, "how long a coordinator or peer that is away is waited for (60)"),
+)
+_METAVAR = {str: "NAME", int: "N", float: "X"}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags; those that are not given are absent."""
+    found = argparse.ArgumentParser(
+        prog="python -m forebay.worker",
+        usage="%(prog)s [--dataset-name NAME] [--num-steps N] [--distributed] [options]",
+        description="Train on a dataset by its name, alone or with others.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28, width=110),
+    )
+    data = found.add_argument_group("data")
+    _add(data, _DATA)
+    data.add_argument(
+        "--streaming",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="stream, or keep the files here first (streamed above 10 GB)",
+    )
+    data.add_argument("--list-datasets", action="store_true", help="the datasets with a short name, and nothing else")
+    _add(found.add_argument_group("training"), _TRAINING)
+    together = found.add_argument_group("several workers")
+    together.add_argument("--distributed", action="store_true", help="train together with the coordinator's workers")
+    _add(together, _TOGETHER)
+    out = found.add_argument_group("settings and output")
+    out.add_argument("--config", type=Path, metavar="FILE", help="these settings from a TOML file; flags go before it")
+    out.add_argument("--json", action="store_true", help="the report, or the list, as JSON on stdout")
+    out.add_argument("--quiet", action="store_true", help="no lines of progress")
+    return found
+
+
+def _add(group: Any, flags: tuple[_Flag, ...]) -> None:
+    for name, kind, help_text in flags:
+        if isinstance(kind, tuple):
+            given: dict[str, Any] = {"choices": kind, "metavar": "|".join(kind)}
+        else:
+            given = {"type": kind, "metavar": _METAVAR[kind]}
+        group.add_argument(f"--{name}", help=help_text, default=argparse.SUPPRESS, **given)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Settings of a TOML file, by the names of WorkerConfig's fields; `-` may stand for `_`.
+
+    Raises:
+        UsageError: If it cannot be read, or has a setting that there is not.
+    """
+    try:
+        plain = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"config {path}: expected a TOML file: {error}.") from error
+    found = {name.replace("-", "_"): value for name, value in plain.items()}
+    known = [field.name for field in fields(WorkerConfig)]
+    if unknown := sorted(set(found) - set(known)):
+        raise UsageError(f"config {path}: expected settings of {', '.join(known)}; got {', '.join(unknown)}.")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the flags say. 0 when all steps are done, 1 on an error, 130 when interrupted."""
+    args = vars(parser().parse_args(argv))
+    path, distributed, as_json, quiet = (args.pop(name) for name in ("config", "distributed", "json", "quiet"))
+    try:
+        if args.pop("list_datasets"):
+            return _list(as_json)
+        config = WorkerConfig(**{**(read_config(path) if path else {}), **args})
+        report = asyncio.run(_train(config, distributed, quiet))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except ForebayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if as_json:
+        print(json.dumps(report))
+    return 0
+
+
+async def _train(config: WorkerConfig, distributed: bool, quiet: bool) -> dict[str, Any]:
+    worker = WorkerClient(config, tell=(lambda line: None) if quiet else tell_stderr)
+    async with worker:
+        return (await worker.run_training(use_distributed=distributed)).to_json()
+
+
+def _list(as_json: bool) -> int:
+    found = list_available_datasets()
+    if as_json:
+        print(json.dumps(found))
+    else:
+        for one in found:
+            print(f"{one['name']}: {one['description']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Datasets that may be called by a short name, with the settings that suit them; any other name is the hub's.
+
+Hides: which repository a short name stands for. Nothing is asked of the hub here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from forebay.errors import UnknownDatasetError
+
+STREAM_ABOVE_BYTES = 10 * 10**9
+"""Larger datasets are streamed, smaller ones kept on this machine. One of unknown size is streamed."""
+_BYTES_PER_TOKEN = 4  # English under GPT-2's vocabulary: 4.4 bytes of FineWeb a token; rounded down.
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """A dataset of the hub, and what is used where its user names nothing else.
+
+    Args:
+        name: Short, or the hub's OWNER/NAME.
+        repository: The hub's OWNER/NAME; or a path here.
+        size: As people say it.
+        size_tokens, size_bytes: None where it is not known; bytes of text that follow from tokens are about 4 each.
+        num_sources: Of which it was made, if that is known.
+        buffer_size: Documents that are mixed.
+        tokenizer: As `forebay prepare --tokenizer` names it.
+        seq_len: Tokens of a sample.
+        text_key: The column with the text.
+    """
+
+    name: str
+    repository: str
+    size: str = "unknown"
+    description: str = ""
+    size_tokens: int | None = None
+    size_bytes: int | None = None
+    num_sources: int | None = None
+    buffer_size: int = 10_000
+    tokenizer: str = "gpt2"
+    seq_len: int = 512
+    text_key: str = "text"
+
+    @property
+    def streaming(self) -> bool:
+        """Whether it is streamed where its user does not say."""
+        return streams(self.size_bytes)
+
+    @property
+    def local(self) -> bool:
+        """Whether it is a path here and no name of the hub."""
+        return is_path(self.repository)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, `streaming` among them."""
+        return {**asdict(self), "streaming": self.streaming}
+
+
+CATALOG = {
+    entry.name: entry
+    for entry in (
+        CatalogEntry(
+            "fineweb", "HuggingFaceFW/fineweb", "15T tokens", "FineWeb: 15T tokens from CommonCrawl",
+            size_tokens=15 * 10**12, size_bytes=15 * 10**12 * _BYTES_PER_TOKEN, buffer_size=100_000, seq_len=1024,
+        ),
+        CatalogEntry(
+            "fineweb-edu", "HuggingFaceFW/fineweb-edu", "1.3T tokens",
+            "FineWeb-Edu: 1.3T high-quality educational tokens",
+            size_tokens=13 * 10**11, size_bytes=13 * 10**11 * _BYTES_PER_TOKEN, buffer_size=50_000, seq_len=1024,
+        ),
+        CatalogEntry(
+            "pile", "EleutherAI/pile", "825 GB", "The Pile: 825GB diverse dataset (22 sources)",
+            size_bytes=825 * 10**9, num_sources=22, buffer_size=50_000, tokenizer="EleutherAI/gpt-neox-20b",
+            seq_len=2048,
+        ),
+        CatalogEntry(
+            "tiny_shakespeare", "winglian/tiny-shakespeare", "1 MB", "Tiny Shakespeare: 40K lines for testing",
+            size_bytes=10**6, buffer_size=1_000, seq_len=256,
+        ),
+        CatalogEntry(
+            "shakespeare", "benchaffe/shakespeare-lines", "~5 MB", "Complete Works of Shakespeare, line-by-line",
+            size_bytes=5 * 10**6, buffer_size=5_000,
+        ),
+    )
+}  # fmt: skip
+_TEXT_KEYS = {"bigcode/the-stack": "content", "bigcode/the-stack-dedup": "content", "bigcode/starcoderdata": "content"}
+
+
+def streams(size_bytes: int | None) -> bool:
+    """The rule: stream what is above 10 GB, or of unknown size."""
+    return size_bytes is None or size_bytes > STREAM_ABOVE_BYTES
+
+
+def list_available_datasets() -> list[dict[str, Any]]:
+    """The catalogue: a dict for each, with `name`, `description`, sizes, `streaming` and its defaults."""
+    return [entry.to_dict() for entry in CATALOG.values()]
+
+
+def find_entry(name: str) -> CatalogEntry:
+    """The entry of a short name, a hub's OWNER/NAME, or a path (it begins with `.`, `/` or `~`).
+
+    Raises:
+        UnknownDatasetError: If it has no slash and is not in the catalogue; the message names what comes near.
+    """
+    if name in CATALOG:
+        return CATALOG[name]
+    plain = name.removeprefix("hf://datasets/").removeprefix("hf:")
+    if is_path(plain):
+        path = Path(plain).expanduser().absolute()  # without a `./` it would look like a name of the hub
+        return CatalogEntry(name, str(path), size_bytes=0)
+    for entry in CATALOG.values():
+        if plain == entry.repository:
+            return entry
+    if "/" in plain.strip("/"):
+        return CatalogEntry(name, plain, text_key=_TEXT_KEYS.get("/".join(plain.split("/")[:2]), "text"))
+    raise unknown_dataset(name)
+
+
+def is_path(name: str) -> bool:
+    """Whether a name is a path by its looks: `./corpus`, `/data/text.jsonl`, `~/books`."""
+    return name.startswith((".", "/", "~"))
+
+
+def unknown_dataset(name: str) -> UnknownDatasetError:
+    """What to raise for a name that nothing has."""
+    near = difflib.get_close_matches(name.casefold(), CATALOG, n=2, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    error = UnknownDatasetError(
+        f"Dataset {name!r} not found: expected one of {', '.join(CATALOG)}, a full path OWNER/NAME of the hub, or a "
+        f"path here that begins with `.` or `/`.{hint}"
+    )
+    error.dataset = name
+    return error

@@ -1,0 +1,325 @@
+"""Steps taken together: gradients averaged over a generation's ranks, by torch.distributed.
+
+A group lives as long as a generation. Its ranks meet at a store of its first rank, under a prefix with the
+generation's number, so that nobody of an old generation comes in between. A step's gradients, its loss and whether
+somebody wants to stop travel in one sum: either a rank has all of it, or it raises and the step is not applied.
+A rank that has it knows that every rank gave its part; so the step is finished, even if others never learn.
+
+What it costs: one flat float32 copy of the gradients, summed after the backward pass and not during it. Right for the
+models that a coordinator's workers train over ordinary networks; one machine's GPUs are better served by DDP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+import socket
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+from forebay.errors import NetworkError, UsageError
+from forebay.extras import install_command
+from forebay.network.client import parse_address
+from forebay.worker.membership import Generation, Membership, MembershipLostError
+
+if importlib.util.find_spec("torch") is None:
+    raise UsageError(f"collective: PyTorch is not installed. Run: {install_command('torch')}, or train apart.")
+
+import torch
+import torch.distributed as dist
+
+# A step that broke off so often in a row has another cause than a lost rank.
+MAX_BREAKS = 20
+
+
+class PeerLostError(NetworkError):
+    """A rank did not come or did not answer: the step under way was not applied here."""
+
+
+class Meeting:
+    """A place where the ranks of any generation can meet, kept open by each worker for its whole life.
+
+    Args:
+        host: An address of this machine that its peers reach.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        try:
+            self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+        except (RuntimeError, ValueError) as error:
+            raise NetworkError(f"collective: cannot listen on {host}:{port}: {error}") from error
+        self.host, self.port = host, int(self._store.port)
+
+    @property
+    def address(self) -> str:
+        """`host:port`, for Membership(address=…)."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Collective:
+    """The ranks of one generation as a group. One at a time in a process; `close` it, or use it in a `with`.
+
+    Args:
+        device: Where gradients lie; "cuda" uses NCCL, else Gloo.
+        timeout_s: A rank that is silent for longer counts as lost.
+        abandon: Asked while ranks are missing: whether to stop waiting, as another generation is wanted.
+        broken: Asked while gradients are summed: whether another rank says that this cannot end.
+
+    Raises:
+        PeerLostError: If not all ranks come in time.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        *,
+        device: str = "cpu",
+        timeout_s: float = 60.0,
+        abandon: Callable[[], bool] = lambda: False,
+        broken: Callable[[], bool] = lambda: False,
+    ) -> None:
+        _left_behind[:] = [(group, work) for group, work in _left_behind if not work.is_completed()]
+        self._broken = broken
+        self.generation = generation
+        self._device = torch.device(device)
+        self._open = False
+        first = generation.members[0].address
+        if not first:
+            raise UsageError(
+                "collective: the first rank gave no address. Make a Meeting and give Membership its address."
+            )
+        host, port = parse_address(first)
+        timeout = timedelta(seconds=timeout_s)
+        with self._losing("met"):
+            _reach(host, port, timeout_s, abandon)
+            store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+            store = dist.PrefixStore(f"{generation.run_id}/{generation.number}", store)
+            _gather(store, generation.world_size, timeout_s, abandon)
+            backend = "nccl" if self._device.type == "cuda" else "gloo"
+            dist.init_process_group(
+                backend, store=store, rank=generation.rank, world_size=generation.world_size, timeout=timeout
+            )
+            self._open = True
+            dist.barrier()
+
+    @contextlib.contextmanager
+    def _losing(self, what: str) -> Any:
+        """Whatever the group raises says that a rank is lost; then the group is gone, so that others hear it, too."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            self.close()
+            generation = self.generation
+            raise PeerLostError(
+                f"collective: generation {generation.number}, rank {generation.rank} of {generation.world_size}: "
+                f"a rank was lost as ranks {what}: {_words(error)}. "
+                "Go on at the next boundary with broken=True."
+            ) from error
+
+    def share(self, model: Any, optimizer: Any) -> None:
+        """All ranks take the weights, buffers and optimizer state of the generation's source.
+
+        The state travels as torch.save writes it, and is read with weights_only: no code comes along.
+
+        Raises:
+            PeerLostError: If a rank is lost; this rank has what it had.
+        """
+        source, is_source = self.generation.source, self.generation.rank == self.generation.source
+        data = io.BytesIO()
+        if is_source:
+            torch.save(optimizer.state_dict(), data)
+        ours = [*model.parameters(), *model.buffers()]
+        size = torch.tensor([len(data.getvalue())], dtype=torch.int64, device=self._device)
+        with self._losing("shared weights"), torch.no_grad():
+            theirs = [tensor.detach().clone() for tensor in ours]
+            for tensor in theirs:
+                dist.broadcast(tensor, source)
+            dist.broadcast(size, source)
+            body = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+            if is_source:
+                body.copy_(torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8))
+            dist.broadcast(body, source)
+            dist.barrier()
+        if not is_source:
+            with torch.no_grad():
+                for mine, new in zip(ours, theirs):
+                    mine.copy_(new)
+            state = torch.load(io.BytesIO(body.cpu().numpy().tobytes()), map_location=self._device, weights_only=True)
+            optimizer.load_state_dict(state)
+
+    def average(self, parameters: Iterable[Any], loss: float, *, stop: bool = False) -> tuple[float, bool]:
+        """The gradients become their means over the ranks, the same bits on each; a missing one counts as zeros.
+
+        Returns:
+            The mean loss, and whether any rank wants to stop after this step.
+
+        Raises:
+            PeerLostError: If a rank is lost; the gradients are as they were: take no optimizer step.
+        """
+        held = [parameter for parameter in parameters if parameter.requires_grad]
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in held]
+        said = torch.tensor([loss, float(stop)], device=self._device)
+        flat = torch.cat([part.detach().reshape(-1).float() for part in parts] + [said])
+        with self._losing("averaged gradients"):
+            self._finish(dist.all_reduce(flat, async_op=True))
+            mean, stops = (float(value) for value in flat[-2:])  # waits for the device: an error shows here
+        at = 0
+        for parameter, part in zip(held, parts):
+            mine = flat[at : at + part.numel()].view_as(part) / self.generation.world_size
+            parameter.grad = mine.to(part.dtype)
+            at += part.numel()
+        return mean / self.generation.world_size, stops > 0
+
+    def _finish(self, work: Any) -> None:
+        """Waits for a sum, but not for one that another rank gave up.
+
+        A ring shows a death to the neighbours only, and Gloo ends no wait before its time: such a sum is left behind.
+        """
+        pause_s = 0.0
+        while self._device.type == "cpu" and not work.is_completed():
+            if self._broken():
+                _left_behind.append((dist.group.WORLD, work))
+                raise RuntimeError("another rank lost one")
+            time.sleep(pause_s)
+            pause_s = min(0.005, pause_s + 0.0001)
+        work.wait()
+
+    def close(self) -> None:
+        """Leaves the group at once; ranks that wait for this one hear of it. May be called twice."""
+        if self._open:
+            self._open = False
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.destroy_process_group()
+
+    def __enter__(self) -> Collective:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _words(error: Exception) -> str:
+    """What a group says, without the place in its source."""
+    return re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0])[:200].rstrip(". ")
+
+
+def _reach(host: str, port: int, timeout_s: float, abandon: Callable[[], bool]) -> None:
+    """Waits until the first rank's store takes connections; the store itself could not be told to stop waiting."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=2.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline or abandon():
+                raise RuntimeError(f"the first rank's store at {host}:{port} does not answer: {error}") from error
+        time.sleep(0.05)
+
+
+_GONE = 1 << 32
+# Sums that nobody waits for any more, with their groups: let go before their time they would block.
+_left_behind: list[tuple[Any, Any]] = []
+
+
+def _gather(store: Any, world_size: int, timeout_s: float, abandon: Callable[[], bool]) -> None:
+    """Waits until all ranks are at the store; one that gives up takes the others along, unless all had come."""
+    deadline = time.monotonic() + timeout_s
+    come = int(store.add("come", 1))
+    while come != world_size:
+        if come < 0:
+            raise RuntimeError("another rank gave up")
+        if time.monotonic() >= deadline or abandon():
+            come = int(store.add("come", -_GONE))
+            if come + _GONE != world_size:
+                raise RuntimeError("not all ranks came")
+            come = int(store.add("come", _GONE))
+            continue
+        time.sleep(0.01)
+        come = int(store.add("come", 0))
+
+
+def train_together(
+    membership: Membership,
+    model: Any,
+    optimizer: Any,
+    loss_of: Callable[[Generation, int], Any],
+    *,
+    num_steps: int,
+    device: str = "cpu",
+    timeout_s: float = 60.0,
+    clip: float | None = 1.0,
+    on_step: Callable[[Generation, int, float], None] | None = None,
+    stopping: Callable[[], bool] | None = None,
+) -> int:
+    """Trains with whoever is in the run until `num_steps` are finished, through every change of membership.
+
+    Join first; leave afterwards. A step that breaks off is redone in the next generation; none counts twice.
+
+    Args:
+        loss_of: The mean loss of this rank's batch (a scalar that can go backward), for the samples
+            generation.samples(step, batch_size). A new generation begins at its start_step: seek there.
+        clip: The norm that averaged gradients are cut to; None leaves them.
+        on_step: Called after each applied step with its number and the mean loss over the ranks.
+        stopping: Asked at each step whether to leave early.
+
+    Returns:
+        The number of steps finished.
+
+    Raises:
+        MembershipLostError: If this worker left (or was told to) meanwhile.
+        CoordinatorGoneError: If a change needs the coordinator and it stays away.
+    """
+    generation, collective = membership.generation, None
+    step, holds, breaks = generation.start_step, False, 0
+    try:
+        while step < num_steps and not (stopping is not None and stopping()):
+            try:
+                if collective is None or collective.generation.number != generation.number:
+                    if collective is not None:
+                        collective.close()
+                    holds = generation.rank == generation.source or (holds and step == generation.start_step)
+                    collective, step = None, generation.start_step
+                    collective = Collective(
+                        generation,
+                        device=device,
+                        timeout_s=timeout_s,
+                        abandon=lambda: membership.changing,
+                        broken=lambda: membership.broken,
+                    )
+                    collective.share(model, optimizer)
+                    holds = True
+                optimizer.zero_grad(set_to_none=True)
+                loss = loss_of(generation, step)
+                loss.backward()
+                mean, stop = collective.average(model.parameters(), float(loss.detach()), stop=membership.changing)
+            except PeerLostError:
+                collective, breaks = None, breaks + 1
+                if breaks > MAX_BREAKS:
+                    raise
+                generation, holds = _next(membership, step, holds, stop=True, broken=True)
+                continue
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            step, breaks = step + 1, 0
+            if on_step is not None:
+                on_step(generation, step - 1, mean)
+            generation, holds = _next(membership, step, holds, stop=stop and step < num_steps)
+    finally:
+        if collective is not None:
+            collective.close()
+    return step
+
+
+def _next(
+    membership: Membership, step: int, holds: bool, *, stop: bool, broken: bool = False
+) -> tuple[Generation, bool]:
+    """The generation to go on in, and whether the weights are still its step's; one taken for dead joins again."""
+    try:
+        return membership.boundary(step, stop=stop, broken=broken, holds=holds), holds
+    except MembershipLostError:
+        return membership.join(), False

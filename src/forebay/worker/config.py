@@ -1,0 +1,136 @@
+"""A worker's settings, checked once when they are made. Flag before file before dataset's default."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from forebay.errors import UsageError
+from forebay.load.arguments import check_choice, check_integer
+from forebay.worker.catalog import CatalogEntry, find_entry
+from forebay.worker.model_sizes import SIZES
+
+DATASET_TYPES = ("dummy", "distributed_dummy", "huggingface")
+MODEL_SIZES = {name: size.batch_size for name, size in SIZES.items()}
+"""The models, and the local batch size to begin with for each."""
+COORDINATOR = "FOREBAY_COORDINATOR"
+DEFAULT_COORDINATOR = "127.0.0.1:8000"
+
+
+class _Default(int):
+    """A number that nobody chose: equal to it, but a dataset's own goes before it."""
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What a worker is told. Fields that are None inherit: from the dataset, or from the environment.
+
+    Args:
+        dataset_type: "dummy" (random ids), "distributed_dummy" (random ids of a finite set, permuted and dealt to
+            ranks) or "huggingface" (text). A dataset_name makes a dummy "huggingface".
+        dataset_name: A short name of the catalogue, the hub's OWNER/NAME[/CONFIG][:SPLIT], or a path of text files.
+        tokenizer_name: In place of the dataset's own.
+        batch_size: Samples of this worker's step.
+        seq_len: Tokens of a sample. Not given, it is the dataset's own, and 32 for dummies.
+        num_steps: Steps of the run, those before a resumed checkpoint included.
+        model_size: "tiny", "small" or "medium".
+        worker_id: By which the coordinator knows this worker again; None makes one up.
+        coordinator: "host:port" or an http(s) URL; None is the environment's FOREBAY_COORDINATOR, or 127.0.0.1:8000.
+        network: This node's directory (`forebay network join`), for a coordinator with --network; None: plain HTTP.
+        host: The address of this machine that other workers reach; None: the one on the way to the coordinator.
+        seed: Of data, dummies and the model's first weights.
+        streaming: Whether text is streamed, or kept on this machine first; None: streamed if above 10 GB.
+        shuffle_buffer: Documents that are mixed; None: the dataset's own.
+        partition: "samples": ranks read the same and take every world-size-th sample, elastic and exact. "records":
+            each tokenizes its own share of the documents; for a fixed number of ranks.
+        text_key: The column with the text; None: the dataset's own.
+        vocab_size: Of dummies' ids.
+        learning_rate: AdamW's.
+        trainer: "auto" (the GPT where PyTorch is installed), "gpt", or "count" (NumPy alone).
+        device: Of the GPT; None: the accelerator if there is one.
+        checkpoint_dir: Where model, optimizer and place in the data are kept, and resumed from; None: nowhere.
+        checkpoint_steps: So many steps between two checkpoints; one is also made at the end.
+        patience_s: How long a coordinator or a peer that does not answer is waited for.
+
+    Raises:
+        UsageError: If a value is out of range.
+    """
+
+    dataset_type: str = "dummy"
+    dataset_name: str | None = None
+    tokenizer_name: str | None = None
+    batch_size: int = 4
+    seq_len: int = _Default(32)
+    num_steps: int = 100
+    model_size: str = "tiny"
+    worker_id: str | None = None
+    coordinator: str | None = None
+    network: str | Path | None = None
+    host: str | None = None
+    seed: int = 42
+    streaming: bool | None = None
+    shuffle_buffer: int | None = None
+    partition: str = "samples"
+    text_key: str | None = None
+    vocab_size: int = 1024
+    learning_rate: float = 1e-3
+    trainer: str = "auto"
+    device: str | None = None
+    checkpoint_dir: str | Path | None = None
+    checkpoint_steps: int = 1000
+    patience_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_choice("dataset_type", self.dataset_type, DATASET_TYPES)
+        check_choice("model_size", self.model_size, tuple(MODEL_SIZES))
+        check_choice("partition", self.partition, ("samples", "records"))
+        check_choice("trainer", self.trainer, ("auto", "gpt", "count"))
+        check_choice("streaming", self.streaming, (None, True, False))
+        for name in ("batch_size", "seq_len", "num_steps", "checkpoint_steps"):
+            if getattr(self, name) is None:
+                raise UsageError(f"{name}: expected an integer from 1, got None. Leave it out for its default.")
+            check_integer(name, getattr(self, name), 1)
+        check_integer("vocab_size", self.vocab_size, 2)
+        check_integer("shuffle_buffer", self.shuffle_buffer, 0)
+        for name in ("learning_rate", "patience_s"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name}: expected a number above 0, got {getattr(self, name)!r}.")
+        if self.worker_id is not None and not self.worker_id.strip():
+            raise UsageError("worker_id: expected a name, got an empty one. Leave it out to have one made up.")
+        if self.dataset_name is not None and self.dataset_type == "dummy":
+            object.__setattr__(self, "dataset_type", "huggingface")
+        if (self.dataset_name is None) == (self.dataset_type == "huggingface"):
+            raise UsageError(
+                f"dataset_name: expected one with dataset_type 'huggingface' and none with dummies, got "
+                f"{self.dataset_name!r} with {self.dataset_type!r}. list_available_datasets() has names."
+            )
+
+    @property
+    def entry(self) -> CatalogEntry | None:
+        """The dataset's entry of the catalogue; None for dummies. UnknownDatasetError if nothing has its name."""
+        return None if self.dataset_name is None else find_entry(self.dataset_name)
+
+    @property
+    def seq_len_is_given(self) -> bool:
+        """Whether somebody chose seq_len."""
+        return not isinstance(self.seq_len, _Default)
+
+    def resolved_seq_len(self) -> int:
+        """The seq_len that was given, else the dataset's own, else 32."""
+        entry = None if self.seq_len_is_given else self.entry
+        return int(self.seq_len) if entry is None else entry.seq_len
+
+    def resolved_tokenizer(self) -> str | None:
+        """The tokenizer that was named, else the dataset's own; None for dummies."""
+        entry = self.entry
+        return None if entry is None else self.tokenizer_name or entry.tokenizer
+
+    def resolved_coordinator(self) -> str:
+        """The coordinator that was named, else the environment's, else the one on this machine."""
+        return self.coordinator or os.environ.get(COORDINATOR) or DEFAULT_COORDINATOR
+
+    def effective_batch_size(self, world_size: int) -> int:
+        """Samples of a step over all workers: batch_size x world_size."""
+        check_integer("world_size", world_size, 1)
+        return self.batch_size * world_size

@@ -1,0 +1,160 @@
+"""A worker's line to its scheduler: finds it, pins it, and keeps asking through an outage.
+
+Whoever answers as the scheduler must be certified as one, wherever its address came from.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import urllib.parse
+from typing import Any
+
+from forebay.errors import NetworkError, ProtocolViolation
+from forebay.network.client import Client, RemoteError
+from forebay.network.discovery import Discovery, record_key
+from forebay.network.identity import Identity
+
+# Once told to stop, this long for each thing still to say to the scheduler.
+STOP_PATIENCE_S = 3.0
+# An answer takes milliseconds; a scheduler that is stopped, or cut off, is asked anew after this.
+ANSWER_S = 10.0
+MOST_WAIT_S = 1.0
+_DOOR = "/v1/exchange"
+
+
+class SchedulerGone(NetworkError):  # noqa: N818  # it says what happened
+    """The scheduler did not answer for as long as the worker was told to wait."""
+
+
+class Control:
+    """Calls a scheduler's doors; safe from several threads.
+
+    The first scheduler that answers for the name is pinned by its peer id: after a restart, at whatever
+    address, it must be the same one. Without a fixed address it is found in the DHT.
+
+    Args:
+        name: The job's; "" takes whatever job the scheduler gives, and needs an address.
+        attempt: Attempts of exchanges are numbered from the one after, so that one which was given up and comes
+            late is not heard once a later one was.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        client: Client,
+        name: str,
+        discovery: Discovery | None,
+        address: str | None,
+        patience_s: float,
+        stop: threading.Event,
+        attempt: int = 0,
+    ) -> None:
+        self._identity = identity
+        self._client = client
+        self._name = name
+        self._discovery = discovery
+        self._fixed = address
+        self._patience_s = patience_s
+        self._stop = stop
+        self._lock = threading.Lock()
+        self._address = address
+        self._peer_id: str | None = None
+        self._job_id: str | None = None
+        self._attempt = attempt
+        self._reason = "not found in the DHT"
+
+    def exchange(self, body: dict[str, Any], patience_s: float | None = None) -> dict[str, Any]:
+        """One exchange, repeated with back-off while the scheduler is away.
+
+        Raises:
+            RemoteError: If the scheduler refuses it; never for its being away.
+            SchedulerGone: After `patience_s`, or at once when the worker is told to stop.
+        """
+        patience_s = self._patience_s if patience_s is None else patience_s
+        deadline = time.monotonic() + patience_s
+        began_stopping = time.monotonic()
+        wait_s = 0.05
+        while True:
+            address = self._find()
+            if address is not None:
+                try:
+                    self._attempt += 1
+                    body = {**body, "attempt": self._attempt}
+                    answer, _ = self._client.request_json(
+                        address, "POST", _DOOR, body, expect_peer=self._peer_id, timeout_s=ANSWER_S
+                    )
+                    if not isinstance(answer, dict):
+                        raise ProtocolViolation(f"scheduler {address}: expected an object, got {answer!r:.80}")
+                    return answer
+                except RemoteError as error:
+                    if error.status != 503:
+                        raise
+                    self._reason = str(error)
+                except NetworkError as error:
+                    self._reason = str(error)
+                    self._forget(address)
+            if time.monotonic() + wait_s > deadline:
+                break
+            if self._stop.is_set():
+                # Told to stop: settle up if the scheduler is there, but do not wait long for it.
+                time.sleep(wait_s)
+                deadline = min(deadline, began_stopping + STOP_PATIENCE_S)
+            elif self._stop.wait(wait_s * random.uniform(0.5, 1.0)):
+                began_stopping = time.monotonic()
+            wait_s = min(MOST_WAIT_S, wait_s * 2)
+        raise SchedulerGone(
+            f"scheduler of {self._name!r}: no answer for {patience_s:g} s; last: {self._reason}. "
+            "Is it running, and in this network?"
+        )
+
+    def known(self) -> list[str]:
+        """Where the scheduler stands, as far as it is known."""
+        address = self._address
+        return [] if address is None else [address]
+
+    def _forget(self, address: str) -> None:
+        with self._lock:
+            if self._address == address and self._discovery is not None:
+                self._address = None
+
+    def _find(self) -> str | None:
+        """The address known, else the first that the DHT names and that answers as the scheduler of this name."""
+        with self._lock:
+            if self._address is not None and self._peer_id is not None:
+                return self._address
+            candidates = [self._fixed] if self._fixed else []
+            if self._discovery is not None:
+                key = record_key(self._identity.network_id, "scheduler", self._name)
+                try:
+                    candidates += [f"{host}:{port}" for host, port in self._discovery.find(key, 2.0)]
+                except NetworkError:
+                    candidates += []  # the DHT is away too: the caller's patience decides
+            for address in dict.fromkeys(candidates):
+                if self._is_ours(address):
+                    self._address = address
+                    return address
+            return None
+
+    def _is_ours(self, address: str) -> bool:
+        """Whether the scheduler of this name stands there: the one that was pinned, or else a certified one."""
+        path = f"/v1/job?name={urllib.parse.quote(self._name, safe='')}" if self._name else "/v1/jobs"
+        try:
+            answer, peer = self._client.request_json(address, "GET", path, None, expect_peer=self._peer_id, timeout_s=3)
+        except NetworkError as error:
+            self._reason = str(error)
+            return False
+        if not isinstance(answer, dict) or (self._name and answer.get("name") != self._name):
+            return False
+        if not peer.scope.allows("scheduler"):
+            # Whoever gives out leases must be certified to: one that is not may stand in the DHT, but is not asked.
+            self._reason = (
+                f"{address}: expected a certificate with the role scheduler, got {peer.peer_id} ({peer.name}) with "
+                + ", ".join(sorted(peer.scope.roles))
+            )
+            return False
+        if self._name and self._job_id not in (None, answer.get("job_id")):
+            return False
+        self._peer_id, self._job_id = peer.peer_id, str(answer.get("job_id"))
+        return True

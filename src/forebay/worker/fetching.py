@@ -1,0 +1,220 @@
+"""Brings the slices of leases into the cache: from other workers first, from origins last, each verified.
+
+Who gives wrong bytes, another range, no end or no bytes, or is not who should stand there, is left out and told to
+the scheduler; a slice is then asked of the others. A source that drips is left after ten seconds under 32 KiB/s.
+A slice that came from somewhere but never with its hash counts as failed; one that nobody gives is given back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from forebay.dataset.manifest import SliceInfo
+from forebay.errors import IntegrityError, NetworkError
+from forebay.network.client import Client, WrongPeerError
+from forebay.store.cache import Refusal, SliceCache
+from forebay.store.holders import HolderSource
+from forebay.store.origins import Origin, PassingError, open_origin
+from forebay.store.room import part_bytes
+from forebay.store.transfer import Transfer, Transfers
+from forebay.worker.answers import Grant, Provider
+from forebay.worker.hand import Hand
+from forebay.worker.held import Held
+from forebay.worker.shelf import Shelf
+
+_CONNECTIONS = 8
+_STALL_S = 5.0
+_PACE_S, _PACE_BYTES = 10.0, 10 * 32768
+_ROOM_S = 0.05
+_URLS = ("https://", "http://", "s3://", "r2://", "gs://", "az://", "hf://")
+
+
+class Fetcher:
+    """Fetches what a hand holds, in threads of its own, from `start` to `close`.
+
+    Args:
+        threads: Slices fetched at once.
+        patience_s: A slice that nobody gives for so long, and no other either, is the end of the worker.
+    """
+
+    def __init__(
+        self, client: Client, cache: SliceCache, shelf: Shelf, hand: Hand, patience_s: float, threads: int = 4
+    ) -> None:
+        self.bytes = self.slices = self.bytes_from_workers = 0
+        self.failure: Exception | None = None
+        self._client = client
+        self._cache = cache
+        self._shelf = shelf
+        self._hand = hand
+        self._patience_s = patience_s
+        self._transfers = Transfers(_CONNECTIONS, tries=2, patience_s=1.0, hedge_s=2.0, max_backoff_s=1.0)
+        self._lock = threading.Lock()
+        self._bad: set[tuple[str, str]] = set()
+        self._away: set[tuple[str, str]] = set()
+        self._misses = 0
+        self._hit_at = time.monotonic()
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"worker fetch {i}", daemon=True) for i in range(threads)
+        ]
+
+    def start(self) -> None:
+        """Begin."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Give up what is under way and end the threads; what was fetched is kept and resumed. The hand is closed."""
+        self._closing.set()
+        self._transfers.close()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _run(self) -> None:
+        while (held := self._hand.next_to_fetch()) is not None:
+            try:
+                self._bring(held)
+            except Exception as error:  # noqa: BLE001  # whatever it is, the caller of run_worker gets it
+                if not self._closing.is_set():
+                    self.failure = self.failure or error
+                    self._hand.close()
+
+    def _bring(self, held: Held) -> None:
+        """The slice of one lease, pinned; or the lease is given back or failed."""
+        grant, began = held.grant, time.monotonic()
+        # Pinned first: another worker on this cache may make room between the fetch and the first step.
+        self._cache.pin(grant.sha256)
+        wanted = False
+        try:
+            if self._fetch(held):
+                self._shelf.add(grant)
+                path = self._cache.path_of(grant.sha256)
+                wanted = self._hand.note_fetched(held, path, time.monotonic() - began)
+            self._misses, self._hit_at = 0, time.monotonic()
+        except IntegrityError as error:
+            self._hand.fail(held, str(error))
+        except NetworkError as error:
+            if not held.over:
+                self._hand.give_back(held)
+                self._missed(grant, error)
+        finally:
+            if not wanted:
+                self._cache.unpin(grant.sha256)
+
+    def _missed(self, grant: Grant, error: NetworkError) -> None:
+        self._misses += 1
+        if self._misses >= 5 and time.monotonic() - self._hit_at > self._patience_s:
+            raise NetworkError(
+                f"worker: no provider gave any slice for {self._patience_s:g} s, "
+                f"last {grant.name}: {error}. Is a data node running?"
+            ) from error
+        self._closing.wait(min(2.0, 0.1 * 2 ** min(self._misses, 5)))
+
+    def _fetch(self, held: Held) -> bool:
+        """Waits for room, and for whoever else fetches it; whether the slice is here at the end."""
+        grant = held.grant
+        while not (held.over or self._closing.is_set()):
+            room = self._cache.try_reserve(grant.sha256, part_bytes(grant.bytes), evict="any")
+            if not isinstance(room, Refusal):
+                try:
+                    self._ask_all(held)
+                except BaseException:
+                    room.release()
+                    raise
+                room.commit()
+                return True
+            if self._cache.get(grant.sha256) is not None:
+                return True
+            self._closing.wait(_ROOM_S)
+        return False
+
+    def _ask_all(self, held: Held) -> None:
+        """Into its partial file: from workers, then from origins, then from whoever is left."""
+        grant = held.grant
+        left = [p for p in grant.providers if (p.peer_id or p.address, grant.sha256) not in self._bad]
+        workers, origins = [p for p in left if not p.is_origin], [p for p in left if p.is_origin]
+        faults: list[NetworkError] = []
+        for providers in (workers, origins):
+            providers = [p for p in providers if (p.peer_id or p.address, grant.sha256) not in self._bad]
+            if not providers:
+                continue
+            try:
+                self._ask(held, providers)
+            except NetworkError as error:
+                # The slice itself is at fault only if all who gave it gave wrong bytes.
+                passing = bool(faults) and not isinstance(faults[-1], IntegrityError)
+                faults.append(faults[-1] if passing else error)
+                continue
+            with self._lock:
+                self.bytes += grant.bytes
+                self.slices += 1
+                self.bytes_from_workers += 0 if providers[0].is_origin else grant.bytes
+            return
+        raise faults[-1] if faults else NetworkError(f"slice {grant.name}: nobody who may have it is known now")
+
+    def _ask(self, held: Held, providers: Sequence[Provider]) -> None:
+        """One transfer from all of them at once, as long as it moves."""
+        grant = held.grant
+        info = SliceInfo(grant.index, grant.name, grant.bytes, grant.sha256, 0, 0)
+        sources = [self._source(grant, provider) for provider in providers]
+        part = self._cache.path_of(grant.sha256).with_name(f"{grant.sha256}.part")
+        transfer = self._transfers.start(info, part, sources, lambda origin, why: self._tell(grant, origin, why))
+        received, since = 0, time.monotonic()
+        while not transfer.wait(0.25):
+            now = time.monotonic()
+            if held.over or self._closing.is_set():
+                self._transfers.cancel(transfer)
+            elif now - since >= _PACE_S:
+                if transfer.received - received < _PACE_BYTES:
+                    self._leave(transfer, grant, sources)
+                received, since = transfer.received, now
+        if transfer.error is not None:
+            raise transfer.error
+
+    def _leave(self, transfer: Transfer, grant: Grant, sources: Sequence[Origin]) -> None:
+        self._transfers.cancel(transfer)
+        for source in sources:
+            self._tell(grant, source, f"gave under {_PACE_BYTES} bytes in {_PACE_S:g} s", wrong=False)
+
+    def _source(self, grant: Grant, provider: Provider) -> Origin:
+        if "://" in provider.address:
+            if not provider.address.startswith(_URLS):
+                raise NetworkError(f"provider {provider.address}: expected one of {', '.join(_URLS)}")
+            return open_origin(provider.address)
+
+        def on_fault(error: NetworkError) -> None:
+            if isinstance(error.__cause__, WrongPeerError):
+                self._tell(grant, source, str(error), wrong=False)
+            elif isinstance(error, PassingError) and not error.throttled:
+                self._note(grant, provider.peer_id, str(error))
+
+        source = HolderSource(
+            self._client,
+            provider.peer_id,
+            provider.address,
+            grant.sha256,
+            _STALL_S,
+            on_fault,
+            once=not provider.is_origin,
+        )
+        return source
+
+    def _tell(self, grant: Grant, source: Origin, reason: str, wrong: bool = True) -> None:
+        """Leaves a source out for this slice, and tells the scheduler."""
+        who = source.peer_id if isinstance(source, HolderSource) else source.url
+        with self._lock:
+            if (who, grant.sha256) in self._bad:
+                return
+            self._bad.add((who, grant.sha256))
+        self._hand.note_bad(who, grant.sha256, reason, wrong)
+
+    def _note(self, grant: Grant, who: str, reason: str) -> None:
+        """Tells the scheduler, once, of one that did not answer now: others know better who does; it is asked again."""
+        with self._lock:
+            if (who, grant.sha256) in self._bad or (who, grant.sha256) in self._away:
+                return
+            self._away.add((who, grant.sha256))
+        self._hand.note_away(who, grant.sha256, reason)

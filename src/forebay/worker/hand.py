@@ -1,0 +1,347 @@
+"""The leases in a worker's hands: how far each was used, how far it may be used, and what to say of them.
+
+Three parties meet here, under one lock: the caller's thread uses samples, threads that fetch bring slices, and one
+that keeps the line to the scheduler tells it what was used and hears what it grants. The promise, on which stealing
+rests: while an exchange is under way, nothing is used beyond the horizons that it declares. The scheduler may cut a
+lease at that exchange, at its horizon or behind it, and the worker hears of the cut before it could go beyond; so no
+sample is used by two workers that live, and none is wasted.
+
+Neither clock nor network: `clock` is an argument, and `leasing` carries the statements. Memory: some KB a lease.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from forebay.worker.answers import Answer, Grant
+from forebay.worker.held import Bad, Held, Statement, Tally, Use
+
+# The scheduler gives a session no more: the one in use, and those ahead.
+MAX_LEASES = 16
+# Two exchanges are at least so far apart, whatever there is to say.
+_LEAST_APART_S = 0.01
+# However long the scheduler says to wait.
+_MAX_WAIT_S = 10.0
+_NEW_WEIGHT = 0.3
+_MAX_REFUSALS = 3
+log = logging.getLogger("forebay.worker")
+
+
+class Hand:
+    """The leases of one worker. Threads share it.
+
+    Args:
+        batch_size: Samples of a step.
+        ahead: Leases beyond the one in use, 1 to 15; None: as many as keep the fetching ahead of the use.
+        max_bytes: What the slices in hand may take together; one is always allowed.
+        receipt_s: How often what was used is told; half of how far a horizon looks ahead.
+        let_go: Called once, under the lock, for each slice that was fetched and is needed no more.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        ahead: int | None,
+        max_bytes: int,
+        receipt_s: float,
+        let_go: Callable[[Grant], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tally = Tally()
+        self.done = self.paused = False
+        self._batch_size = batch_size
+        self._ahead = ahead
+        self._max_bytes = max_bytes
+        self._receipt_s = receipt_s
+        self._let_go = let_go
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._held: dict[str, Held] = {}  # in the order they were granted
+        self._bad: list[Bad] = []
+        self._closed = False
+        self._asked_at = self._not_before = float("-inf")
+        self._lease_s = math.inf
+        self._samples_per_s = 0.0
+        self._samples_per_lease = 0.0
+        self._fetch_s = 0.0
+        self._taken_at = 0.0
+
+    def close(self) -> None:
+        """Nothing more is taken, fetched or asked for; whoever waits returns. May be repeated."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    @property
+    def held(self) -> list[Held]:
+        """The leases in hand, the longest held first."""
+        with self._changed:
+            return list(self._held.values())
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether all is over."""
+        return self._closed
+
+    def empty(self) -> None:
+        """Lets go of what is left, once the other threads are gone; what is not on record was for nothing."""
+        with self._changed:
+            for held in list(self._held.values()):
+                self._drop(held)
+
+    # The thread that uses.
+
+    def next_ready(self) -> Held | None:
+        """A lease whose slice is here, the longest held first; waits for one. None when all is over."""
+        with self._changed:
+            began = self._clock()
+            while not self._closed:
+                for held in self._held.values():
+                    if held.path is not None and not held.is_spent and not held.training:
+                        held.training = True
+                        self.tally.waited_s += self._clock() - began
+                        return held
+                self._changed.wait(1.0)
+        return None
+
+    def take(self, held: Held) -> tuple[int, int] | None:
+        """The samples [start, stop) of the next step, which may now be used; waits where a horizon ends.
+
+        None when there are no more.
+        """
+        with self._changed:
+            began = self._clock()
+            while not (self._closed or held.over or held.taken >= held.stop):
+                stop = min(held.taken + self._batch_size, held.stop)
+                if stop <= held.limit:
+                    start, held.taken = held.taken, stop
+                    self._taken_at = self._clock()
+                    self.tally.waited_s += self._taken_at - began
+                    return start, stop
+                self._changed.wait(1.0)
+        return None
+
+    def note_used(self, held: Held, step: int) -> None:
+        """The samples taken last were used, in this step."""
+        with self._changed:
+            took_s, num = max(1e-6, self._clock() - self._taken_at), held.taken - held.used
+            rate = num / took_s
+            self._samples_per_s += (rate - self._samples_per_s) * (_NEW_WEIGHT if self._samples_per_s else 1.0)
+            if held.over:
+                self.tally.wasted += num
+            held.used, held.step = held.taken, step
+            if held.used >= held.stop:
+                self._changed.notify_all()
+
+    def note_over(self, held: Held) -> None:
+        """The thread that uses lets go of it."""
+        with self._changed:
+            held.training, held.path = False, None
+            self._let_go(held.grant)
+            self._changed.notify_all()
+
+    def fail(self, held: Held, reason: str) -> None:
+        """Its slice cannot be used: the scheduler is told, and gives it to others."""
+        with self._changed:
+            held.reason = reason or "failed"
+            self._end(held)
+
+    # The threads that fetch.
+
+    def next_to_fetch(self) -> Held | None:
+        """A lease whose slice is not here yet; waits for one. None when all is over."""
+        with self._changed:
+            while not self._closed:
+                for held in self._held.values():
+                    if held.path is None and not held.fetching and not held.over:
+                        held.fetching = True
+                        return held
+                self._changed.wait(1.0)
+        return None
+
+    def note_fetched(self, held: Held, path: Path, took_s: float) -> bool:
+        """Its slice is here, pinned. Whether it is still wanted."""
+        with self._changed:
+            if held.over or self._closed:
+                return False
+            held.path = path
+            self._fetch_s += (took_s - self._fetch_s) * _NEW_WEIGHT
+            self._changed.notify_all()
+            return True
+
+    def give_back(self, held: Held) -> None:
+        """Another may have it; what was used of it stays used."""
+        with self._changed:
+            self._end(held)
+
+    def note_bad(self, peer_id: str, sha256: str, reason: str, wrong: bool) -> None:
+        """A provider gave wrong bytes of a slice, or too few."""
+        with self._changed:
+            bad = Bad(peer_id, sha256, reason[:300], wrong)
+            self.tally.bad.append(bad)
+            self._bad.append(bad)
+            self._changed.notify_all()
+
+    def note_away(self, peer_id: str, sha256: str, reason: str) -> None:
+        """A provider did not answer, and will be asked again; others had better be sent elsewhere."""
+        with self._changed:
+            self._bad.append(Bad(peer_id, sha256, reason[:300], wrong=False))
+
+    # The thread that speaks with the scheduler.
+
+    def wait_due(self) -> bool:
+        """Waits until there is something to say or to ask; False when all is over."""
+        with self._changed:
+            while not self._closed:
+                now = self._clock()
+                at = max(self._due_at(now), self._asked_at + _LEAST_APART_S)
+                if at <= now:
+                    return True
+                self._changed.wait(min(at - now, 1.0))
+        return False
+
+    def state(self, last: bool = False) -> Statement:
+        """What there is to say now. From here to `hear`, its horizons bind. `last`: all is given back."""
+        with self._changed:
+            self._asked_at = self._clock()
+            if last:
+                for held in list(self._held.values()):
+                    held.over = held.over or held.used < held.stop
+            uses = self._uses()
+            told = {use.held.grant.lease_id: use.stop for use in uses}
+            # What was used of a lease is told before it is given back; of another job that takes another exchange.
+            ends = {
+                lease_id: held
+                for lease_id, held in self._held.items()
+                if held.over and told.get(lease_id, held.acked) >= min(held.used, held.stop)
+            }
+            return Statement(
+                held=tuple(self._held),
+                uses=uses,
+                horizons=self._declare(),
+                release=tuple(lease_id for lease_id, held in ends.items() if not held.reason),
+                failed=tuple((lease_id, held.reason) for lease_id, held in ends.items() if held.reason),
+                bad=tuple(self._bad),
+                want=0 if last else self._num_wanted(),
+            )
+
+    def hear(self, said: Statement, answer: Answer) -> None:
+        """What the scheduler answered."""
+        with self._changed:
+            now, given_back = self._clock(), {*said.release, *(lease_id for lease_id, _ in said.failed)}
+            for use in said.uses:
+                self._settle(use, answer)
+            for lease_id in said.held:
+                held = self._held[lease_id]
+                if lease_id in answer.live:
+                    held.stop = answer.live[lease_id][0]
+                elif held.acked < held.stop and lease_id not in given_back:
+                    self._lose(held)
+                if held.acked >= held.stop or lease_id in given_back or lease_id not in answer.live:
+                    self._drop(held)
+            del self._bad[: len(said.bad)]
+            for grant in answer.leases:
+                if grant.lease_id not in self._held:
+                    self._held[grant.lease_id] = Held(
+                        grant, grant.stop, grant.start, grant.start, grant.start, grant.stop
+                    )
+                    self._lease_s = grant.expires_in_s
+                    samples = grant.stop - grant.start
+                    weight = _NEW_WEIGHT if self._samples_per_lease else 1.0
+                    self._samples_per_lease += (samples - self._samples_per_lease) * weight
+            for held in self._held.values():
+                held.limit = held.stop
+            self.paused = answer.paused
+            wait_s = 0.0 if len(answer.leases) >= said.want else min(_MAX_WAIT_S, max(0.02, answer.wait_s))
+            self._not_before = now + wait_s
+            self.done = self.done or (answer.done and not self._held)
+            self._closed = self._closed or self.done
+            self._changed.notify_all()
+
+    def _due_at(self, now: float) -> float:
+        """When the next exchange is due. With the lock held."""
+        if self._bad or any(held.over for held in self._held.values()):
+            return now
+        left = [held for held in self._held.values() if not held.is_spent]
+        at = math.inf if left else self._not_before
+        if any(held.used > held.acked for held in self._held.values()):
+            at = min(at, self._asked_at + self._receipt_s if left else now)
+        if self._held:
+            at = min(at, self._asked_at + min(self._lease_s / 3, 4 * self._receipt_s))
+        if 2 * len(left) <= self._capacity() and self._num_wanted():
+            at = min(at, self._not_before)
+        return at
+
+    def _capacity(self) -> int:
+        """How many leases to have in hand: the one in use, and those ahead."""
+        if self._ahead is not None:
+            return 1 + self._ahead
+        if not self._samples_per_s:
+            return 2
+        lease_s = max(1e-6, self._samples_per_lease / self._samples_per_s)
+        return 1 + min(MAX_LEASES - 1, max(1, math.ceil(2 * (self._receipt_s + self._fetch_s) / lease_s)))
+
+    def _num_wanted(self) -> int:
+        left = [held for held in self._held.values() if not held.is_spent]
+        fits = 1
+        if size := max((held.grant.bytes for held in self._held.values()), default=0):
+            fits = (self._max_bytes - sum(held.grant.bytes for held in left)) // size
+        return max(0 if left else 1, min(MAX_LEASES, self._capacity() - len(left), fits))
+
+    def _uses(self) -> tuple[Use, ...]:
+        """What is used and not on record, of one job: a receipt is one signature of one job."""
+        job_id, uses = "", []
+        for held in self._held.values():
+            stop = min(held.used, held.stop)
+            if stop > held.acked and job_id in ("", held.grant.job_id):
+                job_id = held.grant.job_id
+                uses.append(Use(held, held.acked, stop, held.step))
+        return tuple(uses)
+
+    def _declare(self) -> dict[str, int]:
+        """How far each lease may be used before the answer: together two receipts' worth of samples."""
+        left = max(1, math.ceil(2 * self._receipt_s * self._samples_per_s / self._batch_size)) * self._batch_size
+        horizons = {}
+        for held in sorted(self._held.values(), key=lambda held: (not held.training, held.path is None)):
+            horizon = held.taken if held.over or held.path is None else min(held.stop, held.taken + left)
+            left = max(0, left - (horizon - held.taken))
+            held.limit = horizons[held.grant.lease_id] = horizon
+        return horizons
+
+    def _settle(self, use: Use, answer: Answer) -> None:
+        """One use was recorded, or was not."""
+        held, lease_id = use.held, use.held.grant.lease_id
+        if lease_id in answer.uses:
+            held.acked, held.stop = answer.uses[lease_id]
+            held.refusals = 0
+            return
+        code, message, offset = answer.refused.get(lease_id, ("unanswered", "no word of it", use.start))
+        log.warning("use of lease %s, samples [%d, %d): %s: %s", lease_id, use.start, use.stop, code, message)
+        held.refusals += 1
+        if code == "lost" or not use.start <= offset <= held.used or held.refusals > _MAX_REFUSALS:
+            self._lose(held)
+        else:
+            held.acked = offset  # Signed anew from there.
+
+    def _lose(self, held: Held) -> None:
+        if not held.over:
+            held.over = True
+            self.tally.lost += held.taken > held.grant.start
+
+    def _end(self, held: Held) -> None:
+        held.over = True
+        self._changed.notify_all()
+
+    def _drop(self, held: Held) -> None:
+        """Forgets a lease; what was used and is on nobody's record was for nothing."""
+        held.over = True
+        self.tally.wasted += max(0, held.used - held.acked)
+        del self._held[held.grant.lease_id]
+        if held.path is not None and not held.training:
+            held.path = None
+            self._let_go(held.grant)

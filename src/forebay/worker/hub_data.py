@@ -1,0 +1,244 @@
+"""Text of the hub by name, as batches of token ids: `create_huggingface_dataset`.
+
+Hides: what a name stands for, its tokenizer, whether it is streamed, and that a stream is read by epochs. The first
+batch comes as soon as some hundred documents are there; nothing is collected beforehand, no sample is padded or
+filled up, and a document goes on in the next sample where it is longer than one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from tqdm import tqdm
+
+from forebay.errors import MissingPackageError, StateError, UsageError
+from forebay.load.arguments import check_integer
+from forebay.load.batch import Batch
+from forebay.prepare.read.hub import PREFIX, find_dataset, parse_url
+from forebay.prepare.read.hub_cache import HubCopy, download_hub
+from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer
+from forebay.stream.moments import Moment
+from forebay.stream.text_stream import TextStream
+from forebay.worker.batches import Batches
+from forebay.worker.catalog import CatalogEntry, find_entry, unknown_dataset
+
+SHUFFLE_START = 256
+"""Documents before the first batch; the buffer grows from there. FineWeb: about 0.8 MB."""
+BUFFER_BYTES = 64 << 20
+
+_log = logging.getLogger("forebay.worker")
+
+
+@dataclass(frozen=True)
+class _Text:
+    """What a stream is made of, but for its rank's share."""
+
+    name: str
+    inputs: Any
+    tokenizer: TokenizerFile
+    tokenizer_name: str
+    seq_len: int
+    seed: int
+    buffer_size: int
+    partition: str
+    text_key: str
+    streaming: bool
+
+    def stream(self, rank: int, world_size: int, batch_size: int) -> TextStream:
+        """One rank's."""
+        return TextStream(
+            self.inputs,
+            tokenizer=self.tokenizer,
+            seq_len=self.seq_len,
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            seed=self.seed,
+            shuffle_buffer=self.buffer_size,
+            shuffle_start=SHUFFLE_START,
+            buffer_bytes=BUFFER_BYTES,
+            epochs=None,
+            drop_last=True,
+            partition=self.partition,
+            text_key=self.text_key,
+        )
+
+
+def create_huggingface_dataset(
+    dataset_name: str,
+    rank: int = 0,
+    world_size: int = 1,
+    num_batches: int = 100,
+    batch_size: int = 4,
+    seq_len: int | None = None,
+    streaming: bool | None = None,
+    tokenizer_name: str | None = None,
+    seed: int = 42,
+    buffer_size: int | None = None,
+    *,
+    config: str | None = None,
+    split: str | None = None,
+    partition: str = "samples",
+    text_key: str | None = None,
+    tensors: str = "auto",
+) -> HubDataset:
+    """One rank's batches of a dataset of the hub, tokenized, packed and dealt by sample.
+
+    Sample k of the stream goes to rank k mod world_size, for any number of ranks and of files. Where num_batches is
+    more than the data gives, it is read again in another order, which is said in the log.
+
+    Args:
+        dataset_name: A short name (`list_available_datasets`), OWNER/NAME[/CONFIG][:SPLIT] of the hub, or a path of
+            text files here, beginning with `.` or `/`.
+        seq_len, tokenizer_name, buffer_size, text_key: None: the dataset's own.
+        streaming: False keeps the files on this machine first, and needs no network from the second time on. None:
+            streamed if above 10 GB or of unknown size.
+        config, split: Of the dataset, in place of its default and `train`.
+        partition: "samples" as above, or "records": ranks share the tokenizing, and documents are dealt.
+        tensors: See Batches.
+
+    Raises:
+        UnknownDatasetError: If nothing has that name. It is a FileNotFoundError, too.
+        DownloadError: If the hub cannot be reached. It is a ConnectionError, too.
+        MissingPackageError: If the files are of a kind that needs the package datasets. It is an ImportError, too.
+    """
+    entry = find_entry(dataset_name)
+    check_integer("seq_len", seq_len, 1)
+    check_integer("buffer_size", buffer_size, 0)
+    inputs = _inputs(entry, config, split, entry.streaming if streaming is None else streaming)
+    text = _Text(
+        name=dataset_name,
+        inputs=inputs,
+        tokenizer=load_tokenizer(tokenizer_name or entry.tokenizer),
+        tokenizer_name=tokenizer_name or entry.tokenizer,
+        seq_len=entry.seq_len if seq_len is None else seq_len,
+        seed=seed,
+        buffer_size=entry.buffer_size if buffer_size is None else buffer_size,
+        partition=partition,
+        text_key=text_key or entry.text_key,
+        streaming=not entry.local and not isinstance(inputs, HubCopy),
+    )
+    return HubDataset(text, rank, world_size, num_batches, batch_size, tensors)
+
+
+def _inputs(entry: CatalogEntry, config: str | None, split: str | None, streaming: bool) -> Any:
+    """What a TextStream reads: a path, or the hub's files, found once for all the streams that are made of them."""
+    if entry.local:
+        if not Path(entry.repository).exists():
+            raise unknown_dataset(entry.name)
+        return entry.repository
+    name = parse_url(entry.repository)
+    url = f"{PREFIX}{name.name}@{quote(name.revision, safe='')}"
+    if config or name.config:
+        url += f"/{config or name.config}"
+    url += f":{split or name.split}"
+    if not streaming:
+        try:
+            return _kept(entry.name, url)
+        except MissingPackageError:
+            _log.info("%s: its files are not read without the hub's library, which streams them.", entry.name)
+    return find_dataset(url) or url
+
+
+def _kept(name: str, url: str) -> HubCopy:
+    """The files on this machine; on a terminal with a bar, if fetching them takes more than a moment."""
+    with tqdm(desc=name, unit="B", unit_scale=True, disable=None, delay=0.5, leave=False) as bar:
+
+        def show(here: int, whole: int) -> None:
+            bar.total = whole
+            bar.update(here - bar.n)
+
+        return download_hub(url, progress=show)
+
+
+class HubDataset(Batches):
+    """Batches of tokenized text; made by `create_huggingface_dataset`."""
+
+    def __init__(
+        self, text: _Text, rank: int, world_size: int, num_batches: int, batch_size: int, tensors: str = "auto"
+    ) -> None:
+        self._text = text
+        self._stream = text.stream(rank, world_size, batch_size)
+        self._told = 0
+        super().__init__(rank, world_size, num_batches, batch_size, text.seq_len, tensors)
+
+    @property
+    def vocab_size(self) -> int:
+        """See Batches."""
+        return self._stream.vocab_size
+
+    @property
+    def tokenizer(self) -> TokenizerFile:
+        """What makes text of tokens, and tokens of text."""
+        return self._text.tokenizer
+
+    def stats(self) -> dict[str, int]:
+        """Documents, bytes, tokens, malformed records and tails up to now; see `TextStream.stats`."""
+        return self._stream.stats()
+
+    def describe(self) -> str:
+        """See Batches."""
+        how = "streamed" if self._text.streaming else "kept on this machine"
+        return f"{self._text.name}, {how}; tokenizer {self._text.tokenizer_name}, {self.vocab_size:,} ids"
+
+    def mark(self) -> Moment:
+        """See Batches."""
+        return self._stream.moment
+
+    def go_to(self, mark: Any) -> None:
+        """See Batches."""
+        self._stream.go_to(mark)
+
+    def dealt(self, rank: int, world_size: int) -> HubDataset:
+        """See Batches.
+
+        Raises:
+            UsageError: With partition "records": a rank's place says nothing of another world's.
+        """
+        if self._text.partition == "records" and (rank, world_size) != (self.rank, self.world_size):
+            raise UsageError(
+                f"partition 'records': expected {self.world_size} ranks throughout, got {world_size}. Use partition "
+                "'samples' where workers come and go."
+            )
+        moment = self.mark()
+        self.close()
+        tensors = "torch" if self._tensors else "numpy"
+        other = HubDataset(self._text, rank, world_size, self.num_batches, self.batch_size, tensors)
+        other.go_to(moment)
+        other._told = self._told
+        return other
+
+    def endless(self) -> Generator[Batch, None, None]:
+        """See Batches."""
+        with closing(iter(self._stream)) as batches:  # type: ignore[type-var]  # a generator
+            for batch in batches:
+                if batch.epoch > self._told:
+                    self._told = batch.epoch
+                    _log.warning(
+                        "%s: all of it was read; epoch %d begins, in another order.",
+                        self._text.name,
+                        batch.epoch + 1,
+                    )
+                yield batch
+
+    def _state(self) -> dict[str, Any]:
+        return {"stream": self._stream.state_dict()}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        stream = state.get("stream")
+        if not isinstance(stream, dict):
+            raise StateError(f"dataset state: expected a stream's state, got {json.dumps(state)[:80]}.")
+        if self._text.partition == "samples":
+            stream = {**stream, "global_batch_size": self.effective_batch_size}
+        self._stream.load_state_dict(stream)
+
+    def close(self) -> None:
+        """See Batches."""
+        self._stream.close()

@@ -1,0 +1,266 @@
+"""The worker: leases slices, fetches the next while it trains on this one, acknowledges what it used.
+
+The caller's thread trains. Some fetch ahead, into a cache that other workers are served from. One keeps the line to
+the scheduler: an exchange carries receipts under one signature, how far it will go on before it hears the answer,
+what it gives back and what it wants. So a step waits neither for the network nor for the scheduler, except when data
+comes slower than it is used, and that wait is measured.
+
+A lease that is lost costs the rest of its slice here, and nothing twice: what was acknowledged is used, what was
+not is somebody else's to use. `wasted` counts those samples: at most what is used in one `receipt_s` and a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from forebay.ledger import Used, receipt_message
+from forebay.network.client import Client
+from forebay.network.dialing import named_host
+from forebay.network.discovery import Discovery
+from forebay.network.identity import Identity
+from forebay.network.limits import Throttle
+from forebay.network.trust import TrustWatch
+from forebay.store.cache import SliceCache
+from forebay.store.share import SliceShare
+from forebay.worker.answers import Answer
+from forebay.worker.control import Control, SchedulerGone
+from forebay.worker.fetching import Fetcher
+from forebay.worker.hand import Hand
+from forebay.worker.held import Statement
+from forebay.worker.leasing_config import LeaseSettings
+from forebay.worker.session import open_session
+from forebay.worker.shelf import Shelf
+from forebay.worker.using import Consumer, OnBatch, WorkerReport
+
+__all__ = ["WorkerReport", "run_worker"]
+
+# When told to stop: so long for what is still to be said.
+SETTLE_S = 3.0
+
+
+def run_worker(
+    identity: Identity,
+    name: str,
+    *,
+    discovery: Discovery | None = None,
+    scheduler: str | None = None,
+    cache_dir: str | Path,
+    cache_bytes: int,
+    batch_size: int,
+    trainer: str = "auto",
+    on_progress: Callable[[dict[str, Any]], None] | None = None,
+    stop: threading.Event | None = None,
+    receipt_s: float = 0.5,
+    patience_s: float = 60.0,
+    ahead: int | None = None,
+    share: str | None = None,
+    upload_bytes_per_s: float | None = None,
+    on_batch: OnBatch | None = None,
+) -> WorkerReport:
+    """Works until every sample of the job is used, or until `stop` is set: then it settles up and returns.
+
+    Args:
+        name: The job's; "" takes whatever job the scheduler gives, and needs its address.
+        on_progress: Called every half second with step, samples, tokens, tokens_per_s, wait_share and loss.
+        receipt_s: How often what was used is acknowledged.
+        patience_s: How long a scheduler, or providers, that do not answer are waited for.
+        ahead: Leases in hand beyond the one in use, 1 to 15; None: as many as keep the fetching ahead.
+        share: `host:port` where other workers get what this one cached, 0 for a free port, `0.0.0.0` or no host for
+            every address of this machine; None: nowhere.
+        upload_bytes_per_s: What it sends to them at most.
+        on_batch: Called after each step with the batch (`inputs` and `labels`, or the tensors of a row layout)
+            and its global sample ids, int64 [B].
+
+    Raises:
+        NetworkError: If the scheduler, or all providers, stay away longer than `patience_s`.
+        UsageError: If a slice does not fit the cache, or the trainer does not fit the data.
+    """
+    settings = LeaseSettings(
+        name, Path(cache_dir), cache_bytes, batch_size, scheduler, trainer, receipt_s, patience_s, ahead, share,
+        upload_bytes_per_s,
+    )  # fmt: skip
+    stop = stop or threading.Event()
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(contextlib.closing(Client(identity)))
+        worker = _Worker(identity, client, settings, discovery, stop)
+        stack.callback(worker.session.close)
+        trust = TrustWatch(identity, client, known=worker.control.known, discovery=discovery)
+        stack.enter_context(contextlib.closing(trust.start()))
+        if settings.share is not None:
+            worker.share = _open_share(identity, settings, worker)
+            stack.callback(worker.share.close, SETTLE_S)
+        return worker.run(on_batch, on_progress)
+
+
+class _Worker:
+    """One run: the line to the scheduler, in a thread, between a hand, a fetcher and a consumer."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        client: Client,
+        settings: LeaseSettings,
+        discovery: Discovery | None,
+        stop: threading.Event,
+    ) -> None:
+        self.identity = identity
+        self.settings = settings
+        self.report = WorkerReport()
+        self.cache = SliceCache(settings.cache_dir, settings.cache_bytes)
+        self.shelf = Shelf(self.cache)
+        self.share: SliceShare | None = None
+        self._stop = stop
+        self.session = open_session(self.cache.directory)
+        self.control = Control(
+            identity,
+            client,
+            settings.name,
+            discovery,
+            settings.scheduler,
+            settings.patience_s,
+            stop,
+            self.session.first_attempt,
+        )
+        self._hand = Hand(
+            settings.batch_size,
+            settings.ahead,
+            settings.cache_bytes,
+            settings.receipt_s,
+            lambda grant: self.cache.unpin(grant.sha256),
+        )
+        self._fetcher = Fetcher(client, self.cache, self.shelf, self._hand, settings.patience_s)
+        self._failure: Exception | None = None
+        self._gone = False
+        self._must_tell_all = True
+
+    def run(self, on_batch: OnBatch | None, on_progress: Callable[[dict[str, Any]], None] | None) -> WorkerReport:
+        """Works in this thread until the job is done or the worker is told to stop."""
+
+        def progress() -> None:
+            if on_progress is not None:
+                on_progress(self._progress())
+
+        settings, hand = self.settings, self._hand
+        consumer = Consumer(hand, self.report, settings.batch_size, settings.trainer, on_batch, progress)
+        threads = [
+            threading.Thread(target=target, name=f"worker {target.__name__}", daemon=True)
+            for target in (self._keep, self._watch)
+        ]
+        for thread in threads:
+            thread.start()
+        self._fetcher.start()
+        try:
+            consumer.run()
+        finally:
+            hand.close()
+            self._fetcher.close()
+            threads[0].join()
+            self._settle()
+            hand.empty()
+        if (failure := self._failure or self._fetcher.failure) is not None:
+            raise failure
+        self._tally()
+        consumer.measure()
+        progress()
+        return self.report
+
+    def _watch(self) -> None:
+        """Ends the work when the worker is told to stop."""
+        while not self._hand.is_closed:
+            if self._stop.wait(0.1):
+                self._hand.close()
+
+    def _keep(self) -> None:
+        """The line to the scheduler: one exchange after the other, whenever there is something to say."""
+        try:
+            while self._hand.wait_due():
+                self._exchange(self._hand.state())
+        except SchedulerGone as error:
+            self._gone = True
+            self._failure = None if self._stop.is_set() else error
+        except Exception as error:  # noqa: BLE001  # whatever it is, the caller of run gets it
+            self._failure = error
+        finally:
+            self._hand.close()
+
+    def _settle(self) -> None:
+        """What was used is acknowledged, the rest given back; uses of several jobs take an exchange each."""
+        if self._gone:
+            return
+        with contextlib.suppress(SchedulerGone):  # the leases expire by themselves
+            while (said := self._hand.state(last=True)).held:
+                self._exchange(said, SETTLE_S)
+
+    def _exchange(self, said: Statement, patience_s: float | None = None) -> None:
+        news = self.shelf.news(everything=self._must_tell_all) if self.share is not None else {}
+        answer = Answer.from_json(self.control.exchange(self._body(said, news), patience_s))
+        self.shelf.told(news)
+        self._must_tell_all = answer.tell_have
+        self._hand.hear(said, answer)
+
+    def _body(self, said: Statement, news: dict[str, str]) -> dict[str, Any]:
+        """A statement as the scheduler's door takes it, with one signature over all receipts."""
+        body: dict[str, Any] = {
+            "job": self.settings.name,
+            "session": self.session.name,
+            "address": self.share.address if self.share is not None else "",
+            "held": list(said.held),
+            "horizons": said.horizons,
+            "release": list(said.release),
+            "failed": [{"lease_id": lease_id, "reason": reason} for lease_id, reason in said.failed],
+            "want": said.want,
+            "have": news,
+            "bad": [vars(bad) for bad in said.bad],
+        }
+        if said.uses:
+            job_id = said.uses[0].held.grant.job_id
+            uses = [
+                Used(g.lease_id, g.epoch, g.slice, u.start, u.stop, u.step, u.digest)
+                for u, g in ((u, u.held.grant) for u in said.uses)
+            ]
+            body["job_id"] = job_id
+            body["uses"] = [
+                {
+                    "lease_id": use.lease, "epoch": use.epoch, "slice": use.slice,
+                    "start": use.start, "stop": use.stop, "step": use.step, "digest": use.digest,
+                }
+                for use in uses
+            ]  # fmt: skip
+            body["signature"] = self.identity.sign(receipt_message(job_id, uses)).hex()
+        return body
+
+    def _tally(self) -> None:
+        report, tally, fetcher = self.report, self._hand.tally, self._fetcher
+        report.wasted, report.leases_lost, report.done = tally.wasted, tally.lost, self._hand.done
+        report.bytes_fetched, report.slices_fetched = fetcher.bytes, fetcher.slices
+        report.bytes_from_workers = fetcher.bytes_from_workers
+        report.bytes_shared = self.share.bytes_sent if self.share is not None else 0
+        report.rejected = [vars(bad) for bad in tally.bad]
+
+    def _progress(self) -> dict[str, Any]:
+        self._tally()
+        report = self.report
+        return {
+            "step": report.steps,
+            "samples": report.samples,
+            "tokens": report.tokens,
+            "tokens_per_s": round(report.tokens_per_s, 1),
+            "wait_share": round(report.wait_share, 4),
+            "bytes_fetched": report.bytes_fetched,
+            "bytes_shared": report.bytes_shared,
+            "paused": self._hand.paused,
+            "loss": report.loss_last,
+        }
+
+
+def _open_share(identity: Identity, settings: LeaseSettings, worker: _Worker) -> SliceShare:
+    host, _, port = str(settings.share).rpartition(":")
+    # The scheduler's network is the one in which others must reach this worker.
+    others = [settings.scheduler] if settings.scheduler else [f"{host}:{port}" for host, port in identity.bootstrap]
+    named = named_host(host, others[0]) if others else host
+    throttle = Throttle(upload_bytes_per_s=settings.upload_bytes_per_s)
+    return SliceShare(identity, worker.cache, worker.shelf.sizes, host or "0.0.0.0", int(port), throttle, named=named)

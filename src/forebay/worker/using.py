@@ -1,0 +1,165 @@
+"""Uses the samples of leased slices: opens them, makes batches, trains on them, and counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.dataset.slices import Slice, open_slice
+from forebay.errors import DatasetError
+from forebay.load.batch import make_batch
+from forebay.order.plan import lease_order
+from forebay.worker.answers import Grant
+from forebay.worker.hand import Hand
+from forebay.worker.held import Held
+from forebay.worker.trainer import Trainer, make_trainer
+
+PROGRESS_S = 0.5
+MAX_LOSSES = 20
+OnBatch: TypeAlias = Callable[[dict[str, NDArray[Any]], NDArray[np.int64]], None]
+
+
+@dataclass
+class WorkerReport:
+    """What a worker did. Losses are means over the first and last steps; `wait_share` is in [0, 1].
+
+    Attributes:
+        wasted: Samples used here and not acknowledged in time: others use them again.
+        leases_lost: Leases that were begun and taken away.
+        rejected: Providers left out for a slice: `peer_id`, `sha256`, `reason`, `wrong`.
+    """
+
+    samples: int = 0
+    tokens: int = 0
+    steps: int = 0
+    wasted: int = 0
+    tokens_per_s: float = 0.0
+    loss_first: float | None = None
+    loss_last: float | None = None
+    wait_share: float = 0.0
+    bytes_fetched: int = 0
+    bytes_from_workers: int = 0
+    bytes_shared: int = 0
+    slices_fetched: int = 0
+    slices_failed: int = 0
+    leases_lost: int = 0
+    rejected: list[dict[str, Any]] = field(default_factory=list)
+    done: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as a dict of plain values."""
+        return asdict(self)
+
+
+class Consumer:
+    """Uses what a hand holds, in the thread that calls `run`.
+
+    Args:
+        trainer: As of `make_trainer`; one is made for each job.
+        on_batch: Called after each step with the batch and its global sample ids.
+        on_progress: Called at most every half second, after a step.
+    """
+
+    def __init__(
+        self,
+        hand: Hand,
+        report: WorkerReport,
+        batch_size: int,
+        trainer: str,
+        on_batch: OnBatch | None,
+        on_progress: Callable[[], None],
+    ) -> None:
+        self._hand = hand
+        self._report = report
+        self._batch_size = batch_size
+        self._trainer_name = trainer
+        self._on_batch = on_batch
+        self._on_progress = on_progress
+        self._trainers: dict[tuple[str, str], Trainer | None] = {}
+        self._losses: list[float] = []
+        self._began = self._progress_at = time.monotonic()
+
+    def run(self) -> None:
+        """Uses lease after lease, until the hand is closed."""
+        while (held := self._hand.next_ready()) is not None:
+            try:
+                self._use(held)
+            except DatasetError as error:
+                self._report.slices_failed += 1
+                self._hand.fail(held, str(error))
+            finally:
+                self._hand.note_over(held)
+
+    def _use(self, held: Held) -> None:
+        """A slice's samples up to where the lease ends, in the order that every worker would use."""
+        grant = held.grant
+        assert held.path is not None
+        opened = open_slice(held.path)
+        _check_size(opened, grant)
+        trainer = self._trainer(grant)
+        held.read = np.empty(grant.stop - grant.start, np.int64)
+        order = lease_order(grant.seed, grant.epoch, grant.slice, grant.count, grant.start, grant.stop)
+        while (taken := self._hand.take(held)) is not None:
+            start, stop = taken
+            indexes = order[start - grant.start : stop - grant.start]
+            if grant.layout == "tokens":
+                inputs, labels = make_batch(opened.tokens, indexes, grant.seq_len, np.int64)
+                batch = {"inputs": inputs, "labels": labels}
+                if trainer is not None:
+                    self._losses.append(trainer.step(inputs, labels))
+            else:
+                batch = {name: tensor[indexes] for name, tensor in opened.tensors.items()}
+            ids = held.read[start - grant.start : stop - grant.start] = grant.sample_base + indexes
+            if self._on_batch is not None:
+                self._on_batch(batch, ids)
+            self._count(len(indexes), grant.seq_len if grant.layout == "tokens" else 0)
+            self._hand.note_used(held, self._report.steps)
+
+    def _trainer(self, grant: Grant) -> Trainer | None:
+        key = (grant.job_id, grant.layout)
+        if key not in self._trainers:
+            self._trainers[key] = make_trainer(
+                self._trainer_name,
+                vocab_size=grant.vocab_size,
+                dtype=grant.dtype,
+                seq_len=grant.seq_len,
+                layout=grant.layout,
+            )
+        return self._trainers[key]
+
+    def _count(self, samples: int, seq_len: int) -> None:
+        report = self._report
+        report.steps += 1
+        report.samples += samples
+        report.tokens += samples * seq_len
+        if self._losses and len(self._losses) <= MAX_LOSSES:
+            report.loss_first = float(np.mean(self._losses))
+        self._losses = self._losses[-MAX_LOSSES:] if report.steps > MAX_LOSSES else self._losses
+        if self._losses:
+            report.loss_last = float(np.mean(self._losses))
+        self.measure()
+        now = time.monotonic()
+        if now - self._progress_at >= PROGRESS_S:
+            self._progress_at = now
+            self._on_progress()
+
+    def measure(self) -> None:
+        """Brings the rates of the report up to date."""
+        elapsed = max(1e-9, time.monotonic() - self._began)
+        self._report.tokens_per_s = self._report.tokens / elapsed
+        self._report.wait_share = min(1.0, self._hand.tally.waited_s / elapsed)
+
+
+def _check_size(opened: Slice, grant: Grant) -> None:
+    """A slice has its samples, or DatasetError: its bytes are right, and the job's view of them is not."""
+    tokens = grant.layout == "tokens"
+    if opened.layout != grant.layout:
+        raise DatasetError(f"slice {grant.name}: expected layout {grant.layout}, got {opened.layout}.")
+    count = len(opened.tokens) // grant.seq_len if tokens else opened.num_rows
+    if count < grant.count:
+        raise DatasetError(f"slice {grant.name}: expected {grant.count} samples, got {count}.")
