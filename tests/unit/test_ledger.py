@@ -22,6 +22,8 @@ from forebay.ledger import (
     receipt_message,
     verify_ledger,
 )
+from forebay.ledger.chain import Entry
+from forebay.ledger.job import Job
 from forebay.peer_id import peer_id_of
 
 KEY = b"k" * 32
@@ -46,6 +48,16 @@ def write(path: Path, samples: list[int], uses: list[tuple[int, int, int, int]])
             used = [Used("l", *use, step)]
             receipt = sign(receipt_message(job.hash, used), WORKER_KEY).hex()
             ledger.append("uses", {"worker": WORKER, "uses": [u.to_row() for u in used], "receipt": receipt})
+
+
+@pytest.mark.parametrize("earlier", [None, 1, "2"])
+def test_a_ledger_of_another_format_is_refused(tmp_path: Path, earlier: object) -> None:
+    """Its lease order is another, so offsets in it name other samples."""
+    entry = Entry(
+        0, "", 5.0, "job", {"samples_per_slice": [[2, 1]], **({"format": earlier} if earlier else {})}, "", "h"
+    )
+    with pytest.raises(LedgerError, match=r"expected format 2, got .*start in a new directory"):
+        Job.of(entry)
 
 
 def test_whole_epochs_are_ok(tmp_path: Path) -> None:

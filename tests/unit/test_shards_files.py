@@ -17,6 +17,7 @@ from forebay.formats import open_foreign
 from forebay.formats.npy import npy_head, sample_id, vector_in
 from forebay.formats.shard_writer import write_shards
 from forebay.load.shard_check import SampleCheck, read_ids
+from forebay.store.shard_list import read_list
 from forebay.store.shards import ShardFolder
 
 L = 16
@@ -57,6 +58,11 @@ def test_both_generations_are_written_and_read(tmp_path: Path, generation: Any, 
     dataset = open_foreign(tmp_path, dtype=None if header else dtype)
     assert dataset is not None and dataset.num_tokens == 100 * L
     assert dataset.verify().ok
+
+
+def test_a_list_of_another_format_is_refused() -> None:
+    with pytest.raises(DatasetError, match=r"expected format 'forebay shards 2', got 'other shards 1'"):
+        read_list(json.dumps({"format": "other shards 1", "shards": []}).encode(), "there")
 
 
 def test_a_dataset_becomes_shards(tmp_path: Path) -> None:

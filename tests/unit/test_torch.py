@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'forebay[torch]'")
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
 
 from forebay.dataset.adopt import adopt  # noqa: E402
 from forebay.dataset.slices import write_rows_slice, write_token_slice  # noqa: E402

@@ -214,5 +214,7 @@ def test_forged_publications(dataset: Path, make_identity: Make) -> None:
             read_publication(json.dumps({**body, **change}).encode())
     with pytest.raises(ProtocolViolation):
         read_publication(b"[" * 100_000)
+    with pytest.raises(ProtocolViolation, match=r"expected format 2, got 1\. Sign it again"):
+        read_publication(json.dumps({**body, "format": 1}).encode())
     with pytest.raises(UsageError, match="expected a dataset"):
         sign_dataset(anne, dataset / "none", "c4")

@@ -197,7 +197,7 @@ class LibtorrentDht:
 
     def _query(self, host: str, name: bytes, arguments: dict[bytes, Any]) -> dict[bytes, Any]:
         """One question of BEP 5 to this very node, over its UDP door at a host; {} if it does not answer."""
-        body = {b"id": b"forebay-own-inquiry", **arguments}
+        body = {b"id": b"forebay-own-inquiry0", **arguments}
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as door:
             try:

@@ -44,9 +44,8 @@ def open_atomic(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """
     path = Path(path)
     temporary = temporary_path(path)
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
-        with os.fdopen(descriptor, "w+b") as file:
+        with open(temporary, "x+b", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             if not file.closed:  # Some writers close the file that they are given.
                 file.flush()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from forebay.errors import StateError
 from forebay.stream.buffer import pack_texts, pack_tokens, unpack_texts, unpack_tokens
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 COUNTS = ("documents", "text_bytes", "tokens", "empty", "malformed", "tail_tokens")
 _INTEGERS = ("epoch", "step", "run_step", "samples_taken", "records", "draws")
 

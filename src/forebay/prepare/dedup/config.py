@@ -10,7 +10,7 @@ from typing import Any
 
 from forebay.errors import UsageError
 
-SIGNATURE_VERSION = 1
+SIGNATURE_VERSION = 2
 """Raised when the same text would get another signature, so that old ones are not compared with new ones."""
 NORMALISE = ("", "none", "space", "words")
 KEEP = ("first", "longest", "best")

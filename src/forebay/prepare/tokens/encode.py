@@ -31,7 +31,7 @@ from forebay.storage.atomic import atomic_write, sync_directory
 if TYPE_CHECKING:
     from forebay.prepare.dedup import Flags
 
-TASK_VERSION = 3
+TASK_VERSION = 4
 """Raised when the same piece would give other tokens: old results are then not taken up."""
 _BATCH_BYTES = 4 << 20
 

@@ -29,7 +29,7 @@ from forebay.errors import PrepareError
 from forebay.order.bijection import derive_key, random_words
 from forebay.storage.atomic import atomic_write
 
-TASK_VERSION = 1
+TASK_VERSION = 2
 BUCKET_BYTES = 64 << 20
 KINDS = ("tokens", "ends", "ids", "id_ends", "keys")
 _HELD_BYTES = 256 << 20
