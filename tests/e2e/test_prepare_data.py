@@ -51,6 +51,7 @@ NOT_DOCUMENTS = {
     "lid/ATTRIBUTION.md": "about the data",
     "badwords/*": "word lists for [toxic]",
     "kenlm/*.arpa": "language models for [perplexity]",
+    "html/*.tar.xz": "pages with gold text, for scoring extraction",
     "lid/lid.176.ftz": "a model for [language]",
     "lang/*.zip": "collections for measuring language identification, in zip archives, which are no input format",
     "neardup/*.truth": "which lines of the other files are copies",
