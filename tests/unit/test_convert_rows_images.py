@@ -133,5 +133,5 @@ def test_folders_that_are_no_classes(tmp_path: Path) -> None:
 
 def test_without_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'forebay\[vision\]'"):
+    with pytest.raises(MissingPackageError, match="pillow"):
         decode(b"x", None, NONE)
