@@ -33,6 +33,7 @@ from forebay.convert.token_sinks import TOKEN_SINKS
 from forebay.convert.token_sources import open_tokens
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, ForebayError, UsageError
+from forebay.formats.detect import detect
 from forebay.storage.atomic import sync_directory
 from forebay.store.locks import try_take
 
@@ -99,9 +100,11 @@ def open_source(path: str | Path, options: Options, to: str | None = None) -> To
         return table if is_rows else tokens_of_table(table, options.column)
     if problem is not None:
         raise problem
+    found = detect(Path(path)) if Path(path).is_file() else None
+    what = (found.format or found.why) if found is not None else "nothing of these"
     raise DatasetError(
-        f"{path}: expected a dataset, token files or a table, got something of no known kind. Headerless tokens need "
-        "--input-dtype uint16 or uint32; text becomes tokens with `forebay prepare`."
+        f"{path}: expected a dataset, token files or a table, got {what}. Headerless tokens need --input-dtype uint16 "
+        "or uint32; text becomes tokens with `forebay prepare`."
     )
 
 

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from forebay.convert.content import Options, TableSource
 from forebay.convert.table_sources.base import Table, column_of, field_of, rows_at_once
-from forebay.convert.table_sources.pictures import is_image
 from forebay.errors import DatasetError, MissingPackageError
 from forebay.extras import install_command
+from forebay.formats.detect import is_image
 
 _NAMES = {"image": "images", "label": "labels"}
 _MOST_PIXELS = 100_000_000
@@ -152,7 +152,7 @@ def image_column(source: TableSource) -> str | None:
     for batch in source.batches():
         for name in blobs:
             first = next((value for value in batch.column(name).to_pylist() if value), b"")
-            if is_image(first[:12]):
+            if is_image(first[:64]):
                 return name
         if batch.num_rows:
             break

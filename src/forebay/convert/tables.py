@@ -1,8 +1,7 @@
 """Tables in files of others: `open_table` reads them, `TABLE_SINKS` writes them, `verify_table` compares.
 
-Hides: how a table is known (by what its files begin with; a suffix decides only what no content tells: CSV), and which
-files of a directory belong together: all of one format, in the order of their names. What is of no format known here
-is passed over.
+Hides: which files of a directory belong together: all of one format, as `formats.detect` says, in the order of their
+names. Files that hold no table are left out.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from forebay.convert.table_sinks.columns import write_feather, write_parquet
 from forebay.convert.table_sinks.lines import write_csv, write_jsonl
 from forebay.convert.table_sinks.records import write_tfrecord
 from forebay.convert.table_sinks.samples import write_webdataset
-from forebay.convert.table_sources.arrays import is_idx, open_idx, open_npy, open_npz
-from forebay.convert.table_sources.base import open_bytes
+from forebay.convert.table_sources.arrays import open_idx, open_npy, open_npz
 from forebay.convert.table_sources.columns import open_arrow, open_parquet
 from forebay.convert.table_sources.lines import open_csv, open_jsonl
-from forebay.convert.table_sources.pictures import is_image, open_pictures
+from forebay.convert.table_sources.pictures import open_pictures
 from forebay.convert.table_sources.records import open_tfrecord
 from forebay.convert.table_sources.samples import open_samples
 from forebay.convert.table_sources.slices import open_rows
@@ -33,14 +31,22 @@ from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import arrow
-from forebay.prepare.read.formats import FORMATS
-from forebay.prepare.read.opening import COMPRESSIONS, Damaged
+from forebay.formats.detect import detect, promised
 
 Sink: TypeAlias = Callable[[TableSource, Path, Options], Written]
 _NO_OPTIONS = Options()
-_HEAD_BYTES = 4096
 _SIDECARS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "rejects.jsonl")
-_CSV = (".csv", ".tsv")
+_OPENERS: Mapping[str, Callable[[Sequence[Path]], TableSource]] = {
+    "arrow": open_arrow,
+    "csv": open_csv,
+    "idx": open_idx,
+    "jsonl": open_jsonl,
+    "parquet": open_parquet,
+    "safetensors": open_rows,
+    "tfrecord": open_tfrecord,
+    "webdataset": open_samples,
+}
+_TABLE_FORMATS = (*_OPENERS, "images", "npy", "npz")
 
 TABLE_SINKS: Mapping[str, Sink] = {
     "csv": write_csv,
@@ -77,7 +83,7 @@ def open_table(path: str | Path, options: Options = _NO_OPTIONS) -> TableSource 
         if (place / "dataset_dict.json").is_file():
             raise UsageError(f"{place}: expected one dataset, got several splits. Name the directory of one.")
     files = list(_files(place))
-    groups = _by_kind(files)
+    groups = _by_format(files)
     if len(groups) > 1:
         told = ", ".join(f"{kind} ({found[0].name} …)" for kind, found in groups.items())
         raise UsageError(f"{place}: expected files of one format, got {told}. Name those of one: 'DIR/*.parquet'.")
@@ -93,7 +99,7 @@ def verify_table(source: TableSource, out: Path, written: Written, options: Opti
         DatasetError: If it is not what was written.
     """
     # Of CSV nothing tells the types: text that looks like numbers must come back as text.
-    is_csv = any(_suffix(out / name) in _CSV for name in written.files)
+    is_csv = any(promised((out / name).name) == "csv" for name in written.files)
     found = open_csv(list(_files(out)), source.schema) if is_csv else open_table(out)
     if found is None and written.num_rows:
         raise DatasetError(f"{out.name}: expected a table, got none. Nothing was kept. Check the disk.")
@@ -126,61 +132,17 @@ def _files(place: Path) -> Iterator[Path]:
         yield from sorted(path for path in place.parent.glob(place.name) if path.is_file())
 
 
-def _by_kind(files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Files by format. Files of one suffix are of one format: the first of them tells; without one, each does."""
-    known: dict[str, str] = {}
+def _by_format(files: Sequence[Path]) -> dict[str, list[Path]]:
+    """Files that hold tables, by format; what holds none is left out."""
     groups: dict[str, list[Path]] = {}
     for path in files:
-        suffix = _suffix(path)
-        if not suffix or suffix not in known:
-            known[suffix] = _sniff(path)
-        if known[suffix]:
-            groups.setdefault(known[suffix], []).append(path)
+        found = detect(path)
+        if found.problem:
+            raise DatasetError(f"{path}: {found.problem}")
+        format = "jsonl" if found.format == "reddit" else found.format
+        if format in _TABLE_FORMATS:
+            groups.setdefault(format, []).append(path)
     return groups
-
-
-def _suffix(path: Path) -> str:
-    """The suffix without that of a compression; none where it is no word."""
-    name = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
-    return name.suffix.lower()
-
-
-def _sniff(path: Path) -> str:
-    try:
-        with open_bytes(path) as file:
-            head = file.read(_HEAD_BYTES)
-    except Damaged:
-        head = b""
-    except OSError as error:
-        raise DatasetError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    for name in ("parquet", "arrow", "tfrecord", "webdataset"):
-        if FORMATS[name].sniff(head):
-            return name
-    if is_image(head):
-        return "images"
-    if head.startswith(b"\x93NUMPY"):
-        return "npy"
-    if head.startswith(b"PK\x03\x04") and path.suffix == ".npz":
-        return "npz"
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32 and b"\0" not in head[8:64]:
-        return "safetensors"
-    if is_idx(head):
-        return "idx"
-    if _suffix(path) in _CSV:
-        return "csv"
-    return "jsonl" if _is_jsonl(head) else ""
-
-
-def _is_jsonl(head: bytes) -> bool:
-    line, newline, _ = head.lstrip().partition(b"\n")
-    if not line.startswith(b"{"):
-        return False
-    try:
-        orjson.loads(line)
-    except ValueError:
-        # A first line that is longer than what was looked at; a lone brace begins an object of many lines.
-        return not newline and len(head) == _HEAD_BYTES
-    return True
 
 
 def _open(kind: str, place: Path, files: list[Path], options: Options) -> TableSource:
@@ -194,19 +156,7 @@ def _open(kind: str, place: Path, files: list[Path], options: Options) -> TableS
             return open_npz(files[0], columns)
         case "npy":
             return open_npy(files, columns)
-        case "idx":
-            return open_idx(files)
-        case "safetensors":
-            return open_rows(files)
-    openers: Mapping[str, Callable[[Sequence[Path]], TableSource]] = {
-        "arrow": open_arrow,
-        "csv": open_csv,
-        "jsonl": open_jsonl,
-        "parquet": open_parquet,
-        "tfrecord": open_tfrecord,
-        "webdataset": open_samples,
-    }
-    return openers[kind](files)
+    return _OPENERS[kind](files)
 
 
 def _open_own(place: Path) -> TableSource | None:

@@ -19,18 +19,17 @@ from forebay.doctor.mend import mend_vector
 from forebay.doctor.mend_megatron import mend_megatron
 from forebay.doctor.passages import Held, shared
 from forebay.doctor.report import CERTAIN, LIKELY, POSSIBLE, Finding, Options, Report, unique
-from forebay.doctor.sniff import IDS_PREFIX, KINDS_BY_SUFFIX, Subject, impostor, subjects, total_bytes
+from forebay.doctor.sniff import EXAMINED, IDS_PREFIX, Subject, subjects, total_bytes
 from forebay.doctor.tokens import TokenCounts
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import npy
-from forebay.formats.foreign import head_of
+from forebay.formats.detect import detect, promised
 
 _ALL_BYTES = 1 << 30
 _FEWEST_BYTES = 4 << 20
 _MOST_COMPARED = 64
 _FEWEST_SHARED = 16
 _HELD_OUT = ("val", "test", "eval", "dev", "heldout")
-_NOT_READ = ("text", "sample ids", "unknown")
 _VECTORS = ("npy", "llm.c", "raw tokens")
 
 
@@ -81,19 +80,19 @@ def examine_one(subject: Subject, options: Options) -> tuple[Report, TokenCounts
         survey = vectors.survey(path, options)
         facts, findings, counts, read = survey.facts, survey.findings, survey.counts, survey.read_bytes
         facts["tokens"] = survey.count
-    elif kind in ("tar", "tfrecord", "jsonl"):
+    elif kind in streams.WALKERS:
         found = streams.walk(path, kind, options)
         facts, findings, read = found.facts, found.findings, found.read_bytes
         total = max(total, read) if "compression" in facts else total
     elif kind in ("parquet", "arrow"):
         table = (tables.examine_parquet if kind == "parquet" else tables.examine_arrow)(path, options)
         facts, findings, read, counts = table.facts, table.findings, table.read_bytes, table.counts
-    elif kind in _NOT_READ:
-        findings, read = _unknown(path), 0
-    else:
+    elif kind in _DATASETS:
         look = _DATASETS[kind](path, options)
         facts, findings, counts, read = look.facts, look.findings, look.counts, look.read_bytes
         total = look.total_bytes or total
+    else:
+        findings, read = _unknown(path), 0
     if counts is not None and len(counts.first):
         facts["first_tokens"] = " ".join(map(str, counts.first[:16].tolist()))
         if options.tokenizer is not None:
@@ -118,14 +117,12 @@ def _unknown(path: Path) -> list[Finding]:
     """A file that is not what its name says, or nothing to find."""
     if path.name.startswith(IDS_PREFIX):
         return []  # Examined with their tokens.
-    head = head_of(path, 4096)
-    promised = KINDS_BY_SUFFIX.get(path.suffix.lower(), "")
-    what = impostor(head)
-    if what == "a pointer of Git LFS":
-        return [Finding("not-the-data", CERTAIN, str(path), "byte 0", f"it is {what}, not the file", "git lfs pull")]
-    if what or promised:
-        got = what or ("nothing at all" if not head else f"bytes {head[:24]!r}")
-        evidence = f"expected {promised or 'data'}, as its name says, got {got}"
+    found = detect(path)
+    if found.problem:
+        evidence, _, advice = found.problem.partition(". ")
+        return [Finding("not-the-data", CERTAIN, str(path), "byte 0", evidence, advice.rstrip("."))]
+    if not found.format and promised(path.name) in EXAMINED:
+        evidence = f"expected {promised(path.name)}, as its name says, got {found.why}"
         return [Finding("not-the-data", CERTAIN, str(path), "byte 0", evidence, "fetch or write it again")]
     return []
 
@@ -215,7 +212,7 @@ def _mend_one(subject: Subject, report: Report, out: Path, options: Options) -> 
     path, kind = subject.path, subject.kind
     if kind in _VECTORS:
         return mend_vector(path, out, options)
-    if kind in ("tar", "tfrecord", "jsonl"):
+    if kind in streams.WALKERS:
         return streams.mend_stream(path, kind, out, options)
     if kind in ("parquet", "arrow"):
         return tables.mend_table(path, kind, out, options)

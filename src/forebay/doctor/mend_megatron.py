@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.detect import MEGATRON_MAGIC
 from forebay.formats.foreign import head_of, map_file, size_of
-from forebay.formats.megatron import MAGIC
 from forebay.storage.atomic import atomic_write
 
 _HEADER_BYTES = 34
@@ -21,7 +21,7 @@ def can_mend(idx: Path, data: Path) -> bool:
     if not (idx.is_file() and data.is_file() and data.stat().st_size):
         return False
     head = head_of(idx, _HEADER_BYTES)
-    whole = len(head) == _HEADER_BYTES and head[:9] == MAGIC and head[9:17] == _VERSION
+    whole = len(head) == _HEADER_BYTES and head[:9] == MEGATRON_MAGIC and head[9:17] == _VERSION
     return whole and head[17] in _WIDTHS and size_of(idx) >= _wanted(head)
 
 

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-
-import orjson
 
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.doctor import litdata
 from forebay.doctor.report import Options
-from forebay.doctor.streams import open_unpacked
-from forebay.doctor.vectors import is_vector
-from forebay.errors import DatasetError, ForebayError
+from forebay.errors import DatasetError
 from forebay.formats import arrow, mds, megatron, npy
-from forebay.formats.foreign import head_of, size_of
-from forebay.prepare.read.opening import sniff_compression
-from forebay.prepare.read.tables import ARROW, PARQUET
-from forebay.prepare.read.tar import TAR
-from forebay.prepare.read.tfrecord import TFRECORD
+from forebay.formats.detect import RAW_TOKENS, detect, promised
+from forebay.formats.foreign import size_of
 
-_HEAD = 64 << 10
 _MOST_FILES = 100_000
-KINDS_BY_SUFFIX = {
-    ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".tar": "tar", ".tfrecord": "tfrecord",
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".safetensors": "safetensors", ".npy": "npy", ".bin": "raw tokens",
-    ".ds": "raw tokens",
-}  # fmt: skip
-"""What a suffix promises: a file that is something else is told."""
 IDS_PREFIX = "sample_ids"
-_ZIP = b"PK\x03\x04"  # As torch.save and np.savez write, often named .bin.
-_STREAMS = ("tar", "tfrecord", "jsonl")
+EXAMINED = (
+    "megatron", "npy", "llm.c", RAW_TOKENS, "parquet", "arrow", "safetensors", "webdataset", "tfrecord",
+    "jsonl", "reddit",
+)  # fmt: skip
+"""Formats of files that are looked into; of others the doctor says what they are."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +61,7 @@ def _in_directory(path: Path, options: Options) -> Iterator[Subject]:
         if file.with_suffix(".idx") in files and file.suffix == ".bin" and megatron.is_index(file.with_suffix(".idx")):
             continue  # Examined with its index.
         kind = kind_of(file, options)
-        if kind not in ("unknown", "text") or (_promises(file) and not head_of(file, 4).startswith(_ZIP)):
+        if kind in EXAMINED or kind == "sample ids" or (kind == "unknown" and _is_not_the_data(file)):
             yield Subject(file, kind)
     for folder in entries:
         if folder.is_dir():
@@ -92,80 +80,24 @@ def dataset_kind(folder: Path) -> str:
 
 
 def kind_of(path: Path, options: Options) -> str:
-    """What a file is, by its first bytes; by what stands beside it, and by suffix, only where these tell nothing."""
-    head = head_of(path, _HEAD)
+    """What a file is; where it says nothing itself, what stands beside it or the type given for tokens decides."""
     if path.name.startswith(IDS_PREFIX):
         return "sample ids"
-    if head.startswith(megatron.MAGIC):
-        return "megatron"
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file() and megatron.is_index(path.with_suffix(".idx")):
         return "megatron"
-    if not head:
-        return KINDS_BY_SUFFIX.get(path.suffix, "unknown")
-    if impostor(head) or head.startswith(_ZIP):
-        return "unknown"
-    length = int.from_bytes(head[:8], "little")
-    if head[8:9] == b"{" and 2 <= length <= 100_000_000 and (head[8:10] == b'{"' or path.suffix == ".safetensors"):
-        return "safetensors"
-    if PARQUET.sniff(head) or head[:4] == b"PAR1":
-        return "parquet"
-    if ARROW.sniff(head):
-        return "arrow"
-    if npy.sniff(path):
-        return npy.sniff(path)
-    packed = sniff_compression(head)
-    if packed:
+    found = detect(path)
+    if not found.format and not found.problem and found.why != "a ZIP archive" and not found.compression:
         try:
-            with closing(open_unpacked(path)) as file:
-                head = file.read(_HEAD)
-        except ForebayError:
-            head = b""
-    for name, one in (("tar", TAR), ("tfrecord", TFRECORD)):
-        if one.sniff(head):
-            return name
-    if _is_jsonl(path, head):
-        return "jsonl"
-    if not packed and is_vector(path, options) and not _is_text(head):
-        return "raw tokens"
-    promised = _promises(path)
-    if promised in _STREAMS:
-        return promised
-    return "text" if _is_text(head) else "unknown"
+            is_tokens = options.dtype is not None or npy.ids_of(path) is not None
+        except DatasetError:
+            is_tokens = True
+        return RAW_TOKENS if is_tokens else "unknown"
+    return found.format or "unknown"
 
 
-def impostor(head: bytes) -> str:
-    """What a file is that stands in place of another; empty if it is none such."""
-    if head.startswith(b"version https://git-lfs.github.com/spec/"):
-        return "a pointer of Git LFS"
-    start = head[:256].lstrip().lower()
-    return "a page of HTML" if start.startswith((b"<!doctype html", b"<html")) else ""
-
-
-def _promises(path: Path) -> str:
-    suffixes = [s.lower() for s in path.suffixes if s.lower() not in (".gz", ".zst", ".bz2", ".xz")]
-    return KINDS_BY_SUFFIX.get(suffixes[-1], "") if suffixes else ""
-
-
-def _is_jsonl(path: Path, head: bytes) -> bool:
-    lines = [line for line in head.removeprefix(b"\xef\xbb\xbf").split(b"\n")[:-1] if line.strip()][:2]
-    if _promises(path) == "jsonl":
-        lines = lines or [head]
-        return bool(head.strip()) and lines[0].lstrip()[:1] in (b"{", b"[")
-    try:
-        return len(lines) == 2 and all(isinstance(orjson.loads(line), dict) for line in lines)
-    except ValueError:
-        return False
-
-
-def _is_text(head: bytes) -> bool:
-    """Whether bytes are UTF-8 without control characters, up to one that is cut off."""
-    try:
-        text = head.decode()
-    except UnicodeDecodeError as error:
-        if error.start < len(head) - 4:
-            return False
-        text = head[: error.start].decode()
-    return len(text) >= 16 and all(c.isprintable() or c in "\n\r\t\f" for c in text)
+def _is_not_the_data(path: Path) -> bool:
+    found = detect(path)
+    return bool(found.problem) or (promised(path.name) in EXAMINED and found.why != "a ZIP archive")
 
 
 def total_bytes(path: Path) -> int:

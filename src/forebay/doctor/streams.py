@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import lzma
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +25,10 @@ from forebay.doctor.report import CERTAIN, POSSIBLE, Finding, Options
 from forebay.doctor.tokens import TokenCounts, Window
 from forebay.doctor.verdicts import judge
 from forebay.errors import ForebayError, UsageError
+from forebay.formats.compression import sniff_compression
 from forebay.formats.foreign import head_of
 from forebay.prepare.read.base import ReadOptions
-from forebay.prepare.read.opening import open_packed, sniff_compression, unpack
+from forebay.prepare.read.opening import open_packed, unpack
 from forebay.prepare.read.tar import Members
 from forebay.prepare.read.tfrecord import frames
 from forebay.storage.atomic import atomic_write
@@ -36,6 +38,7 @@ _MOST_LINE = 1 << 30
 _TAIL_BYTES = 1 << 20
 _FEWEST_TEXT = 64  # Bytes of a line, below which the same line twice says nothing.
 _COLUMNS = ("input_ids", "tokens")
+_LINES = ("jsonl", "reddit")
 
 
 @dataclass
@@ -70,13 +73,13 @@ def open_unpacked(path: Path) -> BinaryIO:
 
 
 def walk(path: Path, kind: str, options: Options) -> Walk:
-    """Read a file of `kind` (`tar`, `tfrecord`, `jsonl`) to its end or to the bound of the options."""
+    """Read a file of `kind`, one of `WALKERS`, to its end or to the bound of the options."""
     found = Walk(kind, path)
     compression = sniff_compression(head_of(path, 16))
     if compression:
         found.facts["compression"] = compression
     with closing(open_unpacked(path)) as file:
-        {"tar": _tar, "tfrecord": _tfrecord, "jsonl": _jsonl}[kind](found, file, options)
+        WALKERS[kind](found, file, options)
     return found
 
 
@@ -156,7 +159,7 @@ def _jsonl(found: Walk, file: BinaryIO, options: Options) -> None:
         if not problem:
             found.good.append((start, position))
         if len(text) >= _FEWEST_TEXT:
-            seen.add(np.array([hash(text) & ((1 << 64) - 1)], np.uint64))
+            seen.add(np.frombuffer(hashlib.blake2b(text, digest_size=8).digest(), "<u8"))
         if not options.full and position > options.most_bytes:
             _jsonl_end(found)
             break
@@ -215,6 +218,13 @@ def _jsonl_end(found: Walk) -> None:
         found.say("truncated", f"byte {size - len(line)}", f"the last line is no JSON value: {error}")
 
 
+WALKERS: Mapping[str, Callable[[Walk, BinaryIO, Options], None]] = {
+    "webdataset": _tar,
+    "tfrecord": _tfrecord,
+    **dict.fromkeys(_LINES, _jsonl),
+}
+
+
 def mend_stream(path: Path, kind: str, out: Path, options: Options) -> list[Path]:
     """Write what is whole of a tar, TFRecord or JSONL file to directory `out`, compressed as it was.
 
@@ -235,7 +245,7 @@ def _copied(found: Walk) -> Iterator[bytes]:
         for start, stop in found.good:
             _pass(file, start - at)
             at, left = start, stop - start
-            if found.kind == "jsonl":
+            if found.kind in _LINES:
                 line = file.readline(_MOST_LINE)
                 yield line if line.endswith(b"\n") else line + b"\n"
                 at += len(line)
@@ -244,9 +254,9 @@ def _copied(found: Walk) -> Iterator[bytes]:
                 yield data
                 left -= len(data)
             at = stop
-            if found.kind == "tar":
+            if found.kind == "webdataset":
                 yield bytes(left + -(stop - start) % 512)
-    if found.kind == "tar":
+    if found.kind == "webdataset":
         yield bytes(1024)
 
 

@@ -24,11 +24,10 @@ from forebay.doctor.tokens import BLOCK_BYTES, WINDOW_TOKENS, TokenCounts, Windo
 from forebay.doctor.verdicts import judge, true_dtype
 from forebay.errors import DatasetError
 from forebay.formats import npy
+from forebay.formats.detect import LLMC_TYPES, NPY_MAGIC, detect
 from forebay.formats.foreign import Bytes8, head_of, map_file
 
-RAW_SUFFIXES = (".bin", ".ds", ".u16", ".u32", ".tokens", ".npy")
 LLMC_BYTES = 1024
-_LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 _MOST_HEADER = 10_000
 _MOST_EXTENTS = 100_000
 
@@ -101,7 +100,7 @@ class Survey:
 def header_at(memory: Bytes8, at: int) -> Header | None:
     """NumPy's header at a byte, if a whole one stands there."""
     head = memory[at : at + _MOST_HEADER + 12].tobytes()
-    if not head.startswith(npy.NPY_MAGIC):
+    if not head.startswith(NPY_MAGIC):
         return None
     file = io.BytesIO(head)
     try:
@@ -111,19 +110,6 @@ def header_at(memory: Bytes8, at: int) -> Header | None:
     except (ValueError, TypeError, SyntaxError, tokenize.TokenError):
         return None
     return Header(file.tell(), dtype, tuple(shape), fortran)
-
-
-def is_vector(path: Path, options: Options) -> bool:
-    """Whether a file is one of tokens: by its first bytes, sample ids beside it, or, where nothing tells, by suffix."""
-    if path.name.startswith("sample_ids"):
-        return False
-    if npy.sniff(path):
-        return True
-    known = options.dtype is not None or path.suffix in RAW_SUFFIXES
-    try:
-        return known or npy.ids_of(path) is not None
-    except DatasetError:
-        return True
 
 
 def survey(path: Path, options: Options) -> Survey:
@@ -143,7 +129,7 @@ def survey(path: Path, options: Options) -> Survey:
 
 
 def _open(path: Path, memory: Bytes8, options: Options) -> Survey:
-    kind = npy.sniff(path)
+    kind = detect(path).format
     if kind == "npy":
         return _open_npy(path, memory)
     if kind == "llm.c":
@@ -224,7 +210,7 @@ def _join(found: Survey, at: int, header: Header | None) -> None:
 
 def _open_llmc(path: Path, memory: Bytes8) -> Survey:
     code, _, count = (int(n) for n in np.frombuffer(head_of(path, 12), "<i4"))
-    dtype = np.dtype(_LLMC[code][1])
+    dtype = np.dtype(LLMC_TYPES[code][1])
     wanted = LLMC_BYTES + count * dtype.itemsize
     stop = min(len(memory), wanted) if count > 0 else len(memory)
     stop -= (stop - LLMC_BYTES) % dtype.itemsize if stop > LLMC_BYTES else 0
@@ -344,7 +330,7 @@ def _inner_header(found: Survey, token: int) -> None:
     """A header among the tokens: what to leave out, in the type that the bytes have."""
     at = found.start + token * found.dtype.itemsize
     around = found.memory[at : at + 8].tobytes()
-    at += max(0, around.find(npy.NPY_MAGIC[:2]))
+    at += max(0, around.find(NPY_MAGIC[:2]))
     header = header_at(found.memory, at)
     if header is not None:
         found.skips.append((at, at + header.num_bytes))

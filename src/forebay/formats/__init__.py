@@ -1,7 +1,8 @@
 """Datasets in formats of others, opened in place: nothing is converted and nothing is written.
 
-Hides which format it is: what the files begin with decides, never a suffix. Names only pair what belongs together (an
-index and its data, tokens and their sample ids).
+Hides which format it is: `formats.detect` says it of each file, by content first. Names pair what belongs together (an
+index and its data, tokens and their sample ids), and suffixes stand for headerless tokens (.bin, .ds), whose content
+says nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import arrow, litdata, mds, megatron, npy
+from forebay.formats.detect import RAW_SUFFIXES, detect
 from forebay.formats.foreign import ForeignDataset
 
 __all__ = ["ForeignDataset", "open_foreign"]
 
 _MOST_SNIFFED = 1000  # Files of a directory that are looked into before it is called unknown.
 _IDS = "sample_ids"
-_SUFFIXES = (".bin", ".npy", ".ds")  # Of tokens without a header: a hint only, where nothing else tells.
 
 
 def open_foreign(path: str | Path, *, dtype: Any = None, column: str | None = None) -> ForeignDataset | None:
@@ -71,9 +72,9 @@ def _open_directory(path: Path, dtype: Any) -> ForeignDataset | None:
 def _open_files(folder: Path, files: list[Path], dtype: Any) -> ForeignDataset | None:
     """Files of tokens without an index, each of which begins as such, or of the type said, or has sample ids."""
     tokens = [file for file in files if not file.name.startswith(_IDS)]
-    found = [file for file in tokens if npy.sniff(file) or npy.ids_of(file) is not None]
+    found = [file for file in tokens if npy.has_header(file) or npy.ids_of(file) is not None]
     if dtype is not None:
-        found = [file for file in tokens if file in set(found) or file.suffix in _SUFFIXES]
+        found = [file for file in tokens if file in set(found) or file.suffix in RAW_SUFFIXES]
     if not found:
         return None
     sets = {re.sub(r"[\d_.-]*$", "", file.stem): file.suffix for file in found}
@@ -88,7 +89,10 @@ def _open_files(folder: Path, files: list[Path], dtype: Any) -> ForeignDataset |
 
 def _open_file(path: Path, dtype: Any) -> ForeignDataset | None:
     """One file: tokens if it begins so, their type is said, sample ids stand beside it, or it is called so."""
-    known = dtype is not None or bool(npy.sniff(path)) or path.suffix in _SUFFIXES
+    found = detect(path)
+    if found.problem:
+        raise DatasetError(f"{path}: {found.problem}")
+    known = dtype is not None or found.format in npy.HEADERS or path.suffix in RAW_SUFFIXES
     if not known and (path.name.startswith(_IDS) or npy.ids_of(path) is None):
         return None
     return npy.VectorDataset(path, [path], dtype)
@@ -100,5 +104,5 @@ def _files(path: Path) -> Iterator[Path]:
         files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
     except OSError as error:
         raise DatasetError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    known = (file.suffix in _SUFFIXES or megatron.is_index(file) or npy.sniff(file) for file in files)
+    known = (file.suffix in RAW_SUFFIXES or megatron.is_index(file) or npy.has_header(file) for file in files)
     return iter(files if any(islice(known, _MOST_SNIFFED)) else ())

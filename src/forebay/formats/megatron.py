@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError
+from forebay.formats.detect import MEGATRON_MAGIC
 from forebay.formats.foreign import (
     MOST_COPIED_TOKENS,
     MOST_TOKENS,
@@ -41,7 +42,6 @@ from forebay.formats.foreign import (
     stored_as,
 )
 
-MAGIC = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 34
 _KINDS: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
@@ -166,7 +166,7 @@ def pair_of(path: Path) -> tuple[Path, Path] | None:
 
 def is_index(path: Path) -> bool:
     """Whether a file begins as Megatron's index. Raises DatasetError if it cannot be read."""
-    return head_of(path, len(MAGIC)) == MAGIC
+    return head_of(path, len(MEGATRON_MAGIC)) == MEGATRON_MAGIC
 
 
 def read_index(idx: Path, data: Path) -> Index:
@@ -197,7 +197,7 @@ def read_index(idx: Path, data: Path) -> Index:
 
 def _header(idx: Path, memory: Bytes8) -> tuple[np.dtype[Any], int, int]:
     head = memory[:_HEADER_BYTES].tobytes()
-    if len(head) < _HEADER_BYTES or head[:9] != MAGIC:
+    if len(head) < _HEADER_BYTES or head[:9] != MEGATRON_MAGIC:
         raise DatasetError(f"{idx}: expected Megatron's index, got {head[:9]!r} in {len(memory)} bytes.")
     version, code = int.from_bytes(head[9:17], "little"), head[17]
     if version != 1:

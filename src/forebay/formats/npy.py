@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.detect import LLMC_TYPES, NPY_MAGIC, detect
 from forebay.formats.foreign import (
     MOST_COPIED_TOKENS,
     MOST_TOKENS,
@@ -40,13 +41,8 @@ from forebay.formats.foreign import (
 )
 from forebay.storage.atomic import atomic_write
 
-NPY_MAGIC = b"\x93NUMPY"
-_LLMC: dict[
-    int, tuple[int, np.dtype[Any]]
-] = {  # First int32 of a header of 256, its second (the version), and the tokens' type.
-    20240520: (1, np.dtype("<u2")),
-    20240801: (7, np.dtype("<u4")),
-}
+HEADERS = ("npy", "llm.c")
+"""Formats of `detect` whose files say the type of their tokens."""
 _LLMC_BYTES = 1024
 _MOST_HEADER = 10_000  # NumPy's own bound.
 _DESCR = re.compile(r"""['"]descr['"]\s*:\s*['"]([^'"]{1,16})['"]""")
@@ -179,16 +175,9 @@ def npy_head(dtype: np.dtype[Any], count: int) -> bytes:
     return NPY_MAGIC + b"\x01\x00" + (118).to_bytes(2, "little") + (head.ljust(117) + "\n").encode()
 
 
-def sniff(path: Path) -> str:
-    """`npy`, `llm.c`, or empty where the first bytes tell nothing. Raises DatasetError if it cannot be read."""
-    head = head_of(path, 12)
-    if head.startswith(NPY_MAGIC):
-        return "npy"
-    if len(head) == 12 and _LLMC.get(int.from_bytes(head[:4], "little"), (-1,))[0] == int.from_bytes(
-        head[4:8], "little"
-    ):
-        return "llm.c"
-    return ""
+def has_header(path: Path) -> bool:
+    """Whether a file begins with NumPy's or llm.c's header. Raises DatasetError if it cannot be read."""
+    return detect(path).format in HEADERS
 
 
 def ids_of(path: Path) -> Vector | None:
@@ -207,7 +196,7 @@ def ids_of(path: Path) -> Vector | None:
         names = [f"sample_ids_{stem}"]
     for found in (path.with_name(name + suffix) for name in names for suffix in (".npy", ".bin")):
         if found.is_file():
-            vector = _npy(found) if sniff(found) == "npy" else _raw(found, np.dtype("<u8"))
+            vector = _npy(found) if detect(found).format == "npy" else _raw(found, np.dtype("<u8"))
             if vector.kind != np.dtype("<u8"):
                 raise DatasetError(f"{found}: expected sample ids of uint64, got {vector.kind}. Fetch it again.")
             return vector
@@ -215,7 +204,7 @@ def ids_of(path: Path) -> Vector | None:
 
 
 def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
-    known = sniff(path)
+    known = detect(path).format
     if known == "llm.c":
         return _llmc(path)
     if known == "npy":
@@ -263,7 +252,7 @@ def _raw(path: Path, kind: np.dtype[Any]) -> Vector:
 
 def _llmc(path: Path) -> Vector:
     head, size = head_of(path, _LLMC_BYTES), size_of(path)
-    kind = _LLMC[int.from_bytes(head[:4], "little")][1]
+    kind = np.dtype(LLMC_TYPES[int.from_bytes(head[:4], "little")][1])
     count = int.from_bytes(head[8:12], "little")
     if size != _LLMC_BYTES + count * kind.itemsize:
         raise DatasetError(

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError, IntegrityError
+from forebay.formats.detect import NPY_MAGIC
 from forebay.formats.foreign import map_file
-from forebay.formats.npy import NPY_MAGIC, Vector, vector_in
+from forebay.formats.npy import Vector, vector_in
 from forebay.store.transfer import PIECE_BYTES
 
 _BLOCK_BYTES = 1 << 20

@@ -127,21 +127,21 @@ def extract_file(path: str | Path) -> Iterator[tuple[str, str]]:
         PrepareError: If the file cannot be read; of a damaged archive, what can be read comes first.
     """
     from forebay.errors import PrepareError
+    from forebay.formats.detect import detect
     from forebay.prepare.read import warc
     from forebay.prepare.read.base import Piece, ReadOptions, Source
     from forebay.prepare.read.http_message import body_text
-    from forebay.prepare.read.opening import Damaged, open_packed, open_source, sniff_compression
+    from forebay.prepare.read.opening import Damaged, open_packed, open_source
 
     with open_packed(str(path)) as stream:
-        compression = sniff_compression(stream.read(64))
+        found = detect(stream)
     options = ReadOptions()
     size = Path(path).stat().st_size if "://" not in str(path) else 0
-    source = Source(str(path), Path(path).name, "warc", compression, size, "")
+    source = Source(str(path), Path(path).name, "warc", found.compression, size, "")
     try:
-        with open_source(source, options.max_unpacked_ratio) as stream:
-            head = stream.read(4096)
-            if not warc.WARC.sniff(head):
-                body = head + stream.read(options.max_document_bytes)
+        if found.format != "warc":
+            with open_source(source, options.max_unpacked_ratio) as stream:
+                body = stream.read(options.max_document_bytes)
                 yield str(path), extract_html(body_text(body, "", True))
                 return
     except Damaged as error:

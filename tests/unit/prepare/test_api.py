@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from forebay.errors import PrepareError, UsageError
+from forebay.formats.detect import detect
 from forebay.prepare.read import ReadOptions, cut, find_sources, read
 from forebay.prepare.read.api import API, Progress, acquire
 from forebay.prepare.read.base import Piece, Source
@@ -237,6 +238,6 @@ def test_a_folder_is_of_one_description(tmp_path: Path, server: Server) -> None:
     with pytest.raises(UsageError, match="another description"):
         acquire(spec(tmp_path, server, 'max_pages = 1\nid = "title"\n'), tmp_path / "out")
     path = spec(tmp_path, server)
-    assert API.sniff(path.read_bytes())
+    assert detect(path).format == "api"
     with pytest.raises(UsageError, match="forebay acquire"):
         list(API.read(Piece((Source(str(path), path.name, "api", "", path.stat().st_size, ""),)), ReadOptions()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import threading
@@ -13,6 +14,7 @@ import pytest
 import zstandard
 
 from forebay.errors import UsageError
+from forebay.formats.detect import detect
 from forebay.prepare.documents import Record
 from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
 from forebay.prepare.read.reddit import REDDIT
@@ -165,9 +167,11 @@ def test_reddit_dump_with_a_long_window(tmp_path: Path) -> None:
     assert [r.id for r in read(REDDIT, path, "zst", options={"min_score": 4}) if not r.problem] == ["t1_c4", "x", "y"]
 
 
-def test_sniffing() -> None:
-    assert REDDIT.sniff(json.dumps(comment(1)).encode())
-    assert not REDDIT.sniff(b'{"text": "x", "subreddit": "s", "body": "y"}')
-    assert STACKEXCHANGE.sniff('\ufeff<?xml version="1.0"?>\n<posts>\n'.encode())
-    assert SEVENZIP.sniff(b"7z\xbc\xaf\x27\x1c\0\4")
-    assert not STACKEXCHANGE.sniff(b"<html>")
+def test_they_are_detected() -> None:
+    def format_of(head: bytes) -> str:
+        return detect(io.BytesIO(head)).format
+
+    assert format_of(json.dumps(comment(1)).encode()) == "reddit"
+    assert format_of(b'{"text": "x", "subreddit": "s", "body": "y"}') == "jsonl"
+    assert format_of('\ufeff<?xml version="1.0"?>\n<posts>\n'.encode()) == "stackexchange"
+    assert format_of(b"7z\xbc\xaf\x27\x1c\0\4") == "7z"

@@ -164,7 +164,9 @@ def test_unknown_files_are_passed_over_unless_named(tmp_path: Path) -> None:
     (tmp_path / "out" / "b.txt").write_text("b")
     found = find_sources(tmp_path, ReadOptions(), leave_out=tmp_path / "out")
     assert [Path(s.path).name for s in found.sources] == ["a.txt"]
-    assert [(Path(path).name, why) for path, why in found.skipped] == [("image.png", "binary data of no known format")]
+    assert [(Path(path).name, why) for path, why in found.skipped] == [
+        ("image.png", "a file of the format images, which holds no text")
+    ]
     with pytest.raises(PrepareError, match=r"image\.png: expected one of"):
         find_sources([tmp_path / "image.png"], ReadOptions())
     assert find_sources([tmp_path / "image.png"], ReadOptions(format="text")).sources[0].format == "text"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import io
 import os
 import re
 import time
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.formats.detect import detect
 from forebay.prepare.documents import Record
 from forebay.prepare.read import wikipedia
 from forebay.prepare.read.base import Piece, ReadOptions, Source
@@ -226,6 +228,5 @@ def test_hostile_xml(tmp_path: Path) -> None:
     assert [(r.id, "max_document_bytes" in r.problem) for r in found] == [("1", True), ("2", False)]
 
 
-def test_sniff() -> None:
-    assert wikipedia.WIKIPEDIA.sniff(HEAD.encode())
-    assert not wikipedia.WIKIPEDIA.sniff(b"<html><body>")
+def test_it_is_detected() -> None:
+    assert detect(io.BytesIO(HEAD.encode())).format == "wikipedia"

@@ -22,8 +22,8 @@ import pyarrow as pa
 
 from forebay.convert.table_sources.base import Array, Table, batch_of, field_of, open_bytes, rows_at_once
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.detect import IDX_TYPES, is_idx
 
-_IDX_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _IDX_NAMES = {1: "labels", 2: "values"}
 
 
@@ -42,11 +42,6 @@ class _Stack:
     @property
     def row_bytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.shape)
-
-
-def is_idx(head: bytes) -> bool:
-    """Whether unpacked first bytes are those of an idx file."""
-    return len(head) >= 8 and head[:2] == b"\0\0" and head[2] in _IDX_TYPES and 1 <= head[3] <= 8
 
 
 def open_idx(paths: Sequence[Path]) -> Table:
@@ -107,7 +102,7 @@ def _idx(path: Path) -> _Stack:
     name = _IDX_NAMES.get(len(dimensions), "images")
     shape = [1, *shape] if len(shape) == 2 else shape
     return _Stack(
-        name, path, lambda: open_bytes(path), 4 + 4 * head[3], np.dtype(_IDX_TYPES[head[2]]), rows, tuple(shape)
+        name, path, lambda: open_bytes(path), 4 + 4 * head[3], np.dtype(IDX_TYPES[head[2]]), rows, tuple(shape)
     )
 
 

@@ -17,8 +17,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError
+from forebay.formats.compression import sniff_compression
 from forebay.prepare.read.base import Source
-from forebay.prepare.read.opening import open_packed, open_source, sniff_compression
+from forebay.prepare.read.opening import open_packed, open_source
 
 Array: TypeAlias = NDArray[Any]
 BATCH_BYTES = 16 << 20

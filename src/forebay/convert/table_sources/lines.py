@@ -6,6 +6,7 @@ an error that names the line, never left out. In CSV an empty field without quot
 
 from __future__ import annotations
 
+import codecs
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -118,7 +119,7 @@ def _checked(file: Iterator[bytes], path: Path) -> Iterator[bytes]:
 
 def _row(line: bytes, path: Path, number: int) -> dict[str, object]:
     try:
-        row = orjson.loads(line)
+        row = orjson.loads(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
     except ValueError as error:
         raise DatasetError(f"{path}, line {number}: expected JSON, got: {error}. Mend or remove the line.") from error
     if not isinstance(row, dict):

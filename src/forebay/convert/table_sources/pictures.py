@@ -15,12 +15,6 @@ from forebay.convert.table_sources.base import BATCH_BYTES, Table
 from forebay.errors import UsageError
 
 _SPLITS = ("train", "val", "valid", "validation", "test")
-_MAGIC = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"P5\n", b"P6\n")
-
-
-def is_image(head: bytes) -> bool:
-    """Whether a file that begins so is an image."""
-    return head.startswith(_MAGIC) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
 
 
 def open_pictures(folder: Path, files: Sequence[Path]) -> Table:

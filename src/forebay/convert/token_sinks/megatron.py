@@ -14,7 +14,7 @@ import numpy as np
 from forebay.convert.content import Options, TokenSource, Written
 from forebay.convert.streams import settle
 from forebay.errors import UsageError
-from forebay.formats.megatron import MAGIC
+from forebay.formats.detect import MEGATRON_MAGIC
 
 _CODES = {"U16": 8, "U32": 4}  # uint16, int32.
 _MOST_LENGTH = (1 << 31) - 1
@@ -43,7 +43,7 @@ def write_megatron(source: TokenSource, out: Path, options: Options) -> Written:
             reached += len(part.tokens)
             count += len(ends)
     with lengths.open("rb") as sizes, idx.open("wb") as index:
-        index.write(MAGIC + (1).to_bytes(8, "little") + bytes([_CODES[stream.dtype]]))
+        index.write(MEGATRON_MAGIC + (1).to_bytes(8, "little") + bytes([_CODES[stream.dtype]]))
         index.write(count.to_bytes(8, "little") + (count + 1).to_bytes(8, "little"))
         _write_columns(index, sizes, count, stream.itemsize)
     lengths.unlink()

@@ -16,7 +16,8 @@ from forebay.convert.content import Options, TokenSource, Written
 from forebay.convert.streams import Stream, settle
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import UsageError
-from forebay.formats.npy import NPY_MAGIC, sample_id
+from forebay.formats.detect import NPY_MAGIC
+from forebay.formats.npy import sample_id
 
 _LLMC = {"U16": (20240520, 1), "U32": (20240801, 7)}  # What the 256 int32 of the header begin with: magic and version.
 _LLMC_MOST = (1 << 31) - 1

@@ -356,11 +356,4 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     yield
 
 
-def _sniff(start: bytes) -> bool:
-    return (
-        re.search(rb"(?m)^(?:url|preset)\s*=\s*\"", start) is not None
-        and re.search(rb"(?m)^(?:preset|items|next)\s*=\s*\"", start) is not None
-    )
-
-
-API = Format("api", (".api.toml",), _sniff, _read)
+API = Format("api", _read)

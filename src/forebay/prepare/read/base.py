@@ -60,7 +60,7 @@ class ReadOptions:
     """How documents are read: the `[read]` table of a recipe.
 
     Args:
-        format: A format by name, or `auto` to sniff each file.
+        format: A format by name, or `auto` to detect that of each file.
         text_key: The field or column with the text.
         id_key, url_key: The same for ids and URLs; a document without is no error.
         max_document_bytes: A document, line or member larger than this when unpacked is malformed; what follows it is
@@ -90,12 +90,10 @@ Cut = Callable[[Source, ReadOptions], Iterator[tuple[int, int, int]]]
 
 @dataclass(frozen=True)
 class Format:
-    """How files of one kind are known, cut and read.
+    """How files of one kind are cut and read; `forebay.formats.detect` says which kind a file is.
 
     Args:
         name: As users force it: `--format warc`.
-        suffixes: Of a file name in lower case, without the compression's.
-        sniff: Whether unpacked first bytes (up to 4096) are surely of this format.
         read: The records of a piece, in order. Damage is a Record with a `problem`, then what can still be read;
             it raises only for what is not in the data (a file that is gone, a missing package).
         cut: `(start, stop, bytes)` of the pieces of an uncompressed source; None if it is read as a whole.
@@ -104,8 +102,6 @@ class Format:
     """
 
     name: str
-    suffixes: tuple[str, ...]
-    sniff: Callable[[bytes], bool]
     read: Read
     cut: Cut | None = None
     grouped: bool = False

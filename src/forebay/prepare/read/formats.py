@@ -1,4 +1,4 @@
-"""Every format that is read, by the name with which it is forced. The first whose `sniff` says yes is taken."""
+"""Every format that is read, by the name with which it is forced. `forebay.formats.detect` says which a file is."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from forebay.errors import MissingPackageError, PrepareError
+from forebay.formats.compression import COMPRESSIONS
 from forebay.prepare.documents import Record
 from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
 from forebay.prepare.read.fields import to_record
 from forebay.prepare.read.hub_api import TRIES, HubFile, Repo, find_repo
 from forebay.prepare.read.hub_files import fetch_range, file_url
 from forebay.prepare.read.hub_rules import kind_of, matches, of_one_kind, parts_of
-from forebay.prepare.read.opening import COMPRESSIONS
 
 PREFIX = "hf://datasets/"
 _NAME = re.compile(r"([^/@:]+(?:/[^/@:]+)?)(?:@([^/@:]+))?(?:/([^@:]+))?(?::([^@:]+))?(?:@([^@:]+))?")
@@ -178,8 +178,4 @@ def missing_packages(why: str) -> MissingPackageError:
     )
 
 
-def _never(head: bytes) -> bool:
-    return False
-
-
-HUB = Format("hub", (), _never, _read)
+HUB = Format("hub", _read)

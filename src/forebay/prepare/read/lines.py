@@ -325,42 +325,10 @@ def _whole(place: int, name: str, data: bytes, where: str, html: bool = False, s
         return Record(place, name, _shown(data), problem=problem, where=where, start=start)
 
 
-def is_text(head: bytes) -> bool:
-    """Whether first bytes are UTF-8 without control characters that no text has."""
-    if b"\0" in head:
-        return False
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-    return sum(head.count(bytes([c])) for c in (*range(1, 7), *range(14, 27))) * 50 <= len(head)
-
-
-def _is_jsonl(head: bytes) -> bool:
-    line, newline, _ = head.removeprefix(_BOM).lstrip(b"\r\n").partition(b"\n")
-    if not line.startswith(b"{"):
-        return False
-    if newline or len(head) < 4096:
-        return isinstance(_parse_slowly(line)[0], dict)
-    return re.match(rb'\{\s*"[^"\\]*"\s*:', line) is not None
-
-
-def _is_json(head: bytes) -> bool:
-    return re.match(rb'\s*(\[\s*)?\{\s*("|$)', head.removeprefix(_BOM)) is not None and not _is_jsonl(head)
-
-
-def _is_html(head: bytes) -> bool:
-    return re.match(rb"\s*(<\?xml[^>]*>\s*)?(<!--[^>]*-->\s*)*<(!doctype html|html)", head, re.IGNORECASE) is not None
-
-
-def _never(head: bytes) -> bool:
-    return False
-
-
-JSONL = Format("jsonl", (".jsonl", ".ndjson", ".jsonlines"), _is_jsonl, _read_jsonl, _cut_bytes)
-JSON = Format("json", (".json",), _is_json, _read_json)
-CSV = Format("csv", (".csv", ".tsv"), _never, _read_csv)
-HTML = Format("html", (".html", ".htm", ".xhtml"), _is_html, _read_html, grouped=True)
-TEXT = Format("text", (".txt", ".text", ".md", ".rst"), _never, _read_text, grouped=True)
-LINES = Format("lines", (), _never, _read_lines, _cut_bytes)
+JSONL = Format("jsonl", _read_jsonl, _cut_bytes)
+JSON = Format("json", _read_json)
+CSV = Format("csv", _read_csv)
+HTML = Format("html", _read_html, grouped=True)
+TEXT = Format("text", _read_text, grouped=True)
+LINES = Format("lines", _read_lines, _cut_bytes)
 LINE_FORMATS: Sequence[Format] = (JSONL, JSON, HTML, CSV, TEXT, LINES)

@@ -25,15 +25,6 @@ import zstandard
 from forebay.errors import PrepareError
 from forebay.prepare.read.base import Source
 
-COMPRESSIONS = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".bz2": "bz2", ".xz": "xz", ".lz4": "lz4"}
-"""The compression that a suffix stands for."""
-_MAGICS = {
-    b"\x1f\x8b\x08": "gz",
-    b"\x28\xb5\x2f\xfd": "zst",
-    b"BZh": "bz2",
-    b"\xfd7zXZ\x00": "xz",
-    b"\x04\x22\x4d\x18": "lz4",
-}
 _BUFFER = 256 << 10
 _PACKED = 64 << 10
 _BOMB_FLOOR = 1 << 30
@@ -43,16 +34,6 @@ _ZSTD_WINDOW = 1 << 31
 
 class Damaged(PrepareError):  # noqa: N818 - says what the bytes are, and reads so
     """The bytes of a source are damaged or cut off here; all that stood before was given."""
-
-
-def sniff_compression(head: bytes) -> str:
-    """The compression that the first bytes of a file show, "" if none."""
-    for magic, name in _MAGICS.items():
-        if head.startswith(magic):
-            return name
-    if len(head) >= 8 and head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F:
-        return "zst"  # a skippable frame; those of lz4 begin alike, and are not seen in the wild
-    return ""
 
 
 class Unpacked(io.BufferedReader):

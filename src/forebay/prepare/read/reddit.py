@@ -7,7 +7,6 @@ up to 2 GiB too. What was deleted or removed is no document. Option: `min_score`
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -83,14 +82,4 @@ def url_of(post: Mapping[str, object]) -> str:
     return f"{_SITE}/r/{subreddit}/comments/{own}"
 
 
-def _sniff(start: bytes) -> bool:
-    line = start.partition(b"\n")[0]
-    return (
-        line.startswith(b"{")
-        and re.search(rb'"subreddit(_id)?"\s*:', line) is not None
-        and re.search(rb'"(body|selftext|link_id|num_comments)"\s*:', line) is not None
-        and re.search(rb'"text"\s*:', line) is None
-    )
-
-
-REDDIT = Format("reddit", (), _sniff, read, LINES.cut)
+REDDIT = Format("reddit", read, LINES.cut)

@@ -1,7 +1,7 @@
 """What there is to read: finds input files, says what they are, and cuts them into pieces.
 
-Hides: directories, URLs, and how a format is known: by its first unpacked bytes; then by its suffix; then, if they are
-text, as text. Sources, pieces and their order depend on the inputs alone.
+Hides: directories and URLs. `forebay.formats.detect` says which format a file is. Sources, pieces and their order
+depend on the inputs alone.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from pathlib import Path, PurePosixPath
 
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError, UsageError
+from forebay.formats.detect import HEAD_BYTES, detect, promised
 from forebay.prepare.read.base import GROUP_BYTES, GROUP_FILES, Format, Piece, ReadOptions, Source
 from forebay.prepare.read.formats import FORMATS
 from forebay.prepare.read.hub import PREFIX, find_dataset, hub_source
 from forebay.prepare.read.hub_api import Lost
-from forebay.prepare.read.lines import TEXT, is_text
-from forebay.prepare.read.opening import COMPRESSIONS, Damaged, open_packed, open_source, sniff_compression
+from forebay.prepare.read.opening import open_packed
 
-_HEAD = 4096
 _SIDECARS = ("dataset_info.json", "dataset_dict.json", "state.json", "cursor.json", "_SUCCESS")
 
 
@@ -145,15 +144,18 @@ def _known(file: _File, options: ReadOptions, hashed: bool) -> Source | tuple[st
     """The file as a source; or, with the reason, one to pass over."""
     try:
         with open_packed(file.path, file.bytes) as packed:
-            head = packed.read(_HEAD)
-        compression = sniff_compression(head)
-        source = Source(file.path, file.name, "", compression, file.bytes, file.version)
-        why = ""
+            head = packed.read(HEAD_BYTES)
+            packed.seek(0)
+            found = detect(packed, file.name)
+        name, why = found.format, found.why
         if options.format != "auto":
             name = options.format
-        else:
-            name, why = _sniff(source, head, file.given, options)
-        if not name:
+        elif not file.given and PurePosixPath(file.name).name in _SIDECARS:
+            return file.path, "a file that describes others"
+        elif found.problem and (file.given or promised(file.name) in FORMATS):
+            raise PrepareError(f"{file.path}: {found.problem}")
+        elif name not in FORMATS:
+            why = f"a file of the format {name}, which holds no text" if name else why
             if file.given:
                 raise PrepareError(
                     f"{file.path}: expected one of {', '.join(FORMATS)}, got {why} that begins with bytes "
@@ -163,40 +165,11 @@ def _known(file: _File, options: ReadOptions, hashed: bool) -> Source | tuple[st
         version = file.version
         if "://" not in file.path:
             version = hash_file(Path(file.path)) if hashed else f"head:{hashlib.sha256(head).hexdigest()}"
-        return Source(file.path, file.name, name, compression, file.bytes, version)
+        return Source(file.path, file.name, name, found.compression, file.bytes, version)
     except Lost as lost:
         raise lost.error from lost
     except OSError as error:
         raise PrepareError(f"{file.path}: cannot read input: {error.strerror or error}.") from error
-
-
-def _sniff(source: Source, head: bytes, given: bool, options: ReadOptions) -> tuple[str, str]:
-    """The name of a file's format; or "" and why there is none."""
-    if not given and PurePosixPath(source.name).name in _SIDECARS:
-        return "", "a file that describes others"
-    if source.compression:
-        head = _unpacked_head(source, options)
-    name = _without_compression(source.name)
-    sure = [known for known in FORMATS.values() if known.sniff(head)]
-    alike = [known for known in FORMATS.values() if known.suffixes and name.endswith(known.suffixes)]
-    for known in [known for known in sure if known in alike] + sure + alike:
-        return known.name, ""
-    if not head:
-        return "", "an empty file"
-    return (TEXT.name, "") if is_text(head) else ("", "binary data of no known format")
-
-
-def _unpacked_head(source: Source, options: ReadOptions) -> bytes:
-    try:
-        with open_source(source, options.max_unpacked_ratio) as file:
-            return file.read(_HEAD)
-    except Damaged:
-        return b""
-
-
-def _without_compression(name: str) -> str:
-    stem, dot, last = name.lower().rpartition(".")
-    return stem if dot + last in COMPRESSIONS else name.lower()
 
 
 def cut(sources: Sequence[Source], options: ReadOptions) -> list[Piece]:

@@ -16,7 +16,7 @@ import queue
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 from forebay.errors import PrepareError, UsageError
 from forebay.extras import install_command
+from forebay.formats.detect import detect
 from forebay.prepare.documents import Record, without_turns
 from forebay.prepare.extract import all_text
 from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
@@ -149,15 +150,6 @@ def _site_of(path: str, options: ReadOptions) -> str:
         return given
     found = [_SITE.match(part.lower()) for part in re.split(r"[/\\]", path)]
     return next((match[0] for match in reversed(found) if match), "")
-
-
-def _sniff_posts(start: bytes) -> bool:
-    head = start.removeprefix(b"\xef\xbb\xbf")[:1024]
-    return b"<posts" in head or re.search(rb'<row Id="\d+" PostTypeId="', head) is not None
-
-
-def _sniff_7z(start: bytes) -> bool:
-    return start.startswith(b"7z\xbc\xaf\x27\x1c")
 
 
 class _Stopped(Exception):  # noqa: N818 - ends the thread that unpacks
@@ -320,45 +312,32 @@ def _read_archive(source: Source, options: ReadOptions) -> Iterator[Record | Non
 def _other(stream: BinaryIO, name: str, options: ReadOptions) -> Iterator[Record | None]:
     """The documents of a member of any known format, by way of a temporary file that is gone afterwards."""
     from forebay.prepare.read.formats import FORMATS
-    from forebay.prepare.read.opening import COMPRESSIONS, sniff_compression
 
-    suffix = PurePosixPath(name).suffix.lower()
-    stem = PurePosixPath(name).stem if suffix in COMPRESSIONS else PurePosixPath(name).name
     with tempfile.TemporaryDirectory(prefix="forebay-") as folder:
         path = Path(folder) / "member"
         try:
-            head = _spill(stream, path)
+            _spill(stream, path)
         except Damaged as error:
             yield Record(0, problem=str(error), where=name)
             return
         size = path.stat().st_size
-        plain = Source(str(path), name, "", sniff_compression(head), size, "")
-        with open_source(plain, options.max_unpacked_ratio) as unpacked:
-            start = unpacked.read(4096)
-        chosen = _format_of(start, stem.lower(), FORMATS)
+        found = detect(path, name)
+        chosen = FORMATS.get(found.format)
         if chosen is None or chosen.name == "7z":
-            yield Record(0, text=name, problem="a member of no known format", where=name)
+            problem = found.problem or f"a member of no format that holds text: {found.format or found.why}"
+            yield Record(0, text=name, problem=problem, where=name)
             return
-        for record in chosen.read(Piece((replace(plain, format=chosen.name),)), options):
+        plain = Source(str(path), name, chosen.name, found.compression, size, "")
+        for record in chosen.read(Piece((plain,)), options):
             yield replace(record, where=f"{name}, {record.where}" if record.where else name)
 
 
-def _format_of(start: bytes, name: str, formats: Any) -> Format | None:
-    known: list[Format] = list(formats.values())
-    by_start: Callable[[Format], bool] = lambda format: format.sniff(start)  # noqa: E731
-    by_name: Callable[[Format], bool] = lambda format: name.endswith(format.suffixes)  # noqa: E731
-    return next(filter(by_start, known), None) or next(filter(by_name, known), None)
-
-
-def _spill(stream: BinaryIO, path: Path) -> bytes:
-    """Writes a stream to a file; returns its first bytes. The stream's own limit ends a bomb."""
-    head = b""
+def _spill(stream: BinaryIO, path: Path) -> None:
+    """Writes a stream to a file. The stream's own limit ends a bomb."""
     with path.open("wb") as file:
         while data := stream.read(_STEP):
-            head = head or data[:4096]
             file.write(data)
-    return head
 
 
-STACKEXCHANGE = Format("stackexchange", ("posts.xml",), _sniff_posts, _read_posts)
-SEVENZIP = Format("7z", (".7z",), _sniff_7z, _read_7z)
+STACKEXCHANGE = Format("stackexchange", _read_posts)
+SEVENZIP = Format("7z", _read_7z)

@@ -272,14 +272,5 @@ def _checked_rows(batch: pa.RecordBatch, keys: list[str]) -> Iterator[dict[str, 
         yield from _rows(batch.slice(start, 256), keys)
 
 
-def _is_parquet(head: bytes) -> bool:
-    return head.startswith(b"PAR1")
-
-
-def _is_arrow(head: bytes) -> bool:
-    stream = head.startswith(b"\xff\xff\xff\xff") and 0 < int.from_bytes(head[4:8], "little") < 1 << 24
-    return head.startswith((b"ARROW1", b"FEA1")) or (stream and head[8:9] in b"\x0c\x10\x14\x18")
-
-
-PARQUET = Format("parquet", (".parquet", ".pq", ".parq"), _is_parquet, _read_parquet, _cut_row_groups)
-ARROW = Format("arrow", (".arrow", ".arrows", ".feather", ".ftr", ".ipc"), _is_arrow, _read_arrow, _cut_batches)
+PARQUET = Format("parquet", _read_parquet, _cut_row_groups)
+ARROW = Format("arrow", _read_arrow, _cut_batches)

@@ -15,10 +15,11 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
+from forebay.formats.compression import COMPRESSIONS
 from forebay.prepare.documents import Record, without_turns
 from forebay.prepare.read.base import Format, Piece, ReadOptions
 from forebay.prepare.read.lines import parse_line
-from forebay.prepare.read.opening import COMPRESSIONS, Damaged, open_source, skip_to, unpack
+from forebay.prepare.read.opening import Damaged, open_source, skip_to, unpack
 
 _BLOCK = 512
 _STEP = 1 << 20
@@ -270,8 +271,4 @@ def _pax(body: bytes) -> dict[str, str]:
     return found
 
 
-def _is_tar(head: bytes) -> bool:
-    return len(head) >= _BLOCK and head[257:262] == b"ustar" and _sound(head[:_BLOCK]) is not None
-
-
-TAR = Format("webdataset", (".tar", ".tgz"), _is_tar, _read)
+TAR = Format("webdataset", _read)

@@ -249,10 +249,6 @@ def _ends_well(flow: Flow, size: int) -> bool:
     return False
 
 
-def _never(start: bytes) -> bool:
-    return False
-
-
-WARC = Format("warc", (".warc", ".arc"), _begins, read)
-WET = Format("wet", (".wet", ".warc.wet"), _never, read)
+WARC = Format("warc", read)
+WET = Format("wet", read)
 """The same reader under the name that users force: `conversion` records are documents of plain text."""

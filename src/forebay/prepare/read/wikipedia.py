@@ -296,8 +296,4 @@ def cut(source: Source, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
         yield start, stop, stop - start
 
 
-def _sniff(start: bytes) -> bool:
-    return b"<mediawiki" in start[:1024]
-
-
-WIKIPEDIA = Format("wikipedia", ("-articles.xml", ".mediawiki.xml"), _sniff, read, cut)
+WIKIPEDIA = Format("wikipedia", read, cut)

@@ -1,0 +1,187 @@
+"""A file is the same to `prepare`, `stream`, `convert` and `doctor`."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from forebay.convert.content import Options as ConvertOptions
+from forebay.convert.convert import open_source
+from forebay.doctor import Options, examine
+from forebay.doctor.sniff import kind_of
+from forebay.errors import DatasetError, PrepareError, UsageError
+from forebay.formats.detect import FORMATS, detect
+from forebay.prepare.read import ReadOptions, find_sources
+from forebay.prepare.read.formats import FORMATS as READ
+from forebay.stream.records import FileRecords
+
+ROW = {"text": "hello world, some text"}
+LINE = (json.dumps(ROW) + "\n").encode()
+HTML = b"<!DOCTYPE html><html><body>404: not found</body></html>"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+def buffered(write: Callable[[io.BytesIO], object]) -> bytes:
+    file = io.BytesIO()
+    write(file)
+    return file.getvalue()
+
+
+def tar() -> bytes:
+    def write(file: io.BytesIO) -> None:
+        with tarfile.open(fileobj=file, mode="w") as archive:
+            member = tarfile.TarInfo("0.txt")
+            member.size = 5
+            archive.addfile(member, io.BytesIO(b"hello"))
+
+    return buffered(write)
+
+
+def torch_file() -> bytes:
+    def write(file: io.BytesIO) -> None:
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("archive/data.pkl", b"x")
+
+    return buffered(write)
+
+
+def safetensors(blank: str = "") -> bytes:
+    header = blank + json.dumps({"t": {"dtype": "U16", "shape": [4], "data_offsets": [0, 8]}})
+    return len(header).to_bytes(8, "little") + header.encode() + bytes(8)
+
+
+PARQUET = buffered(lambda file: pq.write_table(pa.table({"text": ["a", "b"]}), file))
+TOKENS = np.arange(300, dtype=np.uint16)
+CASES: dict[str, tuple[bytes, str]] = {
+    "lines.jsonl": (LINE * 3, "jsonl"),
+    "mark.jsonl": (b"\xef\xbb\xbf" + LINE * 3, "jsonl"),
+    "blank_first.jsonl": (b"\n" + LINE * 3, "jsonl"),
+    "lists.jsonl": (b'["a","b"]\n["c","d"]\n', "jsonl"),
+    "empty.jsonl": (b"", "jsonl"),
+    "lines.txt": (LINE * 3, "jsonl"),
+    "lines": (LINE * 2, "jsonl"),
+    "one_line": (LINE.strip(), "jsonl"),
+    "long_line": (json.dumps({"text": "word " * 2000}).encode(), "jsonl"),
+    "lines.jsonl.gz": (gzip.compress(LINE * 3), "jsonl"),
+    "lines.gz": (gzip.compress(b"") + gzip.compress(LINE * 3), "jsonl"),
+    "lines.zst": (zstandard.compress(LINE * 3), "jsonl"),
+    "lines.bz2": (bz2.compress(LINE * 5000), "jsonl"),
+    "lines.xz": (lzma.compress(LINE * 3), "jsonl"),
+    "pretty.json": (json.dumps(ROW, indent=1).encode(), "json"),
+    "list": (json.dumps([ROW] * 3).encode(), "json"),
+    "rows.csv": (b"text,n\nhello,1\n", "csv"),
+    "rows.tsv.gz": (gzip.compress(b"text\tn\nhello\t1\n"), "csv"),
+    "page": (b"\xef\xbb\xbf" + HTML, "html"),
+    "latin.txt": ("café crème ".encode("latin-1") * 5, "text"),
+    "latin": ("café crème ".encode("latin-1") * 5, ""),
+    "bmw": (b"BMW cars are listed in this text\n" * 5, "text"),
+    "p5.md": (b"P5\nis a format and this a text\n" * 3, "text"),
+    "colours": (b"text\x1b[0m more\x1b[0m\n" * 10, "text"),
+    "short.txt": (b"hi", "text"),
+    "image.bin": (b"P5\n# made by hand\n2 2 255\n\1\2\3\4", "images"),
+    "picture": (b"BM" + (70).to_bytes(4, "little") + bytes(64), "images"),
+    "rows.parquet": (PARQUET, "parquet"),
+    "parquet.bin": (PARQUET, "parquet"),
+    "cut.parquet": (PARQUET[:-20], "parquet"),
+    "empty.parquet": (b"", "parquet"),
+    "samples.tar": (tar(), "webdataset"),
+    "samples.tgz": (gzip.compress(tar()), "webdataset"),
+    "s.safetensors": (safetensors(), "safetensors"),
+    "safetensors.bin": (safetensors(), "safetensors"),
+    "blank.safetensors": (safetensors("  "), "safetensors"),
+    "arrays": (buffered(lambda file: np.savez(file, a=np.ones(3))), "npz"),
+    "tokens.npy": (buffered(lambda file: np.save(file, TOKENS)), "npy"),
+    "no_header.npy": (TOKENS.tobytes(), "raw tokens"),
+    "tokens.bin": (TOKENS.tobytes(), "raw tokens"),
+    "idx_like.bin": (np.array([0, 0x0108, 7, 9, 11, 13], np.uint16).tobytes(), "raw tokens"),
+    "torch.bin": (torch_file(), ""),
+    "noise": (bytes(range(256)) * 20, ""),
+}
+LAX = ConvertOptions(input_dtype="uint16")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_is_the_same_to_all(name: str, tmp_path: Path) -> None:
+    data, expected = CASES[name]
+    path = tmp_path / name
+    path.write_bytes(data)
+    found = detect(path)
+    assert (found.format, found.problem) == (expected, "")
+    assert expected == "" or expected in FORMATS
+    assert kind_of(path, Options()) == (expected or "unknown")
+    # prepare and stream: from a directory, what is no text is skipped with its reason; named by the user, refused.
+    (tmp_path / "beside.md").write_text("a text")
+    sources = {Path(one.path).name: one for one in find_sources(tmp_path, ReadOptions()).sources}
+    if expected in READ:
+        assert sources[name].format == expected and sources[name].compression == found.compression
+        assert FileRecords(path, ReadOptions())._sources[0].format == expected
+    else:
+        assert name not in sources
+        for opens in (find_sources, FileRecords):
+            with pytest.raises(PrepareError, match=expected or "expected one of"):
+                opens(path, ReadOptions())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_convert_opens_what_it_is_or_says_so(name: str, tmp_path: Path) -> None:
+    data, expected = CASES[name]
+    (tmp_path / name).write_bytes(data)
+    try:
+        kind = open_source(tmp_path / name, ConvertOptions()).kind
+    except (DatasetError, UsageError) as error:
+        refused = ("json", "html", "text", "", "raw tokens")  # what no table holds, and tokens without a type
+        assert expected in refused or name in ("cut.parquet", "blank.safetensors", "lists.jsonl") or not data, error
+        assert name in str(error)
+    else:
+        assert kind == ("vector" if expected == "npy" else expected)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".tar", ".safetensors", ".bin", ".csv.gz", ".npy"])
+@pytest.mark.parametrize(("data", "says"), [(HTML, "server sent an error page"), (POINTER, "git lfs pull")])
+def test_a_failed_download_is_an_error_that_says_so(suffix: str, data: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / f"data{suffix}"
+    path.write_bytes(data)
+    (tmp_path / "beside.jsonl").write_bytes(LINE)
+    for opens in (find_sources, FileRecords):
+        with pytest.raises(PrepareError, match=says):
+            opens(path, ReadOptions())
+    if suffix in (".parquet", ".jsonl", ".tar", ".csv.gz"):  # formats that prepare reads: in a directory, too
+        with pytest.raises(PrepareError, match=says):
+            find_sources(tmp_path, ReadOptions())
+    for options in (ConvertOptions(), LAX):
+        with pytest.raises(DatasetError, match=says):
+            open_source(path, options)
+    with pytest.raises(DatasetError, match=says):
+        open_source(tmp_path, ConvertOptions())
+    for given in (path, tmp_path):
+        report = next(one for one in examine([given], Options()) if one.path == path)
+        assert [(one.fault, says in f"{one.evidence} {one.mend}") for one in report.findings] == [
+            ("not-the-data", True)
+        ]
+
+
+def test_each_file_of_a_folder_is_judged_by_itself(tmp_path: Path) -> None:
+    """Files of one suffix may be of several formats; the first does not decide for the rest."""
+    (tmp_path / "a.data").write_bytes(LINE)
+    (tmp_path / "b.data").write_bytes(PARQUET)
+    with pytest.raises(UsageError, match=r"jsonl \(a.data …\), parquet \(b.data …\)"):
+        open_source(tmp_path, ConvertOptions())
+
+
+def test_convert_passes_over_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + LINE * 3)
+    source = open_source(tmp_path / "a.jsonl", ConvertOptions())
+    assert source.kind == "jsonl" and source.schema.names == ["text"]  # type: ignore[union-attr]
