@@ -297,3 +297,85 @@ def test_a_lock_file_that_was_cleaned_away_is_not_held(tmp_path: Path) -> None:
     assert locks.is_locked(path, locks.SHARED)
     other.release()
     assert not locks.is_locked(path, locks.SHARED) and not locks.is_locked(tmp_path / "none", locks.SHARED)
+
+
+def slices(cache: SliceCache, contents: list[bytes]) -> list[str]:
+    """Those whose verified files hold their bytes."""
+    names = [hashlib.sha256(content).hexdigest() for content in contents]
+    paths = [cache.get(name) for name in names]
+    return [name for name, path, content in zip(names, paths, contents) if path and path.read_bytes() == content]
+
+
+@pytest.mark.parametrize("copied", ["cp -r", "cp -a", "mv"])
+def test_a_copied_cache_stays_whole(tmp_path: Path, copied: str) -> None:
+    cache, contents = SliceCache(tmp_path / "a", 1000), [bytes([number]) * 100 for number in range(3)]
+    names = [put(cache, content) for content in contents]
+    subprocess.run([*copied.split(), tmp_path / "a", tmp_path / "b"], check=True)
+    copy = SliceCache(tmp_path / "b", 1000)
+    assert copy.held() == set(names) == set(slices(copy, contents))
+    assert SliceCache(tmp_path / "b", 1000).hold(names) == [tmp_path / "b" / name for name in names]
+
+
+def test_a_file_that_changed_is_hashed_and_stays_if_it_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hashed: list[str] = []
+
+    def count(path: Path) -> str:
+        hashed.append(path.name)
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+    monkeypatch.setattr(cache_module, "hash_file", count)
+    cache, other = SliceCache(tmp_path, 1000), SliceCache(tmp_path, 1000)
+    touched, restored, wrong, same_time, gone = names = [put(cache, bytes([number]) * 100) for number in range(5)]
+    assert slices(other, [bytes([number]) * 100 for number in range(5)]) == names and not hashed
+    os.utime(cache.path_of(touched))
+    cache.path_of(restored).unlink()
+    cache.path_of(restored).write_bytes(b"\1" * 100)
+    cache.path_of(wrong).write_bytes(b"x" * 100)  # within the tick of the clock in which it was verified
+    times = cache.path_of(same_time).stat()
+    cache.path_of(same_time).unlink()
+    cache.path_of(same_time).write_bytes(b"x" * 100)
+    os.utime(cache.path_of(same_time), ns=(times.st_atime_ns, times.st_mtime_ns))
+    cache.path_of(gone).unlink()
+    assert other.hold(names[:2]) == [tmp_path / touched, tmp_path / restored]
+    assert [other.get(name) for name in names[2:]] == [None] * 3 == [other.hold([name]) for name in names[2:]]
+    assert hashed == [touched, restored, wrong, same_time] and cache.held() == {touched, restored}
+    assert [record.getMessage().count("expected bytes of that sha256") for record in caplog.records] == [1, 1]
+    assert slices(cache, [b"\0" * 100, b"\1" * 100]) == names[:2] and len(hashed) == 4  # one hash serves all processes
+
+
+def test_what_a_kill_or_a_full_disk_leaves_of_the_index_costs_a_hash(tmp_path: Path) -> None:
+    contents = [bytes([number]) * 100 for number in range(4)]
+    names = [put(SliceCache(tmp_path, 1000), content) for content in contents]
+    index = tmp_path / "verified"
+    whole = index.read_bytes()
+    for damaged in (b"", whole[:150], b"\xff\0\n" * 9 + whole[7:], whole.replace(b"\n", b" \n")):
+        index.write_bytes(damaged)
+        assert slices(SliceCache(tmp_path, 1000), contents) == names
+        assert slices(SliceCache(tmp_path, 1000), contents) == names
+    index.unlink()
+    index.mkdir()  # It can be neither read nor written: each process verifies for itself.
+    assert slices(SliceCache(tmp_path, 1000), contents) == names
+
+
+def test_processes_share_the_index_and_it_stays_small(tmp_path: Path) -> None:
+    code = (
+        "import hashlib, sys; from forebay.store import verified; verified._MIN_LINES = 50\n"
+        "from forebay.store.cache import SliceCache\n"
+        f"cache = SliceCache({str(tmp_path)!r}, 1500)\n"
+        "for number in range(300):\n"
+        "    data = b'%s %d' % (sys.argv[1].encode(), number)\n"
+        "    sha256 = hashlib.sha256(data).hexdigest()\n"
+        "    with cache.fetching(sha256, len(data)) as part:\n"
+        "        part.write_bytes(data)\n"
+        "        cache.commit(sha256)\n"
+        "    assert cache.get(sha256), number\n"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", code, name]) for name in ("a", "b", "c")]
+    assert [process.wait(120) for process in running] == [0, 0, 0]
+    cache = SliceCache(tmp_path, 1500)
+    lines = (tmp_path / "verified").read_bytes().splitlines()
+    held = cache.held()
+    assert all(len(line.split()) == 4 for line in lines) and len(lines) < 3 * (len(held) + 60)
+    assert {line.split()[0].decode() for line in lines} >= held and all(cache.get(name) for name in held)

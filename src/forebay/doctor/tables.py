@@ -17,6 +17,7 @@ from forebay.doctor.report import CERTAIN, POSSIBLE, Finding, Options
 from forebay.doctor.tokens import TokenCounts, Window
 from forebay.doctor.verdicts import judge
 from forebay.errors import UsageError
+from forebay.storage.atomic import open_atomic
 
 _COLUMNS = ("input_ids", "tokens")
 _DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError)
@@ -150,21 +151,21 @@ def mend_table(path: Path, kind: str, out: Path, options: Options) -> list[Path]
     found = (examine_parquet if kind == "parquet" else examine_arrow)(path, options)
     if not found.good:
         raise UsageError(f"{path}: expected some rows that read, got none. Fetch or write it again.")
-    target, part = out / path.name, out / f".{path.name}.part"
-    if kind == "parquet":
-        with pq.ParquetFile(path) as file, pq.ParquetWriter(part, file.schema_arrow) as writer:
-            for group in found.good:
-                writer.write_table(file.read_row_group(group))
-    else:
-        with pa.memory_map(str(path)) as source:
-            is_file = source.read(6) == b"ARROW1"
-            source.seek(0)
-            reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-            make = pa.ipc.new_file if is_file else pa.ipc.new_stream
-            with make(str(part), reader.schema) as writer:
-                for index in found.good:
-                    writer.write_batch(reader.get_batch(index) if is_file else reader.read_next_batch())
-    part.replace(target)
+    target = out / path.name
+    with open_atomic(target) as part:
+        if kind == "parquet":
+            with pq.ParquetFile(path) as file, pq.ParquetWriter(part, file.schema_arrow) as writer:
+                for group in found.good:
+                    writer.write_table(file.read_row_group(group))
+        else:
+            with pa.memory_map(str(path)) as source:
+                is_file = source.read(6) == b"ARROW1"
+                source.seek(0)
+                reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+                make = pa.ipc.new_file if is_file else pa.ipc.new_stream
+                with make(part, reader.schema) as writer:
+                    for index in found.good:
+                        writer.write_batch(reader.get_batch(index) if is_file else reader.read_next_batch())
     return [target]
 
 

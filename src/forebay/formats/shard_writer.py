@@ -11,7 +11,6 @@ Memory: some 8 MiB, and 8 bytes for each sample of a shard.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.foreign import token_kind
 from forebay.formats.npy import npy_head, sample_id
-from forebay.storage.atomic import atomic_write
+from forebay.storage.atomic import atomic_write, open_atomic, remove_stale
 
 SHARDS_FILE = "shards.json"
 SHARD_TOKENS = 100 << 30
@@ -91,6 +90,7 @@ def write_shards(
     if kind not in (np.dtype("<u2"), np.dtype("<u4")):
         raise UsageError(f"shards: expected uint16 or uint32, got {kind}. Say dtype=.")
     out.mkdir(parents=True, exist_ok=True)
+    remove_stale(out)
     (out / SHARDS_FILE).unlink(missing_ok=True)
     samples = _samples(first, pieces, kind, seq_len, out)
     shards: list[Shard] = []
@@ -116,33 +116,25 @@ def _write_one(
 ) -> Shard:
     """One shard of `most` samples, or what is left."""
     tokens, ids = (out / name for name in shard_names(index, generation, prefix))
-    part = tokens.with_name(f".{tokens.name}.{os.getpid()}.tmp")
     found: list[NDArray[np.uint64]] = []
     count = 0
-    try:
-        with part.open("wb") as file:
-            file.write(npy_head(kind, 0) if header else b"")
-            while True:
-                here, rest = block[: most - count], block[most - count :]
-                file.write(here.view(np.uint8).data)
-                found.append(np.array([sample_id(row) for row in here], "<u8"))
-                count += len(here)
-                if len(rest):
-                    blocks.put_back(rest)
-                if count == most or (following := next(blocks, None)) is None:
-                    break
-                block = following
-            if header:
-                file.seek(0)
-                file.write(npy_head(kind, count * block.shape[1]))
-            file.flush()
-            os.fsync(file.fileno())
+    with open_atomic(tokens) as file:
+        file.write(npy_head(kind, 0) if header else b"")
+        while True:
+            here, rest = block[: most - count], block[most - count :]
+            file.write(here.view(np.uint8).data)
+            found.append(np.array([sample_id(row) for row in here], "<u8"))
+            count += len(here)
+            if len(rest):
+                blocks.put_back(rest)
+            if count == most or (following := next(blocks, None)) is None:
+                break
+            block = following
+        if header:
+            file.seek(0)
+            file.write(npy_head(kind, count * block.shape[1]))
         raw = np.concatenate(found).view(np.uint8).data
         atomic_write(ids, [npy_head(np.dtype("<u8"), count), raw] if generation == "npy" else [raw])
-        part.replace(tokens)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
     return Shard(index, tokens, ids, count)
 
 

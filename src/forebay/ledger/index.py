@@ -8,6 +8,7 @@ may delete them; where they cannot be written, they are not. They answer questio
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, Link, r
 from forebay.ledger.job import Job
 from forebay.ledger.receipts import uses_of
 from forebay.ledger.uses import USE, UseColumns
+from forebay.storage.atomic import atomic_write, remove_stale
 
 _VERSION = 2
 _WORTH_KEEPING = 4096
@@ -171,12 +173,9 @@ def _line_at(file: Any, checkpoint: Checkpoint, path: Path) -> Link | None:
 
 
 def _keep(found: LedgerIndex, fresh: NDArray[Any], num_old: int) -> None:
-    """The table first: rows beyond what the JSON says are not there."""
+    """The table first: rows beyond what the JSON says are not there. One process at a time writes them."""
     uses_path, index_path = _files(found.path)
-    with uses_path.open("r+b" if num_old else "wb") as file:
-        file.truncate(num_old * USE.itemsize)
-        file.seek(0, os.SEEK_END)
-        file.write(fresh.tobytes())
+    remove_stale(index_path.parent)
     body = {
         "version": _VERSION,
         "checkpoint": found.checkpoint.to_json(),
@@ -185,9 +184,15 @@ def _keep(found: LedgerIndex, fresh: NDArray[Any], num_old: int) -> None:
         "sessions": found.sessions,
         "others": [asdict(entry) for entry in found.others],
     }
-    part = index_path.with_name(f"{index_path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(body))
-    part.replace(index_path)
+    with os.fdopen(os.open(uses_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if file.seek(0, os.SEEK_END) < num_old * USE.itemsize:
+            return  # Made anew since it was read.
+        file.truncate(file.seek(num_old * USE.itemsize))
+        file.write(fresh.tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+        atomic_write(index_path, json.dumps(body).encode())
 
 
 def entries_of(index: LedgerIndex, kind: str) -> Iterator[Entry]:

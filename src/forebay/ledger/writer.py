@@ -23,6 +23,7 @@ from typing import Any
 from forebay.errors import LedgerError
 from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, Link, make_line, read_link, read_links
 from forebay.ledger.job import LEDGER_FORMAT
+from forebay.storage.atomic import sync_directory
 
 Signer = Callable[[bytes], bytes]
 
@@ -70,7 +71,6 @@ class Ledger:
             LedgerError: If the chain is broken, of another key, or another process has it open.
         """
         path = Path(path)
-        fresh = not path.exists()
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         ledger = cls(path, fd, signer, now)
         try:
@@ -82,8 +82,7 @@ class Ledger:
                     "or give this one a state directory of its own."
                 ) from None
             ledger._recover(checkpoint)
-            if fresh:
-                _fsync_directory(path.parent)
+            sync_directory(path.parent)
         except BaseException:
             os.close(fd)
             raise
@@ -237,11 +236,3 @@ class Ledger:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _fsync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

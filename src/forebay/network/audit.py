@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import LedgerError, UsageError
+from forebay.storage.atomic import commit_files
 
 MAX_PART_BYTES = 8 << 20
 NUM_PARTS = 4
@@ -126,7 +127,7 @@ class AuditLog:
         for number in range(self._num_parts - 1, 0, -1):
             older = _part(self.path, number - 1)
             if older.exists():
-                older.replace(_part(self.path, number))
+                commit_files({older: _part(self.path, number)})
         self._file = self.path.open("ab", buffering=0)
         self.path.chmod(0o600)
 

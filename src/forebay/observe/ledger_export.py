@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 from forebay.errors import UsageError
 from forebay.ledger import LedgerIndex
 from forebay.observe.blame import replay
+from forebay.storage.atomic import open_atomic
 
 FORMATS = ("jsonl", "csv", "parquet")
 _BLOCK = 1 << 14
@@ -48,13 +50,10 @@ def export_uses(index: LedgerIndex, out: str | Path, form: str, *, sample_ids: b
     """
     if form not in FORMATS:
         raise UsageError(f"export: expected a format of {FORMATS}, got {form!r}.")
-    out = Path(out)
-    part = out.with_name(f".{out.name}.part")
     with ExitStack() as stack:
-        write = _writer(part, form, sample_ids, stack)
+        write = _writer(stack.enter_context(open_atomic(out)), form, sample_ids, stack)
         for rows in _blocks(index, sample_ids):
             write(rows)
-    part.replace(out)
     return len(index.uses)
 
 
@@ -83,12 +82,12 @@ def _blocks(index: LedgerIndex, sample_ids: bool) -> Iterator[list[dict[str, Any
         yield rows
 
 
-def _writer(path: Path, form: str, sample_ids: bool, stack: ExitStack) -> Callable[[list[dict[str, Any]]], object]:
+def _writer(raw: BinaryIO, form: str, sample_ids: bool, stack: ExitStack) -> Callable[[list[dict[str, Any]]], object]:
     if form == "parquet":
         schema = _SCHEMA.append(pa.field("samples", pa.list_(pa.int64()))) if sample_ids else _SCHEMA
-        table = stack.enter_context(pq.ParquetWriter(path, schema, compression="zstd"))
+        table = stack.enter_context(pq.ParquetWriter(raw, schema, compression="zstd"))
         return lambda rows: table.write_table(pa.Table.from_pylist(rows, schema))
-    file = stack.enter_context(path.open("w", newline="", encoding="utf-8"))
+    file = stack.enter_context(io.TextIOWrapper(raw, encoding="utf-8", newline=""))
     if form == "jsonl":
         return lambda rows: file.writelines(json.dumps({**row, "at": row["at"].timestamp()}) + "\n" for row in rows)
     lines = csv.DictWriter(file, [*_SCHEMA.names, *(["samples"] if sample_ids else [])])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,7 @@ from forebay.prepare.read import Found
 from forebay.prepare.read.base import Piece
 from forebay.prepare.stats import CLUSTER, EDGES, SAMPLE_CHARACTERS, SAMPLES, Sample, Tally
 from forebay.prepare.text import TextResult, bases, mix, place_name
+from forebay.storage.atomic import open_atomic
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup import Cutter, Dedup, DedupResult, Flags, Part
@@ -153,7 +155,8 @@ def collect(run: Run, corpus: Corpus, tally: Tally) -> None:
     """Write the clusters; add the copies that were dropped, distributions, samples of what is kept."""
     chosen: dict[int, list[_Chosen]] = {0: [], 1: [], 2: []}
     kept_bytes = 0
-    with _Clusters(run.out / "clusters.parquet", corpus.dedup) as clusters:
+    with ExitStack() as stack:
+        clusters = _Clusters(run.out / "clusters.parquet", corpus.dedup, stack)
         for index, (piece, text, base) in enumerate(zip(corpus.pieces, corpus.texts, corpus.bases)):
             drop = corpus.dedup.drop[index].load() if corpus.dedup else np.zeros(text.documents_out, np.uint8)
             _choose(chosen, text.key, index, drop)
@@ -179,13 +182,14 @@ def write_ids(run: Run, corpus: Corpus, left_out: Sequence[Path]) -> None:
     """
     if run.keep_ids is None:
         return
-    with _Lines(run.keep_ids) as ids:
+    with open_atomic(run.keep_ids) as ids:
         for index, (piece, text, base) in enumerate(zip(corpus.pieces, corpus.texts, corpus.bases)):
             drop = corpus.dedup.drop[index].load() if corpus.dedup else np.zeros(text.documents_out, np.uint8)
             drop[np.fromfile(left_out[index], "<u4")] = 1
             for start, batch in _batches(f"{corpus.folder}/{text.name}.arrow", text.documents_out):
                 kept = np.flatnonzero(drop[start : start + batch.num_rows] == 0)
-                ids.write(id_of(piece, batch, row, base) for row in kept.tolist())
+                found = (id_of(piece, batch, row, base).replace("\n", " ") for row in kept.tolist())
+                ids.writelines(id.encode("utf-8", "backslashreplace") + b"\n" for id in found)
 
 
 def _count_copies(result: DedupResult, tally: Tally, kept_bytes: int) -> None:
@@ -252,51 +256,18 @@ def id_of(piece: Piece, batch: pa.RecordBatch, row: int, base: int) -> str:
     return place_name(piece, batch.column("place")[row].as_py(), batch.column("where")[row].as_py(), base)
 
 
-class _Lines:
-    """Lines of text to a file that is there only when it is whole."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._temporary = path.with_name(f".{path.name}.tmp")
-        self._file: Any = None
-
-    def __enter__(self) -> _Lines:
-        self._file = self._temporary.open("wb")
-        return self
-
-    def write(self, lines: Iterator[str]) -> None:
-        self._file.writelines(line.replace("\n", " ").encode("utf-8", "backslashreplace") + b"\n" for line in lines)
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._file.close()
-        if kind is None:
-            self._temporary.replace(self._path)
-        else:
-            self._temporary.unlink(missing_ok=True)
-
-
 class _Clusters:
-    """The clusters with the documents' source ids in place of their numbers."""
+    """The clusters with the documents' source ids in place of their numbers; without clusters, nothing."""
 
-    def __init__(self, path: Path, result: DedupResult | None) -> None:
-        self._path = path
-        self._reader = pq.ParquetFile(result.clusters) if result is not None else None
-        self._temporary = path.with_name(f".{path.name}.tmp")
-        self._rows: Iterator[dict[str, Any]] = self._all()
+    def __init__(self, path: Path, result: DedupResult | None, stack: ExitStack) -> None:
+        self._rows: Iterator[dict[str, Any]] = iter(())
+        if result is not None:
+            reader = stack.enter_context(pq.ParquetFile(result.clusters))
+            file = stack.enter_context(open_atomic(path))
+            self._writer = stack.enter_context(pq.ParquetWriter(file, CLUSTERS))
+            rows = (row for batch in reader.iter_batches(batch_size=1 << 14) for row in batch.to_pylist())
+            self._rows = (row for row in rows if row["part"] >= 0)
         self._next = next(self._rows, None)
-        self._writer: Any = None
-
-    def _all(self) -> Iterator[dict[str, Any]]:
-        if self._reader is not None:
-            for batch in self._reader.iter_batches(batch_size=1 << 14):
-                yield from batch.to_pylist()
-
-    def __enter__(self) -> _Clusters:
-        if self._reader is not None:
-            self._writer = pq.ParquetWriter(self._temporary, CLUSTERS)
-            while self._next is not None and self._next["part"] < 0:
-                self._next = next(self._rows, None)
-        return self
 
     def write(self, part: int, start: int, batch: pa.RecordBatch, id_of: Any) -> None:
         found = []
@@ -313,12 +284,3 @@ class _Clusters:
             self._next = next(self._rows, None)
         if found:
             self._writer.write_table(pa.Table.from_pylist(found, schema=CLUSTERS))
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self._writer is None:
-            return
-        self._writer.close()
-        if kind is None:
-            self._temporary.replace(self._path)
-        else:
-            self._temporary.unlink(missing_ok=True)

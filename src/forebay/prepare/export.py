@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from forebay.prepare.collect import Corpus, UnitCut, collect, id_of, write_ids
 from forebay.prepare.read import Piece
 from forebay.prepare.report import write_report
 from forebay.prepare.stats import Tally
-from forebay.storage.atomic import atomic_write, sync_directory
+from forebay.storage.atomic import atomic_write, open_atomic
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup import Flags
@@ -76,12 +77,12 @@ def left_out_file(task: ExportTask) -> Path:
 def export(task: ExportTask, scale: int = 0) -> Exported:
     """Write the file; a batch of a part, as it was written, is in memory at a time."""
     path = Path(task.out) / task.file
-    temporary = path.with_name(f".{path.name}.tmp")
     drop = task.drop.load() if task.drop is not None else np.zeros(task.documents, np.uint8)
-    documents, writer = 0, None
+    documents = 0
     left_out = [np.empty(0, np.int64)]
-    with pa.OSFile(task.arrow, "rb") as source:
-        reader = pa.ipc.open_file(source)
+    with ExitStack() as stack:
+        reader = pa.ipc.open_file(stack.enter_context(pa.OSFile(task.arrow, "rb")))
+        writer: pq.ParquetWriter | None = None
         start = 0
         for number in range(reader.num_record_batches if task.documents else 0):
             batch = reader.get_batch(number)
@@ -94,18 +95,14 @@ def export(task: ExportTask, scale: int = 0) -> Exported:
             columns = {"id": pa.array(ids, pa.large_string())}
             columns |= {name: batch.column(name) for name in _COLUMNS if name in batch.schema.names}
             table = pa.table({**columns, "text": texts}).filter(pa.array(kept & ~empty))
-            if writer is None:
-                writer = pq.ParquetWriter(temporary, table.schema, compression="zstd")
-            writer.write_table(table)
+            if table.num_rows and writer is None:
+                file = stack.enter_context(open_atomic(path))
+                writer = stack.enter_context(pq.ParquetWriter(file, table.schema, compression="zstd"))
+            if writer is not None:
+                writer.write_table(table)
             documents += table.num_rows
-    if writer is not None:
-        writer.close()
     atomic_write(left_out_file(task), np.concatenate(left_out).astype("<u4").tobytes())
-    if not documents:
-        temporary.unlink(missing_ok=True)
-        return Exported("", 0, 0, "")
-    temporary.replace(path)
-    return Exported(task.file, documents, path.stat().st_size, hash_file(path))
+    return Exported(task.file, documents, path.stat().st_size, hash_file(path)) if documents else Exported("", 0, 0, "")
 
 
 def finish_text(run: Run, corpus: Corpus, tally: Tally, lineage: dict[str, Any]) -> PrepareSummary:
@@ -124,7 +121,6 @@ def finish_text(run: Run, corpus: Corpus, tally: Tally, lineage: dict[str, Any])
 
     files = [result for result in run.map(export, tasks, note=note) if result.documents]
     write_ids(run, corpus, [left_out_file(task) for task in tasks])
-    sync_directory(run.out / "text")
     for path in (run.out / "text").iterdir():
         if f"text/{path.name}" not in {file.file for file in files}:
             path.unlink()

@@ -34,7 +34,7 @@ from forebay.prepare.tokens.shuffle import Shuffle, TokenPart, finished_shuffle,
 from forebay.prepare.tokens.slicing import finished_slice, plan_slices, write_slice
 from forebay.prepare.tokens.subsets import TRAIN
 from forebay.prepare.tokens.tokenizers import TokenizerFile
-from forebay.storage.atomic import atomic_write, sync_directory
+from forebay.storage.atomic import atomic_write, remove_stale, sync_directory
 
 if TYPE_CHECKING:
     from forebay.prepare.pipeline import PrepareSummary, Run
@@ -238,8 +238,7 @@ def _write_manifest(run: Run, made: Made, used: TokenizerFile, lineage: dict[str
     """The manifest of a dataset, on disk: from here on it is one."""
     whole = _manifest(run, made, used, lineage).to_json()
     atomic_write(made.folder / TOKENIZER_FILE, used.data)
-    for path in made.folder.glob(".*.tmp"):
-        path.unlink()
+    remove_stale(made.folder)
     atomic_write(made.folder / MANIFEST_FILE, whole)
     return whole
 

@@ -19,6 +19,7 @@ from forebay.prepare.collect import Corpus
 from forebay.prepare.read.base import Piece
 from forebay.prepare.text import place_name
 from forebay.prepare.tokens.shuffle import TokenPart
+from forebay.storage.atomic import open_atomic
 
 SCHEMA = pa.schema([("id", pa.string()), ("source", pa.string()), ("url", pa.string())])
 _ROWS = 1 << 16
@@ -29,12 +30,10 @@ def write_documents(path: Path, corpus: Corpus, parts: Sequence[TokenPart]) -> s
     pieces: dict[str, tuple[Piece, int]] = {}
     for piece, text, base in zip(corpus.pieces, corpus.texts, corpus.bases):
         pieces.setdefault(text.part(corpus.folder).name, (piece, base))
-    temporary = path.with_name(f".{path.name}.tmp")
-    with pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as table:
+    with open_atomic(path) as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as table:
         found = _rows(pieces, parts)
         while rows := list(islice(found, _ROWS)):
             table.write_table(pa.table([pa.array(column) for column in zip(*rows)], schema=SCHEMA), _ROWS)
-    temporary.replace(path)
     return hash_file(path)
 
 

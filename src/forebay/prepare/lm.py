@@ -11,8 +11,7 @@ start of a sentence, the discounts and the unknown word, as KenLM's `lmplz` has 
 
 from __future__ import annotations
 
-import os
-import tempfile
+import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.lm_words import START, number_words, read_words
+from forebay.storage.atomic import open_atomic, remove_stale, temporary_directory
 
 _WORD_BITS = 21
 _WORD_MASK = (1 << _WORD_BITS) - 1
@@ -81,8 +81,8 @@ def train_lm(
     """
     limits = _check(order, prune, vocab_limit, chunk)
     out = Path(out)
-    with tempfile.TemporaryDirectory(prefix=".lm-", dir=out.parent) as folder:
-        work = Path(folder)
+    remove_stale(out.parent)
+    with temporary_directory(out) as work:
         vocabulary, lines, total = read_words(texts, work / "hashes", vocab_limit)
         if lines == 0:
             raise PrepareError("lm train: expected text, got no word in it. Give other inputs.")
@@ -311,21 +311,14 @@ def _estimate(
 
 def _write(out: Path, levels: list[_Level], limits: tuple[int, ...], words: list[str], chunk: int) -> tuple[int, ...]:
     sizes = tuple(int((level.counts > limit).sum()) for level, limit in zip(levels, limits, strict=True))
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write("\\data\\\n" + "".join(f"ngram {n}={size}\n" for n, size in enumerate(sizes, 1)))
-            for level, limit in zip(levels, limits, strict=True):
-                file.write(f"\n\\{level.order}-grams:\n")
-                for start, counts in _parts(level.counts, min(chunk, 1 << 17)):
-                    numbers = start + np.flatnonzero(counts > limit)
-                    file.writelines(_lines(levels, level, numbers, words))
-            file.write("\n\\end\\\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with open_atomic(out) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="\n") as file:
+        file.write("\\data\\\n" + "".join(f"ngram {n}={size}\n" for n, size in enumerate(sizes, 1)))
+        for level, limit in zip(levels, limits, strict=True):
+            file.write(f"\n\\{level.order}-grams:\n")
+            for start, counts in _parts(level.counts, min(chunk, 1 << 17)):
+                numbers = start + np.flatnonzero(counts > limit)
+                file.writelines(_lines(levels, level, numbers, words))
+        file.write("\n\\end\\\n")
     return sizes
 
 

@@ -39,7 +39,7 @@ from forebay.prepare.text import TextResult, TextTask, finished_text, sift, stag
 from forebay.prepare.tokens.sampling import sample_texts
 from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer, train_tokenizer, vocab_to_train
 from forebay.prepare.trim import TrimTask, trim
-from forebay.storage.atomic import atomic_write
+from forebay.storage.atomic import atomic_write, remove_stale
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup import DedupResult
@@ -363,6 +363,8 @@ def _text_already_there(run: Run, lineage: dict[str, Any]) -> PrepareSummary:
 
 def _make(run: Run, found: Found, known: TokenizerFile | None, vocab: int, lineage: dict[str, Any]) -> PrepareSummary:
     run.tasks.mkdir(parents=True, exist_ok=True)
+    remove_stale(run.out)
+    remove_stale(run.tasks)
     pieces, sample = sampled(cut(found.sources, run.recipe.read), run.recipe.sample)
     texts = _texts(run, pieces, sample)
     tally = Tally()

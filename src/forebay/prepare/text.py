@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -31,7 +30,7 @@ from forebay.prepare.read import read
 from forebay.prepare.read.base import Piece, ReadOptions
 from forebay.prepare.stats import StageCount, Tally, text_bytes
 from forebay.prepare.tokens.encode import TextPart
-from forebay.storage.atomic import atomic_write
+from forebay.storage.atomic import atomic_write, open_atomic
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup import Signer
@@ -230,7 +229,7 @@ def sift(task: TextTask, scale: int) -> TextResult:
     reader = _Reader(task, BATCH_BYTES >> (2 * scale))
     documents = size = 0
     with ExitStack() as stack:
-        out = stack.enter_context(DocumentWriter(f"{task.prefix}.arrow"))
+        write = stack.enter_context(write_documents(f"{task.prefix}.arrow"))
         signer = stack.enter_context(signer_of(task.prefix, task.dedup)) if task.sign else None
         for batch in reader.batches(tally):
             kept = _through(task.stages, batch, tally, reader)
@@ -239,7 +238,7 @@ def sift(task: TextTask, scale: int) -> TextResult:
                 size += int(text_bytes(kept).sum())
                 if signer is not None:
                     signer.add(kept.column("text"), scores(kept, task.dedup))
-                out.write(kept)
+                write(kept)
             del batch, kept
     result = TextResult(task.name, task.key, reader.documents, documents, reader.malformed, reader.places, size)
     lines = b"".join(json.dumps(r, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for r in reader.rejects)
@@ -418,36 +417,16 @@ def mix(values: NDArray[np.uint64], seed: np.uint64) -> NDArray[np.uint64]:
         return mixed
 
 
-class DocumentWriter:
-    """Batches to an Arrow IPC file, there only when it is whole."""
+@contextmanager
+def write_documents(path: str) -> Iterator[Callable[[pa.RecordBatch], None]]:
+    """A function that appends batches of one schema to an Arrow IPC file, which appears once it is complete."""
+    writer: Any = None
+    with open_atomic(path) as file:
 
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
-        self._temporary = self._path.with_name(f".{self._path.name}.tmp")
-        self._writer: Any = None
-        self._file: Any = None
+        def write(batch: pa.RecordBatch) -> None:
+            nonlocal writer
+            writer = writer or pa.ipc.new_file(file, batch.schema, options=ARROW_OPTIONS)
+            writer.write_batch(batch)
 
-    def __enter__(self) -> DocumentWriter:
-        self._file = self._temporary.open("wb")
-        return self
-
-    def write(self, batch: pa.RecordBatch) -> None:
-        """Append a batch; all have the same schema."""
-        if self._writer is None:
-            self._writer = pa.ipc.new_file(self._file, batch.schema, options=ARROW_OPTIONS)
-        self._writer.write_batch(batch)
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
-                if self._writer is None:
-                    self._writer = pa.ipc.new_file(self._file, SCHEMA, options=ARROW_OPTIONS)
-                self._writer.close()
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
-        if kind is None:
-            self._temporary.replace(self._path)
-        else:
-            self._temporary.unlink(missing_ok=True)
+        yield write
+        (writer or pa.ipc.new_file(file, SCHEMA, options=ARROW_OPTIONS)).close()

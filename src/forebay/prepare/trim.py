@@ -18,7 +18,7 @@ import pyarrow as pa
 from forebay.prepare.dedup import Dedup
 from forebay.prepare.documents import Verdict
 from forebay.prepare.stats import Tally, text_bytes
-from forebay.prepare.text import DocumentWriter, TextResult, mix, scores, signer_of
+from forebay.prepare.text import TextResult, mix, scores, signer_of, write_documents
 from forebay.prepare.tokens.encode import TextPart
 from forebay.storage.atomic import atomic_write
 
@@ -64,7 +64,7 @@ def trim(task: TrimTask, scale: int) -> TextResult:
     tally = Tally()
     documents = size = 0
     with ExitStack() as stack:
-        out = stack.enter_context(DocumentWriter(f"{prefix}.arrow"))
+        write = stack.enter_context(write_documents(f"{prefix}.arrow"))
         signer = stack.enter_context(signer_of(prefix, task.dedup)) if task.sign else None
         source = stack.enter_context(pa.memory_map(task.part.arrow))
         reader = pa.ipc.open_file(source)
@@ -84,7 +84,7 @@ def trim(task: TrimTask, scale: int) -> TextResult:
                 size += int(text_bytes(kept).sum())
                 if signer is not None:
                     signer.add(kept.column("text"), scores(kept, task.dedup))
-                out.write(kept)
+                write(kept)
     text = task.text
     result = TextResult(task.name, text.key, text.documents_in, documents, text.malformed, text.places, size)
     atomic_write(Path(f"{prefix}.stats"), json.dumps(tally.to_json()).encode())

@@ -6,13 +6,13 @@ manifest. The ledger says which dataset a job is of; here is what its name stood
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from forebay.dataset.manifest import Manifest, SliceTable, dataset_id
 from forebay.errors import DatasetError, IntegrityError, LedgerError
 from forebay.ledger import Job, read_entries
+from forebay.storage.atomic import atomic_write, remove_stale
 
 DIRECTORY = "datasets"
 
@@ -54,11 +54,9 @@ class Kept:
     def put(self, wanted_id: str, manifest: bytes, table: bytes) -> None:
         """Keeps what was checked, the manifest last: where it is, the table is."""
         self._directory.mkdir(parents=True, exist_ok=True)
+        remove_stale(self._directory)
         for suffix, data in ((".parquet", table), (".json", manifest)):
-            path = self._directory / f"{wanted_id}{suffix}"
-            part = path.with_name(f"{path.name}.{os.getpid()}.part")
-            part.write_bytes(data)
-            part.replace(path)
+            atomic_write(self._directory / f"{wanted_id}{suffix}", data)
 
     def get(self, wanted_id: str) -> tuple[Manifest, SliceTable] | None:
         """What was kept of a dataset; None if it is not here, or not as it was."""

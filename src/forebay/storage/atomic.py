@@ -2,7 +2,7 @@
 
 The bytes go to a temporary file beside the target, whose name no other process or machine uses; it is flushed to disk
 (fsync), renamed, and the directory is flushed, so that a power cut does not leave an empty file under the final name.
-Cost: two fsync calls a file.
+Cost: an fsync call a file and one a directory. What a killed process leaves behind, `remove_stale` deletes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,25 @@ import contextlib
 import os
 import re
 import secrets
+import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-_HOST = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:32] or "host"
+
+def _host() -> str:
+    """This machine's name; in a container also which one, since process numbers mean nothing outside it."""
+    name = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:32] or "host"
+    with contextlib.suppress(OSError):
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+        return name if namespace == _FIRST_NAMESPACE else f"{name}-{namespace}"
+    return name
+
+
+_FIRST_NAMESPACE = 0xEFFFFFFC  # Linux's PROC_PID_INIT_INO: the machine's own processes.
+_HOST = _host()
 _TEMPORARY = re.compile(r"\.(?P<stem>.+)\.(?P<host>[A-Za-z0-9-]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.tmp")
 
 
@@ -29,6 +41,17 @@ def temporary_path(path: Path) -> Path:
 
 
 @contextmanager
+def temporary_directory(path: Path) -> Iterator[Path]:
+    """An empty directory beside `path`, deleted with all that is in it when the block ends. Raises OSError."""
+    directory = temporary_path(path)
+    directory.mkdir()
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
 def open_atomic(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a file for writing that takes its name when the block ends without an exception.
 
@@ -37,7 +60,7 @@ def open_atomic(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
         mode: Permissions of the new file, less the umask. They hold from the first byte on.
 
     Yields:
-        A binary file, readable and writable.
+        A binary file, readable and writable. The block may close it.
 
     Raises:
         OSError: As the file system says (full, read-only, missing directory). The old file is then untouched.
@@ -47,15 +70,11 @@ def open_atomic(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     try:
         with open(temporary, "x+b", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
-            if not file.closed:  # Some writers close the file that they are given.
-                file.flush()
-        sync_file(temporary)
-        temporary.replace(path)
+        commit_files({temporary: path})
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
 
 
 def atomic_write(path: str | Path, data: bytes | Iterable[bytes | memoryview], mode: int = 0o666) -> None:
@@ -63,6 +82,25 @@ def atomic_write(path: str | Path, data: bytes | Iterable[bytes | memoryview], m
     with open_atomic(path, mode) as file:
         for chunk in [data] if isinstance(data, bytes) else data:
             file.write(chunk)
+
+
+def commit_files(files: Mapping[Path, Path]) -> None:
+    """Give written files their final names: flush all, then rename all, then flush each directory once.
+
+    Each file is atomic, the group is not: write a file last that says that the others are whole.
+
+    Args:
+        files: The final name of each file, on the same file system; an existing file is replaced.
+
+    Raises:
+        OSError: As the file system says; files that were not renamed yet keep their first names.
+    """
+    for path in files:
+        sync_file(path)
+    for path, final in files.items():
+        path.replace(final)
+    for directory in {final.parent for final in files.values()}:
+        sync_directory(directory)
 
 
 def sync_file(path: str | Path) -> None:
@@ -80,17 +118,21 @@ def sync_directory(path: str | Path) -> None:
 
 
 def remove_stale(directory: Path) -> None:
-    """Delete the temporary files of processes of this machine that are gone; those of others are left."""
+    """Delete what processes of this machine that are gone left there of temporary files; others' are left alone."""
     for path in directory.glob(".*.tmp"):
         found = _TEMPORARY.fullmatch(path.name)
         if found and found["host"] == _HOST and not _is_running(int(found["pid"])):
-            path.unlink(missing_ok=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
 
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except OSError:  # Another user's, so it runs.
         return True

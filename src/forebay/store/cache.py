@@ -6,9 +6,10 @@ is reserved, and others are evicted, before its first byte is asked for; partial
 share a directory by file locks: one fetches a slice, the others wait for it or go on with another. Whoever needs
 room evicts for all: first what no live process will read again, then what is read last (`futures.py`).
 
-A verified file's time of change is set to a number made of its name; who writes into the file afterwards changes it,
-and the slice is deleted and fetched again when it is next asked for, by this process or a later one. What changes
-while it is mapped, or below the file system, is not noticed: that takes hashing it again (Loader's `verify`).
+The file `verified` records the size, time of change and inode of each verified file. A file that differs from its
+record, or has none (after a copy or a restore of the directory), is hashed when it is next asked for: it stays if it is
+right, and is deleted only if it is wrong. What changes while it is mapped, or below the file system, is not noticed:
+that takes hashing it again (Loader's `verify`).
 
 A path handed out by `get` may be evicted before it is opened; `hold` and `pin` say what may not.
 
@@ -31,12 +32,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from forebay.dataset.slices import hash_file
 from forebay.errors import UsageError
+from forebay.storage.atomic import commit_files, remove_stale
 from forebay.store.futures import Futures, Use
 from forebay.store.locks import SHARED, Lock, at_fork, take, try_take
 from forebay.store.room import SHA256, Evict, Room, never
+from forebay.store.verified import VerifiedIndex
 
 _RAM = Path("/dev/shm")
+_USE_NS = 10**9  # The last use is known to a second.
 log = logging.getLogger("forebay.store")
 
 
@@ -112,9 +117,11 @@ class SliceCache:
         self.budget_bytes = budget_bytes
         self._room = Room(self.directory, budget_bytes)
         self._locks = self._room.locks
+        self._verified = VerifiedIndex(self.directory)
         try:
             self._locks.mkdir(parents=True, exist_ok=True)
             (self.directory / "futures").mkdir(exist_ok=True)
+            remove_stale(self.directory)
         except OSError as error:
             raise UsageError(f"cache: cannot make {self.directory}: {error}. Choose another directory.") from error
         self.after_fork()
@@ -139,11 +146,7 @@ class SliceCache:
         It may be evicted at any time, by another process too: pin it first, or `hold` it.
         """
         path = self.path_of(sha256)
-        try:
-            _use(path)
-        except FileNotFoundError:
-            return None
-        return path
+        return path if self._use(path) or self._verify(path) else None
 
     def held(self) -> set[str]:
         """The slices that are here at this moment: one listing, no waiting."""
@@ -155,15 +158,15 @@ class SliceCache:
         All or none: who waits for the missing one keeps nothing from the others meanwhile.
         """
         paths = [self.path_of(sha256) for sha256 in sha256s]
-        with self._lock, self._room.lock():
-            try:
-                for path in paths:
-                    _use(path)
-            except FileNotFoundError:
+        while True:
+            with self._lock, self._room.lock():
+                unverified = next((path for path in paths if not self._use(path)), None)
+                if unverified is None:
+                    for sha256 in sha256s:
+                        self._pin(sha256)
+                    return paths
+            if not self._verify(unverified):  # Outside the locks: it takes a second a gigabyte.
                 return None
-            for sha256 in sha256s:
-                self._pin(sha256)
-        return paths
 
     def pin(self, sha256: str) -> None:
         """Keep a slice from eviction by any process until as many `unpin`, or this process's end."""
@@ -285,14 +288,11 @@ class SliceCache:
         return Reservation(self, sha256, lock, made)
 
     def commit(self, sha256: str) -> Path:
-        """Give a verified partial file its name. Call inside `fetching`, after its bytes were synced.
-
-        A power cut may undo the rename, and nothing else: the whole partial file is then hashed again, not fetched.
-        """
+        """Give a verified partial file its name. Call inside `fetching`."""
         final = self.path_of(sha256)
-        part = final.with_name(f"{sha256}.part")
-        os.utime(part, (time.time(), _mark(sha256)))
-        part.replace(final)
+        commit_files({final.with_name(f"{sha256}.part"): final})
+        with contextlib.suppress(FileNotFoundError):  # Evicted already.
+            self._verified.record(final)
         return final
 
     def drop(self, sha256s: Collection[str]) -> list[str]:
@@ -347,29 +347,40 @@ class SliceCache:
                 f"{self.budget_bytes}. Raise the cache's budget to a few slices at least."
             )
 
+    def _use(self, path: Path) -> bool:
+        """Whether a slice is here and verified; it is then marked as used now."""
+        try:
+            found = path.stat()
+            if not self._verified.matches(path.name, found):
+                return False
+            if (now := time.time_ns()) - found.st_atime_ns > _USE_NS:
+                os.utime(path, ns=(now, found.st_mtime_ns))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _verify(self, path: Path) -> bool:
+        """Hash a slice that has no record or differs from it, once for all processes; delete it if it is wrong."""
+        if not path.exists():
+            return False
+        lock = take(self._locks / f"{path.name}.hash")
+        try:
+            while not self._use(path):
+                if hash_file(path) != path.name:
+                    log.warning("%s: expected bytes of that sha256, got others. Deleted; it is fetched again.", path)
+                    self.discard(path.name)
+                    return False
+                self._verified.record(path)
+        except FileNotFoundError:
+            return False  # Evicted meanwhile.
+        finally:
+            _clear(lock)
+        return True
+
     def _pin(self, sha256: str) -> None:
         if self._pins[sha256] == 0:
             self._pin_locks[sha256] = take(self._locks / f"{sha256}.pin", SHARED)
         self._pins[sha256] += 1
-
-
-def _mark(sha256: str) -> int:
-    """The time of change that a verified file is given, in seconds: a number made of its name, in 2001 to 2010."""
-    return 1_000_000_000 + int(sha256[:7], 16)
-
-
-def _use(path: Path) -> None:
-    """Mark a slice as used now. One that was written to since it was verified is deleted.
-
-    Raises:
-        FileNotFoundError: If it is not here, or not any more.
-    """
-    found = path.stat()
-    if int(found.st_mtime) != _mark(path.name):
-        log.warning("%s was changed after it was verified. Deleted; it is fetched again when it is needed.", path)
-        path.unlink(missing_ok=True)
-        raise FileNotFoundError(path)
-    os.utime(path, ns=(time.time_ns(), found.st_mtime_ns))
 
 
 def _clear(lock: Lock) -> None:

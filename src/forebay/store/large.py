@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
 import threading
 import time
@@ -24,7 +23,7 @@ from typing import Literal, cast
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import DatasetError, NetworkError, UsageError
-from forebay.storage.atomic import sync_directory
+from forebay.storage.atomic import commit_files
 from forebay.store.locks import try_take
 from forebay.store.origins import (
     ChangedError,
@@ -264,14 +263,11 @@ def place(part: Path, path: Path, check_copy: Callable[[Path], object] | None = 
         if part.stat().st_dev != path.parent.stat().st_dev:
             copy = path.with_name(f".{path.name}.copy.part")
             shutil.copyfile(part, copy)
-            with copy.open("rb") as file:
-                os.fsync(file.fileno())
             if check_copy is not None:
                 check_copy(copy)
             part.unlink()
             part = copy
-        part.replace(path)
-        sync_directory(path.parent)
+        commit_files({part: path})
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be written: {error}. Free space there, or choose another directory."

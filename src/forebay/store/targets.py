@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from forebay.dataset.slices import hash_file
 from forebay.errors import ForebayError, UsageError
-from forebay.storage.atomic import atomic_write, sync_directory
+from forebay.storage.atomic import atomic_write, commit_files, remove_stale
 from forebay.store.buckets import BucketOrigin
 from forebay.store.locks import Lock, try_take
 from forebay.store.origins import PassingError, RefusedError, open_origin
@@ -82,6 +82,7 @@ class FolderTarget:
         self.folder = folder
         self.url = str(folder)
         self._lock = _lock(folder, self.url)
+        remove_stale(folder)
 
     def has(self, name: str, num_bytes: int, sha256: str | None) -> bool:
         """See Target."""
@@ -109,9 +110,7 @@ class FolderTarget:
     def place(self, name: str, part: Path, sha256: str) -> None:
         """See Target."""
         del sha256
-        path = self.folder / name
-        part.replace(path)
-        sync_directory(path.parent)
+        commit_files({part: self.folder / name})
 
     def write(self, name: str, data: bytes, sha256: str) -> None:
         """See Target."""

@@ -7,12 +7,12 @@ that a kill leaves one or the other.
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
 
 from forebay.errors import StateError
+from forebay.storage.atomic import open_atomic, remove_stale
 
 NAME = "checkpoint.zip"
 
@@ -20,17 +20,9 @@ NAME = "checkpoint.zip"
 def write_checkpoint(directory: Path, state: dict[str, Any], trainer: bytes) -> None:
     """Keep `state` (plain JSON values) and a trainer's bytes in place of what was kept before."""
     directory.mkdir(parents=True, exist_ok=True)
-    part = directory / f".{NAME}.{os.getpid()}.part"
-    try:
-        with part.open("wb") as file:
-            with zipfile.ZipFile(file, "w") as archive:
-                archive.writestr("state.json", json.dumps(state))
-                archive.writestr("trainer.bin", trainer)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(directory / NAME)
-    finally:
-        part.unlink(missing_ok=True)
+    with open_atomic(directory / NAME) as file, zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("state.json", json.dumps(state))
+        archive.writestr("trainer.bin", trainer)
 
 
 def read_checkpoint(directory: Path) -> tuple[dict[str, Any], bytes] | None:
@@ -40,6 +32,7 @@ def read_checkpoint(directory: Path) -> tuple[dict[str, Any], bytes] | None:
         StateError: If it is damaged.
     """
     path = directory / NAME
+    remove_stale(directory)
     if not path.exists():
         return None
     try:

@@ -26,7 +26,7 @@ from forebay.prepare.dedup.config import Dedup
 from forebay.prepare.dedup.links import RECORD_BYTES, SORT_FACTOR, Merge, Sort, Span, merge_runs, read_flags, sort_run
 from forebay.prepare.dedup.settle import EXACT, NEAR, Mark, Settle, mark, settle
 from forebay.prepare.dedup.signer import Signed, read_signed
-from forebay.storage.atomic import atomic_write
+from forebay.storage.atomic import atomic_write, remove_stale
 
 VERSION = 1
 """Raised when the same signatures would be settled in another way, so that old results are not taken up."""
@@ -130,8 +130,7 @@ def deduplicate(
     result = folder / f"{corpus.stem}.result"
     if result.exists():
         return _load(corpus, json.loads(result.read_bytes()))
-    for left in folder.glob(f".{corpus.stem}*.tmp"):
-        left.unlink()
+    remove_stale(folder)
     facts = _run(corpus, map, on_progress or (lambda step, done, total: None))
     atomic_write(result, json.dumps(facts).encode())
     for used in folder.glob(f"{corpus.stem}-*"):

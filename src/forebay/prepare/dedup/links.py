@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
-from forebay.storage.atomic import open_atomic
+from forebay.storage.atomic import open_atomic, temporary_directory
 
 U64 = NDArray[np.uint64]
 _CHUNK_ROWS = 1 << 15
@@ -91,8 +91,8 @@ def sort_run(task: Sort, scale: int) -> str:
     if out.exists():
         return task.name
     keys = _key_columns(task.kind)
-    pieces = [out.with_name(f".{out.name}.{os.getpid()}.{i}.tmp") for i in range(keys + 1)]
-    try:
+    with temporary_directory(out) as folder:
+        pieces = [folder / str(column) for column in range(keys + 1)]
         with open_atomic(out.with_suffix(".links")) as links, ExitStack() as stack:
             files = [stack.enter_context(piece.open("wb")) for piece in pieces]
             for low, high in _ranges(0, 1 << 64, 4**scale):
@@ -102,9 +102,6 @@ def sort_run(task: Sort, scale: int) -> str:
         with open_atomic(out) as whole:
             for piece in pieces:
                 _append(whole, piece)
-    finally:
-        for piece in pieces:
-            piece.unlink(missing_ok=True)
     return task.name
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 
 from forebay.prepare.dedup.kernels import jit
 from forebay.prepare.dedup.links import read_flags, reserve
-from forebay.storage.atomic import atomic_write, open_atomic
+from forebay.storage.atomic import atomic_write, open_atomic, temporary_path
 
 KEPT, EXACT, NEAR = 0, 1, 2
 _LINKS = 1 << 15
@@ -83,7 +82,7 @@ class _Mapped:
     """A temporary file as an array; `relax` takes its pages out of this process's memory."""
 
     def __init__(self, path: Path, dtype: str, rows: int) -> None:
-        with path.open("wb") as file:
+        with path.open("xb") as file:
             reserve(file, max(rows, 1) * np.dtype(dtype).itemsize)
         self.array: NDArray[Any] = np.memmap(path, dtype, "r+", shape=(max(rows, 1),))
 
@@ -94,7 +93,7 @@ class _Mapped:
 
 @contextmanager
 def _mapped(path: Path, dtype: str, rows: int) -> Iterator[_Mapped]:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_path(path)
     try:
         yield _Mapped(temporary, dtype, rows)
     finally:

@@ -11,9 +11,9 @@ That is 16 + 8 bands bytes a document (128 by default), and 16 a line. Memory: O
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -31,7 +31,7 @@ from forebay.prepare.dedup import kernels
 from forebay.prepare.dedup.config import Dedup
 from forebay.prepare.dedup.words import character_table
 from forebay.prepare.documents import text_buffers
-from forebay.storage.atomic import atomic_write
+from forebay.storage.atomic import atomic_write, commit_files, temporary_path
 
 UNIT = {"": kernels.DOCUMENT, "paragraph": kernels.PARAGRAPH, "line": kernels.LINE}
 
@@ -61,6 +61,7 @@ class Signer:
         self._scratch = np.empty(0, np.uint8)
         self._sha256: dict[str, Any] = {}
         self._files: dict[str, BinaryIO] = {}
+        self._temporary: dict[str, Path] = {}
         self._closed: list[Path] = []
 
     def __enter__(self) -> Signer:
@@ -103,11 +104,9 @@ class Signer:
         for ending in [*self._config.signature(), *(["counts"] if self._config.unit else [])]:
             self._file(ending)
         try:
-            for ending, file in sorted(self._files.items()):
-                file.flush()
-                os.fsync(file.fileno())
+            for file in self._files.values():
                 file.close()
-                self._temporary(ending).replace(self._path(ending))
+            commit_files({path: self._path(ending) for ending, path in sorted(self._temporary.items())})
             signed = Signed(self._documents, self._units, self._config.signature(), self._hash_of_all())
             atomic_write(self._path("signatures"), json.dumps(asdict(signed)).encode())
         except BaseException:
@@ -123,12 +122,10 @@ class Signer:
     def _path(self, ending: str) -> Path:
         return self._prefix.with_name(f"{self._prefix.name}.{ending}")
 
-    def _temporary(self, ending: str) -> Path:
-        return self._prefix.with_name(f".{self._prefix.name}.{ending}.{os.getpid()}.tmp")
-
     def _file(self, ending: str) -> BinaryIO:
         if ending not in self._files:
-            self._files[ending] = self._temporary(ending).open("wb")
+            self._temporary[ending] = temporary_path(self._path(ending))
+            self._files[ending] = self._temporary[ending].open("xb")
             self._sha256[ending] = hashlib.sha256()
         return self._files[ending]
 
@@ -138,9 +135,9 @@ class Signer:
 
     def _abandon(self) -> None:
         for ending, file in self._files.items():
-            file.close()
-            self._temporary(ending).unlink(missing_ok=True)
-            self._path(ending).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                file.close()
+            self._temporary[ending].unlink(missing_ok=True)
 
     def _hash(
         self, offsets: NDArray[np.int64], data: NDArray[np.uint8], unit: str, least: int

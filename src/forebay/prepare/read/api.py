@@ -38,6 +38,7 @@ from forebay.errors import PrepareError, UsageError
 from forebay.prepare.documents import Record
 from forebay.prepare.read.api_spec import ApiSpec, read_spec
 from forebay.prepare.read.base import Format, Piece, ReadOptions
+from forebay.storage.atomic import atomic_write, remove_stale
 
 MAX_PAGE_BYTES = 64 << 20
 MAX_SEEN = 2_000_000
@@ -83,6 +84,7 @@ def acquire(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
+        remove_stale(folder)
         progress = _load(folder, spec)
         path = folder / "items.jsonl"
         if progress.done:
@@ -128,17 +130,7 @@ def _load(folder: Path, spec: ApiSpec) -> Progress:
 
 
 def _store(folder: Path, progress: Progress) -> None:
-    temporary = folder / "cursor.json.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(asdict(progress), file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / "cursor.json")
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    atomic_write(folder / "cursor.json", json.dumps(asdict(progress)).encode())
 
 
 def _seen(path: Path) -> dict[int, None]:

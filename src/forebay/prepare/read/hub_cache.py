@@ -26,6 +26,7 @@ from forebay.prepare.read.base import Source
 from forebay.prepare.read.hub import PREFIX, HubName, find_dataset, hub_file_source, missing_packages, parse_url
 from forebay.prepare.read.hub_api import TRIES, HubFile, Repo, find_repo, list_pages
 from forebay.prepare.read.hub_files import fetch_range, file_url
+from forebay.storage.atomic import atomic_write, commit_files, remove_stale
 from forebay.store import locks
 
 _AT_ONCE = 4
@@ -165,10 +166,8 @@ def _read_copy(index: Path, folder: Path) -> HubCopy | None:
 
 def _write_copy(index: Path, copy: HubCopy) -> None:
     plain = {"url": copy.url, "commit": copy.folder.name, "files": [asdict(file) for file in copy.files]}
-    with locks.take(index.with_name(f".{index.name}.lock")):
-        partial = index.with_name(f".{index.name}.partial")
-        partial.write_text(json.dumps(plain))
-        partial.replace(index)
+    remove_stale(index.parent)
+    atomic_write(index, json.dumps(plain).encode())
 
 
 def _fetch(repo: Repo, files: Sequence[HubFile], folder: Path, progress: Callable[[int, int], None] | None) -> None:
@@ -201,12 +200,12 @@ def _fetch_file(repo: Repo, file: HubFile, folder: Path) -> int:
     if PurePosixPath(file.path).is_absolute() or ".." in PurePosixPath(file.path).parts:
         raise PrepareError(f"{repo.what}: expected paths below it, got {file.path!r}.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.partial")  # A fixed name, under the lock: a broken-off one is resumed.
     try:
         with locks.take(path.with_name(f".{path.name}.lock")):
             if not _is_here(file, folder):
                 _fetch_partial(repo, file, partial)
-                partial.replace(path)
+                commit_files({partial: path})
     except OSError as error:
         if isinstance(error, DownloadError | DatasetError):
             raise
@@ -223,8 +222,6 @@ def _fetch_partial(repo: Repo, file: HubFile, partial: Path) -> None:
                 out.truncate(0)
             began = out.seek(0, os.SEEK_END)
             fetch_range(url, began, file.size, out.write)
-            out.flush()
-            os.fsync(out.fileno())
         got = _hash(partial, file)
         if got in (file.sha256, file.oid):
             return

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -24,9 +23,9 @@ from numpy.typing import NDArray
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError
 from forebay.prepare.tokens.coders import LONG_CHARS, CoderSpec, encode_column, encode_long
-from forebay.prepare.tokens.shuffle import KINDS, Shuffle, TokenPart, document_keys, sort_part
+from forebay.prepare.tokens.shuffle import Shuffle, TokenPart, document_keys, sort_part
 from forebay.prepare.tokens.subsets import Subsets
-from forebay.storage.atomic import atomic_write, sync_directory
+from forebay.storage.atomic import atomic_write, commit_files, temporary_directory
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup import Flags
@@ -281,32 +280,27 @@ def _count(counts: dict[str, int], more: dict[str, int]) -> None:
 
 
 class _Outputs:
-    """The files of one task under temporary names, until all are whole."""
+    """The files of one task, below a temporary directory until all are whole."""
 
     def __init__(self, task: EncodeTask) -> None:
         self._task = task
-        self._parts: dict[str, TokenPart] = {}
         self._sizes: dict[str, list[int]] = {}  # Documents, tokens, bytes of ids.
         self._files: dict[tuple[str, str], Any] = {}
         self._left_out: list[NDArray[np.int64]] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> _Outputs:
+        self._folder = self._stack.enter_context(temporary_directory(Path(self._task.folder) / self._task.name))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-        for name in self._sizes:
-            for kind in KINDS:
-                self._part(name, temporary=True).file(kind).unlink(missing_ok=True)
 
-    def _part(self, subset: str, *, temporary: bool) -> TokenPart:
+    def _part(self, subset: str, folder: Path | str) -> TokenPart:
         documents, tokens, _ = self._sizes[subset]
-        stem = f"{self._task.name}.{subset}"
-        stem = f".{stem}.{os.getpid()}.tmp" if temporary else stem
         return TokenPart(
-            self._task.folder, stem, documents, tokens, self._task.dtype, self._task.shuffle is not None,
-            self._task.with_ids,
+            str(folder), f"{self._task.name}.{subset}", documents, tokens, self._task.dtype,
+            self._task.shuffle is not None, self._task.with_ids,
         )  # fmt: skip
 
     def write(
@@ -323,8 +317,8 @@ class _Outputs:
             columns["keys"] = document_keys(self._task.shuffle, self._task.part.name, rows)
         for kind, column in columns.items():
             if (subset, kind) not in self._files:
-                path = self._part(subset, temporary=True).file(kind)
-                self._files[subset, kind] = self._stack.enter_context(path.open("wb"))
+                path = self._part(subset, self._folder).file(kind)
+                self._files[subset, kind] = self._stack.enter_context(path.open("xb"))
             self._files[subset, kind].write(np.ascontiguousarray(column).data)
         sizes[0] += len(lengths)
         sizes[1] += len(tokens)
@@ -335,18 +329,15 @@ class _Outputs:
 
     def commit(self) -> dict[str, TokenPart]:
         for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-        self._stack.close()
-        found = {}
+            file.close()
+        made, files = {}, {}
         for subset in sorted(self._sizes):
-            temporary, part = self._part(subset, temporary=True), self._part(subset, temporary=False)
+            written, made[subset] = self._part(subset, self._folder), self._part(subset, self._task.folder)
             if self._task.shuffle is not None:
-                sort_part(temporary)
-            for kind in temporary.kinds:
-                temporary.file(kind).replace(part.file(kind))
-            found[subset] = part
+                sort_part(written, made[subset])
+            else:
+                files.update({written.file(kind): made[subset].file(kind) for kind in written.kinds})
+        commit_files(files)
         left_out = np.concatenate([np.empty(0, np.int64), *self._left_out])
         atomic_write(left_out_file(self._task), left_out.astype("<u4").tobytes())
-        sync_directory(Path(self._task.folder))
-        return found
+        return made

@@ -149,18 +149,11 @@ def finished_shuffle(task: ShuffleTask) -> TokenPart | None:
         return None
 
 
-def sort_part(part: TokenPart) -> None:
-    """Put the documents of a part, as ENCODE appended them, in the order of their keys, in place (file by file)."""
+def sort_part(part: TokenPart, made: TokenPart) -> None:
+    """Write the documents of a part, as ENCODE appended them, to the files of `made`, in the order of their keys."""
     source = _Run.of(part, 0, (1 << 64) - 1, is_sorted=False)
     order = np.argsort(source.keys, kind="stable")
-    made = TokenPart(**{**asdict(part), "stem": part.stem + ".sorted"})
-    try:
-        _write_sorted(made, [source], source.keys[order], order, held=True)
-        for kind in part.kinds:
-            made.file(kind).replace(part.file(kind))
-    finally:
-        for kind in part.kinds:
-            made.file(kind).unlink(missing_ok=True)
+    _write_sorted(made, [source], source.keys[order], order, held=True)
 
 
 @dataclass(frozen=True)
