@@ -240,7 +240,49 @@ def test_litdata(tmp_path: Path) -> None:
     (folder / "chunk-0-1.bin").unlink()
     assert "got none" in only("index-mismatch", folder).evidence
     (folder / "chunk-0-0.bin").write_bytes(struct.pack("<III", 1, 12, 13) + bytes(8000))
-    assert "rise" in findings(folder)[0].evidence
+    assert any("items from byte 12" in one.evidence for one in findings(folder))
+
+
+def test_all_of_a_compressed_or_nested_litdata_set_is_read(tmp_path: Path) -> None:
+    for source in sorted((GOLDEN).glob("litdata_*")):
+        for full in (False, True):
+            (report,) = look(source, full=full)
+            size = sum(path.stat().st_size for path in source.glob("chunk-*"))
+            assert report.ok and report.depth == "all" and report.read_bytes == report.total_bytes == size > 0, source
+    folder = tmp_path / "l"
+    shutil.copytree(GOLDEN / "litdata_tokens_zstd", folder)
+    chunk = sorted(folder.glob("chunk-*"))[0]
+    chunk.write_bytes(chunk.read_bytes()[:-6] + b"\0" * 6)
+    assert only("index-mismatch", folder).place == chunk.name
+
+
+def test_litdata_of_images_is_checked_in_its_structure(tmp_path: Path) -> None:
+    items = [b"\xff\xd8\xff some image", b"\xff\xd8\xff another"]
+    offsets = np.cumsum([4 + 4 * 3, *(4 + len(item) for item in items)]).astype("<u4")
+    data = struct.pack("<I", 2) + offsets.tobytes() + b"".join(struct.pack("<I", len(item)) + item for item in items)
+    (tmp_path / "chunk-0-0.bin").write_bytes(data)
+    spec = orjson.dumps([1, {"type": None, "context": None, "children_spec": []}]).decode()
+    chunks = [{"chunk_bytes": len(data), "chunk_size": 2, "dim": None, "filename": "chunk-0-0.bin"}]
+    config = {"compression": None, "data_format": ["jpeg"], "data_spec": spec, "item_loader": "PyTreeLoader"}
+    (tmp_path / "index.json").write_bytes(orjson.dumps({"chunks": chunks, "config": config}))
+    (report,) = look(tmp_path)
+    assert report.ok and (report.depth, report.read_bytes) == ("structure", len(data))
+    (tmp_path / "chunk-0-0.bin").write_bytes(data[:8] + b"\xff" + data[9:])
+    assert only("index-mismatch", tmp_path).place == "chunk-0-0.bin"
+
+
+def test_what_is_not_checked_is_not_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("<!DOCTYPE html><html><body>A page that somebody wrote.</body></html>")
+    assert main(["doctor", str(page)]) == 1
+    assert "html" in (said := capsys.readouterr().out) and "NOT checked: 1 of 1" in said and "ok:" not in said
+    assert main(["doctor", str(page), "--json"]) == 1
+    (report,) = orjson.loads(capsys.readouterr().out)["reports"]
+    assert (report["ok"], report["depth"], report["read_bytes"]) == (False, "none", 0)
+    tokens = tmp_path / "tokens.npy"
+    np.save(tokens, text_tokens(20_000))
+    assert main(["doctor", str(tokens)]) == 0
+    assert "read all of it" in capsys.readouterr().out
 
 
 # Forebay's own.

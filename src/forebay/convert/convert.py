@@ -1,14 +1,19 @@
 """From one format to another: what is there is found out, written, read again, compared, and only then given its name.
 
 Hides: that nothing under the final name is ever half written. All is made in a directory beside it,
-`.<name>.converting`, under a lock; what a killed run left there is removed by the next. A conversion is one pass of
-writing and one of verifying; its memory is that of a piece and, for formats with an index in every file, of one file.
+`.<name>.converting`, under a lock; what a killed run left there is removed by the next. An output that is replaced is
+exchanged with the new one in one step where the system can, else moved to `<name>.replaced-<id>` beside it and back on
+failure; if a kill left only that, the next conversion restores it. A conversion is one pass of writing and one of
+verifying; its memory is that of a piece and, for formats with an index in every file, of one file.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,7 +39,7 @@ from forebay.convert.token_sources import open_tokens
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, ForebayError, UsageError
 from forebay.formats.detect import detect
-from forebay.storage.atomic import sync_directory
+from forebay.storage.atomic import sync_directory, sync_file
 from forebay.store.locks import try_take
 
 FORMATS = tuple(sorted({*TOKEN_SINKS, *TABLE_SINKS}))
@@ -189,6 +194,7 @@ def convert(
     check_place(path, place, force)
     _check_room(source, place, options)
     with _stage(place) as stage:
+        check_place(path, place, force)  # Again: what a killed run moved away may be back.
         staged = stage / place.name
         if isinstance(source, TokenSource) and _wants_table(to, options):
             written = _write_as_table(source, staged, to, options, verify)
@@ -203,7 +209,7 @@ def convert(
                 verify_table(source, staged, written, options)
         _sync(staged)
         num_bytes = sum((staged / name).stat().st_size for name in written.files)
-        _commit(stage, staged, place)
+        _commit(staged, place)
     left_out = source.facts.get("left_out", ()) if isinstance(source, TokenSource) else ()
     if left_out:
         written = replace(written, notes=(*written.notes, f"columns left out: {', '.join(left_out)}"))
@@ -279,28 +285,47 @@ def _stage(out: Path) -> Iterator[Path]:
         for left in stage.iterdir():
             if left.name != ".lock":
                 _remove(left)
+        for old in sorted(out.parent.iterdir()):
+            if re.fullmatch(re.escape(out.name) + r"\.replaced-[0-9a-f]{32}", old.name):
+                _remove(old) if os.path.lexists(out) else old.rename(out)
         try:
             yield stage
         finally:
             shutil.rmtree(stage, ignore_errors=True)
 
 
-def _commit(stage: Path, staged: Path, out: Path) -> None:
-    if out.exists():
-        out.rename(stage / ".old")
-    staged.rename(out)
+def _commit(staged: Path, out: Path) -> None:
+    """Give the new output its name. At every moment the old or the new one has it, or the old lies beside it."""
+    if not os.path.lexists(out):
+        staged.rename(out)
+    elif not _exchange(staged, out):  # After an exchange the old one lies in the stage, and goes with it.
+        old = out.with_name(f"{out.name}.replaced-{uuid.uuid4().hex}")
+        out.rename(old)
+        try:
+            staged.rename(out)
+        except BaseException:
+            old.rename(out)
+            raise
+        sync_directory(out.parent)
+        _remove(old)
     sync_directory(out.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two names in one step; False where the system or file system cannot (Linux can, on most)."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    at_cwd, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of <fcntl.h> and <linux/fs.h>.
+    return bool(rename(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0)
 
 
 def _sync(staged: Path) -> None:
     """Have every byte and name on the disk."""
     paths = [staged, *staged.rglob("*")] if staged.is_dir() else [staged]
     for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_file(path)
 
 
 def _remove(path: Path) -> None:

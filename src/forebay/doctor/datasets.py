@@ -21,8 +21,9 @@ from forebay.doctor.report import CERTAIN, LIKELY, POSSIBLE, Finding, Options
 from forebay.doctor.tokens import WINDOW_TOKENS, TokenCounts, Window
 from forebay.doctor.verdicts import PREPARE_AGAIN, judge, true_dtype
 from forebay.errors import DatasetError, UsageError
-from forebay.formats import open_foreign
-from forebay.formats.foreign import ForeignDataset
+from forebay.formats import litdata, open_foreign
+from forebay.formats.foreign import ForeignDataset, map_file
+from forebay.formats.litdata_chunks import body_of, unwrap
 
 FETCH = "fetch or write it again"
 _IDS = ("input_ids", "tokens")
@@ -39,6 +40,7 @@ class Look:
     counts: TokenCounts | None = None
     read_bytes: int = 0
     total_bytes: int = 0
+    is_structure: bool = False  # Contents are of no type that can be checked.
 
     def say(self, fault: str, place: str, evidence: str, mend: str = FETCH, sure: str = CERTAIN) -> None:
         self.findings.append(Finding(fault, sure, str(self.path), place, evidence, mend))
@@ -100,6 +102,49 @@ def examine_foreign(path: Path, options: Options) -> Look:
     return look
 
 
+def examine_litdata(path: Path, options: Options) -> Look:
+    """LitData's chunks against their index: each there, its items and their tokens as it says; compressed ones, too."""
+    look = Look(path)
+    try:
+        layout, chunks = litdata.read_index(path, needs_tokens=False)
+    except DatasetError as error:
+        look.say("index-mismatch", litdata.INDEX_FILE, str(error))
+        return look
+    look.facts.update(chunks=len(chunks), items=sum(one.items for one in chunks))
+    look.is_structure = layout is None
+    look.facts["format"] = ", ".join(layout.formats) if layout is not None else "no tokens"
+    if not chunks:
+        look.say("empty", litdata.INDEX_FILE, "expected chunks, got none")
+    sizes = {one: one.path.stat().st_size for one in chunks if one.path.is_file()}
+    for one in chunks:
+        if one not in sizes:
+            look.say("index-mismatch", one.path.name, "expected it beside the index, got none")
+        elif one.wrap != "chunk" and sizes[one] != one.num_bytes:
+            evidence = f"expected {one.num_bytes} bytes, as the index says, got {sizes.pop(one)}"
+            look.say("index-mismatch", one.path.name, evidence)
+    look.total_bytes = sum(sizes.values())
+    look.counts = counts = TokenCounts(options)
+    there = list(sizes)
+    for index in _chosen(len(there), look.total_bytes, options):
+        one = there[index]
+        look.read_bytes += sizes[one]
+        try:
+            if layout is None:
+                body_of(one, unwrap(one, map_file(one.path)))
+                continue
+            tokens, ends = litdata.tokens_of(one, layout, map_file(one.path))
+        except DatasetError as error:
+            look.say("index-mismatch", one.path.name, str(error))
+            continue
+        kinds = {"tokens": f"U{8 * tokens.itemsize}", "document_ends": "U64"}
+        _slice(look, Slice(one.path, {"tokens": tokens, "document_ends": ends}, kinds), counts, False)
+    listed = {one.path.name for one in chunks}
+    for extra in sorted(p.name for p in path.glob("chunk-*.bin*") if p.name not in listed):
+        look.say("index-mismatch", extra, "a chunk that the index does not list", "merge the index again, or remove it")
+    look.findings += judge(counts, str(path), PREPARE_AGAIN)
+    return look
+
+
 def _open(path: Path, options: Options) -> tuple[ForeignDataset, str]:
     """The dataset, and the type of its tokens if that had to be guessed: the first that makes sense of them."""
     try:
@@ -151,7 +196,8 @@ def _look_into(look: Look, dataset: Dataset, options: Options, mend: str) -> Non
     look.read_bytes = 0
     if not dataset.num_slices:
         look.say("empty", "manifest", "expected slices, got none", PREPARE_AGAIN)
-    for index in _chosen(dataset, options):
+    for index in _chosen(dataset.num_slices, int(dataset.table.bytes.sum()), options):
+        look.read_bytes += int(dataset.table.bytes[index])
         if int(dataset.table.count[index]) == 0:
             look.say("empty", dataset.table.row(index).name, "a slice without a token or row", PREPARE_AGAIN, LIKELY)
             continue
@@ -162,16 +208,14 @@ def _look_into(look: Look, dataset: Dataset, options: Options, mend: str) -> Non
             continue
         start = dataset.parts[index].start if isinstance(dataset, ForeignDataset) else 0
         _slice(look, one, counts, None if dataset.manifest.documents else False, start)
-        look.read_bytes += int(dataset.table.bytes[index])
     found = list(judge(counts, str(look.path), PREPARE_AGAIN))
     if isinstance(dataset, ForeignDataset) and not dataset.manifest.tokens:
         look.say("empty", "index", "expected tokens, got none")
     look.findings += found
 
 
-def _chosen(dataset: Dataset, options: Options) -> Iterator[int]:
-    """Slices to look at: all, or some at even distances within the bound."""
-    num, total = dataset.num_slices, int(dataset.table.bytes.sum())
+def _chosen(num: int, total: int, options: Options) -> Iterator[int]:
+    """Slices to look at of `num` with `total` bytes: all, or some at even distances within the bound."""
     if options.full or total <= options.most_bytes or num < 3:
         yield from range(num)
         return

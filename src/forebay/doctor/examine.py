@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from forebay.doctor import datasets, litdata, streams, tables, vectors
+from forebay.doctor import datasets, streams, tables, vectors
 from forebay.doctor.mend import mend_vector
 from forebay.doctor.mend_megatron import mend_megatron
 from forebay.doctor.passages import Held, shared
@@ -76,6 +76,7 @@ def examine_one(subject: Subject, options: Options) -> tuple[Report, TokenCounts
     facts: dict[str, Any] = {}
     counts: TokenCounts | None = None
     total = total_bytes(path)
+    depth = "all"
     if kind in _VECTORS:
         survey = vectors.survey(path, options)
         facts, findings, counts, read = survey.facts, survey.findings, survey.counts, survey.read_bytes
@@ -91,15 +92,19 @@ def examine_one(subject: Subject, options: Options) -> tuple[Report, TokenCounts
         look = _DATASETS[kind](path, options)
         facts, findings, counts, read = look.facts, look.findings, look.counts, look.read_bytes
         total = look.total_bytes or total
+        depth = "structure" if look.is_structure else depth
     else:
-        findings, read = _unknown(path), 0
+        findings, read, depth = _unknown(path), 0, "none"
     if counts is not None and len(counts.first):
         facts["first_tokens"] = " ".join(map(str, counts.first[:16].tolist()))
         if options.tokenizer is not None:
             ids = [one for one in counts.first.tolist() if 0 <= one < 1 << 31]
             facts["first_text"] = options.tokenizer.decode(ids, skip_special_tokens=False)[:200]
+    is_whole = read >= total or (read <= options.most_bytes and kind in (*streams.WALKERS, "parquet", "arrow"))
+    if depth == "all" and not options.full and not is_whole:
+        depth = "part"
     seconds = time.perf_counter() - began
-    report = Report(path, kind, facts, unique(findings), min(read, total), total, seconds)
+    report = Report(path, kind, facts, unique(findings), depth, min(read, total), total, seconds)
     return report, counts
 
 
@@ -109,7 +114,7 @@ _DATASETS: dict[str, Callable[[Path, Options], datasets.Look]] = {
     "megatron": datasets.examine_foreign,
     "mds": datasets.examine_foreign,
     "saved arrow": datasets.examine_foreign,
-    "litdata": litdata.examine_litdata,
+    "litdata": datasets.examine_litdata,
 }
 
 
@@ -204,7 +209,7 @@ def mend(path: Path, out: Path, options: Options) -> list[Path]:
         if path.is_dir() and subject.path != path:
             folder = out / subject.path.parent.relative_to(path)
         folder.mkdir(parents=True, exist_ok=True)
-        written += _copy(subject, folder) if report.ok else _mend_one(subject, report, folder, options)
+        written += _mend_one(subject, report, folder, options) if report.is_wrong else _copy(subject, folder)
     return written
 
 

@@ -79,7 +79,9 @@ class Report:
         kind: What it is: `npy`, `raw tokens`, `megatron`, `parquet` … or `unknown`.
         facts: What is known of it: dtype, counts, first tokens …
         findings: What is wrong; empty if nothing.
-        read_bytes, total_bytes: Looked at, and there.
+        depth: How much was checked: `all`, `part`, `structure` (sizes, counts and offsets; the contents are of no type
+            that can be checked), or `none` where nothing here knows the format.
+        read_bytes, total_bytes: Read, and there.
         seconds: Taken.
     """
 
@@ -87,14 +89,20 @@ class Report:
     kind: str
     facts: dict[str, Any]
     findings: list[Finding] = field(default_factory=list)
+    depth: str = "all"
     read_bytes: int = 0
     total_bytes: int = 0
     seconds: float = 0.0
 
     @property
+    def is_wrong(self) -> bool:
+        """Whether something certain or likely was found."""
+        return any(one.is_wrong for one in self.findings)
+
+    @property
     def ok(self) -> bool:
-        """Whether nothing certain or likely was found."""
-        return not any(one.is_wrong for one in self.findings)
+        """Whether it was checked, at least in part, and nothing certain or likely was found."""
+        return self.depth != "none" and not self.is_wrong
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain values."""
@@ -102,6 +110,7 @@ class Report:
             "path": str(self.path),
             "kind": self.kind,
             "ok": self.ok,
+            "depth": self.depth,
             "facts": self.facts,
             "findings": [asdict(one) for one in self.findings],
             "read_bytes": self.read_bytes,

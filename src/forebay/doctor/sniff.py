@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forebay.dataset.manifest import MANIFEST_FILE
-from forebay.doctor import litdata
 from forebay.doctor.report import Options
 from forebay.errors import DatasetError
-from forebay.formats import arrow, mds, megatron, npy
+from forebay.formats import arrow, litdata, mds, megatron, npy
 from forebay.formats.detect import RAW_TOKENS, detect, promised
 from forebay.formats.foreign import size_of
 

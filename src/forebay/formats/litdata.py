@@ -50,7 +50,9 @@ class LitDataset(ForeignDataset):
     """The chunks of one directory, in the index's order."""
 
     def __init__(self, path: Path, column: str | None = None) -> None:
-        self._layout, self._chunks = read_index(path, column)
+        layout, self._chunks = read_index(path, column)
+        assert layout is not None  # Tokens are needed by default.
+        self._layout = layout
         with ThreadPoolExecutor(4) as pool:
             counts = list(pool.map(self._count, self._chunks))
         kinds = {stored_as(kind) for kind, _ in counts}
@@ -84,15 +86,23 @@ class LitDataset(ForeignDataset):
 
     def _read(self, part: Part) -> tuple[NDArray[Any], U64]:
         chunk = self._chunks[part.file]
-        memory = unwrap(chunk, self._map(chunk.path, part.num_bytes))
-        table = footer_of(chunk, memory, self._layout.column)
-        if table is not None:
-            return as_tokens(np.array(table[0]), chunk.path), table[1].astype(np.uint64)
-        body = body_of(chunk, memory)
-        kind, begins, ends = places(chunk, self._layout, body)
-        documents = np.cumsum((ends - begins) // kind.itemsize).astype(np.uint64)
-        raw = _joined(body.memory, begins, ends)
-        return as_tokens(raw.view(kind), chunk.path), documents
+        return tokens_of(chunk, self._layout, self._map(chunk.path, part.num_bytes))
+
+
+def tokens_of(chunk: Chunk, layout: Layout, memory: Bytes8) -> tuple[NDArray[Any], U64]:
+    """The tokens of a chunk, U16 or U32 [T], and where each item ends, given the bytes of its file.
+
+    Raises:
+        DatasetError: If a count, offset, size or type in it does not fit.
+    """
+    memory = unwrap(chunk, memory)
+    table = footer_of(chunk, memory, layout.column)
+    if table is not None:
+        return as_tokens(np.array(table[0]), chunk.path), table[1].astype(np.uint64)
+    body = body_of(chunk, memory)
+    kind, begins, ends = places(chunk, layout, body)
+    documents = np.cumsum((ends - begins) // kind.itemsize).astype(np.uint64)
+    return as_tokens(_joined(body.memory, begins, ends).view(kind), chunk.path), documents
 
 
 def is_index(path: Path) -> bool:
@@ -102,11 +112,14 @@ def is_index(path: Path) -> bool:
         return False
     head = head_of(index, 4096).lstrip()
     tail = head_of(index, 1 << 16, max(0, size_of(index) - (1 << 16)))
-    return head[:1] == b"{" and b'"chunks"' in head + tail and b'"data_format"' in head + tail
+    names = (b'"data_format"', b'"chunk_bytes"')
+    return head[:1] == b"{" and b'"chunks"' in head + tail and any(name in head + tail for name in names)
 
 
-def read_index(folder: Path, column: str | None = None) -> tuple[Layout, list[Chunk]]:
-    """What index.json says of the items, and the chunks it lists.
+def read_index(
+    folder: Path, column: str | None = None, *, needs_tokens: bool = True
+) -> tuple[Layout | None, list[Chunk]]:
+    """What index.json says of the items, and the chunks it lists. Without `needs_tokens`, None where no leaf is tokens.
 
     Raises:
         DatasetError: If it is no such index, names files outside its directory, or no leaf is tokens.
@@ -117,8 +130,8 @@ def read_index(folder: Path, column: str | None = None) -> tuple[Layout, list[Ch
     try:
         index = orjson.loads(head_of(path, _MOST_INDEX_BYTES))
         config, listed = index["config"], index["chunks"]
-        formats, spec = tuple(config["data_format"]), orjson.loads(config["data_spec"])[1]
-        names = list(_leaves(spec, ""))
+        formats, spec = tuple(config["data_format"]), config.get("data_spec")
+        names = list(_leaves(orjson.loads(spec)[1], "")) if spec else [""] * len(formats)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise DatasetError(f"{path}: expected LitData's index, got {error!r}. Fetch it again.") from error
     loader = config.get("item_loader") or ("TokensLoader" if listed and listed[0].get("dim") else "PyTreeLoader")
@@ -130,9 +143,9 @@ def read_index(folder: Path, column: str | None = None) -> tuple[Layout, list[Ch
     if len(names) != len(formats):
         raise DatasetError(f"{path}: expected a name for each of {len(formats)} leaves, got {len(names)}.")
     wrap = (config.get("compression_level") or "chunk") if config.get("compression") else ""
-    leaf = _leaf(path, names, formats, column)
+    leaf = _leaf(path, names, formats, column) if needs_tokens or any(map(is_tokens, formats)) else None
     chunks = [_chunk(path, i, entry, str(wrap), loader) for i, entry in enumerate(listed)]
-    return Layout(names[leaf], leaf, formats, loader == "PyTreeLoader"), chunks
+    return None if leaf is None else Layout(names[leaf], leaf, formats, loader == "PyTreeLoader"), chunks
 
 
 def _leaves(spec: Any, name: str) -> Iterator[str]:

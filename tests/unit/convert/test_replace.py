@@ -1,0 +1,102 @@
+"""Replacing an output: the old one or the new one is there, whatever fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forebay.convert import convert as module
+from forebay.convert.content import Options
+from forebay.convert.convert import convert
+from forebay.errors import UsageError
+
+RUN = """
+import os, signal, sys
+from pathlib import Path
+from forebay.convert import convert as module
+from forebay.convert.content import Options
+folder, exchanges, moment = Path(sys.argv[1]), sys.argv[2] == "True", int(sys.argv[3])
+real, calls = Path.rename, []
+def rename(self, target):
+    calls.append(target)
+    if len(calls) == moment:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(self, target)
+def removed(path, ignore_errors=False):
+    os.kill(os.getpid(), signal.SIGKILL)
+Path.rename = rename
+if moment == 0:
+    module._remove = module.shutil.rmtree = removed
+if not exchanges:
+    module._exchange = lambda first, second: False
+module.convert(folder / "t.npy", folder / "out", "safetensors", Options(), force=True)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    np.save(tmp_path / "t.npy", np.arange(1000, dtype=np.uint16))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious.txt").write_text("old")
+    return tmp_path
+
+
+def held(folder: Path) -> str:
+    """Which output has the name; a part of one is neither."""
+    names = sorted(path.name for path in (folder / "out").iterdir())
+    if names == ["precious.txt"]:
+        return "old"
+    assert "manifest.json" in names and "precious.txt" not in names, names
+    return "new"
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_the_old_output_is_replaced_and_removed(folder: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not exchanges:
+        monkeypatch.setattr(module, "_exchange", lambda first, second: False)
+    convert(folder / "t.npy", folder / "out", "safetensors", Options(), force=True)
+    assert held(folder) == "new"
+    assert sorted(path.name for path in folder.iterdir()) == ["out", "t.npy"]
+
+
+@pytest.mark.parametrize("failing", [{1}, {2}, {2, 3}])
+def test_each_rename_may_fail(folder: Path, failing: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = Path.rename, []
+
+    def rename(self: Path, target: Path) -> Path:
+        calls.append(target)
+        if len(calls) in failing:
+            raise OSError(5, "injected", str(self))
+        return real(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        patch.setattr(module, "_exchange", lambda first, second: False)
+        with pytest.raises(OSError, match="injected"):
+            convert(folder / "t.npy", folder / "out", "safetensors", Options(), force=True)
+    with pytest.raises(UsageError, match="place that is free"):  # The next run gives the old one its name again.
+        convert(folder / "t.npy", folder / "out", "safetensors", Options())
+    assert held(folder) == "old"
+    assert sorted(path.name for path in folder.iterdir()) == ["out", "t.npy"]
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "moment", "left"), [(False, 1, "old"), (False, 2, "old"), (False, 0, "new"), (True, 0, "new")]
+)
+def test_a_kill_at_any_moment(folder: Path, exchanges: bool, moment: int, left: str) -> None:
+    """Before each rename, and (0) before the old output is removed."""
+    command = [sys.executable, "-c", RUN, str(folder), str(exchanges), str(moment)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
+    with pytest.raises(UsageError, match="place that is free"):
+        convert(folder / "t.npy", folder / "out", "safetensors", Options())
+    assert held(folder) == left
+    convert(folder / "t.npy", folder / "out", "safetensors", Options(), force=True)
+    assert held(folder) == "new"
+    assert sorted(path.name for path in folder.iterdir()) == ["out", "t.npy"]
