@@ -8,6 +8,7 @@ Cost: an fsync call a file and one a directory. What a killed process leaves beh
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import secrets
@@ -67,9 +68,8 @@ def open_atomic(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """
     path = Path(path)
     temporary = temporary_path(path)
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
-        with os.fdopen(descriptor, "w+b") as file:
+        with io.open(temporary, "x+b", opener=lambda name, flags: os.open(name, flags, mode)) as file:  # noqa: UP020
             yield file
         commit_files({temporary: path})
     except BaseException:
