@@ -16,10 +16,12 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forebay.errors import StateError
 from forebay.network.exchange import BadRequestError, Request, Response, error_response, json_response
 from forebay.network.https import Server
 from forebay.network.metrics import Metric, gauge, metrics_response
@@ -85,6 +87,7 @@ class Coordinator:
         self._began = time.monotonic()
         self._server = Server(identity, host, port, self._answer, max_connections=2 * MAX_WORKERS)
         self._roster: Roster | None = None
+        self._unwritten: deque[Event] = deque()  # What must be applied, once the disk takes it.
         self._ticker = threading.Thread(target=self._run_ticks, name="coordinator-clock", daemon=True)
         self._doors: dict[tuple[str, str], Callable[[Request, dict[str, Any]], Response]] = {
             ("GET", "/v1/config"): lambda request, body: json_response(self._config()),
@@ -212,12 +215,29 @@ class Coordinator:
             self._changed.notify_all()
         return refused
 
+    def _tell_surely(self, event: Event) -> None:
+        """Applies an event now, or as soon as it can be written."""
+        try:
+            self._tell(event)
+        except StateError:
+            self._unwritten.append(event)
+
     def _run_ticks(self) -> None:
+        fault = ""
         with self._changed:
             while not self._stopping:
                 self._changed.wait(TICK_S)
-                if not self._stopping:
-                    self._tell(Tick())
+                try:
+                    while self._unwritten and not self._stopping:
+                        self._tell(self._unwritten[0])
+                        self._unwritten.popleft()
+                    if not self._stopping:
+                        self._tell(Tick())
+                    fault = ""
+                except StateError as error:  # Repeated until it can be written.
+                    if str(error) != fault:
+                        log.error("%s", error)
+                    fault = str(error)
 
     def _wait(self, request: Request, worker_id: str, session: str, wait_s: float, until: Callable[[], bool]) -> None:
         """Waits under the lock until something is so, or time is up; notices a peer that hangs up."""
@@ -227,11 +247,11 @@ class Coordinator:
             while not until() and not self._stopping and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(min(left, LOOK_S))
                 if request.gone():
-                    self._tell(Disconnect(worker_id, session))
+                    self._tell_surely(Disconnect(worker_id, session))
                     return
         finally:
             if not self._stopping:
-                self._tell(Waits(worker_id, session, -1))
+                self._tell_surely(Waits(worker_id, session, -1))
 
     # Answers.
 
@@ -251,7 +271,10 @@ class Coordinator:
             member = self._state.members.get(worker_id) if isinstance(worker_id, str) else None
             if member is not None and member.session == body.get("session") and member.peer_id != request.peer.peer_id:
                 return error_response(403, "not_yours", f"worker {worker_id!r}: the session is another peer's.")
-            return door(request, body)
+            try:
+                return door(request, body)
+            except StateError as error:
+                return error_response(503, "state", str(error))
 
     def _config(self) -> dict[str, Any]:
         rules = self.rules

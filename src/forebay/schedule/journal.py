@@ -43,6 +43,8 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS batches (number INTEGER PRIMARY KEY, events BLOB NOT NULL);
 """
+# The disk's faults (full, unreadable, read-only), which say nothing of what is in the file.
+_PASSING = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 _IDENTITY = ("name", "dataset_id", "datasets", "layout", "seq_len", "seed", "samples_per_slice", "scheduler")
 
 
@@ -116,20 +118,23 @@ class Journal:
         lock = lock_state(state_dir) if lock is None else lock
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, lock)
-            database = _open_database(state_dir / JOURNAL_NAME)
-            stack.callback(database.close)
-            known = orjson.loads(_meta(database, "checkpoints") or b"{}")
-            ledgers: dict[str, Ledger] = {}
-            for number, spec in enumerate(specs):
-                path = ledger_path(state_dir, spec.name if number else "")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                checkpoint = Checkpoint.from_json(known.get(spec.name))
-                ledger = ledgers[spec.name] = Ledger.open(path, signer, checkpoint=checkpoint)
-                stack.callback(ledger.close)
-                first = ledger.first or ledger.append("job", dict(bodies[spec.name]))
-                _check_same_job(first, bodies[spec.name], path)
-            journal = cls(Desk(specs, salt=salt, ttl_s=ttl_s), ledgers, database, lock)
-            journal._recover(now())
+            try:
+                database = _open_database(state_dir / JOURNAL_NAME)
+                stack.callback(database.close)
+                known = orjson.loads(_meta(database, "checkpoints") or b"{}")
+                ledgers: dict[str, Ledger] = {}
+                for number, spec in enumerate(specs):
+                    path = ledger_path(state_dir, spec.name if number else "")
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    checkpoint = Checkpoint.from_json(known.get(spec.name))
+                    ledger = ledgers[spec.name] = Ledger.open(path, signer, checkpoint=checkpoint)
+                    stack.callback(ledger.close)
+                    first = ledger.first or ledger.append("job", dict(bodies[spec.name]))
+                    _check_same_job(first, bodies[spec.name], path)
+                journal = cls(Desk(specs, salt=salt, ttl_s=ttl_s), ledgers, database, lock)
+                journal._recover(now())
+            except (sqlite3.Error, OSError) as error:
+                raise StateError(f"journal in {state_dir}: cannot be opened: {error}. Is the disk full?") from error
             stack.pop_all()
         return journal
 
@@ -213,7 +218,8 @@ class Journal:
             try:
                 self._write(batch)
             except (LedgerError, sqlite3.Error, OSError) as error:
-                self.broken = f"journal: cannot write: {error}"
+                folder = next(iter(self.ledgers.values())).path.parent
+                self.broken = f"journal in {folder}: cannot write: {error}. If its disk is full, free some space."
                 raise LedgerError(self.broken) from error
             self._durable = upto
 
@@ -244,13 +250,9 @@ class Journal:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[Callable[..., Any]]:
-        self._database.execute("BEGIN")
-        try:
-            yield self._database.execute
-        except BaseException:
-            self._database.execute("ROLLBACK")
-            raise
-        self._database.execute("COMMIT")
+        with self._database as database:  # Commits, or rolls back: also where the commit fails.
+            database.execute("BEGIN")
+            yield database.execute
 
     def _entries_of(self, event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
         """What of an event the ledger keeps."""
@@ -341,7 +343,10 @@ def _open_database(path: Path) -> sqlite3.Connection:
             state = orjson.loads(_meta(database, "state") or b"{}")
             if state.get("version", VERSION) == VERSION:
                 return database
-        except (sqlite3.DatabaseError, ValueError):
+        except (sqlite3.DatabaseError, ValueError) as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING:
+                database.close()  # As it is.
+                raise
             # Nothing in it that the ledgers do not have but live leases: the next attempt starts from an empty file.
             pass
         database.close()

@@ -100,21 +100,27 @@ class Roster:
         return state, str(row[0])
 
     def save(self, state: State, actions: Iterable[Action], run_id: str) -> None:
-        """Writes what changed, all or nothing; on disk when it returns."""
+        """Writes what changed, all or nothing; on disk when it returns.
+
+        Raises:
+            StateError: If it cannot be written; what was there before stays, and a later call may succeed.
+        """
         body = json.dumps(_durable(state), sort_keys=True)
         actions = list(actions)
         if body == self._written and not actions:
             return
-        execute, at = self._database.execute, time.time()
-        execute("BEGIN IMMEDIATE")
+        at = time.time()
         try:
-            execute("INSERT OR REPLACE INTO state VALUES (1, ?, ?)", (run_id, body))
-            for action in actions:
-                self._log(action, state, at)
-        except BaseException:
-            execute("ROLLBACK")
-            raise
-        execute("COMMIT")
+            with self._database as database:  # Commits, or rolls back: also where the commit fails.
+                database.execute("BEGIN IMMEDIATE")
+                database.execute("INSERT OR REPLACE INTO state VALUES (1, ?, ?)", (run_id, body))
+                for action in actions:
+                    self._log(action, state, at)
+        except sqlite3.Error as error:
+            raise StateError(
+                f"coordinator's state: cannot write {self.path}: {error}. If its disk is full, free some space: the "
+                "coordinator goes on by itself."
+            ) from error
         self._written = body
 
     def _log(self, action: Action, state: State, at: float) -> None:

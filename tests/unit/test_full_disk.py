@@ -1,0 +1,165 @@
+"""State on a disk that fills up and is freed again: an error that names it, then everything goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_journal import lease, open_journal, use
+
+from forebay.errors import LedgerError, StateError, UsageError
+from forebay.schedule.coordinator import Coordinator
+from forebay.schedule.journal import JOURNAL_NAME
+from forebay.schedule.members import Note, Rules, State
+from forebay.schedule.roster import Roster
+from forebay.store.cache import SliceCache
+
+WAITING = {"worker_id": "b", "session": "b" * 16, "wait_s": 1}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 512 KiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", path], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """A file that takes all that is left."""
+    with (disk / "fill").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(b"x" * 4096)
+    return disk / "fill"
+
+
+def post(address: str, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"http://{address}{path}", data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def eventually(check: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_coordinator_goes_on_once_there_is_space(small_disk: Path) -> None:
+    state_dir = small_disk / "state"
+    with Coordinator(
+        state_dir=state_dir, rules=Rules(min_workers=1, lost_s=0.3, heartbeat_s=0.6, stale_s=1.5)
+    ) as coordinator:
+        address = coordinator.address
+        assert post(address, "/v1/members/join", worker_id="a", session="a" * 16, wait_s=1)[0] == 200
+        filler = fill(small_disk)
+        answers = [
+            post(address, "/v1/members/join", worker_id=f"w{i}" + "x" * 150, session=f"{i:016d}", wait_s=0)
+            for i in range(12)
+        ]
+        status, body = answers[-1]
+        assert status == 503 and str(state_dir) in str(body) and "full" in str(body)
+        filler.unlink()
+        eventually(lambda: not coordinator.status()["members"])
+        assert post(address, "/v1/members/join", worker_id="b", session="b" * 16, wait_s=5)[0] == 200
+        generation = coordinator.status()["generation"]
+    with Coordinator(state_dir=state_dir, rules=Rules(min_workers=1)) as coordinator:
+        assert coordinator.status()["generation"] == generation
+
+
+def test_the_coordinator_s_clock_outlives_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Coordinator(
+        state_dir=tmp_path, rules=Rules(min_workers=1, lost_s=0.3, heartbeat_s=0.6, stale_s=1.5)
+    ) as coordinator:
+        answers: list[int] = []
+        waiting = threading.Thread(
+            target=lambda: answers.append(post(coordinator.address, "/v1/members/join", **WAITING)[0])
+        )
+        save, failures = Roster.save, 0
+
+        def fail(*_: Any) -> None:
+            nonlocal failures
+            failures += 1
+            raise StateError("full")
+
+        assert post(coordinator.address, "/v1/members/join", worker_id="a", session="a" * 16, wait_s=1)[0] == 200
+        waiting.start()
+        eventually(lambda: len(coordinator.status()["members"]) == 2)
+        monkeypatch.setattr(Roster, "save", fail)
+        waiting.join(60)
+        eventually(lambda: failures > 5)
+        assert len(coordinator.status()["members"]) == 2 and caplog.text.count("full") == 1
+        monkeypatch.setattr(Roster, "save", save)
+        eventually(lambda: not coordinator.status()["members"])  # Both are lost; neither counts as waiting for ever.
+
+
+def test_a_write_that_fails_leaves_the_roster_as_it_was(tmp_path: Path) -> None:
+    roster = Roster(tmp_path)
+    state, run_id = roster.load(Rules(), {}, 0.0, "run")
+    (pages,) = roster._database.execute("PRAGMA page_count").fetchone()
+    roster._database.execute(f"PRAGMA max_page_count={pages}")
+    large = State(state.rules, {}, {"key": "x" * 100_000})
+    with pytest.raises(StateError, match=r"cannot write .*roster\.sqlite: database or disk is full"):
+        roster.save(large, [Note("lost")], run_id)
+    assert roster.config() == {}
+    roster._database.execute("PRAGMA max_page_count=1000000")
+    roster.save(large, [Note("written")], run_id)
+    assert roster.config() == large.config
+    assert roster._database.execute("SELECT text FROM notes").fetchall() == [("written",)]
+    roster.close()
+
+
+def test_the_scheduler_s_journal_keeps_its_leases(small_disk: Path) -> None:
+    journal = open_journal(small_disk)
+    grant = lease(journal, "w")
+    filler = fill(small_disk)
+    with pytest.raises(LedgerError, match=rf"{small_disk}.* full"):
+        while True:
+            use(journal, "w", lease(journal, "w"), 0, 1)
+    journal.close()
+    for _ in range(3):
+        with pytest.raises((StateError, LedgerError), match=str(small_disk)):
+            open_journal(small_disk)
+    assert (small_disk / JOURNAL_NAME).exists()
+    filler.unlink()
+    with open_journal(small_disk) as journal:
+        assert grant.lease_id in journal.desk.jobs["d"].tables[0].leases
+        assert use(journal, "w", grant, 0, 2).uses[0].offset == 2
+
+
+def test_the_cache_takes_slices_again(small_disk: Path) -> None:
+    cache, data = SliceCache(small_disk, 1 << 20), b"x" * 100_000
+    sha256 = hashlib.sha256(data).hexdigest()
+    with cache.fetching(sha256, len(data)) as part:
+        part.write_bytes(data)
+        cache.commit(sha256)
+        filler = fill(small_disk)
+    assert cache.get(sha256) and SliceCache(small_disk, 1 << 20).get(sha256)
+    other = hashlib.sha256(b"y" * 100_000).hexdigest()
+    cache.pin(sha256)
+    with pytest.raises(UsageError, match=rf"{small_disk}: its disk is full"), cache.fetching(other, 100_000):
+        pass
+    filler.unlink()
+    with cache.fetching(other, 100_000) as part:
+        part.write_bytes(b"y" * 100_000)
+        cache.commit(other)
+    assert cache.get(other) and cache.get(sha256)
