@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -239,6 +240,51 @@ def test_all_are_kept_and_fetched_once(server: OriginServer, tmp_path: Path) -> 
         ids_of(Loader(**{**arguments, "cache_bytes": 3 * SLICE_BYTES}, keep="all", **ONE_BY_ONE))
 
 
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("many") / "data", 81, 64, 256)
+
+
+@pytest.mark.parametrize("part", [0.25, 0.5])
+def test_each_slice_is_fetched_about_once_an_epoch(many: Path, tmp_path: Path, part: float) -> None:
+    """By default, and by the advice of the refusal; what is refused fetches as much as it says."""
+    whole = int(open_dataset(many).table.bytes.sum())
+    given: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "epochs": 2, "cache_bytes": int(part * whole)}
+    with OriginServer(many) as server:
+
+        def fetched(**more: Any) -> tuple[float, dict[str, float]]:
+            server.reset()
+            with Loader(server.url, cache_dir=tmp_path / str(more), rank=0, world_size=1, **given, **more) as loader:
+                assert sum(1 for _ in loader) == len(loader)
+                return sum(server.bytes_sent.values()) / whole, loader.stats()
+
+        ratio, stats = fetched()
+        assert ratio <= 1.1 * 2 and stats["refetched_slices"] <= 8
+        with pytest.raises(UsageError, match=r"lanes=16, window=128 keep open\)\. Use lanes=") as refused:
+            fetched(lanes=16)
+        advice = re.search(r"Use lanes=(\d+)(, head=0)? .*cache_bytes=(\d+)", str(refused.value))
+        assert advice is not None
+        assert fetched(lanes=int(advice[1]), **({"head": 0} if advice[2] else {}))[0] <= 1.1 * 2
+        given["cache_bytes"] = int(advice[3])
+        assert fetched(lanes=16)[0] <= 1.1 * 2
+
+
+def test_second_fetches_are_counted_and_their_cause_is_said(
+    many: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "lanes": 16, "steps": 100, "max_fetch_ratio": None}
+    with OriginServer(many) as server:
+        room = 20 * 66_000
+        with Loader(server.url, cache_dir=tmp_path, cache_bytes=room, rank=0, world_size=1, **given) as loader:
+            assert sum(1 for _ in loader) == 100
+            stats, found = loader.stats(), loader.bottleneck()
+    assert stats["refetched_slices"] > 50 and stats["refetched_bytes"] > 50 * 65_000
+    assert "expected at most 1.1 times the dataset's" in caplog.text and "Use lanes=" in caplog.text
+    assert "were fetched a second time in an epoch" in caplog.text and "fewer windows (lanes, window)" in caplog.text
+    assert found is not None and "Slices are fetched several times" in found.advice
+    assert caplog.text.count("Waiting; ") <= 3  # One in ten seconds, however many waits.
+
+
 def test_a_late_window_is_waited_for_logged_and_counted(
     server: OriginServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -248,7 +294,7 @@ def test_a_late_window_is_waited_for_logged_and_counted(
         assert sorted(ids_of(loader)) == list(range(SLICES * SAMPLES))
         stats = loader.stats()
     assert stats["late"] >= SLICES - 2 and stats["waited_s"] > 0.5 and stats["network_s"] > 0.5
-    assert "bytes here (" in caplog.text and "at step 8. Waiting." in caplog.text
+    assert "bytes here (" in caplog.text and "at step 8. Waiting" in caplog.text
 
 
 def test_an_outage_is_noticed_at_the_swap_and_no_sooner(
@@ -273,7 +319,7 @@ def test_an_outage_is_noticed_at_the_swap_and_no_sooner(
         found += list(chain(*(batch.sample_ids.tolist() for batch in batches)))
         back.join()
     assert found == expected
-    assert f"at step {here * 8}. Waiting." in caplog.text
+    assert f"at step {here * 8}. Waiting" in caplog.text
 
 
 def test_fetching_takes_less_than_a_tenth_of_a_processor(tmp_path: Path) -> None:

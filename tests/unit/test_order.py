@@ -411,7 +411,9 @@ def test_without_shuffle_the_ranks_read_the_datasets_own_order() -> None:
 
 def test_drop_last_and_default_lanes() -> None:
     assert Order(np.array([11]), 0, 4, drop_last=True).steps_per_epoch == 2
-    assert [default_lanes(b) for b in (1, 7, 64, 96, 100, 1024, 4096, 97, 89)] == [1, 7, 64, 48, 50, 64, 64, 49, 45]
+    batches = (1, 7, 64, 96, 100, 1024, 4096, 97, 89)
+    assert [default_lanes(batch, 10_000) for batch in batches] == [1, 7, 64, 48, 50, 64, 64, 49, 45]
+    assert [default_lanes(16, slices) for slices in (0, 1, 31, 32, 81, 255, 256, 1000)] == [1, 1, 1, 2, 4, 8, 16, 16]
 
 
 def test_samples_per_slice() -> None:

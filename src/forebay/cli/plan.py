@@ -14,7 +14,7 @@ from forebay.cli.arguments import positive, rate, seconds, size
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
-    from forebay.observe.needs import Job
+    from forebay.load.needs import Job
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -41,7 +41,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    from forebay.observe.needs import Job
+    from forebay.load.needs import Job
 
     if (args.dataset is None) == (args.bytes is None):
         raise UsageError("plan: expected a dataset, or --bytes and --slice-bytes of one to come. Give one of them.")
@@ -70,6 +70,7 @@ def _job(args: argparse.Namespace) -> Job:
         prefetch=args.prefetch,
         piece_bytes=args.chunk_bytes,
         whole_in_memory=args.volume == "ram",
+        max_fetch_ratio=args.max_fetch_ratio,
     )
 
 
@@ -128,6 +129,8 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--cache-bytes", type=size, help="450GB; default: what the plan proposes")
     p.add_argument("--volume", metavar="DIR|SIZE|ram", help="the disk that the cache shall lie on")
     p.add_argument("--keep", choices=["budget", "window", "all"], default="budget")
+    p.add_argument("--max-fetch-ratio", type=float, default=1.5, metavar="N",
+                   help="refuse to fetch more than N times the dataset in an epoch (default: 1.5; 0: any)")  # fmt: skip
     p.add_argument("--mem", type=size, help="of a node (default: this machine's)")
     p.add_argument("--model-size", choices=["tiny", "small", "medium"], help="of the worker: the batch that fits")
     p.add_argument("--device-mem", type=size, help="of a device, for --model-size (default: this machine's)")

@@ -20,6 +20,8 @@ _ENVIRONMENTS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
 )
+# Ranks of this machine, in the words of torchrun, Slurm (`4`, `4(x2)`; the first is taken) and Open MPI.
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 # Of a pod in an indexed job of Kubernetes; the manifest must say WORLD_SIZE.
 _POD_INDEX = "JOB_COMPLETION_INDEX"
 
@@ -66,6 +68,14 @@ def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
             f"(arguments, or {names[0]} and {names[1]} in the environment)."
         )
     return found[0], found[1]
+
+
+def ranks_per_node(world_size: int) -> int:
+    """Ranks that share a machine and its cache, as the environment says; 1 if it does not."""
+    text = next((os.environ[name] for name in _LOCAL_SIZES if name in os.environ), "1")
+    digits = text[: len(text) - len(text.lstrip("0123456789"))]
+    size = int(digits or 1)
+    return size if 0 < size <= world_size and world_size % size == 0 else 1
 
 
 def _check_alone(names: tuple[str, str]) -> None:

@@ -10,8 +10,10 @@ and maps of at most 1 GiB of slices, which are the page cache's pages, not the p
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +22,30 @@ import numpy as np
 from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError
 from forebay.load.ahead import run_ahead
-from forebay.load.arguments import batch_sizes, check_choice, check_integer, rank_of_world, token_dtype
+from forebay.load.arguments import (
+    batch_sizes,
+    check_choice,
+    check_integer,
+    rank_of_world,
+    ranks_per_node,
+    token_dtype,
+)
 from forebay.load.batch import Batch
 from forebay.load.blocks import Blocks
 from forebay.load.makers import make_maker
+from forebay.load.needs import MAX_RATIO, WARN_RATIO, Job, check_traffic, nodes_of, worst_of
 from forebay.load.packing import DocumentFilter
 from forebay.load.samples import plan_samples
 from forebay.load.sharding import SHARDINGS, share_of
-from forebay.load.slices import Slices, cache_place, check_hashes, comes_by_cache, settings_for, user_cache
+from forebay.load.slices import (
+    CacheSettings,
+    Slices,
+    cache_place,
+    check_hashes,
+    comes_by_cache,
+    settings_for,
+    user_cache,
+)
 from forebay.load.sources import Given, Mixture, filters_of, open_all, places_of, read_mixture
 from forebay.load.state import identity_of, make_state, step_of_state
 from forebay.load.stats import Bottleneck, Waits, find_bottleneck
@@ -35,10 +53,12 @@ from forebay.order.bijection import derive_key
 from forebay.order.owned import OwnedRun
 from forebay.order.plan import Order
 from forebay.order.run import BatchSizes, Run
+from forebay.order.windows import window_steps
 
 if TYPE_CHECKING:
     from forebay.store.prefetch import Keep
 
+_log = logging.getLogger("forebay")
 _READY_S = 1e-3  # A batch that a thread made ahead comes sooner than this, if it was ready.
 KEEPS = ("budget", "window", "all")
 _LEAST = {"ahead_bytes": 0, "cache_bytes": 1, "connections": 1, "epochs": 1, "prefetch": 0, "seq_len": 1, "steps": 1}
@@ -93,6 +113,10 @@ class Loader:
         prefetch: Batches made ahead by a thread; 0 makes them in the caller's, which is faster for whole tokens
             (a batch costs microseconds): slices are fetched ahead either way.
         lanes, window, head: As in `Order`.
+        max_fetch_ratio: Refuse to fetch more than so many times the dataset's bytes in an epoch, over all nodes, by the
+            figures of `forebay plan`; from 1.1 times there is a warning. None or 0: fetch any number of times. Ranks
+            that share a machine, and its cache, are those of LOCAL_WORLD_SIZE (Slurm, Open MPI: theirs), else 1. What
+            several nodes read alike is refused from 1 GiB an epoch on.
         sharding: `order`: an epoch deals all slices to the ranks anew. `hash`: each rank owns slices, the same in all
             epochs, so that a cache of 1/W of the data suffices, and mixes those alone. Its batches are at most
             batch_size, ranks take equally many steps, and a state is its rank's and that world's.
@@ -100,7 +124,8 @@ class Loader:
         every: (k, n): only steps k, k + n, … from where iterating begins: the k-th of n helper processes'.
 
     Raises:
-        UsageError: If an argument is missing or out of range, or a slice does not fit the cache.
+        UsageError: If an argument is missing or out of range, a slice does not fit the cache, or an epoch would fetch
+            more than `max_fetch_ratio` times the dataset.
         DatasetError: If a dataset is damaged; while iterating, if a slice is missing or damaged.
         NetworkError: If a remote one cannot be reached; while iterating, if a slice cannot be had of any origin.
     """
@@ -140,6 +165,7 @@ class Loader:
         lanes: int | None = None,
         window: int | None = None,
         head: int | None = None,
+        max_fetch_ratio: float | None = MAX_RATIO,
         sharding: str = "order",
         worker_names: Sequence[str] | None = None,
         every: tuple[int, int] | None = None,
@@ -162,6 +188,7 @@ class Loader:
         owned: dict[str, Any] = {}
         if sharding == "hash":
             owned = self._own(sizes, worker_names, bool(drop_last))
+        self._owns = bool(owned)
         batch = sizes.largest if not owned else -(-sizes.largest // self.world_size)
         orders = [
             Order(view.counts, one_seed, batch, lanes, window, bool(shuffle), bool(drop_last), head)
@@ -214,7 +241,34 @@ class Loader:
         if verify:
             check_hashes(opened)
         settings = settings_for(opened, any(cached), cache_dir, cache_bytes, *rest)
-        return Slices(opened, cached, self._uses, self.run.num_steps, self._pass_end, settings, verify)
+        if settings is not None:
+            self._check_traffic(cached, settings)
+        steps = max(map(window_steps, self.run.orders))
+        return Slices(opened, cached, self._uses, self.run.num_steps, self._pass_end, settings, verify, steps)
+
+    def _check_traffic(self, cached: Sequence[bool], settings: CacheSettings) -> None:
+        """Warn of a run that would fetch slices several times in an epoch, or refuse it."""
+        mine, parts = self._arguments, []
+        alone = self._owns or self.mixture is not None  # A mixture's nodes share no lanes of one dataset.
+        for one, view, order, comes in zip(self.datasets.values(), self._views, self.run.orders, cached):
+            job = Job(
+                name=one.name, slice_bytes=one.table.bytes, slice_samples=view.counts, global_batch=order.global_batch,
+                seq_len=self.seq_len, world_size=1 if alone else self.world_size, seed=order.seed,
+                ranks_per_node=1 if alone else ranks_per_node(self.world_size), lanes=mine["lanes"],
+                window=mine["window"], head=mine["head"], shuffle=order.shuffle, drop_last=order.drop_last,
+                cache_bytes=settings.budget_bytes, max_fetch_ratio=mine["max_fetch_ratio"], swarm=bool(settings.share),
+            )  # fmt: skip
+            if comes:
+                parts.append((job, order, nodes_of(job, order)))
+        open_bytes = [worst_of(nodes)[0].open_bytes for _, _, nodes in parts]
+        for (job, order, nodes), opened in zip(parts, open_bytes):
+            if len(parts) > 1:  # Each dataset of a mixture gets its part of the cache; ranks read parts of its lanes.
+                most = job.max_fetch_ratio if self.world_size == 1 else None
+                room = settings.budget_bytes * opened // max(1, sum(open_bytes))
+                job = replace(job, cache_bytes=room, max_fetch_ratio=most)
+            warning = check_traffic(job, order, nodes)
+            if warning is not None:
+                _log.warning("%s: %s", job.name, warning)
 
     def __len__(self) -> int:
         """Steps of the run (of one epoch, if it has no end)."""
@@ -257,7 +311,7 @@ class Loader:
                     waits.add(got - asked, blocks.network_s - network_s, blocks.disk_s - disk_s, "decode")
                     network_s, disk_s = blocks.network_s, blocks.disk_s
                 if got > waits.check_at:
-                    waits.check(got)
+                    waits.check(got, self._refetching())
                 if batch is None:
                     return
                 self._step = batch.run_step + after
@@ -329,8 +383,9 @@ class Loader:
 
         `wait_s`: the caller waited for a batch; of it `scheduler_s`, `network_s`, `disk_s`, `decode_s`, `queue_s`, as
         in `forebay.load.stats`. `busy_s`: the caller did something else. `batches`, `samples`, `tokens` given out;
-        `slices_opened`. With a cache also `fetched_slices`, `fetched_bytes`, `repeated_fetches`, `evicted`, `late`,
-        `waited_s`, `held_bytes`.
+        `slices_opened`. With a cache also `fetched_slices`, `fetched_bytes`, `repeated_fetches` (slices fetched
+        before, in whatever epoch), `refetched_slices` and `refetched_bytes` (a second time in one epoch), `evicted`,
+        `late`, `waited_s`, `held_bytes`.
         """
         by_cause = {f"{cause}_s": seconds for cause, seconds in self.waits.seconds.items()}
         return {
@@ -345,7 +400,13 @@ class Loader:
 
     def bottleneck(self) -> Bottleneck | None:
         """What the caller waited for most since the loader was made; None if it hardly waited."""
-        return find_bottleneck(self.waits.seconds, time.perf_counter() - self.waits.began_at)
+        elapsed_s = time.perf_counter() - self.waits.began_at
+        return find_bottleneck(self.waits.seconds, elapsed_s, refetching=self._refetching())
+
+    def _refetching(self) -> bool:
+        """Whether a tenth of the bytes fetched came a second time in their epoch."""
+        stats = self._slices.stats()
+        return stats.get("refetched_bytes", 0) > (WARN_RATIO - 1) * stats.get("fetched_bytes", 0)
 
     def _seeds(self, seed: int) -> list[int]:
         """Of each dataset's order. In a mixture one of its own for each name: equal counts are no equal orders."""

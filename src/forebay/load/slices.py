@@ -84,6 +84,7 @@ class Slices:
         pass_end: The run step at which the epoch of a step ends; None for never.
         cache: Needed if any dataset is cached.
         verify: Hash each slice as it is opened for the first time.
+        window_steps: As `SliceFeed`.
 
     Attributes:
         first_key: int64 [D + 1], the key of each dataset's slice 0.
@@ -103,7 +104,9 @@ class Slices:
         pass_end: Callable[[int], int | None],
         cache: CacheSettings | None,
         verify: bool = False,
+        window_steps: int = 0,
     ) -> None:
+        self._window_steps = window_steps
         self._datasets = datasets
         self._cached = cached
         self._uses = uses
@@ -300,6 +303,7 @@ class Slices:
             pass_end=self._pass_end,
             on_evict=(lambda key: fetches.evicted(*find(key))) if self._cache.share else None,
             first_alone=True,
+            window_steps=self._window_steps,
         )
 
     def _cached_uses(self, start: int, stop: int) -> tuple[I64, I64]:

@@ -24,6 +24,7 @@ _ADVICE = {
     "network": "Use an origin nearer by, more connections (connections=…), or a larger cache",
     "disk": "Use a faster disk for the data or the cache, or the RAM tier (cache_dir='ram')",
     "decode": "Make batches ahead (prefetch=2), or in helper processes (num_workers)",
+    "refetch": "Slices are fetched several times in an epoch: use a larger cache (cache_bytes), or fewer lanes (lanes)",
     "queue": "Use fewer helper processes, or none: the loader's own thread is cheaper",
 }
 
@@ -53,19 +54,23 @@ class Bottleneck:
         )
 
 
-def find_bottleneck(waits: dict[str, float], elapsed_s: float, least_share: float = 0.05) -> Bottleneck | None:
+def find_bottleneck(
+    waits: dict[str, float], elapsed_s: float, least_share: float = 0.05, *, refetching: bool = False
+) -> Bottleneck | None:
     """The chief cause of waiting in `elapsed_s` seconds; None if waiting took less than `least_share` of them.
 
     Args:
         waits: Seconds by cause.
+        refetching: Many slices are fetched a second time in an epoch: no faster network is advised.
     """
     total = sum(waits.values())
     if elapsed_s <= 0 or total < least_share * elapsed_s:
         return None
     cause = max(waits, key=lambda name: waits[name])
     most = waits[cause]
+    advice = _ADVICE["refetch" if refetching and cause == "network" else cause]
     speedup = elapsed_s / max(elapsed_s - most, 1e-3 * elapsed_s)
-    return Bottleneck(cause, min(1.0, total / elapsed_s), most / total, speedup, _ADVICE[cause])
+    return Bottleneck(cause, min(1.0, total / elapsed_s), most / total, speedup, advice)
 
 
 class Waits:
@@ -105,7 +110,7 @@ class Waits:
         wait_s, network_s, disk_s, rest = self.last
         return dict.fromkeys(CAUSES, 0.0) | {"network": network_s, "disk": disk_s, rest: wait_s - network_s - disk_s}
 
-    def check(self, now: float) -> Bottleneck | None:
+    def check(self, now: float, refetching: bool = False) -> Bottleneck | None:
         """Tell the bottleneck of the time since it was last looked for; None if there is none.
 
         The first stretch is passed over: it waited for its first slice, which is no fault.
@@ -114,7 +119,7 @@ class Waits:
         waits = {cause: self.seconds[cause] - self._told[cause] for cause in CAUSES}
         self._told_at, self._told = now, dict(self.seconds)
         self.check_at = now + self._every_s
-        found = None if self._first else find_bottleneck(waits, elapsed)
+        found = None if self._first else find_bottleneck(waits, elapsed, refetching=refetching)
         self._first = False
         if found is not None:
             _log.warning("%s", found)

@@ -29,6 +29,8 @@ _COUNTERS = {
     "fetched_slices": ("fetched_slices", "Slices fetched from their origin."),
     "fetched_bytes": ("fetched_bytes", "Bytes of slices fetched from their origin."),
     "repeated_fetches": ("repeated_fetches", "Slices fetched again after they were evicted."),
+    "refetched_slices": ("refetched_slices", "Slices fetched a second time in an epoch."),
+    "refetched_bytes": ("refetched_bytes", "Bytes of slices fetched a second time in an epoch."),
     "evicted": ("evicted_slices", "Slices evicted from the cache."),
     "late": ("late_slices", "Slices that were not there when a batch needed them."),
 }

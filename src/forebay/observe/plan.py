@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.observe.needs import Disk, Job, fitting
+from forebay.load.needs import Disk, Job, Node, fetch_ratio, fitting, refetched_bytes, worst_of
 from forebay.observe.timing import Times, bandwidth_needed, flow_of, times_of
 from forebay.order.plan import Order, part_of
 from forebay.order.windows import Spans, window_steps
@@ -21,7 +21,6 @@ _BASE_BYTES = 96 << 20  # Of a Python process with the loader imported: 76 MiB m
 _SLICE_BYTES = 100 + 2 * 16 + 250  # Of the table, of two epochs' order, of the prefetcher.
 _CONNECTION_BYTES = 256 << 10
 _HASHERS = 4
-_AHEAD = 2  # Half of a cache may be what is fetched ahead, for which the loader gives up what is read last.
 _BATCHES = 2  # The caller's, and the one that is made meanwhile.
 _TOKEN_BYTES = 8
 
@@ -31,6 +30,7 @@ class Plan:
     """The figures of a job; `refused` says why it cannot be run as asked, `warnings` and `advice` what to mind."""
 
     job: Job
+    nodes: list[Node] = field(repr=False)
     lanes: int
     window: int
     head: int
@@ -39,6 +39,7 @@ class Plan:
     cache_bytes: int
     peak_disk_bytes: int
     fetched_bytes: int
+    fetch_ratio: float
     samples_of_rank: tuple[int, int]
     first_batch_bytes: int
     first_batch_s: float | None
@@ -82,6 +83,7 @@ class Plan:
             **asdict(self.disk),
             "peak_disk_bytes": self.peak_disk_bytes,
             "fetched_bytes": self.fetched_bytes,
+            "fetch_ratio": round(self.fetch_ratio, 3),
             "requests_per_slice": -(-int(job.slice_bytes.max()) // job.piece_bytes),
             "first_batch_bytes": self.first_batch_bytes,
             "first_batch_s": self.first_batch_s,
@@ -108,19 +110,18 @@ def figures_of(job: Job) -> Plan:
     Raises:
         UsageError: If an argument is out of range.
     """
-    order, disk, spans = fitting(job)
-    overhead = part_bytes(int(job.slice_bytes.max())) - int(job.slice_bytes.max())
-    whole = int(job.slice_bytes.sum())
+    order, nodes = fitting(job)
+    disk, spans = worst_of(nodes)
+    overhead, whole = job.part_bytes, int(job.slice_bytes.sum())
     proposed = min(max(disk.next_bytes, disk.once_bytes), whole) + overhead
     cache = job.cache_bytes if job.cache_bytes is not None else min(proposed, job.volume_bytes or proposed)
     if job.keep == "all" and job.cache_bytes is None:
         cache = whole + overhead
     peak = min(cache, sum(map(part_bytes, job.slice_bytes.tolist())))
-    # Below that, slices of other sizes than those that the plan chose may be the ones to come again.
-    again = disk.again_bytes + int(job.slice_bytes.max()) if disk.again_bytes else 0
-    per_epoch = disk.epoch_bytes + (0 if cache >= _AHEAD * disk.once_bytes else again)
+    per_epoch = disk.epoch_bytes + max(refetched_bytes(job, node, cache) for node in nodes)
     plan = Plan(
         job=job,
+        nodes=nodes,
         lanes=order.num_lanes,
         window=order.window_samples,
         head=order.head_samples,
@@ -129,6 +130,7 @@ def figures_of(job: Job) -> Plan:
         cache_bytes=cache,
         peak_disk_bytes=peak,
         fetched_bytes=min(whole, per_epoch * job.epochs) if cache >= whole else per_epoch * job.epochs,
+        fetch_ratio=fetch_ratio(job, nodes, cache),
         samples_of_rank=_samples_of_rank(job, order),
         first_batch_bytes=_first_bytes(job, order),
         first_batch_s=None,

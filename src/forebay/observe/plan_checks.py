@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from forebay.observe.needs import COMMON_DISK_BYTES, Job, fitting
+from forebay.errors import UsageError
+from forebay.load.needs import COMMON_DISK_BYTES, Job, check_traffic, fitting, worst_of
 from forebay.observe.plan import Plan, figures_of
 from forebay.sizes import words_of_bytes as told
 from forebay.sizes import words_of_rate, words_of_seconds
@@ -22,9 +23,16 @@ def make_plan(job: Job) -> Plan:
     """
     plan = figures_of(job)
     refused, advice = _refusals(plan)
+    traffic = None
+    if not refused:
+        chosen = replace(job, lanes=plan.lanes, window=plan.window, cache_bytes=plan.cache_bytes)
+        try:
+            traffic = check_traffic(chosen, chosen.order(), plan.nodes)
+        except UsageError as error:
+            refused = [str(error)]
     plan = replace(plan, refused=refused)
     warnings, more = _warnings(plan)
-    return replace(plan, warnings=warnings, advice=[*advice, *more])
+    return replace(plan, warnings=[*warnings, *([traffic] if traffic else [])], advice=[*advice, *more])
 
 
 def _refusals(plan: Plan) -> tuple[list[str], list[str]]:
@@ -63,7 +71,8 @@ def _refusals(plan: Plan) -> tuple[list[str], list[str]]:
 def _narrower(plan: Plan) -> list[str]:
     """Lanes and a window that fit the room, if any do."""
     job = plan.job
-    order, disk, _ = fitting(replace(job, lanes=None, window=None))
+    order, nodes = fitting(replace(job, lanes=None, window=None))
+    disk = worst_of(nodes)[0]
     if job.room is not None and disk.least_bytes <= job.room:
         return [
             f"lanes={order.num_lanes}, window={order.window_samples} keep {told(disk.open_bytes)} open, "
@@ -87,11 +96,6 @@ def _warnings(plan: Plan) -> tuple[list[str], list[str]]:
             "swap."
         )
         advice.append(f"cache_bytes={disk.next_bytes} holds the next windows too.")
-    if plan.ok and disk.again_slices and plan.cache_bytes < disk.once_bytes:
-        warnings.append(
-            f"cache: below {told(disk.once_bytes)}, up to {disk.again_slices} slices ({told(disk.again_bytes)}) are "
-            "fetched twice an epoch, as they lie in several lanes."
-        )
     if job.bandwidth is not None and job.bandwidth < COMMON_BYTES_PER_S:
         warnings.append(f"bandwidth: {job.bandwidth * 8 / 1e9:.3g} Gb/s; 1 Gb/s or more is what runs like this have.")
     if job.volume_bytes is not None and job.volume_bytes < min(COMMON_DISK_BYTES, disk.next_bytes):

@@ -12,13 +12,13 @@ def words(plan: Plan) -> str:
     job, disk, times = plan.job, plan.disk, plan.times
     node = "node" if job.num_nodes == 1 else f"each of {job.num_nodes} nodes"
     most = "" if disk.exact else "at most "
-    samples, all_nodes = int(job.slice_samples.sum()), disk.origin_bytes / max(1, plan.total_bytes)
+    samples = int(job.slice_samples.sum())
     rows: list[tuple[str, str]] = [
         ("dataset", f"{plan.slices_of_run:,} slices, {told(plan.total_bytes)}, {samples:,} samples"),
         ("order", f"lanes={plan.lanes}, window={plan.window}"),
         ("steps", f"{plan.steps_per_epoch:,} of {job.global_batch} samples an epoch"),
         (f"{node} reads", f"{most}{disk.epoch_slices:,} slices, {told(disk.epoch_bytes)} an epoch"),
-        ("all nodes fetch", f"{told(disk.origin_bytes)} an epoch, {all_nodes:.2f} x the dataset"),
+        ("all nodes fetch", f"about {plan.fetch_ratio:.2f} x the dataset an epoch"),
         ("open at once", f"{most}{disk.open_slices:,} slices, {told(disk.open_bytes)}"),
         ("with the next", f"{most}{disk.next_slices:,} slices, {told(disk.next_bytes)}"),
         (

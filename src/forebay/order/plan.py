@@ -30,6 +30,9 @@ from forebay.order.epoch import Epoch, Lanes
 I64 = NDArray[np.int64]
 
 MAX_LANES = 64  # More lanes mix more of the dataset into a batch, and open more windows at once.
+SLICES_PER_LANE = (
+    16  # By default at least: a lane has some three slices open, and slices at two lanes' border come twice.
+)
 _KEPT_SLICES = 1 << 12  # Epochs are kept for so many slices in all, and two in any case.
 _FUTURE_CHUNK = 1 << 16  # Positions that `future` looks at in one go: a few MB.
 
@@ -54,15 +57,20 @@ def samples_per_slice(counts: I64, seq_len: int | None, layout: str = "tokens") 
     return counts // int(seq_len)
 
 
-def default_lanes(global_batch: int) -> int:
-    """The batch if it is at most 64; else its largest divisor in [33, 64], or what comes nearest to one.
+def default_lanes(global_batch: int, num_slices: int) -> int:
+    """The batch if it is at most M; else its largest divisor in (M / 2, M], or the number that is nearest to one.
 
+    M is a sixteenth of the slices, at least 1 and at most 64: then the open windows are about a fifth of the dataset.
     Where C divides the batch, every step takes as many samples of each lane, and a rank keeps its lanes. Where
     the batch is one off a multiple of C, the shares' edges move by one sample from step to step.
+
+    Args:
+        num_slices: Those with samples.
     """
-    if global_batch <= MAX_LANES:
+    most = max(1, min(MAX_LANES, num_slices // SLICES_PER_LANE))
+    if global_batch <= most:
         return global_batch
-    candidates = range(MAX_LANES, MAX_LANES // 2, -1)
+    candidates = range(most, most // 2, -1)
     return min(candidates, key=lambda lanes: (min(global_batch % lanes, -global_batch % lanes), -lanes))
 
 
@@ -104,7 +112,7 @@ class Order:
         samples_per_slice: int64 [S], from `samples_per_slice`.
         seed: Any integer.
         global_batch: Samples in a step over all ranks, from 1.
-        lanes: C; by default `default_lanes(global_batch)`.
+        lanes: C; by default `default_lanes` of the batch and the slices that have samples.
         window: w, in samples of one lane; by default two mean slices' worth, at least 1.
         shuffle: False reads the samples in the dataset's order, through the same methods.
         drop_last: Leave out the short batch that ends an epoch.
@@ -144,8 +152,8 @@ class Order:
         counts.flags.writeable = False
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
-        lanes = int(self.lanes) if self.lanes is not None else default_lanes(int(self.global_batch))
         used = np.flatnonzero(counts)
+        lanes = int(self.lanes) if self.lanes is not None else default_lanes(int(self.global_batch), len(used))
         window = int(self.window) if self.window is not None else max(1, 2 * total // max(len(used), 1))
         for name, value in {
             "samples_per_slice": counts,

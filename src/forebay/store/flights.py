@@ -41,11 +41,13 @@ T = TypeVar("T", bound=Transfer)
 
 @dataclass(eq=False)
 class Flight(Generic[T]):
-    """A transfer under way. `fault`: why a slice that came could not be named."""
+    """A transfer under way. `fault`: why a slice that came could not be named; `again`: the second for an epoch."""
 
     transfer: T
     reservation: Reservation
+    epoch: int | None
     cancelled: bool = False
+    again: bool = False
     fault: OSError | None = None
 
     def settle(self) -> None:
@@ -80,11 +82,12 @@ class Flights(Generic[T]):
     ) -> None:
         self.under_way: dict[int, Flight[T]] = {}
         self.counts = {"fetched_slices": 0, "fetched_bytes": 0, "repeated_fetches": 0, "failed": 0}
+        self.counts |= {"refetched_slices": 0, "refetched_bytes": 0}
         self._sizes = sizes
         self._start, self._cancel, self._on_done, self._clock = start, cancel, on_done, clock
         self._not_before: dict[int, float] = {}
         self._failures: dict[int, int] = {}
-        self._fetched: set[int] = set()
+        self._fetched: dict[int, int | None] = {}  # The epoch of the last fetch.
         self._lock = threading.Lock()  # Of the counts, and what was fetched.
 
     def __contains__(self, key: object) -> bool:
@@ -100,14 +103,18 @@ class Flights(Generic[T]):
         """Of all slices under way."""
         return sum(self._sizes[key] for key in self.under_way)
 
-    def start(self, key: int, reservation: Reservation) -> Exception | None:
-        """Begin a transfer; the reservation is taken over. None, or why it failed at once."""
+    def start(self, key: int, reservation: Reservation, epoch: int | None) -> Exception | None:
+        """Begin a transfer; the reservation is taken over. None, or why it failed at once.
+
+        Args:
+            epoch: Any number of the epoch that needs it: a second fetch for one epoch is counted; None is no epoch.
+        """
         try:
             transfer = self._start(key, reservation.part)
         except Exception as error:  # noqa: BLE001 - whoever waits for the slice gets it
             reservation.release()
             return self._fail(key, error)
-        self.under_way[key] = flight = Flight(transfer, reservation)
+        self.under_way[key] = flight = Flight(transfer, reservation, epoch)
         transfer.on_done(lambda _: self._ended(key, flight))
         return None
 
@@ -170,7 +177,11 @@ class Flights(Generic[T]):
                 self.counts["fetched_slices"] += 1
                 self.counts["fetched_bytes"] += self._sizes[key]
                 self.counts["repeated_fetches"] += key in self._fetched
-                self._fetched.add(key)
+                flight.again = flight.epoch is not None and self._fetched.get(key) == flight.epoch
+                if flight.again:
+                    self.counts["refetched_slices"] += 1
+                    self.counts["refetched_bytes"] += self._sizes[key]
+                self._fetched[key] = flight.epoch
         flight.settle()
         self._on_done(key)
 

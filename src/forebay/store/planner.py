@@ -1,7 +1,8 @@
 """Decides which slices to fetch and which to evict, from what a run will read. No thread, no waiting.
 
 What may push what out: at any time, what no live process will read again goes. For a slice of the step that is next,
-or within the horizon behind it, whatever is read later goes, the latest first (Belady). The horizon is what keeps
+or within the horizon behind it, whatever is read later goes, the latest first (Belady); for one within the horizon
+nothing that is read again within `window_steps`, as a slice of an open window is. The horizon is what keeps
 fetching ahead from eating up what survives for the next epoch: with a budget of b bytes and a horizon of h, about
 b - h bytes survive a cyclic pass, where the least recently used would keep none.
 
@@ -11,8 +12,10 @@ What it costs: 250 bytes a slice of the run; a look at every slice held each tim
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +34,15 @@ _MAX_FLIGHTS, _MAX_FLIGHT_BYTES = 16, 1 << 30
 _LEAD_S = 30.0
 _POLL_S, _EAGER_S, _PUBLISH_S = 0.5, 0.02, 1.0
 _TOLD = 256
+_WARN_S, _REFETCHED_PART = 30.0, 0.1
+_LOST = {
+    "room": "made room for another: the cache of {budget} bytes is smaller than what the windows keep open. Give it "
+    "more room (cache_bytes), or open fewer windows (lanes, window); `forebay plan` says how many fit.",
+    "another process": "was deleted from {directory} by another process. Give the processes that share this cache a "
+    "larger budget, or each a directory of its own.",
+    "damage": "({name}) was changed or damaged in {directory} after it was verified. Check its disk.",
+}
+log = logging.getLogger("forebay")
 
 
 @dataclass
@@ -59,6 +71,7 @@ class Planner(Generic[T]):
         here: Keys known to be in the cache.
         flights: Transfers under way, by key.
         evicted: Slices that this process evicted since the start.
+        lost_to: Why a slice that was here is not: `room`, `another process` or `damage`; by key.
     """
 
     def __init__(
@@ -75,16 +88,20 @@ class Planner(Generic[T]):
         patience_s: float,
         clock: Callable[[], float],
         first_alone: bool = False,
+        window_steps: int = 0,
     ) -> None:
         self.cache = cache
         self.here: set[int] = set()
         self.flights = Flights(slices.sizes, start_transfer, cancel_transfer, on_done, clock)
         self.evicted = 0
+        self.lost_to: dict[int, str] = {}
+        self._refetched_for: Counter[str] = Counter()
         self.lead_s = _LEAD_S
         self._slices = slices
         self._sha256s, self._sizes, self._keys = slices.sha256s, slices.sizes, slices.keys
         self._keep, self._horizon_bytes, self._pass_end = keep, horizon_bytes, pass_end
         self._patience_s, self._clock, self._first_alone = patience_s, clock, first_alone
+        self._window_steps = window_steps
         self._first: list[int] = []  # What the first step reads, until it is here.
         self._now = 0
         self._asked: Collection[int] = ()
@@ -96,6 +113,7 @@ class Planner(Generic[T]):
         self._ties, self._starved_at = 0, 0.0
         self._listed_at = self._published_at = -math.inf
         self._told: object = None
+        self._warned_at = -math.inf
         self._rate: tuple[float, int, float] = (clock(), 0, math.inf)  # at, step, steps per second before
 
     def seek(self, step: int, *, exact: bool = False) -> None:
@@ -125,7 +143,7 @@ class Planner(Generic[T]):
         while self._finished:
             self._finish(self._finished.pop(), outcome)
         for key in self.here.intersection(lost):
-            self._forget(key)
+            self._forget(key, "another process")
         self._list()
         self._first = [key for key in self._first if key not in self.here]
         for key in self.flights.due():
@@ -170,11 +188,12 @@ class Planner(Generic[T]):
         self._listed_at = self._clock()
         here = {self._keys[sha256] for sha256 in self.cache.held() if sha256 in self._keys}
         for key in self.here - here:
-            self._forget(key)
+            self._forget(key, "another process")
         self.here = here
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, why: str) -> None:
         self.here.discard(key)
+        self.lost_to.setdefault(key, why)
         self._unread.pop(key, None)
         self._gone.append(key)
         self._want(key)
@@ -197,14 +216,33 @@ class Planner(Generic[T]):
                 self._push(step, key)
 
     def _finish(self, key: int, outcome: Outcome) -> None:
+        again = self.flights.under_way[key].again
         is_here, error = self.flights.finish(key)
         if is_here:
+            why = self.lost_to.pop(key, "room")
+            if again:
+                self._warn_of_refetch(key, why)
             self.here.add(key)
             self._unread[key] = self._aims.pop(key, self._uses.next_use(key, self._now) or 0)  # Maybe read by now.
         elif error is None:
             self._want(key)
         elif key in self._asked:
             outcome.errors[key] = error
+
+    def _warn_of_refetch(self, key: int, why: str) -> None:
+        """Say why slices come a second time in an epoch: each damaged one; others if they are a tenth of all bytes."""
+        self._refetched_for[why] += 1
+        counts = self.flights.counts
+        few = counts["refetched_bytes"] <= _REFETCHED_PART * counts["fetched_bytes"] and why != "damage"
+        if few or self._clock() - self._warned_at < _WARN_S:
+            return
+        self._warned_at = self._clock()
+        times = ", ".join(f"{number} by {cause}" for cause, number in self._refetched_for.most_common())
+        log.warning(
+            "%d slices (%d of %d bytes) were fetched a second time in an epoch (lost by: %s). The last one %s",
+            counts["refetched_slices"], counts["refetched_bytes"], counts["fetched_bytes"], times,
+            _LOST[why].format(budget=self.cache.budget_bytes, directory=self.cache.directory, name=self._sha256s[key]),
+        )  # fmt: skip
 
     def _bring_asked(self, outcome: Outcome) -> bool:
         """Start what the consumer waits for; whether there is room to go on with what it will want."""
@@ -292,13 +330,15 @@ class Planner(Generic[T]):
         is_full = isinstance(reserved, Refusal) and reserved.why == "no room" and self._keep != "all"
         if is_full and (steps <= 0 or self._is_near(key, steps)):
             self._know_held(once=steps <= 0)
-            reserved = self._reserve(key, steps, "later")
+            # What is fetched ahead pushes out nothing of a window that is open: it would come back at once.
+            reserved = self._reserve(key, max(steps, self._window_steps) if steps > 0 else steps, "later")
         if isinstance(reserved, Refusal):
             if reserved.why == "here":
                 self.here.add(key)
             return reserved
         self._aims[key] = self._now + steps
-        error = self.flights.start(key, reserved)
+        epoch = self._pass_end(self._now + steps) if self._pass_end is not None else 0
+        error = self.flights.start(key, reserved, epoch)
         if error is not None and key in self._asked:
             outcome.errors[key] = error
         return None
@@ -311,7 +351,7 @@ class Planner(Generic[T]):
             for sha256 in reserved.evicted:
                 self.evicted += 1
                 if sha256 in self._keys:
-                    self._forget(self._keys[sha256])
+                    self._forget(self._keys[sha256], "room")
         return reserved
 
     def _know_held(self, *, once: bool) -> None:
@@ -360,7 +400,7 @@ class Planner(Generic[T]):
             self._released, self._published_at = released, -math.inf
         for sha256 in self.cache.drop(released) if released else ():
             self.evicted += 1
-            self._forget(self._keys[sha256])
+            self._forget(self._keys[sha256], "room")
 
     def _is_read(self, key: int) -> bool:
         if self._unread.get(key, -1) > self._now:

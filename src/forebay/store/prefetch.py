@@ -11,6 +11,7 @@ What it costs: 0.1 us a step at which no use of a slice begins or ends, 20 us fo
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -35,6 +36,7 @@ from forebay.store.uses import I64, UsesOf
 __all__ = ["Keep", "SliceFeed", "Transfer"]
 
 _GRACE_S = 0.05  # A shorter wait is not worth a line.
+_TELL_S = 10.0  # Between lines of waits.
 _CLOSE_S = 0.8
 _MAX_LEAD_S = 480.0
 log = logging.getLogger("forebay")
@@ -44,7 +46,6 @@ log = logging.getLogger("forebay")
 class _Wait:
     began: float
     level: int
-    told: bool = False
     told_starved: bool = False
 
 
@@ -72,6 +73,7 @@ class SliceFeed(Generic[T]):
         pass_end: The run step at which the epoch of a step ends, None for never: what `window` goes by.
         first_alone: Begin with what the first step after a seek reads, and with nothing else before that is here:
             where the way is narrow, it would share it with what is needed later.
+        window_steps: What is read again within so many steps is not evicted for what is fetched ahead.
         patience_s: How long to wait for room when nobody can make any.
 
     Raises:
@@ -93,6 +95,7 @@ class SliceFeed(Generic[T]):
         on_evict: Callable[[int], object] | None = None,
         pass_end: Callable[[int], int | None] | None = None,
         first_alone: bool = False,
+        window_steps: int = 0,
         patience_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -105,9 +108,10 @@ class SliceFeed(Generic[T]):
         self._planner = Planner(
             cache, self._slices, start_transfer, cancel_transfer, _weakly(self),
             keep=keep, horizon_bytes=horizon_bytes, pass_end=pass_end, patience_s=patience_s, clock=clock,
-            first_alone=first_alone,
+            first_alone=first_alone, window_steps=window_steps,
         )  # fmt: skip
         self._waited_s, self._late = 0.0, 0
+        self._told_at = -math.inf
         self._closed = False
         self._thread: threading.Thread | None = None
         self._begin()
@@ -196,6 +200,7 @@ class SliceFeed(Generic[T]):
             if self._pins.pop(key, None) is not None:
                 self.cache.unpin(self._sha256s[key])
             self.cache.discard(self._sha256s[key])
+            self._planner.lost_to[key] = "damage"
 
     def advance(self, step: int) -> None:
         """All before `step` is consumed: what was acquired until then may be evicted from now on.
@@ -228,7 +233,8 @@ class SliceFeed(Generic[T]):
             self.close()
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: slices and bytes fetched, fetched again, evicted, failed; waits and their seconds.
+        """Counters since the start: slices and bytes fetched, fetched again (`repeated_fetches`; for one epoch
+        `refetched_slices`, `refetched_bytes`), evicted, failed; waits and their seconds.
 
         `held_bytes` are the run's slices that are here, `in_flight` the transfers under way.
         """
@@ -300,17 +306,20 @@ class SliceFeed(Generic[T]):
                 self._asked.subtract(keys)
                 self._asked += Counter()
                 self._waited_s += waited_s
-            if wait.told:
-                log.log(wait.level, "%s after %.3f s.", self._progress(keys), waited_s)
         if self._now > self._began_at:
             self._planner.lead_s = min(_MAX_LEAD_S, 2 * self._planner.lead_s)
 
     def _say(self, wait: _Wait, keys: list[int]) -> None:
-        """A line when a wait turns out to be one, and another when it is for room."""
-        waited_s = self._clock() - wait.began
-        if not wait.told and waited_s >= _GRACE_S:
-            wait.told = True
-            log.log(wait.level, "%s at step %d. Waiting.", self._progress(keys), self._now)
+        """A line for a wait, one in 10 s for all of them, and another when it is for room."""
+        now = self._clock()
+        waited_s = now - wait.began
+        if waited_s >= _GRACE_S and now - self._told_at >= _TELL_S:
+            if wait.level == logging.WARNING:
+                self._told_at = now
+            log.log(
+                wait.level, "%s at step %d. Waiting; %d waits and %.1f s so far.", self._progress(keys), self._now,
+                self._late, self._waited_s + waited_s,
+            )  # fmt: skip
         if not wait.told_starved and waited_s >= self._patience_s / 2 and (starved := self._starved):
             wait.told_starved = True
             log.warning("waiting for room in the cache: %s", starved)

@@ -18,8 +18,8 @@ from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
+from forebay.load.needs import Job
 from forebay.load.sources import open_dataset
-from forebay.observe.needs import Job
 from forebay.observe.plan_checks import make_plan
 from forebay.observe.plan_words import words
 from forebay.observe.timing import Flow, bandwidth_needed, flow_of, times_of
@@ -73,7 +73,7 @@ def test_lanes_that_do_not_fit_are_refused_and_some_that_do_are_named() -> None:
     plan = make_plan(job(lanes=8, cache_bytes=700 * GB))
     assert not plan.ok and "lanes=8" in plan.refused[0]
     assert any(text.startswith("lanes=1, window=") for text in plan.advice)
-    usual = make_plan(job(cache_bytes=700 * GB))
+    usual = make_plan(job(100, 20 * GB, cache_bytes=200 * GB))
     assert usual.ok and usual.lanes == 1 and "Give them to the Loader" in usual.warnings[0]
 
 
@@ -119,6 +119,18 @@ def test_a_thousand_ranks_share_a_dataset_evenly() -> None:
     assert plan.disk.origin_bytes == plan.total_bytes
     low, high = make_plan(job(997, 64 * 4096, batch=1024, world_size=1000)).samples_of_rank
     assert high - low <= -(-997 * 64 // 1024)  # One a step.
+
+
+def test_a_run_that_fetches_the_dataset_several_times_is_refused_with_advice_that_works() -> None:
+    nodes = {"world_size": 1000, "batch": 1000}
+    plan = make_plan(job(1000, 2 * GB, **nodes))
+    assert not plan.ok and 20 < plan.fetch_ratio < 25 and "1000 nodes without a common cache" in plan.refused[0]
+    assert "Use lanes=1000, head=0 (1 times)" in plan.refused[0]
+    assert make_plan(job(1000, 2 * GB, lanes=1000, head=0, **nodes)).fetch_ratio == 1
+    assert make_plan(job(1000, 2 * GB, max_fetch_ratio=25, **nodes)).ok
+    assert make_plan(job(1000, 2 * GB, swarm=True, **nodes)).ok  # From each other.
+    some = make_plan(job(80, GB, batch=16, world_size=8, lanes=8))
+    assert some.ok and 1.1 < some.fetch_ratio < 1.5 and "expected at most 1.1 times" in some.warnings[-1]
 
 
 def test_wrong_arguments_are_said_so() -> None:
@@ -191,7 +203,8 @@ def run_it(server: OriginServer, cache: Path, budget: int, **given) -> tuple[dic
     """A loader's stats, and the most bytes that its cache held."""
     server.reset()
     most = 0
-    with Loader(server.url, cache_dir=cache, cache_bytes=budget, rank=0, world_size=1, **given) as loader:
+    place = {"cache_dir": cache, "cache_bytes": budget, "rank": 0, "world_size": 1}
+    with Loader(server.url, max_fetch_ratio=None, **place, **given) as loader:
         for _ in loader:
             held = 0
             for file in cache.iterdir():
@@ -244,7 +257,7 @@ def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(
     assert main([*common, "--json", "--volume", str(tmp_path), "--mem", "8GB"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["ok"] and told["slices"] == 8 and told["first_batch_s"] < 0.001 and told["stall_s"] >= 0
-    assert told["loader"]["lanes"] == 8 and told["steps_per_epoch"] == 64
+    assert told["loader"]["lanes"] == 1 and told["steps_per_epoch"] == 64
     assert main([*common, "--cache-bytes", "20kB"]) == 1
     text = capsys.readouterr().out
     assert "refused: cache: expected at least" in text and text.endswith("would not do what was asked\n")
