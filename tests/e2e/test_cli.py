@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -146,14 +147,14 @@ def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus: Path,
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     base = tmp_path_factory.mktemp("net")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert forebay("network", "init", base / "net", "--bootstrap", f"127.0.0.1:{port}").returncode == 0
-    assert forebay("network", "join", base / "net", base / "alice", "--name", "alice").returncode == 0
-    return base / "alice"
+    dht = Bootstrap(1)
+    assert forebay("network", "init", base / "net", "--bootstrap", "{}:{}".format(*dht.at[0])).returncode == 0
+    joined = forebay("network", "join", base / "net", base / "alice", "--name", "alice", "--role", "all")
+    assert joined.returncode == 0
+    yield base / "alice"
+    dht.close()
 
 
 def test_an_unknown_name_is_told_in_one_line(node: Path, tmp_path: Path) -> None:
@@ -170,9 +171,22 @@ def test_a_port_in_use_is_told_in_one_line(node: Path, dataset: Path) -> None:
         assert_one_line(forebay("serve", dataset, "--network", node, "--listen", f"127.0.0.1:{port}"), str(port))
 
 
+def test_a_role_is_given_explicitly_and_a_network_is_named_as_its_directory(node: Path, tmp_path: Path) -> None:
+    net = node.parent / "net"
+    assert_one_line(forebay("network", "join", net, tmp_path / "bob", "--name", "bob"), "--role")
+    assert_one_line(forebay("network", "invite", net, "--at", "127.0.0.1:1"), "--role")
+    assert not (tmp_path / "bob").exists()
+    shown = last_json(forebay("network", "show", net, "--json"))
+    assert shown["name"] == "net"
+    done = forebay("inspect", "forebay://net/nothing", "--network", node)
+    assert_one_line(done, "forebay://net/nothing", "no peer serves")
+
+
 def test_join_refuses_to_overwrite_a_key(node: Path) -> None:
     key = (node / "node-key.pem").read_bytes()
-    assert_one_line(forebay("network", "join", node.parent / "net", node, "--name", "mallory"), "alice")
+    assert_one_line(
+        forebay("network", "join", node.parent / "net", node, "--name", "mallory", "--role", "all"), "alice"
+    )
     assert (node / "node-key.pem").read_bytes() == key
     assert (node / "node-key.pem").stat().st_mode & 0o077 == 0
 
@@ -180,7 +194,7 @@ def test_join_refuses_to_overwrite_a_key(node: Path) -> None:
 def test_a_node_is_probed_revoked_and_drains_on_sigterm(dataset: Path, tmp_path: Path) -> None:
     """Probe says 0 of a healthy node and 1 of none; a revoked peer is refused without a restart; SIGTERM exits 0."""
     for name in ("alice", "bob"):
-        last = forebay("network", "join", _network(tmp_path), tmp_path / name, "--name", name)
+        last = forebay("network", "join", _network(tmp_path), tmp_path / name, "--name", name, "--role", "all")
         assert last.returncode == 0, last.stderr
     peer = last_json(forebay("network", "show", tmp_path / "bob", "--json"))["peer_id"]
     dht = Bootstrap(1)

@@ -17,6 +17,7 @@ from forebay.schedule.desk import Desk, JobSpec, Source
 from forebay.worker.answers import Answer, Grant
 from forebay.worker.hand import Hand
 from forebay.worker.held import Held, Statement
+from leases_by_hand import answer
 
 DATASET = "ab" * 32
 BATCH = 3
@@ -57,7 +58,7 @@ class Worker:
         self.world = world
         self.step_s = step_s
         self.let_go: Counter[str] = Counter()
-        self.hand = Hand(BATCH, None, 10_000, 0.5, self._let_go, lambda: world.now)
+        self.hand = Hand(BATCH, None, 10_000, 1.0, self._let_go, lambda: world.now)
         self.used: list[tuple[int, int, int]] = []
         self.held: Held | None = None
         self.said: Statement | None = None
@@ -187,6 +188,49 @@ def test_no_sample_is_used_twice_though_leases_are_cut_and_exchanges_lost(seed: 
         assert worker.let_go == worker.fetched
 
 
+@pytest.mark.parametrize("step_s", [0.001, 0.04, 0.3, 3.0])
+def test_a_lost_lease_wastes_what_is_used_in_one_receipt_s_and_a_step(step_s: float) -> None:
+    """The scheduler stops answering at any moment: an exchange is sent and no answer comes; steps go on meanwhile."""
+    batch, receipt_s, now = 4, 0.5, [0.0]
+    worst = 0.0
+    for seed in range(12):
+        chance = random.Random(seed)
+        hand = Hand(batch, None, 1 << 30, receipt_s, lambda grant: None, lambda: now[0])
+        lease = {
+            "lease_id": "1", "job": "j", "job_id": "j", "epoch": 0, "slice": 3, "index": 3, "dataset_id": DATASET,
+            "name": "s", "sha256": DATASET, "bytes": 9, "count": 10**6, "start": 0, "stop": 10**6, "sample_base": 0,
+            "seed": 0, "seq_len": 1, "layout": "tokens", "dtype": "U16", "vocab_size": 1, "providers": [],
+            "expires_in_s": 30.0,
+        }  # fmt: skip
+        hand.hear(hand.state(), answer(leases=[lease]))
+        held = hand.next_to_fetch()
+        assert held is not None and hand.note_fetched(held, Path("x"), 0.01) and hand.next_ready() is held
+        gone_at = now[0] + 6 * max(step_s, receipt_s) * (1 + chance.random())
+        said, ends_at = None, None  # the exchange without an answer; the end of the step under way
+        while now[0] < gone_at + 100 * max(step_s, receipt_s):
+            if ends_at is None and held.taken + batch <= held.limit:
+                hand.take(held)
+                ends_at = now[0] + step_s
+            due_at = hand._due_at(now[0]) if said is None else float("inf")
+            if ends_at is None and said is not None:
+                break  # the step after waits for an answer
+            now[0] = max(now[0], min(due_at, ends_at if ends_at is not None else float("inf")))
+            if ends_at is not None and now[0] >= ends_at:
+                hand.note_used(held, 0)
+                ends_at = None
+            if said is None and hand._due_at(now[0]) <= now[0]:
+                asked = hand.state()
+                if now[0] >= gone_at:
+                    said = asked
+                    continue
+                uses = [{"lease_id": "1", "offset": use.stop, "stop": 10**6} for use in asked.uses]
+                hand.hear(asked, answer(uses=uses, live={"1": {"stop": 10**6, "expires_in_s": 30.0}}))
+        assert said is not None and ends_at is None
+        hand.empty()
+        worst = max(worst, hand.tally.wasted)
+    assert 0 < worst <= receipt_s / step_s * batch + batch
+
+
 def test_leases_are_cut() -> None:
     """The law above is about something: in most worlds idle workers get the ends of others' leases."""
     cuts = 0
@@ -214,7 +258,7 @@ def test_who_was_cut_does_not_get_it_back_before_the_idle() -> None:
             slow.work()
             world.carry(slow)
         # The fast one asks seldom while it has nothing to do, as it is told.
-        for _ in range(20 if fast.hand.held or turn % 9 == 0 else 0):
+        for _ in range(20 if fast.hand.held or turn % 4 == 0 else 0):
             if not fast.hand.is_closed:
                 fast.work()
                 world.carry(fast)

@@ -21,8 +21,10 @@ from forebay.cli import (
     doctor,
     job,
     ledger,
+    logs,
     mirror,
     network,
+    parser,
     plan,
     prepare,
     schedule,
@@ -37,7 +39,12 @@ from forebay.extras import install_command
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; no error leaves it as a traceback."""
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
+    with logs.logging_to_stderr(args):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     verb: Verb = args.verb
     try:
         return verb(args)
@@ -88,22 +95,31 @@ def _explain(error: OSError) -> str:
     return f"{error.strerror or error}{where}: {advice}."
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     from forebay import __version__
 
-    parser = argparse.ArgumentParser(
-        prog="forebay", description="Raw text in, a GPU that never waits.", allow_abbrev=False
+    main_parser = parser.Parser(
+        prog="forebay", usage="forebay [OPTIONS] COMMAND ...", description="Raw text in, a GPU that never waits."
     )
-    parser.add_argument("--version", action="version", version=f"forebay {__version__}")
-    verbs = parser.add_subparsers(metavar="COMMAND", required=True)
+    main_parser.add_argument("-V", "--version", action="version", version=f"forebay {__version__}")
+    logs.add_options(main_parser)
+    verbs = main_parser.add_subparsers(metavar="COMMAND", required=True, prog="forebay", help=argparse.SUPPRESS)
+    abouts: dict[str, str] = {}
 
-    def verb(name: str, run: Verb, about: str, parent: Any = verbs) -> argparse.ArgumentParser:
-        p: argparse.ArgumentParser = parent.add_parser(name, help=about, description=about, allow_abbrev=False)
+    def verb(name: str, run: Verb, about: str, parent: Any = None) -> argparse.ArgumentParser:
+        # The panels list the commands, so the parser of all commands gets no help for them; those of a group do.
+        shown: dict[str, Any] = {} if parent is None else {"help": about}
+        p: argparse.ArgumentParser = (parent or verbs).add_parser(name, description=about, **shown)
         p.set_defaults(verb=run)
+        logs.add_options(p)
+        if parent is None:
+            abouts[name] = about
         return p
 
     def group(name: str, about: str) -> Any:
-        return verbs.add_parser(name, help=about, description=about).add_subparsers(metavar="COMMAND", required=True)
+        abouts[name] = about
+        return verbs.add_parser(name, description=about).add_subparsers(metavar="COMMAND", required=True)
 
     prepare.add_verbs(verb, group)
     data.add_verbs(verb, group)
@@ -120,4 +136,6 @@ def _parser() -> argparse.ArgumentParser:
     coordinate.add_verbs(verb, group)
     simulate.add_verbs(verb, group)
     bench.add_verbs(verb, group)
-    return parser
+    parser.add_verbs(verb, main_parser)
+    main_parser.epilog = parser.panels(abouts)
+    return main_parser

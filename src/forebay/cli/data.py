@@ -77,9 +77,9 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--input", nargs="+", type=Path, metavar="PATH", help="text to train on (default: Python's library)")
     p.add_argument("--json", type=Path, metavar="FILE", help="also write the summary here")
     p.add_argument("--keep", type=Path, metavar="DIR", help="keep everything it makes in this new directory")
-    p.add_argument("--trainer", choices=["auto", "gpt", "count", "none"], default="auto")
+    p.add_argument("--trainer", choices=["auto", "gpt", "count", "none"], default="auto", help="what learns")
     p.add_argument("--max-bytes", type=size, default=None, help="use at most this much of the default text")
-    p.add_argument("--tokenizer", default="train:4096")
+    p.add_argument("--tokenizer", default="train:4096", metavar="T", help="as of `forebay prepare`")
 
     for name, run, about in (
         ("inspect", _inspect, "what is in a dataset"),
@@ -91,6 +91,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         p.add_argument("--json", action="store_true")
         p.add_argument("--quiet", action="store_true")
     p = verb("adopt", _adopt, "give a directory of SafeTensors files a manifest")
-    p.add_argument("directory", type=Path)
-    p.add_argument("--name")
+    p.add_argument("directory", type=Path, help="with slices/*.safetensors")
+    p.add_argument("--name", help="the dataset's (default: the directory's)")
     p.add_argument("--json", action="store_true")

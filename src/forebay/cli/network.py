@@ -9,15 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import address, positive, show
-from forebay.cli.running import add_node, join_network, listen_at, ready, until_stopped
+from forebay.cli.arguments import address, positive, seconds, show
+from forebay.cli.running import add_node, joined_network, listen_at, log, ready, until_stopped
+from forebay.network.waiting import waiting
 
 
 def _probe(args: argparse.Namespace) -> int:
     from forebay.network.client import Client
     from forebay.network.identity import Identity
 
-    with Client(Identity.load(args.network)) as client:
+    with Client(Identity.load(args.network)) as client, waiting(log, lambda: f"an answer of {args.address}"):
         body, peer = client.request_json(args.address, "GET", "/v1/status", timeout_s=args.timeout)
     draining = isinstance(body, dict) and bool(body.get("draining"))
     show({"address": args.address, "peer_id": peer.peer_id, "name": peer.name, "healthy": not draining}, args.json)
@@ -46,29 +47,29 @@ def _serve(args: argparse.Namespace) -> int:
     from forebay.serve import DataNode
     from forebay.store.remote import open_remote
 
-    datasets = [
-        open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)
-        for path in args.datasets
-    ]
-    identity, discovery = join_network(args)
-    host, port = listen_at(args, discovery)
     access = Access.load(args.access) if args.access is not None else None
-    node = DataNode(identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access)
-    try:
-        node.start()
-        ready(
-            args,
-            role="data node",
-            address=node.address,
-            peer_id=identity.peer_id,
-            datasets={d.name: d.id for d in datasets},
-        )
-        until_stopped(args)
-    finally:
-        node.stop()
-        discovery.close()
-    if args.json:
-        print(json.dumps(node.status()), flush=True)
+    with waiting(log, lambda: f"the datasets {', '.join(args.datasets)}"):
+        datasets = [
+            open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)
+            for path in args.datasets
+        ]
+    with joined_network(args) as (identity, discovery):
+        host, port = listen_at(args, discovery)
+        node = DataNode(identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access)
+        try:
+            node.start()
+            ready(
+                args,
+                role="data node",
+                address=node.address,
+                peer_id=identity.peer_id,
+                datasets={d.name: d.id for d in datasets},
+            )
+            until_stopped(args)
+        finally:
+            node.stop()
+        if args.json:
+            print(json.dumps(node.status()), flush=True)
     return 0
 
 
@@ -76,11 +77,11 @@ def _find(args: argparse.Namespace) -> int:
     from forebay.network.discovery import find_providers
     from forebay.network.https import Client
 
-    identity, discovery = join_network(args)
-    try:
+    def what() -> str:
+        return f"data nodes of {args.name!r}; the DHT was asked and names none that answers"
+
+    with joined_network(args) as (identity, discovery), waiting(log, what):
         claims = find_providers(discovery, Client(identity), identity.network_id, args.name, timeout_s=args.timeout)
-    finally:
-        discovery.close()
     found = [
         {
             "name": c.name,
@@ -110,18 +111,19 @@ def _find(args: argparse.Namespace) -> int:
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     """Adds the verbs of this module."""
     p = add_node(verb, "dht", _dht, "nodes of the Kademlia DHT that others start from", network=False)
-    p.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT")
-    p.add_argument("--nodes", type=positive, default=1)
+    p.add_argument(
+        "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="of the first node (UDP); port 0: a free one"
+    )
+    p.add_argument("--nodes", type=positive, default=1, metavar="N", help="how many, the others at free ports")
     p = add_node(verb, "serve", _serve, "a data node: serve datasets and announce them")
     p.add_argument("datasets", nargs="+", metavar="DATASET", help="a directory, or a URL that members fetch from too")
     p.add_argument("--listen", metavar="HOST:PORT", help="default: a free port where our DHT node listens")
-    p.add_argument("--ttl", type=float, default=60.0, metavar="S", help="how long a claim holds without renewal")
+    p.add_argument("--ttl", type=seconds, default=60.0, metavar="S", help="how long a claim holds without renewal")
     p.add_argument("--access", type=Path, metavar="FILE", help="who may read what, and how much a day (TOML)")
-    p = add_node(verb, "find", _find, "who has a dataset")
-    p.add_argument("name")
-    p.add_argument("--timeout", type=float, default=10.0, metavar="S")
+    p = add_node(verb, "find", _find, "who has a dataset", timeout_s=10.0, timeout_of="an answer of the DHT")
+    p.add_argument("name", help="the dataset's")
     p = verb("probe", _probe, "whether a scheduler or data node answers and takes requests: exit 0 or 1")
-    p.add_argument("address", metavar="HOST:PORT")
-    p.add_argument("--network", type=Path, required=True, metavar="DIR")
-    p.add_argument("--timeout", type=float, default=2.0, metavar="S")
-    p.add_argument("--json", action="store_true")
+    p.add_argument("address", metavar="HOST:PORT", help="of a scheduler or data node")
+    p.add_argument("--network", type=Path, required=True, metavar="DIR", help="the asking node's directory")
+    p.add_argument("--timeout", type=seconds, default=2.0, metavar="S", help="longest wait for its answer")
+    p.add_argument("--json", action="store_true", help="print JSON")

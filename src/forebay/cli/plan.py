@@ -117,18 +117,22 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--bytes", type=size, help="of a dataset to come, instead: 2TB")
     p.add_argument("--slice-bytes", type=size, help="200GB")
     p.add_argument("--token-bytes", type=positive, default=2, help="with --bytes: 2 (default) or 4 a token")
-    p.add_argument("--seq-len", type=positive, default=2048)
+    p.add_argument("--seq-len", type=positive, default=2048, help="tokens a sample")
     p.add_argument("--global-batch", type=positive, default=512, help="samples of all ranks (default: 512)")
-    p.add_argument("--world-size", type=positive, default=1, metavar="RANKS")
+    p.add_argument("--world-size", type=positive, default=1, metavar="RANKS", help="ranks of the run")
     p.add_argument("--ranks-per-node", type=positive, default=1, metavar="N", help="ranks that share a cache")
-    p.add_argument("--epochs", type=positive, default=1)
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--epochs", type=positive, default=1, help="passes over the dataset")
+    p.add_argument("--seed", type=int, default=0, help="of the order")
     p.add_argument("--lanes", type=positive, help="default: the loader's, or as many as fit")
-    p.add_argument("--window", type=positive, metavar="SAMPLES")
-    p.add_argument("--head", type=int, metavar="SAMPLES")
+    p.add_argument(
+        "--window", type=positive, metavar="SAMPLES", help="samples of a lane that are mixed (default: the loader's)"
+    )
+    p.add_argument(
+        "--head", type=int, metavar="SAMPLES", help="samples that come from one slice at first (default: the loader's)"
+    )
     p.add_argument("--cache-bytes", type=size, help="450GB; default: what the plan proposes")
     p.add_argument("--volume", metavar="DIR|SIZE|ram", help="the disk that the cache shall lie on")
-    p.add_argument("--keep", choices=["budget", "window", "all"], default="budget")
+    p.add_argument("--keep", choices=["budget", "window", "all"], default="budget", help="which slices the cache keeps")
     p.add_argument("--max-fetch-ratio", type=float, default=1.5, metavar="N",
                    help="refuse to fetch more than N times the dataset in an epoch (default: 1.5; 0: any)")  # fmt: skip
     p.add_argument("--mem", type=size, help="of a node (default: this machine's)")
@@ -137,8 +141,8 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--vocab-size", type=positive, default=50257, help="for --model-size (default: GPT-2's)")
     p.add_argument("--bandwidth", type=rate, help="of a node: 1Gb/s, 125MB/s")
     p.add_argument("--step-s", type=seconds, help="a step of training, in seconds, without waiting")
-    p.add_argument("--connections", type=positive, default=16)
+    p.add_argument("--connections", type=positive, default=16, help="requests at once")
     p.add_argument("--chunk-bytes", type=size, default=8 << 20, help="the most that one request asks for")
-    p.add_argument("--prefetch", type=int, default=0)
+    p.add_argument("--prefetch", type=int, default=0, help="batches made ahead")
     p.add_argument("--network", metavar="DIR", help="for forebay:// URLs: the node's directory")
     p.add_argument("--json", action="store_true")

@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import json
+import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import address, plain
-from forebay.errors import UsageError
+from forebay.cli.arguments import address, plain, seconds
+from forebay.errors import NetworkError, UsageError
 
 Verb = Callable[[argparse.Namespace], int]
+log = logging.getLogger("forebay.cli")
 
 if TYPE_CHECKING:
     from forebay.network.dht import LibtorrentDht
     from forebay.network.identity import Identity
 
 
-def join_network(args: argparse.Namespace) -> tuple[Identity, LibtorrentDht]:
-    """This node's identity and its place in the DHT; the caller closes the latter."""
-    from forebay.network.dht import LibtorrentDht
+@contextmanager
+def joined_network(args: argparse.Namespace, required: bool = True) -> Iterator[tuple[Identity, LibtorrentDht]]:
+    """This node's identity and its place in the DHT, from here to the end of the block.
+
+    Args:
+        required: Whether to raise if no bootstrap node answers within `args.timeout`; else a warning is logged.
+
+    Raises:
+        NetworkError: If no bootstrap node answers, or the DHT node cannot listen.
+        UsageError: If the directory, an address or the log of refusals is wrong.
+    """
+    from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
     from forebay.network.identity import Identity
 
     if args.network is None:
@@ -41,7 +54,15 @@ def join_network(args: argparse.Namespace) -> tuple[Identity, LibtorrentDht]:
             f"no DHT node is known for {args.network}: give --bootstrap HOST:PORT (one runs with: forebay dht)"
         )
     host, port = address(args.dht) if args.dht else ("", 0)
-    return identity, LibtorrentDht(host, port, bootstrap)
+    # The engine aborts the process if the interpreter ends while it runs: closed on every way out.
+    with contextlib.closing(LibtorrentDht(host, port, bootstrap)) as discovery:
+        try:
+            wait_for_bootstrap(bootstrap, args.timeout if required else 1.0)
+        except NetworkError as error:
+            if required:
+                raise
+            log.warning("%s", error)
+        yield identity, discovery
 
 
 def listen_at(args: argparse.Namespace, discovery: LibtorrentDht) -> tuple[str, int]:
@@ -82,16 +103,27 @@ def until_stopped(args: argparse.Namespace, until: Callable[[], bool] | None = N
 
 
 def add_node(
-    verb: Callable[..., argparse.ArgumentParser], name: str, run: Verb, about: str, network: bool = True
+    verb: Callable[..., argparse.ArgumentParser],
+    name: str,
+    run: Verb,
+    about: str,
+    network: bool = True,
+    timeout_s: float = 30.0,
+    timeout_of: str = "a bootstrap node",
 ) -> argparse.ArgumentParser:
     """A verb that runs a node: the flags which all of them have."""
     p = verb(name, run, about)
+    p.set_defaults(default_log_level="info")
     if network:
         p.add_argument("--network", type=Path, metavar="DIR", help="this node's directory, from network join")
         where = "where our DHT node listens (UDP); default: the address from which the first bootstrap node is reached"
         p.add_argument("--audit", type=Path, metavar="FILE", help="log of refusals, bans and revocations")
         p.add_argument("--dht", metavar="HOST:PORT", help=where)
-    p.add_argument("--bootstrap", action="append", default=[], metavar="HOST:PORT")
-    p.add_argument("--json", action="store_true")
+        p.add_argument("--timeout", type=seconds, default=timeout_s, metavar="S", help=f"longest wait for {timeout_of}")
+    p.add_argument(
+        "--bootstrap", action="append", default=[], metavar="HOST:PORT",
+        help="a DHT node to enter by, in place of the network's; may be repeated",
+    )  # fmt: skip
+    p.add_argument("--json", action="store_true", help="print JSON lines")
     p.add_argument("--lifeline", action="store_true", help="stop when standard input ends")
     return p

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import positive
-from forebay.cli.running import add_node, join_network, listen_at, on_stop, ready
-from forebay.errors import UsageError
+from forebay.cli.arguments import positive, seconds
+from forebay.cli.running import add_node, joined_network, listen_at, log, on_stop, ready
+from forebay.errors import LeaseError, UsageError
+from forebay.network.waiting import waiting
 
 if TYPE_CHECKING:
     from forebay.schedule.catalog import JobPlan
@@ -28,44 +29,47 @@ def _schedule(args: argparse.Namespace) -> int:
     from forebay.schedule.service import SchedulerService
 
     plans = _plans(args)
-    identity, discovery = join_network(args)
-    host, port = listen_at(args, discovery)
-    service = SchedulerService(
-        identity,
-        plans[0].name,
-        discovery=discovery,
-        client=Client(identity),
-        state_dir=args.state,
-        host=host,
-        port=port,
-        jobs=plans,
-        wait_s=args.wait,
-        standby=args.standby,
-        publishers=args.publisher,
-    )
-    stop = threading.Event()
-    on_stop(stop, args)
-    began = threading.Event()
-    try:
-        threading.Thread(target=_until_told, args=(args, service, stop, began), daemon=True).start()
-        service.start()
-        began.set()
-        if stop.is_set():
-            return 0
-        ready(
-            args,
-            role="scheduler",
-            address=service.address,
-            peer_id=identity.peer_id,
-            ledger=str(service.ledger_path),
+    stop, began = threading.Event(), threading.Event()
+    with joined_network(args) as (identity, discovery):
+        on_stop(stop, args)
+        host, port = listen_at(args, discovery)
+        service = SchedulerService(
+            identity,
+            plans[0].name,
+            discovery=discovery,
+            client=Client(identity),
+            state_dir=args.state,
+            host=host,
+            port=port,
+            jobs=plans,
+            wait_s=args.timeout,
+            standby=args.standby,
+            publishers=args.publisher,
         )
-        while not stop.wait(0.2):
-            if args.exit_when_done and service.is_done():
-                break
-    finally:
-        began.set()
-        service.stop()
-        discovery.close()
+        try:
+            threading.Thread(target=_until_told, args=(args, service, stop, began), daemon=True).start()
+            service.start()
+            began.set()
+            if stop.is_set():
+                return 0
+            ready(
+                args,
+                role="scheduler",
+                address=service.address,
+                peer_id=identity.peer_id,
+                ledger=str(service.ledger_path),
+            )
+            while not stop.wait(0.2):
+                if args.exit_when_done and service.is_over():
+                    break
+            left_out = service.left_out() if args.exit_when_done else []
+        finally:
+            began.set()
+            service.stop()
+    if left_out:
+        raise LeaseError(
+            "; ".join(left_out) + ". See why workers could not read them, then run the missing samples as another job."
+        )
     return 0
 
 
@@ -141,7 +145,8 @@ def _steer(args: argparse.Namespace) -> int:
     elif verb == "weights":
         body = {"weights": dict(_weight(text) for text in more)}
     path = f"/v1/jobs/{urllib.parse.quote(job, safe='')}/{verb}"
-    answer, _ = Client(Identity.load(args.network)).request_json(args.at, "POST", path, body)
+    with waiting(log, lambda: f"an answer of {args.at}"):
+        answer, _ = Client(Identity.load(args.network)).request_json(args.at, "POST", path, body)
     print(json.dumps(answer) if args.json else job_line(answer))
     return 0
 
@@ -152,7 +157,8 @@ def _status(args: argparse.Namespace) -> int:
     from forebay.network.identity import Identity
     from forebay.schedule.status import lines
 
-    body, _ = Client(Identity.load(args.network)).request_json(args.address, "GET", "/v1/status")
+    with waiting(log, lambda: f"an answer of {args.address}"):
+        body, _ = Client(Identity.load(args.network)).request_json(args.address, "GET", "/v1/status")
     if args.json:
         print(json.dumps(body))
     else:
@@ -162,9 +168,10 @@ def _status(args: argparse.Namespace) -> int:
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     """Adds the verbs of this module."""
-    p = add_node(verb, "schedule", _schedule, "a scheduler: find datasets and lease their slices; or steer its jobs")
+    about = "a scheduler: find datasets and lease their slices; or steer its jobs"
+    p = add_node(verb, "schedule", _schedule, about, timeout_of="a bootstrap node, then for a data node")
     p.add_argument("names", nargs="*", metavar="NAME", help="a dataset: a job each; or, with --at, a verb and a job")
-    p.add_argument("--job", help="another name for the job than its dataset's")
+    p.add_argument("--job", metavar="NAME", help="another name for the job than its dataset's")
     p.add_argument("--mix", action="append", default=[], metavar="NAME=WEIGHT", help="a dataset of one mixed job")
     p.add_argument(
         "--mix-from", action="append", default=[], metavar="SAMPLES:NAME=WEIGHT,…", help="other weights from there on"
@@ -193,12 +200,15 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         metavar="N",
         help="workers that fail on a slice, to set it aside (3)",
     )
-    p.add_argument("--wait", type=float, default=30.0, metavar="S", help="how long to look for a data node (30)")
-    p.add_argument("--exit-when-done", action="store_true", help="end once every job is done")
+    p.add_argument("--wait", type=seconds, dest="timeout", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    p.add_argument(
+        "--exit-when-done", action="store_true",
+        help="end once every job is done and live workers know it; exit 1 if slices were set aside",
+    )  # fmt: skip
     p.add_argument(
         "--at", metavar="HOST:PORT", help=f"a running scheduler: {', '.join(VERBS)} NAME's job; needs the role admin"
     )
     p = verb("status", _status, "what a scheduler or data node says of itself")
-    p.add_argument("address", metavar="HOST:PORT")
-    p.add_argument("--network", type=Path, required=True, metavar="DIR")
-    p.add_argument("--json", action="store_true")
+    p.add_argument("address", metavar="HOST:PORT", help="of a scheduler or data node")
+    p.add_argument("--network", type=Path, required=True, metavar="DIR", help="the asking node's directory")
+    p.add_argument("--json", action="store_true", help="print JSON")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import functools
 import json
 import sys
 import time
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from forebay.cli.arguments import address, plain, positive, show
+from forebay.cli.running import log
 from forebay.errors import UsageError
 from forebay.network.peer import ROLES, Scope
+from forebay.network.waiting import waiting
 
 DAY_S = 86400
 
@@ -21,9 +24,13 @@ DAY_S = 86400
 def _network_init(args: argparse.Namespace) -> int:
     from forebay.network.identity import create_network
 
-    create_network(args.directory, args.name, bootstrap=[address(a) for a in args.bootstrap])
-    print(f"network {args.name!r} in {args.directory}. Keep root-key.pem secret: it admits nodes.")
-    print(f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE")
+    name = args.name or args.directory.absolute().name
+    create_network(args.directory, name, bootstrap=[address(a) for a in args.bootstrap])
+    print(f"network {name!r} in {args.directory}. Keep root-key.pem secret: it admits nodes.")
+    print(f"Its datasets have the URLs forebay://{name}/DATASET.")
+    print(
+        f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE --role worker   # or data, scheduler"
+    )
     return 0
 
 
@@ -34,7 +41,7 @@ def _network_org(args: argparse.Namespace) -> int:
     peer_id = create_organisation(args.network, args.directory, args.name, scope, **_days(args))
     print(f"organisation {args.name!r} is {peer_id}: its nodes may be {_words(scope)}.")
     print(f"Give {args.directory} to whoever runs it, and keep no copy: org-key.pem admits nodes in its name.")
-    print(f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE")
+    print(f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE --role worker")
     return 0
 
 
@@ -46,10 +53,12 @@ def _network_join(args: argparse.Namespace) -> int:
         if len(args.directories) != 1 or args.role or args.dataset or args.days:
             raise UsageError("join: with --token expected the node's directory alone; the token says the rest")
         text = sys.stdin.readline().strip() if args.token == "-" else args.token
-        identity = join_by_token(text, args.directories[0], args.name)
+        with waiting(log, lambda: "an answer of the admission server that the token names"):
+            identity = join_by_token(text, args.directories[0], args.name)
     else:
         if len(args.directories) != 2:
             raise UsageError("join: expected the directories of the network and of the node, or --token TOKEN and one")
+        _check_role(args, "join")
         network_dir, node_dir = args.directories
         days = args.days or NODE_VALID_DAYS
         identity = join(network_dir, node_dir, args.name, scope=_scope(args), valid_days=days)
@@ -68,9 +77,10 @@ def _network_invite(args: argparse.Namespace) -> int:
     from forebay.network.tokens import Token, sign_token
 
     address(args.at)
+    _check_role(args, "invite")
     issuer = read_issuer(args.directory)
     # An organisation's nodes get no datasets beyond its own, whatever the token says.
-    scope = Scope(frozenset(args.role) or issuer.scope.roles, tuple(args.dataset), issuer.scope.datasets)
+    scope = Scope(_scope(args).roles or issuer.scope.roles, tuple(args.dataset), issuer.scope.datasets)
     token = Token(
         id=secrets.token_hex(16),
         network_id=read_network(args.directory)["network_id"],
@@ -123,7 +133,8 @@ def _network_renew(args: argparse.Namespace) -> int:
     if len(args.directories) != (2 if args.at is None else 1):
         raise UsageError("renew: expected the directories of the issuer and of the node, or --at HOST:PORT and one")
     if args.at is not None:
-        identity = renew_at(args.at, args.directories[0])
+        with waiting(log, lambda: f"an answer of the admission server at {args.at}"):
+            identity = renew_at(args.at, args.directories[0])
     elif (args.directories[1] / "org-key.pem").exists():
         peer_id = renew_organisation(args.directories[0], args.directories[1], **_days(args))
         print(f"organisation {peer_id} has a new certificate. Renew its nodes', too: theirs carry the old one.")
@@ -154,7 +165,7 @@ def _network_revoke(args: argparse.Namespace) -> int:
         print(f"{args.peer_id} is revoked by list {signed.number}: running nodes that hear of it tell the others.")
     for told in args.tell:
         identity = Identity.load(nodes[0])
-        with Client(identity) as client:
+        with Client(identity) as client, waiting(log, functools.partial("an answer of {}".format, told)):
             print(f"told {tell(client, told, identity)} at {told}")
     if made and not nodes:
         print("Nobody has heard of it yet: name a running node's directory, or --tell HOST:PORT.", file=sys.stderr)
@@ -274,7 +285,16 @@ def _left(until: float) -> str:
 
 
 def _scope(args: argparse.Namespace) -> Scope:
-    return Scope(frozenset(args.role), tuple(args.dataset))
+    """What a certificate is asked for; one without roles has all that its issuer may give."""
+    return Scope(frozenset() if "all" in args.role else frozenset(args.role), tuple(args.dataset))
+
+
+def _check_role(args: argparse.Namespace, what: str) -> None:
+    if not args.role:
+        raise UsageError(
+            f"{what}: expected --role {', '.join(sorted(ROLES))} or all, got none. Give the least that the node needs: "
+            "data to serve, scheduler to lease, worker to train; may be repeated."
+        )
 
 
 def _days(args: argparse.Namespace) -> dict[str, float]:
@@ -291,14 +311,17 @@ def _date(at: float) -> str:
     return dt.datetime.fromtimestamp(at, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _add_scope(p: argparse.ArgumentParser) -> None:
-    choices = sorted(ROLES)
-    p.add_argument("--role", action="append", default=[], choices=choices, help="may be repeated; without it: all")
+def _add_scope(p: argparse.ArgumentParser, role: str) -> None:
+    p.add_argument("--role", action="append", default=[], choices=[*sorted(ROLES), "all"], help=role)
     p.add_argument("--dataset", action="append", default=[], metavar="GLOB", help="names it may touch; without it: all")
 
 
 def _add_days(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--days", type=positive, help="how long the certificate holds")
+    p.add_argument(
+        "--days",
+        type=positive,
+        help="how long the certificate holds (default: 825; of an organisation 1825, by a token 90)",
+    )
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
@@ -306,49 +329,49 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     network = group("network", "identities and membership")
     _add_membership(verb, network)
     p = verb("revoke", _network_revoke, "shut a peer or an organisation out, in force without a restart", network)
-    p.add_argument("peer_id")
+    p.add_argument("peer_id", help="of the node or organisation")
     p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="the issuer's, to sign a list; nodes'")
     p.add_argument("--tell", action="append", default=[], metavar="HOST:PORT", help="a node to bring the list to")
     p = verb("show", _network_show, "who a node is, what it may do, until when, and whom it shuts out", network)
-    p.add_argument("directory", type=Path)
+    p.add_argument("directory", type=Path, help="a node's, an organisation's or the network's")
     p.add_argument("--json", action="store_true")
     p = verb("sign", _network_sign, "vouch for a dataset as its publisher", network)
-    p.add_argument("dataset")
+    p.add_argument("dataset", help="a local dataset")
     p.add_argument("--network", type=Path, required=True, metavar="DIR", help="the publisher's node directory")
     p.add_argument("--json", action="store_true")
     p = verb("audit", _network_audit, "verify and print an audit log", network)
-    p.add_argument("file", type=Path)
+    p.add_argument("file", type=Path, help="the log, as of --audit")
     p.add_argument("--json", action="store_true")
 
 
 def _add_membership(verb: Callable[..., argparse.ArgumentParser], network: Any) -> None:
     p = verb("init", _network_init, "make a network: its root key and certificate", network)
-    p.add_argument("directory", type=Path)
-    p.add_argument("--name", default="forebay")
+    p.add_argument("directory", type=Path, help="where its key and certificate go")
+    p.add_argument("--name", help="part of its datasets' URLs, forebay://NAME/DATASET (default: the directory's)")
     p.add_argument("--bootstrap", action="append", default=[], metavar="HOST:PORT", help="a DHT node to start from")
     p = verb("org", _network_org, "make an organisation, which admits nodes of its own", network)
-    p.add_argument("network", type=Path)
-    p.add_argument("directory", type=Path)
-    p.add_argument("--name", required=True)
-    _add_scope(p)
+    p.add_argument("network", type=Path, help="the network's directory")
+    p.add_argument("directory", type=Path, help="where the organisation's key and certificate go")
+    p.add_argument("--name", required=True, help="the organisation's")
+    _add_scope(p, "the most that its nodes may be; may be repeated; default: all")
     _add_days(p)
     p = verb("join", _network_join, "admit a node: from an issuer's directory, or by a token from anywhere", network)
     p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="NETWORK NODE; with --token only NODE")
-    p.add_argument("--name", required=True)
+    p.add_argument("--name", required=True, help="the node's")
     p.add_argument("--token", help="what `network invite` printed; - reads it from standard input")
-    _add_scope(p)
+    _add_scope(p, "what the node may be; may be repeated; required without --token")
     _add_days(p)
     p = verb("invite", _network_invite, "print a token with which machines may join for a while", network)
     p.add_argument("directory", type=Path, help="the network's or an organisation's")
     p.add_argument("--at", required=True, metavar="HOST:PORT", help="where `network admit` will be reached")
     p.add_argument("--uses", type=positive, default=1, help="how many machines (1)")
     p.add_argument("--hours", type=positive, default=24, help="how long the token holds (24)")
-    _add_scope(p)
+    _add_scope(p, "what those who join may be; may be repeated; required")
     _add_days(p)
     p = verb("admit", _network_admit, "the server that turns tokens into certificates; holds the key", network)
     p.add_argument("directory", type=Path, help="the network's or an organisation's")
-    p.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT")
-    p.add_argument("--audit", type=Path, metavar="FILE")
+    p.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="port 0: a free one")
+    p.add_argument("--audit", type=Path, metavar="FILE", help="log of admissions and refusals")
     p.add_argument("--json", action="store_true")
     p.add_argument("--lifeline", action="store_true", help="stop when standard input ends")
     p = verb("renew", _network_renew, "a new certificate for a node's key; its peer id stays", network)

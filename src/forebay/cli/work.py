@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import address, positive, size
-from forebay.cli.running import add_node, join_network, on_stop
+from forebay.cli.running import add_node, joined_network, on_stop
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ def _work(args: argparse.Namespace) -> int:
     from forebay.worker.leasing import run_worker
 
     settings = _work_settings(args)
-    identity, discovery = join_network(args)
     stop = threading.Event()
-    on_stop(stop, args)
-    try:
+    # A scheduler named by address is reached without the DHT.
+    with joined_network(args, required=settings["scheduler"] is None) as (identity, discovery):
+        on_stop(stop, args)
         report = run_worker(
             identity,
             settings["name"],
@@ -37,11 +37,10 @@ def _work(args: argparse.Namespace) -> int:
             ahead=settings["ahead"],
             share=_share_at(settings["share"], discovery.host),
             upload_bytes_per_s=settings["upload_limit"],
+            patience_s=args.timeout,
             on_progress=lambda p: print(json.dumps(p) if args.json else _progress_line(p), flush=True),
             stop=stop,
         )
-    finally:
-        discovery.close()
     if args.json:
         print(json.dumps({"report": report.to_json()}), flush=True)
     else:
@@ -66,7 +65,10 @@ def _summary(report: WorkerReport) -> list[str]:
             f"{report.slices_failed:,} slices that could not be read"
         )
     lines += [f"left out  {one['peer_id']}: {one['reason']}" for one in report.rejected[:8]]
-    return [*lines, "done: every sample is used" if report.done else "stopped; others go on with the rest"]
+    if report.num_left_out:
+        lines.append(f"set aside {report.num_left_out:,} samples, of slices that no worker could read")
+    end = "done: " + ("nothing else is left" if report.num_left_out else "every sample is used")
+    return [*lines, end if report.done else "stopped; others go on with the rest"]
 
 
 def _share_at(share: str | None, host: str) -> str | None:
@@ -120,14 +122,19 @@ def _progress_line(p: dict[str, Any]) -> str:
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     """Adds the verbs of this module."""
-    p = add_node(verb, "work", _work, "a worker: lease, fetch, verify, train, acknowledge, hand on")
+    about = "a worker: lease, fetch, verify, train, acknowledge, hand on"
+    waits = "a bootstrap node, then for a scheduler or data nodes that do not answer"
+    p = add_node(verb, "work", _work, about, timeout_s=60.0, timeout_of=waits)
     p.add_argument("name", nargs="?", help="the job's; none: any job of the scheduler at --scheduler")
     p.add_argument("--config", type=Path, metavar="F", help="TOML with a [work] table; flags win over it")
     p.add_argument("--scheduler", metavar="HOST:PORT", help="default: found in the DHT")
-    p.add_argument("--cache-dir", metavar="DIR")
-    p.add_argument("--cache-bytes", type=size)
-    p.add_argument("--batch-size", type=positive)
-    p.add_argument("--trainer", choices=["auto", "gpt", "count", "none"])
+    p.add_argument("--cache-dir", metavar="DIR", help="where verified slices are kept (default: ./forebay-cache)")
+    p.add_argument("--cache-bytes", type=size, metavar="BYTES", help="what they take at most (default: 4GiB)")
+    p.add_argument("--batch-size", type=positive, metavar="N", help="samples of a step (default: 8)")
+    p.add_argument(
+        "--trainer", choices=["auto", "gpt", "count", "none"],
+        help="what learns: a small GPT (needs PyTorch), counts of tokens, nothing; default: auto, the first that can",
+    )  # fmt: skip
     p.add_argument(
         "--ahead", type=positive, metavar="N", help="leases fetched ahead, 1 to 15; default: as many as it needs"
     )

@@ -17,6 +17,7 @@ for, whether or not it arrived.
 from __future__ import annotations
 
 import logging
+import re
 import sqlite3
 import threading
 import tomllib
@@ -107,7 +108,7 @@ class Access:
         try:
             self._rules, self._fault = read_rules(path), ""
         except UsageError as error:
-            log.error("%s Nobody reads anything until it is mended.", error)
+            log.error("%s All reads are denied until the file is fixed.", error)
             self._fault = "this node's access list cannot be read; ask its owner"
 
 
@@ -118,30 +119,67 @@ def read_rules(path: Path) -> tuple[Rule, ...]:
         UsageError: If it is missing, malformed, or says what this version does not know.
     """
     try:
-        body = tomllib.loads(path.read_text(encoding="utf-8"))
-        unknown = body.keys() - {"dataset"}
-        if unknown or not isinstance(body.get("dataset", []), list):
-            raise UsageError(f"expected entries [[dataset]] and no more, got {', '.join(sorted(body))}")
-        return tuple(_rule(entry) for entry in body.get("dataset", []))
-    except (OSError, ValueError, UsageError) as error:
+        text = path.read_text(encoding="utf-8")
+        body = tomllib.loads(text)
+    except (OSError, ValueError) as error:  # a fault of TOML names its line
         raise UsageError(f"access list: cannot read {path}: {error}.") from error
+    for key, value in body.items():
+        if key != "dataset" or not isinstance(value, list):
+            raise UsageError(
+                f"access list: expected entries [[dataset]] alone, got {key!r} ({path}, line {_line_of(text, key)})."
+            )
+    rules = []
+    for index, entry in enumerate(body.get("dataset", [])):
+        try:
+            rules.append(_rule(entry))
+        except _KeyFault as fault:
+            raise UsageError(f"access list: {fault} ({path}, line {_line_of(text, fault.key, index)}).") from fault
+    return tuple(rules)
+
+
+class _KeyFault(Exception):  # noqa: N818
+    def __init__(self, key: str, text: str) -> None:
+        super().__init__(f"{key}: {text}" if key else text)
+        self.key = key
+
+
+def _line_of(text: str, key: str, entry: int | None = None) -> int:
+    """The line, from 1, of a key: anywhere, or in the entry of this index; else that of the entry's header."""
+    found, seen = 1, -1
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.match(r"\s*\[\[\s*dataset\s*\]\]", line):
+            seen += 1
+            found = number if seen == entry else found
+        is_key = bool(key) and re.match(rf"[\s\[]*[\"']?{re.escape(key)}[\"']?\s*[=\].]", line)
+        if is_key and entry in (None, seen):
+            return number
+    return found
 
 
 def _rule(entry: Any) -> Rule:
     known = {"name", "id", "allow", "deny", "bytes_per_day", "org_bytes_per_day"}
-    if not isinstance(entry, dict) or entry.keys() - known or ("name" in entry) == ("id" in entry):
-        raise UsageError(f"[[dataset]]: expected name or id, and of {', '.join(sorted(known))}, got {entry}")
-    allow = _whom(entry["allow"]) if "allow" in entry else None
-    sizes = [parse_size(str(entry[key])) if key in entry else None for key in ("bytes_per_day", "org_bytes_per_day")]
+    if not isinstance(entry, dict) or ("name" in entry) == ("id" in entry):
+        raise _KeyFault("", f"[[dataset]]: expected either name or id, got {entry}")
+    if unknown := sorted(entry.keys() - known):
+        raise _KeyFault(unknown[0], f"expected one of {', '.join(sorted(known))}, got another key")
+    allow = _whom("allow", entry["allow"]) if "allow" in entry else None
+    quotas: list[int | None] = []
+    for key in ("bytes_per_day", "org_bytes_per_day"):
+        try:
+            quotas.append(parse_size(str(entry[key])) if key in entry else None)
+        except UsageError as error:
+            raise _KeyFault(key, str(error).rstrip(".")) from error
     name, dataset_id = str(entry.get("name", "")), str(entry.get("id", ""))
-    return Rule(name, dataset_id, allow, _whom(entry.get("deny", [])), sizes[0], sizes[1])
+    return Rule(name, dataset_id, allow, _whom("deny", entry.get("deny", [])), quotas[0], quotas[1])
 
 
-def _whom(items: Any) -> tuple[str, ...]:
-    for item in items if isinstance(items, list) else [items]:
+def _whom(key: str, items: Any) -> tuple[str, ...]:
+    if not isinstance(items, list):
+        raise _KeyFault(key, f"expected a list, got {items!r}")
+    for item in items:
         kind, _, value = str(item).partition(":")
         if kind not in ("peer", "org", "role") or not value or (kind == "role" and value not in ROLES):
-            raise UsageError(f"allow, deny: expected peer:ID, org:ID or role:({'|'.join(sorted(ROLES))}), got {item!r}")
+            raise _KeyFault(key, f"expected peer:ID, org:ID or role:({'|'.join(sorted(ROLES))}), got {item!r}")
     return tuple(items)
 
 

@@ -17,16 +17,19 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import libtorrent
 
 from forebay.errors import NetworkError
 from forebay.network.discovery import Address
+from forebay.network.waiting import waiting
 
 START_TIMEOUT_S = 10.0
 QUIET_S = 0.4  # how long to wait for another answer where no round trip is known yet
@@ -199,18 +202,71 @@ class LibtorrentDht:
         """One question of BEP 5 to this very node, over its UDP door at a host; {} if it does not answer."""
         body = {b"id": b"forebay-own-inquiry0", **arguments}
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as door:
-            try:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as door:
                 door.bind((host, 0))
                 door.settimeout(0.5)
                 door.connect((host, self.port))  # nobody else's packet is an answer
-                door.send(lt.bencode({b"t": b"mr", b"y": b"q", b"q": name, b"a": body, b"ro": 1}))
+                door.send(_query_bytes(name, body))
                 reply = lt.bdecode(door.recv(65536))
-            except (OSError, RuntimeError) as error:  # the engine's decoder raises the latter
-                log.debug("DHT at %s did not answer itself (%s): %s", host, name.decode(), error)
-                return {}
+        except (OSError, RuntimeError) as error:  # the engine's decoder raises the latter
+            log.debug("DHT at %s did not answer itself (%s): %s", host, name.decode(), error)
+            return {}
         answer = reply.get(b"r") if isinstance(reply, dict) else None
         return dict(answer) if isinstance(answer, dict) else {}
+
+
+def wait_for_bootstrap(addresses: Sequence[Address], timeout_s: float) -> None:
+    """Wait until one of the bootstrap nodes answers a ping; each is asked once a second.
+
+    Raises:
+        NetworkError: If none answered within `timeout_s`; the message has what became of each.
+    """
+    states = {join_address(*address): "no answer" for address in addresses}
+
+    def asked() -> str:
+        return ", ".join(f"{address}: {state}" for address, state in states.items())
+
+    deadline = time.monotonic() + timeout_s
+    with waiting(log, lambda: f"a bootstrap node of the DHT; asked {asked()}"):
+        while True:
+            if _ping(addresses, states, max(0.05, min(1.0, deadline - time.monotonic()))):
+                return
+            if time.monotonic() >= deadline:
+                raise NetworkError(
+                    f"No bootstrap node answered ({asked()}); the DHT cannot be asked. Start one with `forebay dht`, "
+                    "check that UDP reaches it, or name another with --bootstrap."
+                )
+
+
+def _ping(addresses: Sequence[Address], states: dict[str, str], timeout_s: float) -> bool:
+    """Whether one of the nodes answers in time; `states` gets the reason of each that cannot be asked."""
+    with ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        deadline = time.monotonic() + timeout_s
+        for address in addresses:
+            try:
+                family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
+                door = stack.enter_context(socket.socket(family, kind, protocol))
+                door.connect(where)
+                door.send(_query_bytes(b"ping", {b"id": b"forebay-own-inquiry"}))
+                selector.register(door, selectors.EVENT_READ, join_address(*address))
+            except OSError as error:
+                states[join_address(*address)] = error.strerror or str(error)
+        while (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                try:
+                    assert isinstance(key.fileobj, socket.socket)
+                    key.fileobj.recv(65536)
+                    return True
+                except OSError as error:  # an ICMP answer: nobody listens there
+                    states[key.data] = error.strerror or str(error)
+                    selector.unregister(key.fileobj)
+        return False
+
+
+def _query_bytes(name: bytes, body: dict[bytes, Any]) -> bytes:
+    return bytes(lt.bencode({b"t": b"mr", b"y": b"q", b"q": name, b"a": body, b"ro": 1}))
 
 
 def join_address(host: str, port: int) -> str:

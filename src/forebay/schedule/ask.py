@@ -135,6 +135,7 @@ class Reply:
         lost: Leases held that are somebody else's now.
         wait_s: When to ask again, if fewer leases than wanted were given.
         done: Nothing is left to lease, now or later; `paused`: there may be, but not now.
+        num_left_out: Samples that were set aside in epochs that ended, and so are used by nobody.
         tell_have: The desk does not know what this session has cached.
     """
 
@@ -147,3 +148,4 @@ class Reply:
     done: bool = False
     paused: bool = False
     tell_have: bool = False
+    num_left_out: int = 0

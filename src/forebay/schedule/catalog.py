@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +18,7 @@ from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers, read_claims
 from forebay.network.publish import published
 from forebay.network.swarm import Holder
+from forebay.network.waiting import waiting
 from forebay.order.plan import samples_per_slice
 from forebay.schedule.ask import Bad, BadReport, Grant
 from forebay.schedule.jobs import JobSpec, Source
@@ -26,6 +28,7 @@ from forebay.schedule.sessions import Session
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_TABLE_BYTES = 1 << 30
 ASK_S = 5.0
+log = logging.getLogger("forebay.schedule")
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Finder:
         self.kept = kept
         self._publishers = publishers
         self._unsigned: list[str] = []
+        self._state = ""
 
     def claims(self, wanted: Wanted, timeout_s: float = ASK_S) -> list[Claim]:
         """Who serves it now."""
@@ -104,6 +108,11 @@ class Finder:
             DatasetError: If nobody serves it after `wait_s`, or its name stands for several.
             NetworkError: If nobody who says so gave its manifest until then.
         """
+        self._state = "the DHT was asked and names none that answers"
+        with waiting(log, lambda: f"data nodes of {wanted.name!r}: {self._state}"):
+            return self._find(wanted, seq_len, wait_s)
+
+    def _find(self, wanted: Wanted, seq_len: int, wait_s: float) -> tuple[Found, list[Claim]]:
         deadline = time.monotonic() + wait_s
         while True:
             claims = self._wait_for_claims(wanted, wait_s, deadline)
@@ -119,6 +128,7 @@ class Finder:
                     manifest, table = self._fetch(claim)
                 except (NetworkError, DatasetError) as error:
                     failures.append(f"{claim.address}: {error}")
+                    self._state = f"the manifest was asked for: {'; '.join(failures)}"
                     continue
                 return found_of(wanted.name, ids[0], seq_len, manifest, table), claims
             # Who made the claim may have died since; others may come.
@@ -132,10 +142,11 @@ class Finder:
             claims = self.claims(wanted, min(ASK_S, wait_s))
             if not claims and (time.monotonic() >= deadline or self._stopping.wait(0.2)):
                 raise DatasetError(
-                    f"scheduler: nobody in network {self._network_id} serves dataset {wanted.name!r}"
+                    f"scheduler: expected a data node of {wanted.name!r}"
                     + (f" with id {wanted.dataset_id}" if wanted.dataset_id else "")
-                    + f" (asked for {wait_s:g} s). Start a data node with `forebay serve`, "
-                    "or check the name with `forebay find`." + "".join(f" Not counted: {why}" for why in self._unsigned)
+                    + f" in network {self._network_id} within {wait_s:g} s, got none: the DHT answers and names nobody "
+                    "that serves it. Start one with `forebay serve`, or check the name with `forebay find`."
+                    + "".join(f" Not counted: {why}" for why in self._unsigned)
                 )
         return claims
 

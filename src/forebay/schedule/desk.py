@@ -93,7 +93,9 @@ class Desk:
             not unfinished,
             bool(unfinished) and all(job.paused for job in unfinished),
             any(s.dataset_id not in session.have for job in unfinished for s in job.spec.sources),
+            sum(job.num_left_out for job in jobs),
         )
+        session.told_done = reply.done
         return reply, done
 
     def _session(self, key: OwnerKey, now: float) -> Session:
@@ -375,6 +377,14 @@ class Desk:
     def done(self) -> bool:
         """Whether every job is done."""
         return all(job.done for job in self.jobs.values())
+
+    def all_told(self, now: float, quiet_s: float) -> bool:
+        """Whether every session that is alive was told of the end, and had `quiet_s` to ask again if that was lost."""
+        lease_s = max(job.spec.lease_s for job in self.jobs.values())
+        return all(
+            now - session.heard_at >= (quiet_s if session.told_done else lease_s)
+            for session in self.sessions.all.values()
+        )
 
     # Keeping.
 

@@ -13,7 +13,7 @@
      "leases": [{"lease_id", "job", "job_id", "epoch", "slice", "index", "dataset", "dataset_id", "name", "sha256",
                  "bytes", "count", "start", "stop", "sample_base", "seed", "seq_len", "layout", "dtype", "vocab_size",
                  "providers": [{"peer_id", "address", "is_origin"}], "expires_in_s"}],
-     "wait_s", "done", "paused", "tell_have"}
+     "wait_s", "done", "paused", "tell_have", "num_left_out"}
 
 Every field of the question may be left out. What its sender has to know:
 
@@ -107,6 +107,7 @@ DOOR = Door(
         done=FLAG,
         paused=FLAG,
         tell_have=FLAG,
+        num_left_out=COUNT,
     ),
     refusals={404: "There is no job of this name.", 409: "The ledger cannot be written now, or have is out of range."},
 )  # fmt: skip
@@ -202,6 +203,7 @@ def reply_json(reply: Reply, leases: list[dict[str, Any]]) -> dict[str, Any]:
         "done": reply.done,
         "paused": reply.paused,
         "tell_have": reply.tell_have,
+        "num_left_out": reply.num_left_out,
     }
 
 

@@ -120,6 +120,11 @@ class Job:
         return not any(not t.done and any(w[i] > 0 for _, w in self.changes) for i, t in enumerate(self.tables))
 
     @property
+    def num_left_out(self) -> int:
+        """Samples that epochs ended without: those of slices set aside."""
+        return sum(t.epoch * t.num_samples - t.before for t in self.tables)
+
+    @property
     def used(self) -> int:
         """Samples used over all epochs."""
         return sum(table.total_used for table in self.tables)

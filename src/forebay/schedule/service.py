@@ -44,6 +44,10 @@ ORIGIN_TTL_S = 20.0
 MAX_CONNECTIONS = 16_384
 # A worker asks once a minute or more often, and keeps its connection; no answer takes long.
 BOUNDS = Bounds(busy=64, idle_s=150.0, gather_s=0.04)
+QUIET_S = 1.0
+"""A worker whose connection broke before the answer asks again within this time."""
+END_S = 5.0
+"""How long a scheduler that finds its jobs done at its start waits for workers to ask."""
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +113,7 @@ class SchedulerService:
         self._workers: dict[str, status.Seen] = {}
         self._dialer = Dialer(client)
         self._exchanges, self._desk_s = 0, 0.0
+        self._over_from = 0.0
         self._journal: Journal | None = None
         self._server = Server(identity, host, port, self._answer, MAX_CONNECTIONS, bounds=BOUNDS)
         self._routes: dict[tuple[str, str], Callable[[Request], Response | Pending]] = {
@@ -134,6 +139,22 @@ class SchedulerService:
         """Whether every sample of every epoch of every job is used, or set aside."""
         return self._open_journal().desk.done()
 
+    def is_over(self) -> bool:
+        """Whether all jobs are done and every live worker was told so.
+
+        A worker that says nothing for a lease's term is not alive. One that this scheduler took over, and has not
+        heard from, gets END_S to ask.
+        """
+        with self._lock:
+            now, desk = time.monotonic(), self._open_journal().desk
+            return desk.done() and now >= self._over_from and desk.all_told(now, QUIET_S)
+
+    def left_out(self) -> list[str]:
+        """What was set aside of each job that has a sample which nobody used, as text."""
+        with self._lock:
+            found = [status.job_status(job) for job in self._open_journal().desk.jobs.values()]
+        return [status.left_out_line(job) for job in found if job["num_left_out"]]
+
     def start(self) -> None:
         """Finds the datasets, opens or resumes the jobs, serves and announces them.
 
@@ -148,6 +169,8 @@ class SchedulerService:
         if lock is None:
             return
         self._journal = self._read_journal(lock)
+        if self.is_done():
+            self._over_from = time.monotonic() + END_S
         for dataset_id, swarm in self._journal.desk.swarms.items():
             self._bans.know(dataset_id, swarm.facts()["banned"])
         self._name_origins()
@@ -161,6 +184,7 @@ class SchedulerService:
             thread = threading.Thread(target=target, name=f"scheduler {target.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
+        log.info("scheduler started: address=%s jobs=%s", self.address, ",".join(self.plans))
         self._trust = TrustWatch(
             self.identity, self._client, known=self._addresses, discovery=self._discovery, address=self.address
         ).start()
@@ -359,6 +383,8 @@ class SchedulerService:
         return [Enlisted(name, peer.peer_id, peer.public_key.hex(), peer.name)]
 
     def _see(self, peer: Peer, ask: Ask, happened: Sequence[Event], now: float) -> None:
+        if peer.peer_id not in self._workers:
+            log.info("worker joined: peer_id=%s name=%s address=%s", peer.peer_id, peer.name, ask.address or "none")
         seen = self._workers.setdefault(peer.peer_id, status.Seen(peer.name, now))
         seen.seen_at = now
         for event in happened:

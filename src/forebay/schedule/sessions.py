@@ -28,6 +28,7 @@ class Session:
         owners: (job, dataset) to the table and its place there.
         announced_at: When the swarms last heard of it.
         past: (job, dataset, slice of it) of its last leases.
+        heard_at: When it spoke last. `told_done`: the last answer said that nothing is left to lease.
     """
 
     key: OwnerKey
@@ -38,6 +39,8 @@ class Session:
     owners: dict[tuple[str, int], tuple[LeaseTable, Owner]] = field(default_factory=dict)
     announced_at: dict[str, float] = field(default_factory=dict)
     past: deque[tuple[str, int, int]] = field(default_factory=lambda: deque(maxlen=_PAST))
+    heard_at: float = 0.0
+    told_done: bool = False
 
     def num_leases(self) -> int:
         return sum(len(owner.leases) for _, owner in self.owners.values())
@@ -87,6 +90,7 @@ class Sessions:
             self.of_peer.setdefault(key[0], set()).add(key)
             heapq.heappush(self._due, (session.deadline, key))
         session.deadline = max(session.deadline, now + self._patience_s)
+        session.heard_at = max(session.heard_at, now)
         for table, owner in session.owners.values():
             owner.deadline = max(owner.deadline, now + table.lease_s)
         return session

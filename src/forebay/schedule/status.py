@@ -43,7 +43,7 @@ def job_status(job: Job) -> dict[str, Any]:
     """How far a job is; samples count over all epochs, slices in the epoch of each dataset."""
     return {
         "name": job.name,
-        "state": "done" if job.done else "paused" if job.paused else "running",
+        "state": _state(job),
         "epoch": min(table.epoch for table in job.tables),
         "epochs": job.spec.epochs,
         "priority": job.spec.priority,
@@ -54,6 +54,7 @@ def job_status(job: Job) -> dict[str, Any]:
         "num_slices": job.bases[-1],
         "slices_leased": sum(len(table.leases) for table in job.tables),
         "idle": sum(len(table.waiting) for table in job.tables),
+        "num_left_out": job.num_left_out,
         "set_aside": [{"slice": index, "reason": reason} for index, reason in sorted(job.reasons.items())],
         "datasets": [
             {
@@ -66,8 +67,24 @@ def job_status(job: Job) -> dict[str, Any]:
             for source, table, weight in zip(job.spec.sources, job.tables, job.weights)
         ],
         "changes": [{"at": at, "weights": list(weights)} for at, weights in job.changes],
-        "done": job.done,
+        "done": job.done and not job.num_left_out,
     }
+
+
+def _state(job: Job) -> str:
+    if job.done:
+        return "incomplete" if job.num_left_out else "done"
+    return "paused" if job.paused else "running"
+
+
+def left_out_line(job: Mapping[str, Any]) -> str:
+    """Why a job is not done, for a person: its slices that were set aside."""
+    asides = job["set_aside"]
+    slices = ", ".join(str(aside["slice"]) for aside in asides[:20]) + (", …" if len(asides) > 20 else "")
+    reasons = "; ".join(dict.fromkeys(aside["reason"] for aside in asides[:20]))
+    return f"job {job['name']!r}: expected every sample to be used, got {job['num_left_out']:,} that nobody used" + (
+        f", of slices set aside: {slices} ({reasons})" if asides else ""
+    )
 
 
 def workers_status(workers: Mapping[str, Seen], desk: Desk, now: float) -> dict[str, Any]:
@@ -129,7 +146,12 @@ def job_line(job: Mapping[str, Any]) -> str:
     return (
         f"{job['name']}: {job['state']}, epoch {min(job['epoch'] + 1, job['epochs'])} of {job['epochs']}, "
         f"{share:.1%} ({job['samples_used']:,} of {job['num_samples']:,} samples)"
-        + ("" if job["done"] else f"; {_count(job['slices_leased'], 'lease')}, {_count(job['idle'], 'worker')} idle")
+        + (f"; {job['num_left_out']:,} samples of slices set aside were not used" if job["num_left_out"] else "")
+        + (
+            ""
+            if job["state"] in ("done", "incomplete")
+            else f"; {_count(job['slices_leased'], 'lease')}, {_count(job['idle'], 'worker')} idle"
+        )
     )
 
 

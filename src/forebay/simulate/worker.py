@@ -197,9 +197,9 @@ class Worker:
             self._current = None
 
     def _declare(self) -> dict[str, int]:
-        """How far each lease may be used before the answer: what two exchanges' time is enough for."""
+        """How far each lease may be used before the answer: what is used until the next exchange is due."""
         batch = self.net.settings.batch
-        left = max(1, math.ceil(2 * self.net.settings.exchange_s * self.machine.speed / batch)) * batch
+        left = max(1, int(self.net.settings.exchange_s * self.machine.speed / batch)) * batch
         horizons = {}
         for held in sorted(self.held.values(), key=lambda held: (held is not self._current, not held.ready)):
             begun = held is self._current and held.used < held.limit

@@ -8,6 +8,7 @@ installation is wrong).
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import time
@@ -18,12 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError
+from forebay.network.waiting import waiting
 
 if TYPE_CHECKING:
     from forebay.network.discovery import Discovery
     from forebay.network.identity import Identity
 
+log = logging.getLogger("forebay.store")
 STEP_BYTES = 256 << 10  # as much as lies between two looks at the clock; 4 x this is no faster on loopback
+_SMALL_S = 25.0
 _SMALL_TRIES, _SMALL_WAIT_S, _SMALL_MOST_S = 8, 0.25, 4.0  # Where 3 of 10 fail, 1 start in 15 000 does.
 _SCHEMES = (
     "a directory, file://, http(s)://, s3://, r2://, gs://, az://, hf://datasets/OWNER/NAME, forebay://NETWORK/NAME"
@@ -152,22 +156,24 @@ def open_origin(
 
 
 def read_small(origin: Origin, name: str, max_bytes: int, *, sleep: Callable[[float], object] = time.sleep) -> bytes:
-    """A whole small object, asked for up to eight times within some 15 s.
+    """A whole small object, asked for up to eight times within some 15 s, or 25 s where each answer takes long.
 
     Raises:
         DatasetError: If the origin says that it is not there, or not for us.
         NetworkError: If it cannot be had now.
     """
-    began = time.monotonic()
+    began, fault = time.monotonic(), "no answer yet"
     for tried in range(1, _SMALL_TRIES + 1):
         try:
-            return origin.get(name, max_bytes)
+            with waiting(log, lambda: f"{name} from {origin.url}: {fault}"):
+                return origin.get(name, max_bytes)
         except RefusedError as error:
             raise DatasetError(
                 f"{origin.url}: expected a dataset, with {name}, got: {error}. Check the URL and the credentials."
             ) from error
         except PassingError as error:
-            if tried == _SMALL_TRIES:
+            fault = str(error)
+            if tried == _SMALL_TRIES or time.monotonic() - began > _SMALL_S:
                 raise NetworkError(
                     f"{name} from {origin.url}: no whole answer after {tried} attempts in "
                     f"{time.monotonic() - began:.1f} s; the last: {error}. Check the network and the endpoint."

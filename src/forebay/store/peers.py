@@ -240,7 +240,7 @@ def open_peers(
     if identity.network_name != network and not is_default:
         raise UsageError(
             f"{url}: expected an identity in the network {network!r}, got one in {identity.network_name!r}. "
-            "Give the node's directory of that network."
+            f"Write forebay://{identity.network_name}/{name}, or give the node's directory of that network."
         )
     return PeerOrigin(
         identity,
@@ -254,7 +254,7 @@ def open_peers(
 
 def _join(identity: Identity) -> Discovery:
     try:
-        from forebay.network.dht import LibtorrentDht
+        from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
     except ImportError as error:
         raise UsageError(
             f"forebay://: finding peers needs the package libtorrent. Install it with: {install_command('network')}"
@@ -264,4 +264,5 @@ def _join(identity: Identity) -> Discovery:
             f"forebay://: no DHT node is known for {identity.node_dir}: its network was made without --bootstrap. "
             "Give a discovery of your own, or join a network that names one."
         )
+    wait_for_bootstrap(identity.bootstrap, _FIND_S)
     return LibtorrentDht("", 0, identity.bootstrap)

@@ -85,6 +85,7 @@ class Answer:
         refused: Of each whose use was not, the code, why, and the offset that the ledger has.
         live: Of each that the worker holds, where it ends and in how many seconds it expires.
         tell_have: Whether the scheduler has forgotten what this worker has cached.
+        num_left_out: Samples that were set aside, and so are used by nobody.
     """
 
     uses: Mapping[str, tuple[int, int]]
@@ -96,6 +97,7 @@ class Answer:
     done: bool
     paused: bool
     tell_have: bool
+    num_left_out: int = 0
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Answer:
@@ -117,6 +119,7 @@ class Answer:
                 done=bool(value["done"]),
                 paused=bool(value["paused"]),
                 tell_have=bool(value["tell_have"]),
+                num_left_out=_count(value.get("num_left_out", 0)),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ProtocolViolation(f"exchange: expected an answer, got {error!r} in {value!r:.300}") from error

@@ -5,6 +5,7 @@ Whoever answers as the scheduler must be certified as one, wherever its address 
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -15,7 +16,9 @@ from forebay.errors import NetworkError, ProtocolViolation
 from forebay.network.client import Client, RemoteError
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.identity import Identity
+from forebay.network.waiting import waiting
 
+log = logging.getLogger("forebay.worker")
 # Once told to stop, this long for each thing still to say to the scheduler.
 STOP_PATIENCE_S = 3.0
 # An answer takes milliseconds; a scheduler that is stopped, or cut off, is asked anew after this.
@@ -63,15 +66,23 @@ class Control:
         self._peer_id: str | None = None
         self._job_id: str | None = None
         self._attempt = attempt
-        self._reason = "not found in the DHT"
+        self._reason = "not asked yet"
 
     def exchange(self, body: dict[str, Any], patience_s: float | None = None) -> dict[str, Any]:
-        """One exchange, repeated with back-off while the scheduler is away.
+        """One exchange, repeated with back-off while the scheduler is away; a longer wait is logged with its cause.
 
         Raises:
             RemoteError: If the scheduler refuses it; never for its being away.
             SchedulerGone: After `patience_s`, or at once when the worker is told to stop.
         """
+        with waiting(log, lambda: f"the scheduler of {self._what}: {self._reason}"):
+            return self._exchange(body, patience_s)
+
+    @property
+    def _what(self) -> str:
+        return repr(self._name) if self._name else "any job"
+
+    def _exchange(self, body: dict[str, Any], patience_s: float | None) -> dict[str, Any]:
         patience_s = self._patience_s if patience_s is None else patience_s
         deadline = time.monotonic() + patience_s
         began_stopping = time.monotonic()
@@ -81,6 +92,7 @@ class Control:
             if address is not None:
                 try:
                     self._attempt += 1
+                    self._reason = f"{address} is asked and has not answered yet"
                     body = {**body, "attempt": self._attempt}
                     answer, _ = self._client.request_json(
                         address, "POST", _DOOR, body, expect_peer=self._peer_id, timeout_s=ANSWER_S
@@ -105,8 +117,8 @@ class Control:
                 began_stopping = time.monotonic()
             wait_s = min(MOST_WAIT_S, wait_s * 2)
         raise SchedulerGone(
-            f"scheduler of {self._name!r}: no answer for {patience_s:g} s; last: {self._reason}. "
-            "Is it running, and in this network?"
+            f"scheduler of {self._what}: expected an answer within {patience_s:g} s, got none: {self._reason}. "
+            "Check the name, and that the scheduler runs (forebay schedule) in this network."
         )
 
     def known(self) -> list[str]:
@@ -129,8 +141,9 @@ class Control:
                 key = record_key(self._identity.network_id, "scheduler", self._name)
                 try:
                     candidates += [f"{host}:{port}" for host, port in self._discovery.find(key, 2.0)]
-                except NetworkError:
-                    candidates += []  # the DHT is away too: the caller's patience decides
+                    self._reason = "the DHT was asked and names none"
+                except NetworkError as error:  # the caller's patience decides
+                    self._reason = f"the DHT cannot be asked: {error}"
             for address in dict.fromkeys(candidates):
                 if self._is_ours(address):
                     self._address = address
@@ -139,6 +152,7 @@ class Control:
 
     def _is_ours(self, address: str) -> bool:
         """Whether the scheduler of this name stands there: the one that was pinned, or else a certified one."""
+        self._reason = f"{address} is asked and has not answered yet"
         path = f"/v1/job?name={urllib.parse.quote(self._name, safe='')}" if self._name else "/v1/jobs"
         try:
             answer, peer = self._client.request_json(address, "GET", path, None, expect_peer=self._peer_id, timeout_s=3)
@@ -146,6 +160,7 @@ class Control:
             self._reason = str(error)
             return False
         if not isinstance(answer, dict) or (self._name and answer.get("name") != self._name):
+            self._reason = f"{address} answers for another job"
             return False
         if not peer.scope.allows("scheduler"):
             # Whoever gives out leases must be certified to: one that is not may stand in the DHT, but is not asked.
@@ -155,6 +170,7 @@ class Control:
             )
             return False
         if self._name and self._job_id not in (None, answer.get("job_id")):
+            self._reason = f"{address} has begun another job of this name"
             return False
         self._peer_id, self._job_id = peer.peer_id, str(answer.get("job_id"))
         return True

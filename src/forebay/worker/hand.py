@@ -39,7 +39,8 @@ class Hand:
         batch_size: Samples of a step.
         ahead: Leases beyond the one in use, 1 to 15; None: as many as keep the fetching ahead of the use.
         max_bytes: What the slices in hand may take together; one is always allowed.
-        receipt_s: How often what was used is told; half of how far a horizon looks ahead.
+        receipt_s: Bounds the work that a lost lease wastes: samples used in so many seconds, and a step. Half of it
+            passes between two exchanges, half is how far a horizon looks ahead.
         let_go: Called once, under the lock, for each slice that was fetched and is needed no more.
     """
 
@@ -54,10 +55,11 @@ class Hand:
     ) -> None:
         self.tally = Tally()
         self.done = self.paused = False
+        self.num_left_out = 0
         self._batch_size = batch_size
         self._ahead = ahead
         self._max_bytes = max_bytes
-        self._receipt_s = receipt_s
+        self._exchange_s = receipt_s / 2
         self._let_go = let_go
         self._clock = clock
         self._changed = threading.Condition()
@@ -150,6 +152,16 @@ class Hand:
         with self._changed:
             held.reason = reason or "failed"
             self._end(held)
+
+    def describe_wait(self) -> str:
+        """What the thread that uses waits for, as text."""
+        with self._changed:
+            if self.paused:
+                return "the scheduler's job, which is paused (`forebay schedule resume`)"
+            fetching = [held.grant.name for held in self._held.values() if held.path is None and not held.over]
+            if fetching:
+                return f"{len(fetching)} slices to be fetched: {', '.join(fetching[:3])}"
+            return "a lease; the scheduler has none free now, others hold what is left"
 
     # The threads that fetch.
 
@@ -256,7 +268,7 @@ class Hand:
                     self._samples_per_lease += (samples - self._samples_per_lease) * weight
             for held in self._held.values():
                 held.limit = held.stop
-            self.paused = answer.paused
+            self.paused, self.num_left_out = answer.paused, answer.num_left_out
             wait_s = 0.0 if len(answer.leases) >= said.want else min(_MAX_WAIT_S, max(0.02, answer.wait_s))
             self._not_before = now + wait_s
             self.done = self.done or (answer.done and not self._held)
@@ -270,9 +282,9 @@ class Hand:
         left = [held for held in self._held.values() if not held.is_spent]
         at = math.inf if left else self._not_before
         if any(held.used > held.acked for held in self._held.values()):
-            at = min(at, self._asked_at + self._receipt_s if left else now)
+            at = min(at, self._asked_at + self._exchange_s if left else now)
         if self._held:
-            at = min(at, self._asked_at + min(self._lease_s / 3, 4 * self._receipt_s))
+            at = min(at, self._asked_at + min(self._lease_s / 3, 4 * self._exchange_s))
         if 2 * len(left) <= self._capacity() and self._num_wanted():
             at = min(at, self._not_before)
         return at
@@ -284,7 +296,7 @@ class Hand:
         if not self._samples_per_s:
             return 2
         lease_s = max(1e-6, self._samples_per_lease / self._samples_per_s)
-        return 1 + min(MAX_LEASES - 1, max(1, math.ceil(2 * (self._receipt_s + self._fetch_s) / lease_s)))
+        return 1 + min(MAX_LEASES - 1, max(1, math.ceil(2 * (self._exchange_s + self._fetch_s) / lease_s)))
 
     def _num_wanted(self) -> int:
         left = [held for held in self._held.values() if not held.is_spent]
@@ -304,8 +316,13 @@ class Hand:
         return tuple(uses)
 
     def _declare(self) -> dict[str, int]:
-        """How far each lease may be used before the answer: together two receipts' worth of samples."""
-        left = max(1, math.ceil(2 * self._receipt_s * self._samples_per_s / self._batch_size)) * self._batch_size
+        """How far each lease may be used before the answer: together what is used until the next exchange is due.
+
+        At least the step under way may end, or one step begin.
+        """
+        steps = int(self._exchange_s * self._samples_per_s / self._batch_size)
+        is_idle = all(held.taken == held.used for held in self._held.values())
+        left = max(steps, 1 if is_idle else 0) * self._batch_size
         horizons = {}
         for held in sorted(self._held.values(), key=lambda held: (not held.training, held.path is None)):
             horizon = held.taken if held.over or held.path is None else min(held.stop, held.taken + left)

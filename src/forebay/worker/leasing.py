@@ -6,7 +6,7 @@ what it gives back and what it wants. So a step waits neither for the network no
 comes slower than it is used, and that wait is measured.
 
 A lease that is lost costs the rest of its slice here, and nothing twice: what was acknowledged is used, what was
-not is somebody else's to use. `wasted` counts those samples: at most what is used in one `receipt_s` and a step.
+not is somebody else's to use. `wasted` counts those samples: at most what is used in one `receipt_s`, and a step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run_worker(
     trainer: str = "auto",
     on_progress: Callable[[dict[str, Any]], None] | None = None,
     stop: threading.Event | None = None,
-    receipt_s: float = 0.5,
+    receipt_s: float = 1.0,
     patience_s: float = 60.0,
     ahead: int | None = None,
     share: str | None = None,
@@ -66,8 +66,10 @@ def run_worker(
     Args:
         name: The job's; "" takes whatever job the scheduler gives, and needs its address.
         on_progress: Called every half second with step, samples, tokens, tokens_per_s, wait_share and loss.
-        receipt_s: How often what was used is acknowledged.
-        patience_s: How long a scheduler, or providers, that do not answer are waited for.
+        receipt_s: A lost lease wastes at most the samples used in this time, and a step; what was used is acknowledged
+            twice as often.
+        patience_s: How long a scheduler, or providers, that do not answer are waited for. After 2.5 s a warning is
+            logged that says what for.
         ahead: Leases in hand beyond the one in use, 1 to 15; None: as many as keep the fetching ahead.
         share: `host:port` where other workers get what this one cached, 0 for a free port, `0.0.0.0` or no host for
             every address of this machine; None: nowhere.
@@ -239,6 +241,7 @@ class _Worker:
         report.bytes_fetched, report.slices_fetched = fetcher.bytes, fetcher.slices
         report.bytes_from_workers = fetcher.bytes_from_workers
         report.bytes_shared = self.share.bytes_sent if self.share is not None else 0
+        report.num_left_out = self._hand.num_left_out
         report.rejected = [vars(bad) for bad in tally.bad]
 
     def _progress(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class LeaseSettings:
         batch_size: Samples in a step; the last step of a slice may have fewer.
         scheduler: `host:port`; None finds it in the DHT.
         trainer: auto, gpt, count or none.
-        receipt_s: How often used samples are acknowledged.
+        receipt_s: A lost lease wastes at most the samples used in this time, and a step.
         patience_s: How long a scheduler, or providers, that do not answer are waited for.
         ahead: Leases in hand beyond the one in use; None: as many as keep the fetching ahead.
         share: `host:port` where other workers get what this one cached, host `0.0.0.0` or none: at
@@ -35,7 +35,7 @@ class LeaseSettings:
     batch_size: int
     scheduler: str | None = None
     trainer: str = "auto"
-    receipt_s: float = 0.5
+    receipt_s: float = 1.0
     patience_s: float = 60.0
     ahead: int | None = None
     share: str | None = None

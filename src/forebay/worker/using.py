@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -13,12 +14,14 @@ from numpy.typing import NDArray
 from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError
 from forebay.load.batch import make_batch
+from forebay.network.waiting import waiting
 from forebay.order.plan import lease_order
 from forebay.worker.answers import Grant
 from forebay.worker.hand import Hand
 from forebay.worker.held import Held
 from forebay.worker.trainer import Trainer, make_trainer
 
+log = logging.getLogger("forebay.worker")
 PROGRESS_S = 0.5
 MAX_LOSSES = 20
 OnBatch: TypeAlias = Callable[[dict[str, NDArray[Any]], NDArray[np.int64]], None]
@@ -32,6 +35,7 @@ class WorkerReport:
         wasted: Samples used here and not acknowledged in time: others use them again.
         leases_lost: Leases that were begun and taken away.
         rejected: Providers left out for a slice: `peer_id`, `sha256`, `reason`, `wrong`.
+        done: Whether nothing is left to lease. `num_left_out`: samples of slices set aside, which nobody used.
     """
 
     samples: int = 0
@@ -50,6 +54,7 @@ class WorkerReport:
     leases_lost: int = 0
     rejected: list[dict[str, Any]] = field(default_factory=list)
     done: bool = False
+    num_left_out: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """All of it as a dict of plain values."""
@@ -86,7 +91,7 @@ class Consumer:
 
     def run(self) -> None:
         """Uses lease after lease, until the hand is closed."""
-        while (held := self._hand.next_ready()) is not None:
+        while (held := self._next()) is not None:
             try:
                 self._use(held)
             except DatasetError as error:
@@ -94,6 +99,10 @@ class Consumer:
                 self._hand.fail(held, str(error))
             finally:
                 self._hand.note_over(held)
+
+    def _next(self) -> Held | None:
+        with waiting(log, self._hand.describe_wait):
+            return self._hand.next_ready()
 
     def _use(self, held: Held) -> None:
         """A slice's samples up to where the lease ends, in the order that every worker would use."""

@@ -1,0 +1,35 @@
+"""Log lines about waits: what a process waits for, after 2.5 s and every 10 s from then on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+FIRST_S = 2.5
+EVERY_S = 10.0
+
+
+@contextmanager
+def waiting(log: logging.Logger, what: Callable[[], str], first_s: float = FIRST_S) -> Iterator[None]:
+    """While the block runs longer than `first_s`, log what it waits for.
+
+    Args:
+        what: Called in another thread each time a line is due; it names the thing, whom was asked and the answer.
+    """
+    began, done = time.monotonic(), threading.Event()
+
+    def run() -> None:
+        pause_s = first_s
+        while not done.wait(pause_s):
+            log.warning("waiting for %s (%.0f s so far)", what(), time.monotonic() - began)
+            pause_s = EVERY_S
+
+    with suppress(RuntimeError):  # no thread can be started now: the wait itself goes on without a line
+        threading.Thread(target=run, name="waiting", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()

@@ -1,0 +1,186 @@
+"""The verbs that run nodes: what they say while they wait, how a job's end reaches all, what stops them at once."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("libtorrent")
+
+from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
+
+from forebay.ledger import verify_ledger
+from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
+from forebay.network.identity import Identity, verify
+from forebay.serve import DataNode
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts `forebay …`; what still runs at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "forebay", *map(str, arguments)]
+        started.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+            )
+        )
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def _free_udp_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
+        free.bind((HOST, 0))
+        return int(free.getsockname()[1])
+
+
+def test_a_dead_bootstrap_node_is_named_by_every_verb(tmp_path: Path, start: Start) -> None:
+    make_dataset(tmp_path / "d", 2, 20)
+    port = _free_udp_port()
+    node = make_network(tmp_path, ["node"], [(HOST, port)])["node"]
+    started = [
+        start(verb, name, "--network", node, "--timeout", 4)
+        for verb, name in (("find", "x"), ("work", "x"), ("schedule", "x"), ("serve", tmp_path / "d"))
+    ]
+    for process in started:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 1, said
+        assert f"waiting for a bootstrap node of the DHT; asked {HOST}:{port}: Connection refused" in said
+        assert f"No bootstrap node answered ({HOST}:{port}: Connection refused); the DHT cannot be asked." in said
+
+
+def test_one_bootstrap_node_that_answers_is_enough() -> None:
+    bootstrap = Bootstrap(1)
+    try:
+        wait_for_bootstrap([(HOST, _free_udp_port()), ("no-such-host.invalid", 1), *bootstrap.at], 20)
+    finally:
+        bootstrap.close()
+
+
+def test_an_unknown_name_is_waited_for_aloud_and_not_for_ever(tmp_path: Path, start: Start) -> None:
+    bootstrap = Bootstrap(2)
+    node = make_network(tmp_path, ["node"], bootstrap.at)["node"]
+    try:
+        work = start("work", "ghost", "--network", node, "--timeout", 5, "--cache-dir", tmp_path / "c")
+        schedule = start("schedule", "ghost", "--network", node, "--timeout", 5, "--state", tmp_path / "s")
+        silent = socket.create_server((HOST, 0))  # accepts, and says nothing
+        address = f"{HOST}:{silent.getsockname()[1]}"
+        held = start("work", "--scheduler", address, "--network", node, "--timeout", 5, "--cache-dir", tmp_path / "h")
+        expected = {
+            work: ("the scheduler of 'ghost': the DHT was asked and names none", "expected an answer within 5 s"),
+            schedule: ("data nodes of 'ghost': the DHT was asked and names none", "expected a data node of 'ghost'"),
+            held: (f"the scheduler of any job: {address} is asked and has not answered yet", address),
+        }
+        for process, (line, error) in expected.items():
+            _, said = process.communicate(timeout=120)
+            assert process.returncode == 1, said
+            assert f"waiting for {line}" in said and error in said.splitlines()[-1], said
+    finally:
+        silent.close()
+        bootstrap.close()
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[dict[str, Path]]:
+    """A data node that serves the dataset `tiny` of 12 slices, in this process, and members."""
+    with ExitStack() as stack:
+        bootstrap = Bootstrap(2)
+        stack.callback(bootstrap.close)
+        homes = make_network(tmp_path, ["data", "scheduler", "w0", "w1", "w2"], bootstrap.at)
+        dht = LibtorrentDht(HOST, 0, bootstrap.at)
+        stack.callback(dht.close)
+        dataset = make_dataset(tmp_path / "d", 12, 400)
+        node = DataNode(Identity.load(homes["data"]), [dataset], HOST, 0, dht, ttl_s=30)
+        node.start()
+        stack.callback(node.stop)
+        yield homes
+
+
+def _schedule(start: Start, network: dict[str, Path], state: Path, *more: object) -> tuple[subprocess.Popen[str], str]:
+    scheduler = start(
+        "schedule", NAME, "--network", network["scheduler"], "--state", state, "--seq-len", 8, "--exit-when-done",
+        "--json", *more,
+    )  # fmt: skip
+    assert scheduler.stdout is not None
+    return scheduler, json.loads(scheduler.stdout.readline())["address"]
+
+
+def test_every_live_worker_hears_of_the_end(tmp_path: Path, start: Start, network: dict[str, Path]) -> None:
+    scheduler, _ = _schedule(start, network, tmp_path / "state")
+    workers = [
+        start("work", NAME, "--network", network[name], "--cache-dir", tmp_path / name, "--trainer", "count", "--json")
+        for name in ("w0", "w1", "w2")
+    ]
+    for worker in workers:
+        out, said = worker.communicate(timeout=150)
+        assert worker.returncode == 0, said
+        assert json.loads(out.splitlines()[-1])["report"]["done"]
+    assert scheduler.wait(60) == 0
+
+
+def test_a_job_with_a_slice_set_aside_is_not_done(tmp_path: Path, start: Start, network: dict[str, Path]) -> None:
+    victim = sorted((tmp_path / "d" / "slices").iterdir())[4]
+    data = bytearray(victim.read_bytes())
+    data[-3] ^= 1
+    victim.write_bytes(data)
+    scheduler, address = _schedule(start, network, tmp_path / "state", "--max-failures", 1)
+    worker = start(
+        "work", NAME, "--network", network["w0"], "--cache-dir", tmp_path / "c", "--trainer", "count", "--json"
+    )
+    out, said = worker.communicate(timeout=150)
+    assert worker.returncode == 0, said
+    report = json.loads(out.splitlines()[-1])["report"]
+    assert report["num_left_out"] == 50 and report["samples"] == 10 * 50
+    _, said = scheduler.communicate(timeout=60)
+    assert scheduler.returncode == 1 and address
+    assert "got 50 that nobody used, of slices set aside: 4" in said.splitlines()[-1]
+    found = verify_ledger(tmp_path / "state" / "ledger.jsonl", verify=verify)
+    assert [epoch["set_aside"] for epoch in found.epochs] == [50] and found.epochs[0]["missing"] == 0
+    again, address = _schedule(start, network, tmp_path / "state")
+    status = start("status", address, "--network", network["w1"])
+    out, said = status.communicate(timeout=60)
+    assert status.returncode == 0, said
+    assert "incomplete" in out and "50 samples of slices set aside were not used" in out and "slice 4 is set" in out
+    assert again.wait(60) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[[dataset]]\nname = "a"\n\n[[dataset]]\nname = "b"\nalow = []\n', ["alow", "line 6"]),
+        ('[[dataset]]\nname = "a"\ndeny = ["everyone"]\n', ["deny", "'everyone'", "line 3"]),
+        ('[[dataset]]\nname = "a"\nbytes_per_day = "lots"\n', ["bytes_per_day", "'lots'", "line 3"]),
+        ('[[dataset]]\nname = "a"\nid = "b"\n', ["name or id", "line 1"]),
+        ('[defaults]\nallow = []\n[[dataset]]\nname = "a"\n', ["'defaults'", "line 1"]),
+        ("[[dataset]\n", ["line 1"]),
+    ],
+)
+def test_a_bad_access_list_stops_a_data_node_before_it_starts(
+    text: str, words: list[str], tmp_path: Path, start: Start
+) -> None:
+    make_dataset(tmp_path / "d", 2, 20)
+    path = tmp_path / "access.toml"
+    path.write_text(text)
+    node = make_network(tmp_path, ["node"], [(HOST, _free_udp_port())])["node"]
+    began = time.monotonic()
+    process = start("serve", tmp_path / "d", "--network", node, "--access", path, "--timeout", 90)
+    _, said = process.communicate(timeout=80)
+    assert process.returncode == 2 and time.monotonic() - began < 80
+    assert all(word in said for word in [*words, str(path)]) and len(said.splitlines()) == 1, said
