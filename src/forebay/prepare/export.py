@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from forebay.dataset.slices import hash_file
 from forebay.prepare.collect import Corpus, UnitCut, collect, id_of, write_ids
 from forebay.prepare.read import Piece
+from forebay.prepare.read.listing import count_reasons
 from forebay.prepare.report import write_report
 from forebay.prepare.stats import Tally
 from forebay.storage.atomic import atomic_write, sync_directory
@@ -153,7 +154,7 @@ def finish_text(run: Run, corpus: Corpus, tally: Tally, lineage: dict[str, Any])
     write_report(run.out / "report.html", corpus.report(run, tally, found, counts, {}))
     atomic_write(run.out / TEXT_FILE, whole)
     shutil.rmtree(run.work)
-    return PrepareSummary(run.recipe.name, found, **counts)
+    return PrepareSummary(run.recipe.name, found, **counts, skipped=count_reasons(corpus.found.skipped))
 
 
 def _tasks(run: Run, corpus: Corpus) -> Iterator[ExportTask]:

@@ -130,9 +130,9 @@ def extract_file(path: str | Path) -> Iterator[tuple[str, str]]:
     from forebay.prepare.read import warc
     from forebay.prepare.read.base import Piece, ReadOptions, Source
     from forebay.prepare.read.http_message import body_text
-    from forebay.prepare.read.opening import Damaged, open_packed, open_source, sniff_compression
+    from forebay.prepare.read.opening import Damaged, open_local, open_source, sniff_compression
 
-    with open_packed(str(path)) as stream:
+    with open_local(path) as stream:
         compression = sniff_compression(stream.read(64))
     options = ReadOptions()
     size = Path(path).stat().st_size if "://" not in str(path) else 0
