@@ -66,7 +66,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
     recipe = _recipe(args)
     if args.plan:
-        found = plan(args.inputs, recipe, workers=args.workers)
+        found = plan(args.inputs, recipe, workers=args.workers, follow_links=args.follow_links)
         print(json.dumps(found.to_json()) if args.json else found.to_text())
         return 0
     if args.out is None:
@@ -82,6 +82,8 @@ def _prepare(args: argparse.Namespace) -> int:
             keep_ids=args.keep_ids,
             document_ids=args.document_ids,
             to=args.to,
+            follow_links=args.follow_links,
+            strict=args.strict,
             on_progress=bar.update,
             on_trouble=lambda message: print(f"forebay: {message}", file=sys.stderr),
         )
@@ -202,6 +204,8 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--document-ids", action="store_true", help="keep each document's source id beside the slices")
     p.add_argument("--text-key", help="the field or column that holds the text")
     p.add_argument("--max-bad", type=float, metavar="FRACTION", help="more malformed records than this: stop")
+    p.add_argument("--follow-links", action="store_true", help="read what links in input folders lead to elsewhere")
+    p.add_argument("--strict", action="store_true", help="stop if an input is left out or cannot be read")
     p.add_argument("--quiet", action="store_true")
     p.add_argument("--json", action="store_true")
 

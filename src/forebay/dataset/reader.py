@@ -22,7 +22,7 @@ from forebay.errors import DatasetError, UsageError
 
 _OPEN_SLICES = 64
 # What preparation leaves beside a dataset for people and for later data; nothing in it decides a byte of a slice.
-_COMPANIONS = ("report.html", "rejects.jsonl", "clusters.parquet")
+_COMPANIONS = ("report.html", "rejects.jsonl", "skipped.jsonl", "clusters.parquet", ".inputs.json")
 _SIGNATURES = "signatures"
 
 

@@ -3,7 +3,7 @@
 `prepare`, `stream`, `convert` and `doctor` all ask here, so a file is the same to each of them. Content decides where
 it is distinctive (magic numbers, checksums, a first line that parses). The suffix decides between formats that fit the
 content equally, and alone where content says nothing (CSV, headerless tokens). A file whose suffix promises data and
-which holds an HTML page or a Git LFS pointer has no format but a `problem`. Reads 4 KiB, up to 1 MB of bzip2.
+which holds an HTML page or a Git LFS pointer has no format but a `problem`. Reads 64 KiB, up to 1 MB of bzip2.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import re
 import tarfile
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from forebay.formats.compression import COMPRESSIONS, sniff_compression, unpacked_head
+from forebay.formats.encodings import SAMPLE_BYTES, find_encoding
 from forebay.formats.foreign import unreadable
 
 HEAD_BYTES = 4096
@@ -46,6 +47,7 @@ class Detected:
     Attributes:
         format: Its format's name; "" if it is of none, then `why` says what it is instead.
         compression: "" or `gz`, `zst`, `bz2`, `xz`, `lz4`.
+        encoding: Of text that is not UTF-8, by Python's name; else "".
         why: What decided.
         problem: Set if the file is not the data that its name promises: what was expected and found, and what to do.
     """
@@ -54,6 +56,7 @@ class Detected:
     compression: str = ""
     why: str = ""
     problem: str = ""
+    encoding: str = ""
 
 
 def detect(source: Path | BinaryIO, name: str | None = None) -> Detected:
@@ -67,18 +70,22 @@ def detect(source: Path | BinaryIO, name: str | None = None) -> Detected:
     """
     try:
         with source.open("rb") if isinstance(source, Path) else nullcontext(source) as file:
-            head = file.read(HEAD_BYTES)
-            compression = sniff_compression(head)
+            sample = file.read(SAMPLE_BYTES)
+            compression = sniff_compression(sample)
             if compression:
                 file.seek(0)
-                head = unpacked_head(file, compression, HEAD_BYTES)
+                sample = unpacked_head(file, compression, SAMPLE_BYTES)
     except OSError as error:
         if isinstance(source, Path):
             raise unreadable(source, error) from error
         raise
     if name is None:
         name = source.name if isinstance(source, Path) else ""
-    return _detected(head, compression, name)
+    found = _detected(sample[:HEAD_BYTES], compression, name)
+    if not found.problem and found.format in _OF_TEXT and (encoding := find_encoding(sample)):
+        text = codecs.getincrementaldecoder(encoding)("replace").decode(sample).encode("utf-8", "replace")
+        return replace(_detected(text[:HEAD_BYTES], compression, name), encoding=encoding)
+    return found
 
 
 def promised(name: str) -> str:
@@ -267,5 +274,7 @@ _SUFFIXES = {
     **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
     **dict.fromkeys((".txt", ".text", ".md", ".rst"), "text"),
 }
+_OF_TEXT = ("", "jsonl", "json", "csv", "text")
+"""Formats whose files may be in any encoding; "" as UTF-16 looks like binary data."""
 FORMATS = tuple(dict.fromkeys((*_CONTENT, *_SUFFIXES.values())))
 """Every format by name."""

@@ -204,7 +204,7 @@ def _read_by_prepare(path: Path) -> int:
     from forebay.prepare.read import ReadOptions, cut, find_sources, read
 
     options = ReadOptions()
-    found = find_sources(path, options, hashed=False)
+    found = find_sources(path, options)
     return sum(1 for piece in cut(found.sources, options) for record in read(piece, options) if not record.problem)
 
 

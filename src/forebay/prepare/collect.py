@@ -20,19 +20,22 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from forebay.prepare.read import Found
+from forebay.errors import PrepareError
+from forebay.prepare.read import Found, Skipped
 from forebay.prepare.read.base import Piece
+from forebay.prepare.read.listing import count_reasons, shown_path
 from forebay.prepare.stats import CLUSTER, EDGES, SAMPLE_CHARACTERS, SAMPLES, Sample, Tally
 from forebay.prepare.text import TextResult, bases, mix, place_name
-from forebay.storage.atomic import open_atomic
+from forebay.storage.atomic import atomic_write, open_atomic
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup import Cutter, Dedup, DedupResult, Flags, Part
     from forebay.prepare.pipeline import Run
 
-_COLUMNS = ("place", "id", "where", "chars", "language", "perplexity")
+_COLUMNS = ("place", "id", "where", "text_bytes", "language", "perplexity")
 EXACT, NEAR = "exact_duplicate", "near_duplicate"
-_MAX_REJECTS, _MAX_INPUTS = 50, 200
+_MAX_REJECTS, _MAX_SKIPPED = 50, 200
+SKIPPED_FILE = "skipped.jsonl"
 CLUSTERS = pa.schema([("cluster", pa.int64()), ("id", pa.large_string()), ("kept", pa.bool_()), ("near", pa.bool_())])
 
 
@@ -83,6 +86,11 @@ class Corpus:
                 "subsets": {name: {k: v for k, v in facts.items() if k != "id"} for name, facts in subsets.items()},
             },
             "inputs": self._inputs(),
+            "skipped": count_reasons(self.found.skipped),
+            "skipped_files": [
+                {"path": shown_path(one.path), "reason": one.reason, "status": one.status}
+                for one in self.found.skipped[:_MAX_SKIPPED]
+            ],
             "funnel": [{"stage": name, **vars(count)} for name, count in funnel],
             "histograms": {
                 name: {"edges": EDGES[name].tolist(), "log": True, **{s: c.tolist() for s, c in sides.items()}}
@@ -96,6 +104,11 @@ class Corpus:
             ],
             "rejects": list(self._rejects(run)),
         }
+
+    def empty_report(self, run: Run, tally: Tally) -> dict[str, Any]:
+        """The report of a run that made nothing."""
+        counts = {"documents_in": sum(text.documents_in for text in self.texts)}
+        return self.report(run, tally, "", {**counts, "documents_out": 0, "tokens": 0, "slices": 0}, {})
 
     def _inputs(self) -> list[dict[str, Any]]:
         read = {(s.path, s.sha256): [0, 0] for s in self.found.sources}
@@ -123,6 +136,45 @@ class Corpus:
                 for _, line in zip(range(_MAX_REJECTS), file):
                     reject = json.loads(line)
                     yield {"where": reject["where"], "reason": reject["reason"]}
+
+
+def write_skipped(out: Path, skipped: Sequence[Skipped]) -> None:
+    """Name each input that is left out in `skipped.jsonl`, with its reason; no file is left if there is none."""
+    if not skipped:
+        (out / SKIPPED_FILE).unlink(missing_ok=True)
+        return
+    lines = (json.dumps({**one._asdict(), "path": shown_path(one.path)}, ensure_ascii=False) for one in skipped)
+    atomic_write(out / SKIPPED_FILE, (line.encode("utf-8", "replace") + b"\n" for line in lines))
+
+
+def read_skipped(out: Path) -> list[Skipped]:
+    """What `write_skipped` wrote there."""
+    try:
+        return [Skipped(**json.loads(line)) for line in (out / SKIPPED_FILE).read_text("utf-8").splitlines()]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def write_empty_report(run: Run, corpus: Corpus, tally: Tally) -> None:
+    """Write the report of a run that stops before there is a dataset: what was read, and why it was dropped."""
+    from forebay.prepare.report import write_report
+
+    write_report(run.out / "report.html", corpus.empty_report(run, tally))
+
+
+def nothing_left(run: Run, corpus: Corpus, tally: Tally) -> PrepareError:
+    """Write the report; the error that names what dropped the documents."""
+    write_empty_report(run, corpus, tally)
+    whole = sum(text.documents_in for text in corpus.texts)
+    told = []
+    for name, count in tally.funnel.items():
+        reasons = sorted(count.dropped.items(), key=lambda item: -item[1])[:3]
+        told += [f"{name} ({', '.join(f'{reason} {n:,}' for reason, n in reasons)})"] if reasons else []
+    if told:
+        why = f"dropped by {'; '.join(told)}. See {run.out / 'report.html'}, and loosen these stages."
+    else:
+        why = f"the inputs hold no documents. See {run.out / 'report.html'}."
+    return PrepareError(f"prepare: expected documents with text, got none: {whole:,} read, {why}")
 
 
 class UnitCut:
@@ -164,7 +216,7 @@ def collect(run: Run, corpus: Corpus, tally: Tally) -> None:
                 marks = drop[start : start + batch.num_rows]
                 kept = batch.filter(pa.array(marks == 0))
                 tally.see("kept", kept)
-                kept_bytes += pc.sum(kept.column("chars")).as_py() or 0
+                kept_bytes += pc.sum(kept.column("text_bytes")).as_py() or 0
                 clusters.write(index, start, batch, lambda row, p=piece, b=batch, n=base: id_of(p, b, row, n))
     if corpus.dedup is not None:
         _count_copies(corpus.dedup, tally, kept_bytes)

@@ -29,6 +29,8 @@ SCHEMA = pa.schema(
         ("text", pa.large_string()),
     ]
 )
+OWN_COLUMNS = frozenset((*SCHEMA.names, "where", "text_bytes", "language", "language_score", "perplexity"))
+"""Columns that readers, stages and tasks make; fields of the input may not take their names."""
 BATCH_BYTES = 4 << 20
 """UTF-8 bytes of text in a batch, about: one document larger than that is a batch alone."""
 BATCH_ROWS = 4096
@@ -57,6 +59,10 @@ class Record:
 
     `start`, if not -1: a piece with this `start` begins with this record, so that reading may go on from here. In
     unpacked bytes where a format is a stream of them.
+
+    `failed`: the problem is that nothing (more) of its file can be read, by no fault of one record.
+
+    `values`: what `ReadOptions.columns` asks for, in that order.
     """
 
     place: int
@@ -67,6 +73,8 @@ class Record:
     problem: str = ""
     where: str = ""
     start: int = field(default=-1, compare=False)
+    failed: bool = False
+    values: tuple[float | str, ...] = ()
 
 
 @dataclass(frozen=True)

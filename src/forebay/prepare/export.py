@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from forebay.dataset.slices import hash_file
 from forebay.prepare.collect import Corpus, UnitCut, collect, id_of, write_ids
 from forebay.prepare.read import Piece
+from forebay.prepare.read.listing import count_reasons
 from forebay.prepare.report import write_report
 from forebay.prepare.stats import Tally
 from forebay.storage.atomic import atomic_write, open_atomic
@@ -149,7 +150,7 @@ def finish_text(run: Run, corpus: Corpus, tally: Tally, lineage: dict[str, Any])
     write_report(run.out / "report.html", corpus.report(run, tally, found, counts, {}))
     atomic_write(run.out / TEXT_FILE, whole)
     shutil.rmtree(run.work)
-    return PrepareSummary(run.recipe.name, found, **counts)
+    return PrepareSummary(run.recipe.name, found, **counts, skipped=count_reasons(corpus.found.skipped))
 
 
 def _tasks(run: Run, corpus: Corpus) -> Iterator[ExportTask]:

@@ -131,10 +131,10 @@ def extract_file(path: str | Path) -> Iterator[tuple[str, str]]:
     from forebay.prepare.read import warc
     from forebay.prepare.read.base import Piece, ReadOptions, Source
     from forebay.prepare.read.http_message import body_text
-    from forebay.prepare.read.opening import Damaged, open_packed, open_source
+    from forebay.prepare.read.opening import Damaged, open_local, open_source
 
-    with open_packed(str(path)) as stream:
-        found = detect(stream)
+    with open_local(path) as stream:
+        found = detect(stream, Path(path).name)
     options = ReadOptions()
     size = Path(path).stat().st_size if "://" not in str(path) else 0
     source = Source(str(path), Path(path).name, "warc", found.compression, size, "")

@@ -22,9 +22,9 @@ from forebay.dataset.manifest import (
     SliceTable,
     dataset_id,
 )
-from forebay.errors import PrepareError
-from forebay.prepare.collect import Corpus, collect, write_ids
+from forebay.prepare.collect import Corpus, collect, nothing_left, write_ids
 from forebay.prepare.lineage import write_documents
+from forebay.prepare.read.listing import count_reasons
 from forebay.prepare.report import write_report
 from forebay.prepare.stats import Tally
 from forebay.prepare.tokens.coders import CoderSpec
@@ -74,7 +74,7 @@ def finish(run: Run, corpus: Corpus, used: TokenizerFile, tally: Tally, lineage:
     made = [_slice(run, corpus, encoded, used, name) for name in run.recipe.subsets.names]
     main, others = made[0], [one for one in made[1:] if one.documents]
     if not main.documents:
-        raise PrepareError("prepare: expected documents with text, got none that was kept. See the report's reasons.")
+        raise nothing_left(run, corpus, tally)
     if corpus.dedup is not None:
         from forebay.prepare.dedup import store_signatures
 
@@ -97,7 +97,14 @@ def finish(run: Run, corpus: Corpus, used: TokenizerFile, tally: Tally, lineage:
     _write_manifest(run, main, used, lineage)
     shutil.rmtree(run.work)
     summary = {key: value for key, value in counts.items() if key != "dropped"}
-    return PrepareSummary(run.recipe.name, dataset_id(whole), **summary, dropped=counts["dropped"], subsets=subsets)
+    return PrepareSummary(
+        run.recipe.name,
+        dataset_id(whole),
+        **summary,
+        dropped=counts["dropped"],
+        subsets=subsets,
+        skipped=count_reasons(corpus.found.skipped),
+    )
 
 
 def _encode(run: Run, corpus: Corpus, used: TokenizerFile) -> list[Encoded]:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from forebay.dataset.slices import hash_file
 from forebay.prepare.collect import Corpus
 from forebay.prepare.read.base import Piece
+from forebay.prepare.read.listing import shown_path
 from forebay.prepare.text import place_name
 from forebay.prepare.tokens.shuffle import TokenPart
 from forebay.storage.atomic import open_atomic
@@ -45,5 +46,5 @@ def _rows(pieces: dict[str, tuple[Piece, int]], parts: Sequence[TokenPart]) -> I
                 piece, base = pieces[name]
                 source = piece.sources[place if len(piece.sources) > 1 else 0]
                 # As the input is named in the lineage: not where it lay.
-                there = source.name + place_name(piece, place, inner, base).removeprefix(source.path)
+                there = source.name + place_name(piece, place, inner, base).removeprefix(shown_path(source.path))
                 yield given or there, source.name, url

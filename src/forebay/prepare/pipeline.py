@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -27,15 +27,31 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from forebay.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE
 from forebay.dataset.reader import open_dataset
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.collect import Corpus
+from forebay.prepare.collect import Corpus, nothing_left, read_skipped, write_empty_report, write_skipped
+from forebay.prepare.documents import OWN_COLUMNS
 from forebay.prepare.engines import Engine, local_engine
 from forebay.prepare.export import TEXT_FILE, finish_text
 from forebay.prepare.finish import finish
 from forebay.prepare.plan import cores, sampled
-from forebay.prepare.read import Found, Piece, cut, find_sources, read
+from forebay.prepare.read import Found, Piece, Skipped, Source, cut, find_sources, read
+from forebay.prepare.read.listing import count_reasons, describe_skipped, shown_path
+from forebay.prepare.read.opening import check_unchanged
 from forebay.prepare.recipe import Recipe, load_recipe
 from forebay.prepare.stats import PERPLEXITY, Tally, percentile_threshold
-from forebay.prepare.text import TextResult, TextTask, finished_text, sift, stage_files, versions, write_rejects
+from forebay.prepare.text import (
+    TextResult,
+    TextTask,
+    content_key,
+    finished_text,
+    hash_source,
+    identity,
+    random_key,
+    sift,
+    stage_files,
+    task_key,
+    versions,
+    write_rejects,
+)
 from forebay.prepare.tokens.sampling import sample_texts
 from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer, train_tokenizer, vocab_to_train
 from forebay.prepare.trim import TrimTask, trim
@@ -47,6 +63,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 REJECTS_FILE = "rejects.jsonl"
+INDEX_FILE = ".inputs.json"
 
 
 @dataclass(frozen=True)
@@ -64,7 +81,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class PrepareSummary:
-    """What came of it; `subsets` are datasets of their own. `already_there` if the directory held this one before."""
+    """What came of it; `subsets` are datasets of their own. `already_there` if the directory held this one before.
+
+    `skipped` counts the inputs that were left out or could not be read, by reason; `skipped.jsonl` names them.
+    """
 
     dataset: str
     id: str
@@ -75,10 +95,11 @@ class PrepareSummary:
     dropped: dict[str, int] = field(default_factory=dict)
     subsets: dict[str, dict[str, Any]] = field(default_factory=dict)
     already_there: bool = False
+    skipped: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """What `forebay prepare --json` prints: the same for the same inputs and recipe."""
-        names = ("dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped")
+        names = ("dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped")
         found = {name: getattr(self, name) for name in names}
         return {**found, "subsets": self.subsets} if self.subsets else found
 
@@ -94,6 +115,7 @@ class Run:
     to: str
     report: Callable[[Progress], None]
     document_ids: bool = False
+    note: Callable[[str], None] = lambda message: None
 
     @property
     def work(self) -> Path:
@@ -155,6 +177,8 @@ def prepare(
     text_key: str | None = None,
     max_bad_fraction: float | None = None,
     to: str = "dataset",
+    follow_links: bool = False,
+    strict: bool = False,
     engine: str = "local",
     ray_address: str | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -175,13 +199,17 @@ def prepare(
             slices are the same; the manifest, and so the dataset's id, is another.
         to: `dataset`; or `text`: Parquet files of what is kept, in `out/text`, for which no tokenizer is needed. (It is
             tokenized, shuffled and divided into subsets by another `prepare` of that folder.)
+        follow_links: Also read what links in input folders lead to elsewhere.
+        strict: An input that would be left out, or that cannot be read, is an error.
         engine: `local` (processes of this machine) or `ray`.
         ray_address: Of a Ray cluster; without one a cluster of this machine is started, and ended.
-        on_progress, on_trouble: Called in this thread; trouble is a worker that died and is tried again.
+        on_progress, on_trouble: Called in this thread; trouble is a worker that died and is tried again, and a line
+            for each reason why inputs are left out.
 
     Raises:
         UsageError: If a setting cannot be, or `out` holds another dataset or is in use.
-        PrepareError: If an input is missing or damaged beyond `max_bad`, there is no document, or the disk is full.
+        PrepareError: If an input is missing, changes while it is read or is damaged beyond `max_bad`, there is no
+            document (then the report and `skipped.jsonl` are there all the same), or the disk is full.
     """
     out = Path(out)
     whole = _with_settings(
@@ -199,18 +227,34 @@ def prepare(
         raise UsageError("document ids: expected a dataset of tokens; rows and text keep theirs by --keep-ids.")
     vocab = vocab_to_train(whole.tokenize.tokenizer)
     known = _load_tokenizer(whole) if vocab is None else None
-    found = find_sources(inputs or whole.inputs, whole.read, workers=workers or cores(), leave_out=out)
     trouble = on_trouble or (lambda message: None)
+    found = find_sources(
+        inputs or whole.inputs, whole.read, workers=workers or cores(), leave_out=out, follow_links=follow_links
+    )
+    for line in describe_skipped(found.skipped):
+        trouble(line)
+    if strict:
+        _refuse_skipped(found.skipped)
     with _errors(out), _locked(out), _engine(engine, workers, ray_address, trouble, out) as made:
         if keep_ids is not None:  # now, not when all the work is done
             Path(keep_ids).parent.mkdir(parents=True, exist_ok=True)
-        run = Run(out, whole, made, keep_ids, to, on_progress or (lambda progress: None), document_ids)
+        run = Run(out, whole, made, keep_ids, to, on_progress or (lambda progress: None), document_ids, trouble)
         lineage = _lineage(run, found, known, against)
-        done = _already_there(run, lineage)
-        if done is not None:
-            shutil.rmtree(run.work, ignore_errors=True)
-            return done
-        return _make(run, found, known, vocab or 0, lineage)
+        done = _already_there(run, found, lineage)
+        if done is None:
+            write_skipped(run.out, found.skipped)
+            return _make(run, found, known, vocab or 0, lineage, strict)
+        shutil.rmtree(run.work, ignore_errors=True)
+        return dataclasses.replace(done, skipped=count_reasons(read_skipped(run.out)))
+
+
+def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
+    if skipped:
+        first = "; ".join(f"{shown_path(one.path)}: {one.reason}" for one in skipped[:3])
+        raise PrepareError(
+            f"prepare --strict: expected to read all inputs, got {len(skipped)} that cannot be read: {first}. Remove "
+            "them from the input, or leave out --strict."
+        )
 
 
 def _with_settings(recipe: Recipe, out: Path, settings: dict[str, Any]) -> Recipe:
@@ -222,6 +266,14 @@ def _with_settings(recipe: Recipe, out: Path, settings: dict[str, Any]) -> Recip
         if table:
             value = dataclasses.replace(getattr(recipe, table), **{last: value})
         recipe = dataclasses.replace(recipe, **{table or last: value})
+    score, read = recipe.dedup.score, recipe.read
+    if (
+        score
+        and score not in {*OWN_COLUMNS, *read.columns}
+        and all(type(stage).__module__.startswith("forebay.") for stage in recipe.stages)
+    ):  # No stage makes it, so it is a field of the input.
+        read = dataclasses.replace(read, columns={**read.columns, score: "number"})
+        recipe = dataclasses.replace(recipe, read=read)
     return recipe if recipe.name else dataclasses.replace(recipe, name=out.resolve().name or "dataset")
 
 
@@ -321,17 +373,65 @@ def _locked(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _already_there(run: Run, lineage: dict[str, Any]) -> PrepareSummary | None:
+def _with_hashes(run: Run, found: Found, lineage: dict[str, Any], sha256s: Mapping[str, str]) -> dict[str, Any]:
+    """The lineage with the hash of each input's content; what is not among `sha256s` yet is hashed by the engine.
+
+    What is learnt is kept in the output, by what tells a file from others, so that no run reads a file for that again.
+    """
+    path = run.out / INDEX_FILE
+    names = {source.path: identity(source) for source in found.sources if "://" not in source.path}
+    try:
+        index = json.loads(path.read_bytes())
+        index = index if isinstance(index, dict) else {}
+    except (OSError, ValueError):
+        index = {}
+    index = {name: index[name] for name in names.values() if name in index}
+    index |= {names[path]: sha256 for path, sha256 in sha256s.items() if path in names}
+    missing = [source for source in found.sources if names.get(source.path, "") not in {"", *index}]
+    hashed = run.map(_hash_task, missing, weights=[source.bytes for source in missing])
+    index |= {names[source.path]: sha256 for source, sha256 in zip(missing, hashed)}
+    atomic_write(path, json.dumps(index, sort_keys=True).encode())
+    inputs = [
+        {**entry, "sha256": index[names[source.path]] if source.path in names else entry["sha256"]}
+        for source, entry in zip(found.sources, lineage["inputs"])
+    ]
+    return {**lineage, "inputs": inputs}
+
+
+def _hash_task(source: Source, scale: int) -> str:
+    check_unchanged(source)
+    found = hash_source(source)
+    check_unchanged(source)
+    return found
+
+
+def _is_same(run: Run, found: Found, theirs: Mapping[str, Any], lineage: dict[str, Any]) -> bool:
+    """Whether a lineage is that of this run: names and sizes are compared before any file is read."""
+    ours = [{**entry, "sha256": ""} for entry in lineage["inputs"]]
+    if [{**entry, "sha256": ""} for entry in theirs.get("inputs", ())] != ours:
+        return False
+    if any(theirs.get(key) != lineage[key] for key in ("recipe", "models")):
+        return False
+    if theirs["inputs"] != _with_hashes(run, found, lineage, {})["inputs"]:
+        return False
+    before = {key: value for key, value in theirs.get("versions", {}).items() if lineage["versions"].get(key) != value}
+    if before:
+        made, now = ({k: v.get(k, "none") for k in before} for v in (theirs["versions"], lineage["versions"]))
+        told = ", ".join(f"{name} {made[name]} (here: {now[name]})" for name in before)
+        run.note(f"{run.out}: was made with other versions: {told}. It is kept; remove it to make it anew.")
+    return True
+
+
+def _already_there(run: Run, found: Found, lineage: dict[str, Any]) -> PrepareSummary | None:
     if (run.out / TEXT_FILE).exists():
-        return _text_already_there(run, lineage)
+        return _text_already_there(run, found, lineage)
     if not (run.out / MANIFEST_FILE).exists():
         if (run.out / "slices").exists() and not run.work.exists():
             raise UsageError(f"prepare: {run.out / 'slices'} is not from an unfinished run. Choose another directory.")
         return None
     dataset = open_dataset(run.out)
     theirs = dataset.manifest.lineage
-    same = all(theirs.get(key) == lineage[key] for key in ("inputs", "recipe", "models"))
-    same = same and (DOCUMENTS_FILE in theirs.get("files", {})) == run.document_ids
+    same = (DOCUMENTS_FILE in theirs.get("files", {})) == run.document_ids and _is_same(run, found, theirs, lineage)
     if not same or dataset.name != run.recipe.name or (run.keep_ids is not None and not run.keep_ids.exists()):
         raise UsageError(
             f"prepare: expected an empty directory, got {run.out}, which holds dataset {dataset.name!r} "
@@ -345,15 +445,14 @@ def _already_there(run: Run, lineage: dict[str, Any]) -> PrepareSummary | None:
     )  # fmt: skip
 
 
-def _text_already_there(run: Run, lineage: dict[str, Any]) -> PrepareSummary:
+def _text_already_there(run: Run, found: Found, lineage: dict[str, Any]) -> PrepareSummary:
     data = (run.out / TEXT_FILE).read_bytes()
     try:
         facts = json.loads(data)
         theirs, name = facts["lineage"], facts["name"]
     except (ValueError, KeyError, TypeError) as error:
         raise PrepareError(f"{run.out / TEXT_FILE}: damaged. Choose another directory, or remove this one.") from error
-    same = all(theirs.get(key) == lineage[key] for key in ("inputs", "recipe", "models"))
-    if run.to != "text" or not same or name != run.recipe.name:
+    if run.to != "text" or name != run.recipe.name or not _is_same(run, found, theirs, lineage):
         raise UsageError(
             f"prepare: expected an empty directory, got {run.out}, which holds other prepared text. Choose another "
             "directory, or remove this one."
@@ -361,14 +460,34 @@ def _text_already_there(run: Run, lineage: dict[str, Any]) -> PrepareSummary:
     return PrepareSummary(name, hashlib.sha256(data).hexdigest(), **theirs["counts"], already_there=True)
 
 
-def _make(run: Run, found: Found, known: TokenizerFile | None, vocab: int, lineage: dict[str, Any]) -> PrepareSummary:
+def _make(
+    run: Run, found: Found, known: TokenizerFile | None, vocab: int, lineage: dict[str, Any], strict: bool
+) -> PrepareSummary:
     run.tasks.mkdir(parents=True, exist_ok=True)
     remove_stale(run.out)
     remove_stale(run.tasks)
     pieces, sample = sampled(cut(found.sources, run.recipe.read), run.recipe.sample)
-    texts = _texts(run, pieces, sample)
+    content = content_key(run.recipe.read, run.recipe.stages, stage_files(run.recipe.stages), sample)
+    texts = _texts(run, pieces, sample, content)
+    failed = _failed(pieces, texts)
+    found = dataclasses.replace(found, skipped=(*found.skipped, *failed))
+    write_skipped(run.out, found.skipped)
+    for line in describe_skipped(failed):
+        run.note(line)
+    if strict:
+        _refuse_skipped(failed)
     tally = Tally()
-    _check(run, pieces, texts)
+    for result in texts:
+        tally.add(result.tally(str(run.tasks)))
+    _check(run, Corpus(found, pieces, texts, None, str(run.tasks)), tally)
+    sha256s = {
+        piece.sources[int(index)].path: sha256
+        for piece, text in zip(pieces, texts)
+        for index, sha256 in text.sha256s.items()
+    }
+    lineage = _with_hashes(run, found, lineage, sha256s)
+    sha256s = {source.path: entry["sha256"] for source, entry in zip(found.sources, lineage["inputs"])}
+    texts = [dataclasses.replace(t, key=random_key(content, piece, sha256s)) for piece, t in zip(pieces, texts)]
     texts = _trimmed(run, texts, tally)
     corpus = Corpus(found, pieces, texts, _deduplicated(run, texts), str(run.tasks))
     if run.to == "text":
@@ -377,12 +496,23 @@ def _make(run: Run, found: Found, known: TokenizerFile | None, vocab: int, linea
     return finish(run, corpus, used, tally, lineage)
 
 
-def _texts(run: Run, pieces: Sequence[Piece], sample: float) -> list[TextResult]:
+def _failed(pieces: Sequence[Piece], texts: Sequence[TextResult]) -> list[Skipped]:
+    """The files of which nothing could be read, each with the first reason."""
+    failed: dict[str, str] = {}
+    for piece, text in zip(pieces, texts):
+        for index, reason in text.failed.items():
+            path = piece.sources[int(index)].path
+            failed.setdefault(path, reason.removeprefix(f"{path}: "))
+    return [Skipped(path, reason, "failed") for path, reason in failed.items()]
+
+
+def _texts(run: Run, pieces: Sequence[Piece], sample: float, content: str) -> list[TextResult]:
     recipe = run.recipe
-    files = stage_files(recipe.stages)
     sign = recipe.dedup.active and not recipe.percentiles
+    formats = {piece.format for piece in pieces}
+    keys = {format: task_key(content, format, recipe.stages, recipe.dedup, sign) for format in formats}
     tasks = [
-        TextTask(piece, recipe.read, recipe.stages, files, recipe.dedup, sign, sample, str(run.tasks))
+        TextTask(piece, recipe.read, recipe.stages, recipe.dedup, sign, sample, str(run.tasks), keys[piece.format])
         for piece in pieces
     ]
     total = sum(piece.bytes for piece in pieces)
@@ -399,26 +529,25 @@ def _texts(run: Run, pieces: Sequence[Piece], sample: float) -> list[TextResult]
     return run.map(sift, tasks, finished_text, note, [piece.bytes for piece in pieces])
 
 
-def _check(run: Run, pieces: Sequence[Piece], texts: Sequence[TextResult]) -> None:
-    """Write rejects.jsonl; stop if there are too many, or nothing is left."""
-    path = run.out / REJECTS_FILE
-    first = write_rejects(path, pieces, texts, str(run.tasks))
+def _check(run: Run, corpus: Corpus, tally: Tally) -> None:
+    """Write rejects.jsonl; stop, with a report, if there are too many, or nothing is left."""
+    path, texts = run.out / REJECTS_FILE, corpus.texts
+    first = write_rejects(path, corpus.pieces, texts, str(run.tasks))
     malformed = sum(result.malformed for result in texts)
     documents = sum(result.documents_in for result in texts)
     if malformed > run.recipe.max_bad * documents:
+        write_empty_report(run, corpus, tally)
         told = "; ".join(f"{r['where']}: {r['reason'].rstrip('.')}" for r in first)
         raise PrepareError(
             f"prepare: expected at most {run.recipe.max_bad:.1%} malformed documents, got {malformed} of {documents}: "
             f"{told}. They are listed in {path}. Mend them, or raise --max-bad."
         )
     if not sum(result.documents_out for result in texts):
-        raise PrepareError(f"prepare: expected documents with text, got none ({documents} read, none kept).")
+        raise nothing_left(run, corpus, tally)
 
 
 def _trimmed(run: Run, texts: list[TextResult], tally: Tally) -> list[TextResult]:
-    """The tallies of all tasks go into `tally`; documents outside a perplexity percentile go out."""
-    for result in texts:
-        tally.add(result.tally(str(run.tasks)))
+    """Documents outside a perplexity percentile go out; what is counted on the way goes into `tally`."""
     seen = tally.histograms.get(PERPLEXITY, {}).get("read")
     if not run.recipe.percentiles or seen is None:
         return texts

@@ -1,4 +1,4 @@
-"""What a preparation would do, before anything is read but the first bytes of each file.
+"""What a preparation would do, before anything is read but the first bytes of each file (and a table's footer).
 
 Hides: how a sample is taken: some of the pieces, spread evenly, and of those as many documents as make it exact.
 """
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forebay.prepare.read import cut, find_sources
+from forebay.prepare.read import Skipped, cut, find_sources
 from forebay.prepare.read.base import Piece
+from forebay.prepare.read.listing import count_reasons, describe_skipped
 from forebay.prepare.recipe import Recipe
 
 
@@ -35,7 +36,7 @@ class Plan:
     """What `prepare` would do, before anything is read but the first bytes of each file."""
 
     inputs: dict[str, tuple[int, int]]
-    skipped: int
+    skipped: tuple[Skipped, ...]
     pieces: int
     sample: float
     recipe: Recipe
@@ -50,7 +51,7 @@ class Plan:
         """For programs."""
         return {
             "inputs": {name: {"files": files, "bytes": size} for name, (files, size) in self.inputs.items()},
-            "skipped": self.skipped,
+            "skipped": count_reasons(self.skipped),
             "tasks": self.pieces,
             "bytes": self.bytes,
             "workers": self.workers,
@@ -63,8 +64,7 @@ class Plan:
         lines = ["read"]
         for name, (files, size) in sorted(self.inputs.items()):
             lines.append(f"  {name:<14} {files:>8,} files  {show_bytes(size):>10}")
-        if self.skipped:
-            lines.append(f"  passed over    {self.skipped:>8,} files of no known format")
+        lines += [f"  {line}" for line in describe_skipped(self.skipped)]
         share = f", a sample of {recipe.sample:.3g}" if recipe.sample < 1 else ""
         lines.append(f"  {show_bytes(self.bytes)} in {self.pieces:,} tasks over {self.workers} processes{share}")
         for name, settings in recipe.to_json()["stages"]:
@@ -94,16 +94,18 @@ def show_bytes(count: float) -> str:
     raise AssertionError
 
 
-def plan(inputs: Sequence[str | Path], recipe: Recipe, *, workers: int | None = None) -> Plan:
+def plan(
+    inputs: Sequence[str | Path], recipe: Recipe, *, workers: int | None = None, follow_links: bool = False
+) -> Plan:
     """What `prepare` would run, on how much.
 
     Raises:
         PrepareError: If an input is missing.
     """
-    found = find_sources(inputs or recipe.inputs, recipe.read)
+    found = find_sources(inputs or recipe.inputs, recipe.read, follow_links=follow_links)
     pieces, _ = sampled(cut(found.sources, recipe.read), recipe.sample)
     by_format: dict[str, tuple[int, int]] = {}
     for source in found.sources:
         files, size = by_format.get(source.format, (0, 0))
         by_format[source.format] = files + 1, size + source.bytes
-    return Plan(by_format, len(found.skipped), len(pieces), recipe.sample, recipe, workers or cores())
+    return Plan(by_format, found.skipped, len(pieces), recipe.sample, recipe, workers or cores())

@@ -80,8 +80,8 @@ class Tally:
     def see(self, side: str, batch: pa.RecordBatch) -> None:
         """Take the distributions of a batch; `side` is `read` or `kept`."""
         names = batch.schema.names
-        if "chars" in names:
-            self.observe(LENGTH, side, batch.column("chars").to_numpy())
+        if "text_bytes" in names:
+            self.observe(LENGTH, side, batch.column("text_bytes").to_numpy())
         if "perplexity" in names:
             self.observe(PERPLEXITY, side, batch.column("perplexity").to_numpy(zero_copy_only=False))
         if "language" in names:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +29,9 @@ from forebay.errors import ForebayError, PrepareError
 from forebay.prepare.dedup import Dedup
 from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, Verdict, portable
 from forebay.prepare.read import read
-from forebay.prepare.read.base import Piece, ReadOptions
+from forebay.prepare.read.base import Piece, ReadOptions, Source
+from forebay.prepare.read.listing import shown_path
+from forebay.prepare.read.opening import check_unchanged
 from forebay.prepare.stats import StageCount, Tally, text_bytes
 from forebay.prepare.tokens.encode import TextPart
 from forebay.storage.atomic import atomic_write, open_atomic
@@ -35,7 +39,7 @@ from forebay.storage.atomic import atomic_write, open_atomic
 if TYPE_CHECKING:
     from forebay.prepare.dedup import Signer
 
-TEXT_VERSION = 1
+TEXT_VERSION = 2
 """Raised when the same piece would give other documents: old results are then not taken up."""
 REJECT_CHARACTERS = 200
 MAX_REJECTS = 10_000
@@ -55,36 +59,27 @@ _USED_BY = {
 
 @dataclass(frozen=True)
 class TextTask:
-    """One piece to be read and sifted. `files` are (path, sha256) of what the stages read."""
+    """One piece to be read and sifted.
+
+    Args:
+        recipe_key: A hash of all that the result depends on besides the piece: `task_key`.
+    """
 
     piece: Piece
     read: ReadOptions
     stages: tuple[Stage, ...]
-    files: tuple[tuple[str, str], ...]
     dedup: Dedup
     sign: bool
     sample: float
     folder: str
+    recipe_key: str
 
-    @property
+    @cached_property
     def name(self) -> str:
-        """A hash of all that the result depends on (contents, not places, of files)."""
-        used = versions([self.piece.format], self.stages)
-        return _hash([TEXT_VERSION, used, self.key, self.dedup.signature() if self.sign else {}])
-
-    @property
-    def key(self) -> str:
-        """A hash of the input and what is done to it, not by which version: what random choices hang on."""
-        return _hash(
-            [
-                [(s.sha256, s.format, s.compression) for s in self.piece.sources],
-                [self.piece.start, self.piece.stop],
-                repr(self.read),
-                [(s.name, s.version, repr(portable(s))) for s in self.stages],
-                [(Path(path).name, sha256) for path, sha256 in self.files],
-                self.sample,
-            ]
-        )
+        """What its files are called: by which files it reads, as they were listed, and not by their contents, which
+        only the task reads."""
+        sources = [identity(source) for source in self.piece.sources]
+        return _hash([self.recipe_key, sources, self.piece.start, self.piece.stop])
 
     @property
     def label(self) -> str:
@@ -103,9 +98,50 @@ def _hash(facts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
+def identity(source: Source) -> str:
+    """What tells a source from others and from itself after a change, without reading it."""
+    path = source.path if "://" in source.path else os.path.abspath(source.path)  # noqa: PTH100 - links stay
+    return _hash([path, source.version or source.sha256, source.format, source.compression, source.encoding])
+
+
+def content_key(read: ReadOptions, stages: Iterable[Stage], files: Iterable[tuple[str, str]], sample: float) -> str:
+    """A hash of what is done to the input, not by which version. `files` are (path, sha256) of what stages read."""
+    done = [(stage.name, stage.version, repr(portable(stage))) for stage in stages]
+    return _hash([repr(read.facts), done, [(Path(path).name, sha256) for path, sha256 in files], sample])
+
+
+def task_key(content: str, format: str, stages: Iterable[Stage], dedup: Dedup, sign: bool) -> str:
+    """A hash of all that the result of a TextTask depends on besides its piece; `content` is `content_key`'s."""
+    return _hash([TEXT_VERSION, versions([format], stages), content, dedup.signature() if sign else {}])
+
+
+def random_key(content: str, piece: Piece, sha256s: Mapping[str, str]) -> str:
+    """What random choices hang on: a hash of a piece's content and of what is done to it.
+
+    Args:
+        sha256s: Of the files that lie here, by path.
+    """
+    sources = [(sha256s.get(s.path, s.sha256), s.format, s.compression) for s in piece.sources]
+    return _hash([sources, [piece.start, piece.stop], content])
+
+
+def hash_source(source: Source) -> str:
+    """The SHA-256 of a source that lies here; "" for one at a URL, and for one that cannot be read."""
+    if "://" in source.path:
+        return ""
+    try:
+        return hash_file(Path(source.path))
+    except OSError:
+        return ""
+
+
 @dataclass(frozen=True)
 class TextResult:
-    """What came of a TextTask. `places` is how many lines, rows or records it read; bytes are UTF-8 of text."""
+    """What came of a TextTask. `places` is how many lines, rows or records it read; bytes are UTF-8 of text.
+
+    `key` is `random_key`'s, "" until all files are hashed. `sha256s` and `failed` are by the number of the piece's
+    source: hashes of the files that begin in it, and why nothing could be read of one.
+    """
 
     name: str
     key: str
@@ -114,6 +150,8 @@ class TextResult:
     malformed: int
     places: int
     bytes_out: int
+    sha256s: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
     def part(self, folder: str) -> TextPart:
         """What later tasks read."""
@@ -240,7 +278,13 @@ def sift(task: TextTask, scale: int) -> TextResult:
                     signer.add(kept.column("text"), scores(kept, task.dedup))
                 write(kept)
             del batch, kept
-    result = TextResult(task.name, task.key, reader.documents, documents, reader.malformed, reader.places, size)
+    sources = enumerate(task.piece.sources if task.piece.start == 0 else ())
+    sha256s = {str(index): sha256 for index, source in sources if (sha256 := hash_source(source))}
+    for source in task.piece.sources:
+        check_unchanged(source)  # since it was read
+    result = TextResult(
+        task.name, "", reader.documents, documents, reader.malformed, reader.places, size, sha256s, reader.failed
+    )
     lines = b"".join(json.dumps(r, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for r in reader.rejects)
     atomic_write(Path(f"{task.prefix}.rejects"), lines)
     atomic_write(Path(f"{task.prefix}.stats"), json.dumps(tally.to_json()).encode())
@@ -285,7 +329,7 @@ def _through(stages: tuple[Stage, ...], batch: pa.RecordBatch, tally: Tally, rea
             return reader.where(batch.column("place")[row].as_py(), batch.column("where")[row].as_py())
 
         tally.sample("", "kept", batch, np.arange(batch.num_rows), keys, place)
-        batch = batch.append_column("chars", pa.array(text_bytes(batch)))
+        batch = batch.append_column("text_bytes", pa.array(text_bytes(batch)))
     return batch
 
 
@@ -327,10 +371,12 @@ class _Reader:
     def __init__(self, task: TextTask, batch_bytes: int) -> None:
         self._task = task
         self._batch_bytes = batch_bytes
-        facts = [*(s.sha256 for s in task.piece.sources), str(task.piece.start)]
+        # Of the first bytes, as the whole is not read yet; no path and no time, so that a copy gives the same.
+        facts = [*(f"{s.sha256} {s.bytes}" for s in task.piece.sources), str(task.piece.start)]
         self._seed = np.uint64(int.from_bytes(hashlib.sha256(" ".join(facts).encode()).digest()[:8], "little"))
         self.documents = self.places = self.malformed = 0
         self.rejects: list[dict[str, Any]] = []
+        self.failed: dict[str, str] = {}
 
     def batches(self, tally: Tally) -> Iterator[pa.RecordBatch]:
         count = tally.stage("read")
@@ -360,18 +406,20 @@ class _Reader:
             yield self._counted(held, tally)
 
     def _counted(self, records: list[Record], tally: Tally) -> pa.RecordBatch:
-        batch = _batch(records)
+        batch = _batch(records, self._task.read)
         sizes = text_bytes(batch)
         count = tally.stage("read")
         count.documents_out += batch.num_rows
         count.bytes_in += int(sizes.sum())
         count.bytes_out += int(sizes.sum())
-        tally.see("read", pa.record_batch([pa.array(sizes)], ["chars"]))
+        tally.see("read", pa.record_batch([pa.array(sizes)], ["text_bytes"]))
         return batch
 
     def _reject(self, record: Record, count: StageCount) -> None:
         self.malformed += 1
         count.dropped["malformed"] = self.malformed
+        if record.failed:
+            self.failed[str(record.place if len(self._task.piece.sources) > 1 else 0)] = record.problem
         if self.malformed <= MAX_REJECTS:
             held = record.text[:REJECT_CHARACTERS]
             self.rejects.append({"place": record.place, "where": record.where, "reason": record.problem, "text": held})
@@ -394,17 +442,20 @@ class _Reader:
 def place_name(piece: Piece, place: int, inner: str, base: int) -> str:
     """`file:line` or `file (inner)`; `base` is how many lines or rows earlier pieces of the file have."""
     if piece.format in _FILE_FORMATS or len(piece.sources) > 1:
-        return piece.sources[place].path
-    path = piece.sources[0].path
+        return shown_path(piece.sources[place].path)
+    path = shown_path(piece.sources[0].path)
     if inner and not (piece.format in _LINE_FORMATS and inner.startswith("byte ")):
         return f"{path} ({inner})"
     return f"{path}:{base + place + 1}" if base or not piece.start else f"{path}: {place + 1} after {piece.start}"
 
 
-def _batch(records: list[Record]) -> pa.RecordBatch:
-    columns = [pa.array([getattr(r, f.name) for r in records], f.type) for f in SCHEMA]
-    where = pa.array([r.where for r in records], pa.large_string())
-    return pa.record_batch([*columns, where], schema=SCHEMA.append(pa.field("where", pa.large_string())))
+def _batch(records: list[Record], options: ReadOptions) -> pa.RecordBatch:
+    columns = {f.name: pa.array([getattr(r, f.name) for r in records], f.type) for f in SCHEMA}
+    columns["where"] = pa.array([r.where for r in records], pa.large_string())
+    for index, (name, kind) in enumerate(options.columns.items()):
+        missing, column_type = (math.nan, pa.float64()) if kind == "number" else ("", pa.large_string())
+        columns[name] = pa.array([r.values[index] if r.values else missing for r in records], column_type)
+    return pa.RecordBatch.from_pydict(columns)
 
 
 def mix(values: NDArray[np.uint64], seed: np.uint64) -> NDArray[np.uint64]:

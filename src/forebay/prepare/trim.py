@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ class TrimTask:
     sign: bool
     folder: str
 
-    @property
+    @cached_property
     def name(self) -> str:
         """A hash of all that the result depends on."""
         facts = [TRIM_VERSION, self.text.name, self.low, self.high, self.dedup.signature() if self.sign else {}]
@@ -85,8 +86,7 @@ def trim(task: TrimTask, scale: int) -> TextResult:
                 if signer is not None:
                     signer.add(kept.column("text"), scores(kept, task.dedup))
                 write(kept)
-    text = task.text
-    result = TextResult(task.name, text.key, text.documents_in, documents, text.malformed, text.places, size)
+    result = replace(task.text, name=task.name, documents_out=documents, bytes_out=size)
     atomic_write(Path(f"{prefix}.stats"), json.dumps(tally.to_json()).encode())
     atomic_write(Path(f"{prefix}.json"), json.dumps(asdict(result)).encode())
     return result

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import ipaddress
 import os
 import re
+import socket
 import ssl
 import threading
 import time
@@ -138,8 +140,7 @@ class WebOrigin:
                 self._moved.pop(name, None)
             else:
                 raise fault
-            if not target.startswith(("http://", "https://")):
-                raise RefusedError(f"{self.url}/{name}: redirected to another kind of address")
+            check_redirect(address, target)
         raise RefusedError(f"{self.url}/{name}: more than {_MOST_REDIRECTS} redirects")
 
     def _check_range(self, name: str, response: http.client.HTTPResponse, start: int, stop: int) -> int:
@@ -364,18 +365,55 @@ def _refusal(what: str, response: http.client.HTTPResponse) -> PassingError | Re
 
 
 def wait_told(headers: Message) -> float:
-    """Seconds that a server asks to wait: Retry-After, or where the hub's `RateLimit: "api";r=0;t=55` begins anew."""
+    """Seconds that a server asks to wait: Retry-After, or where the hub's `RateLimit: "api";r=0;t=55` begins anew; at
+    most an hour, and 0 if it does not ask."""
     told = re.search(r"\bt\s*=\s*(\d{1,9})", headers.get("RateLimit", ""))
-    return _retry_after(headers.get("Retry-After") or (told[1] if told else ""))
+    return min(3600.0, retry_after_s(headers.get("Retry-After") or (told[1] if told else ""), time.time()) or 0.0)
 
 
-def _retry_after(text: str) -> float:
-    """Seconds to wait, given as seconds or as a date; at most an hour."""
-    if text.isascii() and text.isdigit():
-        return min(3600.0, float(text[:9]))
+def retry_after_s(text: str, now: float) -> float | None:
+    """Seconds that a Retry-After header asks to wait, given as seconds or as a date (RFC 9110, 10.2.3); None if it is
+    neither. `now` is Unix time."""
+    if re.fullmatch(r"\d{1,12}(\.\d{1,9})?", text, re.ASCII):
+        return float(text)
     with contextlib.suppress(ValueError, TypeError):
-        return min(3600.0, max(0.0, parsedate_to_datetime(text).timestamp() - time.time()))
-    return 0.0
+        return max(0.0, parsedate_to_datetime(text).timestamp() - now)
+    return None
+
+
+def check_redirect(origin: str, target: str) -> None:
+    """Refuse a redirect to anything but http and https, and from a public address to one inside: this machine, its
+    networks, a cloud's metadata.
+
+    Raises:
+        RefusedError: If it must not be followed.
+    """
+    was, goes = urllib.parse.urlsplit(origin), urllib.parse.urlsplit(target)
+    if goes.scheme not in ("http", "https"):
+        raise RefusedError(f"{was.hostname}: expected a redirect to http or https, got one to {goes.scheme!r}")
+    if _is_inside(goes.hostname) and not _is_inside(was.hostname):
+        raise RefusedError(f"{was.hostname}: expected a redirect to a public address, got one to {goes.hostname}")
+
+
+def _is_inside(host: str | None) -> bool:
+    """Whether a host has an address that is private, loopback or link-local; False if it has none that is known."""
+    try:
+        found = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):
+        return False
+    addresses = [ipaddress.ip_address(one) for one in found]
+    return any(not (getattr(one, "ipv4_mapped", None) or one).is_global for one in addresses)
+
+
+class CheckedRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows what `check_redirect` allows, and shows a token to no other host."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        check_redirect(req.full_url, newurl)
+        made = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if made is not None and _host(newurl) != _host(req.full_url):
+            made.remove_header("Authorization")
+        return made
 
 
 def _why(what: str, connection: http.client.HTTPConnection, error: Exception, patience: Patience) -> str:

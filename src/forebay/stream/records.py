@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from forebay.errors import StateError, UsageError
+from forebay.errors import PrepareError, StateError, UsageError
 from forebay.order.bijection import permute
 from forebay.prepare.documents import Record
 from forebay.prepare.read import ReadOptions, Source, cut, find_sources, read
+from forebay.prepare.read.listing import describe_skipped
 
+_log = logging.getLogger("forebay.stream")
 _START = (0, 0, -1, 0, 0)
 
 
@@ -51,7 +54,7 @@ class Records(Protocol):
 
 
 class FileRecords:
-    """The records of files: paths, directories, globs, URLs.
+    """The records of files: paths, directories, globs, URLs. What is left out of a directory is logged.
 
     No file is read whole to know it: its identity is its format, its size and its first 4 KiB.
 
@@ -60,10 +63,15 @@ class FileRecords:
         UsageError: If there is none.
     """
 
-    def __init__(self, inputs: Sequence[str | Path] | str | Path, options: ReadOptions) -> None:
+    def __init__(
+        self, inputs: Sequence[str | Path] | str | Path, options: ReadOptions, *, follow_links: bool = False
+    ) -> None:
         given = [inputs] if isinstance(inputs, str | Path) else list(inputs)
         self._options = options
-        self._sources = find_sources([path for one in given for path in _expand(one)], options, hashed=False).sources
+        found = find_sources([path for one in given for path in _expand(one)], options, follow_links=follow_links)
+        for line in describe_skipped(found.skipped):
+            _log.warning("stream: %s", line)
+        self._sources = found.sources
         facts = [(source.format, source.compression, source.bytes, source.sha256) for source in self._sources]
         self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -104,6 +112,8 @@ class FileReading:
                 piece = pieces[number] if start < 0 else replace(pieces[number], start=start)
                 passed, given = given, 0
                 for record in read(piece, self._options):
+                    if record.failed:
+                        raise PrepareError(record.problem)
                     if record.start >= 0:
                         start, first, given = record.start, first + given, 0
                     given += 1

@@ -68,6 +68,7 @@ class TextStream:
         partition: "samples" or "records", as above.
         text_key: The field or column with the text.
         format: Of all files, if they should not be sniffed.
+        follow_links: Also read what links in directories lead to elsewhere.
         eos, bos: Whether a token ends and begins each document; or its name.
         dtype: int64 or int32, of `inputs` and `labels`.
         prefetch: Batches made ahead by a thread; 0 makes them in the caller's.
@@ -98,6 +99,7 @@ class TextStream:
         partition: str = "samples",
         text_key: str = "text",
         format: str = "auto",
+        follow_links: bool = False,
         eos: bool | str = True,
         bos: bool | str = False,
         dtype: Any = np.int64,
@@ -117,7 +119,7 @@ class TextStream:
         self._shuffle_buffer, self._shuffle_start, self._buffer_bytes = shuffle_buffer, shuffle_start, buffer_bytes
         self._epochs, self._steps, self._drop_last, self._prefetch = epochs, steps, bool(drop_last), prefetch
         self._text_key = text_key
-        self._records = _records(inputs, ReadOptions(text_key=text_key, format=format))
+        self._records = _records(inputs, ReadOptions(text_key=text_key, format=format), follow_links)
         self._encoder = TextEncoder(self.tokenizer)
         self._moment = Moment(tokens=np.zeros(0, self.tokenizer.numpy_dtype))
         self._malformed: list[Malformed] = []
@@ -338,13 +340,12 @@ class TextStream:
         return Batch(inputs, labels, ids, moment.epoch, moment.step, run_step=moment.run_step)
 
 
-def _records(inputs: Any, options: ReadOptions) -> Records:
+def _records(inputs: Any, options: ReadOptions, follow_links: bool) -> Records:
+    given = [inputs] if isinstance(inputs, str | Path) else inputs
     if isinstance(inputs, str) and inputs.startswith((HUB, _HUB_URL)):
         return records_of(inputs, options)
-    if isinstance(inputs, str | Path):
-        return FileRecords(inputs, options)
-    if isinstance(inputs, Sequence) and inputs and all(isinstance(one, str | Path) for one in inputs):
-        return FileRecords(inputs, options)
+    if isinstance(given, Sequence) and given and all(isinstance(one, str | Path) for one in given):
+        return FileRecords(given, options, follow_links=follow_links)
     return records_of(inputs, options)
 
 

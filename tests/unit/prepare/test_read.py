@@ -144,6 +144,7 @@ def test_text_and_html_files_are_documents(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfOne")
     (tmp_path / "b.html").write_text("<!DOCTYPE html><p>Two")
     (tmp_path / "c").write_text("<html>Three")
+    (tmp_path / "damaged.txt").write_bytes("schön müde ".encode() * 9 + b"\xff")
     (tmp_path / "latin.txt").write_bytes("müde".encode("latin-1"))
     (tmp_path / "main.rs").write_text("fn main() {}")
     got = [(r.text, r.html) for r in records(tmp_path) if not r.problem]
@@ -151,9 +152,10 @@ def test_text_and_html_files_are_documents(tmp_path: Path) -> None:
         ("One", False),
         ("<!DOCTYPE html><p>Two", True),
         ("<html>Three", True),
+        ("müde", False),
         ("fn main() {}", False),
     ]
-    assert problems(tmp_path) == ["not UTF-8: invalid start byte at byte 1"]
+    assert problems(tmp_path) == ["not UTF-8: invalid start byte at byte 117"]
 
 
 def test_unknown_files_are_passed_over_unless_named(tmp_path: Path) -> None:
@@ -164,8 +166,9 @@ def test_unknown_files_are_passed_over_unless_named(tmp_path: Path) -> None:
     (tmp_path / "out" / "b.txt").write_text("b")
     found = find_sources(tmp_path, ReadOptions(), leave_out=tmp_path / "out")
     assert [Path(s.path).name for s in found.sources] == ["a.txt"]
-    assert [(Path(path).name, why) for path, why in found.skipped] == [
-        ("image.png", "a file of the format images, which holds no text")
+    assert [(Path(one.path).name, one.reason) for one in found.skipped] == [
+        (".hidden.txt", "hidden"),
+        ("image.png", "a file of the format images, which holds no text"),
     ]
     with pytest.raises(PrepareError, match=r"image\.png: expected one of"):
         find_sources([tmp_path / "image.png"], ReadOptions())
@@ -295,8 +298,8 @@ def test_csv_rows_that_are_wrong(tmp_path: Path) -> None:
     told = [r.problem for r in got if r.problem]
     assert told[:3] == ["expected 2 fields, got 1", "expected 2 fields, got 3", "not UTF-8"]
     assert "longer than max_document_bytes" in told[3]
-    with pytest.raises(PrepareError, match="expected a column 'body', got columns id, text"):
-        records(path, text_key="body")
+    (failed,) = records(path, text_key="body")
+    assert failed.failed and "expected a column 'body', got columns id, text" in failed.problem
     (tmp_path / "b.csv").write_text("a;one\nb;two\n")
     assert texts(tmp_path / "b.csv", text_key="1") == ["one", "two"]
 
@@ -311,8 +314,8 @@ def test_csv_with_a_quote_that_never_ends_is_bounded(tmp_path: Path) -> None:
 
 def test_tables_say_which_columns_there_are(tmp_path: Path) -> None:
     pq.write_table(pa.table({"body": ["x"], "n": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(PrepareError, match="expected a text column 'text', got columns body: string, n: int64"):
-        records(tmp_path / "a.parquet")
+    (failed,) = records(tmp_path / "a.parquet")
+    assert failed.failed and "expected a text column 'text', got columns body: string, n: int64" in failed.problem
     pq.write_table(pa.table({"text": [b"ok", None, b"\xff"]}), tmp_path / "b.parquet")
     assert texts(tmp_path / "b.parquet") == ["ok"]
     assert problems(tmp_path / "b.parquet") == [

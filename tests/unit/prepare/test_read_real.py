@@ -129,7 +129,7 @@ def test_tfrecord() -> None:
     assert ["not a tf.train.Example" in r.problem for r in plain] == [True] * 5
     assert [r.text.encode() for r in plain] == raw
     skipped = find_sources(folder, ReadOptions()).skipped
-    assert [why for _, why in skipped] == ["binary data of no known format"] * 2
+    assert [one.reason for one in skipped] == ["binary data of no known format"] * 2
 
 
 def text_columns(schema: pa.Schema) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,8 +15,12 @@ import pytest
 
 from forebay.errors import PrepareError
 from forebay.prepare.documents import Record
-from forebay.prepare.read import ReadOptions, cut, find_sources, read
+from forebay.prepare.read import ReadOptions, Source, cut, find_sources, read
+from forebay.prepare.read.base import MAX_PIECES, MAX_SOURCE_BYTES
 from forebay.prepare.read.hub import hub_source, parse_url
+from forebay.store.origins import RefusedError
+from forebay.store.web import WebOrigin
+from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 LINES = b"".join(json.dumps({"id": i, "text": f"document {i} " * 20}).encode() + b"\n" for i in range(3000))
 
@@ -30,7 +35,12 @@ class Origin(ThreadingHTTPServer):
         self.drop_after = 0  # bytes of a body, then the connection is cut
         self.failures = 0  # requests still to be answered with 503
         self.version = "1"
+        self.modified = ""  # in place of an ETag
+        self.checks = True  # whether it knows If-Match and If-Unmodified-Since
+        self.head: dict[str, str] = {}  # headers that lie
+        self.at_once = 0  # bytes sent before a pause of 50 ms; 0: all
         self.asked: list[str] = []
+        self.conditions: list[str] = []
 
     @property
     def url(self) -> str:
@@ -52,16 +62,26 @@ class Answer(BaseHTTPRequestHandler):
         if data is None:
             self.send_error(404)
             return
+        condition = self.headers.get("If-Match") or self.headers.get("If-Unmodified-Since") or ""
+        origin.conditions.append(condition)
+        if condition and origin.checks and condition not in (origin.version, origin.modified):
+            self.send_error(412)
+            return
         start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and origin.ranges else 0
-        self.send_response(206 if asked and origin.ranges else 200)
-        self.send_header("Content-Length", str(len(data) - start))
-        self.send_header("ETag", origin.version)
-        if origin.ranges:
-            self.send_header("Accept-Ranges", "bytes")
+        headers = {"Content-Length": str(len(data) - start)}
+        headers |= {"Last-Modified": origin.modified} if origin.modified else {"ETag": origin.version}
+        headers |= {"Accept-Ranges": "bytes"} if origin.ranges else {}
+        self.send_response(302 if "Location" in origin.head else 206 if asked and origin.ranges else 200)
+        for name, value in (headers | origin.head).items():
+            self.send_header(name, value)
         self.end_headers()
         body = data[start:]
         with suppress(BrokenPipeError, ConnectionResetError):
-            self.wfile.write(body[: origin.drop_after] if origin.drop_after else body)
+            body = body[: origin.drop_after] if origin.drop_after else body
+            for at in range(0, len(body), origin.at_once or len(body)):
+                self.wfile.write(body[at : at + (origin.at_once or len(body))])
+                self.wfile.flush()
+                time.sleep(0.05 if origin.at_once else 0)
         self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:
@@ -134,6 +154,109 @@ def test_a_file_that_changes_is_no_mixture(origin: Origin) -> None:
     origin.version = "2"
     with pytest.raises(PrepareError, match="the input changed while it was read"):
         list(rows)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("by", ["etag", "weak", "time"])
+@pytest.mark.parametrize("when", ["before the first byte", "between two pieces", "within a piece"])
+def test_a_file_is_read_as_it_was_listed(
+    origin: Origin, monkeypatch: pytest.MonkeyPatch, when: str, by: str, checks: bool
+) -> None:
+    monkeypatch.setattr("forebay.prepare.read.lines.PIECE_BYTES", len(LINES) // 2)
+    old, new = ("Mon, 02 Jan 2023 00:00:00 GMT", "Tue, 03 Jan 2023 00:00:00 GMT") if by == "time" else ('"a"', '"b"')
+
+    def replace(version: str) -> None:
+        if by == "time":
+            origin.modified = version
+        else:
+            origin.version = f"W/{version}" if by == "weak" else version
+
+    origin.checks = checks
+    origin.drop_after = 300_000
+    replace(old)
+    options = ReadOptions()
+    first, second = cut(find_sources([origin.url + "/a.jsonl"], options).sources, options)
+    got = 0
+    if when == "before the first byte":
+        replace(new)
+    with pytest.raises(PrepareError, match=r"a\.jsonl: the input changed while it was read\. Start again\."):
+        for _ in read(first, options):
+            got += 1
+            if when == "within a piece":
+                replace(new)
+        replace(new)
+        for _ in read(second, options):
+            got += 1
+    assert (got == 0) == (when == "before the first byte") and got < 3000
+    assert any(origin.conditions) == (by != "weak")
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ({"Content-Length": "abc"}, "expected a Content-Length of at most 64 TiB, got 'abc'"),
+        ({"Content-Length": "-5"}, "got '-5'"),
+        ({"Content-Length": "2000000000000000"}, "got '2000000000000000'"),
+        ({"Location": "file:///etc/hostname"}, "file:///etc/hostname' is not allowed"),
+        ({"Location": "ftp://127.0.0.1:1/x"}, "expected a redirect to http or https, got one to 'ftp'"),
+    ],
+)
+def test_a_head_that_lies_is_refused(origin: Origin, head: dict[str, str], message: str) -> None:
+    origin.head = head
+    with pytest.raises(PrepareError, match=message):
+        ids(origin.url + "/a.jsonl")
+
+
+@pytest.mark.parametrize(
+    "inside", ["http://127.0.0.1:1/", "http://169.254.169.254/latest", "http://10.0.0.1/", "http://[::1]/"]
+)
+def test_a_public_server_redirects_to_nothing_inside(
+    origin: Origin, monkeypatch: pytest.MonkeyPatch, inside: str
+) -> None:
+    """A proxy answers for the public address."""
+    monkeypatch.setenv("http_proxy", origin.url)
+    monkeypatch.setenv("no_proxy", "")
+    origin.files["http://93.184.215.14/a.jsonl"] = LINES
+    origin.head = {"Location": inside}
+    with pytest.raises(PrepareError, match="expected a redirect to a public address"):
+        ids("http://93.184.215.14/a.jsonl")
+    assert len(origin.asked) == 1
+    with pytest.raises(RefusedError, match="expected a redirect to a public address"):
+        WebOrigin("http://93.184.215.14").get("a.jsonl", 1000)
+    assert len(origin.asked) == 2
+
+
+def test_a_server_that_drips_is_given_up(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.prepare.read.remote._TIMEOUT_S", 0.3)
+    origin.at_once, origin.drop_after = 1, 200
+    with pytest.raises(PrepareError, match="expected at least 1024 bytes/s, got"):
+        ids(origin.url + "/a.jsonl")
+
+
+def test_a_huge_file_costs_nothing_to_cut(origin: Origin) -> None:
+    options = ReadOptions()
+    source = Source(origin.url, "a.jsonl", "jsonl", "", MAX_SOURCE_BYTES, "")
+    pieces = cut([source], options)
+    assert len(pieces) <= MAX_PIECES and pieces[-1].stop == MAX_SOURCE_BYTES
+
+
+def test_an_object_is_read_as_it_was_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setattr("forebay.prepare.read.lines.PIECE_BYTES", 100_000)
+    object = tmp_path / "bucket" / "a.jsonl"
+    object.parent.mkdir()
+    object.write_bytes(LINES)
+    with S3Server(tmp_path) as server:
+        for name, value in (("ENDPOINT_URL", server.endpoint), ("REGION", "us-east-1")):
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+        options = ReadOptions()
+        first, second, *_ = cut(find_sources(["s3://bucket/a.jsonl"], options).sources, options)
+        assert len(list(read(first, options))) > 100
+        object.write_bytes(LINES.replace(b"document", b"replaced"))
+        with pytest.raises(PrepareError, match="the input changed while it was read"):
+            list(read(second, options))
 
 
 def test_parquet_by_url(origin: Origin, tmp_path: Path) -> None:

@@ -189,7 +189,10 @@ def _weights(offsets: NDArray[np.int64], scores: pa.Array | None, config: Dedup)
     if config.keep == "longest":
         return np.diff(offsets).astype(np.float64)
     if scores is None:
-        raise UsageError(f"score: expected a column {config.score!r} of numbers, got documents without it")
+        raise UsageError(
+            f"score: expected a column {config.score!r} of numbers, got documents without it. "
+            "Name it under [read] columns, or use a stage that makes it"
+        )
     weights = scores.cast(pa.float64()).to_numpy(zero_copy_only=False).copy()
     weights[np.isnan(weights)] = -np.inf
     return np.asarray(weights, np.float64)

@@ -16,7 +16,6 @@ A description is a TOML file, `comments.api.toml`:
 
 from __future__ import annotations
 
-import email.utils
 import fcntl
 import hashlib
 import json
@@ -39,6 +38,7 @@ from forebay.prepare.documents import Record
 from forebay.prepare.read.api_spec import ApiSpec, read_spec
 from forebay.prepare.read.base import Format, Piece, ReadOptions
 from forebay.storage.atomic import atomic_write, remove_stale
+from forebay.store.web import retry_after_s
 
 MAX_PAGE_BYTES = 64 << 20
 MAX_SEEN = 2_000_000
@@ -307,14 +307,9 @@ class _Pages:
 
 def _pause(headers: Any, now: float) -> float | None:
     """How long the server asks to wait: Retry-After (seconds or a date), else when its rate limit begins anew."""
-    told = headers.get("Retry-After")
+    told = retry_after_s(headers.get("Retry-After", ""), now)
     if told is not None:
-        if (seconds := _float(told)) is not None:
-            return max(0.0, seconds)
-        try:
-            return max(0.0, email.utils.parsedate_to_datetime(told).timestamp() - now)
-        except (ValueError, TypeError):
-            pass
+        return told
     reset = _float(headers.get("X-Ratelimit-Reset") or headers.get("X-Rate-Limit-Reset"))
     if reset is None:
         return None

@@ -7,13 +7,18 @@ of small ones, that one task reads. Pieces and their order depend on the inputs 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from forebay.prepare.documents import Record
+from forebay.errors import UsageError
+from forebay.prepare.documents import OWN_COLUMNS, Record
 
 PIECE_BYTES = 16 << 20
 GROUP_BYTES = 8 << 20
 GROUP_FILES = 1024
+MAX_SOURCE_BYTES = 64 << 40
+"""A file that is said to be larger is refused: a server may say anything."""
+MAX_PIECES = 100_000
+"""Pieces of one source, at most."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,11 @@ class Source:
         format: The name of its format: `warc`, `jsonl`.
         compression: "", `gz`, `zst`, `bz2`, `xz` or `lz4`.
         bytes: Its size as it lies there; 0 if the origin does not say.
-        sha256: Of its contents; for a URL what the origin says its version is (`etag:…`).
+        sha256: What its content is named by: `head:` and the SHA-256 of its first bytes until the whole was read; for
+            a URL what the origin says its version is (`etag:…`).
+        version: What must not change between listing and the last byte: size, time and inode of a local file, the
+            ETag or time of a URL. "" is not checked.
+        encoding: Of a text file that is not UTF-8; it is read as UTF-8 all the same.
     """
 
     path: str
@@ -35,6 +44,8 @@ class Source:
     compression: str
     bytes: int
     sha256: str
+    version: str = ""
+    encoding: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,7 @@ class ReadOptions:
 
     Args:
         format: A format by name, or `auto` to detect that of each file.
+        encoding: Of text files: a name such as `latin-1` or `utf-16`; `auto`: UTF-8, or what the first bytes show.
         text_key: The field or column with the text.
         id_key, url_key: The same for ids and URLs; a document without is no error.
         max_document_bytes: A document, line or member larger than this when unpacked is malformed; what follows it is
@@ -69,10 +81,13 @@ class ReadOptions:
         prompt_key, response_key, messages_key: For the rows layout. If `messages_key` is given (a list of
             `{"role", "content"}`), or both others, the text is the turns, each begun by `documents.TURN_GIVEN` or
             `documents.TURN_LEARNT` (an assistant's).
+        columns: Fields of the input that stages and `dedup.score` see as columns, each `number` or `text`:
+            `{"quality" = "number"}`. A document without one has NaN, or "".
         options: What only one format knows: `{"namespaces": [0]}` for Wikipedia.
     """
 
     format: str = "auto"
+    encoding: str = "auto"
     text_key: str = "text"
     id_key: str = "id"
     url_key: str = "url"
@@ -81,7 +96,36 @@ class ReadOptions:
     prompt_key: str = ""
     response_key: str = ""
     messages_key: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, kind in self.columns.items():
+            if kind not in ("number", "text") or name in OWN_COLUMNS:
+                raise UsageError(f"columns: expected names of fields, each number or text, got {name!r} = {kind!r}")
+        try:
+            known = self.encoding == "auto" or "x".encode(self.encoding).decode(self.encoding) == "x"
+        except (LookupError, ValueError, TypeError):
+            known = False
+        if not known:
+            raise UsageError(f"encoding: expected auto or a text encoding such as latin-1, got {self.encoding!r}")
+
+    @property
+    def facts(self) -> list[tuple[str, object]]:
+        """The settings that differ from the defaults: a setting added later changes no name made of them."""
+        own = ((one.name, getattr(self, one.name)) for one in fields(self))
+        return [(name, value) for name, value in own if value != getattr(_DEFAULTS, name)]
+
+
+_DEFAULTS = ReadOptions()
+
+
+def spans(source: Source, piece_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """A source that may be cut at any byte, in pieces of `piece_bytes`, but at most `MAX_PIECES` of them."""
+    step = max(piece_bytes, -(-source.bytes // MAX_PIECES))
+    for start in range(0, source.bytes, step):
+        stop = min(start + step, source.bytes)
+        yield start, stop, stop - start
 
 
 Read = Callable[[Piece, ReadOptions], Iterator[Record]]

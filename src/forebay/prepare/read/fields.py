@@ -5,6 +5,7 @@ Hides: dotted keys, the shapes in which conversations are written down, and char
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from forebay.prepare.documents import TURN_GIVEN, TURN_LEARNT, Record, without_turns
@@ -34,7 +35,8 @@ def keys_of(options: ReadOptions) -> tuple[list[str], list[str]]:
         needed = [options.prompt_key, options.response_key]
     else:
         needed = [options.text_key]
-    return needed, [key for key in (options.id_key, options.url_key) if key and key not in needed]
+    wanted = dict.fromkeys((options.id_key, options.url_key, *options.columns))
+    return needed, [key for key in wanted if key and key not in needed]
 
 
 def to_record(place: int, row: Mapping[str, object], options: ReadOptions, where: str = "", start: int = -1) -> Record:
@@ -52,7 +54,19 @@ def to_record(place: int, row: Mapping[str, object], options: ReadOptions, where
         problem = f"larger than max_document_bytes, {options.max_document_bytes}"
     if problem:
         return Record(place, name, text[:_SHOWN], problem=problem, where=where, start=start)
-    return Record(place, name, text, name_of(url) if isinstance(url, str) else "", where=where, start=start)
+    values = tuple(_value(look_up(row, key), kind) for key, kind in options.columns.items()) if options.columns else ()
+    url = name_of(url) if isinstance(url, str) else ""
+    return Record(place, name, text, url, where=where, start=start, values=values)
+
+
+def _value(value: object, kind: str) -> float | str:
+    """What a column of that kind holds of a field: a field that is missing or of another kind is NaN, or ""."""
+    if kind == "text":
+        return name_of(value)
+    try:
+        return float(value) if isinstance(value, int | float | str) else math.nan
+    except (ValueError, OverflowError):
+        return math.nan
 
 
 def name_of(value: object) -> str:

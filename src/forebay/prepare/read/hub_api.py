@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.errors import AccessError, DownloadError, ForebayError, PrepareError, UnknownDatasetError, UsageError
-from forebay.store.web import hub_endpoint, hub_headers, wait_told
+from forebay.store.origins import RefusedError
+from forebay.store.web import CheckedRedirects, hub_endpoint, hub_headers, wait_told
 
 TRIES = 5
 _FIRST_WAIT_S = 0.25  # 0.25, 0.5, 1, 2: 4 s in all
@@ -184,19 +185,6 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows, but shows the token to no other host."""
-
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        made = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if made is not None and urllib.parse.urlsplit(newurl)[:2] != urllib.parse.urlsplit(req.full_url)[:2]:
-            made.remove_header("Authorization")
-        return made
-
-
-_opener = urllib.request.build_opener(_Redirects)
-
-
 def _ask_json(address: str, what: str, tries: int, missing_is_none: bool = False) -> tuple[Any, str]:
     """The JSON at an address of the hub and the answer's Link; (None, "") for an entry that is not there."""
     if is_offline():
@@ -208,7 +196,7 @@ def _ask_json(address: str, what: str, tries: int, missing_is_none: bool = False
     for tried in range(1, tries + 1):
         wait_s = _FIRST_WAIT_S * 2 ** (tried - 1)
         try:
-            with _opener.open(request, timeout=limit_s) as response:
+            with urllib.request.build_opener(CheckedRedirects).open(request, timeout=limit_s) as response:
                 return json.loads(response.read(_MOST_BYTES)), response.headers.get("Link", "")
         except urllib.error.HTTPError as error:
             with error:
@@ -220,6 +208,8 @@ def _ask_json(address: str, what: str, tries: int, missing_is_none: bool = False
                 wait_s = max(wait_s, wait_told(error.headers))
         except (OSError, http.client.HTTPException) as error:
             why = str(getattr(error, "reason", None) or error) or type(error).__name__
+        except RefusedError as error:
+            raise PrepareError(f"{what}: {error}. Check HF_ENDPOINT.") from error
         except ValueError as error:
             why = f"what is no JSON: {error}"
         if tried < tries:

@@ -18,11 +18,13 @@ from typing import BinaryIO
 
 import orjson
 
-from forebay.errors import PrepareError
+from forebay.formats.detect import is_text
+from forebay.formats.encodings import find_encoding
 from forebay.prepare.documents import Record, without_turns
-from forebay.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source
+from forebay.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source, spans
 from forebay.prepare.read.fields import keys_of, surrogate_in, to_record
-from forebay.prepare.read.opening import Damaged, open_source, skip_to
+from forebay.prepare.read.http_message import body_text
+from forebay.prepare.read.opening import Damaged, Unreadable, open_source, skip_to
 
 _BOM = b"\xef\xbb\xbf"
 _SHOWN = 200
@@ -30,9 +32,7 @@ _STEP = 1 << 20
 
 
 def _cut_bytes(source: Source, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
-    for start in range(0, source.bytes, PIECE_BYTES):
-        stop = min(start + PIECE_BYTES, source.bytes)
-        yield start, stop, stop - start
+    return spans(source, PIECE_BYTES)
 
 
 def _lines(piece: Piece, options: ReadOptions) -> Iterator[tuple[int, bytes, str]]:
@@ -275,7 +275,7 @@ def _header(row: list[str], options: ReadOptions, source: Source) -> tuple[list[
             return [str(index) for index in range(len(row))], places, False
     missing = [key for key in needed if key not in row]
     if missing:
-        raise PrepareError(
+        raise Unreadable(
             f"{source.path}: expected a column {missing[0]!r}, got columns {_plain(', '.join(row))}. Name it with "
             "--text-key; by its number from 0 if the file has no header."
         )
@@ -309,17 +309,20 @@ def _file(place: int, source: Source, options: ReadOptions, html: bool) -> Recor
             data = file.read(limit + 1)
             if len(data) <= limit:
                 data += file.read(1)  # nothing, or the damage that ended it
-    except Damaged as error:
-        return Record(place, problem=str(error), where=source.name)
+    except (Damaged, Unreadable) as error:
+        return Record(place, problem=str(error), where=source.name, failed=isinstance(error, Unreadable))
     if len(data) > limit:
         problem = f"larger than max_document_bytes, {limit}. For one document a line force the format `lines`"
         return Record(place, text=_shown(data), problem=problem, where=source.name)
-    return _whole(place, "", data, "", html)
+    if html:
+        return Record(place, text=without_turns(body_text(data, "", True)), html=True)
+    encoding = find_encoding(data) if options.encoding == "auto" and not is_text(data) else ""
+    return _whole(place, "", data.decode(encoding, "replace").encode() if encoding else data, "")
 
 
-def _whole(place: int, name: str, data: bytes, where: str, html: bool = False, start: int = -1) -> Record:
+def _whole(place: int, name: str, data: bytes, where: str, start: int = -1) -> Record:
     try:
-        return Record(place, name, without_turns(data.decode("utf-8-sig")), html=html, start=start)
+        return Record(place, name, without_turns(data.decode("utf-8-sig")), start=start)
     except UnicodeDecodeError as error:
         problem = f"not UTF-8: {error.reason} at byte {error.start}"
         return Record(place, name, _shown(data), problem=problem, where=where, start=start)

@@ -10,6 +10,7 @@ Costs a copy of the unpacked bytes: 1 to 2 % of the time that unpacking takes.
 from __future__ import annotations
 
 import bz2
+import codecs
 import io
 import lzma
 import struct
@@ -34,6 +35,21 @@ _ZSTD_WINDOW = 1 << 31
 
 class Damaged(PrepareError):  # noqa: N818 - says what the bytes are, and reads so
     """The bytes of a source are damaged or cut off here; all that stood before was given."""
+
+
+class Unreadable(PrepareError):  # noqa: N818 - says what the file is
+    """A source of which nothing can be read, whatever is done: the others are read without it."""
+
+
+class Changed(PrepareError):  # noqa: N818 - says what happened to the file
+    """A source is not the one any more that was listed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name}: the input changed while it was read. Start again.")
+        self._name = name
+
+    def __reduce__(self) -> tuple[type[Changed], tuple[str]]:
+        return Changed, (self._name,)
 
 
 class Unpacked(io.BufferedReader):
@@ -81,10 +97,12 @@ def open_source(source: Source, max_unpacked_ratio: int) -> AbstractContextManag
         PrepareError: If the file or URL cannot be read; when opened or, after retries, at any read.
         Damaged: Where a read comes to bytes that cannot be unpacked, to a premature end, or to a bomb.
     """
-    raw = open_packed(source.path, source.bytes)
-    if not source.compression:
-        return raw
-    return unpack(raw, source.compression, max_unpacked_ratio)
+    raw = open_packed(source)
+    if source.compression:
+        raw = unpack(raw, source.compression, max_unpacked_ratio)
+    if source.encoding:
+        raw = io.BufferedReader(_Transcoding(raw, source.encoding), _BUFFER)
+    return raw
 
 
 def skip_to(file: BinaryIO, position: int) -> None:
@@ -97,24 +115,82 @@ def skip_to(file: BinaryIO, position: int) -> None:
         left -= len(data)
 
 
-def open_packed(path: str, size: int = 0) -> BinaryIO:
-    """The bytes as they lie at a path or URL, buffered and seekable; `size` spares asking a URL for it."""
-    if "://" in path:
+def open_packed(source: Source) -> BinaryIO:
+    """The bytes of a source as they lie at its path or URL, at its version; buffered and seekable."""
+    if "://" in source.path:
         from forebay.prepare.read.remote import open_url
 
-        stream: BinaryIO = open_url(path, size)
+        stream: BinaryIO = open_url(source.path, source.bytes, source.version)
         return stream
+    return open_local(source.path)
+
+
+def open_local(path: str | Path) -> BinaryIO:
+    """The bytes of a file, buffered and seekable.
+
+    Raises:
+        Unreadable: If it cannot be opened.
+    """
     try:
         return Path(path).open("rb", _BUFFER)
     except OSError as error:
-        raise PrepareError(
+        raise Unreadable(
             f"{path}: cannot read input: {error.strerror or error}. Check that it is there and may be read."
         ) from error
+
+
+def local_version(path: str | Path) -> str:
+    """What tells a file from another one and from itself after a change: size, time of change and inode."""
+    found = Path(path).stat()
+    return f"{found.st_size}-{found.st_mtime_ns}-{found.st_ino}"
+
+
+def check_unchanged(source: Source) -> None:
+    """Raise Changed if a local source is another file, or has other bytes, than when it was listed.
+
+    What lies at a URL is compared where it is opened.
+    """
+    if source.version and "://" not in source.path:
+        try:
+            now = local_version(source.path)
+        except FileNotFoundError:
+            now = ""
+        except OSError:
+            return  # Opening it says what is wrong.
+        if now != source.version:
+            raise Changed(source.path)
 
 
 def unpack(packed: BinaryIO, compression: str, max_unpacked_ratio: int) -> BinaryIO:
     """The unpacked bytes of a stream, which it closes; for the rest see `open_source`."""
     return Unpacked(_Unpacking(packed, compression, max_unpacked_ratio))
+
+
+class _Transcoding(io.RawIOBase):
+    """Text of another encoding as UTF-8; what cannot be decoded becomes U+FFFD."""
+
+    def __init__(self, raw: BinaryIO, encoding: str) -> None:
+        self._raw = raw
+        self._decoder = codecs.getincrementaldecoder(encoding)("replace")
+        self._held = memoryview(b"")
+        self._ended = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self._held and not self._ended:
+            data = self._raw.read(_PACKED)
+            self._ended = not data
+            self._held = memoryview(self._decoder.decode(data, self._ended).encode("utf-8", "replace"))
+        size = min(len(self._held), len(buffer))
+        buffer[:size] = self._held[:size]
+        self._held = self._held[size:]
+        return size
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 class _Unpacking(io.RawIOBase):

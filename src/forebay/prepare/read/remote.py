@@ -1,7 +1,8 @@
 """Files by URL: http and https with the standard library, object stores (s3, gs, az) with obstore.
 
-Hides: retries with back-off, resuming where a connection was dropped, servers that know no ranges. A file that changes
-while it is read is an error, never a mixture.
+Hides: retries with back-off, resuming where a connection was dropped, servers that know no ranges or send too slowly. A
+file is read under the version (ETag or time) with which it was listed: each request asks for that version, and each
+answer's is compared, so a file that changes is an error, never a mixture. (A server that tells neither is not checked.)
 
 Object stores take their endpoint, region and credentials from the usual environment variables (`AWS_ENDPOINT_URL`,
 `AWS_ACCESS_KEY_ID`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME` …).
@@ -23,12 +24,17 @@ from typing import Any, BinaryIO, TypeVar
 
 from forebay.errors import PrepareError
 from forebay.extras import install_command
+from forebay.prepare.read.base import MAX_SOURCE_BYTES
+from forebay.prepare.read.opening import Changed
+from forebay.store.origins import RefusedError
+from forebay.store.web import CheckedRedirects, wait_told
 
 _TRIES = 6
 _FIRST_WAIT_S = 0.25  # 0.25, 0.5, 1, 2, 4: 8 s in all
 _LONGEST_WAIT_S = 30.0
 _TIMEOUT_S = 30.0
 _STEP = 256 << 10
+_MIN_BYTES_PER_S = 1024
 _T = TypeVar("_T")
 _SCHEMES = ("http", "https", "s3", "gs", "az")
 
@@ -75,13 +81,17 @@ def find_urls(url: str) -> list[Found]:
     return _retried(url, lambda: _list_store(url))
 
 
-def open_url(url: str, size: int = 0) -> BinaryIO:
-    """A buffered stream of the file at a URL; seekable if the origin says how large it is."""
+def open_url(url: str, size: int = 0, version: str = "") -> BinaryIO:
+    """A buffered stream of the file at a URL, as it was at that version; seekable if the origin says how large it is.
+
+    Raises:
+        Changed: When read, if the origin has another version.
+    """
     if url.startswith("hf://"):
         from forebay.prepare.read.hub_files import open_hub_file
 
         return open_hub_file(url, size)
-    return io.BufferedReader(_Remote(url, size), _STEP)
+    return io.BufferedReader(_Remote(url, size, version), _STEP)
 
 
 def _retried(url: str, attempt: Callable[[], _T]) -> _T:
@@ -100,11 +110,12 @@ def _retried(url: str, attempt: Callable[[], _T]) -> _T:
 class _Remote(io.RawIOBase):
     """Reads from wherever it is sought to; opens anew there when a connection fails."""
 
-    def __init__(self, url: str, size: int) -> None:
+    def __init__(self, url: str, size: int, version: str) -> None:
         self._url = url
         self._size = size
         self._at = 0
-        self._version = ""
+        self._version = version
+        self._waited_s, self._came, self._stalls = 0.0, 0, 0
         self._body: Generator[Any, None, None] | None = None
         self._held = memoryview(b"")
 
@@ -141,11 +152,16 @@ class _Remote(io.RawIOBase):
                 opened = (_open_http if self._url.startswith("http") else _open_store)(
                     self._url, self._at, self._version
                 )
-                if self._version and opened.version != self._version:
-                    raise PrepareError(f"{self._url}: the input changed while it was read. Start again.")
+                if (self._version and opened.version != self._version) or (
+                    self._size and opened.size not in (0, self._size)
+                ):
+                    opened.chunks.close()
+                    raise Changed(self._url)
                 self._body, self._version = opened.chunks, opened.version
                 self._size = self._size or opened.size
+            began = time.monotonic()
             chunk = bytes(next(self._body, b""))
+            self._check_rate(time.monotonic() - began, len(chunk))
         except _Passing:
             self._close_body()
             raise
@@ -153,6 +169,19 @@ class _Remote(io.RawIOBase):
             self._close_body()
             raise _Passing(f"the connection was closed {self._size - self._at} bytes before the end")
         return chunk
+
+    def _check_rate(self, waited_s: float, size: int) -> None:
+        """Give up on an origin that sends less than 1 KiB a second over several waits, whatever connection it is."""
+        self._waited_s, self._came = self._waited_s + waited_s, self._came + size
+        if self._waited_s < _TIMEOUT_S:
+            return
+        self._stalls = self._stalls + 1 if self._came < _MIN_BYTES_PER_S * self._waited_s else 0
+        if self._stalls >= 3:
+            raise PrepareError(
+                f"{self._url}: cannot read input: expected at least {_MIN_BYTES_PER_S} bytes/s, got {self._came} bytes "
+                f"in {self._waited_s:.0f} s. Try again later."
+            )
+        self._waited_s, self._came = 0.0, 0
 
     def _close_body(self) -> None:
         if self._body is not None:
@@ -169,24 +198,44 @@ def _open_http(url: str, position: int, version: str) -> _Opened:
     headers = {"User-Agent": "forebay", "Accept-Encoding": "identity"}
     if position:
         headers["Range"] = f"bytes={position}-"
+    kind, _, tag = version.partition(":")
+    if kind == "etag" and tag.startswith('"'):  # Weak ETags never match (RFC 9110, 13.1.1); the answer's is compared.
+        headers["If-Match"] = tag
+    elif kind == "modified":
+        headers["If-Unmodified-Since"] = tag
     try:
-        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_S)
+        opener = urllib.request.build_opener(CheckedRedirects)
+        response = opener.open(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_S)
     except urllib.error.HTTPError as error:
         with error:
             if error.code in (408, 425, 429) or error.code >= 500:
-                told = error.headers.get("Retry-After", "")
-                raise _Passing(f"HTTP status {error.code}", float(told) if told.isdigit() else 0.0) from error
+                raise _Passing(f"HTTP status {error.code}", wait_told(error.headers)) from error
+            if error.code == 412 or (error.code == 416 and version):
+                raise Changed(url) from error
             raise PrepareError(
                 f"{url}: expected a file, got HTTP status {error.code} {error.reason}. Check the URL."
             ) from error
+    except RefusedError as error:
+        raise PrepareError(f"{url}: cannot read input: {error}. Check the URL.") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise _Passing(str(error)) from error
-    length = int(response.headers.get("Content-Length") or 0)
+    length = _length(url, response)
     partial = response.status == 206
     size = length + position if partial and length else length
-    told = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
+    told, modified = response.headers.get("ETag"), response.headers.get("Last-Modified")
+    found = f"etag:{told}" if told else f"modified:{modified}" if modified else ""
     ranges = response.headers.get("Accept-Ranges", "none").lower() == "bytes"
-    return _Opened(_http_chunks(response, 0 if partial else position), size, f"etag:{told}" if told else "", ranges)
+    return _Opened(_http_chunks(response, 0 if partial else position), size, found, ranges)
+
+
+def _length(url: str, response: Any) -> int:
+    told = response.headers.get("Content-Length") or "0"
+    if told.isascii() and told.isdigit() and len(told) < 20 and int(told) <= MAX_SOURCE_BYTES:
+        return int(told)
+    response.close()
+    raise PrepareError(
+        f"{url}: expected a Content-Length of at most {MAX_SOURCE_BYTES >> 40} TiB, got {told[:40]!r}. Check the URL."
+    )
 
 
 def _http_chunks(response: Any, skip: int) -> Generator[bytes, None, None]:
@@ -239,15 +288,25 @@ def _list_store(url: str) -> list[Found]:
 
 
 def _version(meta: Any) -> str:
-    return f"etag:{meta.get('e_tag') or meta.get('last_modified')}"
+    tag = meta.get("e_tag")
+    return f"etag:{tag}" if tag else f"modified:{meta.get('last_modified')}"
 
 
 def _open_store(url: str, position: int, version: str) -> _Opened:
     obstore, store, path = _store(url)
     try:
-        options = {"range": {"offset": position}} if position else {}
+        options: Any = {"range": {"offset": position}} if position else {}
+        if version.startswith('etag:"'):
+            options["if_match"] = version.removeprefix("etag:")
         result = obstore.get(store, path, options=options)
-        return _Opened(_store_chunks(result, url), int(result.meta["size"]), _version(result.meta))
+        size = int(result.meta["size"])
+        if size > MAX_SOURCE_BYTES:
+            raise PrepareError(
+                f"{url}: expected at most {MAX_SOURCE_BYTES >> 40} TiB, got {size} bytes. Check the URL."
+            )
+        return _Opened(_store_chunks(result, url), size, _version(result.meta))
+    except PrepareError:
+        raise
     except Exception as error:  # the library's errors share no base
         raise _told(url, error) from error
 
@@ -267,8 +326,10 @@ def _store_chunks(result: Any, url: str) -> Generator[Any, None, None]:
 def _told(url: str, error: Exception) -> Exception:
     """A library's error as ours: what will not pass is told at once."""
     why = " ".join(str(error).split())[:300]
-    lasting = ("NotFound", "Unauthenticated", "PermissionDenied", "Precondition", "InvalidPath", "NotSupported")
+    lasting = ("NotFound", "Unauthenticated", "PermissionDenied", "InvalidPath", "NotSupported")
     name = type(error).__name__
+    if name.startswith("Precondition"):
+        return Changed(url)
     if (
         isinstance(error, FileNotFoundError)
         or name.startswith(lasting)

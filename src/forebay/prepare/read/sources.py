@@ -1,35 +1,38 @@
 """What there is to read: finds input files, says what they are, and cuts them into pieces.
 
 Hides: directories and URLs. `forebay.formats.detect` says which format a file is. Sources, pieces and their order
-depend on the inputs alone.
+depend on the inputs alone. Reads the first 64 KiB of each file, no more.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.detect import HEAD_BYTES, detect, promised
-from forebay.prepare.read.base import GROUP_BYTES, GROUP_FILES, Format, Piece, ReadOptions, Source
+from forebay.prepare.read.base import GROUP_BYTES, GROUP_FILES, MAX_SOURCE_BYTES, Format, Piece, ReadOptions, Source
 from forebay.prepare.read.formats import FORMATS
 from forebay.prepare.read.hub import PREFIX, find_dataset, hub_source
 from forebay.prepare.read.hub_api import Lost
-from forebay.prepare.read.opening import open_packed
+from forebay.prepare.read.lines import CSV, JSON, JSONL, LINES, TEXT
+from forebay.prepare.read.listing import Skipped, describe_skipped, list_files, shown_path
+from forebay.prepare.read.opening import Unreadable, local_version, open_packed
 
-_SIDECARS = ("dataset_info.json", "dataset_dict.json", "state.json", "cursor.json", "_SUCCESS")
+_ENCODED = tuple(known.name for known in (JSONL, JSON, CSV, TEXT, LINES))
+"""Formats of text that says nowhere which encoding it is in."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The sources behind some inputs, and the files that were passed over, each with the reason."""
+    """The sources behind some inputs, and the files that are left out, each with the reason."""
 
     sources: tuple[Source, ...]
-    skipped: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[Skipped, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,19 +52,18 @@ def find_sources(
     *,
     workers: int = 4,
     leave_out: Path | None = None,
-    hashed: bool = True,
+    follow_links: bool = False,
 ) -> Found:
-    """The files behind the inputs, hashed: as given, directories in sorted order without hidden files.
+    """The files behind the inputs: as given, directories in sorted order. Each is a source, or left out for a reason.
 
-    A file in a directory that no reader knows (an image, a program) is passed over; one that the user names is an
-    error.
+    A file in a directory that no reader knows (an image, a program) is left out; one that the user names is an error.
 
     Args:
         inputs: Paths of files and directories; URLs of http, https, s3, gs, az (also prefixes) and hf.
         options: A `format` other than `auto` is that of all inputs.
-        workers: Threads that hash and sniff.
+        workers: Threads that look at files.
         leave_out: Files below are no input: a dataset may be written inside the directory that it is made of.
-        hashed: False reads no file whole: the `sha256` of a local one is then `head:` and that of its first 4 KiB.
+        follow_links: As of `list_files`.
 
     Raises:
         PrepareError: If an input does not exist, cannot be read or is of no known format, or there is no file at all.
@@ -74,21 +76,27 @@ def find_sources(
         inputs = [inputs]
     if not inputs:
         raise UsageError("prepare: expected inputs (files, directories, URLs), named or in the recipe, got none.")
-    files = [file for given in inputs for file in _files(given, leave_out)]
+    files = [file for given in inputs for file in _files(given, leave_out, follow_links)]
+
+    def look_at(file: _File | Source | Skipped) -> Source | Skipped:
+        if isinstance(file, _File):
+            return _known(file, options)
+        return settle(file, options) if isinstance(file, Source) else file
+
     with ThreadPoolExecutor(workers) as pool:
-        known = list(
-            pool.map(lambda f: settle(f, options) if isinstance(f, Source) else _known(f, options, hashed), files)
-        )
+        known = list(pool.map(look_at, files))
     sources = tuple(source for source in known if isinstance(source, Source))
-    skipped = tuple(pair for pair in known if not isinstance(pair, Source))
+    skipped = tuple(one for one in known if isinstance(one, Skipped))
     if not sources:
-        seen = f" ({len(skipped)} files were passed over; the first: {': '.join(skipped[0])})" if skipped else ""
-        told = ", ".join(map(str, inputs))
-        raise PrepareError(f"prepare: expected input files, got none in {told}{seen}. Check the path.")
+        told = "; ".join(describe_skipped(skipped))
+        raise PrepareError(
+            f"prepare: expected input files, got none in {shown_path(', '.join(map(str, inputs)))}"
+            f"{f' ({told})' if told else ''}. Check the path."
+        )
     return Found(sources, skipped)
 
 
-def _files(given: str | Path, leave_out: Path | None) -> Iterator[_File | Source]:
+def _files(given: str | Path, leave_out: Path | None, follow_links: bool) -> Iterator[_File | Source | Skipped]:
     if isinstance(given, str) and given.startswith(PREFIX):
         source = hub_source(given)
         dataset = find_dataset(given)
@@ -101,9 +109,11 @@ def _files(given: str | Path, leave_out: Path | None) -> Iterator[_File | Source
             name = found.url.removeprefix(base).partition("?")[0]
             yield _File(found.url, name, found.url == given, found.size, found.version)
     elif Path(given).is_dir():
-        yield from _below(Path(given), leave_out)
+        yield from _below(Path(given), leave_out, follow_links)
     elif Path(given).is_file():
-        yield _File(str(given), _written(Path(given).name), True, Path(given).stat().st_size)
+        yield _local(Path(given), Path(given).name, True)
+    elif Path(given).exists():
+        raise PrepareError(f"prepare: expected a regular file or a directory, got {given}. Check the path.")
     else:
         raise PrepareError(f"prepare: expected a file or directory, got {given}, which does not exist. Check the path.")
 
@@ -120,56 +130,71 @@ def settle(source: Source, options: ReadOptions) -> Source:
         return replace(source, format=options.format)
     if source.format:
         return source
-    found = _known(_File(source.path, source.name, True, source.bytes, source.sha256), options, False)
-    assert isinstance(found, Source)  # one that is given is never passed over
+    found = _known(_File(source.path, source.name, True, source.bytes, source.version), options)
+    assert isinstance(found, Source)  # one that is given is never left out
     return replace(found, sha256=source.sha256)
 
 
-def _below(directory: Path, leave_out: Path | None) -> Iterator[_File]:
+def _below(directory: Path, leave_out: Path | None, follow_links: bool) -> Iterator[_File | Skipped]:
     root = directory.resolve().name
-    ours = leave_out.resolve() if leave_out is not None else None
-    for file in sorted(directory.rglob("*"), key=lambda path: path.relative_to(directory).parts):
-        relative = file.relative_to(directory)
-        hidden = any(part.startswith(".") for part in relative.parts)
-        if not hidden and file.is_file() and (ours is None or not file.resolve().is_relative_to(ours)):
-            yield _File(str(file), _written(f"{root}/{relative.as_posix()}"), False, file.stat().st_size)
+    for found in list_files(directory, follow_links=follow_links, leave_out=leave_out):
+        if isinstance(found, Skipped):
+            yield found
+            continue
+        try:
+            yield _local(found, f"{root}/{found.relative_to(directory).as_posix()}", False)
+        except OSError as error:
+            yield Skipped(str(found), f"cannot be read: {error.strerror or error}", "failed")
 
 
-def _written(name: str) -> str:
-    """A file name, which may be any bytes, as text."""
-    return name.encode("utf-8", "replace").decode()
+def _local(path: Path, name: str, given: bool) -> _File:
+    version = local_version(path)
+    return _File(str(path), name.encode("utf-8", "replace").decode(), given, int(version.partition("-")[0]), version)
 
 
-def _known(file: _File, options: ReadOptions, hashed: bool) -> Source | tuple[str, str]:
-    """The file as a source; or, with the reason, one to pass over."""
+def _known(file: _File, options: ReadOptions) -> Source | Skipped:
+    """The file as a source; or, with the reason, one to leave out.
+
+    Raises:
+        PrepareError: If the user named a file that cannot be read.
+    """
+    source = Source(file.path, file.name, "", "", file.bytes, file.version, file.version)
     try:
-        with open_packed(file.path, file.bytes) as packed:
+        if file.bytes > MAX_SOURCE_BYTES:
+            raise Unreadable(f"{file.path}: expected at most {MAX_SOURCE_BYTES >> 40} TiB, got {file.bytes} bytes.")
+        with open_packed(source) as packed:
             head = packed.read(HEAD_BYTES)
             packed.seek(0)
             found = detect(packed, file.name)
-        name, why = found.format, found.why
-        if options.format != "auto":
-            name = options.format
-        elif not file.given and PurePosixPath(file.name).name in _SIDECARS:
-            return file.path, "a file that describes others"
-        elif found.problem and (file.given or promised(file.name) in FORMATS):
-            raise PrepareError(f"{file.path}: {found.problem}")
-        elif name not in FORMATS:
-            why = f"a file of the format {name}, which holds no text" if name else why
-            if file.given:
-                raise PrepareError(
-                    f"{file.path}: expected one of {', '.join(FORMATS)}, got {why} that begins with bytes "
-                    f"{head[:8].hex(' ')}. Force a format with --format, or leave the file out."
-                )
-            return file.path, why
-        version = file.version
         if "://" not in file.path:
-            version = hash_file(Path(file.path)) if hashed else f"head:{hashlib.sha256(head).hexdigest()}"
-        return Source(file.path, file.name, name, found.compression, file.bytes, version)
+            source = replace(source, sha256=f"head:{hashlib.sha256(head).hexdigest()}")
+        name, why = (found.format, found.why) if options.format == "auto" else (options.format, "")
+        if not name and found.problem and (file.given or promised(file.name) in FORMATS):
+            raise Unreadable(f"{file.path}: {found.problem}")
+        if name in FORMATS:
+            encoding = found.encoding if options.encoding == "auto" else _normalized(options.encoding)
+            encoding = encoding if name in _ENCODED else ""
+            return replace(source, format=name, compression=found.compression, encoding=encoding)
+        why = f"a file of the format {name}, which holds no text" if name else why
     except Lost as lost:
         raise lost.error from lost
-    except OSError as error:
-        raise PrepareError(f"{file.path}: cannot read input: {error.strerror or error}.") from error
+    except (Unreadable, OSError) as error:
+        why = str(error) if isinstance(error, Unreadable) else f"cannot be read: {error.strerror or error}"
+        if file.given:
+            raise PrepareError(why if isinstance(error, Unreadable) else f"{file.path}: {why}.") from error
+        return Skipped(file.path, why.removeprefix(f"{file.path}: "), "failed")
+    if file.given:
+        raise PrepareError(
+            f"{file.path}: expected one of {', '.join(FORMATS)}, got {why} that begins with bytes "
+            f"{head[:8].hex(' ')}. Force a format with --format, or leave the file out."
+        )
+    return Skipped(file.path, why)
+
+
+def _normalized(encoding: str) -> str:
+    """An encoding by Python's name; "" for UTF-8."""
+    name = codecs.lookup(encoding).name
+    return "" if name in ("utf-8", "utf-8-sig", "ascii") else name
 
 
 def cut(sources: Sequence[Source], options: ReadOptions) -> list[Piece]:
@@ -197,7 +222,7 @@ def cut(sources: Sequence[Source], options: ReadOptions) -> list[Piece]:
 
 
 def _parts(source: Source, known: Format, options: ReadOptions) -> Iterator[Piece]:
-    if known.cut is None or source.compression or not source.bytes:
+    if known.cut is None or source.compression or source.encoding or not source.bytes:
         yield Piece((source,), bytes=source.bytes)
         return
     try:

@@ -18,7 +18,7 @@ from forebay.errors import PrepareError
 from forebay.prepare.documents import Record
 from forebay.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source
 from forebay.prepare.read.fields import keys_of, to_record
-from forebay.prepare.read.opening import Damaged, open_packed, open_source
+from forebay.prepare.read.opening import Damaged, Unreadable, open_packed, open_source
 from forebay.prepare.read.pages import most_rows, pages
 
 _BATCH_BYTES = 8 << 20
@@ -34,7 +34,7 @@ def _parquet(source: Source) -> pq.ParquetFile:
     if source.compression:
         raise Damaged(f"a Parquet file inside {source.compression} cannot be read at random. Unpack it first.")
     return pq.ParquetFile(
-        open_packed(source.path, source.bytes) if "://" in source.path else source.path,
+        open_packed(source) if "://" in source.path else source.path,
         buffer_size=1 << 20,  # read pages as they are needed, not whole column chunks
         pre_buffer=False,
         page_checksum_verification=True,
@@ -103,7 +103,7 @@ def _rows_at_once(source: Source, column: Any) -> int:
     start, size = column.data_page_offset, column.total_compressed_size
     if column.has_dictionary_page and column.dictionary_page_offset:
         start = min(start, column.dictionary_page_offset)
-    with open_packed(source.path, source.bytes) as file:
+    with open_packed(source) as file:
         found = list(pages(file, start, size))
     for page in found:
         held = page.packed_bytes + page.bytes * (2 if page.is_dictionary else 1)
@@ -126,7 +126,7 @@ def _chosen(schema: pa.Schema, options: ReadOptions, source: Source) -> dict[str
             fields = sorted(schema, key=lambda field: not _is_text(field.type))
             got = ", ".join(f"{field.name}: {str(field.type)[:60]}" for field in fields[:_SHOWN_COLUMNS])
             got += f" and {len(fields) - _SHOWN_COLUMNS} others" if len(fields) > _SHOWN_COLUMNS else ""
-            raise PrepareError(
+            raise Unreadable(
                 f"{source.path}: expected a text column {key!r}, got columns {got}. Name it with --text-key."
             )
     return found
@@ -209,7 +209,7 @@ def _open_ipc(source: Source, options: ReadOptions) -> Iterator[Any]:
             yield pa.ipc.open_stream(opened.enter_context(open_source(source, options.max_unpacked_ratio)))
             return
         if "://" in source.path:
-            file = pa.PythonFile(opened.enter_context(open_packed(source.path, source.bytes)))
+            file = pa.PythonFile(opened.enter_context(open_packed(source)))
         else:
             file = opened.enter_context(pa.memory_map(source.path))
         magic = file.read(6)

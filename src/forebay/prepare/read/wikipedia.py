@@ -19,7 +19,7 @@ from xml.parsers import expat
 
 from forebay.errors import UsageError
 from forebay.prepare.documents import Record
-from forebay.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source
+from forebay.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source, spans
 from forebay.prepare.read.opening import Damaged, open_source
 from forebay.prepare.read.wikitext import FILES_AND_CATEGORIES, to_text
 
@@ -291,9 +291,7 @@ def _document(page: _Page, site: _Site, options: ReadOptions, namespaces: frozen
 
 def cut(source: Source, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
     """Pieces by bytes; a page is of the piece in which it begins."""
-    for start in range(0, source.bytes, PIECE_BYTES):
-        stop = min(start + PIECE_BYTES, source.bytes)
-        yield start, stop, stop - start
+    return spans(source, PIECE_BYTES)
 
 
 WIKIPEDIA = Format("wikipedia", read, cut)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -104,7 +105,7 @@ class EncodeTask:
         """`U16` or `U32`: the type of the tokens in its files."""
         return self.rendering.dtype if self.rendering else self.spec.dtype
 
-    @property
+    @cached_property
     def name(self) -> str:
         """A hash of all that the result depends on, and of nothing else (no path)."""
         library = version("tokenizers") if self.spec.kind != "bytes" else ""

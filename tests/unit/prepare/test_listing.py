@@ -1,0 +1,134 @@
+"""Every input is read, or named with the reason why not: links, side files, encodings, files that cannot be read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from forebay.errors import PrepareError
+from forebay.formats.encodings import find_encoding
+from forebay.prepare.read import ReadOptions, cut, find_sources, read
+from forebay.prepare.read.listing import LINK, describe_skipped
+from forebay.stream.text_stream import TextStream
+
+LINE = '{"text": "hello"}\n'
+
+
+def listed(folder: Path, **how: bool) -> tuple[list[str], dict[str, str]]:
+    """Names that are read, and names that are left out with the reason."""
+    found = find_sources(folder, ReadOptions(), **how)
+    skipped = {str(Path(one.path).relative_to(folder)): one.reason for one in found.skipped}
+    return [str(Path(source.path).relative_to(folder)) for source in found.sources], skipped
+
+
+def test_links_stay_inside_unless_asked(tmp_path: Path) -> None:
+    folder, other = tmp_path / "in", tmp_path / "other"
+    (folder / "sub").mkdir(parents=True)
+    (other / "deep").mkdir(parents=True)
+    for path in (folder / "sub/a.jsonl", other / "b.jsonl", other / "deep/c.jsonl"):
+        path.write_text(LINE)
+    links = {"file": other / "b.jsonl", "folder": other, "again": other, "loop": folder, "inner": folder / "sub",
+             "own": folder / "sub/a.jsonl", "gone": tmp_path / "gone", "env": Path("/proc/self/environ"),
+             "zero": Path("/dev/zero")}  # fmt: skip
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    os.mkfifo(folder / "pipe")
+    (other / "back").symlink_to(folder)
+    read_already, system = "a link to a folder that is read already", "a file of the operating system"
+    outside = {"file": LINK, "folder": LINK, "again": LINK, "env": system, "zero": system}
+    always = {"loop": read_already, "inner": read_already, "gone": "a link that leads nowhere",
+              "pipe": "no regular file (a device, socket or pipe)", "env": system, "zero": system}  # fmt: skip
+    assert listed(folder) == (["own", "sub/a.jsonl"], outside | always)
+    files = ["again/b.jsonl", "again/deep/c.jsonl", "file", "own", "sub/a.jsonl"]
+    assert listed(folder, follow_links=True) == (files, always | {"again/back": read_already, "folder": read_already})
+
+
+def test_side_files_are_inputs_where_they_describe_nothing(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "state.json", "cursor.json", "dataset_info.json", "_SUCCESS"):
+        (tmp_path / name).write_text(LINE)
+    assert len(listed(tmp_path)[0]) == 5
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
+    side = dict.fromkeys(("dataset_info.json", "state.json"), "describes a dataset that lies beside it")
+    assert listed(tmp_path) == (["_SUCCESS", "a.jsonl", "cursor.json"], side)
+
+
+def test_what_is_left_out_is_said_once_a_reason(tmp_path: Path) -> None:
+    for name in ("a.pdf", "b.docx", "c.bin", "d\x1b[2J.bin"):
+        (tmp_path / name).write_bytes(b"PK\x03\x04\0\0\1\2")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git/x.txt").write_text("x")
+    (tmp_path / "empty").touch()
+    with pytest.raises(PrepareError, match="expected input files, got none") as error:
+        find_sources(tmp_path, ReadOptions())
+    assert "left out 1: hidden" in str(error.value) and "left out 4: binary data of no known format" in str(error.value)
+    assert "\x1b" not in str(error.value)
+    (tmp_path / "a.txt").write_text("x")
+    lines = describe_skipped(find_sources(tmp_path, ReadOptions()).skipped)
+    assert [line.partition(" (")[0] for line in lines] == [
+        "left out 1: an empty file", "left out 4: binary data of no known format", "left out 1: hidden",
+    ]  # fmt: skip
+
+
+def test_a_stream_logs_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.jsonl").write_text(LINE * 20)
+    (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
+    TextStream(tmp_path, tokenizer="bytes", batch_size=1, seq_len=8)
+    assert "left out 1: binary data of no known format" in caplog.text
+    (tmp_path / "a.csv").write_text("body\nhello\n")
+    with pytest.raises(PrepareError, match="expected a column 'text'"):
+        list(TextStream(tmp_path, tokenizer="bytes", batch_size=1, seq_len=8, shuffle_buffer=0))
+
+
+TEXTS = {
+    "latin-1": "Größe und Maß, für die Übung schön gemacht; ça va très bien.",
+    "cp1252": "“Quoted” — it’s fine… naïve café",
+    "cp1251": "Привет, как дела? Это текст на русском языке.",
+    "shift_jis": "日本語のテキストです。これは試験です。",
+    "utf-16": "plain text — and more",
+    "utf-16-le": "plain text without a mark",
+    "utf-16-be": "plain text without a mark",
+    "utf-32": "plain text, wide",
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json", "csv"])
+@pytest.mark.parametrize("encoding", TEXTS)
+def test_text_of_any_encoding(tmp_path: Path, encoding: str, suffix: str, packed: bool) -> None:
+    text = TEXTS[encoding] * 3
+    row = json.dumps({"id": "1", "text": text}, ensure_ascii=False)
+    whole = {"txt": text, "jsonl": f"{row}\n{row}\n", "json": f"[{row}, {row}]", "csv": f'id,text\n1,"{text}"\n'}[
+        suffix
+    ]
+    data = whole.encode(encoding)
+    path = tmp_path / f"a.{suffix}{'.gz' if packed else ''}"
+    path.write_bytes(gzip.compress(data) if packed else data)
+    for options in (ReadOptions(), ReadOptions(encoding=encoding)):
+        sources = find_sources(tmp_path, options).sources
+        got = [record for piece in cut(sources, options) for record in read(piece, options)]
+        assert {(record.text, record.problem) for record in got} == {(text, "")}
+
+
+def test_damaged_utf_8_is_not_taken_for_another_encoding() -> None:
+    words = "schön für Mädchen und Größe ".encode()
+    for damaged in (words + b"\xff" + words, b"plain ascii \xff here", b"ends \xe2\x82", words[:-2] + b"\xc3"):
+        assert find_encoding(damaged) == ""
+    assert find_encoding(bytes(range(256)) * 10) == "" and find_encoding(os.urandom(4096).replace(b"\0", b"\1")) == ""
+
+
+def test_a_file_that_changes_here_is_no_mixture(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(LINE * 100)
+    options = ReadOptions()
+    (piece,) = cut(find_sources(tmp_path, options).sources, options)
+    rows = read(piece, options)
+    next(rows)
+    path.write_text(LINE * 101)
+    with pytest.raises(PrepareError, match="the input changed while it was read"):
+        list(rows)
+    with pytest.raises(PrepareError, match="the input changed while it was read"):
+        list(read(piece, options))
