@@ -138,7 +138,7 @@ def extract_file(path: str | Path) -> Iterator[tuple[str, str]]:
     size = Path(path).stat().st_size if "://" not in str(path) else 0
     source = Source(str(path), Path(path).name, "warc", compression, size, "")
     try:
-        with open_source(source, options.max_unpacked_ratio) as stream:
+        with open_source(source, options.max_unpacked_ratio, options.max_window_bytes) as stream:
             head = stream.read(4096)
             if not warc.WARC.sniff(head):
                 body = head + stream.read(options.max_document_bytes)

@@ -188,7 +188,7 @@ def _sniff(source: Source, head: bytes, given: bool, options: ReadOptions) -> tu
 
 def _unpacked_head(source: Source, options: ReadOptions) -> bytes:
     try:
-        with open_source(source, options.max_unpacked_ratio) as file:
+        with open_source(source, options.max_unpacked_ratio, options.max_window_bytes) as file:
             return file.read(_HEAD)
     except Damaged:
         return b""
