@@ -165,7 +165,7 @@ def read_small(origin: Origin, name: str, max_bytes: int, *, sleep: Callable[[fl
     began, fault = time.monotonic(), "no answer yet"
     for tried in range(1, _SMALL_TRIES + 1):
         try:
-            with waiting(log, lambda: f"{name} from {origin.url}: {fault}"):
+            with waiting(log, lambda fault=fault: f"{name} from {origin.url}: {fault}"):
                 return origin.get(name, max_bytes)
         except RefusedError as error:
             raise DatasetError(

@@ -59,7 +59,7 @@ def test_a_page_too_large_is_told_and_the_next_row_group_read(tmp_path: Path, mo
     with pq.ParquetWriter(path, pa.schema([("text", pa.string())]), use_dictionary=False) as writer:
         for text in ("first", "x" * 100_000, "last"):
             writer.write_table(pa.table({"text": [text]}))
-    monkeypatch.setattr(tables, "_PAGE_BYTES", 50_000)
+    monkeypatch.setattr(tables, "MAX_HELD_BYTES", 50_000)
     options = ReadOptions()
     found = [r for piece in cut(find_sources(path, options).sources, options) for r in read(piece, options)]
     assert [record.text for record in found] == ["first", "", "last"]

@@ -77,7 +77,11 @@ class ReadOptions:
         id_key, url_key: The same for ids and URLs; a document without is no error.
         max_document_bytes: A document, line or member larger than this when unpacked is malformed; what follows it is
             read on.
-        max_unpacked_ratio: A compressed file that grows to more than this many times its size is a bomb.
+        max_unpacked_ratio: Text that comes out of a file, whatever its format, is at most this many times its size (and
+            1 GiB in any case): what follows is left out as a bomb.
+        max_window_bytes: Memory that a zstd stream may ask for, its window: 2GiB for dumps made by `zstd --long=31`.
+        max_malformed: Once 1,000 records of a piece and more than this fraction of it are malformed, the rest of the
+            piece is left out.
         prompt_key, response_key, messages_key: For the rows layout. If `messages_key` is given (a list of
             `{"role", "content"}`), or both others, the text is the turns, each begun by `documents.TURN_GIVEN` or
             `documents.TURN_LEARNT` (an assistant's).
@@ -92,7 +96,9 @@ class ReadOptions:
     id_key: str = "id"
     url_key: str = "url"
     max_document_bytes: int = 32 << 20
-    max_unpacked_ratio: int = 2000
+    max_unpacked_ratio: int = 200
+    max_window_bytes: int = 128 << 20
+    max_malformed: float = 0.5
     prompt_key: str = ""
     response_key: str = ""
     messages_key: str = ""

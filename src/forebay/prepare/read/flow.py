@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from forebay.prepare.read.opening import Damaged
+from forebay.prepare.read.opening import MIN_UNPACKED_BYTES, Damaged
 
 _PACKED = 64 << 10
 _UNPACKED = 256 << 10
-_BOMB_FLOOR = 1 << 30
 _MAGIC = b"\x1f\x8b\x08"
 _TRIM = 1 << 20
 _REWIND_FLOOR = 64 << 20
@@ -212,7 +211,7 @@ def gzip_members(stream: BinaryIO, max_ratio: int, begins: Callable[[bytes], boo
         member = _Member(stream, start, rest)
         for data in member.unpack():
             given += len(data)
-            if given > max(_BOMB_FLOOR, max_ratio * (start + member.fed)):
+            if given > max(MIN_UNPACKED_BYTES, max_ratio * (start + member.fed)):
                 yield Break(f"{start + member.fed} bytes grew to more than {max_ratio} times as many: a bomb")
                 return
             yield Bytes(start, data, member=True)

@@ -22,6 +22,7 @@ _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]{0,1000})?\r?\n")
 _CHARSET = re.compile(r"charset\s{0,8}=\s{0,8}[\"']?([A-Za-z0-9_.:+-]{1,40})", re.IGNORECASE)
 _META = re.compile(rb"<meta[^>]{0,500}?charset\s{0,8}=\s{0,8}[\"']?\s{0,8}([A-Za-z0-9_.:+-]{1,40})", re.IGNORECASE)
 _HTML_START = re.compile(rb"\s{0,200}(?:<!--.{0,500}?-->\s{0,200})?<(?:!doctype\s+html|html|head|body)\b", re.I | re.S)
+_MAX_ENCODINGS = 2
 _HTML_TYPES = ("text/html", "application/xhtml+xml")
 _BOMS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 _SEVEN_BIT = re.compile(r"^(iso-?2022|hz|utf-?16|utf-?7|utf-?32)", re.IGNORECASE)
@@ -39,7 +40,7 @@ class Answer:
 
 
 def parse_http(block: bytes, max_bytes: int) -> Answer:
-    """The answer in a record's block; its body unpacked to at most `max_bytes`."""
+    """The answer in a record's block; its body unpacked to at most `max_bytes`, from at most two content encodings."""
     found = _HEAD_END.search(block, 0, MAX_HEAD_BYTES)
     head, body = (block[: found.start()], block[found.end() :]) if found else (block[:MAX_HEAD_BYTES], b"")
     status = _STATUS.match(head)
@@ -88,7 +89,10 @@ def _unchunk(body: bytes) -> bytes:
 
 
 def _unpack(body: bytes, encodings: str, max_bytes: int) -> tuple[bytes, str]:
-    for encoding in reversed([name.strip().lower() for name in encodings.split(",")][:4]):
+    names = [name.strip().lower() for name in encodings.split(",", _MAX_ENCODINGS)]
+    if len(names) > _MAX_ENCODINGS:
+        return b"", f"a body with more than {_MAX_ENCODINGS} content encodings"
+    for encoding in reversed(names):
         decode = _DECODERS.get(encoding)
         if decode is None or not body:
             continue

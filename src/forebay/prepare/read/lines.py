@@ -37,7 +37,7 @@ def _cut_bytes(source: Source, options: ReadOptions) -> Iterator[tuple[int, int,
 
 def _lines(piece: Piece, options: ReadOptions) -> Iterator[tuple[int, bytes, str]]:
     """Where each line of a piece begins, the line, and what is wrong with it if it is too long or cut off."""
-    with open_source(piece.sources[0], options.max_unpacked_ratio) as file:
+    with open_source(piece.sources[0], options.max_unpacked_ratio, options.max_window_bytes) as file:
         position, stop = piece.start, piece.stop
         if position:  # the line that crosses the border is the other piece's
             skip_to(file, position - 1)
@@ -86,6 +86,9 @@ def _read_jsonl(piece: Piece, options: ReadOptions) -> Iterator[Record]:
 
 
 def _parse(place: int, position: int, line: bytes, options: ReadOptions, start: int = -1) -> Record:
+    if too_many_values(line):
+        problem = f"more than {_MAX_VALUES} values in one object"
+        return Record(place, text=_shown(line), problem=problem, where=f"byte {position}", start=start)
     try:
         value = orjson.loads(line)
     except ValueError:
@@ -95,6 +98,22 @@ def _parse(place: int, position: int, line: bytes, options: ReadOptions, start: 
         if problem:
             return Record(place, text=_shown(line), problem=problem, where=f"byte {position}", start=start)
     return _object(place, value, options, f"byte {position}", start)
+
+
+_BIG_JSON = 4 << 20
+_MAX_VALUES = 1_000_000
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+
+
+def too_many_values(data: bytes) -> bool:
+    """Whether JSON holds more values than memory should: each is an object of Python, of 8 to 200 bytes."""
+    if len(data) < _BIG_JSON or _num_values(data) <= _MAX_VALUES:
+        return False
+    return _num_values(_STRING.sub(b"", data)) > _MAX_VALUES
+
+
+def _num_values(data: bytes) -> int:
+    return data.count(b",") + data.count(b"{") + data.count(b"[")
 
 
 def parse_line(place: int, line: bytes, options: ReadOptions) -> Record:
@@ -151,7 +170,7 @@ def _read_json(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     What cannot be parsed ends it: nothing says where the next object begins.
     """
     place = -1
-    with open_source(piece.sources[0], options.max_unpacked_ratio) as file:
+    with open_source(piece.sources[0], options.max_unpacked_ratio, options.max_window_bytes) as file:
         try:
             for place, value in enumerate(_values(file, options.max_document_bytes)):
                 yield _object(place, value, options, f"value {place}")
@@ -187,6 +206,8 @@ def _values(file: BinaryIO, limit: int) -> Iterator[object]:
             if (failure and at < len(text)) or in_list:
                 raise ValueError(failure or "not JSON: it ends early")
             return
+        if failure and too_many_values(text[at:].encode("utf-8", "replace")):
+            raise ValueError(f"more than {_MAX_VALUES} values in one object")
         if len(text) - at > limit:
             raise ValueError(f"{failure}; or a value longer than max_document_bytes, {limit}")
         data = file.read(max(_STEP, len(text) - at))
@@ -305,7 +326,7 @@ def _read_html(piece: Piece, options: ReadOptions) -> Iterator[Record]:
 def _file(place: int, source: Source, options: ReadOptions, html: bool) -> Record:
     limit = options.max_document_bytes
     try:
-        with open_source(source, options.max_unpacked_ratio) as file:
+        with open_source(source, options.max_unpacked_ratio, options.max_window_bytes) as file:
             data = file.read(limit + 1)
             if len(data) <= limit:
                 data += file.read(1)  # nothing, or the damage that ended it

@@ -2,7 +2,7 @@
 
 Hides: compression formats, members and frames that follow each other, where a stream was cut off, and bombs. What can
 be unpacked before a damage is always given; then, and only then, `Damaged` is raised. Memory is a few hundred KiB, but
-for zstd, whose window is as long as its writer chose (up to 2 GiB for `--long=31`, touched as far as the text goes).
+for zstd, whose window is as long as its writer chose (at most `max_window_bytes`, touched as far as the text goes).
 
 Costs a copy of the unpacked bytes: 1 to 2 % of the time that unpacking takes.
 """
@@ -24,13 +24,14 @@ import pyarrow as pa
 import zstandard
 
 from forebay.errors import PrepareError
-from forebay.prepare.read.base import Source
+from forebay.prepare.read.base import Piece, ReadOptions, Source
 
 _BUFFER = 256 << 10
 _PACKED = 64 << 10
-_BOMB_FLOOR = 1 << 30
+MIN_UNPACKED_BYTES = 1 << 30
+"""So much may come out of any file, however small it is."""
 _XZ_MEMORY = 512 << 20  # xz -9 needs 65 MiB
-_ZSTD_WINDOW = 1 << 31
+_ZSTD_WINDOW = 128 << 20
 
 
 class Damaged(PrepareError):  # noqa: N818 - says what the bytes are, and reads so
@@ -50,6 +51,32 @@ class Changed(PrepareError):  # noqa: N818 - says what happened to the file
 
     def __reduce__(self) -> tuple[type[Changed], tuple[str]]:
         return Changed, (self._name,)
+
+
+class Budget:
+    """Counts the bytes that come out of a piece: at most its share of `max(1 GiB, max_unpacked_ratio * size)`.
+
+    A source whose size is not known has no limit here; that of its compression (`unpack`) holds.
+    """
+
+    def __init__(self, piece: Piece, options: ReadOptions) -> None:
+        size = sum(source.bytes for source in piece.sources)
+        self._ratio = options.max_unpacked_ratio
+        limit = max(MIN_UNPACKED_BYTES, self._ratio * size) if size else 1 << 62
+        self._left = limit * piece.bytes // size if 0 < piece.bytes < size else limit
+
+    def spend(self, size: int) -> None:
+        """Count bytes.
+
+        Raises:
+            Damaged: If they are more than are left.
+        """
+        self._left -= size
+        if self._left < 0:
+            raise Damaged(
+                f"more text came out than 1 GiB and {self._ratio} times the size of the file: a bomb. Raise "
+                "max_unpacked_ratio if it is wanted."
+            )
 
 
 class Unpacked(io.BufferedReader):
@@ -90,7 +117,9 @@ class Unpacked(io.BufferedReader):
         return data
 
 
-def open_source(source: Source, max_unpacked_ratio: int) -> AbstractContextManager[BinaryIO]:
+def open_source(
+    source: Source, max_unpacked_ratio: int, max_window_bytes: int = _ZSTD_WINDOW
+) -> AbstractContextManager[BinaryIO]:
     """The unpacked bytes of a source, as a buffered stream; seekable if it is not compressed.
 
     Raises:
@@ -99,7 +128,7 @@ def open_source(source: Source, max_unpacked_ratio: int) -> AbstractContextManag
     """
     raw = open_packed(source)
     if source.compression:
-        raw = unpack(raw, source.compression, max_unpacked_ratio)
+        raw = unpack(raw, source.compression, max_unpacked_ratio, max_window_bytes)
     if source.encoding:
         raw = io.BufferedReader(_Transcoding(raw, source.encoding), _BUFFER)
     return raw
@@ -161,9 +190,11 @@ def check_unchanged(source: Source) -> None:
             raise Changed(source.path)
 
 
-def unpack(packed: BinaryIO, compression: str, max_unpacked_ratio: int) -> BinaryIO:
+def unpack(
+    packed: BinaryIO, compression: str, max_unpacked_ratio: int, max_window_bytes: int = _ZSTD_WINDOW
+) -> BinaryIO:
     """The unpacked bytes of a stream, which it closes; for the rest see `open_source`."""
-    return Unpacked(_Unpacking(packed, compression, max_unpacked_ratio))
+    return Unpacked(_Unpacking(packed, compression, max_unpacked_ratio, max_window_bytes))
 
 
 class _Transcoding(io.RawIOBase):
@@ -196,8 +227,8 @@ class _Transcoding(io.RawIOBase):
 class _Unpacking(io.RawIOBase):
     """Bytes as a decoder yields them; ends where it fails, and remembers why."""
 
-    def __init__(self, packed: BinaryIO, compression: str, max_unpacked_ratio: int) -> None:
-        self._packed = _Counted(packed)
+    def __init__(self, packed: BinaryIO, compression: str, max_unpacked_ratio: int, max_window_bytes: int) -> None:
+        self._packed = _Counted(packed, max_window_bytes)
         self._chunks = _DECODERS[compression](self._packed)
         self._compression = compression
         self._ratio = max_unpacked_ratio
@@ -222,7 +253,7 @@ class _Unpacking(io.RawIOBase):
         buffer[:size] = self._held[:size]
         self._held = self._held[size:]
         self._given += size
-        if self._given > max(_BOMB_FLOOR, self._ratio * self._packed.count):
+        if self._given > max(MIN_UNPACKED_BYTES, self._ratio * self._packed.count):
             self._stop(
                 f"{self._packed.count} bytes grew to more than {self._ratio} times as many: a bomb, or text that says "
                 "nothing. Raise max_unpacked_ratio if it is wanted"
@@ -245,8 +276,9 @@ class _Broken(Exception):  # noqa: N818 - becomes Damaged
 class _Counted:
     """A stream of packed bytes that counts what was taken."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BinaryIO, max_window_bytes: int) -> None:
         self.stream = stream
+        self.max_window_bytes = max_window_bytes
         self.count = 0
         self.closed = False
 
@@ -349,7 +381,7 @@ def _unpack_zstd(packed: _Counted) -> Iterator[bytes]:
 
     Source: RFC 8878, sections 3.1.1 and 3.1.2 (the layout of frames and blocks).
     """
-    unpacker = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+    unpacker = zstandard.ZstdDecompressor(max_window_size=packed.max_window_bytes)
     while magic := packed.read(1):
         magic += packed.exactly(3)
         if magic[1:] == b"\x2a\x4d\x18" and 0x50 <= magic[0] <= 0x5F:
@@ -359,9 +391,15 @@ def _unpack_zstd(packed: _Counted) -> Iterator[bytes]:
             raise _Broken(f"expected a frame, got bytes {magic.hex()}")
         flags = packed.exactly(1)
         single = flags[0] >> 5 & 1
-        fields = (1 - single) + (0, 1, 2, 4)[flags[0] & 3] + (single, 2, 4, 8)[flags[0] >> 6]
+        fields = packed.exactly((1 - single) + (0, 1, 2, 4)[flags[0] & 3] + (single, 2, 4, 8)[flags[0] >> 6])
+        window = 0 if single else (8 + (fields[0] & 7)) << (7 + (fields[0] >> 3))
+        if window > packed.max_window_bytes:
+            raise _Broken(
+                f"its window is {window} bytes, more than max_window_bytes = {packed.max_window_bytes}. To read it, "
+                f"set read.max_window_bytes to {window}"
+            )
         frame = unpacker.decompressobj()
-        yield frame.decompress(magic + flags + packed.exactly(fields))
+        yield frame.decompress(magic + flags + fields)
         last = 0
         while not last:
             head = packed.exactly(3)

@@ -1,18 +1,27 @@
-"""The pages of a Parquet column chunk, from their headers: how large each is before it is read.
+"""How much memory the pages of a Parquet column chunk and the messages of Arrow IPC ask for, before they are unpacked.
 
-Hides: Thrift's compact protocol, as far as these headers need it. A page is unpacked whole by every reader, and only
-its header says how large it will be: the footer has sums. Costs a read of a few bytes a page.
+Hides: Thrift's compact protocol and flatbuffers, as far as these headers need them. A page, and each buffer of a
+message, is unpacked whole by every reader, and only its header says how large it will be. Costs a read of a few bytes
+for each page or buffer.
 
-Source: parquet.thrift (PageHeader), and the specification of Thrift's compact protocol.
+Source: parquet.thrift (PageHeader) and the specification of Thrift's compact protocol; Arrow's Message.fbs and
+File.fbs, and the flatbuffers internals (tables and vectors).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import io
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from forebay.prepare.read.opening import Damaged
+
+MAX_HELD_BYTES = 512 << 20
+"""A page (packed and unpacked; of a dictionary there is one more copy) or the buffers of a message: no more at once."""
 
 _DICTIONARY = 2
 _BINARY, _LIST, _SET, _STRUCT = 8, 9, 10, 12
@@ -133,3 +142,164 @@ class _Thrift:
     def _number(self) -> int:
         value = self._varint()
         return value >> 1 ^ -(value & 1)
+
+
+_DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
+_MAX_METADATA = 64 << 20
+_ReadAt = Callable[[int, int], bytes]
+
+
+@contextmanager
+def _flatbuffer() -> Iterator[None]:
+    try:
+        yield
+    except (struct.error, IndexError, OverflowError, ValueError) as error:
+        raise Damaged(f"a damaged Arrow message: {error}.") from error
+
+
+def _field(data: bytes, table: int, index: int) -> int:
+    """Where a field of a table stands; 0 if it is not there."""
+    layout = table - struct.unpack_from("<i", data, table)[0]
+    if layout < 0 or 6 + 2 * index > struct.unpack_from("<H", data, layout)[0]:
+        return 0
+    offset = struct.unpack_from("<H", data, layout + 4 + 2 * index)[0]
+    return table + offset if offset else 0
+
+
+def _follow(data: bytes, at: int) -> int:
+    return int(at + struct.unpack_from("<I", data, at)[0])
+
+
+def _vector(data: bytes, table: int, index: int, member: str) -> list[tuple[int, ...]]:
+    """The structs in a vector that is a field of a table."""
+    if not (at := _field(data, table, index)):
+        return []
+    start = _follow(data, at)
+    size = struct.unpack_from("<I", data, start)[0] * struct.calcsize(member)
+    return list(struct.iter_unpack(member, memoryview(data)[start + 4 : start + 4 + size]))
+
+
+def _body_bytes(metadata: bytes) -> int:
+    at = _field(metadata, _follow(metadata, 0), 3)
+    size = struct.unpack_from("<q", metadata, at)[0] if at else 0
+    if size < 0:
+        raise Damaged("an Arrow message of negative length.")
+    return int(size)
+
+
+def _check_message(metadata: bytes, read_at: _ReadAt) -> None:
+    """Refuse a message whose packed buffers would take more than MAX_HELD_BYTES.
+
+    Raises:
+        Damaged: If they would, or this is no message.
+    """
+    message = _follow(metadata, 0)
+    kind, header = _field(metadata, message, 1), _field(metadata, message, 2)
+    if not kind or not header or metadata[kind] not in (_DICTIONARY_BATCH, _RECORD_BATCH):
+        return
+    batch = _follow(metadata, header)
+    if metadata[kind] == _DICTIONARY_BATCH:
+        batch = _follow(metadata, _field(metadata, batch, 1))
+    if not _field(metadata, batch, 3):  # not packed
+        return
+    size = 0
+    for offset, length in _vector(metadata, batch, 2, "<qq"):
+        if length >= 8:
+            claimed = int.from_bytes(read_at(offset, 8), "little", signed=True)
+            size += length if claimed < 0 else claimed
+    if size > MAX_HELD_BYTES:
+        raise Damaged(
+            f"a batch that unpacks to {size} bytes is larger than can be held: at most {MAX_HELD_BYTES}. Write the "
+            "file with smaller batches"
+        )
+
+
+def check_blocks(file: BinaryIO, start: int, stop: int) -> None:
+    """Refuse an Arrow file if a dictionary, or one of its batches `[start, stop)`, takes too much memory (stop 0: all).
+
+    Raises:
+        Damaged: If one does, or the file is damaged.
+    """
+    with _flatbuffer():
+        end = file.seek(-10, 2)
+        size = int.from_bytes(file.read(4), "little")
+        if not 0 < size <= min(end, _MAX_METADATA):
+            raise Damaged(f"an Arrow file with a footer of {size} bytes.")
+        file.seek(end - size)
+        footer = file.read(size)
+        root = _follow(footer, 0)
+        batches = _vector(footer, root, 3, "<qi4xq")
+        for offset, metadata_bytes, _ in [*_vector(footer, root, 2, "<qi4xq"), *batches[start : stop or len(batches)]]:
+            file.seek(offset)
+            head = file.read(8)
+            skipped = 8 if head[:4] == b"\xff\xff\xff\xff" else 4
+            file.seek(offset + skipped)
+            metadata = file.read(min(max(0, metadata_bytes - skipped), _MAX_METADATA))
+            _check_message(metadata, _reader_at(file, offset + metadata_bytes))
+
+
+def _reader_at(file: BinaryIO, start: int) -> _ReadAt:
+    def read_at(offset: int, size: int) -> bytes:
+        file.seek(start + offset)
+        return file.read(size)
+
+    return read_at
+
+
+def check_stream(file: BinaryIO) -> None:
+    """Refuse an Arrow stream, which can be sought in, if one of its messages takes too much memory.
+
+    Raises:
+        Damaged: If one does, or what can be seen of it is no stream.
+    """
+    with _flatbuffer():
+        while (head := _read_head(file))[1]:
+            start = file.tell()
+            _check_message(head[1], _reader_at(file, start))
+            file.seek(start + _body_bytes(head[1]))
+
+
+def _read_head(file: BinaryIO) -> tuple[bytes, bytes]:
+    """What stands before a message, and its metadata: empty at the end."""
+    head = file.read(4)
+    if head == b"\xff\xff\xff\xff":
+        head += file.read(4)
+    size = int.from_bytes(head[-4:], "little")
+    if size > _MAX_METADATA:
+        raise Damaged("an Arrow file that is compressed as a whole, or no Arrow stream. Unpack it first.")
+    return head, file.read(size)
+
+
+def checked_stream(file: BinaryIO) -> BinaryIO:
+    """The bytes of an Arrow stream that is read once; reading raises `Damaged` before a message that is too large."""
+    return io.BufferedReader(_CheckedMessages(file), 1 << 16)
+
+
+class _CheckedMessages(io.RawIOBase):
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._held: deque[memoryview] = deque()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while self._held and not self._held[0]:
+            self._held.popleft()
+        if not self._held:
+            with _flatbuffer():
+                self._fill()
+        part = self._held[0][: len(buffer)]
+        buffer[: len(part)] = part
+        self._held[0] = self._held[0][len(part) :]
+        return len(part)
+
+    def _fill(self) -> None:
+        head, metadata = _read_head(self._file)
+        size = _body_bytes(metadata) if metadata else 0
+        if size > MAX_HELD_BYTES:
+            raise Damaged(f"a batch of {size} bytes is larger than can be held: at most {MAX_HELD_BYTES}.")
+        body = self._file.read(size)
+        if body:
+            _check_message(metadata, lambda offset, count: body[offset : offset + count])
+        self._held.extend(map(memoryview, (head, metadata, body)))

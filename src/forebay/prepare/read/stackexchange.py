@@ -28,7 +28,7 @@ from forebay.formats.detect import detect
 from forebay.prepare.documents import Record, without_turns
 from forebay.prepare.extract import all_text
 from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
-from forebay.prepare.read.opening import Damaged, open_source
+from forebay.prepare.read.opening import MIN_UNPACKED_BYTES, Damaged, open_source
 
 _ATTRIBUTE = re.compile(r'([A-Za-z]{1,40})="([^"]*)"')
 _SITE = re.compile(
@@ -36,13 +36,12 @@ _SITE = re.compile(
 )
 _STEP = 1 << 20
 _QUEUE_PARTS = 16
-_BOMB_FLOOR = 1 << 30
 
 
 def _read_posts(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     place = 0
     for source in piece.sources:
-        with open_source(source, options.max_unpacked_ratio) as stream:
+        with open_source(source, options.max_unpacked_ratio, options.max_window_bytes) as stream:
             for record in _posts(stream, _site_of(source.path, options), options):
                 if record is not None:
                     yield replace(record, place=place)
@@ -156,26 +155,21 @@ class _Stopped(Exception):  # noqa: N818 - ends the thread that unpacks
     """Nobody reads any more, or it grew too much."""
 
 
-class _Pipe(io.RawIOBase):
-    """What a thread writes, read as a stream; the queue between them is short."""
+class _Pipe:
+    """What a thread unpacks, member by member, for the thread that reads it; the queue between them is short."""
 
     def __init__(self, limit: int) -> None:
-        self._parts: queue.Queue[bytes | BaseException | None] = queue.Queue(_QUEUE_PARTS)
-        self._held = memoryview(b"")
-        self._end: BaseException | None = None
-        self._ended = False
-        self._limit = limit
-        self._written = 0
+        self._parts: queue.Queue[str | bytes | BaseException | None] = queue.Queue(_QUEUE_PARTS)
+        self._next: str | bytes | BaseException | None = b""
+        self._left = limit
         self._gone = threading.Event()
 
-    def put(self, part: bytes | BaseException | None) -> None:
-        """Gives a part to the reader; None is the end, an exception the end by damage."""
+    def put(self, part: str | bytes | BaseException | None) -> None:
+        """Give the name of a member, a part of it, None for the end, or the damage that ends it."""
         if isinstance(part, bytes):
-            self._written += len(part)
-            if self._written > self._limit:
-                raise _Stopped(
-                    f"it grows to more than {self._limit} bytes: a bomb. Raise max_unpacked_ratio to read it"
-                )
+            self._left -= len(part)
+            if self._left < 0:
+                raise _Stopped("it grows by too much: a bomb. Raise max_unpacked_ratio to read it")
         while not self._gone.is_set():
             try:
                 self._parts.put(part, timeout=0.2)
@@ -188,20 +182,49 @@ class _Pipe(io.RawIOBase):
         """The reader reads no more."""
         self._gone.set()
 
+    def members(self) -> Iterator[tuple[str, BinaryIO]]:
+        """Each member as a stream, to be read before the next; what is left of it is passed over.
+
+        Raises:
+            Damaged: After the last, if damage ended them; reading a member raises it too.
+        """
+        while True:
+            while self.take():
+                pass
+            if isinstance(self._next, BaseException):
+                raise Damaged(f"damaged 7z: {self._next}")
+            if self._next is None:
+                return
+            name, self._next = str(self._next), b""
+            yield name, io.BufferedReader(_Member(self), _STEP)
+
+    def take(self) -> bytes:
+        """The next part of this member; empty at its end."""
+        while isinstance(self._next, bytes):
+            part, self._next = self._next, b""
+            if part:
+                return part
+            self._next = self._parts.get()
+        return b""
+
+    def check(self) -> None:
+        """Raise the damage that ended a member."""
+        if isinstance(self._next, BaseException):
+            raise Damaged(f"damaged 7z: {self._next}")
+
+
+class _Member(io.RawIOBase):
+    def __init__(self, pipe: _Pipe) -> None:
+        self._pipe = pipe
+        self._held = memoryview(b"")
+
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        while not self._held and not self._ended:
-            part = self._parts.get()
-            if isinstance(part, bytes):
-                self._held = memoryview(part)
-            else:
-                self._ended, self._end = True, part
+        self._held = self._held or memoryview(self._pipe.take())
         if not self._held:
-            if self._end is not None:
-                raise Damaged(f"damaged 7z: {self._end}")
-            return 0
+            self._pipe.check()
         size = min(len(self._held), len(buffer))
         buffer[:size] = self._held[:size]
         self._held = self._held[size:]
@@ -219,8 +242,8 @@ def _py7zr() -> Any:
 
 
 @contextmanager
-def _member_stream(path: BinaryIO, name: str, limit: int) -> Iterator[BinaryIO]:
-    """One member of an archive as a stream of unpacked bytes."""
+def _members(file: BinaryIO, names: list[str], limit: int) -> Iterator[Iterator[tuple[str, BinaryIO]]]:
+    """Members of an archive as streams of unpacked bytes, in their order; all together have at most `limit` bytes."""
     import py7zr.io
 
     pipe = _Pipe(limit)
@@ -245,23 +268,24 @@ def _member_stream(path: BinaryIO, name: str, limit: int) -> Iterator[BinaryIO]:
 
     class Factory(py7zr.io.WriterFactory):
         def create(self, filename: str) -> Any:
+            pipe.put(filename)
             return Sink()
 
     def unpack() -> None:
         try:
-            path.seek(0)
-            with py7zr.SevenZipFile(path) as archive:
-                archive.extract(targets=[name], factory=Factory())
+            file.seek(0)
+            with py7zr.SevenZipFile(file) as archive:
+                archive.extract(targets=names, factory=Factory())
             pipe.put(None)
         except _Stopped as stopped:
             _end(pipe, stopped)
         except Exception as error:  # noqa: BLE001 - py7zr raises what its decoders raise
             _end(pipe, error)
 
-    thread = threading.Thread(target=unpack, name=f"unpack {name}", daemon=True)
+    thread = threading.Thread(target=unpack, name="unpack 7z", daemon=True)
     thread.start()
     try:
-        yield io.BufferedReader(pipe, _STEP)
+        yield pipe.members()
     finally:
         pipe.leave()
         thread.join()
@@ -286,10 +310,10 @@ def _read_7z(piece: Piece, options: ReadOptions) -> Iterator[Record]:
 
 def _read_archive(source: Source, options: ReadOptions) -> Iterator[Record | None]:
     py7zr = _py7zr()
-    with open_source(replace(source, compression=""), options.max_unpacked_ratio) as file:
+    with open_source(replace(source, compression=""), options.max_unpacked_ratio, options.max_window_bytes) as file:
         try:
             with py7zr.SevenZipFile(file) as archive:
-                names = [entry.filename for entry in archive.list() if not entry.is_directory]
+                entries = [entry for entry in archive.list() if not entry.is_directory]
                 locked = archive.needs_password()
         except Exception as error:  # noqa: BLE001 - py7zr raises what its decoders raise
             yield Record(0, problem=f"damaged 7z: {error}", where=source.name)
@@ -297,16 +321,30 @@ def _read_archive(source: Source, options: ReadOptions) -> Iterator[Record | Non
         if locked:
             yield Record(0, problem="a 7z with a password", where=source.name)
             return
-        limit = max(_BOMB_FLOOR, options.max_unpacked_ratio * source.bytes)
+        limit = max(MIN_UNPACKED_BYTES, options.max_unpacked_ratio * source.bytes)
+        size = sum(entry.uncompressed for entry in entries)  # all are unpacked on the way to those that are wanted
+        if size > limit:
+            problem = f"a 7z that unpacks to {size} bytes: a bomb. Raise max_unpacked_ratio to read it"
+            yield Record(0, problem=problem, where=source.name)
+            return
+        names = [entry.filename for entry in entries]
         posts = [name for name in names if PurePosixPath(name).name.lower() == "posts.xml"]
-        for name in posts or names:
-            with _member_stream(file, name, limit) as stream:
-                if posts:
-                    site = _site_of(f"{source.path}/{name}", options)
-                    for record in _posts(stream, site, options):
-                        yield None if record is None else replace(record, where=f"{name}, {record.where}")
-                else:
-                    yield from _other(stream, name, options)
+        with _members(file, posts or names, limit) as members:
+            try:
+                for name, stream in members:
+                    yield from _member_records(source, name, stream, bool(posts), options)
+            except Damaged as error:
+                yield Record(0, problem=str(error), where=source.name)
+
+
+def _member_records(
+    source: Source, name: str, stream: BinaryIO, posts: bool, options: ReadOptions
+) -> Iterator[Record | None]:
+    if not posts:
+        yield from _other(stream, name, options)
+        return
+    for record in _posts(stream, _site_of(f"{source.path}/{name}", options), options):
+        yield None if record is None else replace(record, where=f"{name}, {record.where}")
 
 
 def _other(stream: BinaryIO, name: str, options: ReadOptions) -> Iterator[Record | None]:

@@ -6,7 +6,7 @@ a damaged file may be trusted. Memory is about 8 MiB of rows, their pages, and f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -19,13 +19,11 @@ from forebay.prepare.documents import Record
 from forebay.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source
 from forebay.prepare.read.fields import keys_of, to_record
 from forebay.prepare.read.opening import Damaged, Unreadable, open_packed, open_source
-from forebay.prepare.read.pages import most_rows, pages
+from forebay.prepare.read.pages import MAX_HELD_BYTES, check_blocks, check_stream, checked_stream, most_rows, pages
 
 _BATCH_BYTES = 8 << 20
 _BATCH_ROWS = 4096
 _RUN_BYTES = 64 << 20
-_PAGE_BYTES = 512 << 20
-"""A page, as it is packed and unpacked: at most so many bytes at once (of a dictionary there is one more copy)."""
 _SHOWN_COLUMNS = 12
 _DAMAGE = (pa.ArrowException, OSError, ValueError, OverflowError, EOFError, Damaged)
 
@@ -107,10 +105,10 @@ def _rows_at_once(source: Source, column: Any) -> int:
         found = list(pages(file, start, size))
     for page in found:
         held = page.packed_bytes + page.bytes * (2 if page.is_dictionary else 1)
-        if held > _PAGE_BYTES:
+        if held > MAX_HELD_BYTES:
             raise Damaged(
                 f"a page of {page.bytes} bytes ({page.packed_bytes} packed) is larger than can be held: at most "
-                f"{_PAGE_BYTES} bytes with both. Write the file with smaller pages: fewer rows in each"
+                f"{MAX_HELD_BYTES} bytes with both. Write the file with smaller pages: fewer rows in each"
             )
     largest = max((page.bytes for page in found if page.is_dictionary), default=1)
     return min(most_rows(found, _RUN_BYTES, _BATCH_ROWS), _RUN_BYTES // max(1, largest))
@@ -162,7 +160,9 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _rows(batch: pa.RecordBatch, keys: list[str]) -> Iterator[dict[str, object]]:
-    if batch.num_rows > 1 and batch.nbytes > 2 * _BATCH_BYTES:  # giants among others: fewer as Python's objects
+    # Giants among others: fewer as Python's objects. A dictionary is the same for every row.
+    size = sum(c.indices.nbytes if pa.types.is_dictionary(c.type) else c.nbytes for c in batch.columns)
+    if batch.num_rows > 1 and size > 2 * _BATCH_BYTES:
         half = batch.num_rows // 2
         yield from _rows(batch.slice(0, half), keys)
         yield from _rows(batch.slice(half), keys)
@@ -182,19 +182,19 @@ def _column(batch: pa.RecordBatch, key: str) -> pa.Array:
     return column
 
 
-def _values(column: pa.Array) -> Iterable[object]:
+def _values(column: pa.Array) -> Iterator[object]:
     if pa.types.is_dictionary(column.type) and _is_text(column.type):
-        words = list(_values(column.dictionary))
-        return (None if index is None else words[index] for index in column.indices.to_pylist())
+        words = column.dictionary  # one at a time: each may be large, and few of many be needed
+        for index in column.indices.to_pylist():
+            yield None if index is None else next(_values(words.slice(index, 1)))
+        return
     try:
-        values: list[object] = column.to_pylist()
-        return values
+        yield from column.to_pylist()
     except UnicodeDecodeError:
-        wide = pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()
         if not _is_text(column.type):
             raise
-        values = column.cast(wide).to_pylist()  # row by row: the reader of fields says which are no text
-        return values
+        wide = pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()
+        yield from column.cast(wide).to_pylist()  # row by row: the reader of fields says which are no text
 
 
 def _said(error: BaseException) -> str:
@@ -202,21 +202,29 @@ def _said(error: BaseException) -> str:
 
 
 @contextmanager
-def _open_ipc(source: Source, options: ReadOptions) -> Iterator[Any]:
-    """A reader of an IPC file, memory-mapped if it can be, or of a stream."""
+def _open_ipc(source: Source, options: ReadOptions, piece: Piece | None = None) -> Iterator[Any]:
+    """A reader of an IPC file, memory-mapped if it can be, or of a stream; with a piece its messages are checked."""
     with ExitStack() as opened:
         if source.compression:
-            yield pa.ipc.open_stream(opened.enter_context(open_source(source, options.max_unpacked_ratio)))
+            packed = open_source(source, options.max_unpacked_ratio, options.max_window_bytes)
+            yield pa.ipc.open_stream(checked_stream(opened.enter_context(packed)))
             return
-        if "://" in source.path:
-            file = pa.PythonFile(opened.enter_context(open_packed(source)))
-        else:
-            file = opened.enter_context(pa.memory_map(source.path))
-        magic = file.read(6)
-        file.seek(0)
+        plain = opened.enter_context(open_packed(source))
+        magic = plain.read(6)
+        plain.seek(0)
         if magic[:4] == b"FEA1":
             raise Damaged("Feather of version 1 is no longer read. Write it again with pyarrow or pandas.")
-        yield pa.ipc.open_file(file) if magic == b"ARROW1" else pa.ipc.open_stream(file)
+        remote = "://" in source.path
+        if magic == b"ARROW1":
+            if piece is not None:
+                check_blocks(plain, piece.start, piece.stop)
+            yield pa.ipc.open_file(pa.PythonFile(plain) if remote else opened.enter_context(pa.memory_map(source.path)))
+        elif remote:
+            yield pa.ipc.open_stream(checked_stream(plain))
+        else:
+            if piece is not None:
+                check_stream(plain)
+            yield pa.ipc.open_stream(opened.enter_context(pa.memory_map(source.path)))
 
 
 def _cut_batches(source: Source, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
@@ -236,10 +244,11 @@ def _read_arrow(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     source = piece.sources[0]
     place = -1
     try:
-        with _open_ipc(source, options) as reader:
+        with _open_ipc(source, options, piece) as reader:
             keys = list(_chosen(reader.schema, options, source))
+            checked: dict[str, int] = {}
             for start, batch in _ipc_batches(reader, piece):
-                for row in _checked_rows(batch, keys):
+                for row in _checked_rows(batch, keys, checked):
                     place += 1
                     yield to_record(place, row, options, start=start)
                     start = -1
@@ -260,16 +269,32 @@ def _ipc_batches(reader: Any, piece: Piece) -> Iterator[tuple[int, pa.RecordBatc
         yield index, reader.get_batch(index)
 
 
-def _checked_rows(batch: pa.RecordBatch, keys: list[str]) -> Iterator[dict[str, object]]:
-    """Rows of a batch whose offsets were checked: those of a damaged file could point anywhere in memory."""
+def _checked_rows(batch: pa.RecordBatch, keys: list[str], checked: dict[str, int]) -> Iterator[dict[str, object]]:
+    """Rows of a batch whose offsets were checked: those of a damaged file could point anywhere in memory.
+
+    `checked` is where the dictionary of each column lies that was checked last: batches share one.
+    """
     batch.validate()
     for key in keys:
         column = _column(batch, key)
-        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-            column = column.view(pa.binary() if pa.types.is_string(column.type) else pa.large_binary())
-        column.validate(full=True)
+        if pa.types.is_dictionary(column.type):
+            dictionary, column = column.dictionary, column.indices
+            last = pa.compute.max(column).as_py() if len(column) > column.null_count else -1
+            if last >= len(dictionary) or (last >= 0 and pa.compute.min(column).as_py() < 0):
+                raise Damaged(f"an index beyond the {len(dictionary)} values of a dictionary.")
+            place = next((buffer.address for buffer in dictionary.buffers()[::-1] if buffer is not None), 0)
+            if checked.get(key) != place:
+                _validate(dictionary)
+                checked[key] = place
+        _validate(column)
     for start in range(0, batch.num_rows, 256):
         yield from _rows(batch.slice(start, 256), keys)
+
+
+def _validate(column: pa.Array) -> None:
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        column = column.view(pa.binary() if pa.types.is_string(column.type) else pa.large_binary())
+    column.validate(full=True)
 
 
 PARQUET = Format("parquet", _read_parquet, _cut_row_groups)

@@ -19,13 +19,14 @@ from forebay.formats.compression import COMPRESSIONS
 from forebay.prepare.documents import Record, without_turns
 from forebay.prepare.read.base import Format, Piece, ReadOptions
 from forebay.prepare.read.lines import parse_line
-from forebay.prepare.read.opening import Damaged, open_source, skip_to, unpack
+from forebay.prepare.read.opening import MIN_UNPACKED_BYTES, Damaged, open_source, skip_to, unpack
 
 _BLOCK = 512
 _STEP = 1 << 20
 _NAME_BYTES = 64 << 10
 _TEXTS = ("txt", "text", "json", "jsonl", "html", "htm")
 _SHOWN = 200
+_MAX_MEMBERS = 1000
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,11 @@ def _kind(name: str) -> tuple[str, str]:
 
 def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     places = itertools.count()
-    with open_source(piece.sources[0], options.max_unpacked_ratio) as file:
+    with open_source(piece.sources[0], options.max_unpacked_ratio, options.max_window_bytes) as file:
         skip_to(file, piece.start)
         members = Members(file, options, piece.start)
         for _, group in itertools.groupby(members.all(), lambda m: (m.key, m.problem and m.position)):
-            sample = list(group)
+            sample = _bounded(group, options)
             for index, record in enumerate(_sample(sample, options)):
                 yield Record(
                     next(places),
@@ -80,6 +81,20 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
                     record.where,
                     -1 if index else sample[0].start,
                 )
+
+
+def _bounded(group: Iterator[Member], options: ReadOptions) -> list[Member]:
+    """The members of a sample; one with a problem if they are more than memory should hold."""
+    members: list[Member] = []
+    size = 0
+    for member in group:
+        size += len(member.data)
+        if size > 2 * options.max_document_bytes or len(members) == _MAX_MEMBERS:
+            problem = f"a sample of more than {_MAX_MEMBERS} members, or twice max_document_bytes"
+            members = [replace(members[0], data=b"", problem=problem)]
+            break
+        members.append(member)
+    return members
 
 
 def _sample(members: list[Member], options: ReadOptions) -> Iterator[Record]:
@@ -134,6 +149,7 @@ class Members:
         self._options = options
         self._limit = options.max_document_bytes
         self._at = start
+        self._unpacked_bytes = 0
         self._long_name = ""
         self._long_size = -1
 
@@ -193,11 +209,15 @@ class Members:
 
     def _unpacked(self, name: str, position: int, data: bytes, packed: str) -> Member:
         try:
-            with unpack(io.BytesIO(data), packed, self._options.max_unpacked_ratio) as file:
+            options = self._options
+            with unpack(io.BytesIO(data), packed, options.max_unpacked_ratio, options.max_window_bytes) as file:
                 text = file.read(self._limit + 1)
                 text += file.read(1)
         except Damaged as error:
             return Member(name, position, problem=f"{name}: {error}")
+        self._unpacked_bytes += len(text)
+        if self._unpacked_bytes > max(MIN_UNPACKED_BYTES, options.max_unpacked_ratio * self._at):
+            raise Damaged(f"{name}: {self._unpacked_bytes} bytes were unpacked from members: a bomb.")
         if len(text) > self._limit:
             return Member(name, position, problem=f"{name}: larger than max_document_bytes, {self._limit}")
         return Member(name, position, text)

@@ -22,7 +22,7 @@ from forebay.prepare.documents import Record
 from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
 from forebay.prepare.read.flow import Flow, gzip_members, plain_pieces
 from forebay.prepare.read.http_message import body_text, http_complete, is_html, parse_http
-from forebay.prepare.read.opening import open_source
+from forebay.prepare.read.opening import Budget, open_source
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_STRAY_BYTES = 64 << 10
@@ -31,7 +31,8 @@ MAX_STRAY_BYTES = 64 << 10
 _WARC = re.compile(rb"WARC/\d\.\d{1,2}[ \t\r]{0,8}\n(?=[A-Za-z-]{1,64}[ \t]{0,8}:)")
 _ARC = re.compile(rb"[a-z][a-z0-9+.-]{1,20}:[^\n]{10,8000}\n")
 _NEXT = re.compile(rb"\n(?=" + _WARC.pattern + rb"|" + _ARC.pattern + rb")")
-_HEAD_END = re.compile(rb"\n\r{0,4}\n")
+_HEAD_END = re.compile(rb"\n(?:\r{0,4}\n|(?=" + _WARC.pattern + rb"))")
+"""An empty line; or the first of another record, where the head has none."""
 _LINE_END = re.compile(rb"\n")
 _DATE = re.compile(rb"\d{8,20}")
 _ADDRESS = re.compile(rb"[0-9a-fA-F.:]{2,45}")
@@ -56,10 +57,12 @@ class RawRecord:
 def read_raw(source: Source, options: ReadOptions) -> Iterator[RawRecord]:
     """Every record of an archive in order, documents or not, and one with a problem for each damaged place."""
     if source.compression == "gz":
-        with open_source(replace(source, compression=""), options.max_unpacked_ratio) as stream:
+        with open_source(
+            replace(source, compression=""), options.max_unpacked_ratio, options.max_window_bytes
+        ) as stream:
             yield from _records(Flow(gzip_members(stream, options.max_unpacked_ratio, _begins)), options)
     else:
-        with open_source(source, options.max_unpacked_ratio) as stream:
+        with open_source(source, options.max_unpacked_ratio, options.max_window_bytes) as stream:
             yield from _records(Flow(plain_pieces(stream)), options)
 
 
@@ -67,9 +70,10 @@ def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     """The documents of archives, as `Format.read` says."""
     statuses = _statuses(options)
     place = 0
+    decoded = Budget(piece, options)
     for source in piece.sources:
         for raw in read_raw(source, options):
-            yield from _document(raw, place, statuses, options)
+            yield from _document(raw, place, statuses, options, decoded)
             place += 1
 
 
@@ -80,7 +84,9 @@ def _statuses(options: ReadOptions) -> frozenset[int]:
     return frozenset(given)
 
 
-def _document(raw: RawRecord, place: int, statuses: frozenset[int], options: ReadOptions) -> Iterator[Record]:
+def _document(
+    raw: RawRecord, place: int, statuses: frozenset[int], options: ReadOptions, decoded: Budget
+) -> Iterator[Record]:
     """The document in a record, or what is wrong with it; nothing if it is no document."""
     identity = raw.headers.get("warc-record-id", "").strip("<> ")
     url = raw.headers.get("warc-target-uri", "").strip("<> ")
@@ -92,6 +98,7 @@ def _document(raw: RawRecord, place: int, statuses: frozenset[int], options: Rea
     if raw.kind in ("response", "resource"):
         if raw.kind == "response" and body[:5] == b"HTTP/":
             answer = parse_http(body, options.max_document_bytes)
+            decoded.spend(len(answer.body) or (options.max_document_bytes if answer.problem else 0))
             if statuses and answer.status not in statuses:
                 return
             mime, charset, body, problem = answer.mime, answer.charset, answer.body, answer.problem
@@ -165,11 +172,12 @@ def _next_start(data: bytearray, start: int, stop: int) -> int:
 def _warc_record(flow: Flow, cap: int) -> Iterator[RawRecord]:
     where = flow.where()
     end = flow.search(_HEAD_END, MAX_HEAD_BYTES)
-    if end < 0:
-        flow.take(5)
-        yield RawRecord(where, {}, b"", flow.mend() if flow.broken else "a WARC header that does not end")
+    head = flow.take(end if end >= 0 else 5)
+    if end < 0 or not _HEAD_END.search(head, len(head) - 6):
+        problem = flow.mend() if end < 0 and flow.broken else "a WARC header that does not end"
+        yield RawRecord(where, {}, b"", problem)
         return
-    headers = _headers(flow.take(end))
+    headers = _headers(head)
     length = headers.get("content-length", "")
     size = int(length) if length.isdecimal() and len(length) < 16 else -1
     yield from _with_block(flow, where, headers, size, cap)
