@@ -28,7 +28,7 @@ from forebay.errors import ForebayError, UsageError
 from forebay.formats.compression import sniff_compression
 from forebay.formats.foreign import head_of
 from forebay.prepare.read.base import ReadOptions
-from forebay.prepare.read.opening import open_local, unpack
+from forebay.prepare.read.opening import open_plain
 from forebay.prepare.read.tar import Members
 from forebay.prepare.read.tfrecord import frames
 from forebay.storage.atomic import atomic_write
@@ -67,9 +67,7 @@ class Walk:
 
 def open_unpacked(path: Path) -> BinaryIO:
     """The unpacked bytes of a file; damage raises where it stands."""
-    compression = sniff_compression(head_of(path, 16))
-    raw = open_local(path)
-    return unpack(raw, compression, _RATIO) if compression else raw
+    return open_plain(path, _RATIO)
 
 
 def walk(path: Path, kind: str, options: Options) -> Walk:

@@ -15,6 +15,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -165,7 +166,7 @@ def read_small(origin: Origin, name: str, max_bytes: int, *, sleep: Callable[[fl
     began, fault = time.monotonic(), "no answer yet"
     for tried in range(1, _SMALL_TRIES + 1):
         try:
-            with waiting(log, lambda fault=fault: f"{name} from {origin.url}: {fault}"):
+            with waiting(log, partial("{} from {}: {}".format, name, origin.url, fault)):
                 return origin.get(name, max_bytes)
         except RefusedError as error:
             raise DatasetError(

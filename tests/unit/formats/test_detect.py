@@ -86,7 +86,8 @@ CASES: dict[str, tuple[bytes, str]] = {
     "rows.tsv.gz": (gzip.compress(b"text\tn\nhello\t1\n"), "csv"),
     "page": (b"\xef\xbb\xbf" + HTML, "html"),
     "latin.txt": ("café crème ".encode("latin-1") * 5, "text"),
-    "latin": ("café crème ".encode("latin-1") * 5, ""),
+    "latin": ("café crème ".encode("latin-1") * 5, "text"),
+    "wide.jsonl": (('{"text": "hello"}\n' * 3).encode("utf-16"), "jsonl"),
     "bmw": (b"BMW cars are listed in this text\n" * 5, "text"),
     "p5.md": (b"P5\nis a format and this a text\n" * 3, "text"),
     "colours": (b"text\x1b[0m more\x1b[0m\n" * 10, "text"),
@@ -158,9 +159,10 @@ def test_a_failed_download_is_an_error_that_says_so(suffix: str, data: bytes, sa
     for opens in (find_sources, FileRecords):
         with pytest.raises(PrepareError, match=says):
             opens(path, ReadOptions())
-    if suffix in (".parquet", ".jsonl", ".tar", ".csv.gz"):  # formats that prepare reads: in a directory, too
-        with pytest.raises(PrepareError, match=says):
-            find_sources(tmp_path, ReadOptions())
+    (skipped,) = find_sources(tmp_path, ReadOptions()).skipped
+    read = suffix in (".parquet", ".jsonl", ".tar", ".csv.gz")  # Formats that prepare reads.
+    assert (skipped.path, skipped.status) == (str(path), "failed" if read else "skipped")
+    assert (says if read else "as its name says") in skipped.reason
     for options in (ConvertOptions(), LAX):
         with pytest.raises(DatasetError, match=says):
             open_source(path, options)

@@ -57,8 +57,8 @@ def test_side_files_are_inputs_where_they_describe_nothing(tmp_path: Path) -> No
 
 
 def test_what_is_left_out_is_said_once_a_reason(tmp_path: Path) -> None:
-    for name in ("a.pdf", "b.docx", "c.bin", "d\x1b[2J.bin"):
-        (tmp_path / name).write_bytes(b"PK\x03\x04\0\0\1\2")
+    for name in ("a.pdf", "b.docx", "c", "d\x1b[2J"):
+        (tmp_path / name).write_bytes(b"\x01\x02\x03\x04\0\0\1\2")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git/x.txt").write_text("x")
     (tmp_path / "empty").touch()
@@ -77,7 +77,7 @@ def test_a_stream_logs_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCapt
     (tmp_path / "a.jsonl").write_text(LINE * 20)
     (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
     TextStream(tmp_path, tokenizer="bytes", batch_size=1, seq_len=8)
-    assert "left out 1: binary data of no known format" in caplog.text
+    assert "left out 1: a file of the format images, which holds no text" in caplog.text
     (tmp_path / "a.csv").write_text("body\nhello\n")
     with pytest.raises(PrepareError, match="expected a column 'text'"):
         list(TextStream(tmp_path, tokenizer="bytes", batch_size=1, seq_len=8, shuffle_buffer=0))

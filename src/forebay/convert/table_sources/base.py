@@ -17,9 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError
-from forebay.formats.compression import sniff_compression
-from forebay.prepare.read.base import Source
-from forebay.prepare.read.opening import open_local, open_source
+from forebay.prepare.read.opening import open_plain
 
 Array: TypeAlias = NDArray[Any]
 BATCH_BYTES = 16 << 20
@@ -49,10 +47,7 @@ class Table:
 
 def open_bytes(path: Path) -> AbstractContextManager[BinaryIO]:
     """A file's bytes, unpacked if it is compressed. Reading raises DatasetError where it is damaged."""
-    size = path.stat().st_size
-    with open_local(path) as packed:
-        compression = sniff_compression(packed.read(16))
-    return open_source(Source(str(path), path.name, "", compression, size, ""), _MOST_UNPACKED_RATIO)
+    return open_plain(path, _MOST_UNPACKED_RATIO)
 
 
 def rows_at_once(row_bytes: float) -> int:

@@ -16,7 +16,6 @@ import lzma
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -24,6 +23,7 @@ import pyarrow as pa
 import zstandard
 
 from forebay.errors import PrepareError
+from forebay.formats.detect import detect
 from forebay.prepare.read.base import Piece, ReadOptions, Source
 
 _BUFFER = 256 << 10
@@ -119,7 +119,7 @@ class Unpacked(io.BufferedReader):
 
 def open_source(
     source: Source, max_unpacked_ratio: int, max_window_bytes: int = _ZSTD_WINDOW
-) -> AbstractContextManager[BinaryIO]:
+) -> BinaryIO:
     """The unpacked bytes of a source, as a buffered stream; seekable if it is not compressed.
 
     Raises:
@@ -166,6 +166,15 @@ def open_local(path: str | Path) -> BinaryIO:
         raise Unreadable(
             f"{path}: cannot read input: {error.strerror or error}. Check that it is there and may be read."
         ) from error
+
+
+def open_plain(path: Path, max_unpacked_ratio: int) -> BinaryIO:
+    """A local file's bytes, unpacked if it is compressed, as UTF-8 if it is text; for errors see `open_source`."""
+    found = detect(path)
+    size = path.stat().st_size
+    return open_source(
+        Source(str(path), path.name, "", found.compression, size, "", encoding=found.encoding), max_unpacked_ratio
+    )
 
 
 def local_version(path: str | Path) -> str:
