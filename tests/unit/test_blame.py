@@ -12,12 +12,12 @@ import pytest
 from test_ledger import KEY, sign
 
 from forebay.dataset import Dataset, adopt
+from forebay.dataset.documents import Documents
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
 from forebay.ledger import Job, Ledger, LedgerIndex, Used, encode_runs, open_index
 from forebay.load.loader import Loader
 from forebay.observe.blame import blame_order, blame_step, replay, who_saw
-from forebay.observe.documents import Documents
 from forebay.observe.ledger_export import export_uses
 from forebay.observe.steps import is_roster, verify_steps
 from forebay.order.plan import lease_order

@@ -39,7 +39,7 @@ def test_a_url_is_verified_as_it_streams_and_bad_slices_are_named(served, capsys
     folder, server = served
     server.faults.drop, server.faults.truncate = 0.2, 0.3
     assert main(["verify", server.url, "--json", "--quiet"]) == 0
-    assert told(capsys) == {"ok": True, "bad": []}
+    assert told(capsys) == {"ok": True, "bad": [], "level": "hash", "checks": ["SHA-256 of every file"]}
     server.faults.drop = server.faults.truncate = 0.0
     server.faults.corrupt["3.safetensors"] = 60_000
     server.faults.missing.add("1.safetensors")

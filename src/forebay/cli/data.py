@@ -9,17 +9,45 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import show, size
+from forebay.cli.arguments import positive, show, size
 
 if TYPE_CHECKING:
     from forebay.dataset.reader import VerifyReport
+
+_SHOWN = 16  # Numbers of an array that are printed.
 
 
 def _inspect(args: argparse.Namespace) -> int:
     from forebay.load.sources import open_dataset
 
-    show(open_dataset(args.dataset, args.network).describe(), args.json)
+    dataset = open_dataset(args.dataset, args.network)
+    found = {"checked": "manifest and table of slices; `forebay verify` reads all", **dataset.describe()}
+    found = {**{key: value for key, value in found.items() if key != "checked"}, "checked": found["checked"]}
+    shown = dataset.head(args.documents) if args.documents else []
+    if args.json:
+        if shown:
+            found["head"] = [_plain_item(one) for one in shown]
+        show(found, True)
+        return 0
+    show({key: value for key, value in found.items() if value not in ("", None)}, False)
+    for number, one in enumerate(shown):
+        item = _plain_item(one)
+        named = " ".join(str(item.pop(key)) for key in ("id", "source") if item.get(key))
+        print(f"\n--- {item.pop('index', number)} {named}".rstrip())
+        print(text if (text := item.pop("text", "")) else "\n".join(f"{key}: {value}" for key, value in item.items()))
     return 0
+
+
+def _plain_item(one: Any) -> dict[str, Any]:
+    """A document, its tokens left out where there is text; or a row, whose large arrays are shortened."""
+    if isinstance(one, dict):
+        return {name: array.tolist() if array.size <= _SHOWN else _shortened(array) for name, array in one.items()}
+    item = {"index": one.index, "id": one.id, "source": one.source, "num_tokens": len(one.tokens), "text": one.text}
+    return item if one.text else {**item, "tokens": one.tokens[:_SHOWN].tolist()}
+
+
+def _shortened(array: Any) -> str:
+    return f"{array.dtype} {list(array.shape)}: {', '.join(map(str, array.reshape(-1)[:8].tolist()))} …"
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -28,9 +56,13 @@ def _verify(args: argparse.Namespace) -> int:
     with bytes_bar("verify", None, enabled=not args.quiet) as advance:
         report = _verify_where_it_lies(args, advance)
     if args.json:
-        print(json.dumps({"ok": report.ok, "bad": report.bad}))
-    elif report.ok:
+        found = report.to_json()
+        print(json.dumps({key: found[key] for key in ("ok", "bad", "level", "checks")}))
+    elif report.level == "hash":
         print(f"ok: every file of {args.dataset} matches its hash")
+    elif report.level == "structure":
+        print(f"ok in structure: {args.dataset} is of a format without hashes, so changed bytes may go unseen")
+        print(f"checked: {'; '.join(report.checks)}")
     else:
         for name in report.bad:
             print(f"bad: {name}")
@@ -82,11 +114,13 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--tokenizer", default="train:4096", metavar="T", help="as of `forebay prepare`")
 
     for name, run, about in (
-        ("inspect", _inspect, "what is in a dataset"),
-        ("verify", _verify, "is a dataset whole"),
+        ("inspect", _inspect, "show what is in a dataset"),
+        ("verify", _verify, "verify a dataset's hashes, or its structure where the format has none"),
     ):
         p = verb(name, run, about)
         p.add_argument("dataset", help="a directory or URL, of Forebay's format or one of docs/formats.md")
+        if name == "inspect":
+            p.add_argument("--documents", type=positive, metavar="N", help="also print the first N documents or rows")
         p.add_argument("--network", metavar="DIR", help="for forebay:// URLs: the node's directory")
         p.add_argument("--json", action="store_true")
         p.add_argument("--quiet", action="store_true")

@@ -90,16 +90,17 @@ def _ledger_prove(args: argparse.Namespace) -> int:
 
 
 def _ledger_blame(args: argparse.Namespace) -> int:
+    from forebay.dataset.documents import by_dataset_id
+    from forebay.dataset.reader import open_dataset
     from forebay.ledger import open_index
     from forebay.observe.blame import Blame, blame_step
-    from forebay.observe.documents import by_dataset_id, open_all
     from forebay.observe.steps import is_roster
 
     if args.file == "-" or is_roster(Path(args.file)):
         blame, facts = _blame_order(args)
     else:
         index = open_index(args.file)
-        documents = by_dataset_id(open_all(args.dataset or []))
+        documents = by_dataset_id([open_dataset(path) for path in args.dataset or []])
         unknown = [known.dataset.path for id, known in documents.items() if id not in index.job.dataset_ids]
         if unknown:
             raise UsageError(f"blame: {unknown[0]} is not a dataset of this job, which has {index.job.dataset_ids}.")
@@ -120,8 +121,9 @@ def _ledger_blame(args: argparse.Namespace) -> int:
 
 def _blame_order(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """Order mode: the coordinator's record, if there is one, and the order as a function."""
+    from forebay.dataset.documents import Documents
+    from forebay.dataset.reader import open_dataset
     from forebay.observe.blame import Blame, Part, blame_order
-    from forebay.observe.documents import Documents, open_all
     from forebay.observe.steps import open_log
 
     record, config = None, {}
@@ -142,7 +144,7 @@ def _blame_order(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
             for rank, (name, samples) in enumerate(zip(workers, dealt))
         ]
         return Blame(parts), facts
-    (dataset,) = open_all(args.dataset[:1])
+    dataset = open_dataset(args.dataset[0])
     seq_len = args.seq_len or config.get("seq_len")
     batch = args.global_batch or (record or {}).get("count")
     if not batch or (dataset.manifest.layout == "tokens" and not seq_len):
@@ -191,16 +193,17 @@ def _print_part(part: Part) -> None:
 
 
 def _ledger_who(args: argparse.Namespace) -> int:
+    from forebay.dataset.documents import by_dataset_id
+    from forebay.dataset.reader import open_dataset
     from forebay.ledger import open_index
     from forebay.observe.blame import who_saw
-    from forebay.observe.documents import by_dataset_id, open_all
 
     index = open_index(args.file)
     places: list[tuple[int, int, int]] = []
     if args.slice is not None and args.tokens is not None:
         places = [(args.slice, *args.tokens)]
     elif args.document is not None and args.dataset:
-        for id, documents in by_dataset_id(open_all(args.dataset)).items():
+        for id, documents in by_dataset_id([open_dataset(path) for path in args.dataset]).items():
             if id not in index.job.dataset_ids:
                 raise UsageError(f"who: {documents.dataset.path} is not a dataset of this job.")
             first = index.job.bounds[index.job.dataset_ids.index(id)]

@@ -1,7 +1,8 @@
-"""Open a dataset that lies in a directory: its description, its slices by index, and whether it is whole.
+"""Open a dataset that lies in a directory: its description, its slices and documents by index, and its verification.
 
-Hides: where files lie and how few of them opening touches (two; no slice is read). No network. A dataset keeps
-at most 64 slices mapped of its own; maps that somebody else holds stay.
+Hides: where files lie and how few of them opening touches (two; no slice is read). A slice is hashed when it is first
+used, once for each user and machine (`verified`). No network. A dataset keeps at most 64 slices mapped of its own; maps
+that somebody else holds stay.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 from urllib.parse import unquote, urlparse
 
+import numpy as np
+
+from forebay.dataset.documents import Document, Documents
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable, dataset_id
 from forebay.dataset.slices import Slice, hash_file, open_slice
+from forebay.dataset.verified import VerifiedMarks
 from forebay.errors import DatasetError, UsageError
 
 _OPEN_SLICES = 64
@@ -28,7 +35,7 @@ _SIGNATURES = "signatures"
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Whether every byte is what the manifest says.
+    """Result of verifying a dataset.
 
     Attributes:
         ok: True if `bad` is empty.
@@ -36,6 +43,8 @@ class VerifyReport:
         changed: Present with other bytes.
         missing: Listed and absent.
         extra: Present and not listed. Only `.safetensors` files among them are bad: other files harm nobody.
+        has_hashes: Whether every byte was compared with a hash. False for formats that hold none.
+        checks: What was checked, in words.
     """
 
     ok: bool
@@ -43,25 +52,96 @@ class VerifyReport:
     changed: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
+    has_hashes: bool = True
+    checks: tuple[str, ...] = ("SHA-256 of every file",)
+
+    @property
+    def level(self) -> str:
+        """`hash`: every byte is right; `structure`: nothing contradicts the format, bytes may differ; or `bad`."""
+        return "bad" if not self.ok else "hash" if self.has_hashes else "structure"
 
     def to_json(self) -> dict[str, Any]:
-        """`{"ok", "bad", "changed", "missing", "extra"}`."""
-        return dict(vars(self))
+        """`{"ok", "bad", "level", "checks", "changed", "missing", "extra"}`."""
+        lists = {"changed": self.changed, "missing": self.missing, "extra": self.extra}
+        return {"ok": self.ok, "bad": self.bad, "level": self.level, "checks": list(self.checks), **lists}
+
+
+Verify: TypeAlias = Literal["once", "open", "never"]
 
 
 class Dataset:
-    """An immutable dataset in a directory. Opening reads manifest and table; threads may share it."""
+    """An immutable dataset in a directory. Opening reads manifest and table; threads may share it.
 
-    def __init__(self, path: Path, manifest: Manifest, table: SliceTable, id: str) -> None:
+    `len(dataset)` is its documents, of layout `rows` its rows; `dataset[i]` is a document's tokens, or a row as a
+    dictionary of arrays.
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, table: SliceTable, id: str, marks: VerifiedMarks | None = None
+    ) -> None:
         self.path = path
         self.manifest = manifest
         self.table = table
         self.id = id
+        self._verified = marks
         self._open: OrderedDict[int, Slice] = OrderedDict()
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"Dataset({self.name!r}, id={self.id[:12]}…, slices={self.num_slices}, path={str(self.path)!r})"
+        totals = f"{self.manifest.rows:,} rows"
+        if self.manifest.layout == "tokens":
+            totals = f"{self.num_tokens:,} tokens in {len(self):,} documents"
+        where = f"{self.num_slices:,} slices, {self.manifest.bytes:,} bytes, path={str(self.path)!r}"
+        return f"{type(self).__name__}({self.name!r}, id={self.id[:12]}…, {totals}, {where})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        shown = {key: value for key, value in self.describe().items() if value not in ("", None)}
+        cells = (f"<tr><th>{escape(key)}</th><td>{escape(str(value))}</td></tr>" for key, value in shown.items())
+        return f"<table>{''.join(cells)}</table>"
+
+    def __len__(self) -> int:
+        """Documents; of layout `rows`, rows."""
+        return self.manifest.documents if self.manifest.layout == "tokens" else self.manifest.rows
+
+    def __getitem__(self, index: int) -> Any:
+        """Document `index` as U16 or U32 [T]; of layout `rows`, row `index` as arrays by name.
+
+        Raises:
+            IndexError: If it is outside [-len, len).
+            DatasetError: If a slice is missing or damaged.
+        """
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"dataset {self.name!r}: expected an index in [0, {len(self)}), got {index}.")
+        if self.manifest.layout == "rows":
+            ends = np.cumsum(self.table.count)
+            at = int(np.searchsorted(ends, number, "right"))
+            inside = number - int(ends[at]) + int(self.table.count[at])
+            return {name: array[inside] for name, array in self.open_slice(at).tensors.items()}
+        return self._documents.tokens(number)
+
+    def document(self, index: int) -> Document:
+        """Document `index` with its tokens, its text where the dataset holds its tokenizer, and where it came from.
+
+        Raises:
+            IndexError, DatasetError: As `dataset[index]`.
+            UsageError: If the layout is `rows`.
+        """
+        if self.manifest.layout == "rows":
+            raise UsageError(f"document: expected a dataset of layout tokens, got rows in {self.path}. Use dataset[i].")
+        tokens, number = self[index], index + len(self) if index < 0 else index
+        id, source = self._documents.ids([number]).get(number, ("", ""))
+        return Document(number, id, source, tokens, self._documents.text(tokens))
+
+    def head(self, n: int = 3) -> list[Any]:
+        """The first `n` documents, as `document`; of layout `rows` the first `n` rows, as `dataset[i]`."""
+        one = self.document if self.manifest.layout == "tokens" else self.__getitem__
+        return [one(index) for index in range(min(n, len(self)))]
+
+    @cached_property
+    def _documents(self) -> Documents:
+        return Documents(self)
 
     @property
     def name(self) -> str:
@@ -83,11 +163,11 @@ class Dataset:
         return self.path / self.table.row(index).name
 
     def open_slice(self, index: int) -> Slice:
-        """Slice `index`, mapped; the last 64 stay open. Its hash is not checked: that is `verify`.
+        """Slice `index`, mapped; the last 64 stay open. Hashed at its first use unless opened with `verify="never"`.
 
         Raises:
             UsageError: If the index is outside [0, num_slices).
-            DatasetError: If the file is missing, damaged, or not of the size, type and count in the table.
+            DatasetError: If the file is missing, or not of the hash, size, type and count in the table.
         """
         with self._lock:
             found = self._open.get(index)
@@ -97,6 +177,8 @@ class Dataset:
         row = self.table.row(index)
         found = open_slice(self.path / row.name)
         self.check_slice(row, found)
+        if self._verified is not None:
+            self._verified.verify(index, found.path, row.sha256)
         with self._lock:
             self._open[index] = found
             while len(self._open) > _OPEN_SLICES:
@@ -119,20 +201,21 @@ class Dataset:
     def describe(self) -> dict[str, Any]:
         """What `forebay inspect --json` prints."""
         m = self.manifest
-        return {
-            "id": self.id,
-            "name": m.name,
-            "layout": m.layout,
-            "dtype": m.dtype,
-            "tokens": m.tokens,
-            "rows": m.rows,
-            "documents": m.documents,
-            "slices": m.slices,
-            "bytes": m.bytes,
-            "tokenizer": m.tokenizer,
-            "vocab_size": m.vocab_size,
-            "eos_id": m.eos_id,
-        }
+        found: dict[str, Any] = {"id": self.id, "name": m.name, "layout": m.layout}
+        if m.layout == "rows":
+            found |= {"rows": m.rows, "columns": self._columns()}
+        else:
+            found |= {"dtype": m.dtype, "tokens": m.tokens, "documents": m.documents, "tokenizer": m.tokenizer}
+            found |= {"vocab_size": m.vocab_size, "eos_id": m.eos_id}
+        return {**found, "slices": m.slices, "bytes": m.bytes}
+
+    def _columns(self) -> dict[str, str]:
+        """Type and shape of a row's tensors, by the header of the first slice; none where it is not at hand."""
+        try:
+            first = open_slice(self.slice_path(0))
+        except (DatasetError, UsageError):
+            return {}
+        return {name: f"{first.dtypes[name]} {list(array.shape[1:])}" for name, array in first.tensors.items()}
 
     def verify(self, on_progress: Callable[[int], None] | None = None, workers: int | None = None) -> VerifyReport:
         """Hash every file and compare; every changed, missing or unlisted slice is named.
@@ -174,16 +257,20 @@ class Dataset:
         return [name for name in found if name not in listed and name not in known]
 
 
-def open_dataset(path: str | Path) -> Dataset:
+def open_dataset(path: str | Path, *, verify: Verify = "once") -> Dataset:
     """Open the dataset in a directory.
 
     Args:
         path: A directory, or `file://` and one.
+        verify: `once`: hash each slice at its first use, and again only after its file changed; what was hashed is kept
+            in the user's cache directory. `open`: hash every file now. `never`: check sizes, types and counts alone.
 
     Raises:
-        DatasetError: If there is none, or manifest or table are damaged or contradict each other.
-        UsageError: If the URL is of another kind.
+        DatasetError: If there is none, or manifest or table (with `open`, any file) are damaged.
+        UsageError: If the URL is of another kind, or `verify` none of these.
     """
+    if verify not in ("once", "open", "never"):
+        raise UsageError(f"verify: expected 'once', 'open' or 'never', got {verify!r}.")
     folder = local_path(path)
     manifest_bytes = _read(folder, MANIFEST_FILE)
     manifest = Manifest.from_json(manifest_bytes)
@@ -195,7 +282,14 @@ def open_dataset(path: str | Path) -> Dataset:
         )
     table = SliceTable.from_parquet(table_bytes)
     check_totals(manifest, table)
-    return Dataset(folder, manifest, table, dataset_id(manifest_bytes))
+    id = dataset_id(manifest_bytes)
+    dataset = Dataset(folder, manifest, table, id, VerifiedMarks(folder, id, len(table)) if verify == "once" else None)
+    if verify == "open" and not (report := dataset.verify()).ok:
+        raise DatasetError(
+            f"{folder}: expected files that match their hashes, got {len(report.bad)} that do not: "
+            f"{', '.join(report.bad[:8])}. Fetch or prepare them again."
+        )
+    return dataset
 
 
 def check_totals(manifest: Manifest, table: SliceTable) -> None:
@@ -239,7 +333,7 @@ def verify_dataset(
         return VerifyReport(False, [TABLE_FILE], missing=[TABLE_FILE])
     if hash_file(table_path) != manifest.table_sha256:
         return VerifyReport(False, [TABLE_FILE], changed=[TABLE_FILE])
-    return open_dataset(folder).verify(on_progress, workers)
+    return open_dataset(folder, verify="never").verify(on_progress, workers)
 
 
 def local_path(path: str | Path) -> Path:

@@ -40,6 +40,7 @@ from forebay.formats.mds_shards import (
     Column,
     Shard,
     Stored,
+    can_hash,
     check_hashes,
     count_tokens,
     decompress,
@@ -98,6 +99,11 @@ class MdsDataset(ForeignDataset):
         if stored is not None and stored.hashes:
             check_hashes(stored, hash_all=True)
         return _mark_of(shard, len(self.files))
+
+    def _hash_checks(self) -> tuple[str, ...]:
+        files = [stored for shard in self._shards if (stored := file_of(shard)) is not None]
+        names = [next((name for name in stored.hashes if can_hash(name)), "") for stored in files]
+        return (f"{' and '.join(sorted(set(names)))} of every shard",) if names and all(names) else ()
 
     def _read(self, part: Part) -> tuple[NDArray[Any], U64]:
         shard, kind = self._shards[part.file], self._kinds[part.file]

@@ -115,6 +115,11 @@ def check_hashes(stored: Stored, hash_all: bool = False) -> None:
             return
 
 
+def can_hash(name: str) -> bool:
+    """Whether a hash of this name can be computed here."""
+    return _hasher(name) is not None
+
+
 def _hasher(name: str) -> Any:
     if name in hashlib.algorithms_available and not name.startswith("shake"):
         return hashlib.new(name)

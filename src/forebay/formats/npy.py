@@ -136,6 +136,9 @@ class VectorDataset(ForeignDataset):
                     "the tokens without."
                 )
 
+    def _hash_checks(self) -> tuple[str, ...]:
+        return ("BLAKE2b of every sample against its id",) if all(ids is not None for ids in self._ids) else ()
+
     def _check_part(self, part: Part, tokens: NDArray[Any]) -> str:
         ids = self._ids_of(part)
         if ids is None or not self.seq_len:

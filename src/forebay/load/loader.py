@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forebay.dataset.reader import Dataset
+from forebay.dataset.verified import user_cache
 from forebay.errors import UsageError
 from forebay.load.ahead import run_ahead
 from forebay.load.arguments import (
@@ -37,15 +38,7 @@ from forebay.load.needs import MAX_RATIO, WARN_RATIO, Job, check_traffic, nodes_
 from forebay.load.packing import DocumentFilter
 from forebay.load.samples import plan_samples
 from forebay.load.sharding import SHARDINGS, share_of
-from forebay.load.slices import (
-    CacheSettings,
-    Slices,
-    cache_place,
-    check_hashes,
-    comes_by_cache,
-    settings_for,
-    user_cache,
-)
+from forebay.load.slices import CacheSettings, Slices, cache_place, check_hashes, comes_by_cache, settings_for
 from forebay.load.sources import Given, Mixture, filters_of, open_all, places_of, read_mixture
 from forebay.load.state import identity_of, make_state, step_of_state
 from forebay.load.stats import Bottleneck, Waits, find_bottleneck
@@ -107,8 +100,8 @@ class Loader:
         connections: Requests at once to an origin.
         share: Of a `forebay://` dataset: take part in its swarm, and give others what lies in the cache, from the
             first batch until `close`: at any port, or at `HOST:PORT`. Slices then come from others as they can.
-        verify: Hash each slice when this loader first opens it (1.5 GB/s). Without it a local slice is checked by its
-            size and shape; what is fetched is always verified.
+        verify: Hash each slice when this loader first opens it, also one whose file did not change since it was last
+            hashed. Without it a local slice is hashed at its first use; what is fetched is always verified.
         identity: For `forebay://` URLs, the node's directory.
         prefetch: Batches made ahead by a thread; 0 makes them in the caller's, which is faster for whole tokens
             (a batch costs microseconds): slices are fetched ahead either way.

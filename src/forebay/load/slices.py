@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, hash_file, open_slice
+from forebay.dataset.verified import user_cache
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.foreign import ForeignDataset
 from forebay.load.readahead import ReadAhead
@@ -33,12 +34,6 @@ Uses = Callable[[int, int], tuple[I64, I64]]
 _MOST_DEFAULT_BYTES = 64 << 30
 _LOOK_AT_STEPS = 256
 _log = logging.getLogger("forebay")
-
-
-def user_cache() -> Path:
-    """Where a user's caches lie: `$FOREBAY_CACHE`, or `forebay` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    told = os.environ.get("FOREBAY_CACHE")
-    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay"
 
 
 @dataclass(frozen=True)

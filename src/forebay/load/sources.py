@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from forebay.dataset.manifest import MANIFEST_FILE
-from forebay.dataset.reader import Dataset, local_path
+from forebay.dataset.reader import Dataset, Verify, local_path
 from forebay.dataset.reader import open_dataset as open_local
 from forebay.errors import DatasetError, UsageError
 from forebay.load.packing import DocumentFilter
@@ -97,13 +97,15 @@ class Mixture:
             raise UsageError(f"{path}: expected `step` and `weights` in each [[change]], got {error!r}.") from error
 
 
-def open_dataset(given: Given, identity: Any = None) -> Dataset:
+def open_dataset(given: Given, identity: Any = None, *, verify: Verify = "once") -> Dataset:
     """A dataset wherever it lies and whoever wrote it. Reads its description, no slice.
 
     Args:
         given: A directory or `file://` URL (Forebay's, or one of `docs/formats.md`), a URL of another scheme, or a
             Dataset, which is given back.
         identity: For `forebay://` URLs: the node's directory.
+        verify: Of a local dataset of Forebay's format, as `forebay.dataset.reader.open_dataset` has it: `once`, `open`
+            or `never`. Slices from elsewhere are always hashed.
 
     Raises:
         DatasetError: If it is no dataset or damaged.
@@ -129,7 +131,7 @@ def open_dataset(given: Given, identity: Any = None) -> Dataset:
                 f"{folder}: expected a dataset, got a file of another kind. Text is read as it is by "
                 "forebay.TextStream; `forebay prepare` makes a dataset of it."
             )
-    return open_local(given)
+    return open_local(given, verify=verify)
 
 
 def open_all(given: Sequence[Given], identity: Any = None) -> list[Dataset]:

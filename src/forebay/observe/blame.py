@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.dataset.documents import Documents, Piece
 from forebay.errors import UsageError
 from forebay.ledger import Job, LedgerIndex
-from forebay.observe.documents import Documents, Piece
 from forebay.order.bijection import derive_key, inverse
 from forebay.order.plan import lease_order, part_of
 from forebay.order.run import Run

@@ -10,19 +10,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from forebay.dataset.manifest import DOCUMENTS_FILE
-from forebay.dataset.reader import Dataset
+from forebay.dataset.manifest import DOCUMENTS_FILE, Manifest, SliceTable
+from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, UsageError
 
 PREVIEW_TOKENS = 64
 PREVIEW_CHARS = 160
+
+
+class Slices(Protocol):
+    """What is needed of a dataset."""
+
+    path: Path
+    manifest: Manifest
+    table: SliceTable
+    id: str
+
+    def open_slice(self, index: int) -> Slice:
+        """Slice `index`, mapped."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -38,10 +51,32 @@ class Piece:
     text: str = ""
 
 
+@dataclass(frozen=True)
+class Document:
+    """One document of a dataset.
+
+    Attributes:
+        index: Its number, from 0.
+        id, source: Its id and the input it came from; empty where the dataset keeps none (`--document-ids`).
+        tokens: U16 or U32 [T].
+        text: Its tokens as text; empty where the dataset holds no tokenizer.
+    """
+
+    index: int
+    id: str
+    source: str
+    tokens: NDArray[Any]
+    text: str
+
+    def __repr__(self) -> str:
+        named = "".join(f", {name}={value!r}" for name, value in (("id", self.id), ("source", self.source)) if value)
+        return f"Document({self.index}{named}, {len(self.tokens):,} tokens, text={self.text[:80]!r})"
+
+
 class Documents:
     """The documents of a dataset that lies in a directory. What is not asked for is not read."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Slices) -> None:
         self.dataset = dataset
         self._first = np.cumsum(dataset.table.documents) - dataset.table.documents
 
@@ -137,6 +172,17 @@ class Documents:
         yield from reversed(before)
         yield last, start, int(ends[inside])
 
+    def tokens(self, number: int) -> NDArray[Any]:
+        """All tokens of a document: a view where it lies in one slice, else a copy."""
+        pieces = [self.dataset.open_slice(index).tokens[start:stop] for index, start, stop in self.where(number)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def text(self, tokens: NDArray[Any]) -> str:
+        """Tokens as text; empty where the dataset holds no tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        return str(self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=True))
+
     def _table(self) -> pq.ParquetFile:
         try:
             return pq.ParquetFile(self.dataset.path / DOCUMENTS_FILE)
@@ -146,10 +192,7 @@ class Documents:
             ) from error
 
     def _preview(self, opened: Any, start: int, stop: int) -> str:
-        if self._tokenizer is None:
-            return ""
-        tokens: NDArray[Any] = opened.tokens[start : min(stop, start + PREVIEW_TOKENS)]
-        text = str(self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=True))
+        text = self.text(opened.tokens[start : min(stop, start + PREVIEW_TOKENS)])
         return " ".join(text.split())[:PREVIEW_CHARS]
 
     @cached_property
@@ -174,13 +217,6 @@ def _groups(table: pq.ParquetFile) -> Iterator[tuple[int, int, int]]:
         base += count
 
 
-def by_dataset_id(datasets: Sequence[Dataset]) -> Mapping[str, Documents]:
+def by_dataset_id(datasets: Sequence[Slices]) -> Mapping[str, Documents]:
     """By the ids of the datasets."""
     return {dataset.id: Documents(dataset) for dataset in datasets}
-
-
-def open_all(paths: Sequence[str | Path]) -> list[Dataset]:
-    """The datasets in these directories."""
-    from forebay.dataset.reader import open_dataset
-
-    return [open_dataset(path) for path in paths]

@@ -1,0 +1,98 @@
+"""Which slices of a local dataset were found to match their hashes: marks in the user's cache directory.
+
+A mark is 16 bytes a slice, made of the slice's SHA-256 and its file's inode, size and times, so a file that is written
+to loses its mark and is hashed again. There is one file of marks for each directory and dataset id; threads and
+processes share it without locks, because a lost or torn mark costs one more hash and nothing else. Where the cache
+directory cannot be written, marks last as long as the process. Cost: 16 bytes of memory a slice, no I/O for a mark
+that was there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import struct
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.dataset.slices import hash_file
+from forebay.errors import DatasetError
+
+_MARK_BYTES = 16
+
+
+def user_cache() -> Path:
+    """Where a user's caches lie: `$FOREBAY_CACHE`, or `forebay` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    given = os.environ.get("FOREBAY_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay"
+
+
+class VerifiedMarks:
+    """The marks of the dataset in one directory."""
+
+    def __init__(self, folder: Path, dataset_id: str, num_slices: int) -> None:
+        place = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+        self._path = user_cache() / "verified" / f"{dataset_id[:32]}-{place}"
+        self._num_slices = num_slices
+
+    def verify(self, index: int, path: Path, sha256: str) -> None:
+        """Hash a slice's file unless it did not change since it was last hashed.
+
+        Raises:
+            DatasetError: If it cannot be read or its bytes are not those of `sha256`.
+        """
+        try:
+            mark = _mark_of(path, sha256)
+            if self._marks[index].tobytes() == mark or self._on_disk(index) == mark:
+                return
+            got = hash_file(path)
+        except OSError as error:
+            raise DatasetError(f"{path}: cannot be read: {error.strerror or error}. Fetch it again.") from error
+        if got != sha256:
+            raise DatasetError(
+                f"{path}: expected bytes of sha256 {sha256}, got {got}. The dataset was changed, or its disk fails. "
+                "Fetch or prepare this slice again."
+            )
+        self.add(index, mark)
+
+    def add(self, index: int, mark: bytes) -> None:
+        """Keep the mark of a slice that was found right."""
+        self._marks[index] = np.frombuffer(mark, np.uint8)
+        with contextlib.suppress(OSError), _opened(self._path, os.O_RDWR | os.O_CREAT) as file:
+            os.pwrite(file, mark, index * _MARK_BYTES)
+
+    @cached_property
+    def _marks(self) -> NDArray[np.uint8]:
+        marks = np.zeros((self._num_slices, _MARK_BYTES), np.uint8)
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            data = np.frombuffer(self._path.read_bytes()[: marks.nbytes], np.uint8)
+            marks.reshape(-1)[: len(data)] = data
+        return marks
+
+    def _on_disk(self, index: int) -> bytes:
+        """What another process may have found meanwhile."""
+        with contextlib.suppress(OSError), _opened(self._path, os.O_RDONLY) as file:
+            return os.pread(file, _MARK_BYTES, index * _MARK_BYTES)
+        return b""
+
+
+def _mark_of(path: Path, sha256: str) -> bytes:
+    """Taken before hashing: a file that is written to meanwhile has other times afterwards."""
+    stat = path.stat()
+    identity = struct.pack("<4q", stat.st_ino & (1 << 63) - 1, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    return hashlib.blake2b(bytes.fromhex(sha256) + identity, digest_size=_MARK_BYTES).digest()
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Any:
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,98 @@
+"""Documents and rows by number, and what a dataset shows of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forebay.cli import main
+from forebay.dataset import adopt, open_dataset
+from forebay.dataset.slices import write_rows_slice
+from forebay.errors import UsageError
+from forebay.prepare import prepare
+
+TEXTS = ["The mill stands by the river.", "A race feeds <b>the</b> wheel.", "Grain goes in, flour comes out."] * 150
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("items")
+    lines = (json.dumps({"id": f"d{i}", "text": f"{i}: {text}"}) + "\n" for i, text in enumerate(TEXTS))
+    (folder / "in.jsonl").write_text("".join(lines))
+    prepare([folder / "in.jsonl"], folder / "out", tokenizer="bytes", slice_bytes=4096, document_ids=True, workers=1)
+    return folder / "out"
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for i, count in enumerate((3, 2)):
+        images = np.arange(count * 4, dtype=np.float32).reshape(count, 2, 2) + 100 * i
+        write_rows_slice(folder / f"{i}.safetensors", {"image": images, "label": np.arange(count) + 10 * i})
+    adopt(folder)
+    return folder
+
+
+def test_documents_by_number(tokens: Path) -> None:
+    dataset = open_dataset(tokens)
+    assert len(dataset) == len(TEXTS) and dataset.num_slices > 3
+    found = [dataset.document(i) for i in range(len(dataset))]
+    assert sorted(one.text for one in found) == sorted(f"{i}: {text}" for i, text in enumerate(TEXTS))
+    assert all(one.text.startswith(f"{one.id.removeprefix('d')}: ") and one.source == "in.jsonl" for one in found)
+    assert all(np.array_equal(dataset[i], one.tokens) for i, one in enumerate(found))
+    assert sum(len(part) for part in dataset) == dataset.num_tokens  # type: ignore[attr-defined]
+    assert dataset.document(-1).index == len(dataset) - 1 and dataset.head(2)[1].text == found[1].text
+    for index in (len(dataset), -len(dataset) - 1):
+        with pytest.raises(IndexError, match=f"got {index}"):
+            dataset[index]
+    assert repr(found[0]).startswith("Document(0, id='d")
+
+
+def test_rows_by_number(rows: Path) -> None:
+    dataset = open_dataset(rows)
+    assert len(dataset) == 5 and [int(row["label"]) for row in dataset] == [0, 1, 2, 10, 11]  # type: ignore[attr-defined]
+    assert dataset[-1]["image"].tolist() == [[104, 105], [106, 107]] and len(dataset.head()) == 3
+    with pytest.raises(UsageError, match=r"dataset\[i\]"):
+        dataset.document(0)
+
+
+def test_reprs(tokens: Path, rows: Path) -> None:
+    dataset = open_dataset(tokens)
+    for part in (repr(dataset.name), dataset.id[:12], f"{dataset.num_tokens:,} tokens in {len(TEXTS)} documents", "bytes"):
+        assert part in repr(dataset)
+    assert "5 rows" in repr(open_dataset(rows))
+    html = dataset._repr_html_()
+    assert dataset.id in html and "<th>tokens</th>" in html and html.startswith("<table>")
+
+
+def test_inspect_shows_rows_and_documents(tokens: Path, rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(rows), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rows"], found["columns"]) == (5, {"image": "F32 [2, 2]", "label": "I64 []"})
+    assert main(["inspect", str(rows), "--documents", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "vocab" not in said and "label: 0" in said and "image F32 [2, 2]" in said
+    assert main(["inspect", str(tokens), "--documents", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("--- ") == 2 and open_dataset(tokens).document(1).text in said and "checked" in said
+    assert main(["inspect", str(tokens), "--documents", "2", "--json"]) == 0
+    assert [one["id"] for one in json.loads(capsys.readouterr().out)["head"]] == [
+        one.id for one in open_dataset(tokens).head(2)
+    ]
+
+
+def test_verify_says_what_it_compared(tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tokens), "--quiet"]) == 0
+    assert "matches its hash" in capsys.readouterr().out
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.arange(1000, dtype=np.uint16))
+    assert main(["verify", str(path), "--quiet"]) == 0
+    said = capsys.readouterr().out
+    assert "matches its hash" not in said and "format without hashes" in said and "checked: size of every file" in said
+    assert main(["verify", str(path), "--quiet", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ok"], report["bad"], report["level"]) == (True, [], "structure") and report["checks"]

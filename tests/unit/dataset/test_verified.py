@@ -1,0 +1,118 @@
+"""Every slice of a local dataset is hashed before its first use, and again once its file changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import forebay
+from forebay.dataset import adopt, open_dataset, verified
+from forebay.dataset.slices import hash_file, write_token_slice
+from forebay.errors import DatasetError, UsageError
+
+NUM_SLICES = 4
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "data"
+    data.mkdir()
+    for i in range(NUM_SLICES):
+        write_token_slice(data / f"{i}.safetensors", np.arange(1000, dtype=np.uint16), np.array([1000], np.uint64))
+    adopt(data)
+    return data
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are hashed."""
+    names: list[str] = []
+
+    def counting(path: Path) -> str:
+        names.append(Path(path).name)
+        return hash_file(path)
+
+    monkeypatch.setattr(verified, "hash_file", counting)
+    return names
+
+
+def flip(path: Path, keep_times: bool = False) -> None:
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 1
+    path.write_bytes(data)
+    if keep_times:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def read_all(path: Path) -> None:
+    dataset = open_dataset(path)
+    for index in range(dataset.num_slices):
+        dataset.open_slice(index)
+
+
+def test_once_each_also_for_later_processes(folder: Path, hashed: list[str]) -> None:
+    dataset = open_dataset(folder)
+    assert hashed == []
+    for _ in range(3):
+        dataset.open_slice(1)
+    assert hashed == ["1.safetensors"]
+    read = (
+        f"from forebay.dataset import open_dataset\nd = open_dataset({str(folder)!r})\nd.open_slice(0); d.open_slice(2)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", read], check=True, env=environment)
+    dataset.open_slice(0)  # Another process marked it while this dataset was open.
+    read_all(folder)
+    assert hashed == ["1.safetensors", "3.safetensors"]
+    os.utime(folder / "2.safetensors")
+    read_all(folder)
+    assert hashed[2:] == ["2.safetensors"]
+
+
+@pytest.mark.parametrize("keep_times", [False, True])
+def test_a_changed_byte_is_never_used(folder: Path, keep_times: bool) -> None:
+    read_all(folder)
+    flip(folder / "2.safetensors", keep_times)
+    with pytest.raises(DatasetError, match=r"2.safetensors: expected bytes of sha256"):
+        read_all(folder)
+    loader = forebay.Loader(folder, seq_len=10, batch_size=1)
+    with loader, pytest.raises(DatasetError, match="sha256"):
+        for _ in loader:
+            pass
+
+
+def test_open_and_never(folder: Path, hashed: list[str]) -> None:
+    flip(folder / "2.safetensors")
+    with pytest.raises(DatasetError, match=r"got 1 that do not: 2\.safetensors"):
+        open_dataset(folder, verify="open")
+    assert len(open_dataset(folder, verify="never").open_slice(2).tokens) == 1000 and hashed == []
+    with pytest.raises(UsageError, match="'once', 'open' or 'never'"):
+        open_dataset(folder, verify="always")  # type: ignore[arg-type]
+
+
+def test_without_a_place_for_marks_each_process_hashes(
+    folder: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREBAY_CACHE", str(folder / "0.safetensors" / "below-a-file"))
+    dataset = open_dataset(folder)
+    for _ in range(2):
+        dataset._open.clear()
+        dataset.open_slice(0)
+    assert hashed == ["0.safetensors"]
+    read_all(folder)
+    assert len(hashed) == 1 + NUM_SLICES
+
+
+def test_torn_or_foreign_marks_only_cost_a_hash(folder: Path, hashed: list[str], tmp_path: Path) -> None:
+    read_all(folder)
+    (marks,) = (tmp_path / "cache" / "verified").iterdir()
+    marks.write_bytes(marks.read_bytes()[:20] + b"\xff" * 100)
+    read_all(folder)
+    assert sorted(hashed) == sorted([*(f"{i}.safetensors" for i in range(4)), *(f"{i}.safetensors" for i in (1, 2, 3))])
