@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from forebay.errors import DatasetError, IntegrityError, UsageError
+from forebay.storage.atomic import remove_stale
 from forebay.store.large import Fetched, Workers, fetch_part, head_of, head_origin, part_path, place, plan_large
 from forebay.store.locks import EXCLUSIVE, SHARED, Lock, is_locked, take, try_take
 from forebay.store.origins import ChangedError, Head, Origin, PassingError, RefusedError
@@ -226,12 +227,12 @@ class ShardFolder:
 
     def clean(self, keep: set[int]) -> None:
         """Remove what earlier runs left: partial files that nobody goes on with, and pairs that are not kept."""
-        for path in [*self.tmp_dir.glob(".*.part"), *self.folder.glob(".*.part"), *self.folder.glob(".*.tmp")]:
+        remove_stale(self.folder)
+        for path in [*self.tmp_dir.glob(".*.part"), *self.folder.glob(".*.part")]:
             found = re.search(rf"^\.+(?:{self._prefix}|sample_ids)_(?:{self._prefix}_)?(\d{{6}})\.", path.name)
             if found is None or is_locked(self._lock(int(found[1]), "fetch"), EXCLUSIVE):
                 continue
-            here = path.suffix == ".part" and path.parent == self.tmp_dir
-            if not (here and int(found[1]) in keep and self.ready(int(found[1])) is None):
+            if not (path.parent == self.tmp_dir and int(found[1]) in keep and self.ready(int(found[1])) is None):
                 path.unlink(missing_ok=True)
         for path in self.folder.glob(f".{self._prefix}_*.mark"):
             index = int(path.name.removesuffix(".mark").rpartition("_")[2])
