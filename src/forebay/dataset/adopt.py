@@ -23,7 +23,7 @@ from forebay.dataset.manifest import (
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import Slice, check_document_ends, hash_file, open_slice
 from forebay.errors import DatasetError, UsageError
-from forebay.storage.atomic import atomic_write
+from forebay.storage.atomic import atomic_write, remove_stale
 
 
 def adopt(directory: str | Path, name: str | None = None) -> Dataset:
@@ -42,6 +42,7 @@ def adopt(directory: str | Path, name: str | None = None) -> Dataset:
     folder = Path(directory)
     if not folder.is_dir():
         raise DatasetError(f"adopt: expected a directory of .safetensors files, got {folder}, which is none.")
+    remove_stale(folder)
     paths = sorted((p.relative_to(folder).as_posix(), p) for p in folder.rglob("*.safetensors") if p.is_file())
     if not paths:
         raise DatasetError(f"adopt: expected .safetensors files in {folder}, got none.")

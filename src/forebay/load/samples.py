@@ -29,7 +29,7 @@ from forebay.load.ends import ReadEnds, ends_reader
 from forebay.load.packing import DocumentFilter, Pieces, count_chunks, count_fit, kept_pieces
 from forebay.order.bijection import derive_key, permute
 from forebay.order.plan import samples_per_slice
-from forebay.storage.atomic import atomic_write
+from forebay.storage.atomic import atomic_write, remove_stale
 
 Array: TypeAlias = NDArray[Any]
 I64 = NDArray[np.int64]
@@ -140,6 +140,7 @@ class _Counting:
             if path is not None:
                 with contextlib.suppress(OSError):  # Full or read-only: it is counted again next time.
                     path.parent.mkdir(parents=True, exist_ok=True)
+                    remove_stale(path.parent)
                     atomic_write(path, found.astype("<i8").tobytes())
         if self._by_length:
             self.before, self.after = found[2], found[3]

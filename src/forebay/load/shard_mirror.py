@@ -27,8 +27,7 @@ from forebay.load.shard_check import SampleCheck
 from forebay.sizes import words_of_bytes
 from forebay.store.large import Workers, head_of, head_origin
 from forebay.store.origins import Head, Origin, open_origin, read_small
-from forebay.store.shard_list import LIST_FILE
-from forebay.store.shards import Pair, ShardFolder
+from forebay.store.shards import LIST_FILE, Pair, ShardFolder
 from forebay.store.targets import FolderTarget, Target, open_target
 
 _MOST_LIST_BYTES = 64 << 20

@@ -21,7 +21,7 @@ from forebay.network.identity import Identity
 from forebay.network.networks import check_name, check_vacant, key_pem, parse_network, read_cert, read_key
 from forebay.network.revocation import Revocations
 from forebay.network.tokens import read_token
-from forebay.storage.atomic import atomic_write
+from forebay.storage.atomic import atomic_write, remove_stale
 
 MAX_ANSWER_BYTES = 8 << 20
 PENDING_KEY = "joining-key.pem"
@@ -44,6 +44,7 @@ def join_by_token(
     check_vacant(folder, force)
     token, _, _ = read_token(text)
     folder.mkdir(parents=True, exist_ok=True)
+    remove_stale(folder)  # A killed run's may hold a key.
     pending = folder / PENDING_KEY
     if not pending.exists():
         atomic_write(pending, key_pem(Ed25519PrivateKey.generate()), 0o600)

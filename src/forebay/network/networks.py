@@ -32,7 +32,7 @@ from forebay.network.certificates import (
 )
 from forebay.network.peer import Peer, Scope
 from forebay.peer_id import peer_id_of
-from forebay.storage.atomic import atomic_write
+from forebay.storage.atomic import atomic_write, remove_stale
 
 if TYPE_CHECKING:
     from forebay.network.identity import Identity
@@ -62,6 +62,7 @@ def create_network(
             "Choose another directory."
         )
     folder.mkdir(parents=True, exist_ok=True)
+    remove_stale(folder)  # A killed run's may hold a key.
     key = Ed25519PrivateKey.generate()
     network_id = peer_id_of(key.public_key().public_bytes_raw())
     atomic_write(folder / "root-key.pem", key_pem(key), 0o600)
@@ -94,6 +95,7 @@ def create_organisation(
     key = Ed25519PrivateKey.generate()
     cert = issue(read_issuer(source), name, key.public_key(), scope, valid_days, organisation=True)
     folder.mkdir(parents=True, exist_ok=True)
+    remove_stale(folder)  # A killed run's may hold a key.
     atomic_write(folder / "org-key.pem", key_pem(key), 0o600)
     atomic_write(folder / "org-cert.pem", cert.public_bytes(PEM))
     _copy_shared(source, folder)
@@ -265,6 +267,7 @@ def _issue(source: Path, folder: Path, name: str, key: Ed25519PrivateKey, scope:
 
     pem = node_pem(read_issuer(source), name, key.public_key(), scope, valid_days)
     folder.mkdir(parents=True, exist_ok=True)
+    remove_stale(folder)  # A killed run's may hold a key.
     atomic_write(folder / "node-key.pem", key_pem(key), 0o600)
     atomic_write(folder / "node-cert.pem", pem)
     _copy_shared(source, folder)

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from forebay.errors import UsageError
 from forebay.ledger import LedgerIndex
 from forebay.observe.blame import replay
-from forebay.storage.atomic import open_atomic
+from forebay.storage.atomic import open_atomic, remove_stale
 
 FORMATS = ("jsonl", "csv", "parquet")
 _BLOCK = 1 << 14
@@ -50,6 +50,7 @@ def export_uses(index: LedgerIndex, out: str | Path, form: str, *, sample_ids: b
     """
     if form not in FORMATS:
         raise UsageError(f"export: expected a format of {FORMATS}, got {form!r}.")
+    remove_stale(Path(out).parent)
     with ExitStack() as stack:
         write = _writer(stack.enter_context(open_atomic(out)), form, sample_ids, stack)
         for rows in _blocks(index, sample_ids):

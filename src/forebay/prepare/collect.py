@@ -325,14 +325,7 @@ class _Clusters:
         found = []
         while self._next is not None and self._next["part"] == part and self._next["document"] < start + batch.num_rows:
             row = self._next
-            found.append(
-                {
-                    "cluster": row["cluster"],
-                    "id": id_of(row["document"] - start),
-                    "kept": row["kept"],
-                    "near": row["near"],
-                }
-            )
+            found.append({**row, "id": id_of(row["document"] - start)})
             self._next = next(self._rows, None)
         if found:
             self._writer.write_table(pa.Table.from_pylist(found, schema=CLUSTERS))

@@ -238,6 +238,7 @@ def prepare(
     with _errors(out), _locked(out), _engine(engine, workers, ray_address, trouble, out) as made:
         if keep_ids is not None:  # now, not when all the work is done
             Path(keep_ids).parent.mkdir(parents=True, exist_ok=True)
+            remove_stale(Path(keep_ids).parent)
         run = Run(out, whole, made, keep_ids, to, on_progress or (lambda progress: None), document_ids, trouble)
         lineage = _lineage(run, found, known, against)
         done = _already_there(run, found, lineage)

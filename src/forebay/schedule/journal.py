@@ -232,7 +232,9 @@ class Journal:
                 touched.add(name)
         for name in touched:
             self.ledgers[name].sync()
-        with self._transaction() as execute:
+        execute = self._database.execute
+        with self._database:  # Commits, or rolls back: also where the commit fails.
+            execute("BEGIN")
             rest = batch.events
             if batch.snapshot is not None:
                 execute("DELETE FROM batches")
@@ -247,12 +249,6 @@ class Journal:
                 marks = {name: ledger.checkpoint().to_json() for name, ledger in self.ledgers.items()}
                 execute("INSERT OR REPLACE INTO meta VALUES ('state', ?)", (orjson.dumps(state),))
                 execute("INSERT OR REPLACE INTO meta VALUES ('checkpoints', ?)", (orjson.dumps(marks),))
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[Callable[..., Any]]:
-        with self._database as database:  # Commits, or rolls back: also where the commit fails.
-            database.execute("BEGIN")
-            yield database.execute
 
     def _entries_of(self, event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
         """What of an event the ledger keeps."""

@@ -10,7 +10,10 @@ Disk: the pairs that are kept and one partial.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
+import json
 import logging
 import re
 import threading
@@ -20,14 +23,17 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from forebay.errors import DatasetError, IntegrityError, UsageError
+from forebay.storage.atomic import atomic_write, remove_stale
 from forebay.store.large import Fetched, Workers, fetch_part, head_of, head_origin, part_path, place, plan_large
 from forebay.store.locks import EXCLUSIVE, SHARED, Lock, is_locked, take, try_take
 from forebay.store.origins import ChangedError, Head, Origin, PassingError, RefusedError
 from forebay.store.pieces import Check
-from forebay.store.shard_doubt import Doubt
-from forebay.store.shard_list import LIST_FILE, read_list
-from forebay.store.shard_marks import Marks, unwritable
 
+LIST_FILE = "shards.json"
+LIST_FORMAT = "forebay shards 2"
+_HEAD_BYTES = 12 << 10
+_MOST_TRIES = 8
+_MOST_DROPPED = 4 << 30
 _ROUNDS = 8
 _WAIT_S = 0.1
 _MOST_SHARDS = 100_000
@@ -55,6 +61,81 @@ class Judge(Check, Protocol):
 
 MakeJudge = Callable[[int, Path, int], Judge]
 """Of (shard, file of ids, bytes of the tokens' file)."""
+
+
+class Marks:
+    """Which shards were fetched here, and which pairs were judged and not changed since.
+
+    One small file a shard, `.train_000003.mark`; where none can be written, what this process knows.
+    """
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self._folder = folder
+        self._prefix = prefix
+        self._known: dict[int, list[int]] = {}
+
+    def path(self, index: int) -> Path:
+        """Of a shard's mark."""
+        return self._folder / f".{self._prefix}_{index:06d}.mark"
+
+    def read(self, index: int) -> dict[str, Any]:
+        """`fetched`, `judged`; empty if there is none."""
+        try:
+            found = json.loads(self.path(index).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def begin(self, index: int) -> None:
+        """What will lie there was fetched here."""
+        atomic_write(self.path(index), json.dumps({"fetched": True}).encode())
+
+    def set_judged(self, index: int, tokens: Path, ids: Path, fetched: bool) -> None:
+        """The pair is right. Raises OSError where that cannot be written; it is known even then."""
+        self._known[index] = _state(tokens, ids)
+        mark = {"fetched": fetched, "judged": self._known[index]}
+        atomic_write(self.path(index), json.dumps(mark).encode())
+
+    def is_judged(self, index: int, tokens: Path, ids: Path) -> bool:
+        """Whether the pair is there, was judged, and has not changed since."""
+        state = _state(tokens, ids)
+        return bool(state) and state in (self.read(index).get("judged"), self._known.get(index))
+
+
+class Doubt:
+    """Whether what came wrong is wrong at its origin, or was damaged on its way: the same wrong bytes twice tell.
+
+    Of one shard's two partial files, while it is fetched.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()
+        self._wrong: dict[bytes, IntegrityError] = {}  # by the digest of the ids
+
+    def again(self, error: IntegrityError | DatasetError, ids: Path, tokens: Path) -> bool:
+        """Whether to fetch the ids again, and where a header was wrong, the tokens; what is in doubt is removed."""
+        if not ids.exists() or len(self._seen) == _MOST_TRIES:
+            return False
+        digest = hashlib.blake2b(ids.read_bytes())
+        header = isinstance(error, DatasetError) and tokens.exists()
+        if header:
+            with tokens.open("rb") as file:
+                digest.update(file.read(_HEAD_BYTES))
+        if digest.digest() in self._seen:
+            return False
+        self._seen.add(digest.digest())
+        if isinstance(error, IntegrityError):
+            self._wrong[digest.digest()] = error
+        ids.unlink()
+        if header and tokens.stat().st_blocks * 512 <= _MOST_DROPPED:  # it is found when the first bytes are there
+            with contextlib.suppress(FileNotFoundError):
+                tokens.unlink()
+        return True
+
+    def check(self, ids: Path) -> None:
+        """Raise what was wrong before, if the ids that were fetched again are the same."""
+        if self._wrong and (error := self._wrong.get(hashlib.blake2b(ids.read_bytes()).digest())) is not None:
+            raise error
 
 
 class ShardFolder:
@@ -226,12 +307,12 @@ class ShardFolder:
 
     def clean(self, keep: set[int]) -> None:
         """Remove what earlier runs left: partial files that nobody goes on with, and pairs that are not kept."""
-        for path in [*self.tmp_dir.glob(".*.part"), *self.folder.glob(".*.part"), *self.folder.glob(".*.tmp")]:
+        remove_stale(self.folder)
+        for path in [*self.tmp_dir.glob(".*.part"), *self.folder.glob(".*.part")]:
             found = re.search(rf"^\.+(?:{self._prefix}|sample_ids)_(?:{self._prefix}_)?(\d{{6}})\.", path.name)
             if found is None or is_locked(self._lock(int(found[1]), "fetch"), EXCLUSIVE):
                 continue
-            here = path.suffix == ".part" and path.parent == self.tmp_dir
-            if not (here and int(found[1]) in keep and self.ready(int(found[1])) is None):
+            if not (path.parent == self.tmp_dir and int(found[1]) in keep and self.ready(int(found[1])) is None):
                 path.unlink(missing_ok=True)
         for path in self.folder.glob(f".{self._prefix}_*.mark"):
             index = int(path.name.removesuffix(".mark").rpartition("_")[2])
@@ -388,3 +469,32 @@ class ShardFolder:
 
     def _lock(self, index: int, kind: str) -> Path:
         return self.folder / f".{self._prefix}_{index:06d}.{kind}"
+
+
+def read_list(data: bytes, where: str) -> dict[int, str]:
+    """The sha256 of each shard's ids, from the list that is published with them. DatasetError if it is malformed."""
+    try:
+        body = json.loads(data)
+        if body["format"] != LIST_FORMAT:
+            raise ValueError(f"expected format {LIST_FORMAT!r}, got {body['format']!r}")
+        rows = [(str(row["tokens"]["name"]), str(row["ids"]["sha256"])) for row in body["shards"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DatasetError(f"{where}: expected a list of shards, got: {error!r}. Publish the shards again.") from error
+    return {int(found[1]): sha256 for name, sha256 in rows if (found := re.search(r"_(\d{6})\.npy$", name))}
+
+
+def unwritable(folder: Path, error: OSError) -> UsageError:
+    """The error of a directory that cannot be written."""
+    return UsageError(
+        f"{folder}: expected a directory to write shards to, got: {error.strerror}. Choose another folder, or with "
+        "shards that lie there already give it as url, too."
+    )
+
+
+def _state(tokens: Path, ids: Path) -> list[int]:
+    """Sizes and times of change; empty if one is missing."""
+    try:
+        found = [tokens.stat(), ids.stat()]
+    except OSError:
+        return []
+    return [number for one in found for number in (one.st_size, one.st_mtime_ns, one.st_ino)]

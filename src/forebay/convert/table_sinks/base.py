@@ -6,7 +6,6 @@ begun anew once the one before holds `slice_bytes`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -17,7 +16,6 @@ from forebay.convert.content import Options, TableSource, Written
 from forebay.convert.table_digest import TableDigest, tensor_shape
 from forebay.convert.table_sources.base import Table
 from forebay.errors import DatasetError, UsageError
-from forebay.storage.atomic import sync_directory
 
 _STEP_ROWS = 1024  # A part is looked at after so many rows, or fewer if they weigh more than an eighth of it.
 
@@ -55,10 +53,7 @@ def write_parts(source: TableSource, out: Path, options: Options, suffix: str, o
                     ahead = next(pieces, None)
             finally:
                 part.finish()  # Also after an error: a writer that is let go of would write on.
-            file.flush()
-            os.fsync(file.fileno())
         files.append(Path() if single else path.relative_to(out))
-    sync_directory(out.parent if single else out)
     return Written(tuple(files), None, digest.num_rows, 0, digest.text())
 
 

@@ -11,14 +11,13 @@ That is 16 + 8 bands bytes a document (128 by default), and 16 a line. Memory: O
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -31,7 +30,7 @@ from forebay.prepare.dedup import kernels
 from forebay.prepare.dedup.config import Dedup
 from forebay.prepare.dedup.words import character_table
 from forebay.prepare.documents import text_buffers
-from forebay.storage.atomic import atomic_write, commit_files, temporary_path
+from forebay.storage.atomic import atomic_write, open_atomic
 
 UNIT = {"": kernels.DOCUMENT, "paragraph": kernels.PARAGRAPH, "line": kernels.LINE}
 
@@ -61,19 +60,17 @@ class Signer:
         self._scratch = np.empty(0, np.uint8)
         self._sha256: dict[str, Any] = {}
         self._files: dict[str, BinaryIO] = {}
-        self._temporary: dict[str, Path] = {}
+        self._stack = ExitStack()
         self._closed: list[Path] = []
 
     def __enter__(self) -> Signer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if kind is None:
             self.close()
         else:
-            self._abandon()
+            self._stack.__exit__(kind, *error)
 
     def add(self, texts: pa.LargeStringArray, scores: pa.Array | None = None) -> None:
         """Sign the next documents.
@@ -103,15 +100,9 @@ class Signer:
             return self._closed
         for ending in [*self._config.signature(), *(["counts"] if self._config.unit else [])]:
             self._file(ending)
-        try:
-            for file in self._files.values():
-                file.close()
-            commit_files({path: self._path(ending) for ending, path in sorted(self._temporary.items())})
-            signed = Signed(self._documents, self._units, self._config.signature(), self._hash_of_all())
-            atomic_write(self._path("signatures"), json.dumps(asdict(signed)).encode())
-        except BaseException:
-            self._abandon()
-            raise
+        self._stack.close()
+        signed = Signed(self._documents, self._units, self._config.signature(), self._hash_of_all())
+        atomic_write(self._path("signatures"), json.dumps(asdict(signed)).encode())
         self._closed = [self._path(ending) for ending in (*sorted(self._files), "signatures")]
         return self._closed
 
@@ -124,20 +115,13 @@ class Signer:
 
     def _file(self, ending: str) -> BinaryIO:
         if ending not in self._files:
-            self._temporary[ending] = temporary_path(self._path(ending))
-            self._files[ending] = self._temporary[ending].open("xb")
+            self._files[ending] = self._stack.enter_context(open_atomic(self._path(ending)))
             self._sha256[ending] = hashlib.sha256()
         return self._files[ending]
 
     def _write(self, ending: str, array: NDArray[Any]) -> None:
         self._file(ending).write(array.data)
         self._sha256[ending].update(array.data)
-
-    def _abandon(self) -> None:
-        for ending, file in self._files.items():
-            with contextlib.suppress(OSError):
-                file.close()
-            self._temporary[ending].unlink(missing_ok=True)
 
     def _hash(
         self, offsets: NDArray[np.int64], data: NDArray[np.uint8], unit: str, least: int

@@ -21,7 +21,7 @@ from forebay.prepare.dedup.corpus import STORED, DedupResult, Part
 from forebay.prepare.dedup.links import read_u64
 from forebay.prepare.dedup.settle import EXACT, KEPT
 from forebay.prepare.dedup.signer import Signed, read_signed
-from forebay.storage.atomic import atomic_write, open_atomic
+from forebay.storage.atomic import atomic_write, open_atomic, remove_stale
 
 _CHUNK_ROWS = 1 << 15
 
@@ -38,6 +38,7 @@ def store_signatures(parts: Sequence[Part], result: DedupResult, config: Dedup, 
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    remove_stale(folder)
     settings = {ending: value for ending, value in config.signature().items() if ending != "weight"}
     digest = hashlib.sha256()
     documents = units = 0

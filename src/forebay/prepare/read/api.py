@@ -16,7 +16,6 @@ A description is a TOML file, `comments.api.toml`:
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -27,7 +26,6 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -38,6 +36,7 @@ from forebay.prepare.documents import Record
 from forebay.prepare.read.api_spec import ApiSpec, read_spec
 from forebay.prepare.read.base import Format, Piece, ReadOptions
 from forebay.storage.atomic import atomic_write, remove_stale
+from forebay.store.locks import Lock, try_take
 from forebay.store.web import retry_after_s
 
 MAX_PAGE_BYTES = 64 << 20
@@ -103,14 +102,11 @@ def acquire(
     return path
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UsageError(f"{folder}: another run fetches into it. Wait for it, or name another folder.") from error
-        yield
+def _locked(folder: Path) -> Lock:
+    lock = try_take(folder / "lock")
+    if lock is None:
+        raise UsageError(f"{folder}: another run fetches into it. Wait for it, or name another folder.")
+    return lock
 
 
 def _load(folder: Path, spec: ApiSpec) -> Progress:

@@ -117,9 +117,7 @@ class Unpacked(io.BufferedReader):
         return data
 
 
-def open_source(
-    source: Source, max_unpacked_ratio: int, max_window_bytes: int = _ZSTD_WINDOW
-) -> BinaryIO:
+def open_source(source: Source, max_unpacked_ratio: int, max_window_bytes: int = _ZSTD_WINDOW) -> BinaryIO:
     """The unpacked bytes of a source, as a buffered stream; seekable if it is not compressed.
 
     Raises:

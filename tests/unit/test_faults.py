@@ -1,0 +1,37 @@
+"""Every write, flush and rename fails or is the last: the outcome is the old or the new state.
+
+FOREBAY_FAULTS=all tries each of them, which takes some ten minutes; otherwise some of each scenario.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forebay.convert import convert as convert_module
+
+HARNESS = Path(__file__).parents[1] / "faults.py"
+SMALL = ("cache", "adopt", "ledger", "ledger-questions", "checkpoint", "shards", "download", "convert")
+ALL = os.environ.get("FOREBAY_FAULTS") == "all"
+
+
+def campaign(*arguments: str) -> None:
+    result = subprocess.run([sys.executable, HARNESS, *arguments], capture_output=True, text=True)
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout + result.stderr[-5000:]
+
+
+@pytest.mark.timeout(3600 if ALL else 300)
+@pytest.mark.parametrize("scenarios, points", [(SMALL, "6"), (("prepare", "prepare-text"), "5")], ids=str)
+def test_one_fault_leaves_the_old_or_the_new_state(scenarios: tuple[str, ...], points: str) -> None:
+    campaign(*scenarios, *([] if ALL else ["--points", points]))
+
+
+@pytest.mark.timeout(3600 if ALL else 300)
+@pytest.mark.skipif(not hasattr(convert_module, "_exchange"), reason="needs an exchange of names")
+def test_a_fault_while_an_output_is_replaced() -> None:
+    campaign("convert-force", *([] if ALL else ["--points", "6"]))
