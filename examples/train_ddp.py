@@ -75,6 +75,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
+        if len(sys.argv) != 3:
+            sys.exit("train_ddp: expected DATASET CHECKPOINT.pt behind the program's name")
         train(sys.argv[1], Path(sys.argv[2]))
     else:
         main()

@@ -150,6 +150,8 @@ class DataNode:
         self._announce()
         self._announcer = threading.Thread(target=self._keep_announced, name="announce", daemon=True)
         self._announcer.start()
+        names = ",".join(dataset.name for dataset in self.datasets)
+        log.info("data node started: address=%s peer_id=%s datasets=%s", self.address, self.identity.peer_id, names)
         self._trust = TrustWatch(self.identity, self._client, discovery=self.discovery, address=self.address).start()
 
     def stop(self, timeout_s: float = 30.0) -> bool:
@@ -237,6 +239,8 @@ class DataNode:
 
     def _count(self, peer: Peer, num_bytes: int) -> None:
         with self._lock:
+            if peer.peer_id not in self._sent:
+                log.info("first bytes: peer_id=%s name=%s", peer.peer_id, peer.name)
             self._sent[peer.peer_id] = self._sent.get(peer.peer_id, 0) + num_bytes
 
     def _take_small(self, dataset: Dataset, origin: Origin) -> None:

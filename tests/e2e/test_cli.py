@@ -178,8 +178,8 @@ def test_a_role_is_given_explicitly_and_a_network_is_named_as_its_directory(node
     assert not (tmp_path / "bob").exists()
     shown = last_json(forebay("network", "show", net, "--json"))
     assert shown["name"] == "net"
-    done = forebay("inspect", "forebay://net/nothing", "--network", node)
-    assert_one_line(done, "forebay://net/nothing", "no peer serves")
+    done = forebay("inspect", "forebay://other/nothing", "--network", node)
+    assert_one_line(done, "expected an identity in the network 'other'", "forebay://net/nothing")
 
 
 def test_join_refuses_to_overwrite_a_key(node: Path) -> None:

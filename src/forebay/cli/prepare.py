@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,7 +113,12 @@ def _show_recipe(args: argparse.Namespace) -> int:
         print(f"recipes: {', '.join(recipe_names())}\nstages:  {', '.join(STAGES)}")
         print("tables:  read, dedup, tokenize, slice, subsets, rows\n\n`forebay recipe NAME` shows any of these.")
     else:
-        print(recipe_text(args.name) if args.name in recipe_names() else describe(args.name))
+        is_recipe = args.name in recipe_names()
+        if is_recipe:
+            print(recipe_text(args.name))
+        if not is_recipe or args.name in STAGES:
+            # Behind a recipe as comments: what is printed stays a recipe.
+            print(textwrap.indent(describe(args.name), "# ", lambda line: True) if is_recipe else describe(args.name))
     return 0
 
 
@@ -173,6 +179,33 @@ def _recipe_for_text(args: argparse.Namespace) -> Recipe:
     return load_recipe(args.recipe, args.config, settings)
 
 
+_API_FILE = """\
+the API file:
+  preset           reddit or x: sets what the file does not (both need a header of your own)
+  url              where to ask; required without preset = "x"
+  items            where the items are in a page: data.children[].data; [] is each of a list (default: [])
+  text             the fields whose texts make the text: ["title", "selftext"] (default: text)
+  id               the field with the id, by which repeats are noticed (default: id)
+  link             the address of an item: "https://example.org/{id}"
+  next             where the cursor of the next page is in a page; the last page has none
+  next_parameter   the parameter that takes the cursor (default: cursor)
+  requests_per_s   at most (default: 1)
+  max_pages        0: all (default)
+  timeout_s        for a connection, and for each piece of an answer (default: 30)
+  max_attempts     for a page, before the run ends; it can be resumed (default: 8)
+  retry_s          the first pause after a failure, doubled each time (default: 1)
+  max_wait_s       a server that wants a longer pause ends the run (default: 900)
+  [parameters], [headers]   of each request; ${NAME} is a variable of the environment
+
+example:
+  preset = "reddit"
+  url = "https://oauth.reddit.com/r/programming/comments"
+  max_pages = 100
+  [headers]
+  Authorization = "Bearer ${REDDIT_TOKEN}"
+"""
+
+
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     p = verb("prepare", _prepare, "raw text to a dataset")
     p.add_argument("inputs", nargs="*", metavar="INPUT", help="files, directories, URLs (default: those of the recipe)")
@@ -221,7 +254,8 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--json", action="store_true", help='a line each: {"url", "text"}')
 
     p = verb("acquire", _acquire, "fetch a paged JSON API to JSONL, resumably")
-    p.add_argument("spec", type=Path, help="a TOML file that describes the API")
+    p.epilog = _API_FILE
+    p.add_argument("spec", type=Path, help="a TOML file that describes the API, see below")
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="where the JSONL goes; again to resume")
     p.add_argument("--quiet", action="store_true")
 

@@ -184,7 +184,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--listen", metavar="HOST:PORT", help="default: a free port where our DHT node listens")
     p.add_argument(
         "--state", type=Path, default=Path("./forebay-state"), metavar="DIR",
-        help="of the ledgers and the journal; started on it again, a scheduler goes on (./forebay-state)",
+        help="of the ledgers and the journal; started on it again, a scheduler goes on (default: ./forebay-state)",
     )  # fmt: skip
     p.add_argument("--standby", action="store_true", help="wait for the scheduler on --state to end, then go on for it")
     p.add_argument("--seq-len", type=positive, default=1024, metavar="L", help="tokens a sample (1024)")

@@ -117,6 +117,7 @@ class Server:
         self._context: ssl.SSLContext | None = None
         self._lot: Lot | None = None
         self._burst: list[tuple[Connection, Asked]] = []
+        self._revoked = identity.revocations.stamp() if identity is not None else None
 
     @property
     def address(self) -> str:
@@ -156,11 +157,11 @@ class Server:
         self.port = listener.getsockname()[1]
         bounds = self.bounds
         shortest = min(bounds.idle_s, bounds.handshake_s, bounds.head_s)
-        self._revoked = self.identity.revocations.stamp() if self.identity is not None else None
         self._lot = Lot(
             self._ready, self._end, self._check, min(1.0, shortest / 4), self._flush, bounds.gather_s or 0.0
         )
         self._lot.start(listener, self._arrived)
+        log.info("listening: address=%s tls=%s", self.address, "yes" if self.identity is not None else "no")
 
     def drain(self, timeout_s: float = 30.0) -> bool:
         """Take no more requests; let those being answered finish. Returns whether all did in the time given."""
@@ -288,6 +289,7 @@ class Server:
             self._end(connection)
             return
         else:
+            log.debug("connected: peer_id=%s from=%s", connection.peer.peer_id, connection.address)
             if not self._roll.prove(connection):
                 self._end(connection)
                 return
@@ -363,6 +365,9 @@ class Server:
                 self._roll.finish(connection)
                 self._changed.notify_all()
         connection.phase = ""
+        if (request := heard.request) is not None:
+            who = request.peer.peer_id or connection.address
+            log.debug("answered: %s %s peer=%s status=%d", request.method, request.path, who, response.status)
         if not keep:
             # Our half is closed; what still comes is dropped: closing on unread bytes would reset the answer away.
             socket.socket.shutdown(connection.socket, socket.SHUT_WR)

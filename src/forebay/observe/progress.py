@@ -1,4 +1,4 @@
-"""Progress bars for long work, on stderr; silent where there is no terminal and nobody would look."""
+"""Progress of long work on stderr: a bar on a terminal, elsewhere a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+LINE_S = 10.0
+"""So often a line, where stderr is no terminal."""
 _WINDOW_S = 10.0
 """Speeds are of the last this many seconds: long enough to be calm, short enough to show a slow file."""
 
@@ -113,7 +115,31 @@ class PrepareBar:
             tqdm.write(text, file=sys.stderr)
 
 
+class _Lines:
+    """Stderr for a bar without a terminal: each state of it is a line of its own."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            sys.stderr.write(f"{line}\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 def _bar(label: str, total: int | None, unit: str, enabled: bool) -> Any:
+    if enabled and not sys.stderr.isatty():
+        return tqdm(
+            total=total,
+            desc=label,
+            unit=unit,
+            unit_scale=True,
+            unit_divisor=1000,
+            file=_Lines(),
+            delay=LINE_S,  # short work says nothing
+            mininterval=LINE_S,
+            miniters=1,
+            bar_format="{desc}: {n_fmt} of {total_fmt}{unit} after {elapsed}, {remaining} left, {rate_fmt}{postfix}",
+        )
     return tqdm(
         total=total,
         desc=f"{label:<10}",
@@ -122,6 +148,6 @@ def _bar(label: str, total: int | None, unit: str, enabled: bool) -> Any:
         unit_divisor=1000,
         file=sys.stderr,
         dynamic_ncols=True,
-        disable=not enabled or not sys.stderr.isatty(),
+        disable=not enabled,
         leave=True,
     )

@@ -15,7 +15,6 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -163,17 +162,17 @@ def read_small(origin: Origin, name: str, max_bytes: int, *, sleep: Callable[[fl
         DatasetError: If the origin says that it is not there, or not for us.
         NetworkError: If it cannot be had now.
     """
-    began, fault = time.monotonic(), "no answer yet"
+    began, answers = time.monotonic(), ["no answer yet"]
     for tried in range(1, _SMALL_TRIES + 1):
         try:
-            with waiting(log, partial("{} from {}: {}".format, name, origin.url, fault)):
+            with waiting(log, lambda: f"{name} from {origin.url}: {answers[-1]}"):
                 return origin.get(name, max_bytes)
         except RefusedError as error:
             raise DatasetError(
                 f"{origin.url}: expected a dataset, with {name}, got: {error}. Check the URL and the credentials."
             ) from error
         except PassingError as error:
-            fault = str(error)
+            answers.append(str(error))
             if tried == _SMALL_TRIES or time.monotonic() - began > _SMALL_S:
                 raise NetworkError(
                     f"{name} from {origin.url}: no whole answer after {tried} attempts in "

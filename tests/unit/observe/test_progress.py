@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from forebay.cli.arguments import plain
+from forebay.observe import progress
 from forebay.observe.progress import PrepareBar, Speed
 
 
@@ -78,7 +79,18 @@ def test_a_bar_shows_them(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None
     assert "filter" in shown and "slice" in shown and "task 3 died\n" in shown
 
 
-def test_silent_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", plain)
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    with PrepareBar() as bar:
+        bar.update(New("filter", 10, 100, "B", 10, 5, 1))
+        bar.update(New("filter", 60, 100, "B", 60, 5, 1))
+    assert "filter: 60.0 of 100B after 00:00" in plain.getvalue().splitlines()[-1]
+    assert "\r" not in plain.getvalue()
+
+
+def test_short_work_is_silent_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = io.StringIO()
     monkeypatch.setattr(sys, "stderr", plain)
     with PrepareBar() as bar:

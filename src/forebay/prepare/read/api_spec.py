@@ -98,7 +98,7 @@ def read_spec(path: str | Path) -> ApiSpec:
         told = tomllib.loads(Path(path).read_text("utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"{path}: expected a TOML file that describes an API: {error}. See `forebay acquire -h`."
+            f"{path}: expected a TOML file that describes an API: {error}. `forebay acquire -h` has its keys."
         ) from error
     preset = told.pop("preset", None)
     if preset is not None and preset not in PRESETS:

@@ -1,0 +1,129 @@
+"""The command line as a whole: help, defaults, what was meant, completion, logs, and what its help costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import subprocess
+import sys
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from forebay.cli import main, make_parser
+from forebay.cli.logs import logging_to_stderr
+from forebay.cli.parser import PANELS, completion, walk
+from forebay.prepare.read.api_spec import PRESETS, ApiSpec
+from forebay.prepare.recipe import recipe_text
+
+
+def test_every_option_has_help_and_tells_its_default() -> None:
+    silent, undocumented = [], []
+    for path, parser in walk(make_parser()):
+        shown = " ".join(parser.format_help().split())
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction) or action.help is argparse.SUPPRESS:
+                continue
+            name = " ".join((*path, *(action.option_strings or [action.dest])))
+            if not action.help:
+                silent.append(name)
+            elif action.option_strings and action.default not in (None, False, [], "", argparse.SUPPRESS):
+                default = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
+                told = "default" in action.help or f"({default})" in action.help or f"(default: {default})" in shown
+                undocumented += [] if told else [name]
+    assert not silent and not undocumented
+
+
+def test_every_command_is_in_one_panel() -> None:
+    (_, parser), *_ = walk(make_parser())
+    commands = [path[0] for path, _ in walk(parser) if len(path) == 1]
+    assert sorted(name for names in PANELS.values() for name in names) == sorted(commands)
+    assert all(f"\n  {name:<11}" in parser.format_help() for name in commands)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["prepair"], "Did you mean prepare"),
+        (["network", "jion"], "Did you mean join"),
+        (["work", "--cache-dri", "x"], "Did you mean --cache-dir"),
+        (["work", "--trainer", "gtp"], "Did you mean gpt"),
+        (["ledger", "verify", "x", "--jsn"], "Did you mean --json"),
+    ],
+)
+def test_a_typing_error_is_answered_with_what_was_meant(
+    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        make_parser().parse_args(arguments)
+    assert meant in capsys.readouterr().err
+
+
+def test_the_package_runs_and_its_help_needs_no_heavy_import() -> None:
+    code = (
+        "import sys\n"
+        "from forebay.cli import make_parser\n"
+        "make_parser().format_help()\n"
+        "heavy = {'numpy', 'pyarrow', 'torch', 'cryptography', 'libtorrent', 'ssl', 'asyncio', 'orjson', 'tqdm'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    shown = subprocess.run([sys.executable, "-m", "forebay", "-V"], capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("forebay ")
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (["forebay", "sched"], "schedule"),
+        (["forebay", "network", "jo"], "join"),
+        (["forebay", "network", "join", "net", "--ro"], "--role"),
+        (["forebay", "work", "--cache-b"], "--cache-bytes"),
+    ],
+)
+def test_the_shell_completes(typed: list[str], expected: str) -> None:
+    words = " ".join(f'"{word}"' for word in typed)
+    script = completion(make_parser(), "bash") + (
+        f'COMP_WORDS=({words}); COMP_CWORD={len(typed) - 1}; _forebay; printf "%s\\n" "${{COMPREPLY[@]}}"\n'
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert expected in done.stdout.split()
+    assert completion(make_parser(), "zsh").startswith("autoload")
+
+
+def test_logs_are_lines_of_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("forebay.network")
+    arguments = make_parser().parse_args(["--log-format", "json", "find", "x", "-v"])
+    assert arguments.default_log_level == "info"
+    with logging_to_stderr(arguments):
+        log.info("listening: address=%s", "a:1")
+        log.debug("not shown")
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            log.exception("failed")
+    listening, failed = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (listening["level"], listening["logger"]) == ("info", "forebay.network")
+    assert listening["message"] == "listening: address=a:1" and "ValueError: broken" in failed["traceback"]
+    with logging_to_stderr(make_parser().parse_args(["verify", "x"])):
+        log.info("not shown either")
+        log.warning("shown")
+    assert capsys.readouterr().err.endswith("WARNING forebay.network: shown\n")
+
+
+def test_the_keys_and_presets_of_an_api_file_are_in_the_help_and_the_guide() -> None:
+    parsers = dict(walk(make_parser()))
+    guide = (Path(__file__).parents[2] / "docs" / "preparing.md").read_text()
+    for key in [*(field.name for field in fields(ApiSpec)), *PRESETS]:
+        assert key in parsers["acquire",].format_help() and key in guide, key
+
+
+@pytest.mark.parametrize("name", ["c4", "code", "fineweb"])
+def test_a_recipe_and_the_table_of_its_name_are_both_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe", name]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(recipe_text(name)) and f"# [{name}]" in shown
+    assert tomllib.loads(shown) == tomllib.loads(recipe_text(name))
