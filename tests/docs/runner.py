@@ -1,0 +1,201 @@
+"""Runs the fenced blocks of a documentation page, in their order, in one directory.
+
+- `python` runs in one namespace per page; `await` at its top level runs under a running event loop, as in a notebook.
+- `sh` runs by bash with `-euo pipefail`. A line that ends in `&` is a server: the next line waits for its first output.
+- `console`: lines after `$ ` run; where output follows, the command prints it, `…` standing for anything.
+- `output` is what the block before prints, `…` standing for anything.
+- `toml`, `json`, `yaml` are parsed, and written to NAME if the first line begins with `# NAME.`.
+- `text` does not run: it needs a cluster, the internet or a program of others, as the prose around it says. A script that
+  begins with `#!` is checked by `bash -n`.
+
+Addresses of documentation (`127.0.0.1:7400`, `10.0.0.2:7410`) become free ports of this machine.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import builtins
+import contextlib
+import inspect
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tomllib
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from calibration import scaled
+
+ROOT = Path(__file__).parents[2]
+_FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1``` *$", re.MULTILINE | re.DOTALL)
+_ADDRESS = re.compile(r"\b(?:127\.0\.0\.1|10\.0\.0\.\d+):\d+\b")
+_HOST = re.compile(r"\b10\.0\.0\.\d+\b")
+_SERVER = re.compile(r"^(.*\S) &(?: *#.*)?$", re.MULTILINE)
+_BASH = """set -euo pipefail
+is_up() { until [ -s "$1" ]; do kill -0 "$2" 2>/dev/null || { cat "$1" >&2; return 1; }; sleep 0.02; done; }
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    line: int
+    language: str
+    code: str
+
+
+def pages() -> list[Path]:
+    """README and all pages of docs, those of decisions included."""
+    return [ROOT / "README.md", ROOT / "compat" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text("utf-8")
+    return [
+        Block(text.count("\n", 0, found.start()) + 1, found[2].strip(), re.sub(f"(?m)^{found[1]}", "", found[3]))
+        for found in _FENCE.finditer(text)
+    ]
+
+
+@dataclass
+class Page:
+    """A page that is being run.
+
+    Attributes:
+        path: The Markdown file.
+        directory: Where its blocks run; the current directory of this process.
+        names: What Python blocks find defined.
+        replace: Regular expressions and what stands for them: placeholders, addresses of the internet.
+        environment: Variables for shell blocks, besides this process's own.
+        printed: What each block printed.
+    """
+
+    path: Path
+    directory: Path
+    names: dict[str, Any] = field(default_factory=lambda: {"__name__": "page", "__builtins__": builtins})
+    replace: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    printed: list[str] = field(default_factory=list)
+    _ports: dict[str, str] = field(default_factory=dict)
+    _sessions: list[int] = field(default_factory=list)
+
+    def run(self) -> None:
+        for block in blocks(self.path):
+            where = f"{self.path.relative_to(ROOT)}:{block.line}"
+            runner = getattr(self, f"_run_{block.language}", None)
+            assert runner is not None, f"{where}: a block of language {block.language!r}; `text` is not run"
+            self.printed.append(runner(self.resolve(block.code), where) or "")
+
+    def resolve(self, code: str) -> str:
+        """`code` with what stands for placeholders and addresses here."""
+        code = _HOST.sub("127.0.0.1", _ADDRESS.sub(lambda found: self.address(found[0]), code))
+        for pattern, value in self.replace.items():
+            code = re.sub(pattern, lambda _, value=value: value, code)
+        return code
+
+    def address(self, documented: str) -> str:
+        if documented not in self._ports:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                self._ports[documented] = f"127.0.0.1:{server.getsockname()[1]}"
+        return self._ports[documented]
+
+    def close(self) -> None:
+        """End the servers that shell blocks left."""
+        for session in self._sessions:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(session, signal.SIGKILL)
+
+    def shell(self, script: str, where: str, codes: tuple[int, ...] = (0,)) -> str:
+        """What a script prints; its exit status is one of `codes`."""
+        number = len(self._sessions)
+        log = self.directory / f".output-{number}"
+        servers = iter(range(1000))
+
+        def background(found: re.Match[str]) -> str:
+            output = f".server-{number}-{next(servers)}"
+            return f"{{ {found[1]}; }} > {output} 2>&1 & is_up {output} $!"
+
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                ["bash", "-c", _BASH + _SERVER.sub(background, script)],
+                stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd=self.directory,
+                env=os.environ | self.environment, start_new_session=True,
+            )  # fmt: skip
+        self._sessions.append(process.pid)
+        try:
+            code = process.wait(scaled(60))
+        except subprocess.TimeoutExpired:
+            code = None
+        printed = log.read_text("utf-8", "replace")
+        assert code in codes, f"{where}: exit status {code}\n{script}\n{printed[-4000:]}"
+        return printed
+
+    def _run_sh(self, code: str, where: str) -> str:
+        return self.shell(code, where)
+
+    def _run_console(self, code: str, where: str) -> str:
+        printed = ""
+        for part in re.split(r"^\$ ", code, flags=re.MULTILINE)[1:]:
+            command, _, expected = part.partition("\n")
+            while command.endswith("\\"):
+                line, _, expected = expected.partition("\n")
+                command += "\n" + line
+            # A command whose output is shown may say that something is wrong.
+            output = self.shell(command, where, (0, 1) if expected.strip() else (0,))
+            pattern = r"\s+".join(re.escape(word).replace("…", ".*?") for word in expected.split())
+            assert re.search(pattern, output, re.DOTALL), f"{where}: expected\n{expected}\ngot\n{output}"
+            printed += output
+        return printed
+
+    def _run_python(self, code: str, where: str) -> str:
+        line = int(where.rpartition(":")[2])
+        compiled = compile("\n" * line + code, str(self.path), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            result = types.FunctionType(compiled, self.names)()
+            if inspect.iscoroutine(result):
+                asyncio.run(result)
+        return printed.getvalue()
+
+    def _run_text(self, code: str, where: str) -> None:
+        if code.startswith("#!"):
+            checked = subprocess.run(["bash", "-n"], input=code, text=True, capture_output=True)
+            assert checked.returncode == 0, f"{where}: {checked.stderr}"
+
+    def _run_output(self, code: str, where: str) -> None:
+        printed, expected = self.printed[-1].split(), code.split()
+        pattern = r"\s+".join(re.escape(word).replace("…", ".*?") for word in expected)
+        assert re.search(pattern, " ".join(printed), re.DOTALL), f"{where}: got {self.printed[-1]}"
+
+    def _run_toml(self, code: str, where: str) -> None:
+        tomllib.loads(code)
+        self._keep(code)
+
+    def _run_json(self, code: str, where: str) -> None:
+        json.loads(code)
+
+    def _run_yaml(self, code: str, where: str) -> None:
+        import yaml
+
+        list(yaml.safe_load_all(code))
+        self._keep(code)
+
+    def _keep(self, code: str) -> None:
+        if named := re.match(r"# ([\w.-]+\.\w+)\b", code):
+            (self.directory / named[1]).write_text(code)
+
+
+def make_commands(folder: Path) -> None:
+    """The commands that the pages use, run by this interpreter."""
+    folder.mkdir()
+    for name, module in [("forebay", "forebay.cli"), ("python", ""), ("torchrun", "torch.distributed.run")]:
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {f"-m {module} " if module else ""}"$@"\n')
+        script.chmod(0o755)

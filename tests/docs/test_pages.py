@@ -1,0 +1,184 @@
+"""Every fenced block of README and docs runs, or is `text`; every link leads somewhere."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import corpora
+import numpy as np
+import pytest
+from corpora import Corpora
+from runner import ROOT, Page, blocks, make_commands, pages
+
+# All pages share their servers, so one process of a parallel run takes them all.
+pytestmark = pytest.mark.xdist_group("docs")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpora]:
+    found = Corpora(tmp_path_factory.mktemp("corpora"))
+    make_commands(found.root / "bin")
+    yield found
+    found.close()
+
+
+def consume(*_: Any) -> None:
+    """What stands for a training step of the reader's own."""
+
+
+def readme(page: Page, made: Corpora) -> None:
+    corpora.write_texts(page.directory)
+    corpora.write_rows(page.directory)
+    page.environment |= made.hub_environment | made.s3_environment
+    page.names |= {"step": consume}
+    page.replace |= {
+        r"work wiki --network carol": "work wiki --network carol --trainer count",
+        r"--num-steps 100": "--num-steps 2 --trainer count",
+        r"--workers 1000 --slices 10000": "--workers 20 --slices 200",
+        r"PEER_ID": '$(forebay network show lab --json | sed \'s/.*"peer_id": "\\([a-z0-9]*\\)".*/\\1/\')',
+    }
+
+
+def getting_started(page: Page, made: Corpora) -> None:
+    corpora.write_texts(page.directory)
+
+
+def loading(page: Page, made: Corpora) -> None:
+    made.copy(page.directory / "wiki", page.directory / "books")
+    page.environment |= made.s3_environment
+    page.names |= {"step": consume}
+
+
+def dataset_guide(page: Page, made: Corpora) -> None:
+    page.environment |= made.hub_environment | {"FOREBAY_COORDINATOR": made.coordinator}
+    page.names |= {"train": consume}
+    page.replace |= {
+        r"num_steps=[\d_]+": "num_steps=2",
+        r"--num-steps 1000?": "--num-steps 2",
+        r"(?m)--seq-len 1024$": "--seq-len 1024 --num-steps 2 --trainer count",
+        r"--distributed": "--distributed --num-steps 2 --trainer count",
+        r"--min-workers 4": "--min-workers 1",
+    }
+
+
+def sharding(page: Page, made: Corpora) -> None:
+    page.names |= {"train": consume, "url": f"{made.web}/web"}
+    made.copy(page.directory / "wiki")
+    page.replace |= {r"https://data.example": made.web, r"examples/": f"{ROOT}/examples/"}
+
+
+def shared_shards(page: Page, made: Corpora) -> None:
+    made.copy(page.directory / "my-dataset")
+    page.environment |= made.s3_environment
+    page.names |= {"rank": 0, "world_size": 1, "step": 0, "num_steps": 2, "steps": 2, "batch_size": 8, "train": consume}
+    page.names |= {"uid": 7, "window": 1, "sample_ids": np.arange(64, dtype=np.uint64)}
+    page.replace |= {r"/data/": "data/", r"inner_steps=30": "inner_steps=2", r"batch_size=1024": "batch_size=8"}
+
+
+def streaming(page: Page, made: Corpora) -> None:
+    import zstandard
+
+    (page.directory / "corpus").mkdir()
+    text = b"".join(b'{"text": "%d %s"}\n' % (i, b"mill race " * 500) for i in range(40))
+    (page.directory / "corpus" / "a.jsonl.zst").write_bytes(zstandard.compress(text))
+    page.environment |= made.hub_environment
+    page.names |= {"step": consume}
+
+
+def preparing(page: Page, made: Corpora) -> None:
+    corpora.write_texts(page.directory)
+    page.environment |= made.hub_environment
+
+
+def rows(page: Page, made: Corpora) -> None:
+    corpora.write_rows(page.directory)
+
+
+def formats(page: Page, made: Corpora) -> None:
+    made.copy(page.directory / "wiki")
+    page.shell("forebay convert wiki megatron --to megatron", "formats")
+    for path in (page.directory / "megatron").glob("*_text_document.*"):
+        path.rename(path.with_name("my_corpus_text_document" + path.suffix))
+
+
+def doctor(page: Page, made: Corpora) -> None:
+    corpora.write_rows(page.directory)
+
+
+def mirroring(page: Page, made: Corpora) -> None:
+    page.environment |= made.s3_environment | made.hub_environment
+    page.replace |= {r"https://host": made.web, r"/data/": "data/", r"0:1000": "0:10"}
+
+
+def planning(page: Page, made: Corpora) -> None:
+    page.environment |= made.s3_environment
+
+
+def network(page: Page, made: Corpora) -> None:
+    made.copy(page.directory / "books", page.directory / "code", page.directory / "acme-web")
+
+
+SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
+    "README.md": readme,
+    "compat/README.md": dataset_guide,
+    "docs/coordinator.md": dataset_guide,
+    "docs/dataset-guide.md": dataset_guide,
+    "docs/doctor.md": doctor,
+    "docs/formats.md": formats,
+    "docs/getting-started.md": getting_started,
+    "docs/ledger.md": network,
+    "docs/loading.md": loading,
+    "docs/mirroring.md": mirroring,
+    "docs/network.md": network,
+    "docs/planning.md": planning,
+    "docs/preparing.md": preparing,
+    "docs/rows.md": rows,
+    "docs/scheduler.md": network,
+    "docs/sharding.md": sharding,
+    "docs/shared-shards.md": shared_shards,
+    "docs/streaming.md": streaming,
+    "docs/trust.md": network,
+    "docs/workers.md": network,
+}
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", [page for page in pages() if blocks(page)], ids=name_of)
+def test_every_block_runs(path: Path, made: Corpora, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {
+        "PATH": f"{made.root / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "compat" / "src")]),
+        "HF_HOME": str(tmp_path / ".hf"),
+    }
+    page = Page(path, tmp_path, environment=environment)
+    if setting := SETTINGS.get(name_of(path)):
+        setting(page, made)
+    for name, value in page.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "compat" / "src"))
+    try:
+        page.run()
+    finally:
+        page.names.clear()
+        page.close()
+        gc.collect()
+
+
+@pytest.mark.parametrize("path", [*pages(), ROOT / "PROJECT.md", ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)", path.read_text("utf-8")):
+        linked = (path.parent / target) if target else path
+        assert linked.exists(), f"{name_of(path)}: {target}"
+        if anchor and linked.suffix == ".md":
+            headings = re.findall(r"^#+ (.+)$", linked.read_text("utf-8"), re.MULTILINE)
+            known = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in known, f"{name_of(path)}: {target}#{anchor}"
