@@ -23,7 +23,7 @@ import pytest
 import forebay
 from forebay.dataset import Dataset, open_dataset
 
-KEYS = {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped"}
+KEYS = {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped"}
 
 
 def run(*arguments: object, code: int | None = 0, **environment: str) -> subprocess.CompletedProcess[str]:
