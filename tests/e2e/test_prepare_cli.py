@@ -24,7 +24,7 @@ import forebay
 from forebay.dataset import Dataset, open_dataset
 from forebay.extras import install_command
 
-KEYS = {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped"}
+KEYS = {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped"}
 
 
 def run(*arguments: object, code: int | None = 0, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from forebay import TextStream
 from forebay.errors import DownloadError, IntegrityError, MissingPackageError, PrepareError, UnknownDatasetError
+from forebay.prepare.read import ReadOptions, find_sources
 from forebay.prepare.read.hub_cache import download_hub, fetch_tokenizer, hub_cache
 from forebay.prepare.tokens.tokenizers import load_tokenizer, train_tokenizer
 from hub_repos import write_jsonl, write_repo
@@ -181,3 +184,88 @@ def test_a_private_dataset(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> N
         download_hub("hf:a/b")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert len(download_hub("hf:a/b").files) == 2
+
+
+@pytest.mark.parametrize("commit", ["../../../escape", "/tmp/absolute", "main", "C" * 40, "c" * 41])
+def test_a_commit_is_no_path(hub: HubServer, tmp_path: Path, commit: str) -> None:
+    hub.commits = {"datasets/a/b": commit, "models/Salesforce/codegen-350M-mono": commit}
+    for fetch in (lambda: download_hub("hf:a/b"), lambda: fetch_tokenizer("Salesforce/codegen-350M-mono")):
+        with pytest.raises(PrepareError, match="expected the hub to say its commit, 40 hex digits"):
+            fetch()
+    assert {path.name for path in tmp_path.iterdir()} <= {"hub", "hf-home", "cache"}
+
+
+def test_an_index_that_was_changed_leads_nowhere(hub: HubServer) -> None:
+    copy = download_hub("hf:a/b")
+    (index,) = (hub_cache() / "datasets--a--b").glob("*.json")
+    (hub_cache() / "secret.jsonl").write_text("secret")
+    plain = json.loads(index.read_text())
+    hub.close()
+    file = {**plain["files"][0], "path": "../../secret.jsonl", "size": 6}
+    for changed in ({"commit": "../datasets--a--b"}, {"files": [file]}, {"files": [{**file, "path": "/etc/hostname"}]}):
+        index.write_text(json.dumps({**plain, **changed}))
+        with pytest.raises(DownloadError):
+            download_hub("hf:a/b")
+    index.write_text(json.dumps(plain))
+    assert download_hub("hf:a/b").files == copy.files
+
+
+class Liar(BaseHTTPRequestHandler):
+    """A hub whose listing is as `lie` says."""
+
+    lie = ""
+
+    def do_GET(self) -> None:
+        entry = {"type": "file", "path": "a.jsonl", "size": 13, "oid": "0" * 40}
+        plain: object = {"sha": "c" * 40, "id": "o/n", "cardData": {}, "gated": False}
+        if "/tree/" in self.path:
+            entry["size"] = {"size": 10**15, "minus": -1, "text": "13"}.get(self.lie, 13)
+            plain = [entry]
+        body = json.dumps(plain).encode()
+        cursor = int(self.path.partition("cursor=")[2] or 0)
+        self.send_response(200)
+        if "/tree/" in self.path and self.lie in ("again", "endless"):
+            cursor = 1 if self.lie == "again" else cursor + 1
+            self.send_header("Link", f'<http://h{self.path.partition("?")[0]}?cursor={cursor}>; rel="next"')
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        ("size", "expected a file of at most 64 TiB"),
+        ("minus", "expected a file of at most 64 TiB"),
+        ("text", "expected a file of at most 64 TiB"),
+        ("again", "got a page again after 2 pages"),
+        ("endless", "got no end after 30 pages"),
+    ],
+)
+def test_a_hub_that_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str, message: str) -> None:
+    monkeypatch.setattr("forebay.prepare.read.hub_api._MAX_PAGES", 30)
+    with ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Liar,), {"lie": lie})) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        try:
+            with pytest.raises(PrepareError, match=message):
+                find_sources("hf://datasets/o/n", ReadOptions())
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_what_to_do_without_the_hub_fits_what_was_wanted(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DownloadError, match=r"or name a tokenizer\.json that is here") as error:
+        fetch_tokenizer("gpt2")
+    assert "tiny_shakespeare" not in str(error.value)
+    with pytest.raises(DownloadError, match="or name files that are here") as error:
+        download_hub("hf:winglian/tiny-shakespeare")
+    assert "try another" not in str(error.value)
+    with pytest.raises(DownloadError, match="or try another dataset: tiny_shakespeare is small"):
+        download_hub("hf:a/b")

@@ -69,6 +69,7 @@ def test_every_document_once_in_order(tmp_path: Path, small_pieces: None) -> Non
         "tokens": dataset.num_tokens,
         "slices": dataset.num_slices,
         "dropped": {},
+        "skipped": {},
     }
     sizes = dataset.table.bytes
     assert sizes.max() <= 4096 and dataset.num_slices > 20

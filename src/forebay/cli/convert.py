@@ -22,6 +22,7 @@ def _convert(args: argparse.Namespace) -> int:
     from forebay.convert.content import TokenSource
     from forebay.convert.convert import FORMATS, check_place, convert, describe, open_source
     from forebay.observe.progress import PrepareBar
+    from forebay.prepare.read.listing import Skipped, count_reasons, describe_skipped
 
     options = _options(args)
     if args.describe:
@@ -30,7 +31,11 @@ def _convert(args: argparse.Namespace) -> int:
     if args.out is None or args.to is None:
         raise UsageError(f"convert: expected OUT and --to (one of {', '.join(FORMATS)}), or --describe alone.")
     check_place(args.source, args.out, args.force)
+    skipped: list[Skipped] = []
+    options = replace(options, on_skipped=skipped.extend)
     source = open_source(args.source, options, args.to)
+    for line in describe_skipped(skipped):
+        print(f"forebay: {line}", file=sys.stderr)
     is_tokens = isinstance(source, TokenSource)
     count = (source.num_tokens if isinstance(source, TokenSource) else source.num_rows) or 0
     progress = _Progress(count, "tokens" if is_tokens else "rows")
@@ -42,7 +47,7 @@ def _convert(args: argparse.Namespace) -> int:
 
         options = replace(options, on_progress=advance)
         report = convert(source, args.out, args.to, options, force=args.force, verify=not args.no_verify)
-    result = report.to_json()
+    result = report.to_json() | ({"skipped": count_reasons(skipped)} if args.json else {})
     notes = result["notes"] if args.json else result.pop("notes")
     show(result, args.json)
     for note in notes:
@@ -85,6 +90,8 @@ def _options(args: argparse.Namespace) -> Options:
         compress=args.compress or "",
         tensors=dict(args.tensor),
         lossy=args.lossy,
+        follow_links=args.follow_links,
+        strict=args.strict,
         resize=args.resize,
         crop=args.crop,
         more={key: value for key, value in more.items() if value},
@@ -133,6 +140,8 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--lossy", action="store_true", help="take values that their new type cannot hold")
     p.add_argument("--resize", type=_height_width, metavar="HxW", help="images: scale to one size")
     p.add_argument("--crop", type=_height_width, metavar="HxW", help="images: cut from the middle")
+    p.add_argument("--follow-links", action="store_true", help="read what links in a directory lead to elsewhere")
+    p.add_argument("--strict", action="store_true", help="stop if a file of SRC is left out")
     p.add_argument("--force", action="store_true", help="replace OUT once the new is whole")
     p.add_argument("--no-verify", action="store_true", help="do not read again what was written")
     p.add_argument("--json", action="store_true")

@@ -13,7 +13,8 @@ calls it verifies that and moves it to its own name.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -25,8 +26,10 @@ from numpy.typing import NDArray
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, UsageError
+from forebay.prepare.read.listing import Skipped, describe_skipped
 
 U64 = NDArray[np.uint64]
+_log = logging.getLogger("forebay.convert")
 
 TOKEN_COLUMNS = ("input_ids", "tokens")
 """Columns that are taken for tokens where none is named."""
@@ -118,7 +121,10 @@ class Options:
         lossy: Take values that their new type cannot hold.
         resize, crop: (height, width) of images.
         more: Settings of one format alone (`generation` of npy, `header` of bin, `flat` of safetensors …).
+        follow_links: Also read what links in a directory lead to elsewhere.
+        strict: A file that would be left out is an error.
         on_progress: Called with tokens or rows written since the last call.
+        on_skipped: Called with the files of a directory that are left out; without it they are logged.
     """
 
     dtype: str | None = None
@@ -135,12 +141,23 @@ class Options:
     resize: tuple[int, int] | None = None
     crop: tuple[int, int] | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
+    follow_links: bool = False
+    strict: bool = False
     on_progress: Callable[[int], None] | None = None
+    on_skipped: Callable[[Sequence[Skipped]], None] | None = None
 
     def advance(self, count: int) -> None:
         """Tell of progress."""
         if self.on_progress is not None:
             self.on_progress(count)
+
+    def skipped(self, skipped: Sequence[Skipped]) -> None:
+        """Report files that are left out."""
+        if self.on_skipped is not None:
+            self.on_skipped(skipped)
+            return
+        for line in describe_skipped(skipped):
+            _log.warning("convert: %s", line)
 
 
 @dataclass(frozen=True)

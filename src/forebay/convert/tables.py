@@ -7,7 +7,7 @@ names. Files that hold no table are left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,10 +32,10 @@ from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import arrow
 from forebay.formats.detect import detect, promised
+from forebay.prepare.read.listing import Skipped, describe_skipped, list_files
 
 Sink: TypeAlias = Callable[[TableSource, Path, Options], Written]
 _NO_OPTIONS = Options()
-_SIDECARS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "rejects.jsonl")
 _OPENERS: Mapping[str, Callable[[Sequence[Path]], TableSource]] = {
     "arrow": open_arrow,
     "csv": open_csv,
@@ -82,12 +82,15 @@ def open_table(path: str | Path, options: Options = _NO_OPTIONS) -> TableSource 
             return open_arrow(arrow.files_of(place), "save_to_disk")
         if (place / "dataset_dict.json").is_file():
             raise UsageError(f"{place}: expected one dataset, got several splits. Name the directory of one.")
-    files = list(_files(place))
-    groups = _by_format(files)
+    groups, skipped = _by_format(_files(place, options.follow_links))
     if len(groups) > 1:
         told = ", ".join(f"{kind} ({found[0].name} …)" for kind, found in groups.items())
         raise UsageError(f"{place}: expected files of one format, got {told}. Name those of one: 'DIR/*.parquet'.")
     for kind, found in groups.items():
+        if skipped and options.strict:
+            told = "; ".join(describe_skipped(skipped))
+            raise UsageError(f"convert --strict: expected to read all of {place}, got files that are not: {told}.")
+        options.skipped(skipped)
         return _open(kind, place, found, options)
     return None
 
@@ -100,7 +103,9 @@ def verify_table(source: TableSource, out: Path, written: Written, options: Opti
     """
     # Of CSV nothing tells the types: text that looks like numbers must come back as text.
     is_csv = any(promised((out / name).name) == "csv" for name in written.files)
-    found = open_csv(list(_files(out)), source.schema) if is_csv else open_table(out)
+    found = (
+        open_csv([path for path in _files(out) if isinstance(path, Path)], source.schema) if is_csv else open_table(out)
+    )
     if found is None and written.num_rows:
         raise DatasetError(f"{out.name}: expected a table, got none. Nothing was kept. Check the disk.")
     digest = TableDigest()
@@ -118,31 +123,33 @@ def verify_table(source: TableSource, out: Path, written: Written, options: Opti
         )
 
 
-def _files(place: Path) -> Iterator[Path]:
-    """The files behind a path, by name; hidden ones and those that describe others are left out."""
+def _files(place: Path, follow_links: bool = False) -> Iterator[Path | Skipped]:
+    """The files behind a path, by name, and what is left out."""
     if place.is_dir():
-        below = sorted(place.rglob("*"), key=lambda path: path.relative_to(place).parts)
-        for path in below:
-            hidden = any(part.startswith(".") for part in path.relative_to(place).parts)
-            if not hidden and path.name not in _SIDECARS and path.is_file():
-                yield path
+        yield from list_files(place, follow_links=follow_links)
     elif place.is_file():
         yield place
     elif re.search(r"[*?\[]", place.name):
         yield from sorted(path for path in place.parent.glob(place.name) if path.is_file())
 
 
-def _by_format(files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Files that hold tables, by format; what holds none is left out."""
+def _by_format(files: Iterable[Path | Skipped]) -> tuple[dict[str, list[Path]], list[Skipped]]:
+    """Files that hold tables, by format, and what is left out."""
     groups: dict[str, list[Path]] = {}
+    skipped: list[Skipped] = []
     for path in files:
+        if isinstance(path, Skipped):
+            skipped.append(path)
+            continue
         found = detect(path)
         if found.problem:
             raise DatasetError(f"{path}: {found.problem}")
         format = "jsonl" if found.format == "reddit" else found.format
         if format in _TABLE_FORMATS:
             groups.setdefault(format, []).append(path)
-    return groups
+        else:
+            skipped.append(Skipped(str(path), f"no table: {format or found.why}"))
+    return groups, skipped
 
 
 def _open(kind: str, place: Path, files: list[Path], options: Options) -> TableSource:

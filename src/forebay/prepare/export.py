@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from forebay.dataset.slices import hash_file
 from forebay.prepare.collect import Corpus, UnitCut, collect, id_of, write_ids
+from forebay.prepare.documents import OWN_COLUMNS
 from forebay.prepare.read import Piece
 from forebay.prepare.read.listing import count_reasons
 from forebay.prepare.report import write_report
@@ -94,7 +95,8 @@ def export(task: ExportTask, scale: int = 0) -> Exported:
             left_out.append(start + np.flatnonzero(kept & empty))
             start += batch.num_rows
             columns = {"id": pa.array(ids, pa.large_string())}
-            columns |= {name: batch.column(name) for name in _COLUMNS if name in batch.schema.names}
+            others = [name for name in batch.schema.names if name not in OWN_COLUMNS]
+            columns |= {name: batch.column(name) for name in (*_COLUMNS, *others) if name in batch.schema.names}
             table = pa.table({**columns, "text": texts}).filter(pa.array(kept & ~empty))
             if table.num_rows and writer is None:
                 file = stack.enter_context(open_atomic(path))

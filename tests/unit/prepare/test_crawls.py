@@ -267,3 +267,29 @@ def test_hostile_archives_take_linear_time(tmp_path: Path) -> None:
     path = tmp_path / "b.warc.gz"
     path.write_bytes(b"\x1f\x8b\x08\0\0\0\0\0\0\0" * 20_000)
     assert [r.problem[:11] for r in documents(path)] == ["gzip member"]
+
+
+def response(body: str, mime: str, url: str, status: int = 200) -> bytes:
+    block = f"HTTP/1.1 {status} X\r\nContent-Type: {mime}\r\n\r\n{body}".encode()
+    return warc_record(block, "response", "application/http; msgtype=response", url=url)
+
+
+def test_files_for_programs_are_no_documents(tmp_path: Path) -> None:
+    page = "<html><body><p>A page.</p></body></html>"
+    kept = [("http://a/page", "text/html"), ("http://a/notes.txt", "text/plain"), ("http://a/x.xml", "text/html"),
+            ("http://a/about/robots", "text/plain"), ("http://a/p?f=x.htc", "text/html")]  # fmt: skip
+    left = [("http://a/robots.txt", "text/plain"), ("http://a/robots.txt?v=1", "text/html"),
+            ("http://a/pie.htc", "text/plain"), ("http://a/list.xspf", "text/plain"),
+            ("http://a/feed.xml", "text/plain"), ("http://a/app.js", "text/plain")]  # fmt: skip
+    path = tmp_path / "a.warc"
+    path.write_bytes(b"".join(response(page, mime, url) for url, mime in kept + left))
+    assert [record.url for record in documents(path)] == [url for url, _ in kept]
+
+
+def test_an_archive_without_documents_says_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "a.warc"
+    parts = [response("x", "image/png", "http://a/"), response("x", "text/html", "http://b/", 404)] * 2
+    path.write_bytes(b"".join([*parts, warc_record(b"GET / HTTP/1.1", "request", "application/http")]))
+    (record,) = documents(path)
+    assert record.failed and record.problem.startswith("expected responses of HTML or plain text, got none: 2 × ")
+    assert all(part in record.problem for part in ("2 × image/png", "2 × HTTP status 404", "1 × request record"))

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.errors import AccessError, DownloadError, ForebayError, PrepareError, UnknownDatasetError, UsageError
+from forebay.prepare.read.base import MAX_SOURCE_BYTES
 from forebay.store.origins import RefusedError
 from forebay.store.web import CheckedRedirects, hub_endpoint, hub_headers, wait_told
 
@@ -28,6 +29,8 @@ _FIRST_WAIT_S = 0.25  # 0.25, 0.5, 1, 2: 4 s in all
 LONGEST_WAIT_S = 330.0  # if the hub asks for it: its limits are of five minutes
 _PASSING = (408, 425, 429)
 _MOST_BYTES = 64 << 20  # of one answer; a page of 1000 files has 0.3 MB
+_MAX_PAGES = 10_000
+_NAME = re.compile(r"[\w.-]{1,100}(/[\w.-]{1,100})?")
 
 
 class Lost(PrepareError):  # noqa: N818 - says what happened to the file
@@ -93,11 +96,19 @@ def find_repo(kind: str, name: str, revision: str = "main", *, tries: int = TRIE
     query = "?expand=sha&expand=cardData&expand=gated"
     address = f"/api/{kind}/{urllib.parse.quote(name)}/revision/{urllib.parse.quote(revision, safe='')}{query}"
     told, _ = _ask_json(address, what, tries)
-    if not isinstance(told, Mapping) or not isinstance(told.get("sha"), str):
-        raise PrepareError(f"{what}: expected the hub to say its commit, got {str(told)[:200]} ({hub_endpoint()}).")
+    if not isinstance(told, Mapping) or not is_commit(told.get("sha")):
+        raise PrepareError(
+            f"{what}: expected the hub to say its commit, 40 hex digits, got {str(told)[:200]} ({hub_endpoint()}). "
+            "Check HF_ENDPOINT."
+        )
     card, found = told.get("cardData"), told.get("id")
-    name = found if isinstance(found, str) else name
+    name = found if isinstance(found, str) and _NAME.fullmatch(found) else name
     return Repo(kind, name, told["sha"], card if isinstance(card, Mapping) else {}, bool(told.get("gated")))
+
+
+def is_commit(value: object) -> bool:
+    """Whether it is the hash of a commit, and so also a safe name of a folder."""
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{40}", value) is not None
 
 
 def list_pages(repo: Repo, folder: str = "", *, recursive: bool = False) -> Iterator[tuple[list[HubFile], list[str]]]:
@@ -109,7 +120,15 @@ def list_pages(repo: Repo, folder: str = "", *, recursive: bool = False) -> Iter
     place = f"/{urllib.parse.quote(folder, safe='')}" if folder else ""
     address = f"/api/{repo.kind}/{urllib.parse.quote(repo.name)}/tree/{repo.commit}{place}"
     address += f"?recursive={recursive}&expand=False"
+    seen: set[str] = set()
     while address:
+        if address in seen or len(seen) >= _MAX_PAGES:
+            got = "a page again" if address in seen else "no end"
+            raise PrepareError(
+                f"{repo.what}: expected a listing that ends, got {got} after {len(seen)} pages ({hub_endpoint()}). "
+                "Check HF_ENDPOINT."
+            )
+        seen.add(address)
         told, link = repo._pages.get(address) or _ask_json(address, repo.what, TRIES, missing_is_none=True)
         if "cursor=" not in address:  # The first pages are looked at by several rules; of a commit they stay the same.
             repo._pages[address] = told, link
@@ -118,7 +137,7 @@ def list_pages(repo: Repo, folder: str = "", *, recursive: bool = False) -> Iter
         entries = [one for one in told if isinstance(one, Mapping) and isinstance(one.get("path"), str)]
         entries.sort(key=lambda one: str(one["path"]))
         yield (
-            [_file(one) for one in entries if one.get("type") == "file"],
+            [_file(repo, one) for one in entries if one.get("type") == "file"],
             [str(one["path"]) for one in entries if one.get("type") == "directory"],
         )
         found = re.search(r'<([^<>]+)>\s*;\s*rel="next"', link)
@@ -128,17 +147,28 @@ def list_pages(repo: Repo, folder: str = "", *, recursive: bool = False) -> Iter
         address = address[address.index("/api/") :] if "/api/" in address else ""
 
 
-def _file(entry: Mapping[str, Any]) -> HubFile:
-    lfs = entry.get("lfs") or {}
-    return HubFile(str(entry["path"]), int(entry.get("size") or 0), str(entry.get("oid", "")), str(lfs.get("oid", "")))
+def _file(repo: Repo, entry: Mapping[str, Any]) -> HubFile:
+    lfs, size = entry.get("lfs") or {}, entry.get("size") or 0
+    if type(size) is not int or not 0 <= size <= MAX_SOURCE_BYTES or not isinstance(lfs, Mapping):
+        raise PrepareError(
+            f"{repo.what}: expected a file of at most {MAX_SOURCE_BYTES >> 40} TiB, got {entry['path']!r:.200} of "
+            f"{size!r:.40} bytes ({hub_endpoint()}). Check HF_ENDPOINT."
+        )
+    return HubFile(str(entry["path"]), size, str(entry.get("oid", "")), str(lfs.get("oid", "")))
 
 
 def unreachable(what: str, why: str, tries: int, elapsed_s: float) -> DownloadError:
     """What to raise where the hub does not answer."""
     endpoint = hub_endpoint()
+    if what.startswith("tokenizer"):
+        advice = "name a tokenizer.json that is here, or `bytes`, which needs none"
+    elif "tiny-shakespeare" in what.replace("_", "-"):
+        advice = "name files that are here"
+    else:
+        advice = "try another dataset: tiny_shakespeare is small"
     error = DownloadError(
         f"Failed to download {what}: expected an answer of {endpoint}, got {why} (tries: {tries}, {elapsed_s:.1f} s). "
-        "Check the internet connection and HF_ENDPOINT, or try another dataset: tiny_shakespeare is small."
+        f"Check the internet connection and HF_ENDPOINT, or {advice}."
     )
     error.dataset, error.endpoint, error.attempts, error.elapsed_s = _named(what), endpoint, tries, elapsed_s
     return error

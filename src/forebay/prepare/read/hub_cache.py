@@ -24,7 +24,7 @@ from typing import Any
 from forebay.errors import DatasetError, DownloadError, IntegrityError, PrepareError
 from forebay.prepare.read.base import Source
 from forebay.prepare.read.hub import PREFIX, HubName, find_dataset, hub_file_source, missing_packages, parse_url
-from forebay.prepare.read.hub_api import TRIES, HubFile, Repo, find_repo, list_pages
+from forebay.prepare.read.hub_api import TRIES, HubFile, Repo, find_repo, is_commit, list_pages
 from forebay.prepare.read.hub_files import fetch_range, file_url
 from forebay.storage.atomic import atomic_write, commit_files, remove_stale
 from forebay.store import locks
@@ -157,9 +157,13 @@ def _read_copy(index: Path, folder: Path) -> HubCopy | None:
     try:
         plain: dict[str, Any] = json.loads(index.read_bytes())
         files = tuple(HubFile(**file) for file in plain["files"])
+        if not is_commit(plain["commit"]):
+            return None
+        for file in files:
+            below(folder, file.path)
         copy = HubCopy(plain["url"], folder / plain["commit"], files, offline=True)
         whole = all(path.stat().st_size == file.size for path, file in zip(copy.paths, files))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, PrepareError):
         return None
     return copy if whole else None
 
@@ -190,15 +194,27 @@ def _fetch(repo: Repo, files: Sequence[HubFile], folder: Path, progress: Callabl
                 progress(here, total)
 
 
+def below(folder: Path, name: str) -> Path:
+    """The path of that name below a folder; of a name that somebody else gave.
+
+    Raises:
+        PrepareError: If it leads elsewhere.
+    """
+    parts = PurePosixPath(name).parts
+    if not parts or parts[0] == "/" or ".." in parts or "\0" in name:
+        raise PrepareError(
+            f"{folder}: expected the name of a file below it, got {name!r:.200}. Check where it is from."
+        )
+    return folder.joinpath(*parts)
+
+
 def _is_here(file: HubFile, folder: Path) -> bool:
-    path = folder / file.path
+    path = below(folder, file.path)
     return path.is_file() and path.stat().st_size == file.size
 
 
 def _fetch_file(repo: Repo, file: HubFile, folder: Path) -> int:
-    path = folder / file.path
-    if PurePosixPath(file.path).is_absolute() or ".." in PurePosixPath(file.path).parts:
-        raise PrepareError(f"{repo.what}: expected paths below it, got {file.path!r}.")
+    path = below(folder, file.path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")  # A fixed name, under the lock: a broken-off one is resumed.
     try:

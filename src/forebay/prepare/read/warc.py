@@ -14,7 +14,8 @@ are not documents and not counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 
 from forebay.errors import UsageError
@@ -37,6 +38,12 @@ _LINE_END = re.compile(rb"\n")
 _DATE = re.compile(rb"\d{8,20}")
 _ADDRESS = re.compile(rb"[0-9a-fA-F.:]{2,45}")
 _BLANK = b"\r\n"
+_FOR_PROGRAMS = re.compile(r"/(robots|ads|app-ads)\.txt$|\.(htc|xspf)$", re.IGNORECASE)
+"""URLs of what no person reads, whatever its type says."""
+_NO_TEXT = re.compile(
+    _FOR_PROGRAMS.pattern + r"|\.(atom|css|ico|js|json|m3u8?|map|mjs|pls|rss|svg|vtt|xml|xsl)$", re.IGNORECASE
+)
+"""The same of what a server calls plain text."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +79,16 @@ def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     place = 0
     decoded = Budget(piece, options)
     for source in piece.sources:
+        found, passed = False, Counter[str]()
         for raw in read_raw(source, options):
-            yield from _document(raw, place, statuses, options, decoded)
+            why = yield from _document(raw, place, statuses, options, decoded)
+            found = found or not why
+            if why and (why in passed or len(passed) < 100):
+                passed[why] += 1
             place += 1
+        if not found:
+            told = "; ".join(f"{n:,} × {why}" for why, n in passed.most_common(5)) or "no records at all"
+            yield Record(place, problem=f"expected responses of HTML or plain text, got none: {told}", failed=True)
 
 
 def _statuses(options: ReadOptions) -> frozenset[int]:
@@ -86,31 +100,36 @@ def _statuses(options: ReadOptions) -> frozenset[int]:
 
 def _document(
     raw: RawRecord, place: int, statuses: frozenset[int], options: ReadOptions, decoded: Budget
-) -> Iterator[Record]:
-    """The document in a record, or what is wrong with it; nothing if it is no document."""
+) -> Generator[Record, None, str]:
+    """The document in a record, or what is wrong with it; if it is no document, nothing, and why is returned."""
     identity = raw.headers.get("warc-record-id", "").strip("<> ")
     url = raw.headers.get("warc-target-uri", "").strip("<> ")
     if raw.problem:
         start = raw.block[:512].decode("utf-8", "replace")
         yield Record(place, identity, start, url, problem=raw.problem, where=raw.where)
-        return
+        return ""
     mime, charset, body, problem = raw.headers.get("content-type", ""), "", raw.block, ""
     if raw.kind in ("response", "resource"):
         if raw.kind == "response" and body[:5] == b"HTTP/":
             answer = parse_http(body, options.max_document_bytes)
             decoded.spend(len(answer.body) or (options.max_document_bytes if answer.problem else 0))
             if statuses and answer.status not in statuses:
-                return
+                return f"HTTP status {answer.status}"
             mime, charset, body, problem = answer.mime, answer.charset, answer.body, answer.problem
     elif raw.kind != "conversion":
-        return
+        return f"{raw.kind[:20] or 'untyped'} record"
     html = is_html(mime, body) if raw.kind != "conversion" else False
-    if not html and raw.kind != "conversion" and mime.partition(";")[0].strip().lower() != "text/plain":
-        return
+    if raw.kind != "conversion":
+        kind = mime.partition(";")[0].strip().lower()
+        if not html and kind != "text/plain":
+            return kind[:40] or "a response without a type"
+        if (_FOR_PROGRAMS if html else _NO_TEXT).search(url.partition("?")[0]):
+            return "a file for programs, such as robots.txt"
     if url.startswith(("filedesc:", "dns:", "whois:", "metadata:", "warcinfo:")):
-        return
+        return "a record about the archive"
     text = body_text(body, charset, html)
     yield Record(place, identity, text[:512] if problem else text, url, html, problem, raw.where)
+    return ""
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ def page(report: Report) -> str:
             ("samples", "Look at the text", _samples(report)),
             ("malformed", "Malformed records", _rejects(report)),
             ("inputs", "Inputs", _inputs(report)),
+            ("skipped", "Inputs that were not read", _skipped(report)),
             ("recipe", "Recipe", _recipe(report)),
             ("lineage", "Lineage", _lineage(report)),
         )
@@ -93,7 +94,7 @@ def _json(report: Report) -> str:
 
 
 def _nav(body: str) -> str:
-    names = ("funnel", "distributions", "languages", "samples", "malformed", "inputs", "recipe", "lineage")
+    names = ("funnel", "distributions", "languages", "samples", "malformed", "inputs", "skipped", "recipe", "lineage")
     links = "".join(f'<a href="#{name}">{name.capitalize()}</a>' for name in names if f'id="{name}"' in body)
     return f'<nav aria-label="Sections">{links}</nav>'
 
@@ -323,6 +324,24 @@ def _inputs(report: Report) -> str:
         for i in inputs
     ]
     return _table("Inputs", ["Name", "Format", "Size", "Documents", "Malformed"], rows)
+
+
+def _skipped(report: Report) -> str:
+    reasons = report.get("skipped", {})
+    if not reasons:
+        return ""
+    counts = _table("Reasons", ["Why", "Files and folders"], [[_bdi(why), count(n)] for why, n in reasons.items()])
+    rows = [
+        [
+            f'<span class="where">{_bdi(one.get("path", ""))}</span>',
+            _bdi(one.get("status", "")),
+            _bdi(one.get("reason", "")),
+        ]
+        for one in report.get("skipped_files", [])
+    ]
+    total = sum(reasons.values())
+    rest = f'<p class="none">{count(total - len(rows))} more are in skipped.jsonl.</p>' if total > len(rows) else ""
+    return counts + _table("Inputs that were not read", ["Name", "", "Why"], rows) + rest
 
 
 def _recipe(report: Report) -> str:
