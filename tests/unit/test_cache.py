@@ -334,9 +334,9 @@ def test_a_file_that_changed_is_hashed_and_stays_if_it_is_right(
     cache.path_of(restored).write_bytes(b"\1" * 100)
     cache.path_of(wrong).write_bytes(b"x" * 100)  # within the tick of the clock in which it was verified
     times = cache.path_of(same_time).stat()
-    cache.path_of(same_time).unlink()
-    cache.path_of(same_time).write_bytes(b"x" * 100)
-    os.utime(cache.path_of(same_time), ns=(times.st_atime_ns, times.st_mtime_ns))
+    (tmp_path / "restored").write_bytes(b"x" * 100)
+    os.utime(tmp_path / "restored", ns=(times.st_atime_ns, times.st_mtime_ns))
+    (tmp_path / "restored").replace(cache.path_of(same_time))
     cache.path_of(gone).unlink()
     assert other.hold(names[:2]) == [tmp_path / touched, tmp_path / restored]
     assert [other.get(name) for name in names[2:]] == [None] * 3 == [other.hold([name]) for name in names[2:]]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import subprocess
 import threading
 import time
@@ -17,6 +19,7 @@ import pytest
 from test_journal import lease, open_journal, use
 
 from forebay.errors import LedgerError, StateError, UsageError
+from forebay.ledger import Ledger
 from forebay.schedule.coordinator import Coordinator
 from forebay.schedule.journal import JOURNAL_NAME
 from forebay.schedule.members import Note, Rules, State
@@ -144,6 +147,27 @@ def test_the_scheduler_s_journal_keeps_its_leases(small_disk: Path) -> None:
     with open_journal(small_disk) as journal:
         assert grant.lease_id in journal.desk.jobs["d"].tables[0].leases
         assert use(journal, "w", grant, 0, 2).uses[0].offset == 2
+
+
+def test_a_torn_line_that_stays_ends_a_ledger_until_it_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int, what: Any) -> int:
+        raise OSError(errno.EIO, "cannot")
+
+    write = os.write
+    with Ledger.open(tmp_path / "ledger", lambda message: b"s" * 64) as ledger:
+        ledger.append("job", {})
+        monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:10]))
+        monkeypatch.setattr(os, "ftruncate", fail)
+        with pytest.raises(LedgerError, match="10 of"):
+            ledger.append("note", {"n": 1})
+        monkeypatch.undo()
+        with pytest.raises(LedgerError, match="10 of"):
+            ledger.append("note", {"n": 2})
+    with Ledger.open(tmp_path / "ledger", lambda message: b"s" * 64) as ledger:
+        assert ledger.truncated_bytes == 10
+        assert ledger.append("note", {"n": 3}).seq == 1
 
 
 def test_the_cache_takes_slices_again(small_disk: Path) -> None:

@@ -181,7 +181,8 @@ def test_killed_between_any_two_steps(tmp_path: Path, step: str, monkeypatch: py
     if step == "before ledger":
         monkeypatch.setattr(journal.ledgers["d"], "append", die)
     elif step == "after ledger":
-        monkeypatch.setattr(journal, "_transaction", die)
+        sync = journal.ledgers["d"].sync
+        monkeypatch.setattr(journal.ledgers["d"], "sync", lambda: die(sync()))
     else:
         monkeypatch.setattr(journals, "to_row", die)
     with pytest.raises(Killed):

@@ -172,8 +172,12 @@ class Ledger:
             if written != len(line):
                 raise OSError(f"{written} of {len(line)} bytes written")
         except OSError as error:
-            os.ftruncate(self._fd, self._size)
-            raise LedgerError(f"ledger {self.path}: cannot append an entry: {error}. Is the disk full?") from error
+            text = f"ledger {self.path}: cannot append an entry: {error}. Is the disk full?"
+            try:
+                os.ftruncate(self._fd, self._size)
+            except OSError:
+                self._broken = text  # What follows a torn line could not be read.
+            raise LedgerError(text) from error
 
     def sync(self) -> None:
         """Returns once every entry appended before the call is on disk; calls that overlap share an fsync.

@@ -8,8 +8,8 @@ room evicts for all: first what no live process will read again, then what is re
 
 The file `verified` records the size, time of change and inode of each verified file. A file that differs from its
 record, or has none (after a copy or a restore of the directory), is hashed when it is next asked for: it stays if it is
-right, and is deleted only if it is wrong. What changes while it is mapped, or below the file system, is not noticed:
-that takes hashing it again (Loader's `verify`).
+right, and is deleted only if it is wrong. What changes while it is mapped, below the file system, or with all three
+kept is not noticed: that takes hashing it again (Loader's `verify`).
 
 A path handed out by `get` may be evicted before it is opened; `hold` and `pin` say what may not.
 
