@@ -380,7 +380,7 @@ def _texts(run: Run, pieces: Sequence[Piece], sample: float) -> list[TextResult]
     files = stage_files(recipe.stages)
     sign = recipe.dedup.active and not recipe.percentiles
     tasks = [
-        TextTask(piece, recipe.read, recipe.stages, files, recipe.dedup, sign, sample, str(run.tasks))
+        TextTask(piece, recipe.read, recipe.stages, files, recipe.dedup, sign, sample, str(run.tasks), recipe.limits)
         for piece in pieces
     ]
     total = sum(piece.bytes for piece in pieces)
