@@ -85,11 +85,13 @@ class Verdict:
         batch: The same rows in the same order, perhaps with another text and more columns.
         drop: int16 [rows]: -1 for a row that is kept, else an index into the stage's `reasons`.
         counts: What was changed, by kind, over the rows that are kept: `{"email": 3}`.
+        problems: What is wrong with rows that are dropped as malformed: these are listed with the malformed records.
     """
 
     batch: pa.RecordBatch
     drop: NDArray[np.int16]
     counts: Mapping[str, int] = field(default_factory=dict)
+    problems: Mapping[int, str] = field(default_factory=dict)
 
 
 class Stage(Protocol):

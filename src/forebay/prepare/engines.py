@@ -20,9 +20,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from forebay.errors import ForebayError, PrepareError, UsageError
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.guard import Outcome, attempt, close, label, pickled_error, result_of, use_one_core
 
 MAX_SCALE = 3
 """The last scale that is tried: memory about 1/64 of that of scale 0."""
@@ -33,7 +34,6 @@ _EXIT_S = 5.0
 T = TypeVar("T")
 R = TypeVar("R")
 Trouble = Callable[[str], None]
-Outcome = tuple[Literal["done", "error", "memory"], bytes]
 
 
 class Engine(Protocol):
@@ -147,49 +147,6 @@ class Attempts:
         self._again.append((index, scale + 1))
 
 
-def label(task: Any) -> str:
-    """What a task is called in messages: its `label`, else `name`, else as much of it as fits."""
-    text = str(getattr(task, "label", None) or getattr(task, "name", None) or task)
-    return text if len(text) <= 120 else text[:119] + "…"
-
-
-def attempt(run: Callable[[T, int], R], task: T, scale: int) -> Outcome:
-    """Run a task where its errors cannot be raised: the pickled result, or error, and which of the two it is."""
-    try:
-        return "done", pickle.dumps(run(task, scale), pickle.HIGHEST_PROTOCOL)
-    except MemoryError as error:
-        return "memory", pickle.dumps(str(error))
-    except BaseException as error:  # noqa: BLE001 - all of them cross to the caller, who raises them
-        return "error", _pickled_error(error, f"In {label(task)}:\n{traceback.format_exc()}")
-
-
-def result_of(outcome: Outcome) -> Any:
-    """The result of an attempt that is done; raises the error of one that failed."""
-    kind, data = outcome
-    value = pickle.loads(data)
-    if kind == "error":
-        raise value
-    return value
-
-
-def _pickled_error(error: BaseException, where: str) -> bytes:
-    if not isinstance(error, ForebayError):
-        error.add_note(where)
-    try:
-        data = pickle.dumps(error)
-        if type(pickle.loads(data)) is type(error):
-            return data
-    except Exception:  # noqa: BLE001, S110 - whatever its class does when it is copied, the text below says it
-        pass
-    return pickle.dumps(PrepareError(f"{type(error).__name__}: {error}\n{where}"))
-
-
-def use_one_core() -> None:
-    """Ask the libraries of this process not to start threads: the other cores have a process of their own."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["RAYON_NUM_THREADS"] = "1"
-
-
 def _run_here(run: Callable[[T, int], R], task: T, scale: int) -> tuple[str, R | None]:
     try:
         return "", run(task, scale)
@@ -248,6 +205,7 @@ class _LocalEngine:
         self.close()
 
     def close(self) -> None:
+        close()  # what served the tasks that ran in this process
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.process.kill()
@@ -356,7 +314,7 @@ def _serve(pipe: Any, memory_bytes: int | None) -> None:
         except EOFError:
             return
         except Exception as error:  # noqa: BLE001 - a function that cannot be imported here: the caller says so
-            pipe.send(("error", _pickled_error(error, traceback.format_exc())))
+            pipe.send(("error", pickled_error(error, traceback.format_exc())))
             continue
         outcome = attempt(run, task, scale)
         del run, task

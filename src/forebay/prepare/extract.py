@@ -1,11 +1,11 @@
 """HTML to the text that a reader came for.
 
 Hides: the HTML parser (resiliparse), and what tells an article from the menus and footers around it: elements that say
-what they are, by their HTML5 tag, their ARIA role or the words in their class and id. On the few pages read by hand
-that keeps up with trafilatura at about ten times its speed (figures, and how little they prove:
-docs/decisions/0004-html-extraction.md). resiliparse's own search for main text is not used: its time grows with the
-square of how deep elements are nested; this is linear. What it cannot see is boilerplate that says nothing of itself:
-lists of links in plain tables, as pages before 2010 have them.
+what they are, by their HTML5 tag, their ARIA role or the words in their class and id. It keeps more of a page than
+trafilatura, boilerplate too, at about ten times its speed (figures: docs/decisions/0004-html-extraction.md).
+resiliparse's own search for main text is not used: its time grows with the square of how deep elements are nested; this
+is linear, and pages on which the parser is not are refused. What it cannot see is boilerplate that says nothing of
+itself: lists of links in plain tables, as pages before 2010 have them.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pyarrow as pa
 
+from forebay.errors import PrepareError
 from forebay.prepare.documents import Verdict, keep_all, replace_column, without_turns
 
 _TAGS = (
     "nav",
     "footer",
     "aside",
-    "form",
     "noscript",
     "button",
     "select",
     "dialog",
     "template",
     "iframe",
-    "body > header",
 )
+# The form right below the body may be the page, as ASP.NET has it; so may a header be a post.
+_NOT_THE_PAGE = ("body > * form", "body > header")
 _ROLES = ("navigation", "banner", "contentinfo", "search", "complementary", "dialog", "menu", "menubar")
 _NAMES = (
     "nav navbar navigation menu header footer sidebar breadcrumb breadcrumbs cookie social share sharing pagination "
@@ -41,15 +42,29 @@ _NAMES = (
 _WITHIN = ("sidebar", "breadcrumb", "cookie", "footer", "navbar", "-nav", "nav-", "menu")
 # A page whose whole body is `class="has-sidebar"` is no sidebar.
 _NOT_ALL = ":not(html):not(body):not(main):not(article)"
-_PLAIN_SKIPPED = [*_TAGS, *(f'[role="{role}"]' for role in _ROLES), '[aria-hidden="true"]', "[hidden]"]
+_LEAST_SKIPPED = [*_TAGS, *(f'[role="{role}"]' for role in _ROLES), '[aria-hidden="true"]', "[hidden]"]
+_PLAIN_SKIPPED = [*_LEAST_SKIPPED, *_NOT_THE_PAGE]
 _SKIPPED = [
     *_PLAIN_SKIPPED,
     *(f"{mark}{name}{_NOT_ALL}" for name in _NAMES.split() for mark in ".#"),
     *(f'[{attribute}*="{word}"]{_NOT_ALL}' for attribute in ("class", "id") for word in _WITHIN),
 ]
-_FEW_CHARACTERS = 400
-"""A page with less main text than this may have lost it to a name that misleads: then tags and roles alone decide."""
+_FEW_CHARACTERS = 1500
+"""A page with less main text than this may have lost it to a name, form or header that misleads: without these, has it
+more than four times as much?"""
 _BLANK_LINES = re.compile(r"\n{3,}")
+
+_MAX_ATTRIBUTES = 1000
+_MAX_AGAIN = 1000
+_MAX_INDENTED = 16
+"""Blanks that may indent nested lists, for each byte of HTML."""
+_MAX_GROWTH = 8
+_ATTRIBUTES = re.compile(rb"""<[a-zA-Z](?:[^\s>"']*+(?:"[^"]*+"|'[^']*+')?+[\s/]++){%d}""" % _MAX_ATTRIBUTES)
+_COUNTED = re.compile(rb"<(/?)(?:([uo]l)|body|html)\b", re.IGNORECASE)
+
+
+class HtmlError(PrepareError):
+    """A page whose parsing or text would take far more time or memory than its size allows."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +77,14 @@ class Extract:
     """
 
     name: ClassVar[str] = "extract"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     min_characters: int = 1
     main_content: bool = True
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Of a page without text."""
-        return ("no_text",)
+        """Of a page without text; and of one that is not to be parsed."""
+        return ("no_text", "malformed")
 
     def files(self) -> tuple[str, ...]:
         """None."""
@@ -82,39 +97,76 @@ class Extract:
         if not any(html):
             return Verdict(batch, drop)
         texts = batch.column("text").to_pylist()
+        problems = {}
         for row, is_html in enumerate(html):
             if is_html:
-                texts[row] = extract_html(texts[row]) if self.main_content else all_text(texts[row])
+                try:
+                    texts[row] = extract_html(texts[row]) if self.main_content else all_text(texts[row])
+                except HtmlError as error:
+                    drop[row], texts[row], problems[row] = 1, "", str(error)
+                    continue
                 if len(texts[row]) < self.min_characters:
                     drop[row] = 0
         batch = replace_column(batch, "text", pa.array(texts, pa.large_string()))
         batch = replace_column(batch, "html", pa.array([False] * batch.num_rows, pa.bool_()))
-        return Verdict(batch, drop, {"extracted": sum(html) - int((drop == 0).sum())})
+        return Verdict(batch, drop, {"extracted": sum(html) - int((drop >= 0).sum())}, problems)
 
 
 def extract_html(html: str) -> str:
     """The main text of a page: paragraphs, headings and list items, a line each; "" if there is none.
 
     Cost: about 20 MB of HTML a CPU second, linear in its length.
+
+    Raises:
+        HtmlError: If a tag has more than 1,000 attributes, `<body>` or `<html>` stand there more than 1,000 times, or
+            lists are nested so deep that the text would be many times as long as the page.
     """
-    text = _plain(html, _SKIPPED)
-    if len(text) >= _FEW_CHARACTERS:
-        return text
-    cautious = _plain(html, _PLAIN_SKIPPED)
-    return cautious if len(cautious) > 4 * len(text) else text
+    page = _parsed(html)
+    text = _plain(html, page, _SKIPPED)
+    for skipped in (_PLAIN_SKIPPED, _LEAST_SKIPPED):
+        if len(text) >= _FEW_CHARACTERS:
+            break
+        cautious = _plain(html, page, skipped)
+        text = cautious if len(cautious) > 4 * len(text) else text
+    return text
 
 
 def all_text(html: str) -> str:
-    """The text of a fragment or page with all that a browser shows of it."""
-    return _plain(html, None)
+    """The text of a fragment or page with all that a browser shows of it.
+
+    Raises:
+        HtmlError: As `extract_html`.
+    """
+    return _plain(html, _parsed(html), None)
 
 
-def _plain(html: str, skipped: list[str] | None) -> str:
+def _parsed(html: str) -> Any:
+    from resiliparse.parse.html import HTMLTree
+
+    data = html.encode("utf-8", "replace")
+    if _ATTRIBUTES.search(data):
+        raise HtmlError(f"malformed HTML: a tag with more than {_MAX_ATTRIBUTES} attributes.")
+    depth = deepest = again = 0
+    for end, is_list in _COUNTED.findall(data):
+        if is_list:
+            depth = max(0, depth - 1) if end else depth + 1
+            deepest = max(deepest, depth)
+        else:
+            again += not end
+    if again > _MAX_AGAIN:
+        raise HtmlError(f"malformed HTML: <body> or <html> {again} times.")
+    # The library puts two blanks for each level of nested lists before each line.
+    if deepest > _MAX_INDENTED // 2 and 2 * deepest * data.count(b"<") > _MAX_INDENTED * len(data):
+        raise HtmlError(f"malformed HTML: lists nested {deepest} deep.")
+    return HTMLTree.parse(html.replace("\0", "") if "\0" in html else html)
+
+
+def _plain(html: str, page: Any, skipped: list[str] | None) -> str:
     from resiliparse.extract.html2text import extract_plain_text
 
-    text: str = extract_plain_text(
-        html.replace("\0", ""), alt_texts=False, preserve_formatting=True, skip_elements=skipped
-    )
+    text: str = extract_plain_text(page, alt_texts=False, preserve_formatting=True, skip_elements=skipped)
+    if len(text) > _MAX_GROWTH * len(html) + 1000:
+        raise HtmlError(f"malformed HTML: {len(html)} characters become {len(text)} of text.")
     return _BLANK_LINES.sub("\n\n", without_turns(text)).strip()
 
 
@@ -126,7 +178,6 @@ def extract_file(path: str | Path) -> Iterator[tuple[str, str]]:
     Raises:
         PrepareError: If the file cannot be read; of a damaged archive, what can be read comes first.
     """
-    from forebay.errors import PrepareError
     from forebay.formats.detect import detect
     from forebay.prepare.read import warc
     from forebay.prepare.read.base import Piece, ReadOptions, Source
@@ -151,6 +202,9 @@ def extract_file(path: str | Path) -> Iterator[tuple[str, str]]:
         if record.problem:
             damages.append(f"{record.where}: {record.problem}")
         else:
-            yield record.url or record.id, extract_html(record.text) if record.html else record.text
+            try:
+                yield record.url or record.id, extract_html(record.text) if record.html else record.text
+            except HtmlError as error:
+                damages.append(f"{record.where}: {error}")
     if damages:
         raise PrepareError(f"{path}: {len(damages)} damaged records were left out; the first at {damages[0]}.")

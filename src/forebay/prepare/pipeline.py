@@ -513,7 +513,17 @@ def _texts(run: Run, pieces: Sequence[Piece], sample: float, content: str) -> li
     formats = {piece.format for piece in pieces}
     keys = {format: task_key(content, format, recipe.stages, recipe.dedup, sign) for format in formats}
     tasks = [
-        TextTask(piece, recipe.read, recipe.stages, recipe.dedup, sign, sample, str(run.tasks), keys[piece.format])
+        TextTask(
+            piece,
+            recipe.read,
+            recipe.stages,
+            recipe.dedup,
+            sign,
+            sample,
+            str(run.tasks),
+            keys[piece.format],
+            recipe.limits,
+        )
         for piece in pieces
     ]
     total = sum(piece.bytes for piece in pieces)

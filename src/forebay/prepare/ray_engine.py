@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 from forebay.errors import PrepareError, UsageError
 from forebay.extras import install_command
-from forebay.prepare.engines import Attempts, Engine, Outcome, Trouble, attempt, result_of, use_one_core
+from forebay.prepare.engines import Attempts, Engine, Trouble
+from forebay.prepare.guard import Outcome, attempt, result_of, use_one_core
 
 _OBJECT_STORE_BYTES = 80 << 20
 """Of a local cluster; Ray's least is 75 MiB, and results are far smaller."""

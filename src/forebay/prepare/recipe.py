@@ -28,6 +28,7 @@ from forebay.errors import ForebayError, UsageError
 from forebay.extras import install_command
 from forebay.prepare.dedup import Dedup
 from forebay.prepare.documents import Stage, portable
+from forebay.prepare.guard import Limits
 from forebay.prepare.layers import Keys, Layer, merge, parse_layer, place_of
 from forebay.prepare.read.base import ReadOptions
 from forebay.prepare.tokens.rows import TEMPLATES, Conversations
@@ -133,6 +134,7 @@ class Recipe:
     max_bad: float = 0.05
     sample: float = 1.0
     read: ReadOptions = field(default_factory=ReadOptions)
+    limits: Limits = field(default_factory=Limits)
     stages: tuple[Stage, ...] = ()
     dedup: Dedup = field(default_factory=Dedup)
     tokenize: Tokenize = field(default_factory=Tokenize)
@@ -162,6 +164,7 @@ class Recipe:
         """The same as the tables of a recipe's file, in their order: `load_recipe(settings=…)` takes them back."""
         found: dict[str, Any] = {"name": self.name, "max_bad": self.max_bad, "sample": self.sample}
         found["read"] = _plain(self.read)
+        found["limits"] = _plain(self.limits)
         for stage in self.stages:
             target = f"{type(stage).__module__}:{type(stage).__qualname__}"
             use = {} if STAGES.get(stage.name) == target else {"use": target}

@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -28,11 +28,12 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import ForebayError, PrepareError
 from forebay.prepare.dedup import Dedup
 from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, Verdict, portable
+from forebay.prepare.guard import Limits, result_of, say, worker_for
 from forebay.prepare.read import read
 from forebay.prepare.read.base import Piece, ReadOptions, Source
 from forebay.prepare.read.listing import shown_path
 from forebay.prepare.read.opening import check_unchanged
-from forebay.prepare.stats import StageCount, Tally, text_bytes
+from forebay.prepare.stats import Tally, text_bytes
 from forebay.prepare.tokens.encode import TextPart
 from forebay.storage.atomic import atomic_write, open_atomic
 
@@ -44,6 +45,10 @@ TEXT_VERSION = 2
 REJECT_CHARACTERS = 200
 MAX_REJECTS = 10_000
 """Malformed records of one piece that are kept aside; the rest are counted."""
+_PARTS = 16
+"""A batch that ends the process of the stages is tried again in so many parts, down to single documents."""
+_MAX_FAULTS = 32
+"""Once so many documents of a piece have been found to do so, whole batches that do are rejected."""
 ARROW_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 _FILE_FORMATS = ("text", "html")
 """Formats of one document a file: the file is its name."""
@@ -73,13 +78,14 @@ class TextTask:
     sample: float
     folder: str
     recipe_key: str
+    limits: Limits = field(default_factory=Limits)
 
     @cached_property
     def name(self) -> str:
         """What its files are called: by which files it reads, as they were listed, and not by their contents, which
         only the task reads."""
         sources = [identity(source) for source in self.piece.sources]
-        return _hash([self.recipe_key, sources, self.piece.start, self.piece.stop])
+        return _hash([self.recipe_key, sources, self.piece.start, self.piece.stop, repr(self.limits)])
 
     @property
     def label(self) -> str:
@@ -270,20 +276,21 @@ def sift(task: TextTask, scale: int) -> TextResult:
         write = stack.enter_context(write_documents(f"{task.prefix}.arrow"))
         signer = stack.enter_context(signer_of(task.prefix, task.dedup)) if task.sign else None
         for batch in reader.batches(tally):
-            kept = _through(task.stages, batch, tally, reader)
-            if kept.num_rows:
-                documents += kept.num_rows
-                size += int(text_bytes(kept).sum())
-                if signer is not None:
-                    signer.add(kept.column("text"), scores(kept, task.dedup))
-                write(kept)
-            del batch, kept
+            for kept in _kept(task, batch, tally, reader):
+                if kept.num_rows:
+                    documents += kept.num_rows
+                    size += int(text_bytes(kept).sum())
+                    if signer is not None:
+                        signer.add(kept.column("text"), scores(kept, task.dedup))
+                    write(kept)
+                del kept
+            del batch
     sources = enumerate(task.piece.sources if task.piece.start == 0 else ())
     sha256s = {str(index): sha256 for index, source in sources if (sha256 := hash_source(source))}
     for source in task.piece.sources:
         check_unchanged(source)  # since it was read
     result = TextResult(
-        task.name, "", reader.documents, documents, reader.malformed, reader.places, size, sha256s, reader.failed
+        task.name, "", reader.documents, documents, reader.malformed, reader.num_places, size, sha256s, reader.failed
     )
     lines = b"".join(json.dumps(r, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for r in reader.rejects)
     atomic_write(Path(f"{task.prefix}.rejects"), lines)
@@ -292,15 +299,72 @@ def sift(task: TextTask, scale: int) -> TextResult:
     return result
 
 
-def _through(stages: tuple[Stage, ...], batch: pa.RecordBatch, tally: Tally, reader: _Reader) -> pa.RecordBatch:
-    """The rows that pass every stage.
+def _kept(task: TextTask, batch: pa.RecordBatch, tally: Tally, reader: _Reader) -> Iterator[pa.RecordBatch]:
+    """The rows of a batch that pass every stage, in one batch or several; what is malformed is kept aside."""
+    own = any(not type(s).__module__.startswith("forebay.") or getattr(s, "classifier", "") for s in task.stages)
+    if own or not task.stages:
+        kept, rejects = _through(task.stages, batch, tally, reader.places)
+        reader.reject(rejects)
+        yield kept
+        return
+    outcome = worker_for(task.stages, _warm).call(
+        _apart, (task.stages, reader.places, _packed(batch)), task.limits.of(int(text_bytes(batch).sum()))
+    )
+    if not isinstance(outcome, str):
+        data, counted, rejects = result_of(outcome)
+        tally.add(counted)
+        reader.reject(rejects)
+        yield _unpacked(data)
+        return
+    rows = batch.num_rows
+    if rows == 1 or reader.faults >= _MAX_FAULTS:
+        reader.fault(batch, outcome, tally)
+        return
+    step = -(-rows // _PARTS)
+    for start in range(0, rows, step):
+        yield from _kept(task, batch.slice(start, step), tally, reader)
+
+
+def _apart(job: tuple[tuple[Stage, ...], _Places, bytes], scale: int) -> tuple[bytes, Tally, list[_Reject]]:
+    """What a batch becomes, in the process of the stages."""
+    stages, places, data = job
+    tally = Tally()
+    kept, rejects = _through(stages, _unpacked(data), tally, places)
+    return _packed(kept), tally, rejects
+
+
+def _packed(batch: pa.RecordBatch) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def _unpacked(data: bytes) -> pa.RecordBatch:
+    return next(iter(pa.ipc.open_stream(data)))
+
+
+def _warm(stages: tuple[Stage, ...], scale: int) -> None:
+    """Have the stages load what they need, on a document that says nothing."""
+    batch = _batch([Record(0, text="A few words in one line.\nThere are more of them in another.\n")], ReadOptions())
+    for stage in stages:
+        with suppress(Exception):  # it says so again when it matters
+            batch = stage.apply(batch).batch
+
+
+def _through(
+    stages: tuple[Stage, ...], batch: pa.RecordBatch, tally: Tally, places: _Places
+) -> tuple[pa.RecordBatch, list[_Reject]]:
+    """The rows that pass every stage, and what stages found to be malformed.
 
     Rows that one stage drops are taken out before the next sees them, except between two that share the words of a
     batch (`shares_words`): those are cut once, and looking at some rows in vain costs less than cutting again.
     """
-    keys = reader.keys(batch)
+    keys = places.keys(batch)
     alive = np.ones(batch.num_rows, bool)
     shared = False
+    rejects: list[_Reject] = []
     for stage, name in zip(stages, stage_names(stages)):
         shares = bool(getattr(stage, "shares_words", False))
         if not alive.all() and not (shares and shared):
@@ -309,12 +373,14 @@ def _through(stages: tuple[Stage, ...], batch: pa.RecordBatch, tally: Tally, rea
         if not alive.any():
             break
         shared = shares
+        say(f"stage {name} ")
 
         def where(row: int, batch: pa.RecordBatch = batch) -> str:
-            return reader.where(batch.column("place")[row].as_py(), batch.column("where")[row].as_py())
+            return places.where(batch.column("place")[row].as_py(), batch.column("where")[row].as_py())
 
         verdict = _verdict(stage, batch, where)
         tally.judge(name, stage.reasons, batch, verdict, keys, where, alive)
+        rejects.extend(_reject(batch, row, why) for row, why in verdict.problems.items())
         added = set(verdict.batch.schema.names) - set(batch.schema.names)
         batch = verdict.batch
         seen = batch.select([n for n in batch.schema.names if n in added & {"language", "perplexity"}])
@@ -326,11 +392,16 @@ def _through(stages: tuple[Stage, ...], batch: pa.RecordBatch, tally: Tally, rea
     if batch.num_rows:
 
         def place(row: int) -> str:
-            return reader.where(batch.column("place")[row].as_py(), batch.column("where")[row].as_py())
+            return places.where(batch.column("place")[row].as_py(), batch.column("where")[row].as_py())
 
         tally.sample("", "kept", batch, np.arange(batch.num_rows), keys, place)
         batch = batch.append_column("text_bytes", pa.array(text_bytes(batch)))
-    return batch
+    return batch, rejects
+
+
+def _reject(batch: pa.RecordBatch, row: int, why: str) -> _Reject:
+    place, where, text = (batch.column(name)[row].as_py() for name in ("place", "where", "text"))
+    return {"place": place, "where": where, "reason": why, "text": text[:REJECT_CHARACTERS]}
 
 
 def _verdict(stage: Stage, batch: pa.RecordBatch, where: Callable[[int], str]) -> Verdict:
@@ -365,17 +436,40 @@ def scores(batch: pa.RecordBatch, dedup: Dedup) -> pa.Array | None:
     return batch.column(dedup.score) if dedup.score and dedup.score in batch.schema.names else None
 
 
+_Reject = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the documents of a piece are, for people and for choosing samples."""
+
+    piece: Piece
+    seed: np.uint64
+
+    @classmethod
+    def of(cls, piece: Piece) -> _Places:
+        """With a seed of the first bytes, as the whole is not read yet; no path and no time: a copy gives the same."""
+        facts = [*(f"{s.sha256} {s.bytes}" for s in piece.sources), str(piece.start)]
+        return cls(piece, np.uint64(int.from_bytes(hashlib.sha256(" ".join(facts).encode()).digest()[:8], "little")))
+
+    def keys(self, batch: pa.RecordBatch) -> NDArray[np.uint64]:
+        """A hash of each row's place, by which samples are chosen."""
+        return mix(batch.column("place").to_numpy().astype(np.uint64), self.seed + np.uint64(1))
+
+    def where(self, place: int, inner: str) -> str:
+        """Where a document is, for people. The line of a later piece of a file is counted from that piece."""
+        return place_name(self.piece, place, inner, 0)
+
+
 class _Reader:
     """The records of a piece as batches; counts them, and keeps the malformed aside."""
 
     def __init__(self, task: TextTask, batch_bytes: int) -> None:
         self._task = task
         self._batch_bytes = batch_bytes
-        # Of the first bytes, as the whole is not read yet; no path and no time, so that a copy gives the same.
-        facts = [*(f"{s.sha256} {s.bytes}" for s in task.piece.sources), str(task.piece.start)]
-        self._seed = np.uint64(int.from_bytes(hashlib.sha256(" ".join(facts).encode()).digest()[:8], "little"))
-        self.documents = self.places = self.malformed = 0
-        self.rejects: list[dict[str, Any]] = []
+        self.places = _Places.of(task.piece)
+        self.documents = self.num_places = self.malformed = self.faults = 0
+        self.rejects: list[_Reject] = []
         self.failed: dict[str, str] = {}
 
     def batches(self, tally: Tally) -> Iterator[pa.RecordBatch]:
@@ -383,13 +477,18 @@ class _Reader:
         held: list[Record] = []
         size = 0
         for record in read(self._task.piece, self._task.read):
-            self.places = max(self.places, record.place + 1)
+            self.num_places = max(self.num_places, record.place + 1)
             if record.problem == "blank" or not self._sampled(record.place):
                 continue
             self.documents += 1
             count.documents_in += 1
             if record.problem:
-                self._reject(record, count)
+                count.dropped["malformed"] = count.dropped.get("malformed", 0) + 1
+                text = record.text[:REJECT_CHARACTERS]
+                found = {"place": record.place, "where": record.where, "reason": record.problem, "text": text}
+                self.reject([found])
+                if record.failed:
+                    self.failed[str(record.place if len(self._task.piece.sources) > 1 else 0)] = record.problem
                 continue
             if not record.text:
                 count.dropped["empty"] = count.dropped.get("empty", 0) + 1
@@ -415,28 +514,27 @@ class _Reader:
         tally.see("read", pa.record_batch([pa.array(sizes)], ["text_bytes"]))
         return batch
 
-    def _reject(self, record: Record, count: StageCount) -> None:
-        self.malformed += 1
-        count.dropped["malformed"] = self.malformed
-        if record.failed:
-            self.failed[str(record.place if len(self._task.piece.sources) > 1 else 0)] = record.problem
-        if self.malformed <= MAX_REJECTS:
-            held = record.text[:REJECT_CHARACTERS]
-            self.rejects.append({"place": record.place, "where": record.where, "reason": record.problem, "text": held})
+    def reject(self, rejects: Iterable[_Reject]) -> None:
+        """Keep malformed documents aside, as far as there is room."""
+        for reject in rejects:
+            self.malformed += 1
+            if self.malformed <= MAX_REJECTS:
+                self.rejects.append(reject)
+
+    def fault(self, batch: pa.RecordBatch, how: str, tally: Tally) -> None:
+        """Take documents for malformed over which the process of the stages ended."""
+        self.faults += 1
+        count = tally.stage("read")
+        count.documents_out -= batch.num_rows
+        count.bytes_out -= int(text_bytes(batch).sum())
+        count.dropped["malformed"] = count.dropped.get("malformed", 0) + batch.num_rows
+        self.reject(_reject(batch, row, how) for row in range(batch.num_rows))
 
     def _sampled(self, place: int) -> bool:
         if self._task.sample >= 1:
             return True
-        key = int(mix(np.array([place], np.uint64), self._seed)[0])
+        key = int(mix(np.array([place], np.uint64), self.places.seed)[0])
         return key < self._task.sample * 2**64
-
-    def keys(self, batch: pa.RecordBatch) -> NDArray[np.uint64]:
-        """A hash of each row's place, by which samples are chosen."""
-        return mix(batch.column("place").to_numpy().astype(np.uint64), self._seed + np.uint64(1))
-
-    def where(self, place: int, inner: str) -> str:
-        """Where a document is, for people. The line of a later piece of a file is counted from that piece."""
-        return place_name(self._task.piece, place, inner, 0)
 
 
 def place_name(piece: Piece, place: int, inner: str, base: int) -> str:

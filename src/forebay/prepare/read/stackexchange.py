@@ -26,7 +26,7 @@ from forebay.errors import PrepareError, UsageError
 from forebay.extras import install_command
 from forebay.formats.detect import detect
 from forebay.prepare.documents import Record, without_turns
-from forebay.prepare.extract import all_text
+from forebay.prepare.extract import HtmlError, all_text
 from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
 from forebay.prepare.read.opening import MIN_UNPACKED_BYTES, Damaged, open_source
 
@@ -67,7 +67,10 @@ def _posts(stream: BinaryIO, site: str, options: ReadOptions) -> Iterator[Record
         else:
             wanted = not types or post.get("PostTypeId", "") in types
             liked = min_score is None or _number(post.get("Score", "0")) >= min_score
-            yield _document(post, site, where) if wanted and liked else None
+            try:
+                yield _document(post, site, where) if wanted and liked else None
+            except HtmlError as error:
+                yield Record(0, post["Id"], row[:512].decode(), problem=str(error), where=where)
 
 
 def _document(post: dict[str, str], site: str, where: str) -> Record | None:

@@ -86,14 +86,17 @@ def _group_rows(file: pq.ParquetFile, source: Source, group: int, keys: list[str
     columns = [column for column in columns if column.path_in_schema.startswith(tuple(keys))]
     size = sum(max(0, column.total_uncompressed_size) for column in columns)
     batch_rows = min(_BATCH_ROWS, _BATCH_BYTES * max(1, part.num_rows) // max(1, size))
+    dictionaries = [field.name for field in file.schema_arrow if pa.types.is_dictionary(field.type)]
     for column in columns:
-        batch_rows = min(batch_rows, _rows_at_once(source, column))
+        batch_rows = min(batch_rows, _rows_at_once(source, column, column.path_in_schema in dictionaries))
     for batch in file.iter_batches(max(1, batch_rows), row_groups=[group], columns=keys, use_threads=False):
         yield from _rows(batch, keys)
 
 
-def _rows_at_once(source: Source, column: Any) -> int:
+def _rows_at_once(source: Source, column: Any, stays_dictionary: bool) -> int:
     """How many rows of a column chunk may be held at once; each may be the largest value of its dictionary.
+
+    If the column is read as a dictionary, that is there once for all rows of a batch, and anew for each batch.
 
     Raises:
         Damaged: If a page is larger than memory should hold.
@@ -110,6 +113,8 @@ def _rows_at_once(source: Source, column: Any) -> int:
                 f"a page of {page.bytes} bytes ({page.packed_bytes} packed) is larger than can be held: at most "
                 f"{MAX_HELD_BYTES} bytes with both. Write the file with smaller pages: fewer rows in each"
             )
+    if stays_dictionary:
+        return _BATCH_ROWS
     largest = max((page.bytes for page in found if page.is_dictionary), default=1)
     return min(most_rows(found, _RUN_BYTES, _BATCH_ROWS), _RUN_BYTES // max(1, largest))
 

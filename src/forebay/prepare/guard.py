@@ -1,0 +1,247 @@
+"""Runs the stages over batches in a process of their own, with limits: a hostile document costs itself alone.
+
+Hides: fork, pipes, and how a process that was killed, took too long, or too much memory is replaced: by a fork of one
+that has loaded the models and compiled code of the stages. Both serve all tasks of their parent, which loads nothing,
+and end with it. Costs about 3 ms for each batch of 4 MiB. CPU time is limited everywhere, memory on Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import mmap
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from forebay.errors import ForebayError, PrepareError, UsageError
+
+_POLL_S = 0.05
+_NOTE_BYTES, _PID_BYTES = 256, 8
+_PR_SET_PDEATHSIG = 1
+
+T = TypeVar("T")
+R = TypeVar("R")
+Outcome = tuple[Literal["done", "error", "memory"], bytes]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`[limits]`: what the stages may take for a batch of documents, or for one that is larger than a batch.
+
+    A document that takes more is malformed. Stages of your own, and `toxic` with a `classifier`, have no limits.
+
+    Args:
+        seconds, seconds_per_mb: CPU seconds for a batch, and for each 10^6 bytes of text in it besides.
+        memory_bytes: Memory that the stages may take besides 32 times the text. (What models need does not count.)
+    """
+
+    seconds: float = 60.0
+    seconds_per_mb: float = 30.0
+    memory_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "seconds_per_mb", "memory_bytes"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"{name}: expected more than 0, got {getattr(self, name)}")
+
+    def of(self, size: int) -> tuple[float, int]:
+        """CPU seconds and bytes of memory for a batch with so many bytes of text."""
+        return self.seconds + self.seconds_per_mb * size / 1e6, self.memory_bytes + 32 * size
+
+
+def label(task: Any) -> str:
+    """What a task is called in messages: its `label`, else `name`, else as much of it as fits."""
+    text = str(getattr(task, "label", None) or getattr(task, "name", None) or task)
+    return text if len(text) <= 120 else text[:119] + "…"
+
+
+def attempt(run: Callable[[T, int], R], task: T, scale: int) -> Outcome:
+    """Run a task where its errors cannot be raised: the pickled result, or error, and which of the two it is."""
+    try:
+        return "done", pickle.dumps(run(task, scale), pickle.HIGHEST_PROTOCOL)
+    except MemoryError as error:
+        return "memory", pickle.dumps(str(error))
+    except BaseException as error:  # noqa: BLE001 - all of them cross to the caller, who raises them
+        return "error", pickled_error(error, f"In {label(task)}:\n{traceback.format_exc()}")
+
+
+def result_of(outcome: Outcome) -> Any:
+    """The result of an attempt that is done; raises the error of one that failed."""
+    kind, data = outcome
+    value = pickle.loads(data)
+    if kind == "error":
+        raise value
+    return value
+
+
+def pickled_error(error: BaseException, where: str) -> bytes:
+    """An error that crosses to another process, with where it came from; one that cannot be pickled as its text."""
+    if not isinstance(error, ForebayError):
+        error.add_note(where)
+    try:
+        data = pickle.dumps(error)
+        if type(pickle.loads(data)) is type(error):
+            return data
+    except Exception:  # noqa: BLE001, S110 - whatever its class does when it is copied, the text below says it
+        pass
+    return pickle.dumps(PrepareError(f"{type(error).__name__}: {error}\n{where}"))
+
+
+def use_one_core() -> None:
+    """Ask the libraries of this process not to start threads: the other cores have a process of their own."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"
+
+
+class Worker:
+    """Two forked processes: one has run `warm(key, 0)`; it forks the one that runs functions, again when that ends."""
+
+    def __init__(self, warm: Callable[[Any, int], Any], key: Any) -> None:
+        self.key = key
+        self._note = mmap.mmap(-1, _NOTE_BYTES)
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                self._pipe.close()
+                _serve(theirs, self._note, warm, key)
+            finally:
+                os._exit(1)
+        theirs.close()
+
+    def call(self, run: Callable[[Any, int], Any], task: Any, limits: tuple[float, int]) -> Outcome | str:
+        """The outcome of `run(task, 0)`; or how the process ended over it.
+
+        Raises:
+            MemoryError: If both processes ended.
+        """
+        seconds, memory_bytes = limits
+        self._note[_PID_BYTES:] = bytes(_NOTE_BYTES - _PID_BYTES)
+        try:
+            self._pipe.send_bytes(pickle.dumps((run, task, seconds), pickle.HIGHEST_PROTOCOL))
+            before = 0
+            while not self._pipe.poll(_POLL_S):
+                before = before or _memory(self._serving())
+                if _memory(self._serving()) - before > memory_bytes:
+                    self._replace()
+                    return f"{self._doing()}needed more than {memory_bytes >> 20} MiB of memory"
+            outcome: Any = pickle.loads(self._pipe.recv_bytes())
+            if outcome[0] == "memory":
+                self._replace()
+                return f"{self._doing()}ran out of memory"
+        except (EOFError, OSError) as error:
+            close()
+            raise MemoryError("the processes of the stages ended") from error
+        if outcome[0] != "ended":
+            return outcome  # type: ignore[no-any-return]  # what crosses a pipe
+        code = outcome[1]
+        if code == -signal.SIGPROF:
+            return f"{self._doing()}took more than {seconds:.3g} s of CPU time"
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        with contextlib.suppress(ValueError):
+            how = signal.Signals(-code).name
+        return f"{self._doing()}ended its process ({how})"
+
+    def _serving(self) -> int:
+        return int.from_bytes(self._note[:_PID_BYTES], "little")
+
+    def _doing(self) -> str:
+        return bytes(self._note[_PID_BYTES:]).rstrip(b"\0").decode("utf-8", "replace")
+
+    def _replace(self) -> None:
+        """Have another process serve."""
+        if pid := self._serving():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        while pickle.loads(self._pipe.recv_bytes())[0] != "ended":
+            pass
+
+    def end(self) -> None:
+        """End both processes."""
+        self._pipe.close()
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+
+def _memory(pid: int) -> int:
+    """Resident bytes of a process; 0 where nothing says so."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * mmap.PAGESIZE
+    except (OSError, IndexError):
+        return 0
+
+
+def _serve(pipe: Connection, note: mmap.mmap, warm: Callable[[Any, int], Any], key: Any) -> None:
+    _here.note = note
+    faulthandler.disable()  # its end is no failure of ours
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    use_one_core()
+    _end_with_parent()
+    warm(key, 0)
+    while True:
+        pid = os.fork()
+        if pid == 0:
+            _end_with_parent()
+            note[:_PID_BYTES] = os.getpid().to_bytes(_PID_BYTES, "little")
+            _answer(pipe)
+        pipe.send_bytes(pickle.dumps(("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))))
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _answer(pipe: Connection) -> None:
+    while True:
+        run, task, seconds = pickle.loads(pipe.recv_bytes())
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        outcome = attempt(run, task, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        del run, task
+        pipe.send_bytes(pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL))
+
+
+class _Here(threading.local):
+    """What serves this thread; in what serves, where it says what it does."""
+
+    worker: Worker | None = None
+    note: mmap.mmap | None = None
+
+
+_here = _Here()
+
+
+def say(what: str) -> None:
+    """Note what this process does, for whoever looks at its end."""
+    if _here.note is not None:
+        _here.note[_PID_BYTES:] = what.encode()[: _NOTE_BYTES - _PID_BYTES].ljust(_NOTE_BYTES - _PID_BYTES, b"\0")
+
+
+def worker_for(key: Any, warm: Callable[[Any, int], Any]) -> Worker:
+    """What serves this thread, after it has run `warm(key, 0)`, which has no limits; another key starts another."""
+    if _here.worker is None or _here.worker.key != key:
+        close()
+        _here.worker = Worker(warm, key)
+    return _here.worker
+
+
+def close() -> None:
+    """End what serves this thread, if anything does."""
+    worker, _here.worker = _here.worker, None
+    if worker is not None:
+        worker.end()
