@@ -87,6 +87,7 @@ def _options(args: argparse.Namespace) -> Options:
         lossy=args.lossy,
         resize=args.resize,
         crop=args.crop,
+        max_member_bytes=args.max_member_bytes,
         more={key: value for key, value in more.items() if value},
     )
 
@@ -133,6 +134,13 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--lossy", action="store_true", help="take values that their new type cannot hold")
     p.add_argument("--resize", type=_height_width, metavar="HxW", help="images: scale to one size")
     p.add_argument("--crop", type=_height_width, metavar="HxW", help="images: cut from the middle")
+    p.add_argument(
+        "--max-member-bytes",
+        type=size,
+        default=64 << 20,
+        metavar="SIZE",
+        help="largest member of a tar (default: 64MiB)",
+    )
     p.add_argument("--force", action="store_true", help="replace OUT once the new is whole")
     p.add_argument("--no-verify", action="store_true", help="do not read again what was written")
     p.add_argument("--json", action="store_true")

@@ -117,6 +117,7 @@ class Options:
         tensors: Types to write, by column: `{"images": "f16"}`.
         lossy: Take values that their new type cannot hold.
         resize, crop: (height, width) of images.
+        max_member_bytes: Of a tar, unpacked: what is larger is refused.
         more: Settings of one format alone (`generation` of npy, `header` of bin, `flat` of safetensors …).
         on_progress: Called with tokens or rows written since the last call.
     """
@@ -134,6 +135,7 @@ class Options:
     lossy: bool = False
     resize: tuple[int, int] | None = None
     crop: tuple[int, int] | None = None
+    max_member_bytes: int = 64 << 20
     more: Mapping[str, Any] = field(default_factory=dict)
     on_progress: Callable[[int], None] | None = None
 

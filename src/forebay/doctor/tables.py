@@ -19,7 +19,7 @@ from forebay.doctor.verdicts import judge
 from forebay.errors import UsageError
 
 _COLUMNS = ("input_ids", "tokens")
-_DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError)
+_DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, MemoryError)
 FETCH = "fetch or write it again"
 
 

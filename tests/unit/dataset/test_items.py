@@ -62,7 +62,12 @@ def test_rows_by_number(rows: Path) -> None:
 
 def test_reprs(tokens: Path, rows: Path) -> None:
     dataset = open_dataset(tokens)
-    for part in (repr(dataset.name), dataset.id[:12], f"{dataset.num_tokens:,} tokens in {len(TEXTS)} documents", "bytes"):
+    for part in (
+        repr(dataset.name),
+        dataset.id[:12],
+        f"{dataset.num_tokens:,} tokens in {len(TEXTS)} documents",
+        "bytes",
+    ):
         assert part in repr(dataset)
     assert "5 rows" in repr(open_dataset(rows))
     html = dataset._repr_html_()
