@@ -94,6 +94,7 @@ def _options(args: argparse.Namespace) -> Options:
         strict=args.strict,
         resize=args.resize,
         crop=args.crop,
+        max_member_bytes=args.max_member_bytes,
         more={key: value for key, value in more.items() if value},
     )
 
@@ -142,6 +143,13 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--crop", type=_height_width, metavar="HxW", help="images: cut from the middle")
     p.add_argument("--follow-links", action="store_true", help="read what links in a directory lead to elsewhere")
     p.add_argument("--strict", action="store_true", help="stop if a file of SRC is left out")
+    p.add_argument(
+        "--max-member-bytes",
+        type=size,
+        default=64 << 20,
+        metavar="SIZE",
+        help="largest member of a tar (default: 64MiB)",
+    )
     p.add_argument("--force", action="store_true", help="replace OUT once the new is whole")
     p.add_argument("--no-verify", action="store_true", help="do not read again what was written")
     p.add_argument("--json", action="store_true")

@@ -120,6 +120,7 @@ class Options:
         tensors: Types to write, by column: `{"images": "f16"}`.
         lossy: Take values that their new type cannot hold.
         resize, crop: (height, width) of images.
+        max_member_bytes: Of a tar, unpacked: what is larger is refused.
         more: Settings of one format alone (`generation` of npy, `header` of bin, `flat` of safetensors …).
         follow_links: Also read what links in a directory lead to elsewhere.
         strict: A file that would be left out is an error.
@@ -140,6 +141,7 @@ class Options:
     lossy: bool = False
     resize: tuple[int, int] | None = None
     crop: tuple[int, int] | None = None
+    max_member_bytes: int = 64 << 20
     more: Mapping[str, Any] = field(default_factory=dict)
     follow_links: bool = False
     strict: bool = False

@@ -38,6 +38,7 @@ from forebay.convert.token_sinks import TOKEN_SINKS
 from forebay.convert.token_sources import open_tokens
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, ForebayError, UsageError
+from forebay.formats import litdata, mds
 from forebay.formats.detect import detect
 from forebay.storage.atomic import sync_directory, sync_file
 from forebay.store.locks import try_take
@@ -92,10 +93,11 @@ def open_source(path: str | Path, options: Options, to: str | None = None) -> To
         UsageError: If the format needs tokens and there are none, or a type or column must be named.
     """
     wants_table = _wants_table(to, options)
-    tokens, problem = _try_tokens(path, options)
     table: TableSource | None = None
-    if tokens is None or (wants_table and tokens.kind in _BOTH):
-        table = open_table(path, options)
+    with _naming(path):
+        tokens, problem = _try_tokens(path, options)
+        if tokens is None or (wants_table and tokens.kind in _BOTH):
+            table = open_table(path, options)
     if wants_table and table is not None:
         return table
     if tokens is not None:
@@ -138,6 +140,8 @@ def _try_tokens(path: str | Path, options: Options) -> tuple[TokenSource | None,
         place = Path(path)
         if any((place if place.is_dir() else place.parent).glob("sample_ids*")):
             raise  # Tokens that contradict their sample ids are no table of numbers.
+        if place.is_dir() and (mds.is_index(place) or litdata.is_index(place)):
+            raise  # Their index is no table of rows.
         return None, error
 
 
@@ -193,7 +197,7 @@ def convert(
     source = open_source(path, options, to) if isinstance(path, (str, Path)) else path
     check_place(path, place, force)
     _check_room(source, place, options)
-    with _stage(place) as stage:
+    with _naming(path if isinstance(path, (str, Path)) else source.kind), _stage(place) as stage:
         check_place(path, place, force)  # Again: what a killed run moved away may be back.
         staged = stage / place.name
         if isinstance(source, TokenSource) and _wants_table(to, options):
@@ -271,6 +275,16 @@ def _check_room(source: TokenSource | TableSource, out: Path, options: Options) 
             f"{out.parent}: expected room for {source.num_tokens} tokens, {needed} bytes, got {free} free. "
             "Free some space, or choose another directory."
         )
+
+
+@contextmanager
+def _naming(path: object) -> Iterator[None]:
+    """Errors of the libraries that read and write, as one that names the source."""
+    try:
+        yield
+    except (pa.ArrowException, MemoryError, OverflowError) as error:
+        what = "more than fits into memory" if isinstance(error, MemoryError) else str(error).strip().rstrip(".")
+        raise DatasetError(f"{path}: expected data that can be converted, got {what[:300]}. Check the file.") from error
 
 
 @contextmanager

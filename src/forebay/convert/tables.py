@@ -44,9 +44,8 @@ _OPENERS: Mapping[str, Callable[[Sequence[Path]], TableSource]] = {
     "parquet": open_parquet,
     "safetensors": open_rows,
     "tfrecord": open_tfrecord,
-    "webdataset": open_samples,
 }
-_TABLE_FORMATS = (*_OPENERS, "images", "npy", "npz")
+_TABLE_FORMATS = (*_OPENERS, "images", "npy", "npz", "webdataset")
 
 TABLE_SINKS: Mapping[str, Sink] = {
     "csv": write_csv,
@@ -161,6 +160,8 @@ def _open(kind: str, place: Path, files: list[Path], options: Options) -> TableS
             if len(files) > 1:
                 raise UsageError(f"{place}: expected one .npz, got {len(files)}. Name one of them.")
             return open_npz(files[0], columns)
+        case "webdataset":
+            return open_samples(files, options.max_member_bytes)
         case "npy":
             return open_npy(files, columns)
     return _OPENERS[kind](files)

@@ -20,7 +20,7 @@ from forebay.errors import UsageError
 from forebay.storage.atomic import open_atomic
 
 _COLUMNS = ("input_ids", "tokens")
-_DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError)
+_DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, MemoryError)
 FETCH = "fetch or write it again"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -104,12 +103,10 @@ def header_at(memory: Bytes8, at: int) -> Header | None:
         return None
     file = io.BytesIO(head)
     try:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(file)
-    except (ValueError, TypeError, SyntaxError, tokenize.TokenError):
+        shape, fortran, dtype = npy.read_header(file)
+    except ValueError:
         return None
-    return Header(file.tell(), dtype, tuple(shape), fortran)
+    return Header(file.tell(), dtype, shape, fortran)
 
 
 def survey(path: Path, options: Options) -> Survey:

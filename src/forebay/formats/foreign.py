@@ -31,6 +31,7 @@ from forebay.dataset.manifest import FORMAT_VERSION, TOKEN_DTYPES, Manifest, Sli
 from forebay.dataset.reader import Dataset, VerifyReport
 from forebay.dataset.slices import Slice, check_document_ends, hash_file, release_pages
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.compression import one_large
 
 Bytes8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]
@@ -189,10 +190,11 @@ class ForeignDataset(Dataset, ABC):
             if states[part.file]:
                 return index, ""
             try:
-                tokens = self._checked(part, *self._read(part)).tokens
-                if tokens.dtype.itemsize == 4 and len(tokens) and int(tokens.max()) >> 31:
-                    return index, "changed"
-                return index, self._check_part(part, tokens)
+                with one_large(part.count * 4 if part.num_bytes < part.count else 0):
+                    tokens = self._checked(part, *self._read(part)).tokens
+                    if tokens.dtype.itemsize == 4 and len(tokens) and int(tokens.max()) >> 31:
+                        return index, "changed"
+                    return index, self._check_part(part, tokens)
             except DatasetError:
                 return index, "changed"
 

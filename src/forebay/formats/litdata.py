@@ -24,6 +24,7 @@ import orjson
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError
+from forebay.formats.compression import one_large
 from forebay.formats.foreign import (
     U64,
     Bytes8,
@@ -77,12 +78,13 @@ class LitDataset(ForeignDataset):
                     f"{chunk.num_bytes} bytes. Its index does not fit it; fetch both again."
                 )
             return kind, chunk.num_tokens
-        memory = unwrap(chunk, map_file(chunk.path))
-        table = footer_of(chunk, memory, self._layout.column)
-        if table is not None:
-            return table[0].dtype, len(table[0])
-        kind, begins, ends = places(chunk, self._layout, body_of(chunk, memory))
-        return kind, int((ends - begins).sum()) // kind.itemsize
+        with one_large(chunk.num_bytes if chunk.wrap else 0):
+            memory = unwrap(chunk, map_file(chunk.path))
+            table = footer_of(chunk, memory, self._layout.column)
+            if table is not None:
+                return table[0].dtype, len(table[0])
+            kind, begins, ends = places(chunk, self._layout, body_of(chunk, memory))
+            return kind, int((ends - begins).sum()) // kind.itemsize
 
     def _read(self, part: Part) -> tuple[NDArray[Any], U64]:
         chunk = self._chunks[part.file]

@@ -16,6 +16,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError
+from forebay.formats.compression import bounded_unpack, check_unpacked, max_unpacked
 from forebay.formats.foreign import Bytes8
 
 I64 = NDArray[np.int64]
@@ -25,7 +26,6 @@ _FOOTER_MAGIC = b"LDARW01\x00"
 _FRAME = np.dtype([("first", "<u4"), ("items", "<u4"), ("at", "<u8"), ("bytes", "<u4"), ("raw_bytes", "<u4")])
 _NUMPY = {0: "i1", 1: "<i2", 2: "<i4", 3: "<i8", 4: "u1", 5: "<u2", 6: "<u4", 7: "<u8"}
 _TORCH = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8", 18: "<i8", 20: "<u2"}
-_MOST_BYTES = (1 << 32) - 1  # Offsets are u32.
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def body_of(chunk: Chunk, memory: Bytes8) -> Body:
     offsets = _check_offsets(chunk, head[1:], begin, len(memory))
     if chunk.wrap != "sample":
         return Body(memory, offsets)
-    pieces = [_inflate(chunk, memory[a:b]) for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
+    pieces = _inflate_items(chunk, memory, offsets)
     whole = np.frombuffer(b"".join(pieces), np.uint8)
     return Body(whole, np.cumsum([0, *map(len, pieces)], dtype=np.int64))
 
@@ -176,11 +176,13 @@ def _framed(chunk: Chunk, memory: Bytes8) -> Body:
     if items != chunk.items or table + _FRAME.itemsize * frames > len(memory):
         raise _bad(chunk, f"{chunk.items} items in frames within {len(memory)} bytes", f"{items} in {frames}")
     offsets = memory[24:table].view("<u4").astype(np.int64)
-    pieces, reached = [], 0
+    pieces, reached, total = [], 0, 0
     for one in memory[table : table + _FRAME.itemsize * frames].view(_FRAME).tolist():
         first, count, at, num_bytes, raw_bytes = one
         if first != reached or at + num_bytes > len(memory):
             raise _bad(chunk, f"a frame from item {reached} within the file", f"one from {first} at byte {at}")
+        total += raw_bytes
+        check_unpacked(chunk.path, len(memory), total)
         pieces.append(_inflate(chunk, memory[at : at + num_bytes], raw_bytes))
         reached += count
     whole = np.frombuffer(b"".join(pieces), np.uint8)
@@ -229,16 +231,28 @@ def _numbers(chunk: Chunk, body: Body, at: I64, ends: I64, order: str = "<") -> 
     return total
 
 
-def _inflate(chunk: Chunk, data: Bytes8, wanted: int | None = None) -> bytes:
-    """Decompressed; of `wanted` bytes, if given, and never more than a chunk can be."""
-    try:
-        most = (_MOST_BYTES if wanted is None else wanted) + 1
-        raw: bytes = zstandard.ZstdDecompressor().stream_reader(data.data, read_across_frames=True).read(most)
-    except (zstandard.ZstdError, MemoryError) as error:
-        raise _bad(chunk, "zstd", str(error)) from error
-    if len(raw) >= most or (wanted is not None and len(raw) != wanted):
+def _inflate(chunk: Chunk, data: Bytes8, wanted: int) -> bytes:
+    """Decompressed: of exactly `wanted` bytes."""
+    raw = bounded_unpack(data.data, "zstd", wanted + 1, chunk.path)
+    if len(raw) != wanted:
         raise _bad(chunk, f"{wanted} bytes once decompressed", f"{len(raw)} or more")
     return raw
+
+
+def _inflate_items(chunk: Chunk, memory: Bytes8, offsets: I64) -> list[bytes]:
+    """Items that are compressed one by one, and say no size; together within the bounds of the whole chunk."""
+    pieces, left = [], max_unpacked(len(memory))
+    for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
+        data = memory[start:stop].tobytes()
+        try:
+            known = zstandard.frame_content_size(data)
+        except zstandard.ZstdError as error:
+            raise _bad(chunk, "zstd", str(error)) from error
+        pieces.append(bounded_unpack(data, "zstd", min(left, known if known >= 0 else left) + 1, chunk.path))
+        left -= len(pieces[-1])
+        if left < 0:
+            raise _bad(chunk, f"at most {max_unpacked(len(memory))} bytes once decompressed", "more")
+    return pieces
 
 
 def _bad(chunk: Chunk, expected: str, got: str) -> DatasetError:

@@ -5,26 +5,22 @@ Hides: the layout (see `mds`). Every offset and size is checked against the file
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import hashlib
 import importlib
-import io
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import zstandard
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError
-from forebay.formats.foreign import Bytes8, head_of, size_of
+from forebay.formats.compression import bounded_unpack, check_unpacked, one_large
+from forebay.formats.foreign import Bytes8, head_of, map_file, size_of
 
 _VALUE_CODES = {8: "u1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
 I64 = NDArray[np.int64]
+_MOST_SAMPLES = 1 << 20  # Of a compressed shard of few bytes.
 
 
 @dataclass(frozen=True)
@@ -79,6 +75,9 @@ def decompress(shard: Shard) -> bytes:
         DatasetError: If they are damaged, or of another size.
     """
     assert shard.zipped is not None
+    check_unpacked(shard.zipped.path, shard.zipped.num_bytes, shard.raw.num_bytes + 1)
+    if shard.samples > max(_MOST_SAMPLES, shard.zipped.num_bytes):  # Empty ones: each costs memory here.
+        raise DatasetError(f"{shard.zipped.path}: expected at most {_MOST_SAMPLES} samples, got {shard.samples}.")
     data = head_of(shard.zipped.path, shard.zipped.num_bytes + 1)
     if len(data) != shard.zipped.num_bytes:
         raise DatasetError(
@@ -150,12 +149,12 @@ def count_tokens(shard: Shard) -> tuple[np.dtype[Any], int]:
         return column.kind, shard.samples * column.length
     open_sizes = [i for i, size in enumerate(column.sizes) if size is None]
     if column.kind is None or open_sizes != [column.index]:
-        whole = head_of(stored.path, stored.num_bytes) if stored is shard.raw else decompress(shard)
-        memory = np.frombuffer(whole, np.uint8)
-        offsets = offsets_of(shard, whole, len(whole))
-        kind = column.kind or _kind_said(shard, memory, offsets)
-        begins, ends = places(shard, memory, offsets, kind)
-        return kind, int((ends - begins).sum()) // kind.itemsize
+        with one_large(0 if stored is shard.raw else shard.raw.num_bytes):
+            memory = map_file(stored.path) if stored is shard.raw else np.frombuffer(decompress(shard), np.uint8)
+            offsets = offsets_of(shard, memory.data, len(memory))
+            kind = column.kind or _kind_said(shard, memory, offsets)
+            begins, ends = places(shard, memory, offsets, kind)
+            return kind, int((ends - begins).sum()) // kind.itemsize
     head_bytes = 4 * (shard.samples + 2)
     if stored is shard.raw:
         head = head_of(stored.path, head_bytes)
@@ -265,21 +264,4 @@ def _numbers(shard: Shard, memory: Bytes8, at: I64, width: int, ends: I64) -> I6
 def _unpack(shard: Shard, data: bytes, most: int) -> bytes:
     """At most `most` bytes of a compressed shard, from its start."""
     assert shard.zipped is not None
-    try:
-        match shard.compression:
-            case "zstd":
-                return zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read(most)
-            case "gz":
-                return gzip.GzipFile(fileobj=io.BytesIO(data)).read(most)
-            case "bz2":
-                return bz2.BZ2File(io.BytesIO(data)).read(most)
-            case "br" | "snappy":
-                codec = {"br": "brotli", "snappy": "snappy"}[shard.compression]
-                return bytes(pa.decompress(data, shard.raw.num_bytes, codec, asbytes=True))[:most]
-    except (OSError, EOFError, zlib.error, ValueError, MemoryError, zstandard.ZstdError, pa.ArrowException) as error:
-        raise DatasetError(
-            f"{shard.zipped.path}: expected {shard.compression}, got: {error}. Fetch it again."
-        ) from error
-    raise DatasetError(
-        f"{shard.zipped.path}: expected compression zstd, gz, bz2, br or snappy, got {shard.compression!r}."
-    )
+    return bounded_unpack(data, shard.compression, most, shard.zipped.path)

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,6 +177,21 @@ def npy_head(dtype: np.dtype[Any], count: int) -> bytes:
     """NumPy's header of a vector: 128 bytes for every count."""
     head = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
     return NPY_MAGIC + b"\x01\x00" + (118).to_bytes(2, "little") + (head.ljust(117) + "\n").encode()
+
+
+def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """(shape, whether in Fortran's order, dtype) of an array in NumPy's format; the file is then at its first value.
+
+    Raises:
+        ValueError: If no such header stands there.
+    """
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(file)
+    except (TypeError, SyntaxError, tokenize.TokenError) as error:
+        raise ValueError(str(error)) from error
+    return tuple(map(int, shape)), bool(fortran), dtype
 
 
 def has_header(path: Path) -> bool:

@@ -9,8 +9,10 @@ in 4 bytes, values, all big-endian.
 
 from __future__ import annotations
 
+import functools
 import math
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -20,9 +22,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from forebay.convert.table_sources.base import Array, Table, batch_of, field_of, open_bytes, rows_at_once
+from forebay.convert.table_sources.base import BATCH_BYTES, Array, Table, batch_of, field_of, open_bytes, rows_at_once
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.compression import check_unpacked
 from forebay.formats.detect import IDX_TYPES, is_idx
+from forebay.formats.npy import read_header
 
 _IDX_NAMES = {1: "labels", 2: "values"}
 
@@ -51,7 +55,7 @@ def open_idx(paths: Sequence[Path]) -> Table:
 
 def open_npy(paths: Sequence[Path], columns: Sequence[str] = ()) -> Table:
     """Arrays of rows, each a column by its file's name."""
-    stacks = [_npy(path, path.stem, lambda path=path: path.open("rb")) for path in paths]  # type: ignore[misc]
+    stacks = [_npy(path, path.stem, lambda path=path: path.open("rb"), path.stat().st_size) for path in paths]  # type: ignore[misc]
     return _table("npy", _chosen(stacks, columns))
 
 
@@ -59,10 +63,14 @@ def open_npz(path: Path, columns: Sequence[str] = ()) -> Table:
     """The arrays of an archive; `columns` chooses some."""
     try:
         with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith(".npy")]
+            members = [one for one in archive.infolist() if one.filename.endswith(".npy")]
     except (zipfile.BadZipFile, OSError) as error:
         raise DatasetError(f"{path}: expected a .npz archive, got: {error}. Fetch it again.") from error
-    stacks = [_npy(path, name.removesuffix(".npy"), lambda name=name: _member(path, name)) for name in names]  # type: ignore[misc]
+    stacks = []
+    for one in members:
+        check_unpacked(f"{path}, {one.filename}", one.compress_size, one.file_size)
+        name = one.filename.removesuffix(".npy")
+        stacks.append(_npy(path, name, functools.partial(_member, path, one.filename), one.file_size))
     return _table("npz", _chosen(stacks, columns))
 
 
@@ -71,15 +79,13 @@ def _member(path: Path, name: str) -> Any:
         return archive.open(name)  # Keeps the file open until it is closed itself.
 
 
-def _npy(path: Path, name: str, opener: Callable[[], AbstractContextManager[Any]]) -> _Stack:
+def _npy(path: Path, name: str, opener: Callable[[], AbstractContextManager[Any]], num_bytes: int) -> _Stack:
     where = path if path.suffix == ".npy" else f"{path}, {name}"
     with opener() as file:
         try:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, fortran, dtype = read(file)
+            shape, fortran, dtype = read_header(file)
             start = file.tell()
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, zlib.error, zipfile.BadZipFile) as error:
             raise DatasetError(f"{where}: expected an array, got: {error}. Fetch it again.") from error
     if dtype.hasobject or dtype.kind not in "biuf" or not shape or (fortran and len(shape) > 1):
         order = " in Fortran's order" if fortran else ""
@@ -87,7 +93,13 @@ def _npy(path: Path, name: str, opener: Callable[[], AbstractContextManager[Any]
             f"{where}: expected rows of numbers in C order, got {dtype} {list(shape)}{order}. Save it again with "
             "numpy.ascontiguousarray."
         )
-    return _Stack(name, path, opener, start, dtype, int(shape[0]), tuple(map(int, shape[1:])))
+    claimed = start + math.prod(shape) * dtype.itemsize
+    if claimed != num_bytes:
+        raise DatasetError(
+            f"{where}: expected {num_bytes} bytes, as it has, got a header that says {claimed}: {dtype} {list(shape)}. "
+            "It is cut or damaged: fetch it again."
+        )
+    return _Stack(name, path, opener, start, dtype, shape[0], shape[1:])
 
 
 def _idx(path: Path) -> _Stack:
@@ -150,7 +162,7 @@ def _rows(one: _Stack, file: BinaryIO, count: int) -> Array:
 def _take(file: BinaryIO, size: int, one: _Stack) -> bytes:
     pieces = []
     left = size
-    while left and (piece := file.read(left)):
+    while left and (piece := file.read(min(left, BATCH_BYTES))):  # Reading more would allocate it all first.
         pieces.append(piece)
         left -= len(piece)
     if left:

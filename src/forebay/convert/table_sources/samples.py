@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,9 +20,10 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from forebay.convert.table_sources.base import BATCH_BYTES, Table, column_of, field_of, open_bytes
+from forebay.convert.table_sources.base import BATCH_BYTES, Array, Table, column_of, field_of, open_bytes
 from forebay.convert.table_sources.lines import infer, merge, rows_batch
 from forebay.errors import DatasetError
+from forebay.formats.npy import read_header
 from forebay.prepare.read.base import ReadOptions
 from forebay.prepare.read.opening import Damaged
 from forebay.prepare.read.tar import Member, Members
@@ -32,16 +34,23 @@ _TEXTS = ("txt", "text", "transcript")
 _NUMBERS = ("cls", "cls2", "index", "inx", "id")
 _INFERRED_BYTES = 64 << 20
 _BATCH_ROWS = 4096
-_MOST_MEMBER_BYTES = 1 << 30
+_MEMBERS_IN_ALL = 4  # Of the largest size, in one sample.
 _Row: TypeAlias = dict[str, Any]
 
 
-def open_samples(paths: Sequence[Path]) -> Table:
-    """Tar files, one after another. Raises DatasetError where one is damaged, or a member is not what it is called."""
+def open_samples(paths: Sequence[Path], max_member_bytes: int) -> Table:
+    """Tar files, one after another.
+
+    Args:
+        max_member_bytes: A member that is larger, unpacked if it is compressed, is an error.
+
+    Raises:
+        DatasetError: If one is damaged, or a member is too large or not what it is called.
+    """
     plain: pa.Schema | None = None
     arrays: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
     seen = 0
-    for where, rows, size in _batches(paths):
+    for where, rows, size in _batches(paths, max_member_bytes):
         for row in rows:
             for name, value in row.items():
                 if isinstance(value, np.ndarray):
@@ -55,7 +64,9 @@ def open_samples(paths: Sequence[Path]) -> Table:
         raise DatasetError(f"{paths[0]}: expected samples, got none.")
     known = pa.schema([one for one in plain if one.name not in arrays])
     tensors = [_array_field(name, kinds, paths[0]) for name, kinds in sorted(arrays.items())]
-    return Table("webdataset", pa.schema([*known, *tensors]), None, lambda: _read(paths, known, tensors))
+    return Table(
+        "webdataset", pa.schema([*known, *tensors]), None, lambda: _read(paths, max_member_bytes, known, tensors)
+    )
 
 
 def _plain(row: _Row, arrays: Container[str] = ()) -> _Row:
@@ -72,9 +83,11 @@ def _array_field(name: str, kinds: set[tuple[str, tuple[int, ...]]], path: Path)
     raise DatasetError(f"{path}: expected arrays {name!r} of one type and shape, got {str(sorted(kinds))[:200]}.")
 
 
-def _read(paths: Sequence[Path], plain: pa.Schema, tensors: list[pa.Field]) -> Iterator[pa.RecordBatch]:
+def _read(
+    paths: Sequence[Path], max_member_bytes: int, plain: pa.Schema, tensors: list[pa.Field]
+) -> Iterator[pa.RecordBatch]:
     schema = pa.schema([*plain, *tensors])
-    for where, rows, _ in _batches(paths):
+    for where, rows, _ in _batches(paths, max_member_bytes):
         names = {field.name for field in tensors}
         first = rows_batch([_plain(row, names) for row in rows], plain, where)
         extra = {name for row in rows for name, value in row.items() if isinstance(value, np.ndarray)} - names
@@ -105,8 +118,8 @@ def _array_column(values: list[Any], field: pa.Field, where: str) -> pa.Array:
         ) from error
 
 
-def _batches(paths: Sequence[Path]) -> Iterator[tuple[str, list[_Row], int]]:
-    options = ReadOptions(max_document_bytes=_MOST_MEMBER_BYTES)
+def _batches(paths: Sequence[Path], max_member_bytes: int) -> Iterator[tuple[str, list[_Row], int]]:
+    options = ReadOptions(max_document_bytes=max_member_bytes)
     for path in paths:
         with open_bytes(path) as file:
             archive = Members(file, options, kinds=None)
@@ -114,10 +127,19 @@ def _batches(paths: Sequence[Path]) -> Iterator[tuple[str, list[_Row], int]]:
             rows: list[_Row] = []
             size, where = 0, ""
             for key, group in members:
-                sample = list(group)
+                sample: list[Member] = []
+                held = 0
+                for member in group:
+                    sample.append(member)
+                    held += len(member.data)
+                    if held > _MEMBERS_IN_ALL * max_member_bytes:
+                        raise DatasetError(
+                            f"{path}, sample {key}: expected at most {_MEMBERS_IN_ALL * max_member_bytes} bytes in a "
+                            "sample, got more. Allow more with --max-member-bytes if you trust it."
+                        )
                 rows.append(_row(key, sample, path))
                 where = where or f"{path}, sample {key}"
-                size += sum(len(member.data) for member in sample)
+                size += held
                 if size >= BATCH_BYTES or len(rows) >= _BATCH_ROWS:
                     yield where, rows, size
                     rows, size, where = [], 0, ""
@@ -134,7 +156,8 @@ def _row(key: str, members: list[Member], path: Path) -> _Row:
     row: _Row = {KEY: key}
     for member in members:
         if member.problem:
-            raise DatasetError(f"{path}, byte {member.position}: expected a member, got: {member.problem}.")
+            problem = member.problem.replace("max_document_bytes", "--max-member-bytes")
+            raise DatasetError(f"{path}, byte {member.position}: expected a member, got: {problem}.")
         suffixes = member.name.rpartition("/")[2].partition(".")[2]
         name, _, suffix = suffixes.rpartition(".")
         try:
@@ -156,6 +179,16 @@ def _decoded(name: str, suffix: str, data: bytes) -> Iterator[tuple[str, Any]]:
     elif suffix in _NUMBERS and data.strip().lstrip(b"-").isdigit():
         yield name or ("label" if suffix == "cls" else suffix), int(data)
     elif suffix == "npy":
-        yield name or "npy", np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+        yield name or "npy", _array(data)
     else:
         yield name or ("image" if suffix in IMAGES else suffix or "data"), data
+
+
+def _array(data: bytes) -> Array:
+    """An array in NumPy's format, of exactly the size that its header says; a view."""
+    file = io.BytesIO(data)
+    shape, fortran, dtype = read_header(file)
+    there = len(data) - file.tell()
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != there:
+        raise ValueError(f"a header that says {dtype} {list(shape)} before {there} bytes")
+    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")

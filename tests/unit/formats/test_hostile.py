@@ -1,0 +1,166 @@
+"""Small files that claim to be large: an error that names the file, in bounded memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import struct
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import brotli
+import numpy as np
+import pyarrow as pa
+import pytest
+import zstandard
+
+from forebay.errors import DatasetError
+from forebay.formats.compression import bounded_unpack, check_unpacked, max_unpacked
+
+GIB = 1 << 30
+MOST_MIB = 600  # Above what the interpreter with all imports takes.
+
+CHILD = """
+import json, resource, sys
+from pathlib import Path
+from forebay.cli import main
+import forebay.convert.convert, forebay.convert.tables, forebay.doctor.examine, forebay.load.sources
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+codes = [main(argv) for argv in json.loads(sys.argv[1])]
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"codes": codes, "mib": (after - before) >> 10}))
+"""
+
+
+@pytest.fixture(scope="module")
+def zeros() -> bytes:
+    """1 GiB of zeros in 32 KB."""
+    packer = zstandard.ZstdCompressor(level=1).compressobj(size=GIB)
+    return b"".join(packer.compress(bytes(1 << 24)) for _ in range(64)) + packer.flush()
+
+
+def mds(folder: Path, packed: bytes, compression: str, samples: int = 1000, claimed: int = GIB) -> None:
+    folder.mkdir()
+    (folder / "shard.00000.mds.x").write_bytes(packed)
+    entry = {
+        "column_encodings": ["ndarray"],
+        "column_names": ["tokens"],
+        "column_sizes": [None],
+        "compression": compression,
+        "format": "mds",
+        "hashes": [],
+        "raw_data": {"basename": "shard.00000.mds", "bytes": claimed, "hashes": {}},
+        "samples": samples,
+        "size_limit": 1 << 26,
+        "version": 2,
+        "zip_data": {"basename": "shard.00000.mds.x", "bytes": len(packed), "hashes": {}},
+    }
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [entry]}))
+
+
+def litdata(folder: Path, data: bytes, level: str | None, items: int = 10, claimed: int = GIB) -> None:
+    folder.mkdir()
+    (folder / "chunk-0-0.bin").write_bytes(data)
+    spec = json.dumps([1, {"type": None, "context": None, "children_spec": []}])
+    config = {"compression": "zstd", "compression_level": level, "data_format": ["no_header_numpy:5"]}
+    config |= {"data_spec": spec, "item_loader": "PyTreeLoader"}
+    chunk = {"chunk_bytes": claimed, "chunk_size": items, "dim": None, "filename": "chunk-0-0.bin"}
+    (folder / "index.json").write_text(json.dumps({"chunks": [chunk], "config": config}))
+
+
+def npy(shape: tuple[int, ...], dtype: str) -> bytes:
+    head = repr({"descr": dtype, "fortran_order": False, "shape": shape}).encode()
+    head += b" " * (-(len(head) + 11) % 64) + b"\n"
+    return b"\x93NUMPY\x01\0" + struct.pack("<H", len(head)) + head + bytes(64)
+
+
+def npz(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        archive.writestr("x.npy", npy((448 << 20,), "|u1")[:-64] + bytes(448 << 20))
+
+
+def tar(path: Path, members: list[tuple[str, bytes]]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+
+
+def test_small_files_do_not_take_gigabytes(tmp_path: Path, zeros: bytes) -> None:
+    small = zstandard.compress(bytes(64 << 20))
+    items = 8
+    offsets = np.cumsum([4 * (items + 2), *[len(small)] * items]).astype("<u4")
+    chunk = struct.pack("<I", items) + offsets.tobytes() + small * items
+    frames = struct.pack("<8sHHIII", b"LDFZ01\0\0", 1, 0, 8, 0, 8) + bytes(4 * 9)
+    at = len(frames) + 24 * 8
+    frames += b"".join(struct.pack("<IIQII", i, 1, at, len(small), 64 << 20) for i in range(8)) + small
+    makes: dict[str, Callable[[Path], None]] = {
+        "mds": lambda path: mds(path, zeros, "zstd"),
+        "mds_brotli": lambda path: mds(path, brotli.compress(bytes(1 << 20)), "br", claimed=(1 << 32) - 1),
+        "mds_snappy": lambda path: mds(path, b"\xff\xff\xff\xff\x0f" + bytes(100), "snappy", claimed=(1 << 32) - 1),
+        "mds_samples": lambda path: mds(path, zstandard.compress(bytes(100 << 20)), "zstd", 25 << 20, 100 << 20),
+        "litdata": lambda path: litdata(path, zeros, None),
+        "litdata_items": lambda path: litdata(path, chunk, "sample", items, len(chunk)),
+        "litdata_frames": lambda path: litdata(path, frames, "batch", 8, len(frames)),
+        "bomb.npz": npz,
+        "rows.npy": lambda path: path.write_bytes(npy((10, 10**12), "<f8")) and None,
+        "array.tar": lambda path: tar(path, [("a.npy", npy((10**11,), "<f8"))]),
+        "packed.tar": lambda path: tar(path, [(f"{i}.txt.zst", zeros) for i in range(4)]),
+        "sample.tar": lambda path: tar(
+            path, [(f"0.{i}.txt.zst", zstandard.compress(bytes(60 << 20))) for i in range(20)]
+        ),
+    }
+    arguments = []
+    for name, make in makes.items():
+        make(tmp_path / name)
+        arguments.append(["convert", str(tmp_path / name), str(tmp_path / "out"), "--to", "parquet", "--quiet"])
+        if "." not in name:
+            arguments += [["inspect", str(tmp_path / name)], ["doctor", str(tmp_path / name)]]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", CHILD, json.dumps(arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, preexec_fn=_limit)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert set(report["codes"]) == {1}, list(zip(arguments, report["codes"]))
+    assert report["mib"] < MOST_MIB
+    assert "Traceback" not in done.stderr
+    for name in makes:
+        assert name in done.stderr, name
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
+
+
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+
+
+def test_blocks_within_bounds_are_unpacked() -> None:
+    data = bytes(range(256)) * 400
+    for name, packed in {
+        "zstd": zstandard.compress(data),
+        "br": brotli.compress(data),
+        "snappy": pa.compress(data, "snappy", asbytes=True),
+    }.items():
+        for size in (10, len(data), len(data) + 1):
+            assert bounded_unpack(packed, name, size, "here") == data[:size]
+        with pytest.raises(DatasetError, match="here: expected"):
+            bounded_unpack(b"\xff" * 9, name, len(data), "here")
+    check_unpacked("here", 1 << 30, 200 << 30)
+    with pytest.raises(DatasetError, match="here: expected at most 134217728 bytes"):
+        check_unpacked("here", 1000, max_unpacked(1000) + 1)
+
+
+def test_a_damaged_index_is_no_table(tmp_path: Path) -> None:
+    """The index of a token dataset that cannot be read is not converted in its place."""
+    from forebay.convert.content import Options
+    from forebay.convert.convert import convert
+
+    mds(tmp_path / "mds", b"x", "zstd", 1, 100)
+    with pytest.raises(DatasetError, match="shard"):
+        convert(tmp_path / "mds", tmp_path / "out", "jsonl", Options())
