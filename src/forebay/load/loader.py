@@ -406,7 +406,7 @@ class Loader:
     def _refetching(self) -> bool:
         """Whether a tenth of the bytes fetched came a second time in their epoch."""
         stats = self._slices.stats()
-        return stats.get("refetched_bytes", 0) > (WARN_RATIO - 1) * stats.get("fetched_bytes", 0)
+        return bool(stats.get("refetched_bytes", 0) > (WARN_RATIO - 1) * stats.get("fetched_bytes", 0))
 
     def _seeds(self, seed: int) -> list[int]:
         """Of each dataset's order. In a mixture one of its own for each name: equal counts are no equal orders."""
