@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from feeding import small_disk
 
 from forebay.cli import main
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
@@ -109,6 +111,38 @@ def test_shards_cycle_and_swap_at_their_step(server: S3Server) -> None:
     assert trace == [i for _ in range(3) for i in range(SHARDS) for _ in range(3)]
     assert peak == 2 and stats["swaps"] == 3 * SHARDS - 1
     assert all(asked(server, index) > 2 * SAMPLES * L * 2 for index in range(SHARDS))  # each fetched anew
+
+
+@pytest.mark.parametrize("first_batch", ["shard", "slice"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_disk_of_a_used_shard_is_free_at_once(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_batch: Any, apart: bool
+) -> None:
+    """A run of many swaps on a volume of 3.5 shards never waits for room, and no deleted file stays mapped."""
+    if apart:
+        monkeypatch.setattr("forebay.load.shards.LEAST_APART_BYTES", 0)
+    gc.disable()
+    try:
+        with small_disk(tmp_path / "volume", int(3.5 * 550_000)) as volume:
+            if volume is None:
+                pytest.skip("no file system may be mounted here")
+            settings = {**QUICK, "first_batch": first_batch, "folder": volume, "swap_patience_s": 5.0}
+            with SharedShardedDatasetManager(**settings) as shards:
+                for batch in shards.batches(0, 3 * 12, batch_size=8):
+                    if batch.run_step % 3 == 2 and shards.upcoming_dataset is not None:
+                        assert shards.upcoming_dataset.done.wait(20), shards.upcoming_dataset.error
+                    maps = Path("/proc/self/maps").read_text().splitlines()
+                    assert not [line for line in maps if str(volume) in line and "(deleted)" in line]
+                assert shards.stats()["swaps"] == 11
+                used = [index for index in range(SHARDS) if (volume / pair(index)[1]).exists()]
+                disk = os.statvfs(volume)
+                assert (disk.f_blocks - disk.f_bfree) * disk.f_frsize < (len(used) + 0.5) * 550_000
+                old, _ = shards.active_dataset, shards.at_step(3 * 12)
+                assert old is not None
+                with pytest.raises(UsageError, match="it is closed"):
+                    old.take(np.zeros(1, np.int64))
+    finally:
+        gc.enable()
 
 
 def test_kept_shards_are_fetched_once(server: S3Server) -> None:

@@ -15,8 +15,9 @@ from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import Batch, make_batch
+from forebay.load.copying import Source
 from forebay.load.makers import make_maker
-from forebay.load.rows import stack_rows
+from forebay.load.rows import row_ranges, stack_rows
 from forebay.load.samples import Made, plan_samples
 
 Tensors = dict[str, NDArray[Any]]
@@ -152,5 +153,7 @@ def test_a_slice_with_fewer_rows_than_the_table_says_is_refused(tmp_path: Path) 
     ],
 )
 def test_rows_that_do_not_go_together(first: Tensors, second: Tensors) -> None:
+    sources = [{name: Source(array, "") for name, array in tensors.items()} for tensors in (first, second)]
+    ranges = row_ranges(sources, np.arange(2), np.zeros(2, np.int64))
     with pytest.raises(DatasetError, match="rows of a batch"):
-        stack_rows([first, second], [0, 0], {"labels": -100})
+        stack_rows(sources, ranges, 0, {"labels": -100})

@@ -1,9 +1,9 @@
 """Batches of documents: rows made of segments, with labels that stay inside them and the masks that attention needs.
 
-Hides how a batch is laid out without a Python loop over tokens or documents: a plan is a list of segments (address,
-length, the label of the last token), padding among them as segments of a row of padding that the maker owns; a batch is
-those of its rows, spread over its B * L positions by `repeat`. Some 100 us for 8 x 2048 tokens; an open slice costs 24
-bytes a segment beside its map.
+Hides how a batch is laid out without a Python loop over tokens or documents: a plan is a list of segments (source,
+first token, length, the label of the last token), padding among them as segments of a row of padding that the maker
+owns; a batch is those of its rows, copied in one call. Some 50 us for 8 x 2048 tokens; an open slice costs 24 bytes a
+segment beside its map.
 """
 
 from __future__ import annotations
@@ -16,48 +16,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.dataset.slices import Slice
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import UsageError
 from forebay.load.batch import IGNORE_INDEX
-from forebay.load.gather import Flat
+from forebay.load.copying import Source, TokenRows, copy_of, open_sources
 from forebay.load.packing import Rows, chunk_rows, fit_rows
-from forebay.load.samples import I64, Array, KeyedViews, Made, View
+from forebay.load.samples import I64, KeyedViews, Made, View
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Open:
-    tokens: Array
+class _Laid:
     rows: Rows
-    padding: Array  # The tokens' type, [L].
+    padding: Source  # The tokens' type, [L].
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DocumentPlan:
-    """Segments of the planned rows; arrays are [G] but for the first.
+    """Segments of the planned rows; arrays are [G].
 
     Attributes:
         firsts: The first segment of each row, [K + 1].
-        types: Of the tokens, by kind.
-        kinds: Of each segment's tokens, an index of `types`; None if there is one type.
-        steps: From a token's place to the next one's: 1 where places count tokens, else the bytes of a token; one
-            number, or one a segment where there are kinds.
-        places: Where a segment's first token is.
+        tokens: The rows' tokens.
         lengths: Tokens.
-        follows: Where the label of its last token is, or -1.
+        labels: Of the last token of each segment that has a label of its own, by row.
+        labelled: Which segments those are.
         documents: int32, the number within its row; -1 for padding.
         padded: Whether there is any padding.
-        held: What must outlive the plan.
     """
 
     firsts: list[int]
-    types: list[np.dtype[Any]]
-    kinds: I64 | None
-    steps: int | I64
-    places: I64
+    tokens: TokenRows
     lengths: I64
-    follows: I64
+    labels: TokenRows
+    labelled: NDArray[np.bool_]
     documents: NDArray[np.int32]
     padded: bool
-    held: tuple[_Open, ...]
 
 
 class DocumentMaker:
@@ -77,104 +69,95 @@ class DocumentMaker:
         self._dtype = np.dtype(dtype)
         self._masks = document_masks or views[0].packing == "fit"
         self._pad_id = pad_id
-        self._open: dict[int, _Open] = {}
-        self._flats: dict[np.dtype[Any], Flat] = {}
-        self._padding: dict[tuple[np.dtype[Any], int], Array] = {}
+        self._open: dict[int, Source] = {}
+        self._laid: dict[int, _Laid] = {}
+        self._padding: dict[tuple[np.dtype[Any], int], Source] = {}
         self._spread = np.empty(0, np.int64)
 
     def open(self, key: int, slice_index: int, one: Slice) -> None:
         """As `Maker.open`. Lays the slice out."""
         view = self._views.view_of(key, slice_index)
-        tokens = np.ascontiguousarray(one.tokens)
-        pieces = view.pieces(slice_index, one.document_ends, len(tokens))
+        tokens = one.tokens
+        pieces = view.pieces(slice_index, copy_of(one.document_ends, one.path), len(tokens))
         fit = view.packing == "fit"
         rows = fit_rows(pieces, self._seq_len) if fit else chunk_rows(pieces, self._seq_len, masks=self._masks)
         self._views.check(key, one, len(rows))
         pad_id = view.pad_id if self._pad_id is None else self._pad_id
-        self._open[key] = _Open(tokens, rows, self._padding_of(tokens.dtype, pad_id))
+        self._open[key] = Source(tokens, one.path)
+        self._laid[key] = _Laid(rows, self._padding_of(tokens.dtype, pad_id))
 
     def close(self, key: int) -> None:
         """As `Maker.close`."""
         self._open.pop(key, None)
+        self._laid.pop(key, None)
 
-    def _padding_of(self, dtype: np.dtype[Any], pad_id: int) -> Array:
+    def _padding_of(self, dtype: np.dtype[Any], pad_id: int) -> Source:
         if (dtype, pad_id) not in self._padding:
             if not 0 <= pad_id <= np.iinfo(dtype).max:
                 raise UsageError(f"pad_id: expected a token that {dtype} can hold, got {pad_id}.")
-            self._padding[dtype, pad_id] = np.full(self._seq_len, pad_id, dtype)
+            self._padding[dtype, pad_id] = Source(np.full(self._seq_len, pad_id, dtype), "")
         return self._padding[dtype, pad_id]
 
     def plan(self, keys: I64, samples: I64) -> DocumentPlan:
         """As `Maker.plan`."""
         samples = self._views.in_slices(keys, samples)
-        distinct, which = np.unique(keys, return_inverse=True)
-        for key in distinct.tolist():
-            if key not in self._open:
-                raise DatasetError(f"sample of slice {key}: expected an open slice. Open it first.")
-        held = tuple(self._open[key] for key in distinct.tolist())
-        types = list(dict.fromkeys(source.tokens.dtype for source in held)) or [np.dtype(np.uint16)]
+        sources, which = open_sources(self._open, keys)
+        laid = [self._laid[key] for key in np.unique(keys).tolist()]
         firsts, counts = np.zeros(len(keys), np.int64), np.zeros(len(keys), np.int64)
-        parts = [np.empty((5, 0), np.int64)]
+        parts = [np.empty((4, 0), np.int64)]
         total = 0
         by_slice = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which, minlength=1))[:-1])
-        for source, mine in zip(held, by_slice):
-            first = source.rows.firsts.take(samples[mine])
-            number = source.rows.firsts.take(samples[mine] + 1) - first
+        for index, (one, mine) in enumerate(zip(laid, by_slice)):
+            first = one.rows.firsts.take(samples[mine])
+            number = one.rows.firsts.take(samples[mine] + 1) - first
             firsts[mine] = total + np.cumsum(number) - number
             counts[mine] = number
             total += int(number.sum())
-            parts.append(_segments(source, _ragged(first, number), types.index(source.tokens.dtype)))
+            at = _ragged(first, number)
+            starts = one.rows.starts[at]
+            source = np.where(starts < 0, index + len(sources), index)
+            parts.append(np.stack([source, starts, one.rows.lengths[at], one.rows.follows[at]]))
         # From slice by slice to the plan's order.
-        found = np.concatenate(parts, axis=1)[:, _ragged(firsts, counts)]
-        addresses, lengths, follows, documents, kinds = found
+        source, starts, lengths, follows = np.concatenate(parts, axis=1)[:, _ragged(firsts, counts)]
         edges = np.concatenate([[0], np.cumsum(counts)])
-        nth = np.arange(len(addresses)) - np.repeat(edges[:-1], counts)
-        numbers = np.where(documents < 0, -1, nth).astype(np.int32)
-        padded = bool((documents < 0).any())
-        for kind in types:
-            self._flats.setdefault(kind, Flat(kind))
-        widths = np.array([kind.itemsize for kind in types])
-        flat = self._flats[types[0]]
-        aligned = len(types) == 1 and flat.aligned(addresses)
-        several = kinds if len(types) > 1 else None
-        steps = 1 if aligned else int(widths[0]) if several is None else widths.take(kinds)
-        places = flat.places(addresses, aligned)
-        follows = np.where(follows < 0, -1, flat.places(follows, aligned))
-        return DocumentPlan(edges.tolist(), types, several, steps, places, lengths, follows, numbers, padded, held)
+        nth = np.arange(len(starts)) - np.repeat(edges[:-1], counts)
+        numbers = np.where(starts < 0, -1, nth).astype(np.int32)
+        labelled = follows >= 0
+        label_firsts = np.concatenate([[0], np.cumsum(labelled)])[edges].tolist()
+        ones = np.ones(label_firsts[-1], np.int64)
+        every = [*sources, *(one.padding for one in laid)]
+        return DocumentPlan(
+            edges.tolist(),
+            TokenRows(every, source, np.maximum(starts, 0), lengths, edges.tolist(), self._dtype),
+            lengths,
+            TokenRows(every, source[labelled], follows[labelled], ones, label_firsts, self._dtype),
+            labelled,
+            numbers,
+            bool((numbers < 0).any()),
+        )
 
     def make(self, plan: DocumentPlan, start: int, stop: int) -> Made:
         """As `Maker.make`."""
         first, last = plan.firsts[start], plan.firsts[stop]
         shape = (stop - start, self._seq_len)
         size = shape[0] * shape[1]
-        if size > len(self._spread):
-            self._spread = np.arange(size, dtype=np.int64)
-        spread = self._spread[:size]
         lengths = plan.lengths[first:last]
         ends = np.cumsum(lengths)
         begins = ends - lengths
-        places, kinds = plan.places[first:last], None if plan.kinds is None else plan.kinds[first:last]
-        if isinstance(plan.steps, int):
-            where = np.repeat(places - plan.steps * begins, lengths)
-            where += spread if plan.steps == 1 else spread * plan.steps
-        else:
-            steps = plan.steps[first:last]
-            where = np.repeat(places - steps * begins, lengths) + np.repeat(steps, lengths) * spread
-        tokens = self._read(plan, where, None if kinds is None else np.repeat(kinds, lengths))
-        inputs = tokens.astype(self._dtype)
+        inputs = plan.tokens.read(start, stop)
         labels = np.empty(size, self._dtype)
         labels[:-1] = inputs[1:]
-        follows = plan.follows[first:last]
-        given = np.flatnonzero(follows >= 0)
         labels[ends - 1] = IGNORE_INDEX
-        labels[ends[given] - 1] = self._read(plan, follows[given], None if kinds is None else kinds[given])
+        labels[ends[plan.labelled[first:last]] - 1] = plan.labels.read(start, stop)
         numbers = plan.documents[first:last]
         if plan.padded:
             for at in np.flatnonzero(numbers < 0).tolist():
                 labels[begins[at] : ends[at]] = IGNORE_INDEX
         if not self._masks:
             return inputs.reshape(shape), labels.reshape(shape), {}, None, None, None
-        positions = spread - np.repeat(begins, lengths)
+        if size > len(self._spread):
+            self._spread = np.arange(size, dtype=np.int64)
+        positions = self._spread[:size] - np.repeat(begins, lengths)
         edges = np.empty(len(ends) + 1, np.int32)
         edges[0], edges[1:] = 0, ends
         return (
@@ -185,26 +168,6 @@ class DocumentMaker:
             positions.astype(self._dtype, copy=False).reshape(shape),
             edges,
         )
-
-    def _read(self, plan: DocumentPlan, places: I64, kinds: I64 | None) -> Array:
-        """Tokens at places, each of its kind."""
-        if kinds is None:
-            return self._flats[plan.types[0]].take(places, plan.steps == 1)
-        out = np.empty(len(places), self._dtype)
-        for kind, dtype in enumerate(plan.types):
-            at = np.flatnonzero(kinds == kind)
-            out[at] = self._flats[dtype].take(places[at], False)
-        return out
-
-
-def _segments(source: _Open, at: I64, kind: int) -> I64:
-    """[5, n] of segments `at` of a slice: address, length, address of the last label or -1, -1 for padding, kind."""
-    rows, tokens = source.rows, source.tokens
-    starts, follows = rows.starts[at], rows.follows[at]
-    base, width = tokens.ctypes.data, tokens.itemsize
-    addresses = np.where(starts < 0, source.padding.ctypes.data, base + starts * width)
-    lasts = np.where(follows < 0, -1, base + follows * width)
-    return np.stack([addresses, rows.lengths[at], lasts, np.where(starts < 0, -1, 0), np.full(len(at), kind)])
 
 
 def _ragged(firsts: I64, counts: I64) -> I64:

@@ -1,7 +1,7 @@
 """Batches of rows: the same rows of all tensors of a slice, stacked.
 
-Rows of one shape are copied as they are, 1 us a row and tensor and what the memory takes; vectors that differ in length
-between slices are padded to the batch's longest.
+Rows of one shape are copied as they are, in one call a tensor; vectors that differ in length between slices are padded
+to the batch's longest.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import numpy as np
 from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import IGNORE_INDEX
+from forebay.load.copying import Ranges, Source, open_sources
 from forebay.load.samples import I64, Array, KeyedViews, Made, View
 
 
 @dataclass(frozen=True, slots=True)
 class _RowPlan:
-    keys: list[int]
-    samples: list[int]
-    slices: dict[int, Mapping[str, Array]]
+    sources: list[Mapping[str, Source]]
+    which: list[int]
+    ranges: Mapping[str, Ranges]
 
 
 class RowMaker:
@@ -36,7 +37,7 @@ class RowMaker:
         self._views = KeyedViews(views)
         self._pads = {"input_ids": views[0].pad_id if pad_id is None else pad_id, "labels": IGNORE_INDEX}
         self._trim = trim
-        self._slices: dict[int, Mapping[str, Array]] = {}
+        self._slices: dict[int, Mapping[str, Source]] = {}
         self._none: dict[str, Array] = {}  # What a batch of no rows holds.
 
     def open(self, key: int, slice_index: int, one: Slice) -> None:
@@ -45,7 +46,7 @@ class RowMaker:
         self._views.check(key, one, one.num_rows)
         if self._trim and "attention_mask" not in one.tensors:
             raise UsageError(f"trim: expected a tensor 'attention_mask', got {sorted(one.tensors)} ({one.path}).")
-        self._slices[key] = one.tensors
+        self._slices[key] = {name: Source(array, one.path) for name, array in one.tensors.items()}
         self._none = self._none or {name: np.empty((0, *a.shape[1:]), a.dtype) for name, a in one.tensors.items()}
 
     def close(self, key: int) -> None:
@@ -55,16 +56,13 @@ class RowMaker:
     def plan(self, keys: I64, samples: I64) -> _RowPlan:
         """As `Maker.plan`."""
         samples = self._views.in_slices(keys, samples)
-        used = np.unique(keys).tolist()
-        for key in used:
-            if key not in self._slices:
-                raise DatasetError(f"row of slice {key}: expected an open slice. Open it first.")
-        return _RowPlan(keys.tolist(), samples.tolist(), {key: self._slices[key] for key in used})
+        sources, which = open_sources(self._slices, keys)
+        return _RowPlan(sources, which.tolist(), row_ranges(sources, which, samples))
 
     def make(self, plan: _RowPlan, start: int, stop: int) -> Made:
         """As `Maker.make`."""
-        sources = [plan.slices[key] for key in plan.keys[start:stop]]
-        tensors = stack_rows(sources, plan.samples[start:stop], self._pads) if sources else dict(self._none)
+        sources = [plan.sources[at] for at in plan.which[start:stop]]
+        tensors = stack_rows(sources, plan.ranges, start, self._pads) if sources else dict(self._none)
         mask = tensors.get("attention_mask")
         if self._trim and mask is not None and mask.ndim == 2 and len(mask):
             tensors = _trimmed(tensors, mask)
@@ -88,19 +86,30 @@ def _trimmed(tensors: dict[str, Array], mask: Array) -> dict[str, Array]:
     }
 
 
+def row_ranges(sources: Sequence[Mapping[str, Source]], which: I64, rows: I64) -> dict[str, Ranges]:
+    """Row `rows[i]` of each tensor that all sources have, of source `which[i]`."""
+    names = set(sources[0]).intersection(*sources) if sources else ()
+    found = {}
+    for name in names:
+        arrays = [source[name].array for source in sources]
+        sizes = np.array([a.itemsize * int(np.prod(a.shape[1:], dtype=np.int64)) for a in arrays], np.int64)[which]
+        found[name] = Ranges([source[name] for source in sources], which, rows * sizes, sizes)
+    return found
+
+
 def stack_rows(
-    sources: Sequence[Mapping[str, Array]], rows: Sequence[int], pads: Mapping[str, int] | None = None
+    sources: Sequence[Mapping[str, Source]], ranges: Mapping[str, Ranges], start: int, pads: Mapping[str, int]
 ) -> dict[str, Array]:
-    """Row `rows[i]` of every tensor in `sources[i]`, stacked.
+    """The rows of ranges [start, start + len(sources)) of every tensor, stacked.
 
     Args:
+        sources: Of each row.
         pads: What pads a tensor [N, L] whose L differs, by name; 0 for others.
 
     Raises:
-        DatasetError: If two slices disagree in names or types, or in a row's shape by more than its length.
+        DatasetError: If two slices disagree in names or types, or in a row's shape by more than its length, or a file
+            was cut.
     """
-    if not sources:
-        return {}
     first = sources[0]
     for source in sources:
         if source is not first and source.keys() != first.keys():
@@ -108,18 +117,21 @@ def stack_rows(
                 f"rows of a batch: expected tensors {sorted(first)}, got {sorted(source)}. "
                 "All slices of a dataset must hold the same tensors."
             )
-    return {name: _stacked(name, [source[name] for source in sources], rows, pads or {}) for name in first}
+    distinct = list({id(source): source for source in sources}.values())
+    found = {}
+    for name, one in first.items():
+        shape, dtype = one.array.shape[1:], one.array.dtype
+        if all(other[name].array.shape[1:] == shape and other[name].array.dtype == dtype for other in distinct):
+            found[name] = out = np.empty((len(sources), *shape), dtype)
+            ranges[name].copy(start, start + len(sources), out.__array_interface__["data"][0])
+        else:
+            found[name] = _padded(name, [source[name].array for source in sources], ranges[name], start, pads)
+    return found
 
 
-def _stacked(name: str, arrays: list[Array], rows: Sequence[int], pads: Mapping[str, int]) -> Array:
+def _padded(name: str, arrays: list[Array], ranges: Ranges, start: int, pads: Mapping[str, int]) -> Array:
     first = arrays[0]
     shape, dtype = first.shape[1:], first.dtype
-    alike = all(array is first or (array.shape[1:] == shape and array.dtype == dtype) for array in arrays)
-    if alike:
-        out = np.empty((len(arrays), *shape), dtype)
-        for i, (array, row) in enumerate(zip(arrays, rows)):
-            out[i] = array[row]
-        return out
     for array in arrays:
         if array.dtype != dtype or array.ndim != 2 or first.ndim != 2:
             raise DatasetError(
@@ -130,6 +142,6 @@ def _stacked(name: str, arrays: list[Array], rows: Sequence[int], pads: Mapping[
     if np.issubdtype(dtype, np.integer) and not np.iinfo(dtype).min <= pad <= np.iinfo(dtype).max:
         raise DatasetError(f"rows of a batch: expected {name} of a type that can hold {pad}, to pad with, got {dtype}.")
     out = np.full((len(arrays), max(array.shape[1] for array in arrays)), pad, dtype)
-    for i, (array, row) in enumerate(zip(arrays, rows)):
-        out[i, : array.shape[1]] = array[row]
+    for i in range(len(arrays)):
+        ranges.copy(start + i, start + i + 1, out.ctypes.data + i * out.strides[0])
     return out

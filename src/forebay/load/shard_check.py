@@ -135,14 +135,20 @@ class SampleCheck:
 
     def sample(self, index: int, timeout_s: float) -> NDArray[Any] | None:
         """A copy of one sample [L] that has its id, though its bytes may be coming anew; None if it is not there."""
-        if not self.wait(index, timeout_s):
+        ids = self.ids
+        if not self.wait(index, timeout_s) or (data := self._bytes) is None:
             return None
-        assert self.vector is not None and self._bytes is not None
+        assert self.vector is not None
         width = self.seq_len * self.vector.kind.itemsize
         first = self.vector.offset + index * width
-        copy = self._bytes[first : first + width].copy()
-        fits = int.from_bytes(hashlib.blake2b(copy.data, digest_size=8).digest(), "little") == int(self.ids[index])
+        copy = data[first : first + width].copy()
+        fits = int.from_bytes(hashlib.blake2b(copy.data, digest_size=8).digest(), "little") == int(ids[index])
         return copy.view(self.vector.kind) if fits else None
+
+    def close(self) -> None:
+        """All is judged: drop the maps, however long the transfer that it was made for is remembered."""
+        self._bytes = None
+        self.ids = self.ids[:0].copy()
 
     def _header(self, path: Path) -> Vector:
         count = len(self.ids)

@@ -41,6 +41,7 @@ class ShardDataset:
         self._lock = lock
         self._arrival = arrival
         self._samples: NDArray[Any] | None = None
+        self._closed = False
         if pair is not None:
             self.sample_ids = read_ids(pair.ids)
             self._settle(pair, None)
@@ -53,16 +54,21 @@ class ShardDataset:
 
     def __getitem__(self, index: int) -> NDArray[Any]:
         """Tokens of a sample: U16 or U32 [L], a view that must not be written; waits where it is on its way."""
+        self._check_open()
         if not -len(self) <= index < len(self):
             raise IndexError(f"shard {self.index}: expected a sample below {len(self)}, got {index}.")
-        if self._samples is not None:
-            found: NDArray[Any] = self._samples[index]
-            return found
-        assert self._arrival is not None
-        return self._arrival.sample(index % len(self))
+        arrival = self._arrival
+        found: NDArray[Any] | None = None
+        if self._samples is None and arrival is not None:
+            found = arrival.sample(index % len(self))
+        if found is None:  # The whole file is there.
+            assert self._samples is not None
+            found = self._samples[index]
+        return found
 
     def take(self, indexes: NDArray[np.int64]) -> NDArray[Any]:
         """Tokens of samples: U16 or U32 [B, L], a copy."""
+        self._check_open()
         if self._samples is not None:
             taken: NDArray[Any] = self._samples[indexes]
             return taken
@@ -80,11 +86,24 @@ class ShardDataset:
         return len(self) if self._samples is not None or check is None else check.verified
 
     def close(self) -> None:
-        """Let the files be removed. Views of them stay readable. May be called twice."""
+        """Drop the maps and let the files be removed: their disk space is free once they are. May be called twice.
+
+        A view that was given out keeps its file's space until it is dropped.
+        """
+        self._closed = True
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None:
+            arrival.forget()
+        self._samples = None
+        self.sample_ids = np.empty(0, np.uint64)
         self._lock.release()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"shard {self.index}: it is closed. Read it before the next shard is active.")
+
     def _settle(self, pair: Pair, kind: np.dtype[Any] | None) -> None:
-        """Read from the whole file from now on."""
+        """Read from the whole file from now on; the arrival is needed no more."""
         memory = map_file(pair.tokens)
         if kind is None:
             kind = np.dtype("<u2") if len(memory) // (len(self) * self.seq_len) == 2 else np.dtype("<u4")
@@ -92,6 +111,7 @@ class ShardDataset:
         samples = memory[vector.offset :].view(vector.kind).reshape(-1, self.seq_len)
         assert len(samples) == len(self), (len(samples), len(self))
         self._samples = samples
+        self._arrival = None
 
 
 class Arrival:
@@ -167,14 +187,25 @@ class Arrival:
         with self._changed:
             assert self._lock is not None
             lock, self._lock = self._lock, None
-            self._dataset = ShardDataset(self.index, seq_len, lock, pair=self.pair, arrival=self)
+            if self.pair is not None:
+                return ShardDataset(self.index, seq_len, lock, pair=self.pair)
+            self._dataset = ShardDataset(self.index, seq_len, lock, arrival=self)
             return self._dataset
 
-    def sample(self, index: int) -> NDArray[Any]:
-        """A copy of one sample [L] of what is on its way; waits for it. Raises the error if it will not come."""
+    def forget(self) -> None:
+        """Its dataset is closed."""
+        with self._changed:
+            self._dataset = None
+
+    def sample(self, index: int) -> NDArray[Any] | None:
+        """A copy of one sample [L] of what is on its way; waits for it. None once the whole shard is there.
+
+        Raises the error if it will not come.
+        """
         while True:
             check = self.check
-            assert check is not None
+            if check is None:
+                return None
             if (found := check.sample(index, 0.5)) is not None:
                 return found
             if self._stop.is_set() or (self.final and self.error is not None):
@@ -222,6 +253,9 @@ class Arrival:
                 if self._dataset is not None:
                     kind = self.check.vector.kind if self.check is not None and self.check.vector is not None else None
                     self._dataset._settle(pair, kind)
+                check, self.check, self._dataset = self.check, None, None
+                if check is not None:
+                    check.close()
                 self.done.set()
                 self._changed.notify_all()
             return

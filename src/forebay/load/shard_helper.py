@@ -29,7 +29,7 @@ from forebay import errors
 from forebay.errors import ForebayError, UsageError
 from forebay.load.shard_check import SampleCheck
 from forebay.store.large import Fetched
-from forebay.store.origins import open_origin
+from forebay.store.origins import Patience, open_origin
 from forebay.store.shards import Judge, Pair, ShardFolder
 
 LEAST_APART_BYTES = 64 << 20
@@ -161,7 +161,7 @@ def main(stdin: IO[bytes], stdout: IO[bytes]) -> None:
     settings = told["settings"]
     try:
         folder = ShardFolder(
-            open_origin(told["url"]),
+            open_origin(told["url"], patience=Patience.within(settings["patience_s"])),
             Path(told["folder"]),
             lambda index, ids, size: SampleCheck(index, ids, size, told["sequence_length"], kind),
             **{**settings, "tmp_dir": Path(settings["tmp_dir"]) if settings["tmp_dir"] else None},

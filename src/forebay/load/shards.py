@@ -39,7 +39,7 @@ from forebay.order.shard_windows import (
     window_sample_ids,
 )
 from forebay.store.large import Fetched, Workers
-from forebay.store.origins import environment, open_origin
+from forebay.store.origins import Patience, environment, open_origin
 from forebay.store.shards import Pair, ShardFolder
 
 __all__ = ["ShardDataset", "SharedShardedDatasetManager"]
@@ -69,7 +69,7 @@ class SharedShardedDatasetManager:
         prefix: `train` or `anneal`.
         least_shards: Of which the disk must have room at the start: the one in use, the next, a third while ranks
             let go of the old. With 2, a fetch may have to wait for that.
-        patience_s: A download fails when no byte came for so long.
+        patience_s: An attempt fails when no byte, or no answer, came for so long; a quarter more at the most.
         swap_patience_s: How long a swap waits for a shard whose download keeps failing.
         fetch: Upcoming shards come in a process of their own, of priority `nice`, or in threads of this one; shards
             below 64 MiB, and with first_batch="slice" all, come in threads.
@@ -144,7 +144,7 @@ class SharedShardedDatasetManager:
         self._sizes: dict[int, int] = {}
         home = Path(folder if folder is not None else environment("DATASET_BINS_PATH", "shards")).absolute()
         source = "r2://" if url is None else str(url) if "://" in str(url) else str(Path(url).absolute())
-        origin = open_origin(source)
+        origin = open_origin(source, patience=Patience.within(patience_s))
         settings: dict[str, Any] = {
             "chunk_size": chunk_size, "max_workers": max_workers, "generation": generation, "prefix": prefix,
             "patience_s": patience_s,

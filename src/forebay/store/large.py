@@ -19,7 +19,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import DatasetError, NetworkError, UsageError
@@ -43,7 +43,6 @@ MAX_WORKERS = 32
 _LEAST_PIECE, _MOST_CHUNK = 1 << 16, 64 << 20
 _RESTARTS = 3
 _LOOK_S = 0.1
-_HEAD_TRIES = 6
 Workers = int | Literal["all"] | None
 log = logging.getLogger("forebay.store")
 
@@ -123,8 +122,9 @@ def download_large_file(
         chunk_size, max_workers: See `plan_large`.
         tmp_dir: Where the partial file lies; by default beside `path`. On another volume, one more copy is made.
         sha256: Of the object in hex, if it is known; checked as the bytes come.
-        patience_s: Fail when no byte came for so long.
-        patience: Of one request.
+        patience_s: Fail when no byte, or no answer, came for so long, retries included. The last request may take a
+            quarter of that longer.
+        patience: Of one request; by default at most a quarter of `patience_s`.
         stop: Set from another thread, gives the download up; what was fetched stays.
         on_progress: Called some ten times a second with the bytes that are there and the size.
 
@@ -135,7 +135,9 @@ def download_large_file(
     """
     if name is None:
         source, name = _split(source)
-    origin = head_origin(open_origin(source, patience=patience) if isinstance(source, (str, Path)) else source)
+    if isinstance(source, (str, Path)):
+        source = open_origin(source, patience=patience or Patience.within(patience_s))
+    origin = head_origin(source)
     path = Path(path if path is not None else Path(name).name)
     folder = Path(tmp_dir) if tmp_dir is not None else path.parent
     for made in {folder, path.parent}:
@@ -198,7 +200,8 @@ def fetch_part(
     info = SliceInfo(0, name, head.bytes, sha256, 0, 0)
     judge = None if sha256 else check or SizeOnly()
     most_s = min(15.0, patience_s / 4)
-    with Transfers(plan.workers, plan.piece_bytes, patience_s=patience_s, max_backoff_s=most_s) as transfers:
+    settings: dict[str, Any] = {"patience_s": patience_s, "tries": 1, "max_backoff_s": most_s}
+    with Transfers(plan.workers, plan.piece_bytes, **settings) as transfers:
         transfer = transfers.start(info, part, [_Pinned(origin, head.etag)], span_bytes=plan.chunk_bytes, check=judge)
         had = transfer.received
         while not transfer.wait(_LOOK_S):
@@ -229,7 +232,7 @@ def _changed(origin: HeadOrigin, name: str, head: Head, error: Exception) -> Cha
 
 
 def head_of(origin: HeadOrigin, name: str, *, patience_s: float = 300.0, stop: threading.Event | None = None) -> Head:
-    """What an origin says of an object, asked again while faults may pass.
+    """What an origin says of an object, asked again while faults may pass and `patience_s` is not over.
 
     Raises:
         DatasetError: If it is not there, or not for us; its cause is the RefusedError.
@@ -245,12 +248,13 @@ def head_of(origin: HeadOrigin, name: str, *, patience_s: float = 300.0, stop: t
         except PassingError as error:
             tries += 1
             waited = time.monotonic() - began
-            if stop.is_set() or (tries >= _HEAD_TRIES and waited >= patience_s):
+            pause_s = max(error.wait_s, backoff.after(tries))
+            if stop.is_set() or waited + pause_s >= patience_s:
                 raise NetworkError(
                     f"{name} from {origin.url}: no answer after {tries} attempts in {waited:.1f} s; the last: {error}. "
                     "Check the network and the endpoint."
                 ) from error
-            stop.wait(max(error.wait_s, backoff.after(tries)))
+            stop.wait(pause_s)
 
 
 def place(part: Path, path: Path, check_copy: Callable[[Path], object] | None = None) -> None:

@@ -66,6 +66,11 @@ class Patience:
     connect_s: float = 10.0
     stall_s: float = 30.0
 
+    @classmethod
+    def within(cls, patience_s: float) -> Patience:
+        """The usual limits, or less, so that several requests fit into so many seconds."""
+        return cls(min(cls.connect_s, patience_s / 4), min(cls.stall_s, patience_s / 4))
+
 
 class Origin(Protocol):
     """Objects below one URL. Threads share it; it opens nothing before it is asked."""

@@ -1,0 +1,92 @@
+"""Copies out of mapped files: right for any types and ends, and an error, not a signal, where a file was cut."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from forebay.dataset.adopt import adopt
+from forebay.dataset.slices import write_rows_slice, write_token_slice
+from forebay.errors import DatasetError
+from forebay.load import copying
+from forebay.load.copying import Ranges, Source, TokenRows, copy_of
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["u1", "<u2", "<u4", "<i8"]), st.integers(1, 40)), min_size=1, max_size=4),
+    st.data(),
+)
+@pytest.mark.parametrize("plain", [False, True])
+def test_rows_of_ranges_equal_slices_of_the_arrays(
+    plain: bool, shapes: list[tuple[str, int]], data: st.DataObject
+) -> None:
+    raws = [np.random.default_rng(i).integers(0, 100, length).astype(kind) for i, (kind, length) in enumerate(shapes)]
+    which, starts, lengths = (np.array(column, np.int64) for column in ([], [], []))
+    firsts, expected = [0], []
+    for _ in range(data.draw(st.integers(1, 5))):  # Rows, each of one source.
+        source = data.draw(st.integers(0, len(raws) - 1))
+        for _ in range(data.draw(st.integers(0, 3))):
+            start = data.draw(st.integers(0, len(raws[source]) - 1))
+            length = data.draw(st.integers(0, len(raws[source]) - start))
+            which, starts = np.append(which, source), np.append(starts, start)
+            lengths = np.append(lengths, length)
+            expected.append(raws[source][start : start + length].astype(np.int64))
+        firsts.append(len(which))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "_SCRATCH_BYTES", data.draw(st.sampled_from([0, 16, 1 << 17])))
+        patch.setattr(copying, "_MOST_RANGES", 2)
+        if plain:  # As where the system lacks the call.
+            patch.setattr(copying, "_writev", None)
+        rows = TokenRows([Source(raw, "") for raw in raws], which, starts, lengths, firsts, np.dtype(np.int64))
+        for low in range(len(firsts) - 1):
+            high = data.draw(st.integers(low, len(firsts) - 1))
+            wanted: list[NDArray[np.int64]] = expected[firsts[low] : firsts[high]]
+            assert rows.read(low, high).tolist() == np.concatenate([np.empty(0, np.int64), *wanted]).tolist()
+
+
+def test_a_range_outside_its_source_is_refused() -> None:
+    zero, source = np.zeros(1, np.int64), Source(np.zeros(4, np.uint16), "here.safetensors")
+    for offset, size in ((-1, 2), (0, 9), (7, 2)):
+        with pytest.raises(DatasetError, match=r"here.safetensors: expected .* of a tensor, got one of 8 bytes"):
+            Ranges([source], zero, zero + offset, zero + size)
+    assert copy_of(source.array, "").tolist() == [0, 0, 0, 0]
+
+
+CUT = """
+import os, sys
+from pathlib import Path
+from forebay.load.loader import Loader
+directory, options = sys.argv[1], eval(sys.argv[2])
+batches = iter(Loader(directory, batch_size=4, shuffle=False, **options))
+next(batches)
+path = Path(directory) / "000.safetensors"
+os.truncate(path, 8192)
+for batch in batches:
+    pass
+"""
+
+
+@pytest.mark.skipif(copying._writev is None, reason="this system cannot copy without a signal")
+@pytest.mark.parametrize(
+    "options", [{"seq_len": 2048}, {"seq_len": 2048, "document_masks": True}, {"seq_len": 2048, "packing": "fit"}, {}]
+)
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_it(tmp_path: Path, options: dict) -> None:
+    for index in range(2):
+        if options:
+            tokens = np.arange(1 << 20, dtype=np.uint32)
+            ends = np.arange(1000, len(tokens), 1000, dtype=np.uint64)
+            write_token_slice(tmp_path / f"{index:03d}.safetensors", tokens, ends)
+        else:
+            write_rows_slice(tmp_path / f"{index:03d}.safetensors", {"x": np.ones((512, 1024), np.float32)})
+    adopt(tmp_path, "cut")
+    done = subprocess.run([sys.executable, "-c", CUT, tmp_path, repr(options)], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "DatasetError" in last and "000.safetensors" in last and "was cut while it was read" in last
