@@ -137,7 +137,7 @@ def unreachable(what: str, why: str, tries: int, elapsed_s: float) -> DownloadEr
     endpoint = hub_endpoint()
     error = DownloadError(
         f"Failed to download {what}: expected an answer of {endpoint}, got {why} (tries: {tries}, {elapsed_s:.1f} s). "
-        "Check the internet connection and HF_ENDPOINT, or try another dataset: tiny_shakespeare is small."
+        "Check the internet connection and HF_ENDPOINT, or take tiny_shakespeare: a part of it comes with the package."
     )
     error.dataset, error.endpoint, error.attempts, error.elapsed_s = _named(what), endpoint, tries, elapsed_s
     return error
