@@ -140,8 +140,8 @@ def _refuse_script(repo: Repo) -> None:
     script = f"{repo.name.rpartition('/')[2]}.py"
     if any(file.path == script for files, _ in list_pages(repo, "", recursive=False) for file in files):
         raise PrepareError(
-            f"{repo.what}: expected data files, got a loading script ({script}), which is not run, and which the package "
-            "datasets refuses since version 4. Take the copy that the hub made of it, if it has one: "
+            f"{repo.what}: expected data files, got a loading script ({script}), which is not run here, nor by the "
+            "package datasets since version 4. Take the copy that the hub made of it, if it has one: "
             f"{repo.name}@refs%2Fconvert%2Fparquet; or another repository of the same data."
         )
 
