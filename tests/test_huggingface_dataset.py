@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forebay.errors import DownloadError, MissingPackageError, UnknownDatasetError
+from forebay.errors import DownloadError, MissingPackageError, PrepareError, UnknownDatasetError
 from forebay.prepare.tokens.tokenizers import byte_tokenizer, load_tokenizer
 from forebay.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
+from hub_repos import write_repo
 from hub_server import HubServer, make_hub
 
 
@@ -115,6 +120,37 @@ def test_a_hub_that_cannot_be_reached(hub: HubServer, monkeypatch: pytest.Monkey
     with pytest.raises(ConnectionError, match="Failed to download dataset") as told:
         next(iter(create_huggingface_dataset("fineweb", tokenizer_name="bytes")))
     assert isinstance(told.value, DownloadError) and "tiny_shakespeare" in str(told.value)
+
+
+def test_ten_steps_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("FOREBAY_HUB_CACHE", str(tmp_path / "kept"))
+    command = ["--dataset-name", "tiny_shakespeare", "--num-steps", "10", "--trainer", "count", "--json"]
+    done = subprocess.run([sys.executable, "-m", "forebay.worker", *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "80 sonnets that come with the package" in done.stderr
+    report = json.loads(done.stdout)
+    assert report["finished"] and report["steps"] == 10 and report["loss_last"] < report["loss_first"]
+    with pytest.raises(DownloadError):
+        create_huggingface_dataset("shakespeare")
+
+
+def test_a_loading_script_is_not_run_and_its_copy_is_named(repositories: Path, hub: HubServer) -> None:
+    repo = write_repo(repositories / "datasets/example/scripted")
+    (repo / "scripted.py").write_text("import datasets\n")
+    with pytest.raises(PrepareError, match=r"got a loading script .scripted[.]py.") as told:
+        create_huggingface_dataset("example/scripted", tokenizer_name="bytes")
+    name = "example/scripted@refs%2Fconvert%2Fparquet"
+    assert name in str(told.value)
+    (repo / "scripted.py").unlink()  # the copy is a revision with files alone
+    (repo / "default/train").mkdir(parents=True)
+    shutil.copy(
+        next((repositories / "datasets/winglian").rglob("*train*.parquet")), repo / "default/train/0000.parquet"
+    )
+    hub.revisions.add("refs/convert/parquet")
+    dataset = create_huggingface_dataset(name, num_batches=2, tokenizer_name="bytes", tensors="numpy")
+    assert len(list(dataset)) == 2
 
 
 def test_what_needs_another_package_says_so(hub: HubServer) -> None:

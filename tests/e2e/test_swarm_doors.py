@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 from feeding import make_dataset
 
 from forebay.dataset import open_dataset
-from forebay.errors import UsageError
+from forebay.errors import NetworkError, UsageError
 from forebay.network.access import Access
 from forebay.network.client import Client, RemoteError, parse_address
 from forebay.network.discovery import LocalDiscovery
+from forebay.network.https import Request, Response, Server, json_response
 from forebay.network.identity import Identity, create_network, join
 from forebay.network.peer import Scope
 from forebay.serve import DataNode
@@ -22,6 +24,7 @@ from forebay.store.cache import SliceCache
 from forebay.store.joining import SwarmMember
 from forebay.store.remote import RemoteDataset, open_remote
 from forebay.store.share import Folder, SliceShare
+from forebay.store.swarm import SwarmReader, TrackerAt
 from forebay.store.swarm_mirror import mirror_by_swarm
 from forebay.store.targets import open_target
 
@@ -187,3 +190,29 @@ def test_a_sharer_keeps_to_what_certificates_cover(world: Path) -> None:
         assert len(member.get_bytes(share.address, path, 1 << 20)) == row.bytes
         with pytest.raises(RemoteError, match="does not cover 'c4'"):
             outsider.get_bytes(share.address, path, 1 << 20)
+
+
+@pytest.mark.parametrize("wrong", [{"address": "nonsense"}, {"address": "a:99999"}, {"wait_s": float("inf")}])
+def test_a_tracker_that_names_no_address_and_goes_ends_the_wait(
+    wrong: dict[str, object], world: Path, tmp_path: Path
+) -> None:
+    """A member that serves as a tracker may answer anything; who asked gives up within its patience."""
+    holder = {"peer_id": "x" * 32, "address": "127.0.0.1:1", "is_origin": False, "member": "m", **wrong}
+    answer = {"assignments": [], "sharers": [holder], "wait_s": 0.1, **wrong}
+    asked = threading.Event()
+
+    def handle(request: Request) -> Response:
+        asked.set()
+        return json_response(answer)
+
+    tracker = Identity.load(world / "a")
+    table = open_dataset(world / "c4").table
+    with Server(tracker, "127.0.0.1", 0, handle) as server:
+        at = TrackerAt(tracker.peer_id, server.address, True)
+        client = Client(Identity.load(world / "b"))
+        reader = SwarmReader(client, "ab" * 32, table, lambda: [at], lambda: np.zeros(SLICES, bool), patience_s=1.0)
+        transfer = reader.fetch(0, tmp_path / "part")
+        assert asked.wait(30)
+    assert transfer.wait(60) and isinstance(transfer.error, NetworkError)
+    reader.close()
+    client.close()

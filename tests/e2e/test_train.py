@@ -22,7 +22,7 @@ from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 from forebay.dataset import Dataset, adopt, open_dataset
 from forebay.dataset.slices import write_rows_slice
-from forebay.errors import DatasetError, NetworkError, StateError
+from forebay.errors import DatasetError, NetworkError, StateError, UsageError
 from forebay.ledger import Used, receipt_message, verify_ledger
 from forebay.network.client import Client, RemoteError, parse_address
 from forebay.network.dht import LibtorrentDht
@@ -170,6 +170,9 @@ def test_rows_are_leased_and_fed_as_they_are(world: World) -> None:
         )
     world.serve("data-1", adopt(directory, NAME))
     service = world.scheduler()
+    with pytest.raises(UsageError, match="expected a dataset of layout tokens"):
+        world.work("w1", service, trainer="auto")
+    assert service.status()["samples_used"] == 0
     seen: list[int] = []
 
     def remember(batch: dict[str, Any], ids: np.ndarray[Any, Any]) -> None:

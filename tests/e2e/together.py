@@ -12,13 +12,15 @@ import json
 import os
 import select
 import sys
+import threading
 import time
 from typing import Any
 
 import torch
 
-from forebay.worker.collective import Meeting, train_together
-from forebay.worker.membership import Generation, Membership
+from forebay.worker.config import WorkerConfig
+from forebay.worker.together import _Together
+from forebay.worker.training import Training
 
 
 class Descent:
@@ -49,35 +51,59 @@ def say(**facts: Any) -> None:
     os.write(1, json.dumps(facts).encode() + b"\n")  # one write: lines of several processes do not mix
 
 
+class Layer:
+    """What a trainer is to a run in lockstep, of four weights: a sample's first id fixes its point."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(4, 1)
+        self.optimizer = Descent(self.model.parameters())
+
+    def gradients(self, inputs: Any, labels: Any) -> tuple[float, int]:
+        self.optimizer.zero_grad()
+        x = torch.sin(torch.arange(1.0, 5.0) * (torch.from_numpy(inputs[:, :1] % 97) + 1))
+        loss = ((self.model(x)[:, 0] - x.sum(1)) ** 2).mean()
+        loss.backward()
+        return float(loss.detach()), labels.size
+
+    def apply(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+
+    def describe(self) -> str:
+        return "a layer of four weights"
+
+
 def work(coordinator: str, name: str, batch_size: int, num_steps: int, step_s: float) -> None:
     torch.manual_seed(os.getpid())  # each begins elsewhere: only the source's weights count
-    model = torch.nn.Linear(4, 1)
-    optimizer = Descent(model.parameters())
-    meeting = Meeting()
-    settings = {"batch_size": batch_size, "num_steps": num_steps}
-    with Membership(coordinator, name, address=meeting.address, settings=settings) as membership:
-        config = membership.agree()
-        membership.join()
+    layer = Layer()
 
-        def samples(generation: Generation, step: int) -> list[int]:
-            return list(generation.samples(step, config["batch_size"]))
+    def on_step(step: int, batch: Any, loss: float) -> None:
+        time.sleep(step_s)
+        generation = together.generation
+        assert generation is not None
+        flat = torch.cat(
+            [p.detach().reshape(-1) for p in layer.model.parameters()] + [s.reshape(-1) for s in layer.optimizer.state]
+        )
+        weights = hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+        place = {"generation": generation.number, "rank": generation.rank, "world": generation.world_size}
+        say(name=name, step=step, loss=loss, samples=batch.sample_ids.tolist(), weights=weights, **place)
 
-        def loss_of(generation: Generation, step: int) -> Any:
-            time.sleep(step_s)
-            x = torch.stack([torch.sin(torch.arange(1.0, 5.0) * (s + 1)) for s in samples(generation, step)])
-            return ((model(x)[:, 0] - x.sum(1)) ** 2).mean()
+    config = WorkerConfig(
+        batch_size=batch_size, num_steps=num_steps, worker_id=name, coordinator=coordinator, host="127.0.0.1",
+        patience_s=20.0, seq_len=2,
+    )  # fmt: skip
+    training = Training(config, threading.Event(), lambda line: None, on_step)
+    make_data = training.adopt
 
-        def on_step(generation: Generation, step: int, loss: float) -> None:
-            flat = torch.cat(
-                [p.detach().reshape(-1) for p in model.parameters()] + [s.reshape(-1) for s in optimizer.state]
-            )
-            weights = hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
-            place = {"generation": generation.number, "rank": generation.rank, "world": generation.world_size}
-            say(name=name, step=step, loss=loss, samples=samples(generation, step), weights=weights, **place)
+    def adopt(agreed: WorkerConfig) -> None:
+        make_data(agreed)
+        training._trainer = layer  # type: ignore[assignment]
 
-        steps = config["num_steps"]
-        done = train_together(membership, model, optimizer, loss_of, num_steps=steps, on_step=on_step, timeout_s=20.0)
-        membership.leave(finished=done == steps)
+    training.adopt = adopt  # type: ignore[method-assign]
+    together = _Together(training)
+    together.run()
 
 
 def main(coordinator: str) -> None:

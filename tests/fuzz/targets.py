@@ -36,9 +36,10 @@ from forebay.network.https import Server
 from forebay.network.identity import Identity, create_network, join, verify
 from forebay.network.peer import Peer
 from forebay.network.publish import read_publication
+from forebay.network.ranges import parse_ranges
 from forebay.network.revocation import parse_list, read_revoked
 from forebay.network.tokens import read_token
-from forebay.schedule.exchange import parse_ask, parse_ranges
+from forebay.schedule.exchange import MAX_INDEX, parse_ask
 from forebay.store.tracker import parse_ask as parse_swarm_ask
 from forebay.worker.answers import Answer
 
@@ -181,7 +182,9 @@ def exchange(directory: Path, identity: Identity) -> Target:
 
 @target
 def ranges(directory: Path, identity: Identity) -> Target:
-    return Target(lambda data: parse_ranges(data.decode("latin-1")), [b"0-15,17", b"3", b"", b"0-3999999"])
+    return Target(
+        lambda data: parse_ranges(data.decode("latin-1"), MAX_INDEX + 1), [b"0-15,17", b"3", b"", b"0-3999999"]
+    )
 
 
 @target

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.network.exchange import BadRequestError
 from forebay.schedule.ask import Ask, BadReport, Failed
-from forebay.schedule.exchange import MAX_INDEX, format_ranges, parse_ask, parse_ranges
+from forebay.schedule.exchange import MAX_INDEX, parse_ask
 
 USE = {"lease_id": "a1", "epoch": 0, "slice": 3, "start": 0, "stop": 8, "step": 5}
 BODY: dict[str, Any] = {
@@ -59,10 +58,3 @@ def test_garbage_is_refused_and_nothing_else(body: Any) -> None:
     except BadRequestError:
         return
     assert isinstance(ask, Ask)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.sets(st.integers(0, 60)))
-def test_ranges_there_and_back(indexes: set[int]) -> None:
-    rising = np.array(sorted(indexes), np.int64)
-    assert parse_ranges(format_ranges(rising)).tolist() == rising.tolist()

@@ -198,8 +198,8 @@ def test_nonsense_is_refused() -> None:
 
 @given(st.lists(st.booleans(), max_size=40))
 def test_ranges_of_any_set_are_read_back(flags: list[bool]) -> None:
-    have = np.array(flags, np.bool_)
-    assert np.array_equal(parse_ranges(format_ranges(have), len(have)), have)
+    have = np.flatnonzero(flags)
+    assert np.array_equal(parse_ranges(format_ranges(have), len(flags)), have)
 
 
 @pytest.mark.parametrize("text", ["x", "1-", "5-4", "9", "0,,1", "-1", "٣"])

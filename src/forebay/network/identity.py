@@ -27,19 +27,29 @@ from forebay.errors import ProtocolViolation, UsageError
 from forebay.network.audit import AuditLog
 from forebay.network.certificates import NODE_VALID_DAYS as NODE_VALID_DAYS
 from forebay.network.certificates import ROOT_VALID_DAYS as ROOT_VALID_DAYS
-from forebay.network.certificates import der_of, judge
+from forebay.network.certificates import der_of, judge, scope_of
 from forebay.network.certificates import peer_of as peer_of
+from forebay.network.networks import (
+    check_name,
+    check_vacant,
+    copy_shared,
+    key_pem,
+    node_pem,
+    peer_in,
+    read_cert,
+    read_issuer,
+    read_key,
+    read_network,
+)
 from forebay.network.networks import create_network as create_network
 from forebay.network.networks import create_organisation as create_organisation
-from forebay.network.networks import join as join
-from forebay.network.networks import peer_in, read_cert, read_key, read_network
-from forebay.network.networks import renew as renew
 from forebay.network.peer import Peer as Peer
 from forebay.network.peer import Scope as Scope
 from forebay.network.revocation import Revocations, file_stamp
 from forebay.network.revocation import read_revoked as read_revoked
 from forebay.network.revocation import revoke as revoke
 from forebay.peer_id import peer_id_of
+from forebay.storage.atomic import atomic_write, remove_stale
 
 EXPIRY_WARNING_DAYS = 30
 log = logging.getLogger("forebay.network")
@@ -204,3 +214,43 @@ class Identity:
             UsageError: If revoked.txt holds a line that is no peer id: a guess would let somebody in.
         """
         return self.revocations.reason(peer) is not None
+
+
+def join(
+    network_dir: str | Path,
+    out_dir: str | Path,
+    name: str,
+    *,
+    force: bool = False,
+    valid_days: float = NODE_VALID_DAYS,
+    scope: Scope = Scope(),  # noqa: B008 - frozen
+) -> Identity:
+    """Issue a member: a new key and its certificate, signed by the network's root or an organisation's key.
+
+    Returns it, loaded.
+
+    Raises:
+        UsageError: If `out_dir` holds a node and `force` is not set, or `network_dir` has no key to sign with.
+    """
+    folder = Path(out_dir)
+    check_name("node", name)
+    check_vacant(folder, force)
+    return _issue(Path(network_dir), folder, name, Ed25519PrivateKey.generate(), scope, valid_days)
+
+
+def renew(network_dir: str | Path, node_dir: str | Path, *, valid_days: float = NODE_VALID_DAYS) -> Identity:
+    """Give a node a new certificate for the key it has: its peer id and scope stay."""
+    folder = Path(node_dir)
+    key = read_key(folder / "node-key.pem")
+    old = read_cert(folder / "node-cert.pem")
+    return _issue(Path(network_dir), folder, peer_in(old).name, key, scope_of(old), valid_days)
+
+
+def _issue(source: Path, folder: Path, name: str, key: Ed25519PrivateKey, scope: Scope, valid_days: float) -> Identity:
+    pem = node_pem(read_issuer(source), name, key.public_key(), scope, valid_days)
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_stale(folder)  # A killed run's may hold a key.
+    atomic_write(folder / "node-key.pem", key_pem(key), 0o600)
+    atomic_write(folder / "node-cert.pem", pem)
+    copy_shared(source, folder)
+    return Identity.load(folder)

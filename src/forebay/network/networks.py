@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -20,7 +20,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from forebay.errors import UsageError
 from forebay.network.certificates import (
-    NODE_VALID_DAYS,
     ORG_VALID_DAYS,
     ROOT_VALID_DAYS,
     Issuer,
@@ -28,14 +27,10 @@ from forebay.network.certificates import (
     issue,
     issue_root,
     peer_of,
-    scope_of,
 )
 from forebay.network.peer import Peer, Scope
 from forebay.peer_id import peer_id_of
 from forebay.storage.atomic import atomic_write, remove_stale
-
-if TYPE_CHECKING:
-    from forebay.network.identity import Identity
 
 PEM = serialization.Encoding.PEM
 LEARNED = ("revoked.txt", "revocations.json")
@@ -98,7 +93,7 @@ def create_organisation(
     remove_stale(folder)  # A killed run's may hold a key.
     atomic_write(folder / "org-key.pem", key_pem(key), 0o600)
     atomic_write(folder / "org-cert.pem", cert.public_bytes(PEM))
-    _copy_shared(source, folder)
+    copy_shared(source, folder)
     return peer_id_of(key.public_key().public_bytes_raw())
 
 
@@ -116,36 +111,6 @@ def read_issuer(directory: str | Path) -> Issuer:
     if peer_in(cert).public_key != key.public_key().public_bytes_raw():
         raise UsageError(f"key: {kind}-cert.pem is of another key than {kind}-key.pem ({folder}). Restore both.")
     return Issuer(key, cert, kind == "root")
-
-
-def join(
-    network_dir: str | Path,
-    out_dir: str | Path,
-    name: str,
-    *,
-    force: bool = False,
-    valid_days: float = NODE_VALID_DAYS,
-    scope: Scope = Scope(),  # noqa: B008 - frozen
-) -> Identity:
-    """Issue a member: a new key and its certificate, signed by the network's root or an organisation's key.
-
-    Returns it, loaded.
-
-    Raises:
-        UsageError: If `out_dir` holds a node and `force` is not set, or `network_dir` has no key to sign with.
-    """
-    folder = Path(out_dir)
-    check_name("node", name)
-    check_vacant(folder, force)
-    return _issue(Path(network_dir), folder, name, Ed25519PrivateKey.generate(), scope, valid_days)
-
-
-def renew(network_dir: str | Path, node_dir: str | Path, *, valid_days: float = NODE_VALID_DAYS) -> Identity:
-    """Give a node a new certificate for the key it has: its peer id and scope stay."""
-    folder = Path(node_dir)
-    key = read_key(folder / "node-key.pem")
-    old = read_cert(folder / "node-cert.pem")
-    return _issue(Path(network_dir), folder, peer_in(old).name, key, scope_of(old), valid_days)
 
 
 def renew_organisation(network_dir: str | Path, org_dir: str | Path, *, valid_days: float = ORG_VALID_DAYS) -> str:
@@ -262,19 +227,7 @@ def key_pem(key: Ed25519PrivateKey) -> bytes:
     return key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 
 
-def _issue(source: Path, folder: Path, name: str, key: Ed25519PrivateKey, scope: Scope, valid_days: float) -> Identity:
-    from forebay.network.identity import Identity
-
-    pem = node_pem(read_issuer(source), name, key.public_key(), scope, valid_days)
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_stale(folder)  # A killed run's may hold a key.
-    atomic_write(folder / "node-key.pem", key_pem(key), 0o600)
-    atomic_write(folder / "node-cert.pem", pem)
-    _copy_shared(source, folder)
-    return Identity.load(folder)
-
-
-def _copy_shared(source: Path, folder: Path) -> None:
+def copy_shared(source: Path, folder: Path) -> None:
     """What members need to know; what a node learned of revocations by itself stays."""
     for shared in SHARED:
         known = shared in LEARNED and (folder / shared).exists()

@@ -1,4 +1,4 @@
-"""Sets of slices on the wire: `0-15,17` for slices 0 to 15 and 17; short, as what a member holds comes in runs."""
+"""Sets of slices on the wire: `0-15,17` for slices 0 to 15 and 17; short, as what a member has comes in runs."""
 
 from __future__ import annotations
 
@@ -9,27 +9,36 @@ from numpy.typing import NDArray
 
 from forebay.errors import ProtocolViolation
 
-_ITEM = re.compile(r"(\d{1,10})(?:-(\d{1,10}))?", re.ASCII)
+MAX_RANGES = 200_000
+RANGES = re.compile(r"(?:[0-9]{1,9}(?:-[0-9]{1,9})?(?:,[0-9]{1,9}(?:-[0-9]{1,9})?)*)?")
 
 
-def format_ranges(have: NDArray[np.bool_]) -> str:
-    """The text for a set, given as [num_slices] flags; empty for none."""
-    edges = np.flatnonzero(np.diff(have.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
-    return ",".join(f"{first}-{stop - 1}" if stop - first > 1 else f"{first}" for first, stop in edges.tolist())
+def format_ranges(indexes: NDArray[np.int64]) -> str:
+    """The text for rising indexes; empty for none."""
+    if len(indexes) == 0:
+        return ""
+    edges = np.flatnonzero(np.diff(indexes) != 1)
+    first, last = indexes[np.concatenate([[0], edges + 1])], indexes[np.concatenate([edges, [len(indexes) - 1]])]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(first.tolist(), last.tolist()))
 
 
-def parse_ranges(text: str, num_slices: int) -> NDArray[np.bool_]:
-    """[num_slices] flags for a text.
+def parse_ranges(text: object, stop: int) -> NDArray[np.int64]:
+    """The indexes in [0, stop) that a text names, rising.
 
     Raises:
-        ProtocolViolation: If it is malformed, or names a slice that the dataset does not have.
+        ProtocolViolation: If it is no such text, its ranges do not rise, or it names an index from `stop` on.
     """
-    have = np.zeros(num_slices, np.bool_)
-    for item in text.split(",") if text else ():
-        found = _ITEM.fullmatch(item)
-        first = int(found[1]) if found else -1
-        last = int(found[2] or first) if found else -1
-        if not 0 <= first <= last < num_slices:
-            raise ProtocolViolation(f"slices: expected ranges like 0-15,17 within [0, {num_slices}), got {item[:40]!r}")
-        have[first : last + 1] = True
-    return have
+    if not isinstance(text, str) or not RANGES.fullmatch(text):
+        raise ProtocolViolation(f"slices: expected ranges like 0-15,17, got {str(text)[:80]!r}")
+    if not text:
+        return np.empty(0, np.int64)
+    pairs = [part.partition("-") for part in text.split(",")]
+    if len(pairs) > MAX_RANGES:
+        raise ProtocolViolation(f"slices: expected at most {MAX_RANGES} ranges, got {len(pairs)}")
+    first = np.array([low for low, _, _ in pairs], np.int64)
+    last = np.array([high or low for low, _, high in pairs], np.int64)
+    if (first > last).any() or (first[1:] <= last[:-1]).any() or last[-1] >= stop:
+        raise ProtocolViolation(f"slices: expected ranges that rise within [0, {stop}), got {text[:80]!r}")
+    counts = last - first + 1
+    begins = np.repeat(first - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
+    return np.asarray(begins + np.arange(int(counts.sum())), np.int64)

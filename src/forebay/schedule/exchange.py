@@ -47,15 +47,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.errors import ProtocolViolation
 from forebay.ledger import Used
 from forebay.network.exchange import BadRequestError
 from forebay.network.openapi import COUNT, FLAG, PEER_ID, SECONDS, SHA256, TEXT, Door, array, record
+from forebay.network.ranges import RANGES, parse_ranges
 from forebay.schedule.ask import Ask, BadReport, Failed, Reply
 from forebay.schedule.desk import MAX_LEASES
 
 MAX_HELD = 256
 MAX_USES = 4096
-MAX_RANGES = 200_000
 MAX_INDEX = 4_000_000
 MAX_REPORTS = 64
 MAX_REASON = 300
@@ -65,7 +66,6 @@ LEASE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 ADDRESS = re.compile(r"[^\x00-\x20\x7f]{0,300}")
 DATASET_ID = re.compile(r"[0-9a-f]{64}")
 SIGNATURE = re.compile(r"[0-9a-f]{128}")
-RANGES = re.compile(r"(?:[0-9]{1,9}(?:-[0-9]{1,9})?(?:,[0-9]{1,9}(?:-[0-9]{1,9})?)*)?")
 _KEYS = frozenset(Ask.__dataclass_fields__.keys() - {"receipt"} | {"signature"})
 
 _LEASE_ID = {"type": "string", "pattern": f"^{LEASE_ID.pattern}$"}
@@ -144,7 +144,7 @@ def parse_ask(body: Any) -> tuple[Ask, tuple[BadReport, ...]]:
             Failed(_text(item, "lease_id", LEASE_ID), _reason(item)) for item in _list(body, "failed", MAX_HELD)
         ),
         want=_count(body, "want", 0, MAX_LEASES),
-        have={_match("have", key, DATASET_ID): parse_ranges(have[key]) for key in have},
+        have={_match("have", key, DATASET_ID): _slices(have[key]) for key in have},
         speed=speed,
     )
     bad = tuple(
@@ -162,31 +162,11 @@ def _use(item: Any) -> Used:
     return Used(_text(item, "lease_id", LEASE_ID), epoch, index, start, stop, step, digest)
 
 
-def parse_ranges(text: Any) -> NDArray[np.int64]:
-    """The numbers in ranges like `0-15,17`, both ends in, rising; BadRequestError for anything else."""
-    if not isinstance(text, str) or not RANGES.fullmatch(text):
-        raise BadRequestError(f"have: expected ranges like 0-15,17, got {str(text)[:80]!r}")
-    if not text:
-        return np.empty(0, np.int64)
-    pairs = [part.partition("-") for part in text.split(",")]
-    if len(pairs) > MAX_RANGES:
-        raise BadRequestError(f"have: expected at most {MAX_RANGES} ranges, got {len(pairs)}")
-    first = np.array([low for low, _, _ in pairs], np.int64)
-    last = np.array([high or low for low, _, high in pairs], np.int64)
-    if (first > last).any() or (first[1:] <= last[:-1]).any() or last[-1] > MAX_INDEX:
-        raise BadRequestError(f"have: expected ranges that rise, got {text[:80]!r}")
-    counts = last - first + 1
-    begins = np.repeat(first - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
-    return np.asarray(begins + np.arange(int(counts.sum())), np.int64)
-
-
-def format_ranges(indexes: NDArray[np.int64]) -> str:
-    """Rising numbers as `parse_ranges` reads them."""
-    if len(indexes) == 0:
-        return ""
-    edges = np.flatnonzero(np.diff(indexes) != 1)
-    first, last = indexes[np.concatenate([[0], edges + 1])], indexes[np.concatenate([edges, [len(indexes) - 1]])]
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(first.tolist(), last.tolist()))
+def _slices(value: Any) -> NDArray[np.int64]:
+    try:
+        return parse_ranges(value, MAX_INDEX + 1)
+    except ProtocolViolation as error:
+        raise BadRequestError(f"have: {error}") from error
 
 
 def reply_json(reply: Reply, leases: list[dict[str, Any]]) -> dict[str, Any]:

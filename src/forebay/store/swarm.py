@@ -197,14 +197,12 @@ class SwarmReader:
         """With the lock held; what is in it is no news any more."""
         now, news = self._clock(), self._news
         waiting = list(self._wanted)[:MAX_TOLD]
-        flags = np.zeros(len(self._table), np.bool_)
-        flags[waiting] = True
         late = [index for index in waiting[:_MOST_MUST] if now - self._wanted[index].wanted_at > _MUST_S]
         body: dict[str, Any] = {
             "session": self._session,
             "address": self._share.address if self._share is not None else "",
             "slots": self._uploads,
-            "want": format_ranges(flags),
+            "want": format_ranges(np.array(sorted(waiting), np.int64)),
             "num": max(0, self._downloads - len(self._running)),
             "finished": news.finished[:1024],
             "failed": news.failed[:1024],
@@ -221,7 +219,7 @@ class SwarmReader:
         if self._share is not None and (self._told_have is None or now - self._told_at > _HAVE_S):
             held = self._held()
             if self._told_have is None or not np.array_equal(held, self._told_have):
-                body["have"] = format_ranges(held)
+                body["have"] = format_ranges(np.flatnonzero(held))
                 self._told_have = held
             self._told_at = now
         answer = self._trackers.ask(body, self._introduce)
@@ -244,7 +242,7 @@ class SwarmReader:
     def _introduce(self, body: dict[str, Any]) -> None:
         if self._share is not None and "have" not in body:
             self._told_have = self._held()
-            body["have"] = format_ranges(self._told_have)
+            body["have"] = format_ranges(np.flatnonzero(self._told_have))
 
     def _follow(self, answer: dict[str, Any]) -> float:
         """Begin what the tracker says."""
@@ -257,7 +255,7 @@ class SwarmReader:
             ]
             sharers = [TrackerAt.parse(item) for item in answer.get("sharers", ())]
             wait_s = float(answer.get("wait_s", 1.0))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             log.warning("swarm of %s: a tracker's answer is malformed: %r", self.dataset_id[:12], error)
             return 1.0
         now, tracker = self._clock(), self._trackers.answering

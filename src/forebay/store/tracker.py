@@ -87,8 +87,8 @@ def parse_ask(body: Any, num_slices: int) -> SwarmAsk:
         return SwarmAsk(
             address=str(body.get("address", ""))[:300],
             slots=None if slots is None else min(MAX_AT_ONCE, max(0, int(slots))),
-            have=None if have is None else parse_ranges(str(have), num_slices),
-            want=np.flatnonzero(parse_ranges(str(body.get("want", "")), num_slices)),
+            have=None if have is None else _flags(parse_ranges(have, num_slices), num_slices),
+            want=parse_ranges(body.get("want", ""), num_slices),
             num=min(MAX_AT_ONCE, max(0, int(body.get("num", 0)))),
             must=tuple(index_of(item) for item in listed("must"))[:MAX_AT_ONCE],
             finished=tuple(index_of(item) for item in listed("finished")),
@@ -103,6 +103,12 @@ def parse_ask(body: Any, num_slices: int) -> SwarmAsk:
         )
     except (KeyError, TypeError, ValueError, OverflowError, ProtocolViolation) as error:
         raise BadRequestError(f"swarm: malformed: {type(error).__name__}: {error}") from error
+
+
+def _flags(indexes: NDArray[np.int64], num_slices: int) -> NDArray[np.bool_]:
+    flags = np.zeros(num_slices, np.bool_)
+    flags[indexes] = True
+    return flags
 
 
 def _session(value: Any) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forebay.errors import ForebayError, NetworkError
-from forebay.network.client import Client, RemoteError
+from forebay.errors import ForebayError, NetworkError, UsageError
+from forebay.network.client import Client, RemoteError, parse_address
 
 _ASK_S = 10.0
 _HOME_S = 30.0  # so often, who asks a sharer looks whether a data node is back
@@ -37,8 +37,18 @@ class TrackerAt:
 
     @classmethod
     def parse(cls, item: Any) -> TrackerAt:
-        """As an answer names a holder. Raises KeyError, TypeError."""
-        return cls(str(item["peer_id"]), str(item["address"]), item["is_origin"] is True, str(item["member"]))
+        """As an answer names a holder, at `host:port` or a URL.
+
+        Raises:
+            KeyError, TypeError, ValueError: If it does not.
+        """
+        address = str(item["address"])
+        if "://" not in address:
+            try:
+                parse_address(address)
+            except UsageError as error:
+                raise ValueError(f"a holder's address: {error}") from error
+        return cls(str(item["peer_id"]), address, item["is_origin"] is True, str(item["member"]))
 
 
 class Trackers:

@@ -24,16 +24,13 @@ from typing import Any
 from forebay.errors import NetworkError, UsageError
 from forebay.extras import install_command
 from forebay.network.client import parse_address
-from forebay.worker.membership import Generation, Membership, MembershipLostError
+from forebay.worker.membership import Generation
 
 if importlib.util.find_spec("torch") is None:
     raise UsageError(f"collective: PyTorch is not installed. Run: {install_command('torch')}, or train apart.")
 
 import torch
 import torch.distributed as dist
-
-# A step that broke off so often in a row has another cause than a lost rank.
-MAX_BREAKS = 20
 
 
 class PeerLostError(NetworkError):
@@ -240,86 +237,3 @@ def _gather(store: Any, world_size: int, timeout_s: float, abandon: Callable[[],
             continue
         time.sleep(0.01)
         come = int(store.add("come", 0))
-
-
-def train_together(
-    membership: Membership,
-    model: Any,
-    optimizer: Any,
-    loss_of: Callable[[Generation, int], Any],
-    *,
-    num_steps: int,
-    device: str = "cpu",
-    timeout_s: float = 60.0,
-    clip: float | None = 1.0,
-    on_step: Callable[[Generation, int, float], None] | None = None,
-    stopping: Callable[[], bool] | None = None,
-) -> int:
-    """Trains with whoever is in the run until `num_steps` are finished, through every change of membership.
-
-    Join first; leave afterwards. A step that breaks off is redone in the next generation; none counts twice.
-
-    Args:
-        loss_of: The mean loss of this rank's batch (a scalar that can go backward), for the samples
-            generation.samples(step, batch_size). A new generation begins at its start_step: seek there.
-        clip: The norm that averaged gradients are cut to; None leaves them.
-        on_step: Called after each applied step with its number and the mean loss over the ranks.
-        stopping: Asked at each step whether to leave early.
-
-    Returns:
-        The number of steps finished.
-
-    Raises:
-        MembershipLostError: If this worker left (or was told to) meanwhile.
-        CoordinatorGoneError: If a change needs the coordinator and it stays away.
-    """
-    generation, collective = membership.generation, None
-    step, holds, breaks = generation.start_step, False, 0
-    try:
-        while step < num_steps and not (stopping is not None and stopping()):
-            try:
-                if collective is None or collective.generation.number != generation.number:
-                    if collective is not None:
-                        collective.close()
-                    holds = generation.rank == generation.source or (holds and step == generation.start_step)
-                    collective, step = None, generation.start_step
-                    collective = Collective(
-                        generation,
-                        device=device,
-                        timeout_s=timeout_s,
-                        abandon=lambda: membership.changing,
-                        broken=lambda: membership.broken,
-                    )
-                    collective.share(model, optimizer)
-                    holds = True
-                optimizer.zero_grad(set_to_none=True)
-                loss = loss_of(generation, step)
-                loss.backward()
-                mean, stop = collective.average(model.parameters(), float(loss.detach()), stop=membership.changing)
-            except PeerLostError:
-                collective, breaks = None, breaks + 1
-                if breaks > MAX_BREAKS:
-                    raise
-                generation, holds = _next(membership, step, holds, stop=True, broken=True)
-                continue
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-            step, breaks = step + 1, 0
-            if on_step is not None:
-                on_step(generation, step - 1, mean)
-            generation, holds = _next(membership, step, holds, stop=stop and step < num_steps)
-    finally:
-        if collective is not None:
-            collective.close()
-    return step
-
-
-def _next(
-    membership: Membership, step: int, holds: bool, *, stop: bool, broken: bool = False
-) -> tuple[Generation, bool]:
-    """The generation to go on in, and whether the weights are still its step's; one taken for dead joins again."""
-    try:
-        return membership.boundary(step, stop=stop, broken=broken, holds=holds), holds
-    except MembershipLostError:
-        return membership.join(), False

@@ -4,7 +4,7 @@ Three parties meet here, under one lock: the caller's thread uses samples, threa
 that keeps the line to the scheduler tells it what was used and hears what it grants. The promise, on which stealing
 rests: while an exchange is under way, nothing is used beyond the horizons that it declares. The scheduler may cut a
 lease at that exchange, at its horizon or behind it, and the worker hears of the cut before it could go beyond; so no
-sample is used by two workers that live, and none is wasted.
+sample is used by two workers that live. What is wasted is bounded where a lease is lost: see `receipt_s`.
 
 Neither clock nor network: `clock` is an argument, and `leasing` carries the statements. Memory: some KB a lease.
 """

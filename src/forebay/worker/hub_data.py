@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from tqdm import tqdm
 
-from forebay.errors import MissingPackageError, StateError, UsageError
+from forebay.errors import DownloadError, MissingPackageError, StateError, UsageError
 from forebay.load.arguments import check_integer
 from forebay.load.batch import Batch
 from forebay.prepare.read.hub import PREFIX, find_dataset, parse_url
@@ -106,13 +106,25 @@ def create_huggingface_dataset(
 
     Raises:
         UnknownDatasetError: If nothing has that name. It is a FileNotFoundError, too.
-        DownloadError: If the hub cannot be reached. It is a ConnectionError, too.
+        DownloadError: If the hub cannot be reached. It is a ConnectionError, too. In place of `tiny_shakespeare` there
+            are then 80 sonnets that come with the package, tokenized as bytes unless said otherwise, and a warning.
         MissingPackageError: If the files are of a kind that needs the package datasets. It is an ImportError, too.
     """
     entry = find_entry(dataset_name)
     check_integer("seq_len", seq_len, 1)
     check_integer("buffer_size", buffer_size, 0)
-    inputs = _inputs(entry, config, split, entry.streaming if streaming is None else streaming)
+    is_here = entry.local
+    try:
+        inputs = _inputs(entry, config, split, entry.streaming if streaming is None else streaming)
+    except DownloadError as error:
+        if entry.name != "tiny_shakespeare":
+            raise
+        _log.warning(
+            "tiny_shakespeare: %s In its place: 80 sonnets that come with the package, and tokenizer %s.",
+            error, tokenizer_name or "bytes",
+        )  # fmt: skip
+        inputs = str(Path(__file__).with_name("sonnets.jsonl"))  # public domain
+        tokenizer_name, is_here = tokenizer_name or "bytes", True
     text = _Text(
         name=dataset_name,
         inputs=inputs,
@@ -123,7 +135,7 @@ def create_huggingface_dataset(
         buffer_size=entry.buffer_size if buffer_size is None else buffer_size,
         partition=partition,
         text_key=text_key or entry.text_key,
-        streaming=not entry.local and not isinstance(inputs, HubCopy),
+        streaming=not is_here and not isinstance(inputs, HubCopy),
     )
     return HubDataset(text, rank, world_size, num_batches, batch_size, tensors)
 

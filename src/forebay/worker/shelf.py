@@ -66,16 +66,13 @@ class Shelf:
         """Dataset id to the ranges of slices that are here now, of those that changed since `told`, or of all."""
         here = self._cache.held()
         with self._lock:
-            ranges = {i: _ranges([known[s] for s in known.keys() & here]) for i, known in self._indexes.items()}
+            ranges = {
+                i: format_ranges(np.array(sorted(known[s] for s in known.keys() & here), np.int64))
+                for i, known in self._indexes.items()
+            }
             return {i: text for i, text in ranges.items() if everything or self._told.get(i, "") != text}
 
     def told(self, news: dict[str, str]) -> None:
         """The scheduler has heard them."""
         with self._lock:
             self._told.update(news)
-
-
-def _ranges(indexes: list[int]) -> str:
-    have = np.zeros(max(indexes, default=-1) + 1, np.bool_)
-    have[indexes] = True
-    return format_ranges(have)

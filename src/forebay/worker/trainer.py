@@ -112,7 +112,11 @@ def make_trainer(name: str, *, vocab_size: int, dtype: str, seq_len: int, layout
     if layout != "tokens":
         if name in ("auto", "none"):
             return None
-        raise UsageError(f"trainer {name}: learns from layout tokens only, got {layout}. Use trainer 'none'.")
+        raise UsageError(
+            f"trainer {name}: expected layout tokens, got {layout}. Train in a program of your own "
+            "(forebay.worker.leasing.run_worker with on_batch, or forebay.Loader), or use trainer 'none', which "
+            "learns nothing."
+        )
     if name == "none":
         return None
     if vocab_size == 0 and dtype == "U32" and name == "gpt":

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.dataset.slices import Slice, open_slice
-from forebay.errors import DatasetError
+from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import make_batch
 from forebay.network.waiting import waiting
 from forebay.order.plan import lease_order
@@ -132,6 +132,12 @@ class Consumer:
     def _trainer(self, grant: Grant) -> Trainer | None:
         key = (grant.job_id, grant.layout)
         if key not in self._trainers:
+            if grant.layout != "tokens" and self._trainer_name == "auto" and self._on_batch is None:
+                raise UsageError(
+                    "worker: expected a dataset of layout tokens, which the trainers of `forebay work` take, got "
+                    f"{grant.layout} ({grant.dataset}): its samples would be signed as used and nothing learnt. Train "
+                    "in a program of your own (forebay.worker.leasing.run_worker with on_batch), or say --trainer none."
+                )
             self._trainers[key] = make_trainer(
                 self._trainer_name,
                 vocab_size=grant.vocab_size,

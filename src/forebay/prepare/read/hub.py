@@ -17,7 +17,7 @@ from forebay.formats.compression import COMPRESSIONS
 from forebay.prepare.documents import Record
 from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
 from forebay.prepare.read.fields import to_record
-from forebay.prepare.read.hub_api import TRIES, HubFile, Repo, find_repo
+from forebay.prepare.read.hub_api import TRIES, HubFile, Repo, find_repo, list_pages
 from forebay.prepare.read.hub_files import fetch_range, file_url
 from forebay.prepare.read.hub_rules import kind_of, matches, of_one_kind, parts_of
 
@@ -127,11 +127,23 @@ def find_dataset(url: str, *, tries: int = TRIES) -> HubDataset | None:
             "dataset's page."
         )
     if not kind_of(first.path):
+        _refuse_script(repo)
         return None
     if repo.gated:  # said now, not at the first batch
         url = file_url(repo.kind, repo.name, repo.commit, first.path)
         fetch_range(url, 0, min(1, first.size), len)
     return found
+
+
+def _refuse_script(repo: Repo) -> None:
+    """PrepareError if the data of a repository are what a Python program of its own makes."""
+    script = f"{repo.name.rpartition('/')[2]}.py"
+    if any(file.path == script for files, _ in list_pages(repo, "", recursive=False) for file in files):
+        raise PrepareError(
+            f"{repo.what}: expected data files, got a loading script ({script}), which is not run here, nor by the "
+            "package datasets since version 4. Take the copy that the hub made of it, if it has one: "
+            f"{repo.name}@refs%2Fconvert%2Fparquet; or another repository of the same data."
+        )
 
 
 def hub_source(url: str) -> Source:

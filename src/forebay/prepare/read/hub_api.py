@@ -162,10 +162,8 @@ def unreachable(what: str, why: str, tries: int, elapsed_s: float) -> DownloadEr
     endpoint = hub_endpoint()
     if what.startswith("tokenizer"):
         advice = "name a tokenizer.json that is here, or `bytes`, which needs none"
-    elif "tiny-shakespeare" in what.replace("_", "-"):
-        advice = "name files that are here"
     else:
-        advice = "try another dataset: tiny_shakespeare is small"
+        advice = "take tiny_shakespeare: a part of it comes with the package"
     error = DownloadError(
         f"Failed to download {what}: expected an answer of {endpoint}, got {why} (tries: {tries}, {elapsed_s:.1f} s). "
         f"Check the internet connection and HF_ENDPOINT, or {advice}."
