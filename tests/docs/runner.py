@@ -1,12 +1,13 @@
 """Runs the fenced blocks of a documentation page, in their order, in one directory.
 
 - `python` runs in one namespace per page; `await` at its top level runs under a running event loop, as in a notebook.
-- `sh` runs by bash with `-euo pipefail`. A line that ends in `&` is a server: the next line waits until it prints `ready`.
+- `sh` runs by bash with `-euo pipefail`. A line that ends in `&` is a server: the next one
+  waits until it prints `ready`.
 - `console`: lines after `$ ` run; where output follows, the command prints it, `…` standing for anything.
 - `output` is what the block before prints, `…` standing for anything.
 - `toml`, `json`, `yaml` are parsed, and written to NAME if the first line begins with `# NAME.`.
-- `text` does not run: it needs a cluster, the internet or a program of others, as the prose around it says. A script that
-  begins with `#!` is checked by `bash -n`.
+- `text` does not run: it needs a cluster, the internet or a program of others, as the prose around it says. A script
+  that begins with `#!` is checked by `bash -n`.
 
 Addresses of documentation (`127.0.0.1:7400`, `10.0.0.2:7410`) become free ports of this machine.
 """

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 
+from calibration import scaled
 from forebay.cli import main
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
 from forebay.formats.shard_writer import Shard, write_shards
@@ -78,7 +79,7 @@ def pair(index: int) -> list[str]:
 
 
 def until(what: Callable[[], object], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + scaled(seconds)
     while not what():
         assert time.monotonic() < end, "not in time"
         time.sleep(0.01)

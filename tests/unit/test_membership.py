@@ -446,4 +446,4 @@ class Churn(RuleBasedStateMachine):
 
 
 Churn.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestChurn = pytest.mark.timeout(120)(Churn.TestCase)
+TestChurn = Churn.TestCase
