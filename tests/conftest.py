@@ -26,7 +26,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).pare
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The usual profile finds the same from run to run; `make test-long` looks elsewhere each time, and LONGER times as long.
+# The usual profile finds the same from run to run; `make test-long` looks elsewhere each time, LONGER times as long.
 LONGER = 20
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max_examples=100 * LONGER)
@@ -38,9 +38,8 @@ hypothesis.settings.load_profile(PROFILE)
 def pytest_configure(config: pytest.Config) -> None:
     """Scale the limit of a test (`timeout` in pyproject.toml) to this machine."""
     if config.getoption("timeout", None) is None:
-        config.option.timeout = (
-            float(config.getini("timeout")) * max(2.0, slowness()) * (LONGER if PROFILE == "long" else 1)
-        )
+        longer = LONGER if PROFILE == "long" else 1
+        config.option.timeout = float(config.getini("timeout")) * max(2.0, slowness()) * longer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,6 @@ import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
