@@ -5,7 +5,7 @@ PYTHON  ?= python3
 DEMO    ?=
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test lint check bench bench-prepare bench-loader bench-interop test-peers clean
+.PHONY: setup demo test test-all test-long lint bench bench-prepare bench-loader bench-interop test-peers clean
 
 setup: $(VENV)/.ready
 
@@ -24,6 +24,17 @@ lint: setup
 
 test: lint
 	$(PY) -m pytest -n 3 --dist loadgroup
+
+# What `make test` skips, too: other frameworks, other projects' readers, hosts with networks of their own (root, nftables).
+test-all: lint
+	@PYTHON="$(PYTHON)" VENV=.venv-all bash scripts/setup.sh all
+	FOREBAY_HOSTS=all FOREBAY_SCHEMATHESIS=.venv-all/bin/python \
+	  FOREBAY_FORMAT_PEERS=$(CURDIR)/.venv-all/bin/python:$(CURDIR)/.venv-all/peers/bin/python \
+	  .venv-all/bin/python -m pytest -n 3 --dist loadgroup $(TESTS)
+
+# Laws with random examples, twenty times as many; what is found comes with the line that repeats it.
+test-long: setup
+	HYPOTHESIS_PROFILE=long $(PY) -m pytest -n 3 --dist loadgroup tests/unit tests/fuzz
 
 bench: setup
 	$(PY) -m benchmarks
@@ -47,4 +58,4 @@ test-peers: setup
 	$(PY) -m pytest -n0 tests/peers
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-peers-loaders .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-all .venv-peers .venv-peers-loaders .pytest_cache .mypy_cache .ruff_cache .hypothesis

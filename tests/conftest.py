@@ -1,17 +1,68 @@
-"""What every test may ask for: a network of its own, and members of it."""
+"""What holds for every test: its own caches, a profile of hypothesis, limits of time for this machine; and fixtures.
+
+A thread that dies fails the test in which it dies: pytest warns of it, and warnings are errors (pyproject.toml).
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
 
+from calibration import slowness
 from forebay.network.identity import Identity, create_network, join
 
 # Tests run one a core: PyTorch's threads would spin for each other, at four times the CPU time of small models.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Programs that tests start import the helpers beside this file.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+# A shell starts background jobs (`make test &`) with SIGINT ignored, and what they start inherits it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The usual profile finds the same from run to run; `make test-long` looks elsewhere each time, LONGER times as long.
+LONGER = 20
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max_examples=100 * LONGER)
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+hypothesis.settings.load_profile(PROFILE)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Scale the limit of a test (`timeout` in pyproject.toml) to this machine."""
+    if config.getoption("timeout", None) is None:
+        longer = LONGER if PROFILE == "long" else 1
+        config.option.timeout = float(config.getini("timeout")) * max(2.0, slowness()) * longer
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In the long profile laws that name a number of examples take LONGER times as many, too."""
+    if PROFILE != "long":
+        return
+    seen: set[Any] = set()
+    for item in items:
+        law = getattr(item, "obj", None)
+        known = getattr(law, "_hypothesis_internal_use_settings", None)
+        if known is not None and law not in seen and known.max_examples < 100 * LONGER:
+            seen.add(law)
+            law._hypothesis_internal_use_settings = hypothesis.settings(known, max_examples=known.max_examples * LONGER)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many tests were skipped, by reason."""
+    skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", ())]
+    reasons = Counter(str(one[2] if isinstance(one, tuple) else one).removeprefix("Skipped: ") for one in skipped)
+    if reasons:
+        terminalreporter.section(f"{sum(reasons.values())} skipped; `make test-all` installs and runs more")
+        for reason, number in reasons.most_common():
+            terminalreporter.line(f"{number:5d}  {reason}")
 
 
 @pytest.fixture(autouse=True)

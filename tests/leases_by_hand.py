@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from calibration import scaled
 from forebay.network.client import Client
 from forebay.store.cache import SliceCache
 from forebay.worker.answers import Answer
@@ -43,7 +44,7 @@ class FetchingWorker:
 
     def fetched(self, held: Held) -> bytes:
         """Waits until its slice is here."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + scaled(10)
         while held.path is None and time.monotonic() < deadline:
             assert not held.over and self.fetcher.failure is None, (held.reason, self.fetcher.failure)
             time.sleep(0.005)
@@ -52,7 +53,7 @@ class FetchingWorker:
 
     def lost(self, held: Held) -> str:
         """Waits until it is given back, or failed: then why."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + scaled(10)
         while not held.over and time.monotonic() < deadline:
             time.sleep(0.005)
         assert held.over and held.path is None

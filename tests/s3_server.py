@@ -28,6 +28,7 @@ from typing import Any
 
 import pytest
 
+from calibration import scaled
 from cuttable import CuttableServer
 
 ACCESS_KEY, SECRET_KEY = "test-access-key", "test-secret-key-0123456789"
@@ -93,7 +94,7 @@ class S3Server:
         command += ["--dir-cache-time", "1ms", "--config", "", "--vfs-read-wait", "1ms"]
         command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", str(self.directory)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until = time.monotonic() + 20
+        until = time.monotonic() + scaled(20)
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.behind), 1):
                 break

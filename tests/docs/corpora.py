@@ -13,6 +13,7 @@ import nodes
 import numpy as np
 import whole
 
+from forebay.dataset.adopt import adopt
 from forebay.formats.shard_writer import write_shards
 from forebay.prepare.tokens.tokenizers import byte_tokenizer
 from forebay.schedule.coordinator import Coordinator
@@ -87,6 +88,13 @@ class Corpora:
         return self._servers.enter_context(Coordinator("127.0.0.1", 0)).address
 
     @functools.cached_property
+    def dht(self) -> list[tuple[str, int]]:
+        """Addresses of DHT nodes to start from."""
+        bootstrap = nodes.Bootstrap(5)
+        self._servers.callback(bootstrap.close)
+        return bootstrap.at
+
+    @functools.cached_property
     def web(self) -> str:
         """Address of a web server: `web` and `wiki` are datasets, `shards` shared shards."""
         folder = self.root / "www"
@@ -98,7 +106,8 @@ class Corpora:
     def copy(self, *to: Path) -> None:
         """The dataset of tokens under other names."""
         for path in to:
-            shutil.copytree(self.tokens, path)
+            shutil.copytree(self.tokens / "slices", path / "slices")
+            adopt(path, path.name)
 
 
 def write_texts(directory: Path) -> None:

@@ -1,12 +1,13 @@
 """Runs the fenced blocks of a documentation page, in their order, in one directory.
 
 - `python` runs in one namespace per page; `await` at its top level runs under a running event loop, as in a notebook.
-- `sh` runs by bash with `-euo pipefail`. A line that ends in `&` is a server: the next line waits for its first output.
+- `sh` runs by bash with `-euo pipefail`. A line that ends in `&` is a server: the next one
+  waits until it prints `ready`.
 - `console`: lines after `$ ` run; where output follows, the command prints it, `…` standing for anything.
 - `output` is what the block before prints, `…` standing for anything.
 - `toml`, `json`, `yaml` are parsed, and written to NAME if the first line begins with `# NAME.`.
-- `text` does not run: it needs a cluster, the internet or a program of others, as the prose around it says. A script that
-  begins with `#!` is checked by `bash -n`.
+- `text` does not run: it needs a cluster, the internet or a program of others, as the prose around it says. A script
+  that begins with `#!` is checked by `bash -n`.
 
 Addresses of documentation (`127.0.0.1:7400`, `10.0.0.2:7410`) become free ports of this machine.
 """
@@ -40,7 +41,13 @@ _ADDRESS = re.compile(r"\b(?:127\.0\.0\.1|10\.0\.0\.\d+):\d+\b")
 _HOST = re.compile(r"\b10\.0\.0\.\d+\b")
 _SERVER = re.compile(r"^(.*\S) &(?: *#.*)?$", re.MULTILINE)
 _BASH = """set -euo pipefail
-is_up() { until [ -s "$1" ]; do kill -0 "$2" 2>/dev/null || { cat "$1" >&2; return 1; }; sleep 0.02; done; }
+is_up() {
+  for _ in $(seq 250); do
+    grep -q "^ready" "$1" && return
+    kill -0 "$2" 2>/dev/null || { wait "$2" || { cat "$1" >&2; return 1; }; }
+    sleep 0.02
+  done
+}
 """
 
 
@@ -97,7 +104,7 @@ class Page:
         """`code` with what stands for placeholders and addresses here."""
         code = _HOST.sub("127.0.0.1", _ADDRESS.sub(lambda found: self.address(found[0]), code))
         for pattern, value in self.replace.items():
-            code = re.sub(pattern, lambda _, value=value: value, code)
+            code = re.sub(pattern, value, code)
         return code
 
     def address(self, documented: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import corpora
+import nodes
 import numpy as np
 import pytest
 from corpora import Corpora
@@ -40,7 +42,7 @@ def readme(page: Page, made: Corpora) -> None:
         r"work wiki --network carol": "work wiki --network carol --trainer count",
         r"--num-steps 100": "--num-steps 2 --trainer count",
         r"--workers 1000 --slices 10000": "--workers 20 --slices 200",
-        r"PEER_ID": '$(forebay network show lab --json | sed \'s/.*"peer_id": "\\([a-z0-9]*\\)".*/\\1/\')',
+        r"PEER_ID": r"$(forebay network show lab | grep -o '[a-z2-7]\\{32\\}' | head -1)",
     }
 
 
@@ -119,8 +121,37 @@ def planning(page: Page, made: Corpora) -> None:
     page.environment |= made.s3_environment
 
 
-def network(page: Page, made: Corpora) -> None:
-    made.copy(page.directory / "books", page.directory / "code", page.directory / "acme-web")
+def members(page: Page, made: Corpora, *names: str) -> None:
+    """Directories of members in a network of a DHT of this process; datasets `books`, `code`, `web` are served."""
+    nodes.make_network(page.directory, ["data-node", *names], made.dht)
+    made.copy(*(page.directory / name for name in ("books", "code", "web")))
+    page.shell("forebay serve books code web --network data-node &", "setup")
+
+
+def operating(page: Page, made: Corpora) -> None:
+    members(page, made, "scheduler", "node", "worker-1", "worker-2", "admin")
+    if page.path.stem != "scheduler":
+        listen = page.address("10.0.0.2:7420")
+        page.shell(f"forebay schedule books --network scheduler --listen {listen} &", "setup")
+    page.replace |= {r"(forebay work .*(worker-\d))": r"\1 --trainer count --cache-dir cache-\2"}
+
+
+def trust(page: Page, made: Corpora) -> None:
+    made.copy(page.directory / "acme-web")
+    page.replace |= {"PEER_ID": "$(forebay network join net lost --name lost --role data | grep -o '[a-z2-7]\\{32\\}')"}
+
+
+def ledger(page: Page, made: Corpora) -> None:
+    members(page, made, "scheduler", "gpu-3")
+    page.shell(
+        "forebay schedule web --network scheduler --state state --seq-len 512 &\n"
+        "forebay work web --network gpu-3 --trainer count\n"
+        "mkdir data; mv web data/web; cp state/ledger.jsonl .",
+        "setup",
+    )
+    lines = [json.loads(line) for line in (page.directory / "ledger.jsonl").read_text().splitlines()]
+    bodies = {line["kind"]: line["body"] for line in lines}
+    page.replace |= {"ROOT": bodies["epoch"]["root"], "KEY": bodies["job"]["scheduler"]}
 
 
 SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
@@ -131,19 +162,19 @@ SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "docs/doctor.md": doctor,
     "docs/formats.md": formats,
     "docs/getting-started.md": getting_started,
-    "docs/ledger.md": network,
+    "docs/ledger.md": ledger,
     "docs/loading.md": loading,
     "docs/mirroring.md": mirroring,
-    "docs/network.md": network,
+    "docs/network.md": operating,
     "docs/planning.md": planning,
     "docs/preparing.md": preparing,
     "docs/rows.md": rows,
-    "docs/scheduler.md": network,
+    "docs/scheduler.md": operating,
     "docs/sharding.md": sharding,
     "docs/shared-shards.md": shared_shards,
     "docs/streaming.md": streaming,
-    "docs/trust.md": network,
-    "docs/workers.md": network,
+    "docs/trust.md": trust,
+    "docs/workers.md": operating,
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from calibration import scaled
 from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
@@ -175,7 +176,7 @@ def _sizes(directory: Path) -> dict[int, int]:
 
 def ended(processes: Sequence[ForkServerProcess], seconds: float = 60.0) -> list[int | None]:
     """Wait for processes to end: their exit codes. What has not ended is killed, and has None."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + scaled(seconds)
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     codes = [process.exitcode for process in processes]
@@ -186,7 +187,7 @@ def ended(processes: Sequence[ForkServerProcess], seconds: float = 60.0) -> list
 
 
 def until(condition: Any, what: str, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + scaled(seconds)
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.005)

@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from calibration import scaled
+
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
 
@@ -44,7 +46,7 @@ class Forks:
         assert self._popen.stdin is not None
         self._popen.stdin.write(json.dumps({"ns": ns, "argv": argv, "log": str(log)}) + "\n")
         self._popen.stdin.flush()
-        return Process(self, self._pids.get(timeout=60.0), log)
+        return Process(self, self._pids.get(timeout=scaled(60.0)), log)
 
     def code(self, pid: int, timeout_s: float) -> int | None:
         """The exit code of a fork, negative for a signal; None if it still runs after `timeout_s`."""
@@ -89,7 +91,7 @@ class Process:
 
     def ready(self, timeout_s: float = 30.0) -> dict[str, Any]:
         """Its first JSON line."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + scaled(timeout_s)
         while not (lines := self.lines()):
             assert self.wait(0.02) is None and time.monotonic() < deadline, f"{self.log.name}: {self.errors()}"
         return lines[0]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from calibration import scaled
 from forebay.store.cache import SliceCache
 
 NUM_SLICES = 24
@@ -145,7 +146,7 @@ def test_four_processes_within_the_budget_and_killed_at_any_moment(tmp_path: Pat
             reader.communicate()
     # What is left is whole, and the next start needs no help: it resumes, cleans up, and reads all.
     last = start(tmp_path, 9, 1)
-    told, _ = last.communicate(timeout=60)
+    told, _ = last.communicate(timeout=scaled(60))
     assert last.returncode == 0 and told.startswith("ready\ndone ")
     assert look(tmp_path) <= BUDGET
     assert not list((tmp_path / "futures").iterdir())
@@ -160,7 +161,7 @@ def test_four_processes_that_read_the_same_fetch_each_slice_once(tmp_path: Path)
     readers = [subprocess.Popen([*command, str(rank), "2"], stdout=subprocess.PIPE, text=True) for rank in range(4)]
     fetched = []
     for reader in readers:
-        told, _ = reader.communicate(timeout=60)
+        told, _ = reader.communicate(timeout=scaled(60))
         assert reader.returncode == 0
         fetched.append(int(told.split()[-1]))
     assert sum(fetched) == NUM_SLICES

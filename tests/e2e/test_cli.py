@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 from nodes import Bootstrap
 
+from calibration import scaled
+
 
 def forebay(*arguments: object, timeout: float = 90, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "forebay.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=scaled(timeout),
         env=os.environ | environment,
     )
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from calibration import scaled
+
 pytest.importorskip("libtorrent")
 
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
@@ -60,7 +62,7 @@ def test_a_dead_bootstrap_node_is_named_by_every_verb(tmp_path: Path, start: Sta
         for verb, name in (("find", "x"), ("work", "x"), ("schedule", "x"), ("serve", tmp_path / "d"))
     ]
     for process in started:
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=scaled(120))
         assert process.returncode == 1, said
         assert f"waiting for a bootstrap node of the DHT; asked {HOST}:{port}: Connection refused" in said
         assert f"No bootstrap node answered ({HOST}:{port}: Connection refused); the DHT cannot be asked." in said
@@ -89,7 +91,7 @@ def test_an_unknown_name_is_waited_for_aloud_and_not_for_ever(tmp_path: Path, st
             held: (f"the scheduler of any job: {address} is asked and has not answered yet", address),
         }
         for process, (line, error) in expected.items():
-            _, said = process.communicate(timeout=120)
+            _, said = process.communicate(timeout=scaled(120))
             assert process.returncode == 1, said
             assert f"waiting for {line}" in said and error in said.splitlines()[-1], said
     finally:
@@ -129,7 +131,7 @@ def test_every_live_worker_hears_of_the_end(tmp_path: Path, start: Start, networ
         for name in ("w0", "w1", "w2")
     ]
     for worker in workers:
-        out, said = worker.communicate(timeout=150)
+        out, said = worker.communicate(timeout=scaled(150))
         assert worker.returncode == 0, said
         assert json.loads(out.splitlines()[-1])["report"]["done"]
     assert scheduler.wait(60) == 0
@@ -144,18 +146,18 @@ def test_a_job_with_a_slice_set_aside_is_not_done(tmp_path: Path, start: Start, 
     worker = start(
         "work", NAME, "--network", network["w0"], "--cache-dir", tmp_path / "c", "--trainer", "count", "--json"
     )
-    out, said = worker.communicate(timeout=150)
+    out, said = worker.communicate(timeout=scaled(150))
     assert worker.returncode == 0, said
     report = json.loads(out.splitlines()[-1])["report"]
     assert report["num_left_out"] == 50 and report["samples"] == 10 * 50
-    _, said = scheduler.communicate(timeout=60)
+    _, said = scheduler.communicate(timeout=scaled(60))
     assert scheduler.returncode == 1 and address
     assert "got 50 that nobody used, of slices set aside: 4" in said.splitlines()[-1]
     found = verify_ledger(tmp_path / "state" / "ledger.jsonl", verify=verify)
     assert [epoch["set_aside"] for epoch in found.epochs] == [50] and found.epochs[0]["missing"] == 0
     again, address = _schedule(start, network, tmp_path / "state")
     status = start("status", address, "--network", network["w1"])
-    out, said = status.communicate(timeout=60)
+    out, said = status.communicate(timeout=scaled(60))
     assert status.returncode == 0, said
     assert "incomplete" in out and "50 samples of slices set aside were not used" in out and "slice 4 is set" in out
     assert again.wait(60) == 1
@@ -181,6 +183,6 @@ def test_a_bad_access_list_stops_a_data_node_before_it_starts(
     node = make_network(tmp_path, ["node"], [(HOST, _free_udp_port())])["node"]
     began = time.monotonic()
     process = start("serve", tmp_path / "d", "--network", node, "--access", path, "--timeout", 90)
-    _, said = process.communicate(timeout=80)
-    assert process.returncode == 2 and time.monotonic() - began < 80
+    _, said = process.communicate(timeout=scaled(80))
+    assert process.returncode == 2 and time.monotonic() - began < scaled(80)
     assert all(word in said for word in [*words, str(path)]) and len(said.splitlines()) == 1, said

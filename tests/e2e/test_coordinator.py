@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from calibration import scaled
 from forebay.errors import StateError, UsageError
 from forebay.network.client import Client, RemoteError
 from forebay.network.identity import Identity
@@ -86,7 +87,7 @@ def spawn() -> Iterator[Callable[..., Process]]:
 
 
 def until(true: Callable[[], bool], what: str, timeout_s: float = 40) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + scaled(timeout_s)
     while not true():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
@@ -132,7 +133,7 @@ class Workers:
 
 
 def get(address: str, path: str) -> Any:
-    with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=scaled(5)) as answer:
         return json.load(answer)
 
 
@@ -223,7 +224,7 @@ def test_plain_http_stays_on_this_machine_unless_told_and_refuses_web_pages(spaw
     for headers in ({"Content-Type": "text/plain"}, {"Content-Type": "application/json", "Origin": "http://evil.test"}):
         request = urllib.request.Request(f"http://{address}/v1/config", body, headers)
         with pytest.raises(urllib.error.HTTPError) as refusal:
-            urllib.request.urlopen(request, timeout=5)
+            urllib.request.urlopen(request, timeout=scaled(5))
         assert refusal.value.code == 403
         refusal.value.close()
     assert process.end(signal.SIGINT) == 0

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from calibration import scaled
 from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_token_slice
 
@@ -40,7 +41,7 @@ def run_all(tmp_path: Path, data: Path, runs: list[dict[str, Any]]) -> list[dict
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("ranks.py")), str(config)],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=scaled(150),
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

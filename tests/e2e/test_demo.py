@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from calibration import scaled
+
 # Numbered below, so that no two slices are alike: alike slices travel once.
 TEXT = "The mill race turns the wheel, and the wheel turns the stone. "
 
@@ -41,7 +43,7 @@ def left_behind(tmp_path: Path) -> list[str]:
 
 def test_demo_proves_exactly_once_though_a_worker_is_killed(tmp_path: Path) -> None:
     process = demo(tmp_path, "--json", tmp_path / "summary.json", "--tokenizer", "bytes")
-    out, err = process.communicate(timeout=150)
+    out, err = process.communicate(timeout=scaled(150))
     assert process.returncode == 0, out + err
     assert out.strip().splitlines()[-1] == "demo: ok"
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -60,7 +62,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path: Path, seed: int) -> None:
     process = demo(tmp_path)
     time.sleep(random.Random(seed).uniform(0.5, 9.0))
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=scaled(60))
     assert process.returncode in (0, 130), out + err
     assert "Traceback" not in err, err
     assert left_behind(tmp_path) == []
@@ -70,8 +72,8 @@ def test_a_killed_demo_leaves_no_process(tmp_path: Path) -> None:
     process = demo(tmp_path)
     time.sleep(6)
     process.kill()
-    process.communicate(timeout=30)
-    deadline = time.monotonic() + 30
+    process.communicate(timeout=scaled(30))
+    deadline = time.monotonic() + scaled(30)
     while (left := [c for c in left_behind(tmp_path) if "forebay.cli" in c]) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert left == []

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from calibration import scaled
+
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 NEEDS = {
     "hf_trainer": ("torch", "transformers", "accelerate"),
@@ -23,6 +25,6 @@ def test_example_runs(path: Path) -> None:
     missing = [name for name in NEEDS.get(path.stem, ()) if find_spec(name) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=scaled(120))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip()

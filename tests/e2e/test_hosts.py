@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from calibration import scaled
+
 pytest.importorskip("libtorrent")
 
 from forks import Process
@@ -75,7 +77,7 @@ class Job:
 
 
 def until(condition: Callable[[], bool], timeout_s: float, job: Job) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + scaled(timeout_s)
     while not condition():
         told = {name: process.errors()[-400:] for name, process in job.nodes.items()}
         assert time.monotonic() < deadline, told

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
+from calibration import scaled
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
 from forebay.network.identity import Identity
@@ -79,6 +80,8 @@ def test_doors_answer_as_they_say(servers: tuple[dict[str, str], Identity], whic
 def test_schemathesis_finds_nothing(servers: tuple[dict[str, str], Identity], which: str) -> None:
     assert SCHEMATHESIS is not None
     command = [SCHEMATHESIS, str(Path(__file__).with_name("http_api.py")), f"https://{servers[0][which]}"]
-    done = subprocess.run([*command, str(servers[1].node_dir), EXAMPLES], capture_output=True, text=True, timeout=170)
+    done = subprocess.run(
+        [*command, str(servers[1].node_dir), EXAMPLES], capture_output=True, text=True, timeout=scaled(170)
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     print(json.loads(done.stdout.splitlines()[-1]))

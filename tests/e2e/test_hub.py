@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from calibration import scaled
 from hub_repos import write_repo
 from hub_server import HubServer
 
@@ -54,11 +55,11 @@ def test_five_gigabytes_begin_at_once(hub: HubServer, tmp_path: Path) -> None:
         file.write((row * 4000).encode())
         file.truncate(5_000_000_000)  # the rest is a hole, and never read
     process = started(STREAM, tmp_path, HF_ENDPOINT=hub.url)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=scaled(60))
     assert process.returncode == 0, err
     told: dict[str, Any] = json.loads(out)
     assert told["shape"] == [8, 1024]
-    assert told["first_s"] < 1.0 and told["peak"] < 400 << 20
+    assert told["first_s"] < scaled(1.0) and told["peak"] < 400 << 20
     assert hub.bytes_sent["train.jsonl"] < 8 << 20 and not (tmp_path / "cache").exists()
 
 
@@ -67,7 +68,7 @@ def test_a_killed_download_goes_on(hub: HubServer, tmp_path: Path) -> None:
     data.write_bytes(b'{"text": "a line of text"}\n' * 200_000)
     hub.faults.bytes_per_s = 2e6
     process = started(DOWNLOAD, tmp_path, HF_ENDPOINT=hub.url)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + scaled(30)
     while hub.bytes_sent["train.jsonl"] < 1 << 20 and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -78,7 +79,7 @@ def test_a_killed_download_goes_on(hub: HubServer, tmp_path: Path) -> None:
     hub.reset()
     hub.faults.bytes_per_s = 0
     process = started(DOWNLOAD, tmp_path, HF_ENDPOINT=hub.url)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=scaled(60))
     assert process.returncode == 0, err
     assert Path(out.strip()).read_bytes() == data.read_bytes()
     assert hub.bytes_sent["train.jsonl"] < data.stat().st_size - (256 << 10)
@@ -97,4 +98,4 @@ def test_without_a_network(tmp_path: Path) -> None:
     done = subprocess.run([*cut_off, sys.executable, "-c", script], env=told, capture_output=True, text=True)
     said = done.stderr.splitlines()[-1]
     assert said.startswith("forebay.errors.DownloadError: Failed to download dataset 'HuggingFaceFW/fineweb'")
-    assert "https://huggingface.co" in said and "tiny_shakespeare" in said and time.monotonic() - began < 30
+    assert "https://huggingface.co" in said and "tiny_shakespeare" in said and time.monotonic() - began < scaled(30)

@@ -31,6 +31,7 @@ from feeding import (
     until,
 )
 
+from calibration import scaled
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
 from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
@@ -361,7 +362,7 @@ def test_the_first_batch_takes_one_slice(server: OriginServer, tmp_path: Path, w
         reader.join()
     for loader in loaders:
         loader.close()
-    assert len(took) == world and max(took) < 2.5 * SLICE_BYTES / per_s  # One: 0.5 s. All six: 3 s.
+    assert len(took) == world and max(took) < scaled(2.5 * SLICE_BYTES / per_s)  # One: 0.5 s. All six: 3 s.
 
 
 def test_resuming_fetches_only_what_its_step_reads(data: Path, server: OriginServer, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from feeding import _processes, lines_of, make_dataset, read, steps_of
 
+from calibration import scaled
 from forebay.dataset import open_dataset
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
@@ -82,7 +83,8 @@ def test_ranks_with_caches_below_the_dataset_take_the_second_epoch_from_each_oth
     fetched, origins = (sum(int(one[name]) for one in stats) for name in ("fetched_slices", "from_origins"))
     print(f"fetched {fetched} slices of {SLICES}, {origins} from the origin; it sent {node.status()['bytes_sent']}")
     assert fetched > 2 * SLICES and sum(int(one["from_peers"]) for one in stats) == fetched - origins
-    assert origins <= SLICES + 2
+    # A peer that is slow to answer is passed over for the origin, and on a busy machine all are slow.
+    assert origins <= SLICES + scaled(2)
     assert sum(one["shared_bytes"] for one in stats) > 0
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import forebay
+from calibration import scaled
 from forebay.dataset import Dataset, open_dataset
 from forebay.extras import install_command
 
@@ -33,7 +34,7 @@ def run(*arguments: object, code: int | None = 0, **environment: str) -> subproc
         [str(Path(sys.executable).with_name("forebay")), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scaled(120),
         env=os.environ | environment,
     )
     assert done.returncode in ((1, 2) if code is None else (code,)), done.stdout + done.stderr

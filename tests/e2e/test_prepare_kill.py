@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import whole
 
+from calibration import scaled
+
 _SCRIPT = """
 import sys
 from forebay.prepare import load_recipe, pipeline, prepare, text
@@ -99,6 +101,6 @@ def test_interrupt_leaves_no_process(tmp_path: Path, source: Path, script: Path)
     while len(marks(tmp_path / "d")) < 3 and process.poll() is None:
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=scaled(20))
     assert process.returncode != 0
     whole.wait_for_none(process.pid)

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import whole
 
+from calibration import scaled
+
 pytest.importorskip("numba")
 pytest.importorskip("resiliparse")
 KILLS = int(os.environ.get("FOREBAY_PREPARE_KILLS", "4"))
@@ -76,7 +78,7 @@ def test_another_place_of_the_same_input(base: Path, wanted: tuple[str, dict[str
 def test_workers_that_die(base: Path, wanted: tuple[str, dict[str, str]]) -> None:
     out = base / "unlucky"
     done = subprocess.run(
-        whole.command(base / "in", out, 2), capture_output=True, text=True, timeout=300,
+        whole.command(base / "in", out, 2), capture_output=True, text=True, timeout=scaled(300),
         env=os.environ | {"WHOLE_UNLUCKY": "1"},
     )  # fmt: skip
     assert "died with signal 9" in done.stderr and "ran out of memory" in done.stderr
@@ -101,7 +103,7 @@ def kill_in(phase: str, command: list[str], how: signal.Signals, rng: random.Ran
     reader.start()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, how)
-    process.wait(timeout=30)
+    process.wait(timeout=scaled(30))
     reader.join()
     process.stdout.close()
     process.stderr.close()
@@ -136,7 +138,7 @@ def test_a_disk_that_is_full_again_and_again(base: Path, wanted: tuple[str, dict
     out, reached = small_disk / "d", []
     for kilobytes in (600, 1800, 2300, 2800, 3400, 64_000):
         subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", small_disk], check=True)
-        done = subprocess.run(whole.command(base / "in", out, 2), capture_output=True, text=True, timeout=300)
+        done = subprocess.run(whole.command(base / "in", out, 2), capture_output=True, text=True, timeout=scaled(300))
         if done.returncode == 0:
             break
         told = done.stderr.splitlines()

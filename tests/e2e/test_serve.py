@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from calibration import scaled
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
@@ -31,7 +32,7 @@ SLICE_TOKENS = 400_000
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + scaled(timeout_s)
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come about"
         time.sleep(0.01)

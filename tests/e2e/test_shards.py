@@ -22,6 +22,7 @@ import psutil
 import pytest
 from feeding import small_disk
 
+from calibration import scaled
 from forebay.cli import main
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
 from forebay.formats.shard_writer import Shard, write_shards
@@ -80,7 +81,7 @@ def pair(index: int) -> list[str]:
 
 
 def until(what: Callable[[], object], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + scaled(seconds)
     while not what():
         assert time.monotonic() < end, "not in time"
         time.sleep(0.01)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from calibration import scaled
+
 pytest.importorskip("libtorrent")
 
 from nodes import HOST, NAME, Bootstrap, Node, make_dataset, make_network
@@ -29,7 +31,7 @@ PAUSES_S = [0.2, 0.02, 0.02, 0.02]
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + scaled(timeout_s)
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come about"
         time.sleep(0.02)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from feeding import make_dataset
 
+from calibration import scaled
 from forebay.dataset import open_dataset
 from forebay.errors import NetworkError, UsageError
 from forebay.network.access import Access
@@ -67,7 +68,7 @@ def take_all(one: SwarmMember, folder: Folder, out: Path) -> None:
 
 
 def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + scaled(seconds)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from calibration import scaled
 from forebay.errors import ForebayError, UsageError
 from forebay.network.identity import Identity, create_network, join
 from forebay.schedule.coordinator import Coordinator
@@ -169,7 +170,7 @@ def test_control_c_ends_a_worker_after_its_step(tmp_path: Path) -> None:
     while "first batch" not in worker.stderr.readline():
         assert worker.poll() is None
     worker.send_signal(signal.SIGINT)
-    _, said = worker.communicate(timeout=30)
+    _, said = worker.communicate(timeout=scaled(30))
     assert worker.returncode == 130 and "stopped: step " in said and said.endswith("interrupted\n")
     assert (tmp_path / "checkpoint.zip").exists()
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from nodes import HOST, NAME, make_dataset
 
+from calibration import scaled
 from forebay.dataset import Dataset
 from forebay.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
 from forebay.network.access import Access
@@ -37,7 +38,7 @@ DATA = Scope(frozenset({"data"}))
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + scaled(timeout_s)
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come about"
         time.sleep(0.01)

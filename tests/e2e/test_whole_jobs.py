@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from calibration import scaled
+
 pytest.importorskip("libtorrent")
 
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
@@ -70,7 +72,7 @@ def test_two_jobs_a_slice_set_aside_and_a_restart_with_no_data_node(
         gone = Identity.load(homes["one"]).peer_id
         revoke(tmp_path / "network", gone, homes["scheduler"])
         assert not Identity.load(homes["worker"]).is_revoked(gone)
-        done = subprocess.run(command, check=True, capture_output=True, timeout=60)
+        done = subprocess.run(command, check=True, capture_output=True, timeout=scaled(60))
         report = json.loads(done.stdout.splitlines()[-1])["report"]
         assert report["done"] and report["samples"] == 15 + 15 + 9
         assert Identity.load(homes["worker"]).is_revoked(gone)
@@ -78,7 +80,7 @@ def test_two_jobs_a_slice_set_aside_and_a_restart_with_no_data_node(
         # Not one data node: what the jobs are about is in the state directory.
         node.stop()
         began = time.monotonic()
-        assert start().is_done() and time.monotonic() - began < 2.0
+        assert start().is_done() and time.monotonic() - began < scaled(2.0)
     for path in (ledger_path(tmp_path / "state"), ledger_path(tmp_path / "state", "mix")):
         assert verify_ledger(path, verify=verify, replay=replay).ok
         entries = list(read_entries(path))

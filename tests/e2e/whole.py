@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from calibration import scaled
+
 MODEL = "model.arpa"
 NUM_DOCUMENTS = 600
 
@@ -61,7 +63,7 @@ def session_members(session: int) -> list[int]:
 
 def wait_for_none(session: int) -> None:
     """Fail unless all processes of a session end within 20 s."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + scaled(20)
     while left := session_members(session):
         assert time.monotonic() < deadline, f"processes {left} outlived the prepare that started them"
         time.sleep(0.02)
@@ -142,7 +144,11 @@ def command(inputs: Path, out: Path, workers: int, engine: str = "local") -> lis
 def run(inputs: Path, out: Path, workers: int, engine: str = "local", **environment: str) -> str:
     """Prepare in a process of its own; the dataset id."""
     done = subprocess.run(
-        command(inputs, out, workers, engine), capture_output=True, text=True, timeout=300, env=os.environ | environment
+        command(inputs, out, workers, engine),
+        capture_output=True,
+        text=True,
+        timeout=scaled(300),
+        env=os.environ | environment,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from calibration import scaled
 from forebay.convert.content import Options, documents
 from forebay.convert.convert import convert, open_source
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.skipif(not PEERS, reason="FOREBAY_FORMAT_PEERS names no
 
 def ask(peer: str, *words: str) -> Any:
     script = str(Path(__file__).with_name("formats_peer.py"))
-    done = subprocess.run([peer, script, *words], capture_output=True, text=True, timeout=150)
+    done = subprocess.run([peer, script, *words], capture_output=True, text=True, timeout=scaled(150))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 

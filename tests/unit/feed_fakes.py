@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from calibration import scaled
 from forebay.errors import NetworkError
 from forebay.store.cache import SliceCache
 from forebay.store.prefetch import SliceFeed
@@ -103,7 +104,7 @@ def feed_of(
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + scaled(seconds)
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.002)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import forebay
+from calibration import scaled
 from forebay.storage import atomic
 from forebay.storage.atomic import (
     atomic_write,
@@ -106,7 +107,7 @@ def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path: Path
         "with temporary_directory(folder / 'b') as scratch, open_atomic(folder / 'a') as file:\n"
         "    (scratch / 'c').touch(); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code, tmp_path], timeout=60).returncode == -9
+    assert subprocess.run([sys.executable, "-c", code, tmp_path], timeout=scaled(60)).returncode == -9
     left = {path.name for path in tmp_path.iterdir()}
     assert len(left) == 2 and all(socket.gethostname()[:8] in name for name in left)
     ours = temporary_path(tmp_path / "mine")

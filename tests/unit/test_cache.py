@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from calibration import scaled
 from forebay.errors import UsageError
 from forebay.store import cache as cache_module
 from forebay.store import locks
@@ -109,7 +110,7 @@ def test_a_killed_process_holds_neither_pin_nor_reservation(tmp_path: Path) -> N
         "with cache.fetching('b' * 64, 15) as part:\n"
         "    part.write_bytes(b'half'); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9
+    assert subprocess.run([sys.executable, "-c", code], timeout=scaled(60)).returncode == -9
     assert cache.used_bytes() == 9
     put(cache, b"c" * 20)
     assert cache.get(first) is None and cache.used_bytes() == 20
@@ -204,7 +205,7 @@ def test_a_dead_process_wants_nothing(tmp_path: Path) -> None:
         f"cache = SliceCache({str(tmp_path)!r}, 10); cache.publish({{{name!r}: (0, 0, None)}})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9
+    assert subprocess.run([sys.executable, "-c", code], timeout=scaled(60)).returncode == -9
     assert len(list((tmp_path / "futures").iterdir())) == 1
     reserved = cache.try_reserve("b" * 64, 10, evict="unwanted")
     assert isinstance(reserved, Reservation) and reserved.evicted == [name]

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from calibration import scaled
 from forebay.cli import main
 from forebay.convert.content import Digest, Options, TokenPart, TokenSource, documents
 from forebay.convert.convert import convert, describe, open_source
@@ -286,7 +287,7 @@ def test_nothing_is_left_of_what_failed_or_was_killed(tmp_path: Path) -> None:
         f"convert({str(GOLDEN / 'mds_zstd')!r}, {str(tmp_path / 'out')!r}, 'safetensors',"
         " Options(on_progress=lambda n: os.kill(os.getpid(), 9)))"
     )
-    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=scaled(60))
     assert done.returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == [".out.converting"]
     assert convert(GOLDEN / "mds_zstd", tmp_path / "out", "safetensors", SMALL).is_verified

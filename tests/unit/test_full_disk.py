@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from test_journal import lease, open_journal, use
 
+from calibration import scaled
 from forebay.errors import LedgerError, StateError, UsageError
 from forebay.ledger import Ledger
 from forebay.schedule.coordinator import Coordinator
@@ -52,14 +53,14 @@ def post(address: str, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
     data = json.dumps(body).encode()
     request = urllib.request.Request(f"http://{address}{path}", data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=scaled(60)) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
 
 
 def eventually(check: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + scaled(timeout_s)
     while not check():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from calibration import scaled
 from forebay.errors import NetworkError
 from forebay.network.https import Bounds, Client, Request, Response, Server, file_response, json_response
 from forebay.network.identity import Identity
@@ -23,7 +24,7 @@ def echo(request: Request) -> Response:
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + scaled(timeout_s)
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come about"
         time.sleep(0.005)
@@ -76,7 +77,7 @@ def test_who_drips_costs_no_thread_and_is_cut(make_identity: Make) -> None:
                 if time.monotonic() < begun + 0.2:
                     assert client.request_json(server.address, "GET", "/")[0]["path"] == "/"
                     assert threading.active_count() <= before + 4  # of those that shake hands
-        assert time.monotonic() < begun + 3
+        assert time.monotonic() < begun + scaled(3)
         until(lambda: server.num_connections == 1)
         for sock in (head, body, *half_open):
             sock.close()
@@ -151,7 +152,7 @@ def test_slow_readers_and_long_polls_hold_up_nobody(make_identity: Make, tmp_pat
         begun = time.monotonic()
         for _ in range(20):
             client.request_json(server.address, "GET", "/")
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < scaled(5)
         gate.set()
         for tls in stuck:
             tls.close()

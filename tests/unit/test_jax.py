@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from calibration import scaled
 from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
@@ -81,7 +82,7 @@ def test_global_arrays_are_the_global_batches(data: Path, tmp_path: Path, proces
         for i in range(processes)
     ]
     for one in running:
-        _, errors = one.communicate(timeout=120)
+        _, errors = one.communicate(timeout=scaled(120))
         assert one.returncode == 0, errors
     wanted = [
         b.inputs.tolist() for b in Loader(data, seq_len=16, global_batch_size=8, seed=3, epochs=2, drop_last=True)

@@ -6,7 +6,6 @@ import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -446,4 +445,4 @@ class Churn(RuleBasedStateMachine):
 
 
 Churn.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestChurn = pytest.mark.timeout(120)(Churn.TestCase)
+TestChurn = Churn.TestCase

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from calibration import scaled
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.store.large import download_large_file, plan_large
 from forebay.store.origins import ChangedError, Patience, open_origin
@@ -266,7 +267,7 @@ def test_two_processes_do_not_write_one_file(server: OriginServer, tmp_path: Pat
 
     thread = threading.Thread(target=first)
     thread.start()
-    until = time.monotonic() + 10
+    until = time.monotonic() + scaled(10)
     while not list(path.parent.glob(".big.*.part")) and time.monotonic() < until:
         time.sleep(0.01)
     with pytest.raises(UsageError, match="by another process"):

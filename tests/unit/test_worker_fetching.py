@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from calibration import scaled
 from forebay.errors import NetworkError, UsageError
 from forebay.network.client import Client
 from forebay.network.https import Request, Response, Server, error_response, file_response
@@ -157,7 +158,7 @@ def test_who_gives_no_bytes_is_left(worker: FetchingWorker, make_node: Nodes, mo
     silent.stall_s = 1.5
     began = time.monotonic()
     assert worker.fetched(lease(worker, silent, honest)) == CONTENT
-    assert time.monotonic() - began < 1.5 and worker.bad == [(silent.peer_id, False)]
+    assert time.monotonic() - began < scaled(1.5) and worker.bad == [(silent.peer_id, False)]
 
 
 def test_a_lease_that_is_lost_is_not_fetched_to_the_end(worker: FetchingWorker, make_node: Nodes) -> None:
@@ -187,7 +188,7 @@ def test_a_slice_larger_than_the_cache_is_the_end(make_identity: Make, make_node
     with Client(make_identity("client")) as client:
         worker = FetchingWorker(client, tmp_path / "small", 1000)
         lease(worker, make_node("a"))
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + scaled(5)
         while worker.fetcher.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
         worker.close()

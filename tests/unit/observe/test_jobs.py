@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from calibration import scaled
 from forebay.errors import UsageError
 from forebay.load.arguments import rank_of_world
 from forebay.observe.jobs import TrainingJob, kubernetes_manifest, slurm_script
@@ -38,7 +39,7 @@ def test_a_slurm_script_gives_each_task_its_rank(tmp_path: Path) -> None:
         **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node-[a-b]",
     }  # fmt: skip
-    ran = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, timeout=30)
+    ran = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, timeout=scaled(30))
     assert ran.returncode == 0, ran.stderr
     told = [json.loads(line) for line in ran.stdout.splitlines()]
     assert told == [[str(i), "4", str(i % 2), "node-a", "two words"] for i in range(4)]
@@ -61,7 +62,7 @@ def test_a_manifest_gives_each_pod_its_rank() -> None:
     given = {entry["name"]: entry["value"] for entry in container["env"]}
     for index in range(2):
         environment = {**os.environ, **given, "JOB_COMPLETION_INDEX": str(index)}
-        ran = subprocess.run(container["command"], env=environment, capture_output=True, text=True, timeout=30)
+        ran = subprocess.run(container["command"], env=environment, capture_output=True, text=True, timeout=scaled(30))
         assert json.loads(ran.stdout) == [str(index), "2", "0", "train-0.train", "two words"], ran.stderr
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from calibration import scaled
 from forebay.cli import main
 from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_token_slice
@@ -48,7 +49,7 @@ def test_metrics_are_served(folder: Path) -> None:
     server, thread = serve_metrics(loader, 0)
     try:
         assert sum(len(batch) for batch in loader) == 300
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=scaled(10)) as answer:
             text = answer.read().decode()
     finally:
         server.shutdown()

@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from calibration import scaled
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.detect import detect
 from forebay.prepare.read import ReadOptions, cut, find_sources, read
@@ -189,7 +190,7 @@ def test_a_killed_run_goes_on_at_its_cursor(tmp_path: Path, server: Server) -> N
     command = [sys.executable, "-c", code, str(description), str(tmp_path / "out")]
     for pages in (3, 7):
         run = subprocess.Popen(command)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + scaled(20)
         while max((index for index, _ in server.asked), default=0) < pages and time.monotonic() < deadline:
             time.sleep(0.005)
         run.send_signal(signal.SIGKILL)

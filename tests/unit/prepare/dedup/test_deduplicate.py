@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from calibration import scaled
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.dedup import Cutter, Dedup, DedupResult, deduplicate, store_signatures
 from forebay.prepare.dedup.signer import sign_texts
@@ -251,7 +252,7 @@ def test_killed_and_run_again(bench: Any, corpus: list[str], tmp_path: Path, tas
     part = bench.sign(corpus, config)
     folder = tmp_path / "killed"
     arguments = [part.prefix, str(folder), str(task), str(delay_s), str(part.documents)]
-    died = subprocess.run([sys.executable, "-c", KILLED, *arguments], timeout=60, check=False)
+    died = subprocess.run([sys.executable, "-c", KILLED, *arguments], timeout=scaled(60), check=False)
     assert died.returncode == -signal.SIGKILL
     before = {path.name: path.stat().st_ino for path in folder.glob("*.run")}
     assert before
@@ -360,7 +361,7 @@ print(peak(10_000), peak(100_000))
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in KiB on Linux")
 def test_ten_times_the_documents_take_the_same_memory() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LARGE], capture_output=True, text=True, timeout=120, env=dict(os.environ)
+        [sys.executable, "-c", LARGE], capture_output=True, text=True, timeout=scaled(120), env=dict(os.environ)
     )
     assert done.returncode == 0, done.stderr
     small, large = (int(word) / 1024 for word in done.stdout.split())
