@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.cli import main
 from forebay.convert.content import Options, TableSource
 from forebay.convert.convert import convert
 from forebay.convert.table_digest import TableDigest, table_digest
@@ -426,3 +427,21 @@ def test_labels_beside_tokens_are_kept_or_said_to_be_left_out(tmp_path: Path) ->
     assert "columns left out: labels, url" in report.written.notes
     report = convert(path, tmp_path / "tokens", "safetensors", Options(column="input_ids"))
     assert open_dataset(tmp_path / "tokens").manifest.layout == "tokens"
+
+
+def test_what_a_directory_holds_beside_tables_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "in"
+    (folder / "state").mkdir(parents=True)
+    for path in (folder / "a.jsonl", folder / "state/state.json", folder / ".hidden.jsonl", tmp_path / "b.jsonl"):
+        path.write_text('{"n": 1}\n')
+    (folder / "paper.pdf").write_bytes(b"%PDF-1.4\0\1\2")
+    (folder / "b.jsonl").symlink_to(tmp_path / "b.jsonl")
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--to", "jsonl", "--json", "--quiet"]) == 0
+    said = capsys.readouterr()
+    result = json.loads(said.out)
+    assert result["rows"] == 2 and sorted(result["skipped"].values()) == [1, 1, 1]
+    assert said.err.count("forebay: left out 1: ") == 3 and "paper.pdf" in said.err
+    command = ["convert", str(folder), str(tmp_path / "more"), "--to", "jsonl", "--quiet"]
+    assert main([*command, "--strict"]) != 0 and "convert --strict: expected to read all" in capsys.readouterr().err
+    assert main([*command, "--follow-links", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 3

@@ -10,6 +10,7 @@ Needs room for the kept text once (LZ4) and the tokens twice, three times if doc
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -382,16 +383,17 @@ def _with_hashes(run: Run, found: Found, lineage: dict[str, Any], sha256s: Mappi
     path = run.out / INDEX_FILE
     names = {source.path: identity(source) for source in found.sources if "://" not in source.path}
     try:
-        index = json.loads(path.read_bytes())
-        index = index if isinstance(index, dict) else {}
+        before = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        index = {}
-    index = {name: index[name] for name in names.values() if name in index}
+        before = {}
+    index = {name: str(before[name]) for name in names.values() if name in before}
     index |= {names[path]: sha256 for path, sha256 in sha256s.items() if path in names}
     missing = [source for source in found.sources if names.get(source.path, "") not in {"", *index}]
     hashed = run.map(_hash_task, missing, weights=[source.bytes for source in missing])
     index |= {names[source.path]: sha256 for source, sha256 in zip(missing, hashed)}
-    atomic_write(path, json.dumps(index, sort_keys=True).encode())
+    if index != before:
+        with contextlib.suppress(OSError):  # A finished dataset may be read-only.
+            atomic_write(path, json.dumps(index, sort_keys=True).encode())
     inputs = [
         {**entry, "sha256": index[names[source.path]] if source.path in names else entry["sha256"]}
         for source, entry in zip(found.sources, lineage["inputs"])

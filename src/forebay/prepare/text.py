@@ -107,7 +107,8 @@ def _hash(facts: list[Any]) -> str:
 def identity(source: Source) -> str:
     """What tells a source from others and from itself after a change, without reading it."""
     path = source.path if "://" in source.path else os.path.abspath(source.path)  # noqa: PTH100 - links stay
-    return _hash([path, source.version or source.sha256, source.format, source.compression, source.encoding])
+    version = source.version or source.sha256
+    return _hash([path, source.bytes, version, source.format, source.compression, source.encoding])
 
 
 def content_key(read: ReadOptions, stages: Iterable[Stage], files: Iterable[tuple[str, str]], sample: float) -> str:

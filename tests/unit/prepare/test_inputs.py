@@ -24,6 +24,7 @@ from forebay.prepare.plan import plan
 from forebay.prepare.read import lines
 from forebay.prepare.report import load_report
 from forebay.prepare.text import TextTask
+from forebay.prepare.tokens.encode import EncodeTask
 
 
 def everyday(folder: Path) -> Path:
@@ -194,10 +195,11 @@ def test_a_file_that_changed_between_runs_is_read_again(tmp_path: Path, corpus: 
 def test_a_task_is_named_once(monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path) -> None:
     """However often its name is asked for, and nothing of the recipe is hashed for it."""
     calls: list[object] = []
-    plain = TextTask.name.func  # type: ignore[attr-defined]
-    monkeypatch.setattr(TextTask.name, "func", lambda task: calls.append(task) or plain(task))
+    for kind in (TextTask, EncodeTask):
+        plain = kind.name.func  # type: ignore[attr-defined]
+        monkeypatch.setattr(kind.name, "func", lambda task, plain=plain: calls.append(task) or plain(task))
     prepare([corpus], tmp_path / "d", tokenizer="bytes", workers=1)
-    assert len(calls) == len({id(task) for task in calls}) == 2
+    assert len(calls) == len({id(task) for task in calls}) == 4
 
 
 def test_a_dataset_of_other_versions_is_kept_and_told(tmp_path: Path, corpus: Path) -> None:

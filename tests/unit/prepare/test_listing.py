@@ -132,3 +132,12 @@ def test_a_file_that_changes_here_is_no_mixture(tmp_path: Path) -> None:
         list(rows)
     with pytest.raises(PrepareError, match="the input changed while it was read"):
         list(read(piece, options))
+
+
+def test_pages_and_texts_beyond_the_first_bytes(tmp_path: Path) -> None:
+    page = '<html><head><meta charset="iso-8859-2"></head><body>zażółć gęślą jaźń</body></html>'
+    (tmp_path / "a.html").write_bytes(page.encode("iso-8859-2"))
+    (tmp_path / "b.txt").write_bytes(b"plain " * 20_000 + "Schöne Grüße".encode("latin-1"))
+    options = ReadOptions()
+    got = [record for piece in cut(find_sources(tmp_path, options).sources, options) for record in read(piece, options)]
+    assert (got[0].text, got[0].html, got[1].text) == (page, True, "plain " * 20_000 + "Schöne Grüße")

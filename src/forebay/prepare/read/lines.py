@@ -332,15 +332,18 @@ def _file(place: int, source: Source, options: ReadOptions, html: bool) -> Recor
     if len(data) > limit:
         problem = f"larger than max_document_bytes, {limit}. For one document a line force the format `lines`"
         return Record(place, text=_shown(data), problem=problem, where=source.name)
+    record = _whole(place, "", data, "", html)
+    if not record.problem or options.encoding != "auto":
+        return record
     if html:
         return Record(place, text=without_turns(body_text(data, "", True)), html=True)
-    encoding = find_encoding(data) if options.encoding == "auto" and not is_text(data) else ""
-    return _whole(place, "", data.decode(encoding, "replace").encode() if encoding else data, "")
+    encoding = find_encoding(data)
+    return _whole(place, "", data.decode(encoding, "replace").encode(), "") if encoding else record
 
 
-def _whole(place: int, name: str, data: bytes, where: str, start: int = -1) -> Record:
+def _whole(place: int, name: str, data: bytes, where: str, html: bool = False, start: int = -1) -> Record:
     try:
-        return Record(place, name, without_turns(data.decode("utf-8-sig")), start=start)
+        return Record(place, name, without_turns(data.decode("utf-8-sig")), html=html, start=start)
     except UnicodeDecodeError as error:
         problem = f"not UTF-8: {error.reason} at byte {error.start}"
         return Record(place, name, _shown(data), problem=problem, where=where, start=start)
