@@ -23,7 +23,7 @@ pytest.importorskip("numba")
 pytest.importorskip("resiliparse")
 KILLS = int(os.environ.get("FOREBAY_PREPARE_KILLS", "4"))
 PHASES = ("text", "dedup", "tokenizer", "encode", "shuffle", "slice")
-NAMED_BY_PATH = ("report.html", "rejects.jsonl", "clusters.parquet")
+NAMED_BY_PATH = (".inputs.json", "report.html", "rejects.jsonl", "clusters.parquet")
 """These name documents without an id by where they lie."""
 
 

@@ -87,8 +87,8 @@ def open_table(path: str | Path, options: Options = _NO_OPTIONS) -> TableSource 
         raise UsageError(f"{place}: expected files of one format, got {told}. Name those of one: 'DIR/*.parquet'.")
     for kind, found in groups.items():
         if skipped and options.strict:
-            told = "; ".join(describe_skipped(skipped))
-            raise UsageError(f"convert --strict: expected to read all of {place}, got files that are not: {told}.")
+            reasons = "; ".join(describe_skipped(skipped))
+            raise UsageError(f"convert --strict: expected to read all of {place}, got files that are not: {reasons}.")
         options.skipped(skipped)
         return _open(kind, place, found, options)
     return None

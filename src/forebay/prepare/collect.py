@@ -166,12 +166,12 @@ def nothing_left(run: Run, corpus: Corpus, tally: Tally) -> PrepareError:
     """Write the report; the error that names what dropped the documents."""
     write_empty_report(run, corpus, tally)
     whole = sum(text.documents_in for text in corpus.texts)
-    told = []
+    stages = []
     for name, count in tally.funnel.items():
         reasons = sorted(count.dropped.items(), key=lambda item: -item[1])[:3]
-        told += [f"{name} ({', '.join(f'{reason} {n:,}' for reason, n in reasons)})"] if reasons else []
-    if told:
-        why = f"dropped by {'; '.join(told)}. See {run.out / 'report.html'}, and loosen these stages."
+        stages += [f"{name} ({', '.join(f'{reason} {n:,}' for reason, n in reasons)})"] if reasons else []
+    if stages:
+        why = f"dropped by {'; '.join(stages)}. See {run.out / 'report.html'}, and loosen these stages."
     else:
         why = f"the inputs hold no documents. See {run.out / 'report.html'}."
     return PrepareError(f"prepare: expected documents with text, got none: {whole:,} read, {why}")

@@ -419,9 +419,9 @@ def _is_same(run: Run, found: Found, theirs: Mapping[str, Any], lineage: dict[st
         return False
     before = {key: value for key, value in theirs.get("versions", {}).items() if lineage["versions"].get(key) != value}
     if before:
-        made, now = ({k: v.get(k, "none") for k in before} for v in (theirs["versions"], lineage["versions"]))
-        told = ", ".join(f"{name} {made[name]} (here: {now[name]})" for name in before)
-        run.note(f"{run.out}: was made with other versions: {told}. It is kept; remove it to make it anew.")
+        old, new = ({k: v.get(k, "none") for k in before} for v in (theirs["versions"], lineage["versions"]))
+        changes = ", ".join(f"{name} {old[name]} (here: {new[name]})" for name in before)
+        run.note(f"{run.out}: was made with other versions: {changes}. It is kept; remove it to make it anew.")
     return True
 
 

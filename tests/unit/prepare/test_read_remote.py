@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from forebay.prepare.read import ReadOptions, Source, cut, find_sources, read
 from forebay.prepare.read.base import MAX_PIECES, MAX_SOURCE_BYTES
 from forebay.prepare.read.hub import hub_source, parse_url
 from forebay.store.origins import RefusedError
-from forebay.store.web import WebOrigin
+from forebay.store.web import WebOrigin, retry_after_s
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 LINES = b"".join(json.dumps({"id": i, "text": f"document {i} " * 20}).encode() + b"\n" for i in range(3000))
@@ -281,3 +282,17 @@ def test_a_dataset_in_a_directory_is_streamed(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "train.jsonl").write_bytes(LINES)
     assert ids(f"hf://datasets/{tmp_path}") == WANTED
+
+
+def test_one_rule_reads_how_long_a_server_asks_to_wait() -> None:
+    later = formatdate(1_000_000_060, usegmt=True)
+    forms = {
+        "7": 7.0,
+        "0.5": 0.5,
+        later: 60.0,
+        "Thu, 01 Jan 1970 00:00:00 GMT": 0.0,
+        "soon": None,
+        "-3": None,
+        "": None,
+    }
+    assert {text: retry_after_s(text, 1_000_000_000) for text in forms} == forms

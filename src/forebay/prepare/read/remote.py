@@ -222,19 +222,19 @@ def _open_http(url: str, position: int, version: str) -> _Opened:
     length = _length(url, response)
     partial = response.status == 206
     size = length + position if partial and length else length
-    told, modified = response.headers.get("ETag"), response.headers.get("Last-Modified")
-    found = f"etag:{told}" if told else f"modified:{modified}" if modified else ""
+    etag, modified = response.headers.get("ETag"), response.headers.get("Last-Modified")
+    found = f"etag:{etag}" if etag else f"modified:{modified}" if modified else ""
     ranges = response.headers.get("Accept-Ranges", "none").lower() == "bytes"
     return _Opened(_http_chunks(response, 0 if partial else position), size, found, ranges)
 
 
 def _length(url: str, response: Any) -> int:
-    told = response.headers.get("Content-Length") or "0"
-    if told.isascii() and told.isdigit() and len(told) < 20 and int(told) <= MAX_SOURCE_BYTES:
-        return int(told)
+    length = response.headers.get("Content-Length") or "0"
+    if length.isascii() and length.isdigit() and len(length) < 20 and int(length) <= MAX_SOURCE_BYTES:
+        return int(length)
     response.close()
     raise PrepareError(
-        f"{url}: expected a Content-Length of at most {MAX_SOURCE_BYTES >> 40} TiB, got {told[:40]!r}. Check the URL."
+        f"{url}: expected a Content-Length of at most {MAX_SOURCE_BYTES >> 40} TiB, got {length[:40]!r}. Check the URL."
     )
 
 

@@ -88,10 +88,10 @@ def find_sources(
     sources = tuple(source for source in known if isinstance(source, Source))
     skipped = tuple(one for one in known if isinstance(one, Skipped))
     if not sources:
-        told = "; ".join(describe_skipped(skipped))
+        left_out = "; ".join(describe_skipped(skipped))
         raise PrepareError(
             f"prepare: expected input files, got none in {shown_path(', '.join(map(str, inputs)))}"
-            f"{f' ({told})' if told else ''}. Check the path."
+            f"{f' ({left_out})' if left_out else ''}. Check the path."
         )
     return Found(sources, skipped)
 

@@ -79,16 +79,16 @@ def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     place = 0
     decoded = Budget(piece, options)
     for source in piece.sources:
-        found, passed = False, Counter[str]()
+        any_document, reasons = False, Counter[str]()
         for raw in read_raw(source, options):
             why = yield from _document(raw, place, statuses, options, decoded)
-            found = found or not why
-            if why and (why in passed or len(passed) < 100):
-                passed[why] += 1
+            any_document = any_document or not why
+            if why and (why in reasons or len(reasons) < 100):
+                reasons[why] += 1
             place += 1
-        if not found:
-            told = "; ".join(f"{n:,} × {why}" for why, n in passed.most_common(5)) or "no records at all"
-            yield Record(place, problem=f"expected responses of HTML or plain text, got none: {told}", failed=True)
+        if not any_document:
+            others = "; ".join(f"{n:,} × {why}" for why, n in reasons.most_common(5)) or "no records at all"
+            yield Record(place, problem=f"expected responses of HTML or plain text, got none: {others}", failed=True)
 
 
 def _statuses(options: ReadOptions) -> frozenset[int]:
