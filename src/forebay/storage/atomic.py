@@ -8,7 +8,6 @@ Cost: an fsync call a file and one a directory. What a killed process leaves beh
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import secrets
@@ -69,7 +68,7 @@ def open_atomic(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     path = Path(path)
     temporary = temporary_path(path)
     try:
-        with io.open(temporary, "x+b", opener=lambda name, flags: os.open(name, flags, mode)) as file:  # noqa: UP020
+        with open(temporary, "x+b", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
         commit_files({temporary: path})
     except BaseException:
