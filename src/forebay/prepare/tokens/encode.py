@@ -159,7 +159,8 @@ def encode(task: EncodeTask, scale: int = 0) -> Encoded:
     if done is not None:
         return done
     result = Encoded()
-    with _Outputs(task) as outputs:
+    with temporary_directory(Path(task.folder) / task.name) as folder, ExitStack() as stack:
+        outputs = _Outputs(task, folder, stack)
         for batch, first_row in _batches(task, max(_BATCH_BYTES >> (2 * scale), 1 << 16)):
             _encode_batch(task, result, outputs, batch, first_row)
         if result.documents_in != task.part.documents:
@@ -283,19 +284,11 @@ def _count(counts: dict[str, int], more: dict[str, int]) -> None:
 class _Outputs:
     """The files of one task, below a temporary directory until all are whole."""
 
-    def __init__(self, task: EncodeTask) -> None:
-        self._task = task
+    def __init__(self, task: EncodeTask, folder: Path, stack: ExitStack) -> None:
+        self._task, self._folder, self._stack = task, folder, stack
         self._sizes: dict[str, list[int]] = {}  # Documents, tokens, bytes of ids.
         self._files: dict[tuple[str, str], Any] = {}
         self._left_out: list[NDArray[np.int64]] = []
-        self._stack = ExitStack()
-
-    def __enter__(self) -> _Outputs:
-        self._folder = self._stack.enter_context(temporary_directory(Path(self._task.folder) / self._task.name))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def _part(self, subset: str, folder: Path | str) -> TokenPart:
         documents, tokens, _ = self._sizes[subset]
