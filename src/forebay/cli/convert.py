@@ -20,7 +20,7 @@ _DTYPES = {"uint16": "U16", "uint32": "U32"}
 
 def _convert(args: argparse.Namespace) -> int:
     from forebay.convert.content import TokenSource
-    from forebay.convert.convert import FORMATS, check_place, convert, describe, open_source
+    from forebay.convert.convert import FORMATS, check_place, convert, describe, format_named, open_source
     from forebay.observe.progress import PrepareBar
 
     options = _options(args)
@@ -30,7 +30,8 @@ def _convert(args: argparse.Namespace) -> int:
     if args.out is None or args.to is None:
         raise UsageError(f"convert: expected OUT and --to (one of {', '.join(FORMATS)}), or --describe alone.")
     check_place(args.source, args.out, args.force)
-    source = open_source(args.source, options, args.to)
+    to = format_named(args.to)
+    source = open_source(args.source, options, to)
     is_tokens = isinstance(source, TokenSource)
     count = (source.num_tokens if isinstance(source, TokenSource) else source.num_rows) or 0
     progress = _Progress(count, "tokens" if is_tokens else "rows")
@@ -41,7 +42,7 @@ def _convert(args: argparse.Namespace) -> int:
             bar.update(progress)
 
         options = replace(options, on_progress=advance)
-        report = convert(source, args.out, args.to, options, force=args.force, verify=not args.no_verify)
+        report = convert(source, args.out, to, options, force=args.force, verify=not args.no_verify)
     result = report.to_json()
     notes = result["notes"] if args.json else result.pop("notes")
     show(result, args.json)

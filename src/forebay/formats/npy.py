@@ -157,6 +157,8 @@ def sample_id(tokens: NDArray[Any]) -> int:
 def write_shard(folder: Path, index: int, tokens: NDArray[Any], seq_len: int) -> tuple[Path, Path]:
     """Write `train_%06d.npy` (U16 or U32, NumPy's header) and `sample_ids_%06d.bin` (raw u64), Templar's names.
 
+    The folder is made if there is none.
+
     Raises:
         UsageError: If the tokens are no U16 or U32 vector, or not a whole number of samples.
         OSError: If they cannot be written.
@@ -168,6 +170,7 @@ def write_shard(folder: Path, index: int, tokens: NDArray[Any], seq_len: int) ->
     tokens = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
     ids = np.array([sample_id(row) for row in tokens.reshape(-1, seq_len)], "<u8")
     first, second = folder / f"train_{index:06d}.npy", folder / f"sample_ids_{index:06d}.bin"
+    folder.mkdir(parents=True, exist_ok=True)
     atomic_write(second, ids.tobytes())
     atomic_write(first, [npy_head(tokens.dtype, len(tokens)), np.ascontiguousarray(tokens).view(np.uint8).data])
     return first, second

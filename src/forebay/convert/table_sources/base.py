@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError
 from forebay.formats.compression import sniff_compression
 from forebay.prepare.read.base import Source
@@ -34,6 +35,7 @@ class Table:
 
     Attributes:
         facts: What else is known: `classes`, the names behind integer labels.
+        dataset: Whose rows they are, if they are of a dataset of Forebay's.
     """
 
     kind: str
@@ -41,6 +43,7 @@ class Table:
     num_rows: int | None
     read: Callable[[], Iterator[pa.RecordBatch]]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    dataset: Dataset | None = None
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """As `TableSource.batches`."""
