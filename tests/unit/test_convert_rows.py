@@ -153,7 +153,7 @@ def test_rows_are_the_tensors_that_a_loader_gives(tmp_path: Path) -> None:
     report = convert(a_table(columns), tmp_path / "ds", "safetensors", options)
     dataset = open_dataset(tmp_path / "ds")
     assert dataset.verify().ok and dataset.manifest.slices > 1 and dataset.manifest.rows == ROWS
-    assert report.written.notes == ("left out, being no numbers: text",)
+    assert report.written.notes == ("left out, being no numbers: text; --to parquet or jsonl keeps them",)
     told = dataset.manifest.lineage["converted"]
     assert told["tensors"]["pixels"] == ["F16", 3, 4, 5]
     assert told["changed"] == {"label": {"from": "I64", "to": "U16"}, "pixels": {"from": "U8", "to": "F16"}}

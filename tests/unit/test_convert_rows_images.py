@@ -54,7 +54,7 @@ def test_a_folder_of_classes(tmp_path: Path) -> None:
     order = [i for label in range(3) for i in range(12) if i % 3 == label]
     assert (found["images"] == PIXELS[order].transpose(0, 3, 1, 2)).all()
     assert open_dataset(tmp_path / "ds").manifest.lineage["converted"]["classes"] == ["cat", "dog", "owl"]
-    assert report.written.notes == ("left out, being no numbers: path",)
+    assert report.written.notes == ("left out, being no numbers: path; --to parquet or jsonl keeps them",)
 
 
 @pytest.mark.parametrize("via", ["webdataset", "parquet", "tfrecord", "feather"])

@@ -350,7 +350,7 @@ def _npy(path: Path, array: Any) -> None:
         (np.zeros(64, np.int32), "expected tokens of uint16 or uint32"),
         (np.zeros(64, np.float32), "little-endian integers"),
         (np.zeros(64, ">u2"), "little-endian integers"),
-        (np.zeros(64, [("a", "<u2")]), "one descr"),
+        (np.zeros(64, [("a", "<u2")]), "little-endian integers"),
     ],
 )
 def test_arrays_that_are_no_vector_of_tokens(tmp_path: Path, array: Any, match: str) -> None:

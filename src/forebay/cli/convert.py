@@ -20,7 +20,7 @@ _DTYPES = {"uint16": "U16", "uint32": "U32"}
 
 def _convert(args: argparse.Namespace) -> int:
     from forebay.convert.content import TokenSource
-    from forebay.convert.convert import FORMATS, check_place, convert, describe, open_source
+    from forebay.convert.convert import FORMATS, check_place, convert, describe, format_named, open_source
     from forebay.observe.progress import PrepareBar
     from forebay.prepare.read.listing import Skipped, count_reasons, describe_skipped
 
@@ -31,9 +31,10 @@ def _convert(args: argparse.Namespace) -> int:
     if args.out is None or args.to is None:
         raise UsageError(f"convert: expected OUT and --to (one of {', '.join(FORMATS)}), or --describe alone.")
     check_place(args.source, args.out, args.force)
+    to = format_named(args.to)
     skipped: list[Skipped] = []
     options = replace(options, on_skipped=skipped.extend)
-    source = open_source(args.source, options, args.to)
+    source = open_source(args.source, options, to)
     for line in describe_skipped(skipped):
         print(f"forebay: {line}", file=sys.stderr)
     is_tokens = isinstance(source, TokenSource)
@@ -46,7 +47,7 @@ def _convert(args: argparse.Namespace) -> int:
             bar.update(progress)
 
         options = replace(options, on_progress=advance)
-        report = convert(source, args.out, args.to, options, force=args.force, verify=not args.no_verify)
+        report = convert(source, args.out, to, options, force=args.force, verify=not args.no_verify)
     result = report.to_json() | ({"skipped": count_reasons(skipped)} if args.json else {})
     notes = result["notes"] if args.json else result.pop("notes")
     show(result, args.json)

@@ -38,7 +38,7 @@ from forebay.convert.token_sinks import TOKEN_SINKS
 from forebay.convert.token_sources import open_tokens
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, ForebayError, UsageError
-from forebay.formats import litdata, mds
+from forebay.formats import ForeignDataset, litdata, mds
 from forebay.formats.detect import detect
 from forebay.storage.atomic import sync_directory, sync_file
 from forebay.store.locks import try_take
@@ -59,6 +59,7 @@ class Report:
         written: Its files and counts.
         num_bytes: Of the files.
         is_verified: Whether they were read again and compared.
+        source_level: How the source was verified: by `hash`, or in its `structure`, as its format has no hashes.
     """
 
     source: str
@@ -67,9 +68,11 @@ class Report:
     written: Written
     num_bytes: int
     is_verified: bool
+    source_level: str
 
     def to_json(self) -> dict[str, Any]:
-        """`{"source", "to", "out", "files", "bytes", "tokens", "documents", "rows", "digest", "verified", "notes"}`."""
+        """As the attributes say; `checked` says in words what was compared."""
+        output = "the output was read again and every value compared" if self.is_verified else "the output was not read"
         return {
             "source": self.source,
             "to": self.to,
@@ -81,6 +84,8 @@ class Report:
             "rows": self.written.num_rows,
             "digest": self.written.digest,
             "verified": self.is_verified,
+            "source_level": self.source_level,
+            "checked": f"the source by its {self.source_level}; {output}",
             "notes": list(self.written.notes),
         }
 
@@ -113,6 +118,14 @@ def open_source(path: str | Path, options: Options, to: str | None = None) -> To
         f"{path}: expected a dataset, token files or a table, got {what}. Headerless tokens need --input-dtype uint16 "
         "or uint32; text becomes tokens with `forebay prepare`."
     )
+
+
+def format_named(to: str) -> str:
+    """The format that a name stands for, itself or `tar`. Raises UsageError if it is none of `FORMATS`."""
+    to = "webdataset" if to == "tar" else to
+    if to not in FORMATS:
+        raise UsageError(f"convert: expected a format of {', '.join(FORMATS)}, or tar for webdataset; got {to!r}.")
+    return to
 
 
 def _wants_table(to: str | None, options: Options) -> bool:
@@ -182,7 +195,7 @@ def convert(
 
     Args:
         out: A path that is free; an empty directory counts as free.
-        to: One of `FORMATS`.
+        to: One of `FORMATS`; `tar` stands for `webdataset`.
         force: Replace what is there, once the new is whole.
         verify: Read again what was written and compare every token and document end, or every value.
 
@@ -191,8 +204,7 @@ def convert(
         DatasetError: If the source is damaged, or what was written reads otherwise.
         OSError: If it cannot be written.
     """
-    if to not in FORMATS:
-        raise UsageError(f"convert: expected a format of {', '.join(FORMATS)}, got {to!r}.")
+    to = format_named(to)
     place = Path(out)
     source = open_source(path, options, to) if isinstance(path, (str, Path)) else path
     check_place(path, place, force)
@@ -217,7 +229,13 @@ def convert(
     left_out = source.facts.get("left_out", ()) if isinstance(source, TokenSource) else ()
     if left_out:
         written = replace(written, notes=(*written.notes, f"columns left out: {', '.join(left_out)}"))
-    return Report(source.kind, to, place, written, num_bytes, verify)
+    return Report(source.kind, to, place, written, num_bytes, verify, _level_of(source))
+
+
+def _level_of(source: TokenSource | TableSource) -> str:
+    """How reading a source verified it: slices of ours by their hashes, others by what their format has."""
+    dataset = getattr(source, "dataset", None)
+    return "structure" if dataset is None or isinstance(dataset, ForeignDataset) else "hash"
 
 
 def _write_as_table(source: TokenSource, staged: Path, to: str, options: Options, verify: bool) -> Written:

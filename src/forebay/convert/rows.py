@@ -114,7 +114,7 @@ def write_rows(source: TableSource, out: Path, options: Options) -> Written:
     if not writer.infos:
         raise DatasetError(f"{source.kind}: expected rows, got none.")
     aside = table.aside if isinstance(table, ImageTable) else []
-    notes = [f"left out, being no numbers: {', '.join(left_out)}"] if left_out else []
+    notes = [f"left out, being no numbers: {', '.join(left_out)}; --to parquet or jsonl keeps them"] if left_out else []
     files = [Path(info.name) for info in writer.infos]
     if aside:
         lines = [orjson.dumps({"row": a.row, "name": a.name, "reason": a.reason}) + b"\n" for a in aside]
@@ -146,8 +146,8 @@ def _columns(schema: pa.Schema, options: Options) -> tuple[list[_Column], list[s
     if unknown or not columns:
         raise UsageError(
             f"rows: expected columns of numbers{' called ' + ', '.join(unknown) if unknown else ''}, got "
-            f"{', '.join(f'{one.name}: {one.type}' for one in schema)[:300]}. Text becomes tokens with `forebay "
-            "prepare`."
+            f"{', '.join(f'{one.name}: {one.type}' for one in schema)[:300]}. SafeTensors holds numbers alone: write "
+            "--to parquet or jsonl to keep the rest; text becomes tokens with `forebay prepare`."
         )
     return columns, left_out
 
@@ -203,7 +203,10 @@ def _array(values: pa.Array, column: _Column, first_row: int) -> tuple[Array, ND
     gaps = np.flatnonzero(counts < 0)
     if len(gaps) or leaves.null_count:
         row = f"row {first_row + int(gaps[0])}" if len(gaps) else f"row {first_row} or after"
-        raise DatasetError(f"column {column.name!r}: expected a value in every row, got none ({row}). Fill or drop it.")
+        raise DatasetError(
+            f"column {column.name!r}: expected a value in every row, got none ({row}). SafeTensors holds no missing "
+            "values: fill or drop the column, or write --to parquet or jsonl."
+        )
     flat = leaves.to_numpy(zero_copy_only=False)
     if _is_vector(values.type) and column.width is not None:
         return _padded(flat, counts, column, first_row)

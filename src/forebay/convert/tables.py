@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,6 +22,7 @@ from forebay.convert.table_sinks.lines import write_csv, write_jsonl
 from forebay.convert.table_sinks.records import write_tfrecord
 from forebay.convert.table_sinks.samples import write_webdataset
 from forebay.convert.table_sources.arrays import open_idx, open_npy, open_npz
+from forebay.convert.table_sources.base import Table
 from forebay.convert.table_sources.columns import open_arrow, open_parquet
 from forebay.convert.table_sources.lines import open_csv, open_jsonl
 from forebay.convert.table_sources.pictures import open_pictures
@@ -167,13 +169,14 @@ def _open(kind: str, place: Path, files: list[Path], options: Options) -> TableS
     return _OPENERS[kind](files)
 
 
-def _open_own(place: Path) -> TableSource | None:
+def _open_own(place: Path) -> Table | None:
     dataset = open_dataset(place)
     if dataset.manifest.layout != "rows":
         return None
     told: Any = dataset.manifest.lineage.get("converted", {})
     facts = {"classes": told["classes"]} if isinstance(told, dict) and "classes" in told else {}
-    return open_rows([dataset.slice_path(index) for index in range(dataset.num_slices)], facts)
+    paths = [dataset.open_slice(index).path for index in range(dataset.num_slices)]  # Opening compares the hashes.
+    return replace(open_rows(paths, facts), dataset=dataset)
 
 
 __all__ = ["TABLE_SINKS", "open_table", "verify_table"]

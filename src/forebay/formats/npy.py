@@ -14,6 +14,7 @@ sample's end.
 from __future__ import annotations
 
 import hashlib
+import io
 import re
 import tokenize
 from collections.abc import Sequence
@@ -46,9 +47,6 @@ HEADERS = ("npy", "llm.c")
 """Formats of `detect` whose files say the type of their tokens."""
 _LLMC_BYTES = 1024
 _MOST_HEADER = 10_000  # NumPy's own bound.
-_DESCR = re.compile(r"""['"]descr['"]\s*:\s*['"]([^'"]{1,16})['"]""")
-_FORTRAN = re.compile(r"""['"]fortran_order['"]\s*:\s*(True|False)""")
-_SHAPE = re.compile(r"""['"]shape['"]\s*:\s*\(([0-9L,\s]*)\)""")
 _SPOT_SAMPLES = 8
 _NO_SAMPLE = int.from_bytes(hashlib.blake2b(b"", digest_size=8).digest(), "little")
 
@@ -157,6 +155,8 @@ def sample_id(tokens: NDArray[Any]) -> int:
 def write_shard(folder: Path, index: int, tokens: NDArray[Any], seq_len: int) -> tuple[Path, Path]:
     """Write `train_%06d.npy` (U16 or U32, NumPy's header) and `sample_ids_%06d.bin` (raw u64), Templar's names.
 
+    The folder is made if there is none.
+
     Raises:
         UsageError: If the tokens are no U16 or U32 vector, or not a whole number of samples.
         OSError: If they cannot be written.
@@ -168,6 +168,7 @@ def write_shard(folder: Path, index: int, tokens: NDArray[Any], seq_len: int) ->
     tokens = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
     ids = np.array([sample_id(row) for row in tokens.reshape(-1, seq_len)], "<u8")
     first, second = folder / f"train_{index:06d}.npy", folder / f"sample_ids_{index:06d}.bin"
+    folder.mkdir(parents=True, exist_ok=True)
     atomic_write(second, ids.tobytes())
     atomic_write(first, [npy_head(tokens.dtype, len(tokens)), np.ascontiguousarray(tokens).view(np.uint8).data])
     return first, second
@@ -301,37 +302,29 @@ def vector_in(path: Path, num_bytes: int, dtype: Any = None) -> Vector:
 
 def _npy(path: Path, num_bytes: int | None = None) -> Vector:
     head = head_of(path, 12 + _MOST_HEADER)
-    width = 2 if head[6:7] == b"\x01" else 4
-    length = int.from_bytes(head[8 : 8 + width], "little")
-    offset, size = 8 + width + length, size_of(path) if num_bytes is None else num_bytes
-    if (
-        head[6:8] not in (b"\x01\x00", b"\x02\x00", b"\x03\x00")
-        or length > _MOST_HEADER
-        or offset > min(size, len(head))
-    ):
-        raise DatasetError(f"{path}: expected a NumPy header of version 1 to 3, got {head[:12]!r} in {size} bytes.")
-    text = head[8 + width : offset].decode("latin-1")
-    kind, fortran, shape = _DESCR.findall(text), _FORTRAN.findall(text), _SHAPE.findall(text)
-    if not (len(kind) == len(fortran) == len(shape) == 1):
-        raise DatasetError(f"{path}: expected one descr, fortran_order and shape of plain numbers, got {text[:200]!r}.")
-    sizes = [int(n.strip().rstrip("L")) for n in shape[0].split(",") if n.strip(" L\t\n")]
-    if len(sizes) != 1:
+    size = size_of(path) if num_bytes is None else num_bytes
+    file = io.BytesIO(head)
+    try:
+        shape, _, dtype = read_header(file)
+    except ValueError as error:
+        raise DatasetError(f"{path}: expected a NumPy header, got {head[:12]!r} in {size} bytes: {error}.") from error
+    if len(shape) != 1:
         raise DatasetError(
-            f"{path}: expected a vector of tokens, got shape {sizes}. Save it again with "
+            f"{path}: expected a vector of tokens, got shape {list(shape)}. Save it again with "
             "np.save(path, tokens.reshape(-1))."
         )
-    found = {name: np.dtype(name) for name in ("<u2", "<u4", "<u8", "<i2", "<i4", "<i8", "|u1", "|i1")}.get(kind[0])
-    if found is None:
+    if dtype.str[1:] not in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8") or dtype.str[0] not in "<|":
         raise DatasetError(
-            f"{path}: expected little-endian integers, got {kind[0]!r}. Save them again as '<u2' or '<u4'."
+            f"{path}: expected little-endian integers, got {dtype.str!r}. Save them again as '<u2' or '<u4'."
         )
-    wanted = offset + sizes[0] * found.itemsize
+    offset = file.tell()
+    wanted = offset + shape[0] * dtype.itemsize
     if size != wanted:
         raise DatasetError(
-            f"{path}: expected {wanted} bytes, as its header says ({sizes[0]} {found}), got {size}. "
+            f"{path}: expected {wanted} bytes, as its header says ({shape[0]} {dtype}), got {size}. "
             "It is truncated or was appended to; fetch it again."
         )
-    return Vector(path, offset, found, sizes[0], size)
+    return Vector(path, offset, dtype, shape[0], size)
 
 
 def _sample_tokens(one: Vector, ids: Vector | None) -> int | None:

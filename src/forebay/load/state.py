@@ -61,6 +61,11 @@ def step_of_state(state: object, identity: Mapping[str, Any], run: Run) -> int:
     """
     if not isinstance(state, dict):
         raise StateError(f"loader state: expected a dict from state_dict(), got {type(state).__name__}.")
+    if "version" not in state or "dataset_id" not in state:
+        raise StateError(
+            f"loader state: expected one from a Loader's state_dict(), got the keys {str(list(state))[:200]}. Give it "
+            "to an object of the kind it was taken of: a TextStream, or a DataLoader with as many workers."
+        )
     for name, value in identity.items():
         _same(name, value, state.get(name))
     for name in ("epoch", "samples_taken", "step"):
@@ -94,7 +99,11 @@ def _sizes(run: Run, step: int) -> Any:
 
 def _same(name: str, expected: Any, got: Any) -> None:
     if got != expected or type(got) is not type(expected):
+        step = {
+            "version": "Resume with the release of Forebay that wrote the state",
+            "dataset_id": "Open the dataset that the state was taken of",
+        }.get(name, f"Open the loader with {name}={got!r}")
         raise StateError(
             f"loader state: expected {name} {expected!r}, got {got!r}. Resuming would change the order of the data. "
-            f"Open the loader with {name}={got!r}, or start anew."
+            f"{step}, or start anew."
         )

@@ -127,9 +127,11 @@ class TokenDataset(IterableDataset):  # type: ignore[misc]  # PyTorch is not che
         if helper is not None and "helper" not in state:
             state = {"start": state, "helper": helper, "given": 0}
         if state.get("helper") != helper:
+            taken = state.get("helper")
             raise StateError(
-                f"loader state: expected one of helper {helper}, got {state.get('helper')} ([which, of how "
-                "many]). Resume with as many helpers, or use Forebay's DataLoader, whose state fits any number."
+                f"loader state: expected one of {_worker(helper)}, got one of {_worker(taken)}. Resume with "
+                f"num_workers={taken[1] if isinstance(taken, list) and len(taken) == 2 else 0}, as it was taken. "
+                "States of a Loader, or of forebay's own DataLoader, fit any number of workers."
             )
         if helper is not None:
             self._resumed = dict(state)
@@ -375,6 +377,11 @@ def _tensor(array: NDArray[Any]) -> Any:
 
 def _pinned(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: one.pin_memory() if isinstance(one, torch.Tensor) else one for name, one in batch.items()}
+
+
+def _worker(place: object) -> str:
+    """Whose state it is: [which, of how many] workers, or None."""
+    return f"worker {place[0]} of {place[1]}" if isinstance(place, list) and len(place) == 2 else "the loader itself"
 
 
 def _rank_of_world(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:

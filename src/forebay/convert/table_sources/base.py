@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError
 from forebay.prepare.read.opening import open_plain
 
@@ -32,6 +33,7 @@ class Table:
 
     Attributes:
         facts: What else is known: `classes`, the names behind integer labels.
+        dataset: Whose rows they are, if they are of a dataset of Forebay's.
     """
 
     kind: str
@@ -39,6 +41,7 @@ class Table:
     num_rows: int | None
     read: Callable[[], Iterator[pa.RecordBatch]]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    dataset: Dataset | None = None
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """As `TableSource.batches`."""

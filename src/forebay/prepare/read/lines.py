@@ -19,7 +19,6 @@ from typing import BinaryIO
 
 import orjson
 
-from forebay.formats.detect import is_text
 from forebay.formats.encodings import find_encoding
 from forebay.prepare.documents import Record, without_turns
 from forebay.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source, spans
