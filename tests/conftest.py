@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from forebay.network.identity import Identity, create_network, join
+from forebay.worker.trainer import share_processors
 
-# Tests run one a core: PyTorch's threads would spin for each other, at four times the CPU time of small models.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+share_processors()  # As a worker does: tests that import PyTorch themselves run one a core.
 
 
 @pytest.fixture(autouse=True)
