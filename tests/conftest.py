@@ -17,14 +17,14 @@ import pytest
 
 from calibration import slowness
 from forebay.network.identity import Identity, create_network, join
+from forebay.worker.trainer import share_processors
 
-# Tests run one a core: PyTorch's threads would spin for each other, at four times the CPU time of small models.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Programs that tests start import the helpers beside this file.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 # A shell starts background jobs (`make test &`) with SIGINT ignored, and what they start inherits it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+share_processors()  # As a worker does: tests that import PyTorch themselves run one a core.
 
 # The usual profile finds the same from run to run; `make test-long` looks elsewhere each time, LONGER times as long.
 LONGER = 20

@@ -87,7 +87,7 @@ class Cast:
 
     def start(self, label: str, *arguments: str) -> Node:
         log = self._directory / f"{label.replace(' ', '-')}.log"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         with log.open("wb") as errors:
             popen = subprocess.Popen(
                 [sys.executable, "-m", "forebay.cli", *arguments, "--json", "--lifeline"],

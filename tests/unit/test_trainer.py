@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -101,3 +105,25 @@ def test_choice_of_trainer() -> None:
 def test_lease_settings_are_checked(change: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         LeaseSettings(**{"name": "d", "cache_dir": Path("c"), "cache_bytes": 1, "batch_size": 1, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ["PASSIVE", None]),
+        ({"LOCAL_WORLD_SIZE": "1000"}, ["PASSIVE", "1"]),
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1"}, [None, "1"]),
+    ],
+)
+def test_workers_of_one_machine_do_not_spin_for_each_other(given: dict[str, str], expected: list[str | None]) -> None:
+    pytest.importorskip("torch")
+    code = """if True:
+        import json, os
+        from forebay.worker.trainer import make_trainer
+        make_trainer("gpt", vocab_size=16, dtype="U16", seq_len=8, layout="tokens")
+        import torch
+        print(json.dumps([*map(os.environ.get, ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")), torch.get_num_threads()]))"""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    done = subprocess.run([sys.executable, "-c", code], env=own | given, capture_output=True, text=True, check=True)
+    *variables, threads = json.loads(done.stdout)
+    assert variables == expected and (expected[1] is None or threads == int(expected[1]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import os
+import sys
 import zipfile
 from typing import Any, Protocol
 
@@ -92,6 +94,22 @@ class CountTrainer:
         self._pairs, self._contexts = pairs, contexts
 
 
+def share_processors() -> None:
+    """Before PyTorch is imported: let its threads sleep while they wait, and divide the processors among local ranks.
+
+    By default the threads spin at each barrier, so that two workers on one machine take each other's processors:
+    measured 35 times slower on two. Changes nothing where OMP_NUM_THREADS or OMP_WAIT_POLICY is set, or PyTorch is
+    imported. The ranks of this machine are those of LOCAL_WORLD_SIZE.
+    """
+    if "torch" in sys.modules or {"OMP_NUM_THREADS", "OMP_WAIT_POLICY"} & os.environ.keys():
+        return
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if local.isdecimal() and int(local) > 1:
+        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        os.environ["OMP_NUM_THREADS"] = str(max(1, processors // int(local)))
+
+
 def has_torch() -> bool:
     """Whether PyTorch is installed."""
     return importlib.util.find_spec("torch") is not None
@@ -125,6 +143,7 @@ def make_trainer(name: str, *, vocab_size: int, dtype: str, seq_len: int, layout
         name = "count" if dtype == "U32" else name
         vocab_size = 1 << 16
     if name == "gpt" or (name == "auto" and has_torch()):
+        share_processors()
         from forebay.worker.gpt import GptTrainer
 
         return GptTrainer(vocab_size, seq_len)
@@ -136,6 +155,7 @@ def make_sized_trainer(
 ) -> Trainer:
     """The trainer of a `WorkerConfig`: the GPT of a size, or counts; `auto` is the GPT where PyTorch is installed."""
     if name == "gpt" or (name == "auto" and has_torch()):
+        share_processors()
         from forebay.worker.gpt import GptTrainer
         from forebay.worker.model_sizes import SIZES
 
