@@ -200,7 +200,7 @@ class LibtorrentDht:
 
     def _query(self, host: str, name: bytes, arguments: dict[bytes, Any]) -> dict[bytes, Any]:
         """One question of BEP 5 to this very node, over its UDP door at a host; {} if it does not answer."""
-        body = {b"id": b"forebay-own-inquiry", **arguments}
+        body = {b"id": b"forebay-own-inquiry0", **arguments}
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as door:
@@ -251,7 +251,7 @@ def _ping(addresses: Sequence[Address], states: dict[str, str], timeout_s: float
                 family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
                 door = stack.enter_context(socket.socket(family, kind, protocol))
                 door.connect(where)
-                door.send(_query_bytes(b"ping", {b"id": b"forebay-own-inquiry"}))
+                door.send(_query_bytes(b"ping", {b"id": b"forebay-own-inquiry0"}))
                 selector.register(door, selectors.EVENT_READ, join_address(*address))
             except OSError as error:
                 states[join_address(*address)] = error.strerror or str(error)
