@@ -20,6 +20,7 @@ from nodes import NAME, make_dataset
 
 from calibration import scaled
 from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.network.ask import ask_many
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht, host_towards
 from forebay.network.discovery import LocalDiscovery, find_providers, record_key
@@ -245,3 +246,13 @@ def test_forged_announcements_delay_a_search_by_a_bounded_time(
         assert [claim.peer_id for claim in claims] == [provider.identity.peer_id]
         print(f"{FORGED} forged, {len(traps)} traps: found in {took:.2f} s")
         assert took < scaled(8.0)
+
+
+def test_many_addresses_of_which_none_accepts_are_no_answer() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        port = taken.getsockname()[1]
+        assert (
+            ask_many([(f"127.0.0.{i}", port) for i in range(1, 60)], lambda address: address, time.monotonic() + 20)
+            == []
+        )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from forebay.cli.arguments import address, positive, seconds, show
-from forebay.cli.running import add_node, joined_network, listen_at, log, ready, until_stopped
+from forebay.cli.running import add_node, joined_network, listen_at, log, on_stop, ready, until_stopped
 from forebay.network.waiting import waiting
 
 
@@ -53,7 +54,9 @@ def _serve(args: argparse.Namespace) -> int:
             open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)
             for path in args.datasets
         ]
-    with joined_network(args) as (identity, discovery):
+    stop = threading.Event()
+    on_stop(stop, args)
+    with joined_network(args, stop) as (identity, discovery):
         host, port = listen_at(args, discovery)
         node = DataNode(identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access)
         try:
@@ -65,7 +68,7 @@ def _serve(args: argparse.Namespace) -> int:
                 peer_id=identity.peer_id,
                 datasets={d.name: d.id for d in datasets},
             )
-            until_stopped(args)
+            until_stopped(args, stop=stop)
         finally:
             node.stop()
         if args.json:

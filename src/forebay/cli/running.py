@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def joined_network(args: argparse.Namespace, required: bool = True) -> Iterator[tuple[Identity, LibtorrentDht]]:
+def joined_network(
+    args: argparse.Namespace, stop: threading.Event | None = None, required: bool = True
+) -> Iterator[tuple[Identity, LibtorrentDht]]:
     """This node's identity and its place in the DHT, from here to the end of the block.
 
     Args:
+        stop: Ends the wait for a bootstrap node, as an interrupt does.
         required: Whether to raise if no bootstrap node answers within `args.timeout`; else a warning is logged.
 
     Raises:
@@ -57,11 +60,13 @@ def joined_network(args: argparse.Namespace, required: bool = True) -> Iterator[
     # The engine aborts the process if the interpreter ends while it runs: closed on every way out.
     with contextlib.closing(LibtorrentDht(host, port, bootstrap)) as discovery:
         try:
-            wait_for_bootstrap(bootstrap, args.timeout if required else 1.0)
+            wait_for_bootstrap(bootstrap, args.timeout if required else 1.0, stop)
         except NetworkError as error:
             if required:
                 raise
             log.warning("%s", error)
+        if stop is not None and stop.is_set():
+            raise KeyboardInterrupt
         yield identity, discovery
 
 
@@ -94,9 +99,13 @@ def on_stop(stop: threading.Event, args: argparse.Namespace) -> None:
         threading.Thread(target=watch, daemon=True).start()
 
 
-def until_stopped(args: argparse.Namespace, until: Callable[[], bool] | None = None) -> None:
-    stop = threading.Event()
-    on_stop(stop, args)
+def until_stopped(
+    args: argparse.Namespace, until: Callable[[], bool] | None = None, stop: threading.Event | None = None
+) -> None:
+    """Wait for a signal, or `stop`, which then is that of an `on_stop` before; or until `until` is true."""
+    if stop is None:
+        stop = threading.Event()
+        on_stop(stop, args)
     while not stop.wait(0.2):
         if until is not None and until():
             return

@@ -30,8 +30,8 @@ def _schedule(args: argparse.Namespace) -> int:
 
     plans = _plans(args)
     stop, began = threading.Event(), threading.Event()
-    with joined_network(args) as (identity, discovery):
-        on_stop(stop, args)
+    on_stop(stop, args)
+    with joined_network(args, stop) as (identity, discovery):
         host, port = listen_at(args, discovery)
         service = SchedulerService(
             identity,

@@ -22,9 +22,9 @@ def _work(args: argparse.Namespace) -> int:
 
     settings = _work_settings(args)
     stop = threading.Event()
+    on_stop(stop, args)
     # A scheduler named by address is reached without the DHT.
-    with joined_network(args, required=settings["scheduler"] is None) as (identity, discovery):
-        on_stop(stop, args)
+    with joined_network(args, stop, required=settings["scheduler"] is None) as (identity, discovery):
         report = run_worker(
             identity,
             settings["name"],

@@ -67,7 +67,7 @@ def ask_many(addresses: Sequence[Address], ask: Callable[[Address], T | None], d
 
 def _collect(asked: list[Future[T | None]], wait_s: float) -> tuple[list[Future[T | None]], list[T]]:
     """Who has not answered yet, and the answers of those who have."""
-    if wait_s and not any(future.done() for future in asked):
+    if asked and wait_s and not any(future.done() for future in asked):
         with contextlib.suppress(TimeoutError):
             asked[0].exception(wait_s)
     answers = [answer for future in asked if future.done() and (answer := future.result()) is not None]

@@ -216,8 +216,8 @@ class LibtorrentDht:
         return dict(answer) if isinstance(answer, dict) else {}
 
 
-def wait_for_bootstrap(addresses: Sequence[Address], timeout_s: float) -> None:
-    """Wait until one of the bootstrap nodes answers a ping; each is asked once a second.
+def wait_for_bootstrap(addresses: Sequence[Address], timeout_s: float, stop: threading.Event | None = None) -> None:
+    """Wait until one of the bootstrap nodes answers a ping, or `stop` is set; each is asked once a second.
 
     Raises:
         NetworkError: If none answered within `timeout_s`; the message has what became of each.
@@ -231,6 +231,8 @@ def wait_for_bootstrap(addresses: Sequence[Address], timeout_s: float) -> None:
     with waiting(log, lambda: f"a bootstrap node of the DHT; asked {asked()}"):
         while True:
             if _ping(addresses, states, max(0.05, min(1.0, deadline - time.monotonic()))):
+                return
+            if stop is not None and stop.is_set():
                 return
             if time.monotonic() >= deadline:
                 raise NetworkError(
@@ -249,7 +251,7 @@ def _ping(addresses: Sequence[Address], states: dict[str, str], timeout_s: float
                 family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
                 door = stack.enter_context(socket.socket(family, kind, protocol))
                 door.connect(where)
-                door.send(_query_bytes(b"ping", {b"id": b"forebay-own-inquiry"}))
+                door.send(_query_bytes(b"ping", {b"id": b"forebay-own-inquiry0"}))
                 selector.register(door, selectors.EVENT_READ, join_address(*address))
             except OSError as error:
                 states[join_address(*address)] = error.strerror or str(error)
