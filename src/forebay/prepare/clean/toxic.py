@@ -238,8 +238,10 @@ def _classifier(name: str) -> Callable[[Sequence[str]], Sequence[float]]:
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"classifier: expected module:function that can be imported, got {name!r}: {error}") from error
+    except Exception as error:
+        raise UsageError(
+            f"classifier: expected module:function that can be imported, got {name!r}: {type(error).__name__}: {error}"
+        ) from error
     if not callable(found):
         raise UsageError(f"classifier: expected a function, got {name!r}, which is a {type(found).__name__}")
     return found  # type: ignore[no-any-return]
