@@ -8,8 +8,9 @@ such as `call` before it. What has neither shape nor word is missed: the tests s
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from forebay.prepare.compiled import jit
 
 SURE, MAYBE = 1, 2
 LENGTH, SEPARATOR, END = range(3)
@@ -17,22 +18,22 @@ LENGTH, SEPARATOR, END = range(3)
 Bytes = NDArray[np.uint8]
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def digit(b: int) -> bool:
     return 48 <= b <= 57
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def letter(b: int) -> bool:
     return 97 <= (b | 32) <= 122
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def alnum(b: int) -> bool:
     return 48 <= b <= 57 or 97 <= (b | 32) <= 122
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def ends(data: Bytes, stop: int, at: int) -> bool:
     """Whether a number may end at `at`: no letter, digit or decimal follows."""
     if at >= stop:
@@ -43,7 +44,7 @@ def ends(data: Bytes, stop: int, at: int) -> bool:
     return not (at + 1 < stop and b in (44, 45, 46, 47, 58) and digit(data[at + 1]))
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _separated(data: Bytes, stop: int, at: int) -> tuple[int, int]:
     """The separator at `at` and where the group after it begins; (0, at) if no group follows."""
     sep, after = 0, at
@@ -62,7 +63,7 @@ def _separated(data: Bytes, stop: int, at: int) -> tuple[int, int]:
     return 0, at
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _groups(data: Bytes, stop: int, at: int, groups: NDArray[np.int64]) -> int:
     """Writes up to 8 groups of digits from `at`, of 15 digits together: LENGTH, the SEPARATOR before, END."""
     n, total, sep = 0, 0, 0
@@ -87,7 +88,7 @@ def _groups(data: Bytes, stop: int, at: int, groups: NDArray[np.int64]) -> int:
     return n
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _shape(data: Bytes, i: int, n: int, total: int, groups: NDArray[np.int64]) -> int:
     """Whether the first n groups, of `total` digits, that begin at i make a number: 0, SURE or MAYBE."""
     lengths, bracket = groups[LENGTH], data[i] == 40
@@ -119,7 +120,7 @@ def _shape(data: Bytes, i: int, n: int, total: int, groups: NDArray[np.int64]) -
     return MAYBE if n <= 5 and 7 <= total <= 12 else 0
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def phone(data: Bytes, start: int, stop: int, i: int, groups: NDArray[np.int64]) -> tuple[int, int]:
     """SURE, MAYBE or 0 for the number whose first digit, `+` or `(` is at i, and where it ends.
 
@@ -150,7 +151,7 @@ def phone(data: Bytes, start: int, stop: int, i: int, groups: NDArray[np.int64])
     return 0, i
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _extension(data: Bytes, stop: int, end: int) -> int:
     """Where an extension (`x45`, ` ext. 45`) of the number that ends at `end` ends; `end` if there is none."""
     at = end
