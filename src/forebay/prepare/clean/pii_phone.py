@@ -117,7 +117,34 @@ def _shape(data: Bytes, i: int, n: int, total: int, groups: NDArray[np.int64]) -
         return 0
     if zero and 2 <= n <= 5 and 9 <= total <= 11 and lengths[0] >= 2:
         return SURE
+    if _years(data, n, groups) or _thousands(data, n, groups):
+        return 0
     return MAYBE if n <= 5 and 7 <= total <= 12 else 0
+
+
+@jit()
+def _years(data: Bytes, n: int, groups: NDArray[np.int64]) -> bool:
+    """Whether two groups are years: 1914-1918, 2000/2018."""
+    if n != 2 or groups[LENGTH, 0] != 4 or groups[LENGTH, 1] != 4 or groups[SEPARATOR, 1] == 32:
+        return False
+    for k in range(2):
+        at = groups[END, k] - 4
+        century = (data[at] - 48) * 10 + data[at + 1] - 48
+        if not 15 <= century <= 20:
+            return False
+    return True
+
+
+@jit()
+def _thousands(data: Bytes, n: int, groups: NDArray[np.int64]) -> bool:
+    """Whether blanks only group the digits of a round number: 10 000 000."""
+    if n < 3 or groups[LENGTH, 0] > 3:
+        return False
+    for k in range(1, n):
+        if groups[LENGTH, k] != 3 or groups[SEPARATOR, k] != 32:
+            return False
+    end = groups[END, n - 1]
+    return bool(data[end - 1] == 48 and data[end - 2] == 48 and data[end - 3] == 48)
 
 
 @jit()

@@ -226,7 +226,7 @@ class Unicode:
     """
 
     name: ClassVar[str] = "unicode"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     mojibake: bool = True
     form: str = "NFC"
     controls: bool = True
@@ -257,20 +257,23 @@ class Unicode:
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """The batch with its texts repaired; counts `mojibake`, `normalised` (documents) and those of KINDS."""
         counts: Counter[str] = Counter()
-        column, rows = self._round(batch.column("text"), counts)
+        column, _, rows = self._round(batch.column("text"), counts)
         for _ in range(ROUNDS):  # what one step uncovers, an earlier one may have to clean: few rows, seldom twice
             if not len(rows):
                 break
-            some, changed = self._round(column.take(pa.array(rows)), counts)
+            some, changed, again = self._round(column.take(pa.array(rows)), counts)
             texts = {int(rows[i]): some[int(i)].as_py() for i in changed}
-            column, rows = replace_rows(column, texts), rows[changed]
+            column, rows = replace_rows(column, texts), rows[again]
         counts = Counter({kind: count for kind, count in counts.items() if count})
         return Verdict(replace_column(batch, "text", column), keep_all(len(batch)), counts)
 
     def _round(
         self, column: pa.LargeStringArray, counts: Counter[str]
-    ) -> tuple[pa.LargeStringArray, NDArray[np.int64]]:
-        """Every step once, and the rows beyond ASCII that were changed and are not empty now."""
+    ) -> tuple[pa.LargeStringArray, NDArray[np.int64], NDArray[np.int64]]:
+        """Every step once; the rows that were changed; and those of them that need another round.
+
+        Those were not ASCII before, and are not empty now.
+        """
         offsets, data = frozen_buffers(column)
         flags = np.zeros(len(column), np.uint8)
         _gate(offsets, data, _pairs(), flags)
@@ -285,7 +288,7 @@ class Unicode:
             normalise = functools.partial(_normalise, self.form)
             column = self._edit(column, rows, normalise, "normalised", changed, counts)
         sizes = np.diff(frozen_buffers(column)[0])
-        return column, np.flatnonzero(changed & (flags != 0) & (sizes > 0))
+        return column, np.flatnonzero(changed), np.flatnonzero(changed & (flags != 0) & (sizes > 0))
 
     def _edit(
         self,
