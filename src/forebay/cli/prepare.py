@@ -53,7 +53,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
         if name not in ("exact", "paragraphs", "lines", "minhash"):
             raise UsageError(f"--dedup {name!r}: expected some of exact, paragraphs, lines, minhash.")
         settings = merge(settings, {"dedup": {name: True}})
-    return load_recipe(args.recipe, args.config, settings)
+    return load_recipe(args.recipe, args.config, settings, allow_code=args.allow_code)
 
 
 def _names(text: str | None) -> list[str]:
@@ -72,6 +72,8 @@ def _prepare(args: argparse.Namespace) -> int:
         return 0
     if args.out is None:
         raise UsageError("prepare: --out DIR is missing: where the dataset goes.")
+    if not args.inputs:
+        print(f"inputs of the recipe: {', '.join(map(json.dumps, recipe.inputs))}", file=sys.stderr)
     with PrepareBar(enabled=not args.quiet) as bar:
         summary = prepare(
             args.inputs,
@@ -212,6 +214,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--out", type=Path, metavar="DIR", help="the dataset to make; must be free, or an interrupted run's")
     p.add_argument("--recipe", metavar="NAME", help="fineweb, gopher, c4, wikipedia, code or sft")
     p.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with settings of your own")
+    p.add_argument("--allow-code", action="store_true", help="let the recipe run code: its `use` and `classifier`")
     p.add_argument("--set", action="append", metavar="KEY=VALUE", help="one setting: gopher_quality.min_words=20")
     p.add_argument(
         "--tokenizer", metavar="T", help="a tokenizer.json, a hub name, `bytes`, `train:VOCAB`, `tiktoken:NAME`"

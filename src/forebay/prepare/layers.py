@@ -46,7 +46,7 @@ def parse_layer(data: bytes, file: str) -> Layer:
         return Layer(file, tomllib.loads(text), dict(key_lines(text)))
     except UnicodeDecodeError as error:
         raise UsageError(f"{file}: expected TOML in UTF-8: {error.reason} at byte {error.start}.") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         where = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
         line = where.group(1) if where else str(text.count("\n", 0, len(text.rstrip())) + 1)
         told = str(error)[: where.start()] if where else str(error).replace(" (at end of document)", " at the end")

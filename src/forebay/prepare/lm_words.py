@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from numba import njit
 
+from forebay.prepare.compiled import jit
 from forebay.prepare.filters.spacing import spaced
 from forebay.prepare.filters.words import hash_points, read_only
 
@@ -64,7 +64,7 @@ def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
         yield held
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _hash_words(data, hashes, starts):  # type: ignore[no-untyped-def]
     """Hashes of the words of spaced lines, and where they start; each line ends with END, START."""
     n = start = 0

@@ -203,7 +203,11 @@ def _shipped() -> Any:
 
 
 def load_recipe(
-    name: str | None = None, config: Path | str | None = None, settings: Mapping[str, Any] | None = None
+    name: str | None = None,
+    config: Path | str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    allow_code: bool = False,
 ) -> Recipe:
     """A recipe: the shipped one of that name, changed by a file's tables, changed by single settings.
 
@@ -211,6 +215,7 @@ def load_recipe(
         name: One of `recipe_names()`.
         config: A TOML file. Its tables are laid over the recipe's, key by key.
         settings: The same as nested tables: what the command line says.
+        allow_code: Whether `use` (a stage of your own) and `toxic.classifier` may import what they name, and run it.
 
     Raises:
         UsageError: If a file is missing or no TOML, or a key or value cannot be: with file, line and key.
@@ -229,7 +234,7 @@ def load_recipe(
             raise UsageError(f"{config}: cannot read the recipe: {error.strerror or error}.") from error
         layers.append(parse_layer(data, str(config)))
     layers.append(Layer("", dict(settings or {}), {}))
-    return _build_recipe(layers)
+    return _build_recipe(layers, allow_code)
 
 
 class _Problem(Exception):  # noqa: N818 - it never leaves this file
@@ -240,18 +245,18 @@ class _Problem(Exception):  # noqa: N818 - it never leaves this file
         self.path = path
 
 
-def _build_recipe(layers: Sequence[Layer]) -> Recipe:
+def _build_recipe(layers: Sequence[Layer], allow_code: bool) -> Recipe:
     merged: dict[str, Any] = {}
     for layer in layers:
         merged = merge(merged, layer.tables)
     try:
-        return _recipe(merged)
+        return _recipe(merged, allow_code)
     except _Problem as problem:
         key = ".".join(part for part in problem.path if isinstance(part, str))
         raise UsageError(f"{place_of(layers, problem.path)}{key}: {str(problem).rstrip('.')}.") from problem
 
 
-def _recipe(tables: dict[str, Any]) -> Recipe:
+def _recipe(tables: dict[str, Any], allow_code: bool) -> Recipe:
     plain: dict[str, Any] = {}
     stages: list[Stage] = []
     known = {f.name for f in dataclasses.fields(Recipe)} - {"stages"}
@@ -259,8 +264,10 @@ def _recipe(tables: dict[str, Any]) -> Recipe:
         listed = isinstance(value, list)
         if name in STAGES or any(isinstance(t, dict) and "use" in t for t in (value if listed else [value])):
             for index, table in enumerate(value if listed else [value]):
+                path: Keys = (name, index) if listed else (name,)
                 if table is not False:
-                    stages.append(_stage(name, {} if table is True else table, (name, index) if listed else (name,)))
+                    _check_code(name, table, path, allow_code)
+                    stages.append(_stage(name, {} if table is True else table, path))
         elif name in known:
             plain[name] = value
         else:
@@ -289,6 +296,16 @@ def _subsets(table: Any) -> Subsets:
         raise _Problem(("subsets",), str(error)) from error
 
 
+def _check_code(name: str, table: Any, path: Keys, allowed: bool) -> None:
+    key = "classifier" if name in STAGES else "use"
+    if isinstance(table, dict) and table.get(key) and not allowed:
+        raise _Problem(
+            (*path, key),
+            f"names code, {table[key]!r}, which a recipe may run only with --allow-code (allow_code=True in Python). "
+            "Read it first if the recipe is not yours",
+        )
+
+
 def _stage(name: str, table: Any, path: Keys) -> Stage:
     if not isinstance(table, dict):
         raise _Problem(path, f"expected a table of settings, true or false, got {table!r}")
@@ -302,8 +319,12 @@ def _stage(name: str, table: Any, path: Keys) -> Stage:
                 f"{name}: {error.name or error} is not installed. Install it: {install_command('prepare')}."
             ) from error
         raise _Problem((*path, "use"), f"cannot import {target!r}: {error}") from error
-    except (AttributeError, ValueError) as error:
+    except (AttributeError, ValueError, TypeError) as error:
         raise _Problem((*path, "use"), f"expected module:Class, got {target!r}") from error
+    except Exception as error:
+        raise _Problem((*path, "use"), f"cannot import {target!r}: {type(error).__name__}: {error}") from error
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise _Problem((*path, "use"), f"expected the class of a stage, a dataclass, got {target!r}")
     stage: Stage = _build(cls, {key: value for key, value in table.items() if key != "use"}, path)
     return stage
 
@@ -459,7 +480,7 @@ def parse_setting(text: str) -> dict[str, Any]:
         raise UsageError(f"--set {text!r}: expected KEY=VALUE, such as gopher_quality.min_words=20.")
     try:
         found: Any = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         found = value.strip()
     for part in reversed(key.strip().split(".")):
         found = {part: found}

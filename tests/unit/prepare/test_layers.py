@@ -76,6 +76,7 @@ def test_every_key_is_found_where_it_stands() -> None:
         ("[mine]\n\nuse = 'json:Nothing'", "3: mine.use: expected module:Class, got 'json:Nothing'"),
         ("[length\n", "1: expected TOML: "),
         ("a = 1\nb = [1,\n\n", "2: expected TOML: "),
+        ("a = " + "[" * 100_000, "1: expected TOML: "),
         ("a = 1\na = 2", "2: expected TOML: Cannot overwrite a value"),
     ],
 )
@@ -83,7 +84,7 @@ def test_what_is_wrong_is_told_with_file_line_and_key(tmp_path: Path, toml: str,
     path = tmp_path / "mine.toml"
     path.write_text(toml)
     with pytest.raises(UsageError) as raised:
-        load_recipe("gopher", path)
+        load_recipe("gopher", path, allow_code=True)
     assert str(raised.value).startswith(f"{path}:{said}")
     assert "\n" not in str(raised.value)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forebay.errors import PrepareError
+from forebay.errors import PrepareError, UsageError
 from forebay.prepare import load_recipe, prepare
 from forebay.prepare.report import load_report
 
@@ -47,8 +47,8 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_runs_as_any_other(source: Path) -> None:
-    recipe = load_recipe(settings={"shout": {"use": "own_stage:Shout", "least": 2}})
-    assert load_recipe(settings=recipe.to_tables()) == recipe
+    recipe = load_recipe(settings={"shout": {"use": "own_stage:Shout", "least": 2}}, allow_code=True)
+    assert load_recipe(settings=recipe.to_tables(), allow_code=True) == recipe
     summary = prepare([source], source.parent / "d", recipe=recipe, tokenizer="bytes", workers=1)
     assert summary.dropped == {"quiet": 2} and summary.documents_out == 1
     funnel = load_report(source.parent / "d")["funnel"]
@@ -57,6 +57,35 @@ def test_it_runs_as_any_other(source: Path) -> None:
 
 @pytest.mark.parametrize(("least", "message"), [(0, "ZeroDivisionError"), (98, "expected a verdict on each of 3")])
 def test_its_failure_is_told(source: Path, least: int, message: str) -> None:
-    recipe = load_recipe(settings={"shout": {"use": "own_stage:Shout", "least": least}})
+    recipe = load_recipe(settings={"shout": {"use": "own_stage:Shout", "least": least}}, allow_code=True)
     with pytest.raises(PrepareError, match=rf"a\.jsonl:1: stage shout.*{message}"):
         prepare([source], source.parent / "d", recipe=recipe, tokenizer="bytes", workers=1)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("use = '..a:b'", "mine.use: expected module:Class"),
+        ("use = 'os:getcwd'", "mine.use: expected the class of a stage, a dataclass"),
+        ("use = 'json:JSONDecoder'", "mine.use: expected the class of a stage, a dataclass"),
+        ("use = 'broken_stage:A'", "mine.use: cannot import 'broken_stage:A': ZeroDivisionError"),
+    ],
+)
+def test_code_that_is_no_stage_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    (tmp_path / "broken_stage.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "r.toml").write_text(f"[mine]\n{code}\n")
+    with pytest.raises(UsageError, match=message):
+        load_recipe(config=tmp_path / "r.toml", allow_code=True)
+
+
+@pytest.mark.parametrize("table", ["[mine]\nuse = 'marks:A'", "[toxic]\nclassifier = 'marks:judge'"])
+def test_a_recipe_runs_no_code_unless_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str) -> None:
+    (tmp_path / "marks.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "r.toml").write_text(table)
+    with pytest.raises(UsageError, match=r"r\.toml:2: .* names code, 'marks:.* --allow-code"):
+        load_recipe(config=tmp_path / "r.toml")
+    assert not (tmp_path / "ran").exists()

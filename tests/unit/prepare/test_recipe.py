@@ -59,7 +59,7 @@ def test_a_wrong_setting_is_told_with_its_place(tmp_path: Path, text: str, messa
     path = tmp_path / "r.toml"
     path.write_text(text)
     with pytest.raises(UsageError) as caught:
-        load_recipe(config=path)
+        load_recipe(config=path, allow_code=True)
     assert str(caught.value).startswith(f"{path}:{message}")
 
 

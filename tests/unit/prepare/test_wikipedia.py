@@ -230,3 +230,17 @@ def test_hostile_xml(tmp_path: Path) -> None:
 
 def test_it_is_detected() -> None:
     assert detect(io.BytesIO(HEAD.encode())).format == "wikipedia"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ('{|style="width:100%"\n| {{x}} text\nafter', "after"),
+        (':{| class="a"\n| x\nafter', "after"),
+        ('<tr><td style="a">cell</td></tr>after', "after"),
+        ("[[Tiedosto:x.JPG|thumb|words]]after [[:Tiedosto:x.jpg|file]]", "after file"),
+        ("[[Slika:a.svg]]after [[a.svg]]", "after a.svg"),
+    ],
+)
+def test_markup_that_stands_alone_leaves_nothing(source: str, text: str) -> None:
+    assert to_text(source) == text

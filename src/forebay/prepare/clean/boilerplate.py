@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numba import njit
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.prepare.clean.phrases import Automaton, apart, build, word_table
 from forebay.prepare.clean.spans import frozen_buffers, splice
+from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Verdict, keep_all, replace_column
 
 ENGLISH = """
@@ -120,7 +120,7 @@ PHRASE, MENU = 0, 1
 KINDS = ("phrase_lines", "menu_lines")
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _listed(
     data: NDArray[np.uint8],
     a: int,
@@ -150,7 +150,7 @@ def _listed(
     return False
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _short(data: NDArray[np.uint8], a: int, b: int, max_words: int) -> bool:
     """Whether the line `[a, b)` has up to `max_words` words and no punctuation that ends a sentence."""
     last = data[b - 1]
@@ -168,7 +168,7 @@ def _short(data: NDArray[np.uint8], a: int, b: int, max_words: int) -> bool:
     return words <= max_words and b - a <= 24 * max_words
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _lines(
     offsets: NDArray[np.int64],
     data: NDArray[np.uint8],
@@ -232,7 +232,7 @@ def _lines(
     return n
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _drop_menu(starts: NDArray[Any], stops: NDArray[Any], kinds: NDArray[np.int8], first: int, n: int) -> int:
     """Forgets the lines of a run that was too short from `first` on, but not those with a phrase; how many remain."""
     at = first

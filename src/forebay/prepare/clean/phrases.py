@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numba import njit
 from numpy.typing import NDArray
+
+from forebay.prepare.compiled import jit
 
 WORD_TABLE = 0x20000
 """Characters from here on are ideographs (words), but for a few that no text has."""
@@ -94,7 +95,7 @@ def word_table() -> NDArray[np.bool_]:
     return np.array([is_word(chr(code)) for code in range(WORD_TABLE)])
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def word_at(data: NDArray[np.uint8], i: int, table: NDArray[np.bool_]) -> bool:
     """Whether the character that begins at byte i is part of a word."""
     first = int(data[i])
@@ -108,7 +109,7 @@ def word_at(data: NDArray[np.uint8], i: int, table: NDArray[np.bool_]) -> bool:
     return code >= len(table) or bool(table[code])
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def apart(data: NDArray[np.uint8], start: int, stop: int, a: int, b: int, table: NDArray[np.bool_]) -> bool:
     """Whether `[a, b)` in the row `[start, stop)` touches no word character on either side."""
     if b < stop and word_at(data, b, table):

@@ -113,7 +113,7 @@ class Pii:
     """
 
     name: ClassVar[str] = "pii"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     kinds: tuple[str, ...] = KINDS
     style: str = "mask"
     masks: tuple[tuple[str, str], ...] = field(default=())

@@ -8,8 +8,9 @@ such as `call` before it. What has neither shape nor word is missed: the tests s
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from forebay.prepare.compiled import jit
 
 SURE, MAYBE = 1, 2
 LENGTH, SEPARATOR, END = range(3)
@@ -17,22 +18,22 @@ LENGTH, SEPARATOR, END = range(3)
 Bytes = NDArray[np.uint8]
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def digit(b: int) -> bool:
     return 48 <= b <= 57
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def letter(b: int) -> bool:
     return 97 <= (b | 32) <= 122
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def alnum(b: int) -> bool:
     return 48 <= b <= 57 or 97 <= (b | 32) <= 122
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def ends(data: Bytes, stop: int, at: int) -> bool:
     """Whether a number may end at `at`: no letter, digit or decimal follows."""
     if at >= stop:
@@ -43,7 +44,7 @@ def ends(data: Bytes, stop: int, at: int) -> bool:
     return not (at + 1 < stop and b in (44, 45, 46, 47, 58) and digit(data[at + 1]))
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _separated(data: Bytes, stop: int, at: int) -> tuple[int, int]:
     """The separator at `at` and where the group after it begins; (0, at) if no group follows."""
     sep, after = 0, at
@@ -62,7 +63,7 @@ def _separated(data: Bytes, stop: int, at: int) -> tuple[int, int]:
     return 0, at
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _groups(data: Bytes, stop: int, at: int, groups: NDArray[np.int64]) -> int:
     """Writes up to 8 groups of digits from `at`, of 15 digits together: LENGTH, the SEPARATOR before, END."""
     n, total, sep = 0, 0, 0
@@ -87,7 +88,7 @@ def _groups(data: Bytes, stop: int, at: int, groups: NDArray[np.int64]) -> int:
     return n
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _shape(data: Bytes, i: int, n: int, total: int, groups: NDArray[np.int64]) -> int:
     """Whether the first n groups, of `total` digits, that begin at i make a number: 0, SURE or MAYBE."""
     lengths, bracket = groups[LENGTH], data[i] == 40
@@ -116,10 +117,37 @@ def _shape(data: Bytes, i: int, n: int, total: int, groups: NDArray[np.int64]) -
         return 0
     if zero and 2 <= n <= 5 and 9 <= total <= 11 and lengths[0] >= 2:
         return SURE
+    if _years(data, n, groups) or _thousands(data, n, groups):
+        return 0
     return MAYBE if n <= 5 and 7 <= total <= 12 else 0
 
 
-@njit(nogil=True, cache=True)
+@jit()
+def _years(data: Bytes, n: int, groups: NDArray[np.int64]) -> bool:
+    """Whether two groups are years: 1914-1918, 2000/2018."""
+    if n != 2 or groups[LENGTH, 0] != 4 or groups[LENGTH, 1] != 4 or groups[SEPARATOR, 1] == 32:
+        return False
+    for k in range(2):
+        at = groups[END, k] - 4
+        century = (data[at] - 48) * 10 + data[at + 1] - 48
+        if not 15 <= century <= 20:
+            return False
+    return True
+
+
+@jit()
+def _thousands(data: Bytes, n: int, groups: NDArray[np.int64]) -> bool:
+    """Whether blanks only group the digits of a round number: 10 000 000."""
+    if n < 3 or groups[LENGTH, 0] > 3:
+        return False
+    for k in range(1, n):
+        if groups[LENGTH, k] != 3 or groups[SEPARATOR, k] != 32:
+            return False
+    end = groups[END, n - 1]
+    return bool(data[end - 1] == 48 and data[end - 2] == 48 and data[end - 3] == 48)
+
+
+@jit()
 def phone(data: Bytes, start: int, stop: int, i: int, groups: NDArray[np.int64]) -> tuple[int, int]:
     """SURE, MAYBE or 0 for the number whose first digit, `+` or `(` is at i, and where it ends.
 
@@ -150,7 +178,7 @@ def phone(data: Bytes, start: int, stop: int, i: int, groups: NDArray[np.int64])
     return 0, i
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _extension(data: Bytes, stop: int, end: int) -> int:
     """Where an extension (`x45`, ` ext. 45`) of the number that ends at `end` ends; `end` if there is none."""
     at = end

@@ -8,10 +8,10 @@ linear in any text. Figures: `benchmarks/prepare/clean.py`.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from forebay.prepare.clean.pii_phone import MAYBE, alnum, digit, ends, letter, phone
+from forebay.prepare.compiled import jit
 
 EMAIL, IPV4, IPV6, IBAN, CARD, PHONE, MAYBE_PHONE = range(7)
 PUBLIC_ONLY = 1 << 8
@@ -53,12 +53,12 @@ def iban_table() -> Bytes:
     return table
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _one_of(b: int, x: int, y: int, z: int) -> bool:
     return b in (x, y, z)
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _hex(b: int) -> int:
     """The value of a hexadecimal digit, or -1."""
     if 48 <= b <= 57:
@@ -66,7 +66,7 @@ def _hex(b: int) -> int:
     return (b | 32) - 87 if 97 <= (b | 32) <= 102 else -1
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _email(data: Bytes, free: int, stop: int, at: int) -> tuple[int, int]:
     """The address around the `@` at `at`, not before `free`; an empty span if there is none."""
     start = at
@@ -101,7 +101,7 @@ def _email(data: Bytes, free: int, stop: int, at: int) -> tuple[int, int]:
     return (start, end) if end > at else (at, at)
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _public4(a: int, b: int, c: int) -> bool:
     """Whether a.b.c.* may be somebody's. Source: IANA's special-purpose registry (RFC 6890 and its updates)."""
     if a == 0 or a == 10 or a == 127 or a >= 224:
@@ -118,7 +118,7 @@ def _public4(a: int, b: int, c: int) -> bool:
     return not ((a == 192 and b == 0 and (c == 0 or c == 2)) or (a == 203 and b == 0 and c == 113))
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _ipv4(data: Bytes, start: int, stop: int, i: int, public: bool) -> int:
     """Where the IPv4 address that begins at i ends, or i."""
     if i > start and (alnum(data[i - 1]) or data[i - 1] == 46 or data[i - 1] == 95):
@@ -146,7 +146,7 @@ def _ipv4(data: Bytes, start: int, stop: int, i: int, public: bool) -> int:
     return at if not public or _public4(first, second, third) else i
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _public6(first: int, second: int) -> bool:
     """Whether an IPv6 address that begins with these 16-bit groups may be somebody's. Source: as `_public4`."""
     if first == 0 or first == 0x64 or first == 0x100 or first & 0xFE00 == 0xFC00 or first >= 0xFE80:
@@ -154,7 +154,7 @@ def _public6(first: int, second: int) -> bool:
     return not (first == 0x2001 and (second == 0xDB8 or second < 0x200))
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _ipv6(data: Bytes, free: int, stop: int, colon: int, public: bool) -> tuple[int, int]:
     """The IPv6 address whose first colon is at `colon`, or an empty span.
 
@@ -201,7 +201,7 @@ def _ipv6(data: Bytes, free: int, stop: int, colon: int, public: bool) -> tuple[
     return (start, end) if whole and (not public or _public6(first, second)) else (colon, colon)
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _iban(data: Bytes, free: int, stop: int, i: int, lengths: Bytes) -> int:
     """Where the IBAN ends whose check digits begin at i, or i. Source: ISO 13616; ISO 7064 (mod 97-10)."""
     if i - 2 < free or not (letter(data[i - 1]) and letter(data[i - 2])):
@@ -233,7 +233,7 @@ def _iban(data: Bytes, free: int, stop: int, i: int, lengths: Bytes) -> int:
     return at if (rest * 1000000 + head) % 97 == 1 else i
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _issued(four: int, two: int, n: int) -> bool:
     """Whether cards of n digits begin like this. Source: ISO/IEC 7812 issuer ranges as the networks publish them."""
     if two // 10 == 4:  # Visa
@@ -255,7 +255,7 @@ def _issued(four: int, two: int, n: int) -> bool:
     return maestro and 12 <= n <= 19
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _card(data: Bytes, start: int, stop: int, i: int) -> int:
     """Where the payment card number that begins at i ends, or i: 12 to 19 digits in one, or 4-4-4-4, 4-6-5, 4-6-4."""
     if i > start and (alnum(data[i - 1]) or data[i - 1] == 43 or _one_of(data[i - 1], 45, 46, 95)):
@@ -289,7 +289,7 @@ def _card(data: Bytes, start: int, stop: int, i: int) -> int:
     return at if _issued(four, four // 100, n) else i
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _number(
     data: Bytes, start: int, free: int, stop: int, i: int, wanted: int, lengths: Bytes, groups: NDArray[np.int64]
 ) -> tuple[int, int, int]:
@@ -314,7 +314,7 @@ def _number(
     return 0, i, i
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def scan(
     offsets: NDArray[np.int64],
     data: Bytes,

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-from numba import njit
 from numpy.typing import NDArray
 
+from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers, text_column
 
 
@@ -22,7 +22,7 @@ def frozen_buffers(column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDAr
     return offsets, data
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _splice(
     offsets: NDArray[np.int64],
     data: NDArray[np.uint8],

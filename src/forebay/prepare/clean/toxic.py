@@ -18,12 +18,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
-from numba import njit
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.prepare.clean.phrases import Automaton, apart, build, fold, word_table
 from forebay.prepare.clean.spans import frozen_buffers
+from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Verdict, keep_all, replace_column
 
 UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "yue", "wuu", "bo"))
@@ -34,7 +34,7 @@ C4BadWordsFilter, which leaves them out: each alone would drop more than a tenth
 WORDS, SCORE = 0, 1
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _count(
     offsets: NDArray[np.int64],
     data: NDArray[np.uint8],
@@ -238,8 +238,10 @@ def _classifier(name: str) -> Callable[[Sequence[str]], Sequence[float]]:
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"classifier: expected module:function that can be imported, got {name!r}: {error}") from error
+    except Exception as error:
+        raise UsageError(
+            f"classifier: expected module:function that can be imported, got {name!r}: {type(error).__name__}: {error}"
+        ) from error
     if not callable(found):
         raise UsageError(f"classifier: expected a function, got {name!r}, which is a {type(found).__name__}")
     return found  # type: ignore[no-any-return]

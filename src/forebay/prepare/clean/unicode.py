@@ -19,11 +19,11 @@ import ftfy
 import numpy as np
 import pyarrow as pa
 from ftfy.badness import is_bad
-from numba import njit
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.prepare.clean.spans import frozen_buffers, replace_rows
+from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Verdict, keep_all, replace_column, text_column
 
 FORMS = ("NFC", "NFKC", "none")
@@ -80,7 +80,7 @@ def _marks() -> NDArray[np.bool_]:
     return np.array([unicodedata.combining(chr(code)) != 0 for code in range(0x20000)])
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _next(data: NDArray[np.uint8], i: int) -> tuple[int, int]:
     """The character that begins at byte i of UTF-8, and where the next one begins."""
     first = int(data[i])
@@ -93,7 +93,7 @@ def _next(data: NDArray[np.uint8], i: int) -> tuple[int, int]:
     return (first & 7) << 18 | (data[i + 1] & 0x3F) << 12 | (data[i + 2] & 0x3F) << 6 | data[i + 3] & 0x3F, i + 4
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _gate(
     offsets: NDArray[np.int64], data: NDArray[np.uint8], pairs: NDArray[np.uint16], flags: NDArray[np.uint8]
 ) -> None:
@@ -124,7 +124,7 @@ def _gate(
             before = code
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _end_line(data: NDArray[np.uint8], line: int, at: int, count: NDArray[np.int64]) -> int:
     """Takes spaces and tabs off the end of the line `[line, at)`; where it ends now."""
     while at > line and (data[at - 1] == 32 or data[at - 1] == 9):
@@ -133,7 +133,7 @@ def _end_line(data: NDArray[np.uint8], line: int, at: int, count: NDArray[np.int
     return at
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _invisible(code: int, controls: bool, zero_width: bool, soft_hyphens: bool, bidi: bool) -> int:
     """Into which of KINDS a character falls that is to be removed; -1 if it stays."""
     if controls and (code < 32 or 0x7F <= code < 0xA0):
@@ -147,7 +147,7 @@ def _invisible(code: int, controls: bool, zero_width: bool, soft_hyphens: bool, 
     return -1
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _tidy(
     offsets: NDArray[np.int64],
     data: NDArray[np.uint8],
@@ -226,7 +226,7 @@ class Unicode:
     """
 
     name: ClassVar[str] = "unicode"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     mojibake: bool = True
     form: str = "NFC"
     controls: bool = True
@@ -257,20 +257,23 @@ class Unicode:
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """The batch with its texts repaired; counts `mojibake`, `normalised` (documents) and those of KINDS."""
         counts: Counter[str] = Counter()
-        column, rows = self._round(batch.column("text"), counts)
+        column, _, rows = self._round(batch.column("text"), counts)
         for _ in range(ROUNDS):  # what one step uncovers, an earlier one may have to clean: few rows, seldom twice
             if not len(rows):
                 break
-            some, changed = self._round(column.take(pa.array(rows)), counts)
+            some, changed, again = self._round(column.take(pa.array(rows)), counts)
             texts = {int(rows[i]): some[int(i)].as_py() for i in changed}
-            column, rows = replace_rows(column, texts), rows[changed]
+            column, rows = replace_rows(column, texts), rows[again]
         counts = Counter({kind: count for kind, count in counts.items() if count})
         return Verdict(replace_column(batch, "text", column), keep_all(len(batch)), counts)
 
     def _round(
         self, column: pa.LargeStringArray, counts: Counter[str]
-    ) -> tuple[pa.LargeStringArray, NDArray[np.int64]]:
-        """Every step once, and the rows beyond ASCII that were changed and are not empty now."""
+    ) -> tuple[pa.LargeStringArray, NDArray[np.int64], NDArray[np.int64]]:
+        """Every step once; the rows that were changed; and those of them that need another round.
+
+        Those were not ASCII before, and are not empty now.
+        """
         offsets, data = frozen_buffers(column)
         flags = np.zeros(len(column), np.uint8)
         _gate(offsets, data, _pairs(), flags)
@@ -285,7 +288,7 @@ class Unicode:
             normalise = functools.partial(_normalise, self.form)
             column = self._edit(column, rows, normalise, "normalised", changed, counts)
         sizes = np.diff(frozen_buffers(column)[0])
-        return column, np.flatnonzero(changed & (flags != 0) & (sizes > 0))
+        return column, np.flatnonzero(changed), np.flatnonzero(changed & (flags != 0) & (sizes > 0))
 
     def _edit(
         self,

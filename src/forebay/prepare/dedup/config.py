@@ -36,7 +36,8 @@ class Dedup:
         normalise: What may differ in equal documents, lines and paragraphs. `none`: nothing. `space`: white space.
             Empty: nothing in documents, white space in lines and paragraphs.
             `words`: also case, punctuation and accents. MinHash always compares words.
-        min_characters: A line or paragraph with fewer characters is never cut: `}` is no duplicate.
+        min_characters: A line or paragraph with fewer characters, blanks not counted, is never cut: `}` is no
+            duplicate.
         against: Other datasets that were prepared with these settings, or their folders of signatures. What is there
             comes first in the corpus and always stays.
 

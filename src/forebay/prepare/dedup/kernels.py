@@ -1,6 +1,6 @@
 """The compiled loops over Arrow's UTF-8 buffers: normalise and hash texts, sign them with MinHash, cut units out.
 
-Hides: numba. Each function is compiled on its first call (about 6 s for all, then cached beside this file). They hold
+Hides: numba. Each function is compiled on its first call (about 6 s for all, then kept by `compiled`). They hold
 no lock and keep O(1) memory beyond what they are given.
 
 Choices and their cost. A min-wise hash is `a * x + b mod 2^32` of a well-mixed 32-bit `x`, with `a` odd: a bijection of
@@ -15,7 +15,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from forebay.prepare.compiled import jit
 
 _BLOCK = 2048
 """Words at a time: 16 KiB of word hashes and 8 KiB of shingles stay in the first-level cache."""
@@ -34,10 +35,8 @@ _N1, _N2 = np.uint64(0x52DCE729), np.uint64(0x38495AB5)
 
 DOCUMENT, PARAGRAPH, LINE = 0, 1, 2
 
-jit = njit(nogil=True, cache=True)
 
-
-@jit
+@jit()
 def mix(h: Any) -> Any:
     """A bijection of 64 bits after which each bit depends on all. Source: MurmurHash3's finalizer."""
     h ^= h >> _R33
@@ -48,7 +47,7 @@ def mix(h: Any) -> Any:
     return h
 
 
-@jit
+@jit()
 def decode(data: Any, i: int, stop: int) -> Any:
     """The code point whose first byte (not ASCII) is at i, and where the next one begins; damage is a gap of 1 byte."""
     first = np.uint32(data[i])
@@ -70,7 +69,7 @@ def decode(data: Any, i: int, stop: int) -> Any:
     return np.uint32(code), i + size
 
 
-@jit
+@jit()
 def read_words(data: Any, i: int, stop: int, table: Any, words: Any, have: int) -> Any:
     """Append the hashes of the words from i on to `words[have:]`, until that is full or the text ends: (i, have).
 
@@ -130,7 +129,7 @@ def read_words(data: Any, i: int, stop: int, table: Any, words: Any, have: int) 
     return i, have
 
 
-@jit
+@jit()
 def make_shingles(words: Any, have: int, ngram: int, shingles: Any) -> int:
     """32-bit hashes of all runs of `ngram` of the words (of the fewer that there are), filled up to whole lanes."""
     n = min(ngram, have)
@@ -151,7 +150,7 @@ def make_shingles(words: Any, have: int, ngram: int, shingles: Any) -> int:
     return full
 
 
-@jit
+@jit()
 def take_lowest(shingles: Any, count: int, factors: Any, terms: Any, lowest: Any) -> None:
     """Lower each of `lowest` to the least hash of the shingles under its factor and term."""
     for k in range(len(factors)):
@@ -164,7 +163,7 @@ def take_lowest(shingles: Any, count: int, factors: Any, terms: Any, lowest: Any
         lowest[k] = least
 
 
-@jit
+@jit()
 def sign(data: Any, offsets: Any, table: Any, factors: Any, terms: Any, ngram: int, rows: int, out: Any) -> None:
     """One 64-bit hash a band into `out` uint64 [documents, bands]; a row of zeros for a document without words.
 
@@ -196,7 +195,7 @@ def sign(data: Any, offsets: Any, table: Any, factors: Any, terms: Any, ngram: i
             out[d, band] = max(h, _ONE) if seen else np.uint64(0)
 
 
-@jit
+@jit()
 def normalise(data: Any, i: int, stop: int, table: Any, scratch: Any) -> Any:
     """The text with each run of gaps as one space and none at its ends, into `scratch`: (bytes, characters).
 
@@ -241,7 +240,7 @@ def normalise(data: Any, i: int, stop: int, table: Any, scratch: Any) -> Any:
     return n, characters
 
 
-@jit
+@jit()
 def _word64(data: Any, i: int, n: int) -> Any:
     word = np.uint64(0)
     for j in range(n):
@@ -249,14 +248,14 @@ def _word64(data: Any, i: int, n: int) -> Any:
     return word
 
 
-@jit
+@jit()
 def _spread(k: Any, a: Any, r: Any, b: Any) -> Any:
     k *= a
     k = (k << r) | (k >> (_B64 - r))
     return k * b
 
 
-@jit
+@jit()
 def hash128(data: Any, n: int) -> Any:
     """128 bits of the first n bytes, as two uint64. Source: MurmurHash3_x64_128 (Appleby), seed 0."""
     h1 = np.uint64(0)
@@ -285,7 +284,7 @@ def hash128(data: Any, n: int) -> Any:
     return h1, h2
 
 
-@jit
+@jit()
 def next_unit(data: Any, i: int, stop: int, unit: int) -> Any:
     """Where the unit that begins at i ends, and where the next one begins.
 
@@ -314,7 +313,7 @@ def next_unit(data: Any, i: int, stop: int, unit: int) -> Any:
     return stop, stop
 
 
-@jit
+@jit()
 def hash_units(data: Any, offsets: Any, unit: int, table: Any, least: int, scratch: Any, out: Any, counts: Any) -> int:
     """Hash the units of `least` characters or more into `out` uint64 [*, 2], their number by document into `counts`.
 
@@ -342,7 +341,7 @@ def hash_units(data: Any, offsets: Any, unit: int, table: Any, least: int, scrat
     return rows
 
 
-@jit
+@jit()
 def cut_units(
     data: Any, offsets: Any, unit: int, table: Any, least: int, scratch: Any, cut: Any, out: Any, out_offsets: Any
 ) -> Any:

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from forebay.prepare.dedup.kernels import jit
+from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.links import read_flags, reserve
 from forebay.storage.atomic import atomic_write, open_atomic, temporary_path
 
@@ -100,7 +100,7 @@ def _mapped(path: Path, dtype: str, rows: int) -> Iterator[_Mapped]:
         temporary.unlink(missing_ok=True)
 
 
-@jit
+@jit()
 def find(parent: Any, i: int) -> int:
     """The root above a document; halves the path to it."""
     while True:
@@ -115,7 +115,7 @@ def find(parent: Any, i: int) -> int:
             i = above - 1
 
 
-@jit
+@jit()
 def join(parent: Any, weights: Any, links: Any) -> None:
     """Union the ends of links int64 [*, 2]; of two roots the one of greater weight, then the first, goes above."""
     for k in range(len(links)):
@@ -132,7 +132,7 @@ def join(parent: Any, weights: Any, links: Any) -> None:
         parent[better] = better + 1
 
 
-@jit
+@jit()
 def roots(parent: Any, members: Any, out: Any) -> None:
     """The root of each of the members."""
     for k in range(len(members)):

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
-from numba import njit
 
+from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Verdict, replace_column, text_buffers, text_column
 from forebay.prepare.filters.characters import BREAK, PUNCTUATION, SPACE, TERMINAL
 from forebay.prepare.filters.fields import need_count, need_flag
@@ -95,7 +95,7 @@ class C4:
         return Verdict(replace_column(batch, "text", text), drop, found)
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _cite(points, start, stop, line):  # type: ignore[no-untyped-def]
     """Copy without citations; how many characters are left."""
     n = 0
@@ -127,7 +127,7 @@ def _cite(points, start, stop, line):  # type: ignore[no-untyped-def]
     return n
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _copy(points, start, stop, line, n):  # type: ignore[no-untyped-def]
     for i in range(start, stop):
         line[n] = points[i]
@@ -135,7 +135,7 @@ def _copy(points, start, stop, line, n):  # type: ignore[no-untyped-def]
     return n
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _same(points, start, stop, chars):  # type: ignore[no-untyped-def]
     if stop - start < len(chars):
         return False
@@ -145,7 +145,7 @@ def _same(points, start, stop, chars):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _phrases(line, n, ends, chars):  # type: ignore[no-untyped-def]
     """Bits of the phrases in a line, in any case of ASCII letters."""
     found = 0
@@ -166,7 +166,7 @@ def _phrases(line, n, ends, chars):  # type: ignore[no-untyped-def]
     return found
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _sentences(line, n, table, keys, values, begins, ends, tail, kinds):  # type: ignore[no-untyped-def]
     """Sentences in a line: a new one begins with the first word that is not punctuation after one that ends it."""
     words = cut_words(line, 0, min(n, _SENTENCE_CHARS), table, keys, values, begins, ends, tail, kinds)
@@ -182,7 +182,7 @@ def _sentences(line, n, table, keys, values, begins, ends, tail, kinds):  # type
     return count
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _encode(line, n, out, at):  # type: ignore[no-untyped-def]
     for i in range(n):
         c = line[i]
@@ -208,7 +208,7 @@ def _encode(line, n, out, at):  # type: ignore[no-untyped-def]
     return at
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _line_words(points, start, stop, table):  # type: ignore[no-untyped-def]
     """Runs without white space, and the length of the longest."""
     words = longest = run = 0
@@ -222,7 +222,7 @@ def _line_words(points, start, stop, table):  # type: ignore[no-untyped-def]
     return words, longest
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _judge(line, n, words, longest, rules, ends, chars):  # type: ignore[no-untyped-def]
     """-1 for a line that stays, i for `LINES[i]`, 100 + i for a page that is dropped."""
     if rules[7] and longest > rules[7]:
@@ -248,7 +248,7 @@ def _judge(line, n, words, longest, rules, ends, chars):  # type: ignore[no-unty
     return -1
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, drop, counts, out, stops):  # type: ignore[no-untyped-def]
     room = 2
     for row in range(len(drop)):

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
-from numba import njit
 
+from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Verdict, text_buffers
 from forebay.prepare.filters.fields import first_failing, need_number
 from forebay.prepare.filters.words import read_only
@@ -63,7 +63,7 @@ class Code:
         return Verdict(batch, first_failing(*failed))
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _measure(offsets, data, out):  # type: ignore[no-untyped-def]
     """int64 [4, rows]: characters, newlines, characters of the longest line, letters and digits.
 

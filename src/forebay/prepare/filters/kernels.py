@@ -11,8 +11,8 @@ Source of the definitions: Rae et al. 2021, section A.1.1, as datatrove 0.10 mea
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from forebay.prepare.compiled import jit
 from forebay.prepare.filters.characters import BREAK, SPACE, TERMINAL
 from forebay.prepare.filters.word_table import HAS_LETTER, IS_TEXT
 from forebay.prepare.filters.words import decode, hash_points, kind, look_up
@@ -40,7 +40,7 @@ _FACTOR = np.uint64(0xD1342543DE82EF95)
 _SHIFT = np.uint64(32)
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _longest(offsets, stops):  # type: ignore[no-untyped-def]
     longest = 0
     for row in range(len(stops)):
@@ -48,7 +48,7 @@ def _longest(offsets, stops):  # type: ignore[no-untyped-def]
     return longest + 2
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _trim(points, start, stop, table):  # type: ignore[no-untyped-def]
     while start < stop and kind(table, points[start]) & SPACE:
         start += 1
@@ -57,14 +57,14 @@ def _trim(points, start, stop, table):  # type: ignore[no-untyped-def]
     return start, stop
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _trails(points, start, stop):  # type: ignore[no-untyped-def]
     if stop > start and points[stop - 1] == 0x2026:
         return True
     return stop - start > 2 and points[stop - 1] == 46 and points[stop - 2] == 46 and points[stop - 3] == 46
 
 
-@njit(nogil=True, cache=True, forceinline=True)
+@jit(forceinline=True)
 def _insert(slots, h):  # type: ignore[no-untyped-def]
     """Whether the table, of a power of two of slots, holds the hash already; it does then."""
     mask = np.uint64(len(slots) - 1)
@@ -78,7 +78,7 @@ def _insert(slots, h):  # type: ignore[no-untyped-def]
     return False
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _table_size(entries):  # type: ignore[no-untyped-def]
     size = 16
     while size < 2 * entries:
@@ -86,7 +86,7 @@ def _table_size(entries):  # type: ignore[no-untyped-def]
     return size
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def measure_quality(offsets, stops, data, starts, hashes, chars, flags, table, stop_keys, stop_values, out):  # type: ignore[no-untyped-def]
     """`QUALITY` int64 [rows, 10] of documents `data[offsets[i]:stops[i]]`."""
     points = np.empty(_longest(offsets, stops), np.uint32)
@@ -128,7 +128,7 @@ def measure_quality(offsets, stops, data, starts, hashes, chars, flags, table, s
         out[row, 4], out[row, 5], out[row, 6], out[row, 7], out[row, 8] = signs, ellipses, lines, bullets, trails
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _same_parts(points, start, stop, least, slots):  # type: ignore[no-untyped-def]
     """Parts between runs of at least `least` newlines: how many, how many again, and the characters of those."""
     parts = same = same_chars = 0
@@ -158,13 +158,13 @@ def _same_parts(points, start, stop, least, slots):  # type: ignore[no-untyped-d
     return parts, same, same_chars
 
 
-@njit(nogil=True, cache=True, forceinline=True)
+@jit(forceinline=True)
 def _gram(sums, i, n, power):  # type: ignore[no-untyped-def]
     """The hash of the n words from i on; not 0."""
     return (sums[i + n] - sums[i] * power) | np.uint64(1)
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _count(sums, places, held, n, power, slots, counts, slot_of):  # type: ignore[no-untyped-def]
     """How often the n-gram at each of the first `held` places occurs there: `counts[slot_of[k]]`; the highest."""
     size = _table_size(held + 1)
@@ -184,7 +184,7 @@ def _count(sums, places, held, n, power, slots, counts, slot_of):  # type: ignor
     return best
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _same_chars(sums, lengths, places, held, n, power, slots):  # type: ignore[no-untyped-def]
     """Characters of n-grams that came before, none counted in two of them."""
     table = slots[: _table_size(held + 1)]
@@ -198,7 +198,7 @@ def _same_chars(sums, lengths, places, held, n, power, slots):  # type: ignore[n
     return chars
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _measure_grams(sums, lengths, words, sizes, places, slots, counts, slot_of, out):  # type: ignore[no-untyped-def]
     """Characters in the top or in the duplicate n-grams, for each (n, column, whether top) of `sizes`, n ascending.
 
@@ -231,7 +231,7 @@ def _measure_grams(sums, lengths, words, sizes, places, slots, counts, slot_of, 
             out[column] = _same_chars(sums, lengths, places, held, n, power, slots)
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def measure_repetition(offsets, stops, data, starts, hashes, chars, flags, table, sizes, out):  # type: ignore[no-untyped-def]
     """`REPETITION`, then what `sizes` asks for: int64 [rows, 7 + len(sizes)]."""
     room = _longest(offsets, stops)
@@ -261,7 +261,7 @@ def measure_repetition(offsets, stops, data, starts, hashes, chars, flags, table
         _measure_grams(sums, lengths, words, sizes, places, slots, counts, slot_of, out[row])
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def measure_lines(offsets, stops, data, starts, hashes, chars, flags, table, short, out):  # type: ignore[no-untyped-def]
     """`FINEWEB` int64 [rows, 7]; a line is short with at most `short` characters."""
     points = np.empty(_longest(offsets, stops), np.uint32)
@@ -289,7 +289,7 @@ def measure_lines(offsets, stops, data, starts, hashes, chars, flags, table, sho
         out[row, 4], out[row, 5], out[row, 6] = n - newlines, newlines, words
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def measure_length(offsets, data, table, out):  # type: ignore[no-untyped-def]
     """int64 [rows, 2]: characters, and runs of them without white space."""
     for row in range(len(offsets) - 1):

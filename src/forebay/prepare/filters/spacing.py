@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numba import njit
 from numpy.typing import NDArray
 
+from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.filters.characters import BREAK
 from forebay.prepare.filters.words import clip, cut_words, decode, kind, read_only, tables
@@ -31,7 +31,7 @@ def spaced(texts: pa.LargeStringArray, limit: int) -> tuple[NDArray[np.int64], N
     return ends, out[: ends[-1]]
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _put(points, start, stop, out, at):  # type: ignore[no-untyped-def]
     for i in range(start, stop):
         c = points[i]
@@ -47,7 +47,7 @@ def _put(points, start, stop, out, at):  # type: ignore[no-untyped-def]
     return at
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _space(offsets, stops, data, table, keys, values, out, out_ends):  # type: ignore[no-untyped-def]
     room = 2
     for row in range(len(stops)):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from numba import njit
 from numpy.typing import NDArray
 
+from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.filters.characters import LETTER, SYMBOL
 from forebay.prepare.filters.words import clip, cut_words, decode, hash_points, read_only, tables
@@ -77,7 +77,7 @@ def word_table(column: pa.LargeStringArray) -> WordTable:
     return found
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _cut_all(offsets, stops, data, table, keys, values, starts, hashes, chars, flags):  # type: ignore[no-untyped-def]
     room = 2
     for row in range(len(stops)):

@@ -5,7 +5,6 @@ Hides: the rules by which a chunk between white space is cut. They follow spaCy'
 scan without a regular expression. Of 330 000 words in 600 real texts 99.87 % were the same; of 5000 texts 99.92 %
 were kept or dropped alike by both Gopher filters, of 1666 made to lie near a threshold 99.88 %: addresses glued to wiki
 markup are what was seen to differ. Time is linear in the text, about 90 MB/s.
-Whoever edits this file must delete `__pycache__/*.nbi` beside it: numba keeps kernels of other files that call it.
 Languages written without spaces are not segmented: a chunk is a word.
 
 Source: spaCy 3.8, `Tokenizer` and `lang/en`, whose decisions it follows in other code.
@@ -16,9 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from forebay.prepare.compiled import jit
 from forebay.prepare.filters.characters import (
     CURRENCY,
     DIGIT,
@@ -65,7 +64,7 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
     return view
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def decode(data, start, stop, points):  # type: ignore[no-untyped-def]
     """Code points of UTF-8 `data[start:stop]` into `points` uint32; how many there are."""
     n = 0
@@ -89,13 +88,13 @@ def decode(data, start, stop, points):  # type: ignore[no-untyped-def]
     return n
 
 
-@njit(nogil=True, cache=True, forceinline=True)
+@jit(forceinline=True)
 def kind(table, point):  # type: ignore[no-untyped-def]
     """The bits of a code point."""
     return table[point] if point < _LAST else table[_LAST]
 
 
-@njit(nogil=True, cache=True, forceinline=True)
+@jit(forceinline=True)
 def hash_points(points, start, stop):  # type: ignore[no-untyped-def]
     """`hash_word` of `points[start:stop]`."""
     h = np.uint64(0)
@@ -106,7 +105,7 @@ def hash_points(points, start, stop):  # type: ignore[no-untyped-def]
     return h if h != 0 else np.uint64(1)
 
 
-@njit(nogil=True, cache=True, forceinline=True)
+@jit(forceinline=True)
 def look_up(keys, values, h):  # type: ignore[no-untyped-def]
     """The value of a hash in a `hash_table`, or -1."""
     mask = np.uint64(len(keys) - 1)
@@ -118,14 +117,14 @@ def look_up(keys, values, h):  # type: ignore[no-untyped-def]
     return np.int32(-1)
 
 
-@njit(nogil=True, cache=True, forceinline=True)
+@jit(forceinline=True)
 def _special(points, start, stop, keys, values):  # type: ignore[no-untyped-def]
     if stop - start > _SPECIAL_CHARS or stop <= start:
         return np.int32(-1)
     return look_up(keys, values, hash_points(points, start, stop))
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _is_address(points, start, stop, kinds):  # type: ignore[no-untyped-def]
     """Whether it reads as a URL or an e-mail address: labels with points between, the last one of small letters."""
     begin = start
@@ -165,7 +164,7 @@ def _is_address(points, start, stop, kinds):  # type: ignore[no-untyped-def]
     return dots > 0 and letters and label >= 2
 
 
-@njit(nogil=True, cache=True, forceinline=True)
+@jit(forceinline=True)
 def _before(points, start, stop, kinds):  # type: ignore[no-untyped-def]
     """How many characters are cut off before a word."""
     c = points[start]
@@ -181,7 +180,7 @@ def _before(points, start, stop, kinds):  # type: ignore[no-untyped-def]
     return 0
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _unit(points, start, stop, kinds):  # type: ignore[no-untyped-def]
     """How many characters of a unit of measure end a number."""
     i = stop
@@ -211,7 +210,7 @@ def _unit(points, start, stop, kinds):  # type: ignore[no-untyped-def]
     return 4 if a == 107 and b == 109 and c == 47 and points[i + 3] == 104 else 0  # km/h
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _after(points, start, stop, kinds):  # type: ignore[no-untyped-def]
     """How many characters are cut off after a word."""
     c = points[stop - 1]
@@ -242,7 +241,7 @@ def _after(points, start, stop, kinds):  # type: ignore[no-untyped-def]
     return 0
 
 
-@njit(nogil=True, cache=True, forceinline=True)
+@jit(forceinline=True)
 def _between(points, i, stop, kinds):  # type: ignore[no-untyped-def]
     """How many characters at i, inside of a word, are a word of their own."""
     c = points[i]
@@ -281,7 +280,7 @@ def _between(points, i, stop, kinds):  # type: ignore[no-untyped-def]
     return 0
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _join(points, keys, values, begins, ends, first, n):  # type: ignore[no-untyped-def]
     """Words [first, n) of a chunk with two or three in a row that are one exception put together: `: -)`, `Mrs .`."""
     if n - first < 2:
@@ -299,7 +298,7 @@ def _join(points, keys, values, begins, ends, first, n):  # type: ignore[no-unty
     return at
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def _cut_chunk(points, start, stop, kinds, keys, values, begins, ends, n, tail):  # type: ignore[no-untyped-def]
     """The words of a chunk without white space, after the first n; how many there are then."""
     cut = np.int32(-1)
@@ -349,7 +348,7 @@ def _cut_chunk(points, start, stop, kinds, keys, values, begins, ends, n, tail):
     return _join(points, keys, values, begins, ends, first, n)
 
 
-@njit(nogil=True, cache=True, forceinline=True)
+@jit(forceinline=True)
 def _is_plain_end(points, start, stop, kinds, keys, values):  # type: ignore[no-untyped-def]
     """Whether of a chunk of letters and one mark the mark is cut off, and nothing else: what `_cut_chunk` would do."""
     last, before = kinds[stop - 1], kinds[stop - 2]
@@ -359,7 +358,7 @@ def _is_plain_end(points, start, stop, kinds, keys, values):  # type: ignore[no-
     return whole < 0 and _special(points, start, stop - 1, keys, values) < 0
 
 
-@njit(nogil=True, cache=True)
+@jit()
 def cut_words(points, start, stop, table, keys, values, begins, ends, tail, kinds):  # type: ignore[no-untyped-def]
     """Word i of `points[start:stop]` is `points[begins[i]:ends[i]]`; how many there are.
 

@@ -43,12 +43,16 @@ _QUOTES = re.compile(r"''+")
 _TAG_NAME = re.compile(r"</?([A-Za-z0-9]+)")
 _DROPPED = _words(
     "ref gallery timeline score hiero templatedata imagemap inputbox graph mapframe maplink section table style "
-    "script templatestyles indicator references categorytree dynamicpagelist rss includeonly"
+    "script templatestyles indicator references categorytree dynamicpagelist rss includeonly tr"
 )
 _KEPT_RAW = _words("nowiki math chem ce pre source syntaxhighlight")
 _ENDS = {name: re.compile(rf"</{name}\s{{0,50}}>", re.IGNORECASE) for name in _DROPPED | _KEPT_RAW}
 _TABLE_BEFORE = re.compile(r"[ \t:*#]{0,20}\{")
 _NEW_LINE = _words("br p div li tr blockquote poem ul ol dl dt dd hr center")
+_FILE = re.compile(
+    r"\.(?:jpe?g|png|svg|gif|tiff?|webp|xcf|pdf|djvu|stl|og[agv]|opus|webm|mpe?g|mp[34]|wav|flac|midi?)$", re.IGNORECASE
+)
+"""A file, whatever the language of its namespace."""
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z]{2,10}){0,2}|simple")
 _EMPTY_BRACKETS = re.compile(r" ?[(（][\s,;:/–|]{0,40}[)）]")
 _LEADING_MARKS = re.compile(r"([(（])[\s,;:]{1,40}")
@@ -187,6 +191,7 @@ class _Scan:
         if token == "{|":
             if _TABLE_BEFORE.match(self._source, self._source.rfind("\n", max(0, start - 20), start) + 1, start + 1):
                 self._open("table")
+                self._out.append("{|")  # one that is never closed loses this line
         elif token == "|}":
             self._close_table()
         elif token[0] == "}":
@@ -292,7 +297,7 @@ class _Scan:
         if target.startswith(":"):
             return target[1:]
         prefix, colon, _ = target.partition(":")
-        if colon and prefix.strip().lower() in self._prefixes:
+        if colon and (prefix.strip().lower() in self._prefixes or _FILE.search(target)):
             return None
         if colon and not labelled and _LANGUAGE.fullmatch(prefix):
             return None
@@ -344,7 +349,7 @@ def _lines(text: str) -> str:
         if line[:1] in ("*", "#", ":", ";"):
             bullet = "- " if line[0] in "*#" else ""
             line = _LIST.sub("", line, count=1).strip()
-            line = bullet + line if line else ""
+            line = bullet + line if line and not line.startswith("{|") else ""
         if line and headings:
             kept.extend([""] if kept and kept[-1] else [])
             kept.extend(title for _, title in headings)

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from forebay.errors import PrepareError
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.tokens.tiktokens import FAMILIES, ranks_of
-from forebay.prepare.tokens.tokenizers import TokenizerFile, parse
+from forebay.prepare.tokens.tokenizers import TokenizerFile, encode_batch, parse
 
 CODER_VERSION = 2
 """Raised when a text would get other ids."""
@@ -176,8 +176,7 @@ class LibraryCoder:
         """As `Coder` says; by all its threads, unless TOKENIZERS_PARALLELISM is false."""
         found: list[NDArray[Any]] = []
         for batch in _batches(texts):
-            encodings = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-            found += [np.array(encoding.ids, np.uint32) for encoding in encodings]
+            found += [np.array(encoding.ids, np.uint32) for encoding in encode_batch(self._tokenizer, batch)]
         return found
 
 

@@ -8,10 +8,12 @@ needs none. `forebay.prepare.tokens.coders` encodes by them.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ AUTO = "auto"
 """For `eos` and `bos`: the vocabulary's own token if it has one, else none."""
 _EOS_NAMES = (EOS, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "[EOS]", "[SEP]", "<|im_end|>")
 _BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|bos|>", "<|startoftext|>", "[BOS]", "[CLS]")
+_MAX_GROWTH = 64
 _PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
@@ -240,19 +243,57 @@ def parse(data: bytes, description: str) -> Tokenizer:
     Raises:
         PrepareError: If they hold none.
     """
-    try:
+    with _named(description, "expected a tokenizer.json"):
         tokenizer = Tokenizer.from_str(data.decode())
-    except Exception as error:
+        growth = _growth(json.loads(tokenizer.normalizer.__getstate__())) if tokenizer.normalizer else 1
+    if growth > _MAX_GROWTH:
         raise PrepareError(
-            f"tokenizer {description!r}: expected a tokenizer.json: {str(error).rstrip('.')}. "
-            "Give the file that the tokenizers library saved, `bytes`, or `train:VOCAB`."
-        ) from error
+            f"tokenizer {description!r}: expected a normalizer that about keeps the length of text, got one that makes "
+            f"{growth} characters of one. Give another tokenizer."
+        )
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+@contextmanager
+def _named(description: str, what: str) -> Iterator[None]:
+    """Raises PrepareError for whatever the library raises: its PanicException is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise PrepareError(
+            f"tokenizer {description!r}: {what}: {str(error).rstrip('.')}. Give the file that the tokenizers library "
+            "saved, `bytes`, or `train:VOCAB`."
+        ) from error
+
+
+def encode_batch(tokenizer: Tokenizer, texts: Sequence[str], description: str = "tokenizer.json") -> list[Any]:
+    """The encodings of texts, without special tokens.
+
+    Raises:
+        PrepareError: If the library fails, over a regular expression that takes too long for example.
+    """
+    with _named(description, f"failed on one of {len(texts)} texts"):
+        found: list[Any] = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return found
+
+
+def _growth(normalizer: dict[str, Any]) -> int:
+    """How many characters a normalizer may make of one, about."""
+    growth = max(1, len(normalizer.get("content") or normalizer.get("prepend") or ""))
+    for part in normalizer.get("normalizers", ()):
+        growth *= _growth(part)
+    charsmap = base64.b64decode(normalizer.get("precompiled_charsmap") or "")
+    if charsmap:  # a trie, after its size in bytes, and the strings that it leads to
+        strings = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
+        growth *= max(1, max(map(len, strings)) // _MAX_GROWTH)
+    return growth
 
 
 def byte_tokenizer() -> Tokenizer:

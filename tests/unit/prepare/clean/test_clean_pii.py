@@ -45,6 +45,12 @@ def spans(texts: Sequence[str], stage: Pii) -> list[list[tuple[int, int, str]]]:
         ("(555) 234-5678 x12, 555.234.5678, 1-555-234-5678 ext. 3", "<phone>, <phone>, <phone>"),
         ("01.84.17.61.18 / 07700 063 966", "<phone> / <phone>"),
         ("call 467 3395 or text", "call <phone> or text"),
+        (
+            "Contact Us\n© 2000-2018 X. Call 1914–1918, 1999/2001",
+            "Contact Us\n© 2000-2018 X. Call 1914–1918, 1999/2001",
+        ),
+        ("Reach 10 000 000 people, call 612 345 678", "Reach 10 000 000 people, call <phone>"),
+        ("Call 5551-2018 or 2018-5551", "Call <phone> or <phone>"),
         ("AKIAIOSFODNN7EXAMPLE", "<key>"),
         ("token ghp_" + "a1B2" * 9 + " end", "token <key> end"),
         ("xoxb-123456789012-abcdefGHIJ", "<key>"),

@@ -20,9 +20,16 @@ from tokenizers import Tokenizer
 
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.tokens import coders
-from forebay.prepare.tokens.coders import CoderSpec, cut_long, encode_column, fast_coder, reference_coder
+from forebay.prepare.tokens.coders import CoderSpec, LibraryCoder, cut_long, encode_column, fast_coder, reference_coder
 from forebay.prepare.tokens.sampling import sample_texts
-from forebay.prepare.tokens.tokenizers import TokenizerFile, byte_alphabet, load_tokenizer, train_tokenizer
+from forebay.prepare.tokens.tokenizers import (
+    TokenizerFile,
+    byte_alphabet,
+    byte_tokenizer,
+    load_tokenizer,
+    parse,
+    train_tokenizer,
+)
 
 needs_data = pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="no test data beside the repository")
 ALPHABET = [
@@ -196,3 +203,23 @@ def test_training_is_a_function_of_the_sample(tmp_path: Path) -> None:
     one, two = (train_tokenizer(iter(sample), 300, special=["<|im_end|>"]) for _ in range(2))
     assert one == two and one.vocab_size <= 300 and one.eos_id == 0
     assert Tokenizer.from_str(one.data.decode()).token_to_id("<|im_end|>") == 1
+
+
+def _variant(**changes: object) -> bytes:
+    return json.dumps({**json.loads(byte_tokenizer().to_str()), **changes}).encode()
+
+
+def test_a_normalizer_that_makes_text_grow_is_refused() -> None:
+    grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 9}
+    assert parse(_variant(normalizer=grow), "x").encode("ba").tokens == ["b", *"a" * 9]
+    with pytest.raises(PrepareError, match=r"tokenizer 'x': expected a normalizer .* 81 characters of one"):
+        parse(_variant(normalizer={"type": "Sequence", "normalizers": [grow, grow]}), "x")
+    with pytest.raises(PrepareError, match="65 characters of one"):
+        parse(_variant(normalizer={"type": "Prepend", "prepend": "a" * 65}), "x")
+
+
+def test_a_regular_expression_that_never_ends_is_named() -> None:
+    """The library panics, which is no Exception."""
+    hostile = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    with pytest.raises(PrepareError, match=r"tokenizer 'tokenizer\.json': failed on one of 1 texts"):
+        LibraryCoder(_variant(pre_tokenizer=hostile)).encode(["a" * 200_000 + "!"])

@@ -1,0 +1,80 @@
+"""`jit`: compiles a loop with numba, and keeps what it compiled for later processes.
+
+Hides: where compiled code lies. numba compiles again when the file of a function changes, not when a function of
+another file that it inlines does, and it raises where neither the source's directory nor the home can be written. So
+the directory is named by a hash of the sources of all such functions: below `numba.config.CACHE_DIR` if that is set
+(NUMBA_CACHE_DIR), else `$XDG_CACHE_HOME/forebay` (`~/.cache`), else the temporary directory. If none can be written,
+every process compiles for itself: about 35 CPU seconds for all functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numba
+
+config: Any = numba.config
+
+
+def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function at its first call, without the interpreter's lock; `options` are those of `numba.njit`."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        directory = _directory()
+        before = config.CACHE_DIR
+        try:  # numba looks where to keep a function when it is decorated
+            config.CACHE_DIR = directory
+            return numba.njit(nogil=True, cache=bool(directory), **options)(function)
+        finally:
+            config.CACHE_DIR = before
+
+    return decorate
+
+
+@functools.cache
+def _directory() -> str:
+    """Where compiled functions are kept; "" if nowhere."""
+    name = f"kernels-{_hash_of_sources()}"
+    for parent in _parents():
+        directory = parent / name
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = directory.lstat()
+            # What lies there is run: nobody else may have put it there.
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+                with tempfile.TemporaryFile(dir=directory):
+                    return str(directory)
+        except OSError:
+            continue
+    logging.getLogger(__name__).warning("kernels: no directory can be written, each process compiles its own")
+    return ""
+
+
+def _parents() -> Iterator[Path]:
+    if config.CACHE_DIR:
+        yield Path(config.CACHE_DIR)
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    if home.startswith("/"):
+        yield Path(home) / "forebay"
+    else:
+        with contextlib.suppress(RuntimeError):  # no home
+            yield Path("~/.cache/forebay").expanduser()
+    yield Path(tempfile.gettempdir()) / f"forebay-{os.getuid()}"
+
+
+def _hash_of_sources() -> str:
+    here = Path(__file__).parent
+    folders = ("clean", "filters", "dedup")  # with the constants that are compiled in
+    sources = hashlib.sha256()
+    for path in sorted([here / "lm_words.py", *(path for name in folders for path in (here / name).glob("*.py"))]):
+        sources.update(path.read_bytes())
+    return sources.hexdigest()[:16]

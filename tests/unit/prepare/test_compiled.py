@@ -1,0 +1,79 @@
+"""Compiled code is kept where it can be written, by the sources that it was compiled from."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import forebay
+from forebay.prepare import compiled
+
+PROGRAM = """
+import logging; logging.basicConfig()
+import numpy as np
+from forebay.prepare.compiled import _directory
+from forebay.prepare.clean.pii_phone import digit
+print(digit(np.uint8(52)), digit(np.uint8(97)), _directory() or "none")
+"""
+
+
+def run(program: str, package: Path, prefix: tuple[str, ...] = (), **environment: str) -> str:
+    kept = {key: value for key, value in os.environ.items() if key not in ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "HOME")}
+    done = subprocess.run(
+        [*prefix, sys.executable, "-B", "-c", program],
+        env={**kept, "PYTHONPATH": str(package), **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of what is installed."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(forebay.__file__).parent, tmp_path / "lib/forebay", ignore=ignore)
+    return tmp_path / "lib"
+
+
+def test_the_directory_is_that_of_the_sources(tmp_path: Path, package: Path) -> None:
+    """numba itself does not see that a function which another file inlines has changed."""
+    first = run(PROGRAM, package, XDG_CACHE_HOME=str(tmp_path / "cache"), HOME="/nowhere")
+    assert first.startswith(f"True False {tmp_path}/cache/forebay/kernels-")
+    source = package / "forebay/prepare/clean/pii_phone.py"
+    stat, text = source.stat(), source.read_text()
+    changed = text.replace("48 <= b <= 57", "48 <= b <= 97")
+    assert changed != text
+    source.write_text(changed)
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    second = run(PROGRAM, package, XDG_CACHE_HOME=str(tmp_path / "cache"), HOME="/nowhere")
+    assert second.startswith("True True ") and second.split()[2] != first.split()[2]
+
+
+def test_nothing_can_be_written(tmp_path: Path, package: Path) -> None:
+    """Permissions do not bind root: a mount that is read-only does."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("unshare -m is not allowed here")
+    mounts = f'mount --bind {tmp_path} {tmp_path} && mount -o remount,ro,bind {tmp_path} && exec "$@"'
+    prefix = ("unshare", "-m", "sh", "-c", mounts, "sh")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "tmp").mkdir()
+    home = str(tmp_path / "home")
+    assert "/forebay-" in run(PROGRAM, package, prefix, HOME=home)  # in the temporary directory
+    nowhere = f"import tempfile; tempfile.tempdir = {str(tmp_path / 'tmp')!r}\n{PROGRAM}"
+    said = run(nowhere, package, prefix, HOME=home)
+    assert "True False none" in said and said.count("no directory can be written") == 1
+
+
+def test_what_others_may_write_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled.config, "CACHE_DIR", "")
+    inner = compiled._directory.__wrapped__
+    found = Path(inner())
+    assert found.parent == tmp_path / "forebay"
+    found.chmod(0o777)
+    assert Path(inner()).parent != tmp_path / "forebay"
