@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from forebay.convert import convert as convert_module
-
 HARNESS = Path(__file__).parents[1] / "faults.py"
 SMALL = ("cache", "adopt", "ledger", "ledger-questions", "checkpoint", "shards", "download", "convert")
 ALL = os.environ.get("FOREBAY_FAULTS") == "all"
@@ -32,6 +30,5 @@ def test_one_fault_leaves_the_old_or_the_new_state(scenarios: tuple[str, ...], p
 
 
 @pytest.mark.timeout(3600 if ALL else 300)
-@pytest.mark.skipif(not hasattr(convert_module, "_exchange"), reason="needs an exchange of names")
 def test_a_fault_while_an_output_is_replaced() -> None:
     campaign("convert-force", *([] if ALL else ["--points", "6"]))
