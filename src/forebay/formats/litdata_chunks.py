@@ -136,9 +136,10 @@ def places(chunk: Chunk, layout: Layout, body: Body) -> tuple[np.dtype[Any], I64
     name = layout.formats[layout.leaf].partition(":")[0]
     kind = layout.kind
     if kind is None:
-        if name not in ("numpy", "tensor"):
-            raise _bad(chunk, "tokens as arrays or tensors", f"format {layout.formats[layout.leaf]!r}")
-        kind, begins = _without_header(chunk, body, begins, ends, name)
+        if name == "json":
+            kind, begins = _list_of_integers(chunk, body, begins, ends)
+        else:
+            kind, begins = _without_header(chunk, body, begins, ends, name)
     if ((ends - begins) % kind.itemsize).any():
         raise _bad(chunk, f"whole tokens {kind} in every item", "others")
     return kind, begins, ends
@@ -218,6 +219,14 @@ def _without_header(chunk: Chunk, body: Body, begins: I64, ends: I64, name: str)
     if (sizes != largest).any() or (values + sizes * kind.itemsize != ends).any():
         raise _bad(chunk, "vectors of tokens as large as they say", "others")
     return kind, values
+
+
+def _list_of_integers(chunk: Chunk, body: Body, begins: I64, ends: I64) -> tuple[np.dtype[Any], I64]:
+    """The same of lists, which LitData writes as a byte of type, u32 count and int64 values where it has no pyarrow."""
+    counts = _numbers(chunk, body, begins + 1, ends)
+    if ((body.memory[begins] != 2) & (counts > 0)).any() or (begins + 5 + 8 * counts != ends).any():
+        raise _bad(chunk, "lists of integers", "others")
+    return np.dtype("<i8"), begins + 5
 
 
 def _numbers(chunk: Chunk, body: Body, at: I64, ends: I64, order: str = "<") -> I64:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from forebay.cli import main
-from forebay.observe import formats_bench
-from forebay.observe.formats_bench import FORMATS, bench_formats, make_corpus, table
+from benchmarks.formats import figures as formats_bench
+from benchmarks.formats.__main__ import main
+from benchmarks.formats.figures import FORMATS, bench_formats, make_corpus, table
 
 
 def test_a_corpus_is_a_function_of_its_size_and_seed() -> None:
@@ -41,6 +40,6 @@ def test_all_are_measured_and_shown(tmp_path: Path, capsys: pytest.CaptureFixtur
     for one in figures:
         assert one.file_bytes and one.parse_mb_per_s and one.random_p50_s and one.random_p99_s >= one.random_p50_s
     assert table(figures, 100_000).count("\n") == len(FORMATS)
-    assert main(["bench", "formats", "--bytes", "50kB", "--format", "slices", "--rounds", "1", "--json"]) == 0
+    assert main(["--bytes", "50kB", "--format", "slices", "--rounds", "1", "--json"]) == 0
     assert [one["name"] for one in json.loads(capsys.readouterr().out)] == ["slices"]
-    assert main(["bench", "formats", "--format", "stone"]) == 2
+    assert main(["--format", "stone"]) == 2

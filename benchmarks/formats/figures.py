@@ -1,4 +1,4 @@
-"""The same documents in each format: read in order, one read at random, size. `forebay bench formats`.
+"""The same documents in each format: read in order, one read at random, size.
 
 Text formats are read by the readers that `prepare` uses, and give text, which is yet to be tokenized; MDS, LitData,
 Megatron and slices give tokens, read by the readers that the loader uses. Every speed is in megabytes of the corpus's

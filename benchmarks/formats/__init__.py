@@ -1,0 +1,1 @@
+"""One corpus in each format: `python -m benchmarks.formats`."""
