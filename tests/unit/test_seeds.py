@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from forebay.cli import make_parser
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "seeds.md").read_text()
@@ -23,7 +26,7 @@ def test_every_item_has_a_line_and_something_that_shows_it(seed: str) -> None:
 @pytest.mark.parametrize(("page", "least"), [("seeds.md", 100), ("threat-model.md", 30)])
 def test_every_test_that_is_named_exists(page: str, least: int) -> None:
     text = (ROOT / "docs" / page).read_text()
-    named = set(re.findall(r"`((?:unit|e2e)/[\w/]+\.py|test_\w+\.py)(?:::(\w+))?`", text))
+    named = set(re.findall(r"`((?:unit|e2e|docs)/[\w/]+\.py|test_\w+\.py)(?:::(\w+))?`", text))
     assert len(named) > least
     for file, name in named:
         text = (ROOT / "tests" / file).read_text()
@@ -33,3 +36,20 @@ def test_every_test_that_is_named_exists(page: str, least: int) -> None:
 def test_every_link_of_the_page_resolves() -> None:
     for target in re.findall(r"\]\(([^)#]+)", PAGE):
         assert (ROOT / "docs" / target).exists(), target
+
+
+def test_every_command_that_is_named_exists() -> None:
+    """Verbs, their flags, and modules; what stands in capitals or as `…` is the reader's."""
+    shown = [line for line in re.findall(r"`([^`]+)`", PAGE) if not line.startswith("unshare")]
+    commands = [line.split() for line in shown if line.startswith("forebay ")]
+    modules = [line.split()[2] for line in shown if line.startswith("python -m ")]
+    assert len(commands) > 5 and len(modules) > 5
+    for _, *words in commands:
+        parser, verbs = make_parser(), []
+        while parser._subparsers is not None and words:
+            verbs.append(words.pop(0))
+            parser = parser._subparsers._group_actions[0].choices[verbs[-1]]
+        flags = {flag for action in parser._actions for flag in action.option_strings}
+        assert {word for word in words if word.startswith("--")} <= flags, (verbs, words)
+    for module in modules:
+        assert module.startswith("worker.") or find_spec(module), module
