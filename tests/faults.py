@@ -197,7 +197,8 @@ class Prepare(Scenario):
         mark = out / ("manifest.json" if self.to == "dataset" else "text.json")
         if not mark.exists():
             return {**found, "out": None, "validation": None}
-        files = {name: digest for name, digest in tree(out).items() if not name.startswith(".work/")}
+        aside = (".work/", ".inputs.json")  # The second holds times and inodes of the inputs.
+        files = {name: digest for name, digest in tree(out).items() if not name.startswith(aside)}
         return {**found, "out": files, "validation": content(out / "validation" / "manifest.json")}
 
 
