@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gzip
 import hashlib
 import io
 import json
 import socket
+import tarfile
 import threading
 import time
 from collections.abc import Callable
@@ -19,11 +21,15 @@ from typing import Any
 
 import libtorrent as lt
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
 from cryptography.hazmat.primitives import serialization
 
 from forebay.dataset.manifest import Manifest, SliceInfo, SliceTable
 from forebay.dataset.slices import open_slice, write_token_slice
 from forebay.errors import ForebayError
+from forebay.formats.compression import sniff_compression
 from forebay.ledger import Ledger, Used, receipt_message, verify_ledger
 from forebay.network.certificates import judge
 from forebay.network.client import Client
@@ -39,6 +45,8 @@ from forebay.network.publish import read_publication
 from forebay.network.ranges import parse_ranges
 from forebay.network.revocation import parse_list, read_revoked
 from forebay.network.tokens import read_token
+from forebay.prepare.extract import HtmlError, extract_html
+from forebay.prepare.read import ReadOptions, Source, cut, read
 from forebay.schedule.exchange import MAX_INDEX, parse_ask
 from forebay.store.tracker import parse_ask as parse_swarm_ask
 from forebay.worker.answers import Answer
@@ -409,3 +417,68 @@ def dht(directory: Path, identity: Identity) -> Target:
     ]  # fmt: skip
     told = lt.bencode({b"t": b"aa", b"y": b"r", b"r": {b"id": b"j" * 20, b"values": [b"\x7f\0\0\1\1\1"]}})
     return Target(run, [*asked, told], close=close)
+
+
+def _reader(format: str, suffix: str, *seeds: bytes) -> None:
+    """A target that reads bytes as a format of prepare: damage is a record with a problem, never an exception."""
+
+    def make(directory: Path, identity: Identity) -> Target:
+        path = directory / f"a.{suffix}"
+
+        def run(data: bytes) -> None:
+            path.write_bytes(data)
+            options = ReadOptions(format=format)
+            for piece in cut(
+                [Source(str(path), path.name, format, sniff_compression(data[:64]), len(data), "")], options
+            ):
+                for record in read(piece, options):
+                    if record.html:
+                        with contextlib.suppress(HtmlError):
+                            extract_html(record.text)
+
+        return Target(run, seeds)
+
+    TARGETS[f"read_{format}"] = make
+
+
+def _ipc(stream: bool) -> bytes:
+    words = pa.array(["some words", "others"])
+    batch = pa.record_batch({"text": pa.DictionaryArray.from_arrays(pa.array([0, 1, 0]), words), "id": ["a", "b", "c"]})
+    out = io.BytesIO()
+    opened = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with opened(out, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_batch(batch)
+    return out.getvalue()
+
+
+def _table() -> bytes:
+    out = io.BytesIO()
+    pq.write_table(pa.table({"text": ["some words", "others"] * 20, "id": [str(i) for i in range(40)]}), out)
+    return out.getvalue()
+
+
+def _archive() -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, data in (
+            ("a.txt", b"words"),
+            ("b.json", b'{"text": "more"}'),
+            ("c.txt.gz", gzip.compress(b"packed")),
+        ):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+_PAGE = b"<html><body><ul><li>one<li>two</ul><p class='a' id=b>words</p><form><p>more</p></form></body></html>"
+_ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Encoding: gzip\r\n\r\n" + gzip.compress(_PAGE)
+_WARC = b"WARC/1.0\r\nWARC-Type: response\r\nContent-Length: %d\r\n\r\n%s\r\n\r\n" % (len(_ANSWER), _ANSWER)
+_LINE = b'{"text": "some words", "id": "a", "x": [1, {"y": "z"}]}\n'
+_reader("arrow", "arrow", _ipc(True), _ipc(False), gzip.compress(_ipc(True)))
+_reader("parquet", "parquet", _table())
+_reader("warc", "warc", _WARC * 2, gzip.compress(_WARC) * 2)
+_reader("webdataset", "tar", _archive(), gzip.compress(_archive()))
+_reader("jsonl", "jsonl", _LINE * 3, gzip.compress(_LINE), zstandard.compress(_LINE))
+_reader("json", "json", b"[" + _LINE + b"," + _LINE + b"]")
+_reader("html", "html", _PAGE)

@@ -1,8 +1,8 @@
 """Runs the stages over batches in a process of their own, with limits: a hostile document costs itself alone.
 
-Hides: fork, pipes, and how a process that was killed, took too long, or too much memory is replaced: by a fork of one
-that has loaded the models and compiled code of the stages. Both serve all tasks of their parent, which loads nothing,
-and end with it. Costs about 3 ms for each batch of 4 MiB. CPU time is limited everywhere, memory on Linux only.
+Hides: fork, pipes, and how a process that was killed, took too long, or too much memory is replaced: by another fork
+of one that has the models and compiled code of the stages. Both serve all tasks of their parent, share its memory, and
+end with it. Costs about 3 ms for each batch of 4 MiB. CPU time is limited everywhere, memory on Linux only.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def use_one_core() -> None:
 
 
 class Worker:
-    """Two forked processes: one has run `warm(key, 0)`; it forks the one that runs functions, again when that ends."""
+    """Two forked processes: one runs functions; the other, which does nothing else, forks it again when it ends."""
 
-    def __init__(self, warm: Callable[[Any, int], Any], key: Any) -> None:
+    def __init__(self, key: Any) -> None:
         self.key = key
         self._note = mmap.mmap(-1, _NOTE_BYTES)
         self._pipe, theirs = multiprocessing.Pipe()
@@ -116,7 +116,7 @@ class Worker:
         if self._pid == 0:
             try:
                 self._pipe.close()
-                _serve(theirs, self._note, warm, key)
+                _serve(theirs, self._note)
             finally:
                 os._exit(1)
         theirs.close()
@@ -183,7 +183,7 @@ def _memory(pid: int) -> int:
         return 0
 
 
-def _serve(pipe: Connection, note: mmap.mmap, warm: Callable[[Any, int], Any], key: Any) -> None:
+def _serve(pipe: Connection, note: mmap.mmap) -> None:
     _here.note = note
     faulthandler.disable()  # its end is no failure of ours
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -191,7 +191,6 @@ def _serve(pipe: Connection, note: mmap.mmap, warm: Callable[[Any, int], Any], k
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     use_one_core()
     _end_with_parent()
-    warm(key, 0)
     while True:
         pid = os.fork()
         if pid == 0:
@@ -232,11 +231,12 @@ def say(what: str) -> None:
         _here.note[_PID_BYTES:] = what.encode()[: _NOTE_BYTES - _PID_BYTES].ljust(_NOTE_BYTES - _PID_BYTES, b"\0")
 
 
-def worker_for(key: Any, warm: Callable[[Any, int], Any]) -> Worker:
-    """What serves this thread, after it has run `warm(key, 0)`, which has no limits; another key starts another."""
+def worker_for(key: Any, warm: Callable[[Any], Any]) -> Worker:
+    """What serves this thread, forked after `warm(key)` has loaded here what all forks need; another key, another."""
     if _here.worker is None or _here.worker.key != key:
         close()
-        _here.worker = Worker(warm, key)
+        warm(key)
+        _here.worker = Worker(key)
     return _here.worker
 
 

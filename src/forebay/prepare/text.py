@@ -346,7 +346,7 @@ def _unpacked(data: bytes) -> pa.RecordBatch:
     return next(iter(pa.ipc.open_stream(data)))
 
 
-def _warm(stages: tuple[Stage, ...], scale: int) -> None:
+def _warm(stages: tuple[Stage, ...]) -> None:
     """Have the stages load what they need, on a document that says nothing."""
     batch = _batch([Record(0, text="A few words in one line.\nThere are more of them in another.\n")], ReadOptions())
     for stage in stages:
