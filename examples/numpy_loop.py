@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import forebay
 from forebay.prepare import prepare
 
-SETTINGS = {"seq_len": 64, "batch_size": 8, "seed": 1}
+SETTINGS: dict[str, Any] = {"seq_len": 64, "batch_size": 8, "seed": 1}
 
 
 def main(inputs: list[str]) -> None:

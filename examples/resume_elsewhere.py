@@ -10,11 +10,12 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import forebay
 from forebay.prepare import prepare
 
-SETTINGS = {"seq_len": 64, "global_batch_size": 24, "seed": 11}
+SETTINGS: dict[str, Any] = {"seq_len": 64, "global_batch_size": 24, "seed": 11}
 
 
 def global_batches(

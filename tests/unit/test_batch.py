@@ -27,7 +27,9 @@ def test_the_order_of_a_batch_s_fields() -> None:
     ids = np.arange(2)
     inputs = np.zeros((2, 3), np.int64)
     batch = Batch(inputs, None, ids, 4, 5, {"x": inputs})
-    assert (batch.inputs is inputs, batch.labels, batch.sample_ids is ids) == (True, None, True)
+    assert batch.inputs is inputs and batch.sample_ids is ids and batch.weight == 1
+    with pytest.raises(UsageError, match=r"expected a tensor labels, got \['x'\]"):
+        _ = batch.labels
     assert (batch.epoch, batch.step, batch.tensors, len(batch), batch.run_step) == (4, 5, {"x": inputs}, 2, 0)
     assert batch.document_ids is batch.position_ids is batch.cu_seqlens is batch.sources is None
     assert Batch(inputs, None, ids, 0, 0).tensors == {} and "inputs=(2, 3)" in repr(batch)

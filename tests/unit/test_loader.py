@@ -318,3 +318,8 @@ def test_the_public_name(tokens_dir: Path) -> None:
         dataset, seq_len=SEQ_LEN, batch_size=4, rank=0, world_size=1, cache_dir=None, cache_bytes=None
     )
     assert loader.dataset.id == dataset.id
+
+
+def test_a_cache_in_memory_beyond_the_memory_is_refused(tokens_dir: Path) -> None:
+    with pytest.raises(UsageError, match="expected at most this machine's memory"):
+        Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=1, cache="ram", cache_bytes=10**14)

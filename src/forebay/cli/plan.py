@@ -17,7 +17,43 @@ if TYPE_CHECKING:
     from forebay.load.needs import Job
 
 
+def _shards(args: argparse.Namespace) -> int:
+    """What `SharedShardedDatasetManager` needs: the shard in use, the next, a third while ranks let go of the old."""
+    from forebay.load.shard_room import COMMON_SHARDS
+    from forebay.sizes import words_of_bytes, words_of_seconds
+
+    if args.dataset is not None or args.bytes is None or args.slice_bytes is None:
+        raise UsageError("plan --shards: expected --bytes of all shards and --slice-bytes of one. Give both.")
+    one, count = args.slice_bytes, -(-args.bytes // args.slice_bytes)
+    start = min(3, count) * one
+    told: dict[str, Any] = {
+        "shards": count, "shard_bytes": one, "in_use_bytes": min(2, count) * one, "start_bytes": start,
+        "shard_fetch_s": one / args.bandwidth if args.bandwidth else None, "refused": [], "warnings": [],
+    }  # fmt: skip
+    room = None if args.volume is None else _volume(args.volume)
+    if room is not None and room < start:
+        told["refused"].append(f"volume: expected room for {min(3, count)} shards, {start} bytes, got {room} bytes.")
+    elif room is not None and room < COMMON_SHARDS * one and count > 3:
+        told["warnings"].append(f"volume: {words_of_bytes(room)}; runs like this have {COMMON_SHARDS:.1f} shards.")
+    told["ok"] = not told["refused"]
+    if args.json:
+        print(json.dumps(told))
+        return int(not told["ok"])
+    print(f"shards         {count} of {words_of_bytes(one)}")
+    print(f"disk           {words_of_bytes(told['in_use_bytes'])}: the shard in use and the next")
+    print(f"at the start   {words_of_bytes(start)}, with a third while ranks let go of the old")
+    if told["shard_fetch_s"] is not None:
+        print(f"shard comes in {words_of_seconds(told['shard_fetch_s'])}: training waits at a swap if it lasts less")
+    for kind in ("warning", "refused"):
+        for text in told[kind if kind == "refused" else "warnings"]:
+            print(f"{kind}: {text}")
+    print("ok" if told["ok"] else "NOT ok: this run would not do what was asked")
+    return int(not told["ok"])
+
+
 def _plan(args: argparse.Namespace) -> int:
+    if args.shards:
+        return _shards(args)
     from forebay.observe.model_plan import plan_model
     from forebay.observe.plan_checks import make_plan
     from forebay.observe.plan_words import words
@@ -116,6 +152,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("dataset", nargs="?", help="a directory or URL; only its description is read")
     p.add_argument("--bytes", type=size, help="of a dataset to come, instead: 2TB")
     p.add_argument("--slice-bytes", type=size, help="200GB")
+    p.add_argument("--shards", action="store_true", help="plan SharedShardedDatasetManager: --slice-bytes is a shard's")
     p.add_argument("--token-bytes", type=positive, default=2, help="with --bytes: 2 (default) or 4 a token")
     p.add_argument("--seq-len", type=positive, default=2048, help="tokens a sample")
     p.add_argument("--global-batch", type=positive, default=512, help="samples of all ranks (default: 512)")

@@ -24,7 +24,7 @@ def named_arrays(batch: Batch, style: str = "plain") -> dict[str, Any]:
     """A batch as a dict, nothing copied.
 
     "plain": `inputs`, `labels` and what there is of `position_ids`, `document_ids`, `cu_seqlens`, `sources`, or the
-    tensors of layout `rows` by name; `sample_ids`; and as integers `epoch`, `step`, `run_step`.
+    tensors of layout `rows` by name; `sample_ids`; and as numbers `epoch`, `step`, `run_step`, `weight`.
     "transformers": `input_ids`, `labels`, `position_ids` if there are any, or the tensors of layout `rows`. Models of
     Hugging Face shift labels themselves, so `labels` are not shifted here: of L predictions the last is not learned.
     """
@@ -32,8 +32,8 @@ def named_arrays(batch: Batch, style: str = "plain") -> dict[str, Any]:
     found: dict[str, Any]
     if batch.tensors:
         found = dict(batch.tensors)
-        if batch.labels is not None:
-            found.setdefault("labels", batch.labels)
+        if batch._labels is not None:
+            found.setdefault("labels", batch._labels)
     elif plain:
         found = {"inputs": batch.inputs, "labels": batch.labels}
     else:
@@ -44,7 +44,7 @@ def named_arrays(batch: Batch, style: str = "plain") -> dict[str, Any]:
             found[name] = value
     if plain:
         found["sample_ids"], found["epoch"] = batch.sample_ids, batch.epoch
-        found["step"], found["run_step"] = batch.step, batch.run_step
+        found["step"], found["run_step"], found["weight"] = batch.step, batch.run_step, batch.weight
     return found
 
 
@@ -52,7 +52,6 @@ def _unshifted(batch: Batch) -> Any:
     """[B, L]: at position i + 1 what position i should predict. Position 0 is what nobody predicts."""
     if batch.document_ids is None:
         return batch.inputs
-    assert batch.labels is not None
     labels = np.full_like(batch.labels, IGNORE_INDEX)
     labels[:, 1:] = batch.labels[:, :-1]
     return labels

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.errors import DatasetError
+from forebay.errors import DatasetError, UsageError
 
 IGNORE_INDEX = -100  # What torch's cross entropy leaves out by default.
 
@@ -21,10 +21,8 @@ class Batch:
     """A rank's part of a global batch. Its arrays are its own: they stay as they are when the next one comes.
 
     Attributes:
-        inputs: Integers [B, L] (layout `tokens`); `input_ids`, else `images`, else None (layout `rows`).
-        labels: Integers [B, L], the next tokens; -100 where there is none to learn. In layout `rows` the tensor
-            `labels`, or None. `inputs` and `labels` of layout `tokens` may overlap in memory: do not write to them.
-        sample_ids: int64 [B], global sample numbers, each of its own dataset.
+        sample_ids: int64 [B], global sample numbers, each of its own dataset. Empty where this rank has no sample of an
+            epoch's last step: then `inputs` and the rest hold one sample of another step, and `weight` is 0.
         epoch: From 0.
         step: Of the epoch, from 0.
         tensors: Every tensor of layout `rows` by name, each [B, ...]; empty in layout `tokens`.
@@ -34,11 +32,13 @@ class Batch:
             flattened batch, from 0 to B * L; or None.
         sources: int64 [B], the dataset of each sample of a mixture; None without one.
         run_step: Of the run, over all epochs, from 0.
+        weight: Samples of this rank * world size / samples of the step: 1 where all ranks have equally many. A mean
+            over ranks of `weight * loss` is the mean over samples, as DDP's of the gradients.
     """
 
     __slots__ = (
-        "cu_seqlens", "document_ids", "epoch", "inputs", "labels", "position_ids", "run_step", "sample_ids", "sources",
-        "step", "tensors",
+        "_inputs", "_labels", "cu_seqlens", "document_ids", "epoch", "position_ids", "run_step", "sample_ids",
+        "sources", "step", "tensors", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -54,9 +54,11 @@ class Batch:
         cu_seqlens: NDArray[np.int32] | None = None,
         sources: NDArray[np.int64] | None = None,
         run_step: int = 0,
+        weight: float = 1.0,
     ) -> None:
-        self.inputs = inputs
-        self.labels = labels
+        self._inputs = inputs
+        self._labels = labels
+        self.weight = weight
         self.sample_ids = sample_ids
         self.epoch = epoch
         self.step = step
@@ -67,11 +69,36 @@ class Batch:
         self.sources = sources
         self.run_step = run_step
 
+    @property
+    def inputs(self) -> NDArray[Any]:
+        """Integers [B, L] (layout `tokens`); `input_ids`, else `images` (layout `rows`). Do not write to them.
+
+        Raises:
+            UsageError: If the rows have neither.
+        """
+        return self._array(self._inputs, "input_ids or images")
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        """Integers [B, L], the next tokens, -100 where there is none to learn; of rows the tensor `labels`.
+
+        Those of layout `tokens` may overlap `inputs` in memory: do not write to them.
+
+        Raises:
+            UsageError: If the rows have none.
+        """
+        return self._array(self._labels, "labels")
+
+    def _array(self, array: NDArray[Any] | None, names: str) -> NDArray[Any]:
+        if array is None:
+            raise UsageError(f"batch: expected a tensor {names}, got {sorted(self.tensors)}. Use batch.tensors[NAME].")
+        return array
+
     def __len__(self) -> int:
         return len(self.sample_ids)
 
     def __repr__(self) -> str:
-        shape = None if self.inputs is None else self.inputs.shape
+        shape = None if self._inputs is None else self._inputs.shape
         return f"Batch(epoch={self.epoch}, step={self.step}, inputs={shape}, samples={len(self)})"
 
 

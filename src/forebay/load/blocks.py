@@ -46,6 +46,7 @@ class _Plan:
     sources: I64 | None
     epochs: list[int]
     steps_in_epoch: list[int]
+    weights: list[float]  # As in Batch; 0 where the one row is a stand-in.
 
 
 class Blocks:
@@ -122,9 +123,10 @@ class Blocks:
         for i in range(at, stop):
             low, high = bounds[i], bounds[i + 1]
             fields = self._maker.make(made, low - first, high - first)
+            mine = high if plan.weights[i] else low
             batch = Batch(
-                fields[0], fields[1], ids[low:high], plan.epochs[i], plan.steps_in_epoch[i], fields[2], fields[3],
-                fields[4], fields[5], None if sources is None else sources[low:high], plan.steps[i],
+                fields[0], fields[1], ids[low:mine], plan.epochs[i], plan.steps_in_epoch[i], fields[2], fields[3],
+                fields[4], fields[5], None if sources is None else sources[low:mine], plan.steps[i], plan.weights[i],
             )  # fmt: skip
             spent += clock() - began
             yield batch
@@ -148,9 +150,20 @@ class Blocks:
         if step + k >= stop:
             return None
         taken = self._run.steps(step, stop, self._rank, self._world_size)
-        epochs, steps_in_epoch, _ = self._run.places(step, stop)
+        epochs, steps_in_epoch, places = self._run.places(step, stop)
         keys = taken.slices if not self._mixed else self._slices.first_key[taken.sources] + taken.slices
         samples, sources, lengths = taken.samples, taken.sources, np.diff(taken.bounds)
+        weights = lengths * self._world_size / self._run.batch_lens(step, stop)
+        for at in np.flatnonzero(lengths == 0)[::-1].tolist():  # Only without a mixture, whose batches are all full.
+            order, row = self._run.orders[0], int(taken.bounds[at])
+            place = np.array([min(int(places[at]), order.num_samples - 1)])
+            key, sample = order.places_at(int(epochs[at]), place)
+            keys, samples, sources = (
+                np.insert(keys, row, key),
+                np.insert(samples, row, sample),
+                np.insert(sources, row, 0),
+            )
+            lengths[at] = 1
         chosen = slice(k, None, n)
         if n > 1:
             mine = np.zeros(stop - step, bool)
@@ -166,6 +179,7 @@ class Blocks:
             sources if self._mixed else None,
             epochs[chosen].tolist(),
             steps_in_epoch[chosen].tolist(),
+            weights[chosen].tolist(),
         )
 
     def _open_block(self, plan: _Plan, at: int) -> int:

@@ -78,8 +78,9 @@ class Loader:
         shuffle: False for the dataset's own order.
         epochs: How many in all; None for no end. A mixture has no epochs: it ends by `steps`, or never.
         steps: At most this many, of the whole run.
-        drop_last: Leave out the short global batch at an epoch's end. Without it a rank's last batch may be
-            shorter, or even empty where fewer samples than ranks are left; every rank has as many steps.
+        drop_last: Leave out the short global batch at an epoch's end. Without it a rank's last batch may be shorter;
+            where fewer samples than ranks are left, a rank without one gets one sample of another step, with weight 0
+            and no sample_ids. Every rank has as many steps; `Batch.weight` makes up for uneven ones.
         dtype: int64 or int32, of the batch's token ids.
         packing: `chunk`: seq_len consecutive tokens are a sample, documents are cut where they fall. `fit`: whole
             documents are fitted into samples, none cut unless longer than seq_len; what is left over is padding.
@@ -172,6 +173,12 @@ class Loader:
             raise UsageError(f"seed: expected an integer, got {seed!r}.")
         self.rank, self.world_size = rank_of_world(rank, world_size)
         sizes = batch_sizes(batch_size, global_batch_size, self.world_size)
+        least = min(size for _, size in sizes.changes)
+        if self.world_size > least:
+            raise UsageError(
+                f"global_batch_size: expected at least a sample for each of {self.world_size} ranks, got {least}. Use "
+                "larger batches, or fewer ranks."
+            )
         self._open(dataset, seq_len, identity)
         chosen: dict[str, Any] = {"packing": packing, "split": split, "validation": validation}
         self._views = [
@@ -286,6 +293,11 @@ class Loader:
         clock, waits, blocks, done = time.perf_counter, self.waits, self._blocks, self._done
         seconds, after = waits.seconds, self._every[1] - self._every[0]
         network_s, disk_s, ahead = blocks.network_s, blocks.disk_s, self._prefetch > 0
+        if self.run.num_steps is not None and self._step >= self.run.num_steps:
+            _log.warning(
+                "Loader: all %d steps of the run are done: this loop gets no batch. For more passes give epochs=N (or "
+                "None), or load a state.", self.run.num_steps,
+            )  # fmt: skip
         asked = clock()
         try:
             while True:

@@ -13,7 +13,7 @@ from forebay.store.shards import ShardFolder
 
 COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
 COMMON_MEM_BYTES = 4 * 10**9
-COMMON_SHARDS = 3.5  # 750 GB for shards of 215 GB
+COMMON_SHARDS = 750 / 215
 _LEAST_S = 1.0
 log = logging.getLogger("forebay.load")
 

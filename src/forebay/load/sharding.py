@@ -14,7 +14,8 @@ from forebay.order.homes import I64, homes_of
 
 SHARDINGS = ("order", "hash")
 SLACK = 0.1
-"""A worker owns at most this part more slices than the mean, so that no rank's batches are much below the others'."""
+"""A worker owns at most this part more slices than the mean, rounded up to a whole slice: with few slices a worker much
+more than a tenth (81 slices on 8 workers: at most 12, 1.19 times the mean)."""
 
 
 @dataclass(frozen=True)

@@ -57,11 +57,23 @@ class CacheSettings:
         ahead_bytes: int | None = None,
         share: bool | str = False,
     ) -> CacheSettings:
-        """The settings given; by default a directory of the user's, and a quarter of the free disk up to 64 GiB."""
+        """The settings given; by default a directory of the user's, and a quarter of the free disk up to 64 GiB.
+
+        Raises:
+            UsageError: If a budget in memory is more than the machine's memory.
+        """
         if directory is None:
             directory = user_cache() / "slices"
+        in_memory = str(directory).partition(":")[0] == "ram"
+        if in_memory and budget_bytes is not None and hasattr(os, "sysconf"):
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            if budget_bytes > memory:
+                raise UsageError(
+                    f"cache_bytes: expected at most this machine's memory, {memory:,} bytes, for a cache in memory, "
+                    f"got {budget_bytes:,}. Lower it, or keep the cache on disk (cache='disk')."
+                )
         if budget_bytes is None:
-            near = Path("/dev/shm") if str(directory).partition(":")[0] == "ram" else Path(directory)
+            near = Path("/dev/shm") if in_memory else Path(directory)
             while not near.exists():
                 near = near.parent
             budget_bytes = min(_MOST_DEFAULT_BYTES, shutil.disk_usage(near).free // 4)

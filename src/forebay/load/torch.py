@@ -236,6 +236,8 @@ class DataLoader(TorchDataLoader):  # type: ignore[misc]  # PyTorch is not check
             worker_init_fn, generator. Batch size, order and shuffling are the dataset's.
     """
 
+    dataset: TokenDataset
+
     def __init__(self, dataset: TokenDataset, num_workers: int = 0, **options: Any) -> None:
         for name in ("batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "drop_last"):
             if options.pop(name, None):
@@ -250,8 +252,8 @@ class DataLoader(TorchDataLoader):  # type: ignore[misc]  # PyTorch is not check
     def state_dict(self) -> dict[str, Any]:
         """Where the loop stands: after the last batch that it was given. The Loader's own form, for any rank."""
         if self.num_workers == 0:
-            return self.dataset.state_dict()  # type: ignore[no-any-return]  # PyTorch is not checked
-        return self.dataset.state_after(self._began, self._given)  # type: ignore[no-any-return]
+            return self.dataset.state_dict()
+        return self.dataset.state_after(self._began, self._given)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken, by a DataLoader or Loader of any rank, world size and number of helpers.

@@ -63,6 +63,16 @@ def _refusals(plan: Plan) -> tuple[list[str], list[str]]:
             f"cache_dir='ram': expected memory for the cache of {plan.peak_disk_bytes} bytes and the loader's "
             f"{plan.memory_bytes}, got {memory} bytes. Keep the cache on a disk, or give it less."
         )
+    if memory is not None and plan.most_batch == 0:
+        refused.append(
+            f"memory: expected at least {plan.memory_bytes} bytes for {job.ranks_per_node} ranks of a node, got "
+            f"{memory}: not even a batch of one sample fits. Use fewer ranks a node, or shorter samples (--seq-len)."
+        )
+    if job.world_size > job.global_batch:
+        refused.append(
+            f"global_batch: expected at least a sample for each of {job.world_size} ranks, got {job.global_batch}. Use "
+            "larger batches (--global-batch), or fewer ranks."
+        )
     if any(text.startswith(("cache:", "volume: expected at least")) for text in refused):
         advice += _narrower(plan)
     return refused, advice
@@ -105,9 +115,9 @@ def _warnings(plan: Plan) -> tuple[list[str], list[str]]:
         )
     if job.mem_bytes is not None and job.mem_bytes < COMMON_MEM_BYTES:
         warnings.append(f"memory: {told(job.mem_bytes)}; 4 GB or more is what runs like this have.")
-    if job.mem_bytes is not None and plan.memory_bytes > job.mem_bytes:
+    if job.mem_bytes is not None and plan.memory_bytes > job.mem_bytes and plan.most_batch:
         warnings.append(f"memory: the loader takes {told(plan.memory_bytes)} of {told(job.mem_bytes)}.")
-        advice.append(f"batch_size={plan.most_batch} (global {(plan.most_batch or 0) * job.world_size}) fits.")
+        advice.append(f"batch_size={plan.most_batch} (global {plan.most_batch * job.world_size}) fits.")
     if times is not None and times.stall_s > _STALL_PART * times.total_s:
         warnings.append(
             f"bandwidth: training waits {times.stall_s / times.total_s:.0%} of the time for slices "

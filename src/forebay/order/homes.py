@@ -5,8 +5,9 @@ worker's name; a slice is at home where its score is highest. A worker that join
 all others alike, one that leaves gives its slices to all; no other slice moves, and data that is appended moves none.
 
 Pure hashing is uneven: with n slices a worker, shares differ by some 1 / sqrt(n). `slack` bounds that: no worker
-owns more than (1 + slack) times the mean. A slice whose first choice is full goes to its next, those with the
-highest scores first; then a few slices more move. Measured (`python -m benchmarks.homes`): docs/sharding.md.
+owns more than (1 + slack) times the mean, rounded up to a whole slice. A slice whose first choice is full goes to its
+next, those with the highest scores first; then a few slices more move. Measured (`python -m benchmarks.homes`):
+docs/sharding.md.
 
 Sources: Thaler and Ravishankar 1998 (highest random weight); Mirrokni, Thorup and Zadimoghaddam 2018 (bounded loads);
 Gale and Shapley 1962: as a slice's score and a worker's are the same number, there is one stable matching.

@@ -43,6 +43,7 @@ class OwnedRun(Run):
         num_steps: int | None = None,
     ) -> None:
         super().__init__([order], BatchSizes.of(batch_size), epochs=epochs)
+        self._of_ranks = np.array(num_samples, np.int64)
         self._per_epoch = -(-int(np.max(num_samples)) // batch_size)
         limits = [limit for limit in (None if epochs is None else epochs * self._per_epoch, num_steps) if limit]
         self._end = min(limits) if limits else None
@@ -79,6 +80,14 @@ class OwnedRun(Run):
         self._check(start, stop)
         epochs, within = np.divmod(np.arange(start, stop, dtype=np.int64), self._per_epoch)
         return epochs, within, within * self.orders[0].num_samples // self._per_epoch
+
+    def batch_lens(self, start: int, stop: int) -> I64:
+        """As `Run.batch_lens`."""
+        self._check(start, stop)
+        within = np.arange(start, stop, dtype=np.int64)[:, None] % self._per_epoch
+        taken = (within + 1) * self._of_ranks // self._per_epoch - within * self._of_ranks // self._per_epoch
+        total: I64 = taken.sum(axis=1, dtype=np.int64)
+        return total
 
     def steps(self, start: int, stop: int, rank: int, world_size: int) -> Steps:
         """This rank's samples of run steps [start, stop)."""

@@ -109,6 +109,11 @@ class Run:
         epochs, steps, taken = np.concatenate(found, axis=1)
         return epochs, steps, taken
 
+    def batch_lens(self, start: int, stop: int) -> I64:
+        """Samples of all ranks in each step of [start, stop), int64 [n]."""
+        found = [np.full(segment.num_steps, segment.size, np.int64) for segment in self._segments(start, stop)]
+        return _joined(found)
+
     def steps(self, start: int, stop: int, rank: int, world_size: int) -> Steps:
         """A rank's samples of run steps [start, stop). Ask for some thousand samples at once: far cheaper each.
 

@@ -204,7 +204,6 @@ class Training:
 
     def learn(self, step: Callable[[Integers, Integers], float], batch: Batch) -> float:
         """Calls `step` with a batch; if memory is short, says which settings would need less."""
-        assert batch.inputs is not None and batch.labels is not None
         try:
             return step(batch.inputs, batch.labels)
         except Exception as error:

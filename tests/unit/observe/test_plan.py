@@ -97,12 +97,30 @@ def test_a_volume_smaller_than_the_cache_is_refused() -> None:
         ({"bandwidth": 60e6}, "1 Gb/s or more"),
         ({"volume_bytes": 500 * GB}, "volume: 500 GB"),
         ({"mem_bytes": 2 * GB}, "4 GB or more"),
-        ({"mem_bytes": 64 << 20}, "the loader takes"),
+        ({"mem_bytes": 110 << 20}, "the loader takes"),
     ],
 )
 def test_what_is_below_what_such_runs_have_is_said(given: dict, warned: str) -> None:
     assert not any(warned in text for text in make_plan(job()).warnings)
     assert any(warned in text for text in make_plan(job(**given)).warnings)
+
+
+def test_a_batch_that_cannot_be_is_refused() -> None:
+    plan = make_plan(job(mem_bytes=64 << 20))
+    assert "not even a batch of one sample fits" in plan.refused[0] and not any("batch_size" in a for a in plan.advice)
+    assert "at least a sample for each of 8 ranks, got 4" in make_plan(job(batch=4, world_size=8)).refused[0]
+
+
+def test_shards_of_the_manager_are_planned_as_it_keeps_them(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--shards", "--bytes", "2TB", "--slice-bytes", "215GB", "--bandwidth", "1Gb/s", "--json"]
+    assert main([*command, "--volume", "750GB"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["shards"], told["in_use_bytes"], told["start_bytes"]) == (10, 430 * GB, 645 * GB)
+    assert told["shard_fetch_s"] == pytest.approx(1720) and told["refused"] == told["warnings"] == []
+    assert main([*command, "--volume", "650GB"]) == 0 and "3.5 shards" in capsys.readouterr().out
+    assert main([*command, "--volume", "600GB"]) == 1
+    assert "expected room for 3 shards" in capsys.readouterr().out
+    assert main(["plan", "--shards", "--bytes", "2TB"]) == 2
 
 
 def test_the_largest_batch_fits_the_memory_and_one_more_does_not() -> None:
