@@ -78,7 +78,7 @@ class ReadOptions:
         max_document_bytes: A document, line or member larger than this when unpacked is malformed; what follows it is
             read on.
         max_unpacked_ratio: Text that comes out of a file, whatever its format, is at most this many times its size (and
-            1 GiB in any case): what follows is left out as a bomb.
+            256 MiB in any case): what follows is left out as a bomb.
         max_window_bytes: Memory that a zstd stream may ask for, its window: 2GiB for dumps made by `zstd --long=31`.
         max_malformed: Once 1,000 records of a piece and more than this fraction of it are malformed, the rest of the
             piece is left out.

@@ -28,7 +28,7 @@ from forebay.prepare.read.base import Piece, ReadOptions, Source
 
 _BUFFER = 256 << 10
 _PACKED = 64 << 10
-MIN_UNPACKED_BYTES = 1 << 30
+MIN_UNPACKED_BYTES = 256 << 20
 """So much may come out of any file, however small it is."""
 _XZ_MEMORY = 512 << 20  # xz -9 needs 65 MiB
 _ZSTD_WINDOW = 128 << 20
@@ -54,7 +54,7 @@ class Changed(PrepareError):  # noqa: N818 - says what happened to the file
 
 
 class Budget:
-    """Counts the bytes that come out of a piece: at most its share of `max(1 GiB, max_unpacked_ratio * size)`.
+    """Counts the bytes that come out of a piece: at most its share of `max(256 MiB, max_unpacked_ratio * size)`.
 
     A source whose size is not known has no limit here; that of its compression (`unpack`) holds.
     """
@@ -74,7 +74,7 @@ class Budget:
         self._left -= size
         if self._left < 0:
             raise Damaged(
-                f"more text came out than 1 GiB and {self._ratio} times the size of the file: a bomb. Raise "
+                f"more text came out than 256 MiB and {self._ratio} times the size of the file: a bomb. Raise "
                 "max_unpacked_ratio if it is wanted."
             )
 
