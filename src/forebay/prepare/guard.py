@@ -146,19 +146,15 @@ class Worker:
             raise MemoryError("the processes of the stages ended") from error
         if outcome[0] != "ended":
             return outcome  # type: ignore[no-any-return]  # what crosses a pipe
-        code = outcome[1]
-        if code == -signal.SIGPROF:
+        if outcome[1] == -signal.SIGPROF:
             return f"{self._doing()}took more than {seconds:.3g} s of CPU time"
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        with contextlib.suppress(ValueError):
-            how = signal.Signals(-code).name
-        return f"{self._doing()}ended its process ({how})"
+        return self._doing() + _ended(outcome[1])
 
     def _serving(self) -> int:
         return int.from_bytes(self._note[:_PID_BYTES], "little")
 
     def _doing(self) -> str:
-        return bytes(self._note[_PID_BYTES:]).rstrip(b"\0").decode("utf-8", "replace")
+        return _said(self._note)
 
     def _replace(self) -> None:
         """Have another process serve."""
@@ -175,6 +171,41 @@ class Worker:
         os.waitpid(self._pid, 0)
 
 
+def _said(note: mmap.mmap) -> str:
+    return bytes(note[_PID_BYTES:]).rstrip(b"\0").decode("utf-8", "replace")
+
+
+def _ended(code: int) -> str:
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        how = signal.Signals(-code).name
+    return f"ended its process ({how})"
+
+
+def ending(run: Callable[[], object]) -> tuple[str, str]:
+    """How a fork ends that runs this, "" if well, and what it said last; an exception is a good end."""
+    note = mmap.mmap(-1, _NOTE_BYTES)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _prepare_fork(note)
+            run()
+        finally:
+            os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return _ended(code) if code else "", _said(note)
+
+
+def _prepare_fork(note: mmap.mmap) -> None:
+    _here.note = note
+    faulthandler.disable()  # its end is no failure of ours
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    use_one_core()
+    _end_with_parent()
+
+
 def _memory(pid: int) -> int:
     """Resident bytes of a process; 0 where nothing says so."""
     try:
@@ -184,13 +215,7 @@ def _memory(pid: int) -> int:
 
 
 def _serve(pipe: Connection, note: mmap.mmap) -> None:
-    _here.note = note
-    faulthandler.disable()  # its end is no failure of ours
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    use_one_core()
-    _end_with_parent()
+    _prepare_fork(note)
     while True:
         pid = os.fork()
         if pid == 0:

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,12 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import ForebayError, PrepareError
 from forebay.prepare.dedup import Dedup
 from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, Verdict, portable
-from forebay.prepare.guard import Limits, result_of, say, worker_for
+from forebay.prepare.guard import Limits, ending, result_of, say, worker_for
 from forebay.prepare.read import read
 from forebay.prepare.read.base import Piece, ReadOptions, Source
 from forebay.prepare.read.listing import shown_path
 from forebay.prepare.read.opening import check_unchanged
+from forebay.prepare.read.tables import read_metadata
 from forebay.prepare.stats import Tally, text_bytes
 from forebay.prepare.tokens.encode import TextPart
 from forebay.storage.atomic import atomic_write, open_atomic
@@ -271,7 +273,7 @@ def sift(task: TextTask, scale: int) -> TextResult:
     if done is not None:
         return done
     tally = Tally()
-    reader = _Reader(task, BATCH_BYTES >> (2 * scale))
+    reader = _Reader(task, BATCH_BYTES >> (2 * scale), *_readable(task, scale))
     documents = size = 0
     with ExitStack() as stack:
         write = stack.enter_context(write_documents(f"{task.prefix}.arrow"))
@@ -298,6 +300,27 @@ def sift(task: TextTask, scale: int) -> TextResult:
     atomic_write(Path(f"{task.prefix}.stats"), json.dumps(tally.to_json()).encode())
     atomic_write(Path(f"{task.prefix}.json"), json.dumps(asdict(result)).encode())
     return result
+
+
+def _readable(task: TextTask, scale: int) -> tuple[int, str]:
+    """How many records can be read, and why no more; -1 if all.
+
+    A fork reads first where an attempt has died already; and what Parquet's library may abort over, its metadata.
+    """
+
+    def read_all() -> None:
+        for number, _ in enumerate(read(task.piece, task.read), 1):
+            say(str(number))
+
+    if any("://" in source.path for source in task.piece.sources):
+        return -1, ""  # what fetches them has threads, which a fork does not
+    if scale:
+        how, said = ending(read_all)
+    elif task.piece.format == "parquet":
+        how, said = ending(lambda: read_metadata(task.piece))
+    else:
+        return -1, ""
+    return (int(said or 0), f"reading {how}: the rest is left out") if how else (-1, "")
 
 
 def _kept(task: TextTask, batch: pa.RecordBatch, tally: Tally, reader: _Reader) -> Iterator[pa.RecordBatch]:
@@ -465,7 +488,8 @@ class _Places:
 class _Reader:
     """The records of a piece as batches; counts them, and keeps the malformed aside."""
 
-    def __init__(self, task: TextTask, batch_bytes: int) -> None:
+    def __init__(self, task: TextTask, batch_bytes: int, stop: int = -1, why: str = "") -> None:
+        self._stop, self._why = stop, why
         self._task = task
         self._batch_bytes = batch_bytes
         self.places = _Places.of(task.piece)
@@ -477,7 +501,7 @@ class _Reader:
         count = tally.stage("read")
         held: list[Record] = []
         size = 0
-        for record in read(self._task.piece, self._task.read):
+        for record in self._records():
             self.num_places = max(self.num_places, record.place + 1)
             if record.problem == "blank" or not self._sampled(record.place):
                 continue
@@ -504,6 +528,17 @@ class _Reader:
                 del batch
         if held:
             yield self._counted(held, tally)
+
+    def _records(self) -> Iterator[Record]:
+        if self._stop < 0:
+            yield from read(self._task.piece, self._task.read)
+            return
+        place = -1
+        if self._stop:
+            for record in islice(read(self._task.piece, self._task.read), self._stop):
+                place = record.place
+                yield record
+        yield Record(place + 1, problem=self._why)
 
     def _counted(self, records: list[Record], tally: Tally) -> pa.RecordBatch:
         batch = _batch(records, self._task.read)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from forebay.errors import UsageError
 from forebay.prepare import load_recipe, prepare
-from forebay.prepare.documents import Verdict
+from forebay.prepare.documents import Record, Verdict
 from forebay.prepare.filters.length import Length
 from forebay.prepare.guard import Limits
+from forebay.prepare.read import ReadOptions, cut, find_sources, lines
+from forebay.prepare.text import TextTask, sift
 
 DOCUMENTS = 300
 
@@ -91,3 +98,52 @@ def test_limits_are_checked() -> None:
         load_recipe(settings={"limits": {"seconds": 0}})
     assert load_recipe(settings={"limits": {"memory_bytes": "2GiB"}}).limits == Limits(memory_bytes=2 << 30)
     assert signal.getsignal(signal.SIGPROF) is signal.SIG_DFL
+
+
+FIND = """
+import sys, pyarrow.parquet as pq
+data = bytearray(open(sys.argv[1], "rb").read())
+for at in range(len(data) - 8 - int.from_bytes(data[-8:-4], "little"), len(data) - 8):
+    print(at, flush=True)
+    data[at] += 1 if data[at] < 255 else -255
+    open(sys.argv[1] + ".bad", "wb").write(data)
+    try:
+        group = pq.ParquetFile(sys.argv[1] + ".bad").metadata.row_group(0)
+        group.column(0), group.column(1)
+    except Exception:
+        pass
+    data[at] -= 1 if data[at] > 0 else -255
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_file_over_which_its_library_aborts(tmp_path: Path, workers: int) -> None:
+    """One byte of a Parquet footer is another: pyarrow ends the process."""
+    for i in range(3):
+        texts = [f"document {i} {j}" for j in range(20)]
+        pq.write_table(pa.table({"text": texts, "id": texts}), tmp_path / f"{i}.parquet")
+    argv = [sys.executable, "-c", FIND, str(tmp_path / "1.parquet")]
+    if subprocess.run(argv, capture_output=True, check=False).returncode == 0:
+        pytest.skip("this pyarrow aborts over no such byte")
+    (tmp_path / "1.parquet.bad").replace(tmp_path / "1.parquet")
+    sources = [tmp_path / f"{i}.parquet" for i in range(3)]
+    recipe = replace(load_recipe(), max_bad=0.1)
+    summary = prepare(sources, tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=workers)
+    assert (summary.documents_out, summary.dropped) == (40, {"malformed": 1})
+    (reject,) = [json.loads(line) for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
+    assert "reading ended its process (SIGABRT)" in reject["reason"] and "1.parquet" in reject["where"]
+
+
+def test_a_record_over_which_the_reader_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = corpus(tmp_path / "a.jsonl", {203: "abort!"})
+    plain = lines.to_record
+
+    def to_record(place: int, row: Mapping[str, object], *more: Any, **named: Any) -> Record:
+        attack(str(row["text"]).partition("!")[0])
+        return plain(place, row, *more, **named)
+
+    monkeypatch.setattr(lines, "to_record", to_record)
+    pieces = cut(find_sources([source], ReadOptions()).sources, ReadOptions())
+    task = TextTask(pieces[0], ReadOptions(), (), (), load_recipe().dedup, False, 1.0, str(tmp_path))
+    result = sift(task, 1)  # as after the death of a worker
+    assert (result.documents_out, result.malformed) == (203, 1)
