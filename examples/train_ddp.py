@@ -41,6 +41,7 @@ def train(dataset: str, checkpoint: Path) -> None:
     for batch in loader:
         logits = model(batch["inputs"])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        loss = loss * batch["weight"]  # Ranks may have unequally many samples at an epoch's end.
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

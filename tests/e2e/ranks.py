@@ -62,10 +62,11 @@ def train(rank: int, run: dict[str, Any], port: int, done: Any) -> None:
 
 
 def step(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """One step on the mean over the global batch, whatever a rank's part of it: even none."""
+    """One step on the mean over the global batch, whatever a rank's part of it: even none, which has weight 0."""
     logits = model(batch["inputs"])
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-    count = (batch["labels"] != -100).sum()
+    labels = batch["labels"] if batch["weight"] else torch.full_like(batch["labels"], -100)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    count = (labels != -100).sum()
     dist.all_reduce(count)
     (loss * dist.get_world_size() / count).backward()
     with torch.no_grad():

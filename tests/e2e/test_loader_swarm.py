@@ -25,6 +25,7 @@ from forebay.store.remote import RemoteDataset, open_remote
 
 SLICES, SAMPLES, SEQ_LEN, RANKS = 16, 16, 2048, 4
 READ: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch_size": 16, "seed": 3, "epochs": 2, "world_size": RANKS}
+READ |= {"lanes": 16}  # So that ranks read different slices at a time, of few.
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_ranks_with_caches_below_the_dataset_take_the_second_epoch_from_each_oth
     stats = run_ranks(world, tmp_path, node.address, [f"rank{i}" for i in range(RANKS)], cache_bytes=budget, share=True)
     fetched, origins = (sum(int(one[name]) for one in stats) for name in ("fetched_slices", "from_origins"))
     print(f"fetched {fetched} slices of {SLICES}, {origins} from the origin; it sent {node.status()['bytes_sent']}")
-    assert fetched > 2 * SLICES and sum(int(one["from_peers"]) for one in stats) == fetched - origins
+    assert fetched >= 2 * SLICES and sum(int(one["from_peers"]) for one in stats) == fetched - origins
     # A peer that is slow to answer is passed over for the origin, and on a busy machine all are slow.
     assert origins <= SLICES + scaled(2)
     assert sum(one["shared_bytes"] for one in stats) > 0

@@ -260,7 +260,7 @@ def check_traffic(job: Job, order: Order, nodes: list[Node] | None = None) -> st
         return None
     most = job.max_fetch_ratio
     of_node = replace(job, swarm=True)
-    small = (ratio - 1) * job.num_bytes < FREE_BYTES and fetch_ratio(of_node, nodes, cache) <= WARN_RATIO
+    small = (ratio - 1) * job.num_bytes < FREE_BYTES and fetch_ratio(of_node, nodes, cache) <= (most or 0)
     refused = bool(most) and ratio > (most or 0) and not small
     text = (
         f"fetched bytes: expected at most {most if refused else WARN_RATIO} times the dataset's "
