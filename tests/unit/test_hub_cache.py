@@ -34,7 +34,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
     monkeypatch.setenv("FOREBAY_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("forebay.prepare.read.hub_api._FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr("forebay.prepare.read.hub_files._FIRST_WAIT_S", 0.01)
     with HubServer(tmp_path / "hub") as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
@@ -267,5 +266,5 @@ def test_what_to_do_without_the_hub_fits_what_was_wanted(hub: HubServer, monkeyp
     with pytest.raises(DownloadError, match="or name files that are here") as error:
         download_hub("hf:winglian/tiny-shakespeare")
     assert "try another" not in str(error.value)
-    with pytest.raises(DownloadError, match="or try another dataset: tiny_shakespeare is small"):
+    with pytest.raises(DownloadError, match="or take tiny_shakespeare: a part of it comes with"):
         download_hub("hf:a/b")
