@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from calibration import scaled
+from cuttable import CuttableServer
 from forebay import TextStream, open_dataset
 from forebay.errors import (
     AccessError,
@@ -171,6 +172,19 @@ def test_a_row_group_is_asked_for_and_not_the_file(hub: HubServer, tmp_path: Pat
     assert next(reading)[0].text == rows[0]["text"]
     assert hub.bytes_sent["train.parquet"] < size / 3 and hub.requests["resolve"] == 1
     assert len([0, *reading]) == 1500 and hub.bytes_sent["train.parquet"] <= size
+
+
+def test_the_hub_is_asked_over_one_connection(hub: HubServer, impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    accepted, accept = [], CuttableServer.process_request
+
+    def counted(self: CuttableServer, request: Any, client_address: Any) -> None:
+        accepted.append(self.server_address[1])
+        accept(self, request, client_address)
+
+    monkeypatch.setattr(CuttableServer, "process_request", counted)
+    texts("hf:winglian/tiny-shakespeare")
+    port = int(hub.url.rpartition(":")[2])
+    assert accepted.count(port) <= 2 and hub.requests["info"] + hub.requests["tree"] + hub.requests["resolve"] >= 4
 
 
 def test_a_hub_that_is_away(hub: HubServer, impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,50 +175,17 @@ def unreachable(what: str, why: str, tries: int, elapsed_s: float) -> DownloadEr
     return error
 
 
-def closed(what: str, why: str) -> AccessError:
-    """What to raise where the hub does not let us in."""
-    endpoint = hub_endpoint()
-    has = "HF_TOKEN's account has no access" if hub_headers() else "no token was sent"
-    error = AccessError(
-        f"{what[:1].upper()}{what[1:]} is gated or private: expected access, got {why}; {has}. Accept its terms on "
-        f"{endpoint}/datasets/{_named(what)} and set HF_TOKEN to a token of that account."
-    )
-    error.dataset, error.endpoint = _named(what), endpoint
-    return error
-
-
-def _unknown(what: str) -> UnknownDatasetError:
-    name, endpoint = _named(what), hub_endpoint()
-    advice = "expected a full path, OWNER/NAME" + ("" if "/" in name else ", or a short name of the catalogue")
-    seen = "" if hub_headers() else " If it is private, set HF_TOKEN."
-    error = UnknownDatasetError(
-        f"{what[:1].upper()}{what[1:]} not found on {endpoint}: {advice} such as HuggingFaceFW/fineweb-edu. Check the "
-        f"spelling.{seen}"
-    )
-    error.dataset, error.endpoint = name, endpoint
-    return error
-
-
 def _named(what: str) -> str:
     return what.partition("'")[2].rstrip("'")
 
 
-def timeout_s(name: str) -> float:
-    """The hub library's own setting for how long to wait, in seconds."""
-    try:
-        return float(os.environ.get(name) or 10.0)
-    except ValueError as error:
-        raise UsageError(f"{name}: expected a number of seconds, got {os.environ[name]!r}.") from error
-
-
-def is_offline() -> bool:
-    """Whether the user wants nothing asked of the hub."""
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-
-
 def hub_origin(timeout: str) -> WebOrigin:
-    """The hub, as HF_ENDPOINT and HF_TOKEN say now, with the timeout of that name."""
-    return _origin(hub_endpoint(), tuple(hub_headers().items()), timeout_s(timeout))
+    """The hub, as HF_ENDPOINT and HF_TOKEN say now, with the timeout of that name, in seconds (10)."""
+    try:
+        limit_s = float(os.environ.get(timeout) or 10.0)
+    except ValueError as error:
+        raise UsageError(f"{timeout}: expected a number of seconds, got {os.environ[timeout]!r}.") from error
+    return _origin(hub_endpoint(), tuple(hub_headers().items()), limit_s)
 
 
 @lru_cache(8)
@@ -251,14 +218,28 @@ def pause(error: PassingError, tried: int = 1) -> None:
 
 def refusal(what: str, error: RefusedError) -> ForebayError:
     """What to raise where the hub, or where it sends us, refuses."""
+    name, endpoint, title = _named(what), hub_endpoint(), what[:1].upper() + what[1:]
     if error.code == "GatedRepo" or (error.status == 403 and error.code != "RepoNotFound"):
-        return closed(what, f"HTTP status {error.status}")
+        has = "HF_TOKEN's account has no access" if hub_headers() else "no token was sent"
+        page = f"{endpoint}/{'' if what.startswith('tokenizer') else 'datasets/'}{name}"
+        closed = AccessError(
+            f"{title} is gated or private: expected access, got HTTP status {error.status}; {has}. Accept its terms on "
+            f"{page} and set HF_TOKEN to a token of that account."
+        )
+        closed.dataset, closed.endpoint = name, endpoint
+        return closed
     if error.code == "RevisionNotFound":
         return UsageError(
             f"{what}: expected a revision of it, got one that the hub does not know. Check what follows @."
         )
     if error.code in ("", "RepoNotFound") and error.status in (401, 403, 404):  # 401 also for what is not there
-        return _unknown(what)
+        advice = "expected a full path, OWNER/NAME" + ("" if "/" in name else ", or a short name of the catalogue")
+        private = "" if hub_headers() else " If it is private, set HF_TOKEN."
+        unknown = UnknownDatasetError(
+            f"{title} not found on {endpoint}: {advice} such as HuggingFaceFW/fineweb-edu. Check the spelling.{private}"
+        )
+        unknown.dataset, unknown.endpoint = name, endpoint
+        return unknown
     if not error.status:  # a redirect that must not be followed, a certificate that is not trusted
         return unreachable(what, str(error), 1, 0.0)
     return PrepareError(f"{what}: cannot read input: {error}. Check the name, or try again later.")
@@ -266,7 +247,7 @@ def refusal(what: str, error: RefusedError) -> ForebayError:
 
 def _ask_json(address: str, what: str, tries: int, missing_is_none: bool = False) -> tuple[Any, str]:
     """The JSON at an address of the hub and the answer's Link; (None, "") for an entry that is not there."""
-    if is_offline():
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         raise unreachable(what, "HF_HUB_OFFLINE, which forbids to ask", 0, 0.0)
     origin = hub_origin("HF_HUB_ETAG_TIMEOUT")
 
