@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from forebay import TextStream
-from forebay.errors import DownloadError, IntegrityError, MissingPackageError, PrepareError, UnknownDatasetError
+from forebay.errors import (
+    AccessError,
+    DownloadError,
+    IntegrityError,
+    MissingPackageError,
+    PrepareError,
+    UnknownDatasetError,
+)
 from forebay.prepare.read import ReadOptions, find_sources
 from forebay.prepare.read.hub_cache import download_hub, fetch_tokenizer, hub_cache
 from forebay.prepare.tokens.tokenizers import load_tokenizer, train_tokenizer
@@ -34,7 +41,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
     monkeypatch.setenv("FOREBAY_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("forebay.prepare.read.hub_api._FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr("forebay.prepare.read.hub_files._FIRST_WAIT_S", 0.01)
     with HubServer(tmp_path / "hub") as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
@@ -178,6 +184,12 @@ def test_tokenizers_that_are_not_there(hub: HubServer, monkeypatch: pytest.Monke
         load_tokenizer("a/slow")
 
 
+def test_a_gated_model_is_named_by_its_page(hub: HubServer) -> None:
+    (hub.directory / "models/Salesforce/codegen-350M-mono/.hub.json").write_text('{"gated": "manual"}')
+    with pytest.raises(AccessError, match=f"Accept its terms on {hub.url}/Salesforce/codegen-350M-mono and set"):
+        load_tokenizer("codegen-350M")
+
+
 def test_a_private_dataset(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     (hub.directory / "datasets/a/b/.hub.json").write_text('{"private": true}')
     with pytest.raises(UnknownDatasetError, match="If it is private, set HF_TOKEN"):
@@ -222,6 +234,11 @@ class Liar(BaseHTTPRequestHandler):
             entry["size"] = {"size": 10**15, "minus": -1, "text": "13"}.get(self.lie, 13)
             plain = [entry]
         body = json.dumps(plain).encode()
+        if self.lie == "sent to ftp":
+            self.send_response(302)
+            self.send_header("Location", "ftp://127.0.0.1:1/x")
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
         cursor = int(self.path.partition("cursor=")[2] or 0)
         self.send_response(200)
         if "/tree/" in self.path and self.lie in ("again", "endless"):
@@ -243,6 +260,7 @@ class Liar(BaseHTTPRequestHandler):
         ("text", "expected a file of at most 64 TiB"),
         ("again", "got a page again after 2 pages"),
         ("endless", "got no end after 30 pages"),
+        ("sent to ftp", "expected a redirect to http or https, got one to 'ftp'"),
     ],
 )
 def test_a_hub_that_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str, message: str) -> None:
@@ -252,7 +270,7 @@ def test_a_hub_that_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: s
         thread.start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         try:
-            with pytest.raises(PrepareError, match=message):
+            with pytest.raises(DownloadError if lie == "sent to ftp" else PrepareError, match=message):
                 find_sources("hf://datasets/o/n", ReadOptions())
         finally:
             server.shutdown()
@@ -267,5 +285,5 @@ def test_what_to_do_without_the_hub_fits_what_was_wanted(hub: HubServer, monkeyp
     with pytest.raises(DownloadError, match="or name files that are here") as error:
         download_hub("hf:winglian/tiny-shakespeare")
     assert "try another" not in str(error.value)
-    with pytest.raises(DownloadError, match="or try another dataset: tiny_shakespeare is small"):
+    with pytest.raises(DownloadError, match="or take tiny_shakespeare: a part of it comes with"):
         download_hub("hf:a/b")

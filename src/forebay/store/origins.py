@@ -44,7 +44,14 @@ class PassingError(NetworkError):
 
 
 class RefusedError(NetworkError):
-    """An origin will not give an object, however often it is asked: not there, or not for us."""
+    """An origin will not give an object, however often it is asked: not there, or not for us.
+
+    `status` is the HTTP status, 0 if it is none; `code` is what the hub says beside it (X-Error-Code).
+    """
+
+    def __init__(self, message: str, *, status: int = 0, code: str = "") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
 
 
 class ChangedError(RefusedError):

@@ -32,6 +32,7 @@ _MOST_IDLE = 64
 _KEEP_IDLE_S = 30.0
 _MOST_REDIRECTS = 5
 _MOVED_S = 120.0  # how long an object is asked for where a redirect led; signed addresses live for longer
+_MOST_MOVED = 1000
 _LEAST_BYTES_PER_S = 1024
 _PASSING = (408, 423, 425, 429)
 _THROTTLED = (429, 503)
@@ -89,7 +90,11 @@ class WebOrigin:
 
     def get(self, name: str, max_bytes: int) -> bytes:
         """See Origin."""
-        connection, response = self._open(name, "")
+        return self.ask(name, max_bytes)[0]
+
+    def ask(self, name: str, max_bytes: int, address: str = "") -> tuple[bytes, Message]:
+        """As `get`, and the answer's headers; from that address, if one is given, in place of the name's own."""
+        connection, response = self._open(name, "", address)
         keep = False
         try:
             what, wanted = f"{self.url}/{name}", response.length
@@ -104,7 +109,7 @@ class WebOrigin:
             if len(data) > max_bytes:
                 raise RefusedError(f"{what} is larger than {max_bytes} bytes")
             keep = response.length == 0 and not response.will_close
-            return bytes(data)
+            return bytes(data), response.headers
         finally:
             self._pool.put_back(connection, response, keep)
 
@@ -115,9 +120,11 @@ class WebOrigin:
     def _address(self, name: str) -> str:
         return urllib.parse.urlunsplit(self._base._replace(path=f"{self._base.path}/{urllib.parse.quote(name)}"))
 
-    def _open(self, name: str, byte_range: str) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    def _open(
+        self, name: str, byte_range: str, address: str = ""
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """The answer to a GET, redirects followed."""
-        address = self._address(name)
+        address = address or self._address(name)
         moved, until = self._moved.get(name, ("", 0.0))
         known = moved and until > time.monotonic()
         target = moved if known else address
@@ -128,6 +135,8 @@ class WebOrigin:
             connection, response = self._pool.ask(target, headers, self.url)
             if response.status in (200, 206):
                 if target != address:
+                    if len(self._moved) >= _MOST_MOVED:
+                        self._moved.clear()
                     self._moved[name] = (target, time.monotonic() + _MOVED_S)
                 return connection, response
             location = response.headers.get("Location")
@@ -361,7 +370,7 @@ def _refusal(what: str, response: http.client.HTTPResponse) -> PassingError | Re
     if status in _PASSING or status >= 500:
         wait_s = wait_told(response.headers)
         return PassingError(text, wait_s=wait_s, throttled=status in _THROTTLED or wait_s > 0)
-    return RefusedError(text)
+    return RefusedError(text, status=status, code=response.headers.get("X-Error-Code", ""))
 
 
 def wait_told(headers: Message) -> float:

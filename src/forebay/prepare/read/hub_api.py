@@ -1,36 +1,34 @@
 """The hub's API: what a repository is, and which files it has, page by page.
 
-Hides: retries with back-off, redirects (a token goes to the hub's own host only), what the hub's refusals mean.
-HF_ENDPOINT says where it is, HF_TOKEN (or the file of `hf auth login`) who asks; HF_HUB_ETAG_TIMEOUT bounds the wait
-for an answer (10 s); HF_HUB_OFFLINE=1 asks nothing. A repository is one commit: what is listed is what is read.
+Hides: retries with back-off, kept connections, what the hub's refusals mean. HF_ENDPOINT says where it is, HF_TOKEN (or
+the file of `hf auth login`) who asks, and no other host is shown it; HF_HUB_ETAG_TIMEOUT bounds the wait for an answer
+(10 s); HF_HUB_OFFLINE=1 asks nothing. A repository is one commit: what is listed is what is read.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 from forebay.errors import AccessError, DownloadError, ForebayError, PrepareError, UnknownDatasetError, UsageError
 from forebay.prepare.read.base import MAX_SOURCE_BYTES
-from forebay.store.origins import RefusedError
-from forebay.store.web import CheckedRedirects, hub_endpoint, hub_headers, wait_told
+from forebay.store.origins import PassingError, Patience, RefusedError
+from forebay.store.web import WebOrigin, hub_endpoint, hub_headers
 
 TRIES = 5
 _FIRST_WAIT_S = 0.25  # 0.25, 0.5, 1, 2: 4 s in all
-LONGEST_WAIT_S = 330.0  # if the hub asks for it: its limits are of five minutes
-_PASSING = (408, 425, 429)
+_LONGEST_WAIT_S = 330.0  # if the hub asks for it: its limits are of five minutes
 _MOST_BYTES = 64 << 20  # of one answer; a page of 1000 files has 0.3 MB
 _MAX_PAGES = 10_000
 _NAME = re.compile(r"[\w.-]{1,100}(/[\w.-]{1,100})?")
+_T = TypeVar("_T")
 
 
 class Lost(PrepareError):  # noqa: N818 - says what happened to the file
@@ -65,7 +63,7 @@ class Repo:
     @property
     def what(self) -> str:
         """What messages call it."""
-        return f"{'dataset' if self.kind == 'datasets' else 'tokenizer'} {self.name!r}"
+        return called(self.kind, self.name)
 
 
 @dataclass(frozen=True)
@@ -92,9 +90,9 @@ def find_repo(kind: str, name: str, revision: str = "main", *, tries: int = TRIE
         AccessError: If it is closed.
         DownloadError: If the hub does not answer.
     """
-    what = f"{'dataset' if kind == 'datasets' else 'tokenizer'} {name!r}"
+    what = called(kind, name)
     query = "?expand=sha&expand=cardData&expand=gated"
-    address = f"/api/{kind}/{urllib.parse.quote(name)}/revision/{urllib.parse.quote(revision, safe='')}{query}"
+    address = f"api/{kind}/{urllib.parse.quote(name)}/revision/{urllib.parse.quote(revision, safe='')}{query}"
     told, _ = _ask_json(address, what, tries)
     if not isinstance(told, Mapping) or not is_commit(told.get("sha")):
         raise PrepareError(
@@ -104,6 +102,11 @@ def find_repo(kind: str, name: str, revision: str = "main", *, tries: int = TRIE
     card, found = told.get("cardData"), told.get("id")
     name = found if isinstance(found, str) and _NAME.fullmatch(found) else name
     return Repo(kind, name, told["sha"], card if isinstance(card, Mapping) else {}, bool(told.get("gated")))
+
+
+def called(kind: str, name: str) -> str:
+    """What messages call a repository."""
+    return f"{'dataset' if kind == 'datasets' else 'tokenizer'} {name!r}"
 
 
 def is_commit(value: object) -> bool:
@@ -118,7 +121,7 @@ def list_pages(repo: Repo, folder: str = "", *, recursive: bool = False) -> Iter
     (folders before files).
     """
     place = f"/{urllib.parse.quote(folder, safe='')}" if folder else ""
-    address = f"/api/{repo.kind}/{urllib.parse.quote(repo.name)}/tree/{repo.commit}{place}"
+    address = f"api/{repo.kind}/{urllib.parse.quote(repo.name)}/tree/{repo.commit}{place}"
     address += f"?recursive={recursive}&expand=False"
     seen: set[str] = set()
     while address:
@@ -142,9 +145,7 @@ def list_pages(repo: Repo, folder: str = "", *, recursive: bool = False) -> Iter
         )
         found = re.search(r'<([^<>]+)>\s*;\s*rel="next"', link)
         # A mirror may name the hub that it stands for: only the path is taken.
-        parts = urllib.parse.urlsplit(found[1]) if found else None
-        address = urllib.parse.urlunsplit(("", "", parts.path, parts.query, "")) if parts else ""
-        address = address[address.index("/api/") :] if "/api/" in address else ""
+        address = "api/" + found[1].partition("/api/")[2] if found and "/api/" in found[1] else ""
 
 
 def _file(repo: Repo, entry: Mapping[str, Any]) -> HubFile:
@@ -162,6 +163,8 @@ def unreachable(what: str, why: str, tries: int, elapsed_s: float) -> DownloadEr
     endpoint = hub_endpoint()
     if what.startswith("tokenizer"):
         advice = "name a tokenizer.json that is here, or `bytes`, which needs none"
+    elif "tiny-shakespeare" in what.replace("_", "-"):
+        advice = "name files that are here"
     else:
         advice = "take tiny_shakespeare: a part of it comes with the package"
     error = DownloadError(
@@ -172,87 +175,91 @@ def unreachable(what: str, why: str, tries: int, elapsed_s: float) -> DownloadEr
     return error
 
 
-def closed(what: str, why: str) -> AccessError:
-    """What to raise where the hub does not let us in."""
-    endpoint = hub_endpoint()
-    has = "HF_TOKEN's account has no access" if hub_headers() else "no token was sent"
-    error = AccessError(
-        f"{what[:1].upper()}{what[1:]} is gated or private: expected access, got {why}; {has}. Accept its terms on "
-        f"{endpoint}/datasets/{_named(what)} and set HF_TOKEN to a token of that account."
-    )
-    error.dataset, error.endpoint = _named(what), endpoint
-    return error
-
-
-def _unknown(what: str) -> UnknownDatasetError:
-    name, endpoint = _named(what), hub_endpoint()
-    advice = "expected a full path, OWNER/NAME" + ("" if "/" in name else ", or a short name of the catalogue")
-    seen = "" if hub_headers() else " If it is private, set HF_TOKEN."
-    error = UnknownDatasetError(
-        f"{what[:1].upper()}{what[1:]} not found on {endpoint}: {advice} such as HuggingFaceFW/fineweb-edu. Check the "
-        f"spelling.{seen}"
-    )
-    error.dataset, error.endpoint = name, endpoint
-    return error
-
-
 def _named(what: str) -> str:
     return what.partition("'")[2].rstrip("'")
 
 
-def timeout_s(name: str) -> float:
-    """The hub library's own setting for how long to wait, in seconds."""
+def hub_origin(timeout: str) -> WebOrigin:
+    """The hub, as HF_ENDPOINT and HF_TOKEN say now, with the timeout of that name, in seconds (10)."""
     try:
-        return float(os.environ.get(name) or 10.0)
+        limit_s = float(os.environ.get(timeout) or 10.0)
     except ValueError as error:
-        raise UsageError(f"{name}: expected a number of seconds, got {os.environ[name]!r}.") from error
+        raise UsageError(f"{timeout}: expected a number of seconds, got {os.environ[timeout]!r}.") from error
+    return _origin(hub_endpoint(), tuple(hub_headers().items()), limit_s)
 
 
-def is_offline() -> bool:
-    """Whether the user wants nothing asked of the hub."""
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+@lru_cache(8)
+def _origin(endpoint: str, headers: tuple[tuple[str, str], ...], stall_s: float) -> WebOrigin:
+    return WebOrigin(endpoint, headers=dict(headers), patience=Patience(connect_s=stall_s, stall_s=stall_s))
+
+
+def retried(what: str, attempt: Callable[[], _T], tries: int) -> _T:
+    """What `attempt` gives; asked again where it raises PassingError.
+
+    Raises:
+        DownloadError: After so many tries.
+    """
+    began = time.monotonic()
+    for tried in range(1, tries + 1):
+        try:
+            return attempt()
+        except PassingError as error:
+            if tried == tries:
+                why = str(error).removeprefix(f"{hub_endpoint()}: ")
+                raise unreachable(what, why, tried, time.monotonic() - began) from error
+            pause(error, tried)
+    raise AssertionError
+
+
+def pause(error: PassingError, tried: int = 1) -> None:
+    """Wait before the next try: as long as the hub asks for, or longer from try to try."""
+    time.sleep(min(_LONGEST_WAIT_S, max(error.wait_s, _FIRST_WAIT_S * 2 ** (tried - 1))))
+
+
+def refusal(what: str, error: RefusedError) -> ForebayError:
+    """What to raise where the hub, or where it sends us, refuses."""
+    name, endpoint, title = _named(what), hub_endpoint(), what[:1].upper() + what[1:]
+    if error.code == "GatedRepo" or (error.status == 403 and error.code != "RepoNotFound"):
+        has = "HF_TOKEN's account has no access" if hub_headers() else "no token was sent"
+        page = f"{endpoint}/{'' if what.startswith('tokenizer') else 'datasets/'}{name}"
+        closed = AccessError(
+            f"{title} is gated or private: expected access, got HTTP status {error.status}; {has}. Accept its terms on "
+            f"{page} and set HF_TOKEN to a token of that account."
+        )
+        closed.dataset, closed.endpoint = name, endpoint
+        return closed
+    if error.code == "RevisionNotFound":
+        return UsageError(
+            f"{what}: expected a revision of it, got one that the hub does not know. Check what follows @."
+        )
+    if error.code in ("", "RepoNotFound") and error.status in (401, 403, 404):  # 401 also for what is not there
+        advice = "expected a full path, OWNER/NAME" + ("" if "/" in name else ", or a short name of the catalogue")
+        private = "" if hub_headers() else " If it is private, set HF_TOKEN."
+        unknown = UnknownDatasetError(
+            f"{title} not found on {endpoint}: {advice} such as HuggingFaceFW/fineweb-edu. Check the spelling.{private}"
+        )
+        unknown.dataset, unknown.endpoint = name, endpoint
+        return unknown
+    if not error.status:  # a redirect that must not be followed, a certificate that is not trusted
+        return unreachable(what, str(error), 1, 0.0)
+    return PrepareError(f"{what}: cannot read input: {error}. Check the name, or try again later.")
 
 
 def _ask_json(address: str, what: str, tries: int, missing_is_none: bool = False) -> tuple[Any, str]:
     """The JSON at an address of the hub and the answer's Link; (None, "") for an entry that is not there."""
-    if is_offline():
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         raise unreachable(what, "HF_HUB_OFFLINE, which forbids to ask", 0, 0.0)
-    began, limit_s = time.monotonic(), timeout_s("HF_HUB_ETAG_TIMEOUT")
-    request = urllib.request.Request(
-        hub_endpoint() + address, headers={"User-Agent": "forebay", "Accept": "application/json", **hub_headers()}
-    )
-    for tried in range(1, tries + 1):
-        wait_s = _FIRST_WAIT_S * 2 ** (tried - 1)
+    origin = hub_origin("HF_HUB_ETAG_TIMEOUT")
+
+    def attempt() -> tuple[Any, str]:
         try:
-            with urllib.request.build_opener(CheckedRedirects).open(request, timeout=limit_s) as response:
-                return json.loads(response.read(_MOST_BYTES)), response.headers.get("Link", "")
-        except urllib.error.HTTPError as error:
-            with error:
-                why = f"HTTP status {error.code}"
-                if error.code not in _PASSING and error.code < 500:
-                    if missing_is_none and error.headers.get("X-Error-Code") == "EntryNotFound":
-                        return None, ""
-                    raise _refusal(what, error) from error
-                wait_s = max(wait_s, wait_told(error.headers))
-        except (OSError, http.client.HTTPException) as error:
-            why = str(getattr(error, "reason", None) or error) or type(error).__name__
-        except RefusedError as error:
-            raise PrepareError(f"{what}: {error}. Check HF_ENDPOINT.") from error
+            data, headers = origin.ask(address, _MOST_BYTES, f"{hub_endpoint()}/{address}")
+            return json.loads(data), headers.get("Link", "")
         except ValueError as error:
-            why = f"what is no JSON: {error}"
-        if tried < tries:
-            time.sleep(min(wait_s, LONGEST_WAIT_S))
-    raise unreachable(what, why, tries, time.monotonic() - began)
+            raise PassingError(f"what is no JSON: {error}") from error
+        except RefusedError as error:
+            if missing_is_none and error.code == "EntryNotFound":
+                return None, ""
+            raise refusal(what, error) from error
 
-
-def _refusal(what: str, error: urllib.error.HTTPError) -> ForebayError:
-    code = error.headers.get("X-Error-Code", "")
-    if code == "GatedRepo" or (error.code == 403 and code != "RepoNotFound"):
-        return closed(what, f"HTTP status {error.code}")
-    if code == "RevisionNotFound":
-        return UsageError(
-            f"{what}: expected a revision of it, got one that the hub does not know. Check what follows @."
-        )
-    if error.code in (401, 404):  # a stranger is told 401 of what is not there, too
-        return _unknown(what)
-    return PrepareError(f"{what}: expected an answer of {hub_endpoint()}, got HTTP status {error.code}.")
+    return retried(what, attempt, tries)
