@@ -158,16 +158,19 @@ class Worker:
 
     def _replace(self) -> None:
         """Have another process serve."""
-        if pid := self._serving():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self._kill()
         while pickle.loads(self._pipe.recv_bytes())[0] != "ended":
             pass
 
+    def _kill(self) -> None:
+        if pid := self._serving():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def end(self) -> None:
-        """End both processes."""
+        """End both processes: the second, which nobody listens to any more, after it has waited for the first."""
         self._pipe.close()
-        os.kill(self._pid, signal.SIGKILL)
+        self._kill()
         os.waitpid(self._pid, 0)
 
 
