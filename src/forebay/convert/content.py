@@ -26,13 +26,11 @@ from numpy.typing import NDArray
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.foreign import TOKEN_COLUMNS
 from forebay.prepare.read.listing import Skipped, describe_skipped
 
 U64 = NDArray[np.uint64]
 _log = logging.getLogger("forebay.convert")
-
-TOKEN_COLUMNS = ("input_ids", "tokens")
-"""Columns that are taken for tokens where none is named."""
 
 _MOST_TOKENS = 4 << 20  # Of a batch or piece that is put together here.
 

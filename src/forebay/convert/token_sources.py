@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from forebay.convert.content import TOKEN_COLUMNS, Options, TokenPart, TokenSource
+from forebay.convert.content import Options, TokenPart, TokenSource
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import Slice, locate_tensors, open_slice, release_pages
 from forebay.errors import DatasetError, ForebayError, UsageError
 from forebay.formats import ForeignDataset, open_foreign
+from forebay.formats.foreign import TOKEN_COLUMNS
 
 _INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
 

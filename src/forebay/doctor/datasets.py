@@ -22,11 +22,10 @@ from forebay.doctor.tokens import WINDOW_TOKENS, TokenCounts, Window
 from forebay.doctor.verdicts import PREPARE_AGAIN, judge, true_dtype
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import litdata, open_foreign
-from forebay.formats.foreign import ForeignDataset, map_file
+from forebay.formats.foreign import TOKEN_COLUMNS, ForeignDataset, map_file
 from forebay.formats.litdata_chunks import body_of, unwrap
 
 FETCH = "fetch or write it again"
-_IDS = ("input_ids", "tokens")
 _GUESSES = ("int64", "uint32", "uint16")
 
 
@@ -248,7 +247,7 @@ def _slice(look: Look, one: Slice, counts: TokenCounts, with_ends: bool | None, 
 
 
 def _rows(one: Slice, counts: TokenCounts) -> None:
-    for name in _IDS:
+    for name in TOKEN_COLUMNS:
         array = one.tensors.get(name)
         if array is None or array.dtype.kind not in "iu" or array.dtype.itemsize < 2 or array.ndim < 1:
             continue

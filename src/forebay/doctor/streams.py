@@ -26,7 +26,7 @@ from forebay.doctor.tokens import TokenCounts, Window
 from forebay.doctor.verdicts import judge
 from forebay.errors import ForebayError, UsageError
 from forebay.formats.compression import sniff_compression
-from forebay.formats.foreign import head_of
+from forebay.formats.foreign import TOKEN_COLUMNS, head_of
 from forebay.prepare.read.base import ReadOptions
 from forebay.prepare.read.opening import open_plain
 from forebay.prepare.read.tar import Members
@@ -37,7 +37,6 @@ _RATIO = 100_000  # A file of zeros is for the examiner to see.
 _MOST_LINE = 1 << 30
 _TAIL_BYTES = 1 << 20
 _FEWEST_TEXT = 64  # Bytes of a line, below which the same line twice says nothing.
-_COLUMNS = ("input_ids", "tokens")
 _LINES = ("jsonl", "reddit")
 
 
@@ -195,7 +194,7 @@ def _line_problem(found: Walk, line: bytes, start: int, number: int, counts: Tok
         found.say("truncated" if ended else "damaged", where, f"expected a JSON value, got {line[:60]!r}: {what}")
         return what
     if isinstance(row, dict):
-        for name in _COLUMNS:
+        for name in TOKEN_COLUMNS:
             ids = row.get(name)
             if isinstance(ids, list) and ids and all(type(one) is int and abs(one) < 1 << 62 for one in ids):
                 counts.feed(Window(str(found.path), 0, np.array(ids, np.int64)))

@@ -17,9 +17,9 @@ from forebay.doctor.report import CERTAIN, POSSIBLE, Finding, Options
 from forebay.doctor.tokens import TokenCounts, Window
 from forebay.doctor.verdicts import judge
 from forebay.errors import UsageError
+from forebay.formats.foreign import TOKEN_COLUMNS
 from forebay.storage.atomic import open_atomic
 
-_COLUMNS = ("input_ids", "tokens")
 _DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, MemoryError)
 FETCH = "fetch or write it again"
 
@@ -43,7 +43,7 @@ class Table:
 
     def take(self, batch: Any) -> None:
         """Look at the tokens in a batch, if it has a column of them."""
-        for name in _COLUMNS:
+        for name in TOKEN_COLUMNS:
             index = batch.schema.get_field_index(name)
             if index < 0:
                 continue

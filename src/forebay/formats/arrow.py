@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from forebay.errors import DatasetError
 from forebay.formats.foreign import (
     MOST_COPIED_TOKENS,
+    TOKEN_COLUMNS,
     U64,
     ForeignDataset,
     Part,
@@ -36,7 +37,6 @@ from forebay.formats.foreign import (
 
 STATE_FILE = "state.json"
 _MOST_STATE_BYTES = 64 << 20
-_NAMES = ("input_ids", "tokens")
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,10 @@ def _batches_of(path: Path, column: str | None) -> list[Any]:
     """The column of tokens of each record batch; views of the file's map."""
     try:
         with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
-            names = [column] if column is not None else [n for n in _NAMES if n in reader.schema.names][:1]
+            names = [column] if column is not None else [n for n in TOKEN_COLUMNS if n in reader.schema.names][:1]
             if not names or names[0] not in reader.schema.names:
                 raise DatasetError(
-                    f"{path}: expected a column of token lists ({column or ' or '.join(_NAMES)}), got "
+                    f"{path}: expected a column of token lists ({column or ' or '.join(TOKEN_COLUMNS)}), got "
                     f"{', '.join(reader.schema.names)[:500]}. Say column=…, or tokenize text first with "
                     "`forebay prepare`."
                 )

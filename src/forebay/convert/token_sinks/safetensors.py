@@ -35,7 +35,7 @@ def write_safetensors(source: TokenSource, out: Path, options: Options) -> Writt
     atomic_write(out / TABLE_FILE, data)
     atomic_write(out / MANIFEST_FILE, _manifest(stream, options, out, table, files).to_json())
     paths = (*(Path(row.name) for row in rows), *map(Path, files), Path(TABLE_FILE), Path(MANIFEST_FILE))
-    return Written(paths, stream.num_tokens, None, stream.num_documents, stream.digest.whole, tuple(stream.notes))
+    return stream.written(paths)
 
 
 def _manifest(stream: Stream, options: Options, out: Path, table: SliceTable, files: dict[str, str]) -> Manifest:
@@ -88,6 +88,4 @@ def _write_flat(source: TokenSource, out: Path, options: Options) -> Written:
             write_rows_slice(out / names[-1], {"input_ids": part.tokens.reshape(-1, seq_len)})
         else:
             write_token_slice(out / names[-1], part.tokens, part.ends)
-    return Written(
-        tuple(names), stream.num_tokens, None, stream.num_documents, stream.digest.whole, tuple(stream.notes)
-    )
+    return stream.written(names)
