@@ -21,18 +21,19 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute
 from numpy.typing import NDArray
 
+from forebay.convert.table_digest import flatten
+from forebay.convert.table_sources.base import Table, batched
 from forebay.dataset.manifest import TOKEN_DTYPES
+from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.arrow import is_list
+from forebay.formats.foreign import TOKEN_COLUMNS
 from forebay.prepare.read.listing import Skipped, describe_skipped
 
 U64 = NDArray[np.uint64]
 _log = logging.getLogger("forebay.convert")
-
-TOKEN_COLUMNS = ("input_ids", "tokens")
-"""Columns that are taken for tokens where none is named."""
 
 _MOST_TOKENS = 4 << 20  # Of a batch or piece that is put together here.
 
@@ -219,63 +220,25 @@ class Digest:
 
 
 @dataclass(frozen=True)
-class _TableTokens:
-    """A table's list column as a stream: one row, one document."""
+class Tokens:
+    """A `TokenSource`: what is known of it, and what reads it.
 
-    table: TableSource
-    column: str
+    Attributes:
+        dataset: Whose tokens they are, if they are of an open dataset.
+    """
+
+    kind: str
     dtype: str
     num_tokens: int
     num_documents: int
-    seq_len: int | None = None
+    seq_len: int | None
+    read: Callable[[], Iterator[TokenPart]]
     facts: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def kind(self) -> str:
-        return self.table.kind
+    dataset: Dataset | None = None
 
     def parts(self) -> Iterator[TokenPart]:
-        reached = 0
-        for batch in self.table.batches():
-            lists = batch.column(batch.schema.get_field_index(self.column))
-            values, ends = _flat(lists, self.column, reached)
-            reached += len(batch)
-            yield TokenPart(values.astype(TOKEN_DTYPES[self.dtype]), ends)
-
-
-@dataclass(frozen=True)
-class _TokenTable:
-    """A stream as a table of one list column: one document, one row."""
-
-    tokens: TokenSource
-    column: str
-
-    @property
-    def kind(self) -> str:
-        return self.tokens.kind
-
-    @property
-    def schema(self) -> pa.Schema:
-        kind = pa.uint16() if self.tokens.dtype == "U16" else pa.uint32()
-        return pa.schema([pa.field(self.column, pa.list_(kind))])
-
-    @property
-    def num_rows(self) -> int | None:
-        return None
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        schema, most = self.schema, _MOST_TOKENS
-        kind = schema.field(0).type
-        pending: list[NDArray[Any]] = []
-        total = 0
-        for document in documents(self.tokens):
-            pending.append(document)
-            total += len(document)
-            if total >= most or len(pending) >= 1 << 16:
-                yield _batch(pending, kind, schema)
-                pending, total = [], 0
-        if pending:
-            yield _batch(pending, kind, schema)
+        """As `TokenSource.parts`."""
+        return self.read()
 
 
 def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSource:
@@ -294,8 +257,7 @@ def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSourc
         )
     total, rows, largest = 0, 0, 0
     lengths: set[int] = set()
-    for batch in table.batches():
-        values, ends = _flat(batch.column(batch.schema.get_field_index(name)), name, rows)
+    for values, ends in _lists(table, name):
         total, rows = total + len(values), rows + len(ends)
         largest = max(largest, int(values.max()) if len(values) else 0)
         if len(lengths) < 2:
@@ -303,12 +265,26 @@ def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSourc
     seq_len = lengths.pop() if len(lengths) == 1 else None
     others = [field.name for field in table.schema if field.name != name]
     facts = {"left_out": others} if others else {}
-    return _TableTokens(table, name, "U16" if largest < 1 << 16 else "U32", total, rows, seq_len or None, facts)
+    dtype = "U16" if largest < 1 << 16 else "U32"
+
+    def read() -> Iterator[TokenPart]:
+        return (TokenPart(values.astype(TOKEN_DTYPES[dtype]), ends) for values, ends in _lists(table, name))
+
+    return Tokens(table.kind, dtype, total, rows, seq_len or None, read, facts)
 
 
 def table_of_tokens(source: TokenSource, column: str = "input_ids") -> TableSource:
     """A stream as a table: each document a row, the tokens after the last end one more."""
-    return _TokenTable(source, column)
+    kind = pa.list_(pa.uint16() if source.dtype == "U16" else pa.uint32())
+    schema = pa.schema([pa.field(column, kind)])
+
+    def read() -> Iterator[pa.RecordBatch]:
+        for rows in batched(documents(source), len, _MOST_TOKENS, 1 << 16):
+            offsets = pa.array(np.cumsum([0, *map(len, rows)], dtype=np.int32))
+            lists = pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(rows)), type=kind)
+            yield pa.record_batch([lists], schema=schema)
+
+    return Table(source.kind, schema, None, read)
 
 
 def token_column(schema: pa.Schema, column: str | None = None) -> str | None:
@@ -336,33 +312,26 @@ def documents(source: TokenSource) -> Iterator[NDArray[Any]]:
         yield np.concatenate(begun)
 
 
-def _batch(arrays: list[NDArray[Any]], kind: Any, schema: pa.Schema) -> pa.RecordBatch:
-    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
-    values = pa.array(np.concatenate(arrays))
-    return pa.record_batch([pa.ListArray.from_arrays(pa.array(offsets), values, type=kind)], schema=schema)
-
-
 def _is_token_list(kind: Any) -> bool:
     if isinstance(kind, pa.FixedShapeTensorType):
         return len(kind.shape) == 1 and pa.types.is_integer(kind.value_type)
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    return bool(is_list and pa.types.is_integer(kind.value_type))
+    return is_list(kind) and bool(pa.types.is_integer(kind.value_type))
 
 
-def _flat(lists: Any, column: str, row: int) -> tuple[NDArray[Any], U64]:
-    """The values of a list column, and where each row's end."""
-    if isinstance(lists.type, pa.FixedShapeTensorType):
-        lists = lists.storage
-    values = lists.flatten()
-    if lists.null_count or values.null_count:
-        raise DatasetError(f"column {column}: expected a list of token ids in every row, got none from row {row} on.")
-    found = values.to_numpy(zero_copy_only=False)
-    if len(found) and (int(found.min()) < 0 or int(found.max()) >> 32):
-        raise DatasetError(
-            f"column {column}: expected token ids in [0, 2**32), got {int(found.min())} to {int(found.max())} from "
-            f"row {row} on. Name the column of tokens with --column."
-        )
-    lengths = np.asarray(
-        lists.value_lengths() if hasattr(lists, "value_lengths") else pyarrow.compute.list_value_length(lists)
-    )
-    return found, np.cumsum(lengths, dtype=np.uint64)
+def _lists(table: TableSource, column: str) -> Iterator[tuple[NDArray[Any], U64]]:
+    """The values of a list column, and where each row's end, batch by batch."""
+    row = 0
+    for batch in table.batches():
+        lengths, values = flatten(batch.column(batch.schema.get_field_index(column)))
+        if (lengths < 0).any() or values.null_count:
+            raise DatasetError(
+                f"column {column}: expected a list of token ids in every row, got none from row {row} on."
+            )
+        found = values.to_numpy(zero_copy_only=False)
+        if len(found) and (int(found.min()) < 0 or int(found.max()) >> 32):
+            raise DatasetError(
+                f"column {column}: expected token ids in [0, 2**32), got {int(found.min())} to {int(found.max())} from "
+                f"row {row} on. Name the column of tokens with --column."
+            )
+        yield found, np.cumsum(lengths, dtype=np.uint64)
+        row += len(batch)

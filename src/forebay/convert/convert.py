@@ -33,6 +33,7 @@ from forebay.convert.content import (
     tokens_of_table,
 )
 from forebay.convert.streams import settle
+from forebay.convert.table_digest import is_number, leaf_type
 from forebay.convert.tables import TABLE_SINKS, open_table, verify_table
 from forebay.convert.token_sinks import TOKEN_SINKS
 from forebay.convert.token_sources import open_tokens
@@ -136,13 +137,9 @@ def _holds_more(table: TableSource, column: str | None) -> bool:
     """Whether rows say more than their tokens, in numbers: labels, masks. A column that is named is wanted alone."""
     name = token_column(table.schema, column)
     others = [field.type for field in table.schema if field.name != name]
-    return name is None or (column is None and any(_holds_numbers(kind) for kind in others))
-
-
-def _holds_numbers(kind: Any) -> bool:
-    while isinstance(kind, pa.BaseExtensionType) or hasattr(kind, "value_type"):
-        kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+    return name is None or (
+        column is None and any(is_number(getattr(leaf := leaf_type(kind), "value_type", leaf)) for kind in others)
+    )
 
 
 def _try_tokens(path: str | Path, options: Options) -> tuple[TokenSource | None, ForebayError | None]:

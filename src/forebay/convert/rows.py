@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from forebay.convert.content import Options, TableSource, Written
 from forebay.convert.images import ImageTable, with_images
 from forebay.convert.narrow import QUANTIZED, SCALE_SUFFIX, Largest, dtype_name, name_of_dtype, narrow
-from forebay.convert.table_digest import TableDigest, flatten
+from forebay.convert.table_digest import TableDigest, flatten, is_number, leaf_type
 from forebay.convert.table_sources.base import DTYPE_KEY, batch_of, field_of
 from forebay.dataset.manifest import FORMAT_VERSION, MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.slices import open_slice, write_rows_slice
@@ -134,8 +134,8 @@ def _columns(schema: pa.Schema, options: Options) -> tuple[list[_Column], list[s
     """What becomes tensors, and the names of what does not."""
     columns, left_out = [], []
     for one in schema:
-        leaf = _leaf(one.type)
-        if not (pa.types.is_integer(leaf) or pa.types.is_floating(leaf) or pa.types.is_boolean(leaf)):
+        leaf = leaf_type(one.type)
+        if not is_number(leaf):
             left_out.append(one.name)
             continue
         kind = (one.metadata or {}).get(DTYPE_KEY, b"").decode() or name_of_dtype(np.dtype(leaf.to_pandas_dtype()))
@@ -150,15 +150,6 @@ def _columns(schema: pa.Schema, options: Options) -> tuple[list[_Column], list[s
             "--to parquet or jsonl to keep the rest; text becomes tokens with `forebay prepare`."
         )
     return columns, left_out
-
-
-def _leaf(kind: Any) -> Any:
-    if isinstance(kind, pa.BaseExtensionType):
-        kind = kind.storage_type
-    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        kind = kind.value_type
-        kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
-    return kind
 
 
 def _numbered(table: TableSource) -> Iterator[tuple[pa.RecordBatch, int]]:
@@ -228,7 +219,7 @@ def _row_shape(values: pa.Array, column: _Column, first_row: int) -> tuple[int, 
     kind = values.type
     if isinstance(kind, pa.FixedShapeTensorType):
         return tuple(kind.shape)
-    if _leaf(kind) == kind:
+    if leaf_type(kind) == kind:
         return ()
     if pa.types.is_fixed_size_list(kind):
         return (kind.list_size, *_row_shape(values.flatten(), column, first_row))

@@ -6,14 +6,15 @@ conversion takes tens of MB beside what its source maps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.convert.content import Digest, Options, TokenPart, TokenSource, documents
+from forebay.convert.content import Digest, Options, TokenPart, TokenSource, Written, documents
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.dataset.slices import TOKEN_HEADER_BYTES
 from forebay.errors import DatasetError, UsageError
@@ -75,6 +76,11 @@ class Stream:
     def itemsize(self) -> int:
         """Bytes of a token as written."""
         return TOKEN_DTYPES[self.dtype].itemsize
+
+    def written(self, files: Sequence[Path], num_rows: int | None = None) -> Written:
+        """What a sink reports once all parts were read."""
+        tokens, documents = self.num_tokens, self.num_documents
+        return Written(tuple(files), tokens, num_rows, documents, self.digest.whole, tuple(self.notes))
 
     def parts(self) -> Iterator[TokenPart]:
         """Pieces of at most 4 Mi tokens, in the type to be written.

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from forebay.convert.content import TableSource
+from forebay.formats.arrow import is_list
 
 _EXACT = 1 << 53
 """Integers below are all floats of 64 bits."""
@@ -62,20 +62,12 @@ class TableDigest:
             self._valued.add(name.rstrip("#?"))
         # Lengths, gaps and values go into hashes of their own, so that batches may be cut anywhere.
         self._columns.setdefault(f"{name}#", hashlib.sha256()).update(counts.astype("<i8").data)
-        if leaves.null_count and _is_number(leaves.type):
+        if leaves.null_count and is_number(leaves.type):
             places = np.flatnonzero(np.asarray(leaves.is_null())) + self._reached.get(name, 0)
             self._columns.setdefault(f"{name}?", hashlib.sha256()).update(places.astype("<i8").data)
         self._reached[name] = self._reached.get(name, 0) + len(leaves)
         for start in range(0, len(leaves), _AT_ONCE):
             digest.update(_canonical(leaves.slice(start, _AT_ONCE)))
-
-
-def table_digest(source: TableSource) -> TableDigest:
-    """Of a whole table; reads it once."""
-    digest = TableDigest()
-    for batch in source.batches():
-        digest.add(batch)
-    return digest
 
 
 def flatten(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
@@ -85,7 +77,7 @@ def flatten(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
     """
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
-    if not _is_list(column.type):
+    if not is_list(column.type):
         counts = np.ones(len(column), np.int64)
         if column.null_count:
             counts[np.asarray(column.is_null())] = -1
@@ -96,7 +88,7 @@ def flatten(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
     else:
         lengths = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     inner = column.flatten()
-    if _is_list(inner.type) or isinstance(inner, pa.ExtensionArray):
+    if is_list(inner.type) or isinstance(inner, pa.ExtensionArray):
         counts, leaves = flatten(inner)
         edges = np.concatenate([[0], np.cumsum(np.maximum(counts, 0))])
         stops = np.cumsum(lengths)
@@ -118,11 +110,15 @@ def tensor_shape(kind: Any) -> tuple[int, ...] | None:
     return None if inner is None else (kind.list_size, *inner)
 
 
-def _is_list(kind: Any) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+def leaf_type(kind: Any) -> Any:
+    """The type of the values in lists and tensors; of plain columns their own."""
+    while is_list(kind) or isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
+    return kind
 
 
-def _is_number(kind: Any) -> bool:
+def is_number(kind: Any) -> bool:
+    """Whether a type is of booleans, integers or floats."""
     return bool(pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
@@ -131,7 +127,7 @@ def _canonical(leaves: pa.Array) -> Any:
     kind = leaves.type
     if pa.types.is_null(kind):
         return b""
-    if _is_number(kind):
+    if is_number(kind):
         return _numbers(leaves.drop_null().to_numpy(zero_copy_only=False)).data
     if pa.types.is_nested(kind):
         return b"".join(repr(value).encode() for value in leaves.to_pylist())

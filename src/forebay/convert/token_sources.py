@@ -6,62 +6,32 @@ Hides: which of them it is. A table's list column is `content.tokens_of_table`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from forebay.convert.content import TOKEN_COLUMNS, Options, TokenPart, TokenSource
+from forebay.convert.content import Options, TokenPart, Tokens, TokenSource
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import Slice, locate_tensors, open_slice, release_pages
 from forebay.errors import DatasetError, ForebayError, UsageError
 from forebay.formats import ForeignDataset, open_foreign
+from forebay.formats.foreign import TOKEN_COLUMNS
 
 _INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
 
 
-@dataclass(frozen=True)
-class DatasetTokens:
+def tokens_of_dataset(dataset: Dataset) -> Tokens:
     """An open dataset of layout `tokens`, slice by slice."""
+    m = dataset.manifest
+    known: dict[str, Any] = {"name": m.name}
+    if not isinstance(dataset, ForeignDataset):
+        known |= {"tokenizer": m.tokenizer, "vocab_size": m.vocab_size, "eos_id": m.eos_id, "id": dataset.id}
+    facts = {key: value for key, value in known.items() if value or (key == "eos_id" and value is not None)}
 
-    dataset: Dataset
-
-    @property
-    def kind(self) -> str:
-        return self.dataset.kind if isinstance(self.dataset, ForeignDataset) else "safetensors"
-
-    @property
-    def dtype(self) -> str:
-        return self.dataset.manifest.dtype
-
-    @property
-    def num_tokens(self) -> int:
-        return self.dataset.num_tokens
-
-    @property
-    def num_documents(self) -> int:
-        return self.dataset.manifest.documents
-
-    @property
-    def seq_len(self) -> int | None:
-        found = getattr(self.dataset, "seq_len", None)
-        return int(found) if found else None
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        m = self.dataset.manifest
-        known: dict[str, Any] = {"name": m.name}
-        if not isinstance(self.dataset, ForeignDataset):
-            known |= {"tokenizer": m.tokenizer, "vocab_size": m.vocab_size, "eos_id": m.eos_id, "id": self.dataset.id}
-        return {key: value for key, value in known.items() if value not in (None, "", 0)} | (
-            {"eos_id": 0} if m.eos_id == 0 else {}
-        )
-
-    def parts(self) -> Iterator[TokenPart]:
-        dataset = self.dataset
+    def read() -> Iterator[TokenPart]:
         for index in range(dataset.num_slices):
             if isinstance(dataset, ForeignDataset):
                 one = dataset.read_slice(index)
@@ -72,25 +42,9 @@ class DatasetTokens:
                 yield TokenPart(one.tokens, one.document_ends)
                 release_pages(one.tokens)
 
-
-@dataclass(frozen=True)
-class _Plain:
-    """SafeTensors files without a manifest, by name: `tokens` and `document_ends`, or rows of token ids."""
-
-    files: tuple[Path, ...]
-    column: str
-    dtype: str
-    num_tokens: int
-    num_documents: int
-    seq_len: int | None
-    kind: str = "safetensors files"
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-    def parts(self) -> Iterator[TokenPart]:
-        for file in self.files:
-            one = open_slice(file)
-            yield _part(one, self.column, self.dtype)
-            release_pages(one.tensors[self.column])
+    kind = dataset.kind if isinstance(dataset, ForeignDataset) else "safetensors"
+    seq_len = getattr(dataset, "seq_len", None)
+    return Tokens(kind, m.dtype, dataset.num_tokens, m.documents, int(seq_len or 0) or None, read, facts, dataset)
 
 
 def open_tokens(path: str | Path, options: Options) -> TokenSource | None:
@@ -108,7 +62,7 @@ def open_tokens(path: str | Path, options: Options) -> TokenSource | None:
     place = Path(text.removeprefix("file://"))
     if (place / MANIFEST_FILE).is_file():
         dataset = open_dataset(place)
-        return DatasetTokens(dataset) if dataset.manifest.layout == "tokens" else None
+        return tokens_of_dataset(dataset) if dataset.manifest.layout == "tokens" else None
     if (
         not place.exists()
         and not place.with_name(place.name + ".idx").exists()
@@ -119,10 +73,11 @@ def open_tokens(path: str | Path, options: Options) -> TokenSource | None:
     if plain is not None:
         return plain
     found = open_foreign(place, dtype=options.input_dtype, column=options.column)
-    return None if found is None else DatasetTokens(found)
+    return None if found is None else tokens_of_dataset(found)
 
 
 def _plain(place: Path, column: str | None) -> TokenSource | None:
+    """SafeTensors files without a manifest, by name: `tokens` and `document_ends`, or rows of token ids."""
     files = [place] if place.is_file() else sorted(p for p in place.rglob("*.safetensors")) if place.is_dir() else []
     found = [_tokens_in(file, column) for file in files]
     if not found or None in found:
@@ -134,7 +89,15 @@ def _plain(place: Path, column: str | None) -> TokenSource | None:
     tokens = sum(one[2] for one in found if one is not None)
     lengths = {one[4] for one in found if one is not None}
     documents = sum(one[3] for one in found if one is not None)
-    return _Plain(tuple(files), name, dtype, tokens, documents, lengths.pop() if len(lengths) == 1 else None)
+
+    def read() -> Iterator[TokenPart]:
+        for file in files:
+            one = open_slice(file)
+            yield _part(one, name, dtype)
+            release_pages(one.tensors[name])
+
+    seq_len = lengths.pop() if len(lengths) == 1 else None
+    return Tokens("safetensors files", dtype, tokens, documents, seq_len, read)
 
 
 def _tokens_in(file: Path, column: str | None) -> tuple[str, str, int, int, int | None] | None:

@@ -7,7 +7,7 @@ any file.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +17,15 @@ from forebay.dataset.reader import Dataset, open_dataset, verify_dataset
 from forebay.dataset.slices import Slice, check_document_ends, open_slice
 from forebay.doctor.mend_megatron import can_mend
 from forebay.doctor.passages import row_hashes
-from forebay.doctor.report import CERTAIN, LIKELY, POSSIBLE, Finding, Options
+from forebay.doctor.report import LIKELY, POSSIBLE, Options
 from forebay.doctor.tokens import WINDOW_TOKENS, TokenCounts, Window
-from forebay.doctor.verdicts import PREPARE_AGAIN, judge, true_dtype
+from forebay.doctor.verdicts import FETCH, PREPARE_AGAIN, Look, judge, true_dtype
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import litdata, open_foreign
-from forebay.formats.foreign import ForeignDataset, map_file
+from forebay.formats.foreign import TOKEN_COLUMNS, ForeignDataset, map_file
 from forebay.formats.litdata_chunks import body_of, unwrap
 
-FETCH = "fetch or write it again"
-_IDS = ("input_ids", "tokens")
 _GUESSES = ("int64", "uint32", "uint16")
-
-
-@dataclass
-class Look:
-    """What a look at a dataset found."""
-
-    path: Path
-    facts: dict[str, Any] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-    counts: TokenCounts | None = None
-    read_bytes: int = 0
-    total_bytes: int = 0
-    is_structure: bool = False  # Contents are of no type that can be checked.
-
-    def say(self, fault: str, place: str, evidence: str, mend: str = FETCH, sure: str = CERTAIN) -> None:
-        self.findings.append(Finding(fault, sure, str(self.path), place, evidence, mend))
 
 
 def examine_ours(path: Path, options: Options) -> Look:
@@ -248,7 +230,7 @@ def _slice(look: Look, one: Slice, counts: TokenCounts, with_ends: bool | None, 
 
 
 def _rows(one: Slice, counts: TokenCounts) -> None:
-    for name in _IDS:
+    for name in TOKEN_COLUMNS:
         array = one.tensors.get(name)
         if array is None or array.dtype.kind not in "iu" or array.dtype.itemsize < 2 or array.ndim < 1:
             continue

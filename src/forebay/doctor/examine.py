@@ -10,9 +10,9 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from forebay.doctor import datasets, streams, tables, vectors
 from forebay.doctor.mend import mend_vector
@@ -21,6 +21,7 @@ from forebay.doctor.passages import Held, shared
 from forebay.doctor.report import CERTAIN, LIKELY, POSSIBLE, Finding, Options, Report, unique
 from forebay.doctor.sniff import EXAMINED, IDS_PREFIX, Subject, subjects, total_bytes
 from forebay.doctor.tokens import TokenCounts
+from forebay.doctor.verdicts import Look
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import npy
 from forebay.formats.detect import detect, promised
@@ -73,28 +74,10 @@ def examine_one(subject: Subject, options: Options) -> tuple[Report, TokenCounts
     """One file or dataset: its report, and the counts of its tokens if it holds some."""
     began = time.perf_counter()
     path, kind = subject.path, subject.kind
-    facts: dict[str, Any] = {}
-    counts: TokenCounts | None = None
-    total = total_bytes(path)
-    depth = "all"
-    if kind in _VECTORS:
-        survey = vectors.survey(path, options)
-        facts, findings, counts, read = survey.facts, survey.findings, survey.counts, survey.read_bytes
-        facts["tokens"] = survey.count
-    elif kind in streams.WALKERS:
-        found = streams.walk(path, kind, options)
-        facts, findings, read = found.facts, found.findings, found.read_bytes
-        total = max(total, read) if "compression" in facts else total
-    elif kind in ("parquet", "arrow"):
-        table = (tables.examine_parquet if kind == "parquet" else tables.examine_arrow)(path, options)
-        facts, findings, read, counts = table.facts, table.findings, table.read_bytes, table.counts
-    elif kind in _DATASETS:
-        look = _DATASETS[kind](path, options)
-        facts, findings, counts, read = look.facts, look.findings, look.counts, look.read_bytes
-        total = look.total_bytes or total
-        depth = "structure" if look.is_structure else depth
-    else:
-        findings, read, depth = _unknown(path), 0, "none"
+    examiner = _EXAMINERS.get(kind)
+    look = examiner(path, options) if examiner is not None else Look(path, findings=_unknown(path))
+    facts, counts, read, total = look.facts, look.counts, look.read_bytes, look.total_bytes or total_bytes(path)
+    depth = "none" if examiner is None else "structure" if look.is_structure else "all"
     if counts is not None and len(counts.first):
         facts["first_tokens"] = " ".join(map(str, counts.first[:16].tolist()))
         if options.tokenizer is not None:
@@ -104,11 +87,15 @@ def examine_one(subject: Subject, options: Options) -> tuple[Report, TokenCounts
     if depth == "all" and not options.full and not is_whole:
         depth = "part"
     seconds = time.perf_counter() - began
-    report = Report(path, kind, facts, unique(findings), depth, min(read, total), total, seconds)
+    report = Report(path, kind, facts, unique(look.findings), depth, min(read, total), total, seconds)
     return report, counts
 
 
-_DATASETS: dict[str, Callable[[Path, Options], datasets.Look]] = {
+_EXAMINERS: dict[str, Callable[[Path, Options], Look]] = {
+    **dict.fromkeys(_VECTORS, vectors.survey),
+    **{kind: partial(streams.walk, kind) for kind in streams.WALKERS},
+    "parquet": tables.examine_parquet,
+    "arrow": tables.examine_arrow,
     "forebay": datasets.examine_ours,
     "safetensors": datasets.examine_safetensors,
     "megatron": datasets.examine_foreign,

@@ -5,8 +5,6 @@ Hides: the writing, in pieces of 4 Mi tokens, whatever the size; each file under
 
 from __future__ import annotations
 
-import hashlib
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from numpy.typing import NDArray
 from forebay.doctor.report import Options
 from forebay.doctor.vectors import LLMC_BYTES, Survey, survey
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.npy import npy_head, sample_id
 from forebay.storage.atomic import atomic_write
 
 _PIECE_TOKENS = 4 << 20
@@ -80,7 +79,7 @@ def _file(
     found: Survey, target: np.dtype[Any], count: int, parts: list[tuple[int, int]]
 ) -> Iterator[memoryview | bytes]:
     if found.path.suffix == ".npy":
-        yield npy_header(target, count)
+        yield npy_head(target, count)
     elif found.kind == "llm.c":
         head = found.memory[:LLMC_BYTES].tobytes()
         yield head[:8] + count.to_bytes(4, "little") + head[12:]
@@ -110,13 +109,6 @@ def _check(found: Survey, tokens: NDArray[Any], target: np.dtype[Any]) -> None:
 
 def _ids(samples: NDArray[Any], with_header: bool) -> Iterator[bytes]:
     if with_header:
-        yield npy_header(np.dtype("<u8"), len(samples))
+        yield npy_head(np.dtype("<u8"), len(samples))
     for row in samples:
-        yield hashlib.blake2b(np.ascontiguousarray(row).data, digest_size=8).digest()
-
-
-def npy_header(dtype: np.dtype[Any], count: int) -> bytes:
-    """NumPy's header of a vector."""
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": dtype.str, "fortran_order": False, "shape": (count,)})
-    return file.getvalue()
+        yield sample_id(row).to_bytes(8, "little")

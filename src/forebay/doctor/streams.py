@@ -14,19 +14,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import numpy as np
 import orjson
 import zstandard
 
 from forebay.doctor.passages import Held
-from forebay.doctor.report import CERTAIN, POSSIBLE, Finding, Options
+from forebay.doctor.report import CERTAIN, POSSIBLE, Options
 from forebay.doctor.tokens import TokenCounts, Window
-from forebay.doctor.verdicts import judge
+from forebay.doctor.verdicts import Look, judge
 from forebay.errors import ForebayError, UsageError
 from forebay.formats.compression import sniff_compression
-from forebay.formats.foreign import head_of
+from forebay.formats.foreign import TOKEN_COLUMNS, head_of
 from forebay.prepare.read.base import ReadOptions
 from forebay.prepare.read.opening import open_plain
 from forebay.prepare.read.tar import Members
@@ -37,32 +37,24 @@ _RATIO = 100_000  # A file of zeros is for the examiner to see.
 _MOST_LINE = 1 << 30
 _TAIL_BYTES = 1 << 20
 _FEWEST_TEXT = 64  # Bytes of a line, below which the same line twice says nothing.
-_COLUMNS = ("input_ids", "tokens")
 _LINES = ("jsonl", "reddit")
 
 
 @dataclass
-class Walk:
-    """What a walk through a file found.
+class Walk(Look):
+    """Result of a walk through a file; `good` are the bytes [a, b) of the unpacked file that are whole."""
 
-    Attributes:
-        kind: As asked for.
-        facts, findings: As of a report.
-        good: Bytes [a, b) of the unpacked file that are whole; kept only where `keep` was asked for.
-        read_bytes: Unpacked.
-    """
-
-    kind: str
-    path: Path
-    facts: dict[str, Any] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
     good: list[tuple[int, int]] = field(default_factory=list)
-    read_bytes: int = 0
 
-    def say(self, fault: str, place: str, evidence: str, confidence: str = CERTAIN) -> None:
-        mend = f"forebay doctor {self.path} --mend OUT (which keeps what is whole), or fetch it again"
+    @property
+    def mend(self) -> str:
+        """The command that mends it."""
+        return f"forebay doctor {self.path} --mend OUT (which keeps what is whole), or fetch it again"
+
+    def say(self, fault: str, place: str, evidence: str, mend: str = "", sure: str = CERTAIN) -> None:
+        """Add a finding, of at most 100."""
         if len(self.findings) < 100:
-            self.findings.append(Finding(fault, confidence, str(self.path), place, evidence, mend))
+            super().say(fault, place, evidence, mend, sure)
 
 
 def open_unpacked(path: Path) -> BinaryIO:
@@ -70,14 +62,16 @@ def open_unpacked(path: Path) -> BinaryIO:
     return open_plain(path, _RATIO)
 
 
-def walk(path: Path, kind: str, options: Options) -> Walk:
+def walk(kind: str, path: Path, options: Options) -> Walk:
     """Read a file of `kind`, one of `WALKERS`, to its end or to the bound of the options."""
-    found = Walk(kind, path)
+    found = Walk(path)
     compression = sniff_compression(head_of(path, 16))
     if compression:
         found.facts["compression"] = compression
     with closing(open_unpacked(path)) as file:
         WALKERS[kind](found, file, options)
+    if compression:
+        found.total_bytes = max(path.stat().st_size, found.read_bytes)
     return found
 
 
@@ -168,7 +162,7 @@ def _jsonl(found: Walk, file: BinaryIO, options: Options) -> None:
     same, total = seen.repeated()
     if same:
         evidence = f"{same} of {total} lines stand there before, byte for byte"
-        found.say("duplicate-lines", "lines", evidence, CERTAIN if same * 100 >= total else POSSIBLE)
+        found.say("duplicate-lines", "lines", evidence, sure=CERTAIN if same * 100 >= total else POSSIBLE)
     found.findings.extend(judge(counts, str(found.path), "", "tokenize the text again"))
 
 
@@ -195,7 +189,7 @@ def _line_problem(found: Walk, line: bytes, start: int, number: int, counts: Tok
         found.say("truncated" if ended else "damaged", where, f"expected a JSON value, got {line[:60]!r}: {what}")
         return what
     if isinstance(row, dict):
-        for name in _COLUMNS:
+        for name in TOKEN_COLUMNS:
             ids = row.get(name)
             if isinstance(ids, list) and ids and all(type(one) is int and abs(one) < 1 << 62 for one in ids):
                 counts.feed(Window(str(found.path), 0, np.array(ids, np.int64)))
@@ -229,21 +223,21 @@ def mend_stream(path: Path, kind: str, out: Path, options: Options) -> list[Path
     Raises:
         UsageError: If nothing of it is whole.
     """
-    found = walk(path, kind, options)
+    found = walk(kind, path, options)
     if not found.good:
         raise UsageError(f"{path}: expected something whole in it, got nothing. Fetch or write it again.")
     compression = str(found.facts.get("compression", ""))
-    atomic_write(out / path.name, _packed(_copied(found), compression))
+    atomic_write(out / path.name, _packed(_copied(found, kind), compression))
     return [out / path.name]
 
 
-def _copied(found: Walk) -> Iterator[bytes]:
+def _copied(found: Walk, kind: str) -> Iterator[bytes]:
     with closing(open_unpacked(found.path)) as file:
         at = 0
         for start, stop in found.good:
             _pass(file, start - at)
             at, left = start, stop - start
-            if found.kind in _LINES:
+            if kind in _LINES:
                 line = file.readline(_MOST_LINE)
                 yield line if line.endswith(b"\n") else line + b"\n"
                 at += len(line)
@@ -252,9 +246,9 @@ def _copied(found: Walk) -> Iterator[bytes]:
                 yield data
                 left -= len(data)
             at = stop
-            if found.kind == "webdataset":
+            if kind == "webdataset":
                 yield bytes(left + -(stop - start) % 512)
-    if found.kind == "webdataset":
+    if kind == "webdataset":
         yield bytes(1024)
 
 

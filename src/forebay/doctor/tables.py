@@ -5,6 +5,7 @@ Hides: that reading is all there is to test: pages are decoded and their checksu
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +14,38 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from forebay.doctor.report import CERTAIN, POSSIBLE, Finding, Options
+from forebay.doctor.report import POSSIBLE, Options
 from forebay.doctor.tokens import TokenCounts, Window
-from forebay.doctor.verdicts import judge
+from forebay.doctor.verdicts import FETCH, Look, judge
 from forebay.errors import UsageError
+from forebay.formats.arrow import ipc_batches, is_list, open_ipc
+from forebay.formats.foreign import TOKEN_COLUMNS, head_of
 from forebay.storage.atomic import open_atomic
 
-_COLUMNS = ("input_ids", "tokens")
 _DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, MemoryError)
-FETCH = "fetch or write it again"
 
 
-class Table:
+class Table(Look):
     """A walk through one table file; `good` are the indexes of row groups or batches that read."""
 
-    def __init__(self, path: Path, options: Options) -> None:
-        self.path, self.options = path, options
-        self.facts: dict[str, Any] = {}
-        self.findings: list[Finding] = []
-        self.good: list[int] = []
-        self.read_bytes = 0
-        self.counts = TokenCounts(options, rows=True)
+    counts: TokenCounts
 
-    def say(self, fault: str, place: str, evidence: str, mend: str = FETCH, sure: str = CERTAIN) -> None:
-        self.findings.append(Finding(fault, sure, str(self.path), place, evidence, mend))
+    def __init__(self, path: Path, options: Options) -> None:
+        super().__init__(path, counts=TokenCounts(options, rows=True))
+        self.options = options
+        self.good: list[int] = []
 
     def is_enough(self) -> bool:
         return not self.options.full and self.read_bytes > self.options.most_bytes
 
     def take(self, batch: Any) -> None:
         """Look at the tokens in a batch, if it has a column of them."""
-        for name in _COLUMNS:
+        for name in TOKEN_COLUMNS:
             index = batch.schema.get_field_index(name)
             if index < 0:
                 continue
             column = batch.column(index)
-            kind = column.type
-            if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+            if is_list(column.type):
                 values = column.flatten()
                 if pa.types.is_integer(values.type) and len(values) and not values.null_count:
                     tokens = np.asarray(values.to_numpy(zero_copy_only=False))
@@ -72,8 +68,7 @@ def examine_parquet(path: Path, options: Options) -> Table:
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
     except _DAMAGE as error:
-        tail = path.read_bytes()[-4:] if path.stat().st_size < 8 else _tail(path)
-        fault = "truncated" if tail != b"PAR1" else "damaged"
+        fault = "damaged" if _tail(path, 4) == b"PAR1" else "truncated"
         found.say(fault, f"byte {path.stat().st_size}", f"expected a footer that ends in PAR1, got: {_said(error)}")
         return found
     with file:
@@ -112,13 +107,9 @@ def examine_arrow(path: Path, options: Options) -> Table:
     found = Table(path, options)
     rows = number = 0
     try:
-        with pa.memory_map(str(path)) as source:
-            is_file = source.read(6) == b"ARROW1"
-            source.seek(0)
-            reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+        with open_ipc(path) as reader:
             found.facts["columns"] = ", ".join(f"{f.name} {f.type}" for f in reader.schema)[:500]
-            batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
-            for number, batch in enumerate(batches):
+            for number, batch in enumerate(ipc_batches(reader)):
                 batch.validate(full=True)
                 rows += len(batch)
                 found.take(batch)
@@ -126,7 +117,8 @@ def examine_arrow(path: Path, options: Options) -> Table:
                 found.read_bytes += batch.nbytes
                 if found.is_enough():
                     break
-            if not is_file and not found.is_enough() and not _ends_well(path):
+            is_stream = isinstance(reader, pa.ipc.RecordBatchStreamReader)
+            if is_stream and not found.is_enough() and _tail(path, 8) != b"\xff\xff\xff\xff\0\0\0\0":
                 evidence = "expected the stream's end (8 bytes), got none: it may be cut between two batches"
                 found.say("truncated", f"byte {path.stat().st_size}", evidence, _mend_arrow(path), POSSIBLE)
     except _DAMAGE as error:
@@ -158,27 +150,16 @@ def mend_table(path: Path, kind: str, out: Path, options: Options) -> list[Path]
                 for group in found.good:
                     writer.write_table(file.read_row_group(group))
         else:
-            with pa.memory_map(str(path)) as source:
-                is_file = source.read(6) == b"ARROW1"
-                source.seek(0)
-                reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-                make = pa.ipc.new_file if is_file else pa.ipc.new_stream
-                with make(part, reader.schema) as writer:
-                    for index in found.good:
-                        writer.write_batch(reader.get_batch(index) if is_file else reader.read_next_batch())
+            with open_ipc(path) as reader:
+                is_stream = isinstance(reader, pa.ipc.RecordBatchStreamReader)
+                with (pa.ipc.new_stream if is_stream else pa.ipc.new_file)(part, reader.schema) as writer:
+                    for batch in islice(ipc_batches(reader), len(found.good)):  # The good ones come first.
+                        writer.write_batch(batch)
     return [target]
 
 
-def _ends_well(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-min(8, path.stat().st_size), 2)
-        return file.read() == b"\xff\xff\xff\xff\0\0\0\0"
-
-
-def _tail(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(-4, 2)
-        return file.read()
+def _tail(path: Path, num_bytes: int) -> bytes:
+    return head_of(path, num_bytes, max(0, path.stat().st_size - num_bytes))
 
 
 def _said(error: BaseException) -> str:

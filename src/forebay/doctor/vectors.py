@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from forebay.doctor import sample_ids
 from forebay.doctor.report import CERTAIN, LIKELY, Finding, Options
 from forebay.doctor.tokens import BLOCK_BYTES, WINDOW_TOKENS, TokenCounts, Window, spans
-from forebay.doctor.verdicts import judge, true_dtype
+from forebay.doctor.verdicts import Look, judge, true_dtype
 from forebay.errors import DatasetError
 from forebay.formats import npy
 from forebay.formats.detect import LLMC_TYPES, NPY_MAGIC, detect
@@ -46,12 +46,12 @@ class Header:
         return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
 
 
-@dataclass
-class Survey:
+@dataclass(kw_only=True)
+class Survey(Look):
     """What a file of tokens is.
 
     Attributes:
-        path, kind: The file; `npy`, `llm.c` or `raw tokens`.
+        kind: `npy`, `llm.c` or `raw tokens`.
         memory: Its map.
         start, stop: Bytes of the tokens.
         dtype: As a reader takes them: little endian unless a header says otherwise.
@@ -59,23 +59,17 @@ class Survey:
         skips: Bytes [a, b) between that are no tokens.
         ids: The sample ids beside it.
         seq_len: Tokens of a sample, where told or found.
-        findings: What is wrong.
     """
 
-    path: Path
     kind: str
     memory: Bytes8
     start: int
     stop: int
     dtype: np.dtype[Any]
     true: np.dtype[Any]
-    facts: dict[str, Any]
     skips: list[tuple[int, int]] = field(default_factory=list)
     ids: npy.Vector | None = None
     seq_len: int = 0
-    findings: list[Finding] = field(default_factory=list)
-    counts: TokenCounts | None = None
-    read_bytes: int = 0
 
     @property
     def count(self) -> int:
@@ -86,9 +80,6 @@ class Survey:
     def mend(self) -> str:
         """The command that mends it."""
         return f"forebay doctor {self.path} --mend OUT"
-
-    def say(self, fault: str, place: str, evidence: str, confidence: str = CERTAIN, mend: str = "") -> None:
-        self.findings.append(Finding(fault, confidence, str(self.path), place, evidence, mend or self.mend))
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens [start, stop), a view."""
@@ -122,6 +113,7 @@ def survey(path: Path, options: Options) -> Survey:
     if found.dtype.kind in "iu" and found.dtype.itemsize in (2, 4, 8):
         _samples(found, options)
         _tokens(found, options)
+    found.facts["tokens"] = found.count
     return found
 
 
@@ -132,7 +124,7 @@ def _open(path: Path, memory: Bytes8, options: Options) -> Survey:
     if kind == "llm.c":
         return _open_llmc(path, memory)
     dtype = options.dtype or _guess(memory, options)
-    found = Survey(path, "raw tokens", memory, 0, len(memory), dtype, dtype, {})
+    found = _survey(path, "raw tokens", memory, 0, len(memory), dtype)
     found.facts["dtype"] = f"{dtype} ({'told' if options.dtype else 'guessed'})"
     if not len(memory):
         found.say("empty", "byte 0", "expected tokens, got no byte", mend="fetch or write it again")
@@ -148,17 +140,21 @@ def _open(path: Path, memory: Bytes8, options: Options) -> Survey:
     return found
 
 
+def _survey(path: Path, kind: str, memory: Bytes8, start: int, stop: int, dtype: np.dtype[Any]) -> Survey:
+    return Survey(path, kind=kind, memory=memory, start=start, stop=stop, dtype=dtype, true=dtype)
+
+
 def _open_npy(path: Path, memory: Bytes8) -> Survey:
     header = header_at(memory, 0)
     if header is None:
-        plain = np.dtype("<u2")
-        found = Survey(path, "npy", memory, len(memory), len(memory), plain, plain, {})
+        found = _survey(path, "npy", memory, len(memory), len(memory), np.dtype("<u2"))
         evidence = f"expected NumPy's header, got its magic and then {memory[6:40].tobytes()!r}"
         found.say("damaged-header", "byte 0", evidence, mend="fetch or write it again")
         return found
     kind = header.dtype.newbyteorder("<")
     stop = min(len(memory), header.num_bytes + header.data_bytes)
-    found = Survey(path, "npy", memory, header.num_bytes, stop, kind, kind, {"dtype": str(header.dtype)})
+    found = _survey(path, "npy", memory, header.num_bytes, stop, kind)
+    found.facts["dtype"] = str(header.dtype)
     if path.suffix != ".npy":
         evidence = (
             f"named {path.suffix or 'without a suffix'}, and begins with NumPy's header of {header.num_bytes} bytes: "
@@ -211,7 +207,7 @@ def _open_llmc(path: Path, memory: Bytes8) -> Survey:
     wanted = LLMC_BYTES + count * dtype.itemsize
     stop = min(len(memory), wanted) if count > 0 else len(memory)
     stop -= (stop - LLMC_BYTES) % dtype.itemsize if stop > LLMC_BYTES else 0
-    found = Survey(path, "llm.c", memory, min(LLMC_BYTES, len(memory)), max(stop, LLMC_BYTES), dtype, dtype, {})
+    found = _survey(path, "llm.c", memory, min(LLMC_BYTES, len(memory)), max(stop, LLMC_BYTES), dtype)
     found.facts["dtype"] = str(dtype)
     if len(memory) != wanted:
         fault = "truncated" if len(memory) < wanted else "appended"
@@ -261,7 +257,7 @@ def _trailing_zeros(found: Survey) -> None:
         f"not written{sparse}"
     )
     stop += -(stop - found.start) % found.dtype.itemsize
-    found.say("trailing-zeros", f"byte {stop}", evidence, LIKELY)
+    found.say("trailing-zeros", f"byte {stop}", evidence, sure=LIKELY)
     found.stop = stop
 
 

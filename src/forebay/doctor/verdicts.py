@@ -6,6 +6,9 @@ Hides: the thresholds, each with what a clean file has instead.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +20,35 @@ _FEWEST_FOR_EOS = 100_000
 _LONG_GAP = 4 << 20  # Tokens: the longest novels have about one million.
 _NUMPY = {2: "uint16", 4: "uint32", 8: "int64"}
 
+FETCH = "fetch or write it again"
 PREPARE_AGAIN = "forebay prepare TEXT --tokenizer TOKENIZER --out DIR"
+
+
+@dataclass
+class Look:
+    """Result of examining a file or dataset; the attributes are those of `Report`.
+
+    Attributes:
+        total_bytes: 0 for the size on disk.
+        is_structure: The contents are of no type that can be checked.
+    """
+
+    path: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    counts: TokenCounts | None = None
+    read_bytes: int = 0
+    total_bytes: int = 0
+    is_structure: bool = False
+
+    @property
+    def mend(self) -> str:
+        """The advice of a finding that gives none."""
+        return FETCH
+
+    def say(self, fault: str, place: str, evidence: str, mend: str = "", sure: str = CERTAIN) -> None:
+        """Add a finding."""
+        self.findings.append(Finding(fault, sure, str(self.path), place, evidence, mend or self.mend))
 
 
 def judge(counts: TokenCounts, path: str, mend: str, again: str = PREPARE_AGAIN) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from forebay.errors import DatasetError
 from forebay.formats.foreign import (
     MOST_COPIED_TOKENS,
+    TOKEN_COLUMNS,
     U64,
     ForeignDataset,
     Part,
@@ -36,7 +37,6 @@ from forebay.formats.foreign import (
 
 STATE_FILE = "state.json"
 _MOST_STATE_BYTES = 64 << 20
-_NAMES = ("input_ids", "tokens")
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,34 @@ def files_of(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
+def open_ipc(path: Path) -> Any:
+    """A reader of an Arrow IPC file or stream, by its first bytes; batches are views of the file's map."""
+    source = pa.memory_map(str(path))
+    magic = source.read(6)
+    source.seek(0)
+    return pa.ipc.open_file(source) if magic == b"ARROW1" else pa.ipc.open_stream(source)
+
+
+def ipc_batches(reader: Any) -> Iterator[pa.RecordBatch]:
+    """The record batches of a reader, in order."""
+    if isinstance(reader, pa.ipc.RecordBatchFileReader):
+        return (reader.get_batch(index) for index in range(reader.num_record_batches))
+    return iter(reader)
+
+
+def is_list(kind: Any) -> bool:
+    """Whether a type is of lists, of any or a fixed length."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
 def _batches_of(path: Path, column: str | None) -> list[Any]:
     """The column of tokens of each record batch; views of the file's map."""
     try:
         with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
-            names = [column] if column is not None else [n for n in _NAMES if n in reader.schema.names][:1]
+            names = [column] if column is not None else [n for n in TOKEN_COLUMNS if n in reader.schema.names][:1]
             if not names or names[0] not in reader.schema.names:
                 raise DatasetError(
-                    f"{path}: expected a column of token lists ({column or ' or '.join(_NAMES)}), got "
+                    f"{path}: expected a column of token lists ({column or ' or '.join(TOKEN_COLUMNS)}), got "
                     f"{', '.join(reader.schema.names)[:500]}. Say column=…, or tokenize text first with "
                     "`forebay prepare`."
                 )
@@ -140,8 +160,7 @@ def _batches_of(path: Path, column: str | None) -> list[Any]:
 
 def _kind_of(path: Path, lists: Any) -> np.dtype[Any]:
     kind = lists.type
-    is_lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if is_lists and pa.types.is_integer(kind.value_type):
+    if is_list(kind) and pa.types.is_integer(kind.value_type):
         found: np.dtype[Any] = np.dtype(kind.value_type.to_pandas_dtype())
         return found
     raise DatasetError(f"{path}: expected lists of integers, got {kind}. Name another column, or write it again.")

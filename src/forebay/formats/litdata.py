@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from forebay.errors import DatasetError
 from forebay.formats.compression import one_large
 from forebay.formats.foreign import (
+    TOKEN_COLUMNS,
     U64,
     Bytes8,
     ForeignDataset,
@@ -43,7 +44,6 @@ from forebay.formats.litdata_chunks import Chunk, Layout, body_of, footer_of, is
 INDEX_FILE = "index.json"
 _MOST_INDEX_BYTES = 1 << 30
 _MOST_CHUNK_BYTES = (1 << 32) - 1
-_NAMES = ("input_ids", "tokens")
 _LOADERS = ("PyTreeLoader", "TokensLoader")
 
 
@@ -165,13 +165,13 @@ def _leaves(spec: Any, name: str) -> Iterator[str]:
 
 def _leaf(path: Path, names: list[str], formats: tuple[str, ...], column: str | None) -> int:
     found = [i for i, form in enumerate(formats) if is_tokens(form)]
-    named = [i for wanted in ([column] if column is not None else _NAMES) for i in found if names[i] == wanted]
+    named = [i for wanted in ([column] if column is not None else TOKEN_COLUMNS) for i in found if names[i] == wanted]
     if named:
         return named[0]
     if column is None and len(found) == 1:
         return found[0]
     raise DatasetError(
-        f"{path}: expected a leaf of tokens ({column or ' or '.join(_NAMES)}), got "
+        f"{path}: expected a leaf of tokens ({column or ' or '.join(TOKEN_COLUMNS)}), got "
         f"{', '.join(f'{n}: {f}' for n, f in zip(names, formats))[:500]}. Say column=…, or tokenize text first with "
         "`forebay prepare`."
     )

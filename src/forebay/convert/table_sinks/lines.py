@@ -90,21 +90,8 @@ def _packing(out: Path, options: Options) -> tuple[Callable[[BinaryIO], Any], st
     if wanted == "zstd":
         return lambda file: zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False), ".zst"
     if wanted == "none":
-        return _Bare, ""
+        return lambda file: file, ""
     raise UsageError(f"--compress: expected zstd, gzip or none for lines, got {wanted!r}.")
-
-
-class _Bare:
-    """The file itself, which its owner closes."""
-
-    closed = False
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.write = file.write
-        self.flush = file.flush
-
-    def close(self) -> None:
-        self.flush()
 
 
 def _plain(name: str, column: pa.Array, first_row: int) -> list[Any]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from forebay.convert.content import Options, TableSource, Written
 from forebay.convert.images import bare_images
 from forebay.convert.narrow import narrow
-from forebay.convert.table_digest import flatten
+from forebay.convert.table_digest import flatten, is_number, leaf_type
 from forebay.convert.table_sinks.base import refuse_columns, write_parts
 from forebay.errors import DatasetError
 from forebay.prepare.read.tfrecord import crc32c, masked
@@ -63,11 +63,7 @@ def write_tfrecord(source: TableSource, out: Path, options: Options) -> Written:
 
 
 def _fits(kind: Any) -> bool:
-    if isinstance(kind, pa.BaseExtensionType):
-        kind = kind.storage_type
-    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        kind = kind.value_type
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or _is_blob(kind))
+    return is_number(leaf := leaf_type(kind)) or _is_blob(leaf)
 
 
 def _is_blob(kind: Any) -> bool:

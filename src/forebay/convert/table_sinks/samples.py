@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from forebay.convert.content import Options, TableSource, Written
 from forebay.convert.images import bare_images
-from forebay.convert.table_digest import flatten, tensor_shape
+from forebay.convert.table_digest import flatten, is_number, tensor_shape
 from forebay.convert.table_sinks.base import contains, is_beyond_json, refuse_columns, write_parts
 from forebay.convert.table_sources.samples import KEY
 from forebay.errors import DatasetError, UsageError
@@ -93,10 +93,9 @@ def _values(name: str, column: pa.Array, first_row: int) -> list[Any]:
     """Lists and tensors of numbers as arrays; all else as Python has it."""
     counts, leaves = flatten(column)
     kind = leaves.type
-    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
     shape = tensor_shape(column.type)
     inner = getattr(column.type, "value_type", None)
-    if is_number and (shape is not None or (inner is not None and inner == kind)):
+    if is_number(kind) and (shape is not None or (inner is not None and inner == kind)):
         if leaves.null_count:
             raise DatasetError(f"WebDataset: expected no gaps in {name!r}, got some (row {first_row} or after).")
         values = leaves.to_numpy(zero_copy_only=False)

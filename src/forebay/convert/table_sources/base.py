@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ from forebay.errors import DatasetError
 from forebay.prepare.read.opening import open_plain
 
 Array: TypeAlias = NDArray[Any]
+T = TypeVar("T")
 BATCH_BYTES = 16 << 20
 DTYPE_KEY = b"forebay.dtype"
 """Of a field's metadata: the type that bits in the column are of, as `BF16`."""
@@ -56,6 +57,20 @@ def open_bytes(path: Path) -> AbstractContextManager[BinaryIO]:
 def rows_at_once(row_bytes: float) -> int:
     """Rows of a batch, where a row takes so many bytes."""
     return max(1, min(1 << 16, int(BATCH_BYTES // max(1.0, row_bytes))))
+
+
+def batched(items: Iterable[T], weigh: Callable[[T], int], most: int, most_items: int) -> Iterator[list[T]]:
+    """Items in lists, each of which ends once its items weigh `most` or are `most_items`."""
+    held: list[T] = []
+    weight = 0
+    for item in items:
+        held.append(item)
+        weight += weigh(item)
+        if weight >= most or len(held) >= most_items:
+            yield held
+            held, weight = [], 0
+    if held:
+        yield held
 
 
 def field_of(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], kind: str = "") -> pa.Field:

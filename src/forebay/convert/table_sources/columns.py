@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from forebay.convert.table_sources.base import Table, one_schema, rows_at_once
 from forebay.errors import DatasetError
+from forebay.formats.arrow import ipc_batches, open_ipc
 
 _DAMAGE = (pa.ArrowException, OSError, ValueError, OverflowError)
 
@@ -34,7 +34,7 @@ def open_arrow(paths: Sequence[Path], kind: str = "arrow") -> Table:
     schemas = []
     for path in paths:
         try:
-            with _ipc(path) as reader:
+            with open_ipc(path) as reader:
                 schemas.append(reader.schema)
         except _DAMAGE as error:
             raise _damaged(path, "Arrow", error) from error
@@ -64,8 +64,8 @@ def _read_parquet(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.Recor
 def _read_arrow(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     for path in paths:
         try:
-            with _ipc(path) as reader:
-                for batch in _ipc_batches(reader):
+            with open_ipc(path) as reader:
+                for batch in ipc_batches(reader):
                     batch.validate()
                     for column in batch.columns:
                         if not pa.types.is_primitive(column.type):
@@ -75,19 +75,6 @@ def _read_arrow(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordB
                         yield _fitted(batch.slice(start, step), schema)
         except _DAMAGE as error:
             raise _damaged(path, "Arrow", error) from error
-
-
-def _ipc(path: Path) -> Any:
-    source = pa.memory_map(str(path))
-    magic = source.read(6)
-    source.seek(0)
-    return pa.ipc.open_file(source) if magic == b"ARROW1" else pa.ipc.open_stream(source)
-
-
-def _ipc_batches(reader: Any) -> Iterator[pa.RecordBatch]:
-    if isinstance(reader, pa.ipc.RecordBatchFileReader):
-        return (reader.get_batch(index) for index in range(reader.num_record_batches))
-    return iter(reader)
 
 
 def _fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

@@ -6,12 +6,14 @@ no image by its first bytes is passed over.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
-from forebay.convert.table_sources.base import BATCH_BYTES, Table
+from forebay.convert.table_sources.base import BATCH_BYTES, Table, batched
 from forebay.errors import UsageError
 
 _SPLITS = ("train", "val", "valid", "validation", "test")
@@ -35,17 +37,15 @@ def open_pictures(folder: Path, files: Sequence[Path]) -> Table:
     labels = {top: number for number, top in enumerate(tops)}
 
     def read() -> Iterator[pa.RecordBatch]:
-        rows: list[dict[str, object]] = []
-        size = 0
-        for path, parts in zip(files, owners):
-            data = path.read_bytes()
-            label = {"label": labels[parts[0]]} if tops else {}
-            rows.append({"image": data, **label, "path": path.relative_to(folder).as_posix()})
-            size += len(data)
-            if size >= BATCH_BYTES:
-                yield pa.RecordBatch.from_pylist(rows, schema)
-                rows, size = [], 0
-        if rows:
-            yield pa.RecordBatch.from_pylist(rows, schema)
+        rows: Iterator[dict[str, Any]] = (
+            {
+                "image": path.read_bytes(),
+                **({"label": labels[parts[0]]} if tops else {}),
+                "path": path.relative_to(folder).as_posix(),
+            }
+            for path, parts in zip(files, owners)
+        )
+        some = batched(rows, lambda row: len(row["image"]), BATCH_BYTES, len(files))
+        return map(functools.partial(pa.RecordBatch.from_pylist, schema=schema), some)
 
     return Table("images", schema, len(files), read, {"classes": tops} if tops else {})

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from forebay.convert.table_sources.base import BATCH_BYTES, Table, open_bytes
+from forebay.convert.table_sources.base import BATCH_BYTES, Table, batched, open_bytes
 from forebay.errors import DatasetError
 from forebay.prepare.read.tfrecord import NotExampleError, fields, frames
 
@@ -140,23 +140,15 @@ def _is_text(value: bytes) -> bool:
 
 
 def _read(paths: Sequence[Path], schema: pa.Schema, kinds: dict[str, int]) -> Iterator[pa.RecordBatch]:
-    waiting: list[_Row] = []
-    size, first = 0, ""
-    for where, row, length in _records(paths):
-        first = first or where
-        for name, (kind, values) in row.items():
-            if kinds.get(name) != kind or (len(values) != 1 and not pa.types.is_list(schema.field(name).type)):
-                raise DatasetError(
-                    f"{where}: expected features {', '.join(schema.names)[:300]} as the first 64 MiB have them, got "
-                    f"{name!r} with {len(values)} values of kind {kind}. Put such a record first."
-                )
-        waiting.append(row)
-        size += length
-        if size >= BATCH_BYTES or len(waiting) >= _BATCH_ROWS:
-            yield _batch(waiting, schema, first)
-            waiting, size, first = [], 0, ""
-    if waiting:
-        yield _batch(waiting, schema, first)
+    for some in batched(_records(paths), lambda one: one[2], BATCH_BYTES, _BATCH_ROWS):
+        for where, row, _ in some:
+            for name, (kind, values) in row.items():
+                if kinds.get(name) != kind or (len(values) != 1 and not pa.types.is_list(schema.field(name).type)):
+                    raise DatasetError(
+                        f"{where}: expected features {', '.join(schema.names)[:300]} as the first 64 MiB have them, "
+                        f"got {name!r} with {len(values)} values of kind {kind}. Put such a record first."
+                    )
+        yield _batch([row for _, row, _ in some], schema, some[0][0])
 
 
 def _batch(rows: list[_Row], schema: pa.Schema, where: str) -> pa.RecordBatch:

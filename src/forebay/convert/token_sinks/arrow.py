@@ -55,8 +55,7 @@ def write_arrow(source: TokenSource, out: Path, options: Options) -> Written:
     (out / "dataset_info.json").write_text(json.dumps(info, indent=2))
     (out / "state.json").write_text(json.dumps(state, indent=2))
     paths = (*map(Path, names), Path("dataset_info.json"), Path("state.json"))
-    documents = stream.num_documents
-    return Written(paths, stream.num_tokens, documents, documents, stream.digest.whole, tuple(stream.notes))
+    return stream.written(paths, stream.num_documents)
 
 
 def _batch(group: list[NDArray[Any]], schema: Any) -> Any:

@@ -50,9 +50,7 @@ def write_litdata(source: TokenSource, out: Path, options: Options) -> Written:
         "updated_at": str(int(stream.digest.tokens[:12], 16)),
     }
     (out / "index.json").write_text(json.dumps(index, sort_keys=True))
-    documents = stream.num_documents
-    paths = (*names, Path("index.json"))
-    return Written(paths, stream.num_tokens, documents, documents, stream.digest.whole, tuple(stream.notes))
+    return stream.written([*names, Path("index.json")], stream.num_documents)
 
 
 def _config(stream: Stream, options: Options, items: str) -> dict[str, Any]:

@@ -59,9 +59,7 @@ def write_mds(source: TokenSource, out: Path, options: Options) -> Written:
             }
         )
     (out / "index.json").write_text(json.dumps({"shards": shards, "version": 2}, sort_keys=True))
-    paths = (*names, Path("index.json"))
-    documents = stream.num_documents
-    return Written(paths, stream.num_tokens, documents, documents, stream.digest.whole, tuple(stream.notes))
+    return stream.written([*names, Path("index.json")], stream.num_documents)
 
 
 def _entry(name: str, data: bytes) -> dict[str, Any]:

@@ -47,14 +47,7 @@ def write_megatron(source: TokenSource, out: Path, options: Options) -> Written:
         index.write(count.to_bytes(8, "little") + (count + 1).to_bytes(8, "little"))
         _write_columns(index, sizes, count, stream.itemsize)
     lengths.unlink()
-    return Written(
-        (Path(data.name), Path(idx.name)),
-        stream.num_tokens,
-        None,
-        stream.num_documents,
-        stream.digest.whole,
-        tuple(stream.notes),
-    )
+    return stream.written([Path(data.name), Path(idx.name)])
 
 
 def _write_columns(index: BinaryIO, lengths: BinaryIO, count: int, itemsize: int) -> None:

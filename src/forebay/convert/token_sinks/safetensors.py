@@ -8,7 +8,6 @@ from typing import Any
 
 from forebay.convert.content import Options, TokenSource, Written
 from forebay.convert.streams import Stream, settle, slices_of
-from forebay.convert.token_sources import DatasetTokens
 from forebay.dataset.manifest import FORMAT_VERSION, MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.reader import listed_files
 from forebay.dataset.slices import hash_file, write_rows_slice, write_token_slice
@@ -35,7 +34,7 @@ def write_safetensors(source: TokenSource, out: Path, options: Options) -> Writt
     atomic_write(out / TABLE_FILE, data)
     atomic_write(out / MANIFEST_FILE, _manifest(stream, options, out, table, files).to_json())
     paths = (*(Path(row.name) for row in rows), *map(Path, files), Path(TABLE_FILE), Path(MANIFEST_FILE))
-    return Written(paths, stream.num_tokens, None, stream.num_documents, stream.digest.whole, tuple(stream.notes))
+    return stream.written(paths)
 
 
 def _manifest(stream: Stream, options: Options, out: Path, table: SliceTable, files: dict[str, str]) -> Manifest:
@@ -63,13 +62,14 @@ def _manifest(stream: Stream, options: Options, out: Path, table: SliceTable, fi
 
 def _copy_files(source: TokenSource, out: Path) -> dict[str, str]:
     """The tokenizer of a dataset of ours goes with its tokens."""
-    if not isinstance(source, DatasetTokens):
+    dataset = getattr(source, "dataset", None)
+    if dataset is None:
         return {}
-    listed = listed_files(source.dataset.manifest)
+    listed = listed_files(dataset.manifest)
     copied = {}
     for name in _COPIED:
-        if name in listed and (source.dataset.path / name).is_file():
-            shutil.copyfile(source.dataset.path / name, out / name)
+        if name in listed and (dataset.path / name).is_file():
+            shutil.copyfile(dataset.path / name, out / name)
             copied[name] = hash_file(out / name)
     return copied
 
@@ -88,6 +88,4 @@ def _write_flat(source: TokenSource, out: Path, options: Options) -> Written:
             write_rows_slice(out / names[-1], {"input_ids": part.tokens.reshape(-1, seq_len)})
         else:
             write_token_slice(out / names[-1], part.tokens, part.ends)
-    return Written(
-        tuple(names), stream.num_tokens, None, stream.num_documents, stream.digest.whole, tuple(stream.notes)
-    )
+    return stream.written(names)

@@ -16,8 +16,7 @@ from forebay.convert.content import Options, TokenSource, Written
 from forebay.convert.streams import Stream, settle
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import UsageError
-from forebay.formats.detect import NPY_MAGIC
-from forebay.formats.npy import sample_id
+from forebay.formats.npy import npy_head, sample_id
 
 _LLMC = {"U16": (20240520, 1), "U32": (20240801, 7)}  # What the 256 int32 of the header begin with: magic and version.
 _LLMC_MOST = (1 << 31) - 1
@@ -73,24 +72,16 @@ def write_npy(source: TokenSource, out: Path, options: Options) -> Written:
         for index, count, tokens, is_last in _runs(stream, per_file):
             if opened.file is None:
                 files.append(Path(f"train_{index:06d}.npy"))
-                opened.begin(out / files[-1], npy_header(TOKEN_DTYPES[stream.dtype].str, count))
+                opened.begin(out / files[-1], npy_head(TOKEN_DTYPES[stream.dtype], count))
             opened.write(tokens, is_last)
             ids.append(_ids(held, tokens, seq_len))
             if is_last:
                 files.append(Path(f"sample_ids_{index:06d}.{'bin' if is_raw else 'npy'}"))
-                head = b"" if is_raw else npy_header("<u8", count // seq_len)
+                head = b"" if is_raw else npy_head(np.dtype("<u8"), count // seq_len)
                 (out / files[-1]).write_bytes(head + np.concatenate(ids).astype("<u8").tobytes())
                 ids = []
-    notes = (*stream.notes, f"samples of {seq_len} tokens")
-    num_samples = stream.num_tokens // seq_len
-    return Written(tuple(files), stream.num_tokens, num_samples, 0, stream.digest.whole, notes)
-
-
-def npy_header(descr: str, count: int) -> bytes:
-    """NumPy's header of a vector, a multiple of 64 bytes."""
-    text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': ({count},), }}"
-    text += " " * (-(len(text) + 11) % 64) + "\n"
-    return NPY_MAGIC + b"\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+    stream.notes.append(f"samples of {seq_len} tokens")
+    return stream.written(files, stream.num_tokens // seq_len)
 
 
 def _write(stream: Stream, out: Path, options: Options, suffix: str, header: Any, per_file: int) -> Written:
@@ -107,8 +98,7 @@ def _write(stream: Stream, out: Path, options: Options, suffix: str, header: Any
                 files.append(Path(f"{name}_{index:06d}{suffix}" if options.shard_tokens else f"{name}{suffix}"))
                 opened.begin(out if is_file else out / files[-1], header(count))
             opened.write(tokens, is_last)
-    listed = (Path(),) if is_file else tuple(files)
-    return Written(listed, stream.num_tokens, None, 0, stream.digest.whole, tuple(stream.notes))
+    return stream.written([Path()] if is_file else files)
 
 
 class _Opened:
