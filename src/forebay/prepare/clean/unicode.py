@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from forebay.errors import UsageError
 from forebay.prepare.clean.spans import frozen_buffers, replace_rows
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Verdict, keep_all, replace_column, text_column
+from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_column
 
 FORMS = ("NFC", "NFKC", "none")
 ROUNDS = 8
@@ -207,7 +207,7 @@ def _tidy(
 
 
 @dataclass(frozen=True)
-class Unicode:
+class Unicode(Stage):
     """Repairs and normalises text, without dropping a document. Applying it again changes nothing.
 
     Args:
@@ -244,15 +244,6 @@ class Unicode:
             raise UsageError(f"form: expected one of {', '.join(FORMS)}, got {self.form!r}")
         if not isinstance(self.max_blank_lines, int) or self.max_blank_lines < -1:
             raise UsageError(f"max_blank_lines: expected -1 or more, got {self.max_blank_lines!r}")
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """It drops nothing."""
-        return ()
-
-    def files(self) -> tuple[str, ...]:
-        """It reads none."""
-        return ()
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """The batch with its texts repaired; counts `mojibake`, `normalised` (documents) and those of KINDS."""
