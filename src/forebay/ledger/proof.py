@@ -23,7 +23,6 @@ from forebay.ledger.verify import Verifier, coverage_of
 from forebay.peer_id import peer_id_of
 
 FORMAT = "forebay coverage proof 2"
-_MOST_BYTES = 1 << 30
 
 
 def prove(index: LedgerIndex, epoch: int, slice_index: int) -> dict[str, Any]:

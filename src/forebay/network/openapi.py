@@ -19,7 +19,6 @@ Schema = Mapping[str, Any]
 OBJECT: Schema = {"type": "object"}
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
-NUMBER: Schema = {"type": "number"}
 COUNT: Schema = {"type": "integer", "minimum": 0, "maximum": 2**62}
 SECONDS: Schema = {"type": "number", "minimum": 0}
 SHA256: Schema = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
@@ -88,11 +87,6 @@ def array(of: Schema, most: int | None = None) -> Schema:
 def choice(*words: str) -> Schema:
     """Schema of one of these words."""
     return {"type": "string", "enum": list(words)}
-
-
-def either(*schemas: Schema) -> Schema:
-    """Schema of what is as one of these says, or several."""
-    return {"anyOf": list(schemas)}
 
 
 def openapi(title: str, doors: Iterable[Door]) -> dict[str, Any]:

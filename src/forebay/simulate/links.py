@@ -118,10 +118,6 @@ class Links:
         """The transfers under way from or to a node."""
         return [flow for flow in self._flows if node in (flow.source, flow.target)]
 
-    def num_from(self, node: int) -> int:
-        """How many transfers a node gives now."""
-        return int((self._sources[: len(self._flows)] == node).sum())
-
     def rates(self, origins: int) -> tuple[float, float]:
         """Bytes/s now: from the first `origins` nodes, and from all others."""
         n = len(self._flows)
