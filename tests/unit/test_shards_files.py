@@ -17,8 +17,7 @@ from forebay.formats import open_foreign
 from forebay.formats.npy import npy_head, sample_id, vector_in
 from forebay.formats.shard_writer import write_shards
 from forebay.load.shard_check import SampleCheck, read_ids
-from forebay.store.shard_list import read_list
-from forebay.store.shards import ShardFolder
+from forebay.store.shards import ShardFolder, read_list
 
 L = 16
 

@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ from numpy.typing import NDArray
 from forebay.errors import LedgerError
 from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, Link, read_link, read_links
 from forebay.ledger.job import Job
-from forebay.ledger.receipts import uses_of
-from forebay.ledger.uses import USE, UseColumns
+from forebay.ledger.receipts import USE, UseColumns, uses_of
 from forebay.storage.atomic import atomic_write, remove_stale
 
 _VERSION = 2
@@ -193,8 +191,3 @@ def _keep(found: LedgerIndex, fresh: NDArray[Any], num_old: int) -> None:
         file.flush()
         os.fsync(file.fileno())
         atomic_write(index_path, json.dumps(body).encode())
-
-
-def entries_of(index: LedgerIndex, kind: str) -> Iterator[Entry]:
-    """The other entries of a kind."""
-    return (entry for entry in index.others if entry.kind == kind)

@@ -19,8 +19,7 @@ from forebay.ledger.chain import READ_BYTES, Entry, Link, read_links
 from forebay.ledger.coverage import Coverage, cover
 from forebay.ledger.job import Job
 from forebay.ledger.merkle import merkle_root
-from forebay.ledger.receipts import receipt_message, uses_of
-from forebay.ledger.uses import UseColumns
+from forebay.ledger.receipts import UseColumns, receipt_message, uses_of
 from forebay.peer_id import peer_id_of
 
 MAX_PROBLEMS = 100

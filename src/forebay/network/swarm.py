@@ -27,9 +27,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.network.avoidance import Avoidance
-from forebay.network.members import Holder, Members
-from forebay.network.offers import Offers
-from forebay.network.under_way import Download, UnderWay
+from forebay.network.members import Download, Holder, Members, Offers, UnderWay
 
 __all__ = ["Assignment", "Holder", "Swarm"]
 

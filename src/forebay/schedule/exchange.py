@@ -50,8 +50,8 @@ from numpy.typing import NDArray
 from forebay.errors import ProtocolViolation
 from forebay.ledger import Used
 from forebay.network.exchange import BadRequestError
+from forebay.network.members import RANGES, parse_ranges
 from forebay.network.openapi import COUNT, FLAG, PEER_ID, SECONDS, SHA256, TEXT, Door, array, record
-from forebay.network.ranges import RANGES, parse_ranges
 from forebay.schedule.ask import Ask, BadReport, Failed, Reply
 from forebay.schedule.desk import MAX_LEASES
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import gc
 
+from forebay.simulate.clock import Progress
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings
-from forebay.simulate.trace import Progress
 
 __all__ = ["Progress", "Result", "Settings", "simulate"]
 

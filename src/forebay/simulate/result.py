@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from forebay.simulate.book import Verdict
 from forebay.simulate.bound import Bound
+from forebay.simulate.clock import Trace
 from forebay.simulate.settings import Settings
-from forebay.simulate.trace import Trace
 
 
 @dataclass(frozen=True)

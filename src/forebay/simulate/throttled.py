@@ -16,12 +16,11 @@ from forebay.order.plan import Order
 from forebay.simulate.book import Verdict
 from forebay.simulate.bound import Bound
 from forebay.simulate.broadcast import World
-from forebay.simulate.clock import Clock
+from forebay.simulate.clock import Clock, Progress, Trace
 from forebay.simulate.faults import draw
 from forebay.simulate.nodes import Gate, Net, Node
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings
-from forebay.simulate.trace import Progress, Trace
 
 _AT_ONCE = 8
 _TRIES = 5

@@ -25,8 +25,7 @@ from forebay.errors import UsageError
 from forebay.store.cache import Refusal, Reservation, SliceCache
 from forebay.store.flights import Flights, T
 from forebay.store.room import Evict, part_bytes
-from forebay.store.run_slices import Keep, RunSlices
-from forebay.store.uses import Uses
+from forebay.store.uses import Keep, RunSlices, Uses
 
 NEVER = 1 << 62
 

@@ -30,8 +30,7 @@ from forebay.store.cache import SliceCache
 from forebay.store.flights import T, Transfer, named
 from forebay.store.locks import at_fork
 from forebay.store.planner import NEVER, Outcome, Planner
-from forebay.store.run_slices import Keep, RunSlices
-from forebay.store.uses import I64, UsesOf
+from forebay.store.uses import I64, Keep, RunSlices, UsesOf
 
 __all__ = ["Keep", "SliceFeed", "Transfer"]
 

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import orjson
 
-from forebay.formats.encodings import find_encoding
+from forebay.formats.detect import find_encoding
 from forebay.prepare.documents import Record, without_turns
 from forebay.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source, spans
 from forebay.prepare.read.fields import keys_of, surrogate_in, to_record
