@@ -4,8 +4,6 @@ Exit 0 done, 1 failed, 2 wrong usage, 130 interrupted. Results go to stdout (the
 given), everything else to stderr. A failure is one line: what, where, what to do.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

@@ -4,8 +4,6 @@ Hides: nothing of the formats: what opens and verifies them says what does not f
 any file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path

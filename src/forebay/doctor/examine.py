@@ -4,8 +4,6 @@ Hides: which examiner looks at which kind, and how much is read: 256 MiB of each
 there are many (1 GiB of all, at least 4 MiB of each).
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Hides: the writing, in pieces of 4 Mi tokens, whatever the size; each file under a temporary name until it is whole.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Iterator

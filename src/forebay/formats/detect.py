@@ -6,8 +6,6 @@ content equally, and alone where content says nothing (CSV, headerless tokens). 
 which holds an HTML page or a Git LFS pointer has no format but a `problem`. Reads 64 KiB, up to 1 MB of bzip2.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import re

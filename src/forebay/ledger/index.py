@@ -5,8 +5,6 @@ first asks makes them, 10 us an entry; later only the tail is read, and a millio
 may delete them; where they cannot be written, they are not. They answer questions: `verify` never looks at them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -5,8 +5,6 @@ epoch's entry with its root, and the entries whose receipts used the slice. Each
 receipt by its worker.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ One pass: 15 us an entry, and a signature check of 0.11 ms for each receipt. The
 check in all: that of the last entry covers the chain. A million entries: 20 s, and 2 minutes for their receipts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

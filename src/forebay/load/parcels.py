@@ -8,8 +8,6 @@ batch that is kept stays whole; a writer that finds none free, and may open no m
 Arrays that overlap in memory (inputs and labels of one buffer) travel as one. Nothing has a name in the file system.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import mmap

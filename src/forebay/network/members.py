@@ -4,8 +4,6 @@ Bits are laid out [slices / 8, rows]: who holds one slice is read in one piece o
 what one member holds by steps. Memory that nobody wrote to is not taken.
 """
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A service lists its doors once, beside its handlers; `GET /openapi.json` answers
 server may answer at any door (400, 403, 413, 429, 500, 503) is added here.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Reads the order and the sizes of slices, nothing else: no slice, no network. Dis
 slices its windows have open, `order/windows.py`); times are a model's (`timing.py`); memory is a sum of bounds.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 

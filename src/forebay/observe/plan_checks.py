@@ -1,7 +1,5 @@
 """What of a plan cannot be, what will be slow, and what to do: its refusals, warnings and advice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from forebay.errors import UsageError

@@ -7,8 +7,6 @@ the directory is named by a hash of the sources of all such functions: below `nu
 every process compiles for itself: about 35 CPU seconds for all functions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -8,8 +8,6 @@ Each batch has at least the columns of `SCHEMA`. A stage may change `text`, and 
 them as dropped, and whoever runs it takes them out.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields

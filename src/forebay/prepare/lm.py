@@ -9,8 +9,6 @@ Source: Chen and Goodman 1998, section 4.1 (modified Kneser-Ney); Heafield et al
 start of a sentence, the discounts and the unknown word, as KenLM's `lmplz` has them.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

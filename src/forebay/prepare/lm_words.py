@@ -4,8 +4,6 @@ Hides: that words are hashes until all text was read, so that it is read once; c
 more than about 8 x `vocab_limit` different ones are held.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Manifests and tables are kept in the state directory, and checked when read back: a restart needs no data node for them.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -7,8 +7,6 @@ alive, how fast, what is cached where) is not kept: workers say it again.
 What it costs: some 50 us an exchange with a receipt and a lease, whatever the numbers of slices and workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -38,8 +38,6 @@ Every field of the question may be left out. What its sender has to know:
   dataset. `sample_base` + sample is the global id.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

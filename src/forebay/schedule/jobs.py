@@ -1,7 +1,5 @@
 """A job of the desk: its datasets, whose turn it is by weight, what failed, whether it is paused."""
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Mapping, Sequence

@@ -13,8 +13,6 @@ Nothing here takes longer with more slices or more workers, but the beginning of
 slice, 1.5 KB a worker with two leases.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Iterable

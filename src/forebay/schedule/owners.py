@@ -1,7 +1,5 @@
 """Who holds leases: what each has left, how fast it is, when it is late, and who would finish last."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Iterator

@@ -8,8 +8,6 @@ An exchange runs under one lock for as long as the desk takes, a fraction of a m
 before it and the disk is waited for after it, by all who wait at once.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import secrets

@@ -4,8 +4,6 @@ Only time, sockets and disks are simulated. Leases are the scheduler's own `Desk
 `Swarm`'s word, a rank's share is `order.plan`'s, and back-off is the store's.
 """
 
-from __future__ import annotations
-
 import gc
 
 from forebay.simulate.clock import Progress

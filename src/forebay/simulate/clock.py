@@ -3,8 +3,6 @@
 Nothing sleeps and nothing asks a real clock, so that a run depends on its arguments alone. An event costs some 2 us.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Callable, Mapping

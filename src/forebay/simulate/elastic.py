@@ -5,8 +5,6 @@ samples are `order.run`'s; slices go round by the `Swarm`. A step is as slow as 
 lineage of the weights that the run ends with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Here the scheduler is the desk and its journal, which a restart replays; the wor
 or never, and keeps the record that the desk is judged by.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

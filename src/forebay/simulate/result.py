@@ -1,7 +1,5 @@
 """What a simulated run came to."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

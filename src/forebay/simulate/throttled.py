@@ -5,8 +5,6 @@ our plan the same ranks are steered by the swarm, in which the store is the orig
 comes from each other, and a refusal is waited out by the store's own `Backoff`.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 

@@ -9,8 +9,6 @@ b - h bytes survive a cyclic pass, where the least recently used would keep none
 What it costs: 250 bytes a slice of the run; a look at every slice held each time the use of one begins or ends.
 """
 
-from __future__ import annotations
-
 import heapq
 import logging
 import math

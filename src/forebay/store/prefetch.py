@@ -8,8 +8,6 @@ they cannot, waiting ends with an error that says so, never in silence.
 What it costs: 0.1 us a step at which no use of a slice begins or ends, 20 us for a slice that is acquired.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -6,8 +6,6 @@ address is believed when its TLS server was reached there once, under its own id
 one, it gets and is never named.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

@@ -3,8 +3,6 @@
 Memory: 256 KiB a connection. A stream that breaks off is gone on with from where it broke, up to five times in a row.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """A worker's settings, checked once when they are made. Flag before file before dataset's default."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

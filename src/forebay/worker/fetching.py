@@ -5,8 +5,6 @@ the scheduler; a slice is then asked of the others. A source that drips is left 
 A slice that came from somewhere but never with its hash counts as failed; one that nobody gives is given back.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import threading

@@ -9,8 +9,6 @@ sample is used by two workers that live. What is wasted is bounded where a lease
 Neither clock nor network: `clock` is an argument, and `leasing` carries the statements. Memory: some KB a lease.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

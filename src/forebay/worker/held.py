@@ -1,7 +1,5 @@
 """A lease in a worker's hand, and what one exchange says of all of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

@@ -9,8 +9,6 @@ A lease that is lost costs the rest of its slice here, and nothing twice: what w
 not is somebody else's to use. `wasted` counts those samples: at most what is used in one `receipt_s`, and a step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """What consumes batches: a one-method Protocol, and a NumPy model that runs anywhere."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import os

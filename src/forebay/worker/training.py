@@ -1,7 +1,5 @@
 """One worker's run: data, a trainer, and steps until all are done or it is told to stop."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """Uses the samples of leased slices: opens them, makes batches, trains on them, and counts."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

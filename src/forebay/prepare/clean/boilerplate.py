@@ -5,8 +5,6 @@ The rules are for English pages whose markup is gone already, as WET files and c
 extractor that sees the markup does better, and this then finds little.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from pathlib import Path

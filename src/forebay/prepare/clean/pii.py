@@ -5,8 +5,6 @@ Keys are found by google-re2, whose time is linear in any text, in the rows that
 Chosen by measuring against `re`, re2 and hyperscan for everything: see `benchmarks/prepare/clean.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

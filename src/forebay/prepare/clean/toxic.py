@@ -5,8 +5,6 @@ LDNOOBW, is under CC-BY-4.0 and is given by its path. Walking the automaton was 
 pyahocorasick, hyperscan and the regular expression that datatrove builds: see `benchmarks/prepare/clean.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

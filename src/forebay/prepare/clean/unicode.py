@@ -6,8 +6,6 @@ character from U+0300 on); `ftfy` and `unicodedata` see these alone. A second co
 Figures: `benchmarks/prepare/clean.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import unicodedata

@@ -9,8 +9,6 @@ Disk while it runs: 16 bytes a band and document (224 by default), 24 for exact,
 byte a document, one a line, and the clusters.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence

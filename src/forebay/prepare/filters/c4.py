@@ -6,8 +6,6 @@ Source: Raffel et al. 2020, section 2.2, and their code (c4_utils.py in TensorFl
 keeps; datatrove 0.10 decides the same. Their list of bad words is the business of cleaning.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

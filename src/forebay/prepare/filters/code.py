@@ -4,8 +4,6 @@ Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", 3.
 longest above 1000, a small share of alphanumeric characters); the share 0.25 is that of the CodeParrot dataset.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -3,8 +3,6 @@
 Source: Penedo et al. 2024, "The FineWeb Datasets", section 3.5 (custom filters), as datatrove 0.10 measures them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

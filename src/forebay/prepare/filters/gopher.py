@@ -7,8 +7,6 @@ Source: Rae et al. 2021, "Scaling Language Models" (Gopher), section A.1.1 and t
 a word, a duplicate, a top n-gram) is decided as datatrove 0.10 does.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar

@@ -7,8 +7,6 @@ it is always right, and on 60 characters in 99.1 % (py3langid 99.0 %, lingua 97.
 second and core (py3langid 1.1, lingua 0.05, pycld2 16).
 """
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass
 from functools import lru_cache

@@ -3,8 +3,6 @@
 Hides: that characters and words are counted in one pass over the bytes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -5,8 +5,6 @@ Hides: the library `kenlm`, which reads ARPA text and its own binary files.
 Source: Wenzek et al. 2020 (CCNet), section 4.2: documents ranked by the perplexity of a Kneser-Ney model of Wikipedia.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

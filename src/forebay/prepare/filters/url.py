@@ -4,8 +4,6 @@ The lists are the user's own files, a host or word a line (`#` begins a comment)
 FineWeb used (Penedo et al. 2024, section 3.1). A row without a URL is kept.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import lru_cache

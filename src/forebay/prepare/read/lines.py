@@ -7,8 +7,6 @@ JSON is parsed by orjson, because the reader as a whole is 1.7 times as fast as 
 shown to `json`, which also reads NaN and integers of any length, and says better what is wrong.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import itertools
