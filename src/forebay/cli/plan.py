@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from forebay.observe.plan import plan_model, words
-    from forebay.observe.plan_checks import make_plan
+    from forebay.observe.plan import make_plan, plan_model, words
 
     model = None
     if args.model_size is not None:

@@ -24,8 +24,7 @@ from forebay.store.origins import Origin, PassingError, open_origin
 from forebay.store.room import part_bytes
 from forebay.store.transfer import Transfer, Transfers
 from forebay.worker.answers import Grant, Provider
-from forebay.worker.hand import Hand
-from forebay.worker.held import Held
+from forebay.worker.hand import Hand, Held
 
 _LINE = re.compile(rb"^(\d{1,10}) (\d{1,18}) ([0-9a-f]{64})$", re.MULTILINE)
 _NAME = re.compile(rb"^= ([^\x00-\x1f]{1,255})$", re.MULTILINE)

@@ -34,8 +34,7 @@ from forebay.store.share import SliceShare
 from forebay.worker.answers import Answer
 from forebay.worker.control import Control, SchedulerGone
 from forebay.worker.fetching import Fetcher, Shelf
-from forebay.worker.hand import MAX_LEASES, Hand
-from forebay.worker.held import Statement
+from forebay.worker.hand import MAX_LEASES, Hand, Statement
 from forebay.worker.trainer import TRAINERS
 from forebay.worker.using import Consumer, OnBatch, WorkerReport
 
