@@ -346,18 +346,18 @@ class LedgerQuestions(Scenario):
 
 class Checkpoint(Scenario):
     def begin(self, folder: Path) -> None:
-        from forebay.worker.checkpoint import write_checkpoint
+        from forebay.worker.training import write_checkpoint
 
         write_checkpoint(folder, {"step": 1}, b"1" * 20_000)
 
     def act(self, folder: Path) -> None:
-        from forebay.worker.checkpoint import read_checkpoint, write_checkpoint
+        from forebay.worker.training import read_checkpoint, write_checkpoint
 
         read_checkpoint(folder)
         write_checkpoint(folder, {"step": 2}, b"2" * 20_000)
 
     def see(self, folder: Path) -> State:
-        from forebay.worker.checkpoint import read_checkpoint
+        from forebay.worker.training import read_checkpoint
 
         return {"state": read_checkpoint(folder)}
 

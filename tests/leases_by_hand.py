@@ -11,10 +11,8 @@ from calibration import scaled
 from forebay.network.client import Client
 from forebay.store.cache import SliceCache
 from forebay.worker.answers import Answer
-from forebay.worker.fetching import Fetcher
-from forebay.worker.hand import Hand
-from forebay.worker.held import Held
-from forebay.worker.shelf import Shelf
+from forebay.worker.fetching import Fetcher, Shelf
+from forebay.worker.hand import Hand, Held
 
 DATASET = "ab" * 32
 

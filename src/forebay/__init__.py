@@ -5,8 +5,6 @@
 Importing this package imports nothing else of it but the error's root: each name is loaded when first used.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -5,8 +5,6 @@ afterwards. One worker is killed with SIGKILL on the way; the ledger then has to
 exactly once all the same. Processes hold a pipe from this one, so however this one ends, they end too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

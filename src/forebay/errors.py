@@ -18,8 +18,6 @@
 A message says what failed, what was expected, what was found and where, and the next step.
 """
 
-from __future__ import annotations
-
 
 class ForebayError(Exception):
     """The root: catch it to catch all of Forebay's own errors."""

@@ -1,7 +1,5 @@
 """How to install what an extra of this package brings: the one place that hints in messages come from."""
 
-from __future__ import annotations
-
 from importlib import metadata
 
 

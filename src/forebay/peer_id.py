@@ -1,7 +1,5 @@
 """What names a peer: below the network and the ledger, which must agree on it and do not know each other."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 

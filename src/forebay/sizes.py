@@ -1,7 +1,5 @@
 """Sizes and rates as people write them."""
 
-from __future__ import annotations
-
 import re
 
 from forebay.errors import UsageError

@@ -199,7 +199,7 @@ def test_training_begins_with_the_first_shard_and_the_next_comes_beside_it(serve
 def test_with_slices_training_begins_before_the_shard_is_there(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.store.hashing._AHEAD_BYTES", 1 << 16)  # the shard is smaller than a look at it
+    monkeypatch.setattr("forebay.store.transfer._AHEAD_BYTES", 1 << 16)  # the shard is smaller than a look at it
     server.faults.bytes_per_s = 1 << 19  # 1 s a shard
     settings = {**QUICK, "first_batch": "slice", "max_workers": 2}
     with SharedShardedDatasetManager(**settings) as shards:
@@ -385,9 +385,9 @@ def test_what_cannot_be_is_told_or_gone_on_with(
     assert steps([10**15]) == [10**15 // 3 % SHARDS]
     caplog.clear()
     real = shutil.disk_usage
-    monkeypatch.setattr("forebay.load.shard_room.COMMON_MEM_BYTES", 1 << 60)
-    monkeypatch.setattr("forebay.load.shard_room._LEAST_S", 0.0)
-    monkeypatch.setattr("forebay.load.shard_room.COMMON_BYTES_PER_S", 1e15)
+    monkeypatch.setattr("forebay.load.shards.COMMON_MEM_BYTES", 1 << 60)
+    monkeypatch.setattr("forebay.load.shards._LEAST_S", 0.0)
+    monkeypatch.setattr("forebay.load.shards.COMMON_BYTES_PER_S", 1e15)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1_700_000))
     assert steps([0]) == [0]
     for words in ("disk: room for 1.7 MB in", "memory: ", "runs like this have 1 Gb/s or more"):

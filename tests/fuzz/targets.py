@@ -40,9 +40,9 @@ from forebay.network.heads import Incoming
 from forebay.network.heads import RefusedError as HeadRefused
 from forebay.network.https import Server
 from forebay.network.identity import Identity, create_network, join, verify
+from forebay.network.members import parse_ranges
 from forebay.network.peer import Peer
 from forebay.network.publish import read_publication
-from forebay.network.ranges import parse_ranges
 from forebay.network.revocation import parse_list, read_revoked
 from forebay.network.tokens import read_token
 from forebay.prepare.extract import HtmlError, extract_html

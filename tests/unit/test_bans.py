@@ -16,7 +16,7 @@ from forebay.network.client import Client
 from forebay.network.identity import Identity
 from forebay.network.peer import Peer
 from forebay.network.swarm import Holder
-from forebay.schedule.kept import Kept, check
+from forebay.schedule.catalog import Kept, check
 from forebay.store.tracker import Tracker
 
 

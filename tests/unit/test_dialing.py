@@ -6,7 +6,7 @@ import pytest
 
 from forebay.errors import UsageError
 from forebay.network.dialing import named_host
-from forebay.worker.leasing_config import LeaseSettings
+from forebay.worker.leasing import LeaseSettings
 
 
 def test_who_listens_everywhere_is_named_as_the_other_sees_it(tmp_path_factory: pytest.TempPathFactory) -> None:

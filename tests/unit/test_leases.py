@@ -8,8 +8,7 @@ import pytest
 from forebay.errors import LeaseError, UsageError
 from forebay.ledger import Used
 from forebay.schedule.leases import LeaseLostError, LeaseTable
-from forebay.schedule.owners import Lease
-from forebay.schedule.speeds import Speed
+from forebay.schedule.owners import Lease, Speed
 
 
 def table(samples: list[int], epochs: int = 1, seed: int = 0, **settings: float) -> LeaseTable:

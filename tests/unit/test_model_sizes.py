@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forebay.cli import main
-from forebay.worker.model_sizes import SIZES
+from forebay.worker.config import SIZES
 
 torch = pytest.importorskip("torch")
 

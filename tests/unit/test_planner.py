@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from forebay.store import uses as uses_module
 from forebay.store.cache import SliceCache
 from forebay.store.planner import Planner
-from forebay.store.run_slices import RunSlices
-from forebay.store.uses import Uses
+from forebay.store.uses import RunSlices, Uses
 
 
 def needed(steps: list[list[int]], ahead: int) -> list[frozenset[int]]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import ProtocolViolation, UsageError
-from forebay.network.ranges import format_ranges, parse_ranges
+from forebay.network.members import format_ranges, parse_ranges
 from forebay.network.swarm import Assignment, Holder, Swarm
 
 ORIGIN = Holder("origin", "o:1", True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from forebay.errors import StateError, UsageError
-from forebay.worker.leasing_config import LeaseSettings
+from forebay.worker.leasing import LeaseSettings
 from forebay.worker.trainer import CountTrainer, Trainer, make_trainer
 
 

@@ -13,8 +13,7 @@ from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import NetworkError
 from forebay.store.origins import Patience
-from forebay.store.remote import open_remote
-from forebay.store.verify import verify_files
+from forebay.store.remote import open_remote, verify_files
 from origin_server import OriginServer
 
 

@@ -15,9 +15,9 @@ import pytest
 from forebay.errors import StateError, UnknownDatasetError, UsageError
 from forebay.worker import WorkerClient, WorkerConfig
 from forebay.worker.__main__ import main
-from forebay.worker.advice import OutOfMemory, is_out_of_memory, out_of_memory
 from forebay.worker.config import MODEL_SIZES
 from forebay.worker.trainer import CountTrainer
+from forebay.worker.training import OutOfMemory, is_out_of_memory, out_of_memory
 
 COUNT: dict[str, Any] = {"trainer": "count", "num_steps": 6}
 

@@ -19,8 +19,8 @@ from forebay.network.https import Request, Response, Server, error_response, fil
 from forebay.network.identity import Identity
 from forebay.store.room import part_bytes
 from forebay.worker import fetching
-from forebay.worker.held import Held
-from forebay.worker.shelf import Shelf
+from forebay.worker.fetching import Shelf
+from forebay.worker.hand import Held
 from leases_by_hand import DATASET, FetchingWorker, answer
 
 Make = Callable[[str], Identity]

@@ -15,8 +15,7 @@ from forebay.network.swarm import Holder
 from forebay.schedule.ask import Ask, Failed, Reply
 from forebay.schedule.desk import Desk, JobSpec, Source
 from forebay.worker.answers import Answer, Grant
-from forebay.worker.hand import Hand
-from forebay.worker.held import Held, Statement
+from forebay.worker.hand import Hand, Held, Statement
 from leases_by_hand import answer
 
 DATASET = "ab" * 32

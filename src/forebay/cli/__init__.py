@@ -4,8 +4,6 @@ Exit 0 done, 1 failed, 2 wrong usage, 130 interrupted. Results go to stdout (the
 given), everything else to stderr. A failure is one line: what, where, what to do.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os
@@ -14,12 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from forebay.cli import (
-    bench,
     convert,
     coordinate,
     data,
     doctor,
-    job,
     ledger,
     logs,
     mirror,
@@ -121,21 +117,10 @@ def make_parser() -> argparse.ArgumentParser:
         abouts[name] = about
         return verbs.add_parser(name, description=about).add_subparsers(metavar="COMMAND", required=True)
 
-    prepare.add_verbs(verb, group)
-    data.add_verbs(verb, group)
-    mirror.add_verbs(verb, group)
-    convert.add_verbs(verb, group)
-    doctor.add_verbs(verb, group)
-    plan.add_verbs(verb, group)
-    job.add_verbs(verb, group)
-    trust.add_verbs(verb, group)
-    network.add_verbs(verb, group)
-    schedule.add_verbs(verb, group)
-    work.add_verbs(verb, group)
-    ledger.add_verbs(verb, group)
-    coordinate.add_verbs(verb, group)
-    simulate.add_verbs(verb, group)
-    bench.add_verbs(verb, group)
+    for commands in (
+        prepare, data, mirror, convert, doctor, plan, trust, network, schedule, work, ledger, coordinate, simulate,
+    ):  # fmt: skip
+        commands.add_verbs(verb, group)
     parser.add_verbs(verb, main_parser)
     main_parser.epilog = parser.panels(abouts)
     return main_parser

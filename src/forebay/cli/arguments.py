@@ -1,7 +1,5 @@
 """Kinds of argument, and how results are shown."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """`forebay coordinate`."""
 
-from __future__ import annotations
-
 import argparse
 import ipaddress
 import json

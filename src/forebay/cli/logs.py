@@ -1,7 +1,5 @@
 """Log lines on stderr, as text or JSON: one handler on the package's logger while a command runs."""
 
-from __future__ import annotations
-
 import argparse
 import datetime as dt
 import json

@@ -1,7 +1,5 @@
 """`forebay mirror`: a dataset, or shared shards, copied to a directory or a bucket of one's own."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Commands on the network: DHT, data node, who has what, and whether a node answers."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """The command line's parser: commands in panels, defaults in the help, what was meant by a typing error, completion."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 from collections.abc import Iterable, Iterator, Sequence

@@ -6,7 +6,7 @@ import argparse
 import json
 import threading
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,11 @@ from forebay.cli.arguments import positive, seconds
 from forebay.cli.running import add_node, joined_network, listen_at, log, on_stop, ready
 from forebay.errors import LeaseError, UsageError
 from forebay.network.waiting import waiting
+from forebay.sizes import words_of_bytes
 
 if TYPE_CHECKING:
     from forebay.schedule.catalog import JobPlan
+
 
 # `forebay schedule VERB JOB --at HOST:PORT`: as a dataset may have any name, a verb is one only with --at.
 VERBS = ("pause", "resume", "readmit", "weights")
@@ -152,7 +154,6 @@ def _steer(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from forebay.cli.node_status import lines as node_lines
     from forebay.network.https import Client
     from forebay.network.identity import Identity
     from forebay.schedule.status import lines
@@ -162,7 +163,7 @@ def _status(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(body))
     else:
-        print("\n".join(lines(body) if "jobs" in body else node_lines(body)))
+        print("\n".join(lines(body) if "jobs" in body else _node_lines(body)))
     return 0
 
 
@@ -212,3 +213,43 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("address", metavar="HOST:PORT", help="of a scheduler or data node")
     p.add_argument("--network", type=Path, required=True, metavar="DIR", help="the asking node's directory")
     p.add_argument("--json", action="store_true", help="print JSON")
+
+
+_MOST_PEERS = 10
+
+
+def _node_lines(status: Mapping[str, Any]) -> Iterator[str]:
+    """The status of a data node: itself, its datasets with their swarms, and who had most of it."""
+    state = "draining" if status["draining"] else "up"
+    yield (
+        f"data node {status['name']} ({status['peer_id']}) at {status['address']}: {state} for "
+        f"{_span(status['up_s'])}, {status['connections']:,} connections, {words_of_bytes(status['bytes_sent'])} sent"
+    )
+    if status["announce_error"]:
+        yield f"  cannot be found by name: {status['announce_error']}"
+    for dataset in status["datasets"]:
+        yield f"  {dataset['name']}  {dataset['id']}  {dataset['slices']:,} slices{_swarm(status, dataset['id'])}"
+    readers = sorted(status["peers"].items(), key=lambda item: (-item[1], item[0]))
+    if readers:
+        yield "sent to"
+    for peer_id, num_bytes in readers[:_MOST_PEERS]:
+        yield f"  {peer_id}  {words_of_bytes(num_bytes):>10}"
+    if len(readers) > _MOST_PEERS:
+        yield f"  and {len(readers) - _MOST_PEERS:,} more"
+
+
+def _swarm(status: Mapping[str, Any], dataset_id: str) -> str:
+    """Nothing, while nobody shares."""
+    swarm = status["swarms"].get(dataset_id, {})
+    if not swarm.get("members"):
+        return ""
+    banned = f", banned: {', '.join(swarm['banned'])}" if swarm["banned"] else ""
+    given, passed = swarm["from_origins"], swarm["from_peers"]
+    return f"; swarm of {swarm['members']:,}: {given:,} slices from here, {passed:,} passed on{banned}"
+
+
+def _span(seconds: float) -> str:
+    for name, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {name}"
+    return f"{seconds:,.0f} s"

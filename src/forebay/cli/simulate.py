@@ -1,7 +1,5 @@
 """The command that runs a whole network in virtual time."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Commands on trust: a network's keys and certificates, who is admitted, who is shut out, what was refused."""
 
-from __future__ import annotations
-
 import argparse
 import datetime as dt
 import functools

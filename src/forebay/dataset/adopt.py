@@ -6,8 +6,6 @@ dimension, and the second of two of integers: rows of other lengths, which a loa
 Costs one reading of all bytes, for their hashes; writes two small files.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

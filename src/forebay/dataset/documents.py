@@ -4,8 +4,6 @@ A document's number counts the document ends of the dataset from 0, slice after 
 dataset. Where `forebay prepare --document-ids` left a `documents.parquet`, its row n is document n: id and source.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

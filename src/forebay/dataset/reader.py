@@ -5,8 +5,6 @@ used, once for each user and machine (`verified`). No network. A dataset keeps a
 that somebody else holds stay.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections import OrderedDict

@@ -5,8 +5,6 @@ only after its length, types, shapes and offsets fit the file exactly. Opening c
 map (about 50 µs) whatever the size; arrays are read-only views and stay valid as long as somebody holds them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -7,8 +7,6 @@ directory cannot be written, marks last as long as the process. Cost: 16 bytes o
 that was there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

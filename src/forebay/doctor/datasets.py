@@ -4,8 +4,6 @@ Hides: nothing of the formats: what opens and verifies them says what does not f
 any file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 
 from forebay.dataset.reader import Dataset, open_dataset, verify_dataset
 from forebay.dataset.slices import Slice, check_document_ends, open_slice
-from forebay.doctor.mend_megatron import can_mend
+from forebay.doctor.mend import can_mend
 from forebay.doctor.passages import row_hashes
 from forebay.doctor.report import LIKELY, POSSIBLE, Options
 from forebay.doctor.tokens import WINDOW_TOKENS, TokenCounts, Window

@@ -6,8 +6,6 @@ dropped by its value, in all files alike, so that shares stay right. 32 MiB at m
 Source: the choice by value is that of content-defined sampling (Manber 1994).
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -5,8 +5,6 @@ header, and 4-byte spans over 2-byte tokens, of which the second half is empty. 
 sample's bytes, little endian; 0.5 GB/s a thread.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What lies at a path: its kind by content, and the files or datasets in a directory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Hides: nothing of the formats, which `forebay.prepare.read` knows; here their pr
 whole is copied. Of a large file the first part is read unless all is asked for; of plain JSONL the end too.
 """
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import hashlib

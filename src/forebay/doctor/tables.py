@@ -3,8 +3,6 @@
 Hides: that reading is all there is to test: pages are decoded and their checksums compared, batch by batch.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ Hides: the statistics. A window of at most a million tokens is looked at once, i
 not occur in text by any tokenizer with ids that rise with rarity.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Hides: where the tokens lie once every mistake is taken into account. `survey` f
 parts to leave out), the findings come of it, and the mend writes what it says.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

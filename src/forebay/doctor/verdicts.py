@@ -3,8 +3,6 @@
 Hides: the thresholds, each with what a clean file has instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -5,8 +5,6 @@ index and its data, tokens and their sample ids), and suffixes stand for headerl
 says nothing.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import islice

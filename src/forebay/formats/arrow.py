@@ -7,8 +7,6 @@ Hides: that its rows are documents and its batches small. Batches of a file are 
 tokens; a slice of one batch of 2- or 4-byte numbers is a view of the map, any other is copied when it opens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ size are unpacked by `prepare.read.opening`; what must be in memory whole (a sha
 `bounded_unpack`, which believes no claimed size beyond 128 MiB or 200 times the packed bytes.
 """
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

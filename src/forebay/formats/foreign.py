@@ -9,8 +9,6 @@ where there are many files) and its place; the id is the hash of the format, typ
 are not in it: a copy elsewhere has the same id. A change between the pieces goes unseen by the id.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import mmap

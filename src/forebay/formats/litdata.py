@@ -12,8 +12,6 @@ Opening reads the offsets and sizes of every item (4 bytes each) unless the inde
 are decompressed for that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

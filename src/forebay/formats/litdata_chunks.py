@@ -3,8 +3,6 @@
 Hides: the layout (see `litdata`). Every offset and size is checked against the file before anything is read by it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

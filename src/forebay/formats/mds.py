@@ -11,8 +11,6 @@ slice. A raw shard whose only column is an `ndarray` of fixed type and shape is 
 when its slice opens (and decompressed, and its hash checked), about the size of its tokens in memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 Hides: the layout (see `mds`). Every offset and size is checked against the file before anything is read by it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 from dataclasses import dataclass

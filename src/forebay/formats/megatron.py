@@ -12,8 +12,6 @@ every builder of Megatron writes them, tokens of 2 and 4 bytes are views of the 
 sequence by sequence.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

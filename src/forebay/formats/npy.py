@@ -11,8 +11,6 @@ when opening, all by `verify`. Tokens are views of the map; files are cut into s
 sample's end.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import re

@@ -4,8 +4,6 @@ The root of an epoch is that of a Merkle tree with a leaf a slice: which of its 
 aside. It names the job, so that it cannot be taken for another's. All counting is by sorted arrays: no loop over uses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias

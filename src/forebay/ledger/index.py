@@ -5,13 +5,10 @@ first asks makes them, 10 us an entry; later only the tail is read, and a millio
 may delete them; where they cannot be written, they are not. They answer questions: `verify` never looks at them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +19,7 @@ from numpy.typing import NDArray
 from forebay.errors import LedgerError
 from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, Link, read_link, read_links
 from forebay.ledger.job import Job
-from forebay.ledger.receipts import uses_of
-from forebay.ledger.uses import USE, UseColumns
+from forebay.ledger.receipts import USE, UseColumns, uses_of
 from forebay.storage.atomic import atomic_write, remove_stale
 
 _VERSION = 2
@@ -193,8 +189,3 @@ def _keep(found: LedgerIndex, fresh: NDArray[Any], num_old: int) -> None:
         file.flush()
         os.fsync(file.fileno())
         atomic_write(index_path, json.dumps(body).encode())
-
-
-def entries_of(index: LedgerIndex, kind: str) -> Iterator[Entry]:
-    """The other entries of a kind."""
-    return (entry for entry in index.others if entry.kind == kind)

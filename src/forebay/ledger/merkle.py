@@ -5,8 +5,6 @@ of n leaves has the largest power of two below n. A proof is at most log2(n) has
 many costs about 0.4 s.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ epoch's entry with its root, and the entries whose receipts used the slice. Each
 receipt by its worker.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +21,6 @@ from forebay.ledger.verify import Verifier, coverage_of
 from forebay.peer_id import peer_id_of
 
 FORMAT = "forebay coverage proof 2"
-_MOST_BYTES = 1 << 30
 
 
 def prove(index: LedgerIndex, epoch: int, slice_index: int) -> dict[str, Any]:

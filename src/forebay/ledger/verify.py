@@ -4,8 +4,6 @@ One pass: 15 us an entry, and a signature check of 0.11 ms for each receipt. The
 check in all: that of the last entry covers the chain. A million entries: 20 s, and 2 minutes for their receipts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +17,7 @@ from forebay.ledger.chain import READ_BYTES, Entry, Link, read_links
 from forebay.ledger.coverage import Coverage, cover
 from forebay.ledger.job import Job
 from forebay.ledger.merkle import merkle_root
-from forebay.ledger.receipts import receipt_message, uses_of
-from forebay.ledger.uses import UseColumns
+from forebay.ledger.receipts import UseColumns, receipt_message, uses_of
 from forebay.peer_id import peer_id_of
 
 MAX_PROBLEMS = 100

@@ -1,7 +1,5 @@
 """What the adapters to frameworks share: a batch's arrays by name, and how long a pass is. No framework."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A generator run ahead by a thread of its own."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Generator

@@ -1,7 +1,5 @@
 """What a loader's arguments must be, checked before anything is opened: rank, world, batch sizes, types."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Inputs and labels are mostly two views of one [B, L + 1] array, so that a token 
 are written where 16 would be with two arrays; the views are not contiguous row to row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ each row lies is computed at once. A batch is then one gather. So nothing is don
 that is late delays no step that does not need it.
 """
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Generator, Iterator, Sequence

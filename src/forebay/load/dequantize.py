@@ -7,8 +7,6 @@ Cost: one multiplication a value, about 1 ns. The product is rounded to F32: it 
 the last place of what was quantized.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 

@@ -6,8 +6,6 @@ owns; a batch is those of its rows, copied in one call. Some 50 us for 8 x 2048 
 segment beside its map.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ what is left of them. These bytes are not verified, as a hash is that of a whole
 planned, and a slice that then has fewer is refused when it is opened. Memory: one slice's ends a thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ arrays that it reads, so that a slice may be closed while batches of it are stil
 Costs, 8 x 2048 U16 tokens to int64 on one core: `ChunkMaker` 10 us a batch, `DocumentMaker` some 50 us.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

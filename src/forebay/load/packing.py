@@ -14,8 +14,6 @@ to lay out. A document is where it is in its slice: one that goes on in the next
 Source: best fit decreasing, Johnson 1973; at most 11/9 of the least number of rows and 1.
 """
 
-from __future__ import annotations
-
 import hashlib
 from bisect import bisect_left, insort
 from collections import defaultdict

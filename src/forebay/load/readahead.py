@@ -5,8 +5,6 @@ not from the disk. It copies nothing and holds nothing: the pages are the kernel
 Where the call is missing (macOS), it does nothing.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

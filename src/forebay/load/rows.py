@@ -4,8 +4,6 @@ Rows of one shape are copied as they are, in one call a tensor; vectors that dif
 to the batch's longest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ cut; so reading a hundredth of the samples fetches about a hundredth of the slic
 contains a shorter one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ whole pieces; what is wrong in the same way three times is wrong at the origin, 
 Cost: 1 GB/s a processor for samples of 4 KiB (8-byte BLAKE2b, without the interpreter's lock); the ids stay a map.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading

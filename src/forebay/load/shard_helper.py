@@ -7,8 +7,6 @@ processor, and 60 MB; shards below 64 MiB are not worth it and come in threads.
 Its stdin: one line of JSON, then nothing until it shall end. Its stdout: lines of JSON, progress and then the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

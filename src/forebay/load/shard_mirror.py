@@ -7,8 +7,6 @@ the source has one, comes last, with the last shard.
 Disk: beside what is copied, one pair at a time on its way to a bucket.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging

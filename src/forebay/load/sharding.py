@@ -1,7 +1,5 @@
 """The order of a loader's run: the whole dataset's, which all ranks share, or of slices that each rank owns by hash."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ mean the same samples. No rank, no world size and no helper process is in it. Wh
 a mixture, batch sizes) may differ from when the state was taken: only what was before it must agree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

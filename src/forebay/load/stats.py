@@ -9,8 +9,6 @@ Hides the bookkeeping, which must cost less than a microsecond a batch. Five cau
 - `queue`: for a batch that was ready elsewhere, in a thread or a helper process.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

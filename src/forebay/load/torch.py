@@ -33,8 +33,8 @@ from forebay.errors import StateError, UsageError
 from forebay.load import parcels
 from forebay.load.adapt import check_style, named_arrays, state_after, steps_left
 from forebay.load.batch import Batch
-from forebay.load.board import Board
 from forebay.load.loader import Loader
+from forebay.load.parcels import Board
 from forebay.load.sources import Mixture
 
 _BUNDLE_BYTES = 1 << 20

@@ -6,8 +6,6 @@ while. Addresses of one host are asked in turn with those of others, so that non
 has answered well, the others get a little more time, and then it is over.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import selectors

@@ -4,8 +4,6 @@ A node may take part by several processes, each a member of its own, known as `P
 lied is the node: a ban covers all its members, and all its members together are one accuser.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 _AVOID_S, _MAX_AVOID_S = 1.0, 60.0

@@ -10,8 +10,6 @@ What the choice costs: some 500 bytes in the certificates of organisations' node
 time that such a certificate is seen.
 """
 
-from __future__ import annotations
-
 import base64
 import datetime as dt
 import functools

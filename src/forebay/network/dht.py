@@ -13,8 +13,6 @@ why they hold addresses only (see discovery). A node stores at most MAX_ADDRESSE
 drawn anew, in an answer: who floods a key makes a search longer, and cannot close it.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import selectors

@@ -1,7 +1,5 @@
 """Where a member is reached: what it should name, and whether it answers there. Behind NAT nobody must wait for it."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -5,8 +5,6 @@ the provider's claims, signed with the key that its certificate proves. The dead
 out here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """A request as a handler sees it, and what it may answer; no sockets here."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

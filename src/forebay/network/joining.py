@@ -1,7 +1,5 @@
 """The joining side of admission: makes the key here, asks the issuer that the token names, checks all it gets."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import ssl

@@ -8,8 +8,6 @@ What the choice costs: shares are equal while the upload cap is what limits. Wit
 a share, and `Bounds.per_peer` is what holds a peer back.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import OrderedDict

@@ -4,14 +4,49 @@ Bits are laid out [slices / 8, rows]: who holds one slice is read in one piece o
 what one member holds by steps. Memory that nobody wrote to is not taken.
 """
 
-from __future__ import annotations
-
+import re
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.errors import UsageError
+from forebay.errors import ProtocolViolation, UsageError
+
+MAX_RANGES = 200_000
+RANGES = re.compile(r"(?:[0-9]{1,9}(?:-[0-9]{1,9})?(?:,[0-9]{1,9}(?:-[0-9]{1,9})?)*)?")
+
+
+def format_ranges(indexes: NDArray[np.int64]) -> str:
+    """The text for rising indexes; empty for none."""
+    if len(indexes) == 0:
+        return ""
+    edges = np.flatnonzero(np.diff(indexes) != 1)
+    first, last = indexes[np.concatenate([[0], edges + 1])], indexes[np.concatenate([edges, [len(indexes) - 1]])]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(first.tolist(), last.tolist()))
+
+
+def parse_ranges(text: object, stop: int) -> NDArray[np.int64]:
+    """The indexes in [0, stop) that a text names, rising.
+
+    Raises:
+        ProtocolViolation: If it is no such text, its ranges do not rise, or it names an index from `stop` on.
+    """
+    if not isinstance(text, str) or not RANGES.fullmatch(text):
+        raise ProtocolViolation(f"slices: expected ranges like 0-15,17, got {str(text)[:80]!r}")
+    if not text:
+        return np.empty(0, np.int64)
+    pairs = [part.partition("-") for part in text.split(",")]
+    if len(pairs) > MAX_RANGES:
+        raise ProtocolViolation(f"slices: expected at most {MAX_RANGES} ranges, got {len(pairs)}")
+    first = np.array([low for low, _, _ in pairs], np.int64)
+    last = np.array([high or low for low, _, high in pairs], np.int64)
+    if (first > last).any() or (first[1:] <= last[:-1]).any() or last[-1] >= stop:
+        raise ProtocolViolation(f"slices: expected ranges that rise within [0, {stop}), got {text[:80]!r}")
+    counts = last - first + 1
+    begins = np.repeat(first - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
+    return np.asarray(begins + np.arange(int(counts.sum())), np.int64)
+
 
 _FIRST_ROWS = 64
 _NEW_WEIGHT = 0.3
@@ -176,3 +211,104 @@ class Members:
         self._speed[before:] = np.nan
         self.ids += [""] * more
         self._free = list(range(num_rows - 1, before - 1, -1))
+
+
+class Offers:
+    """Good until the swarm changes.
+
+    Args:
+        willing: [rows] flags of the members that the asker may be sent to.
+
+    Attributes:
+        is_all: Whether an origin is among them, which has every slice.
+    """
+
+    def __init__(self, members: Members, willing: NDArray[np.bool_]) -> None:
+        self._members = members
+        self._willing = willing
+        self.is_all = bool((willing & members.is_origin).any())
+
+    def has(self, index: int) -> bool:
+        """Whether one of them has a slice."""
+        return self.is_all or bool((self._members.holders_of(index) & self._willing).any())
+
+    def copied(self) -> NDArray[np.bool_]:
+        """[num_slices] flags of what anybody has who is no origin: `has` is true of no other, without an origin."""
+        return self._members.copies > 0
+
+
+Pair = tuple[str, int]  # (asker, slice)
+
+
+@dataclass(frozen=True)
+class Download:
+    """A slice on its way from a holder to an asker.
+
+    Attributes:
+        fresh: It comes from an origin.
+        passed_on: The asker will give it to others.
+    """
+
+    holder: str
+    since: float
+    fresh: bool
+    passed_on: bool
+
+
+class UnderWay:
+    """Downloads by asker and slice, the oldest first.
+
+    Attributes:
+        coming: [num_slices] downloads of each to somebody who passes it on.
+        usual_s: How long one takes, the last ones weighing most; 0.0: not known.
+    """
+
+    def __init__(self, num_slices: int) -> None:
+        self.coming = np.zeros(num_slices, np.int32)
+        self.usual_s = 0.0
+        self._downloads: OrderedDict[Pair, Download] = OrderedDict()
+        self._of: dict[str, set[Pair]] = {}  # from or to a member
+
+    def __len__(self) -> int:
+        return len(self._downloads)
+
+    def get(self, pair: Pair) -> Download | None:
+        """The download of a slice by an asker; None if there is none."""
+        return self._downloads.get(pair)
+
+    def of(self, member: str) -> list[Pair]:
+        """What is under way from or to a member."""
+        return list(self._of.get(member, ()))
+
+    def told(self, asker: str) -> list[int]:
+        """The slices on their way to an asker."""
+        return [index for who, index in self._of.get(asker, ()) if who == asker]
+
+    def oldest(self) -> tuple[Pair, Download] | None:
+        """What has been under way longest."""
+        return next(iter(self._downloads.items()), None)
+
+    def begin(self, pair: Pair, download: Download) -> None:
+        """A download begins; there was none of this asker and slice."""
+        asker, index = pair
+        self._downloads[pair] = download
+        for member in (asker, download.holder):
+            self._of.setdefault(member, set()).add(pair)
+        self.coming[index] += download.passed_on
+
+    def end(self, pair: Pair) -> Download | None:
+        """It is under way no more; None if it was not."""
+        download = self._downloads.pop(pair, None)
+        if download is None:
+            return None
+        for member in {pair[0], download.holder}:
+            pairs = self._of[member]
+            pairs.discard(pair)
+            if not pairs:
+                del self._of[member]
+        self.coming[pair[1]] -= download.passed_on
+        return download
+
+    def took(self, seconds: float) -> None:
+        """One that ended well took so long."""
+        self.usual_s = seconds if not self.usual_s else self.usual_s + 0.1 * (seconds - self.usual_s)

@@ -3,8 +3,6 @@
 Nothing is kept here: a service states its counters when `GET /metrics` comes. No package is needed for it.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence

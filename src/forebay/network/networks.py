@@ -5,8 +5,6 @@ and copies of the last two; a node's node-key.pem, node-cert.pem (behind it its 
 Keys have mode 0600; each file is replaced whole.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A service lists its doors once, beside its handlers; `GET /openapi.json` answers
 server may answer at any door (400, 403, 413, 429, 500, 503) is added here.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +17,6 @@ Schema = Mapping[str, Any]
 OBJECT: Schema = {"type": "object"}
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
-NUMBER: Schema = {"type": "number"}
 COUNT: Schema = {"type": "integer", "minimum": 0, "maximum": 2**62}
 SECONDS: Schema = {"type": "number", "minimum": 0}
 SHA256: Schema = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
@@ -88,11 +85,6 @@ def array(of: Schema, most: int | None = None) -> Schema:
 def choice(*words: str) -> Schema:
     """Schema of one of these words."""
     return {"type": "string", "enum": list(words)}
-
-
-def either(*schemas: Schema) -> Schema:
-    """Schema of what is as one of these says, or several."""
-    return {"anyOf": list(schemas)}
 
 
 def openapi(title: str, doors: Iterable[Door]) -> dict[str, Any]:

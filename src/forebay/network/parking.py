@@ -6,8 +6,6 @@ on it. Who holds it closes it; others only shut it down, which its holder sees a
 What the choice costs: a wait that ends wakes the lot and a thread, some 60 us.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

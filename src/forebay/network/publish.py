@@ -4,8 +4,6 @@ The publisher is its key: whoever demands a publisher by peer id needs nobody's 
 name to a dataset id, so that a data node cannot pass off another dataset under a known name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

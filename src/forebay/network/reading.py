@@ -1,7 +1,5 @@
 """Requests off a connection that does not block, how long it may be waited for, and what became of each."""
 
-from __future__ import annotations
-
 import ssl
 import time
 from collections.abc import Callable

@@ -8,8 +8,6 @@ What the choice costs: two stats a question, and one request every few seconds t
 nobody honest hears of no revocation; revoked.txt still counts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

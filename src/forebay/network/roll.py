@@ -1,7 +1,5 @@
 """Who is connected: counts by peer and by address, and who makes room when the house is full. No sockets here."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 

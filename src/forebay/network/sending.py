@@ -4,8 +4,6 @@ What the choice costs: a file is read into the buffer and encrypted from there, 
 cannot send it by itself, as the keys are in user space.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -15,8 +15,6 @@ What the choice costs: a bit for each member and slice (312 MB for 10,000 of 250
 one slice are read in one piece; a look over 4,096 of the wanted slices a call, not over all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -27,9 +25,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.network.avoidance import Avoidance
-from forebay.network.members import Holder, Members
-from forebay.network.offers import Offers
-from forebay.network.under_way import Download, UnderWay
+from forebay.network.members import Download, Holder, Members, Offers, UnderWay
 
 __all__ = ["Assignment", "Holder", "Swarm"]
 

@@ -5,8 +5,6 @@ address and by key, so that whoever holds a token speaks to that issuer and to n
 is used up or has expired: whoever has it may join.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json

@@ -1,7 +1,5 @@
 """Log lines about waits: what a process waits for, after 2.5 s and every 10 s from then on."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

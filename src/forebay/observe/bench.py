@@ -5,8 +5,6 @@ hashing, reading the dataset's own files from the disk, and a bare NumPy gather-
 same order into one buffer, which is the least that any loader must do.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import statistics

@@ -7,8 +7,6 @@ a step's samples are known to the sample. Which samples those are is a pure func
 Cost: 0.1 s for an index of a million uses, and what is read of the dataset: a few slices' pages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ Hides how each says who a rank is. The loader needs RANK and WORLD_SIZE, which S
 their own; PyTorch needs MASTER_ADDR and MASTER_PORT besides. The ranks of a node share one cache directory.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

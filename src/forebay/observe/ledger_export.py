@@ -1,7 +1,5 @@
 """A ledger's uses as a table for other tools: JSON lines, CSV or Parquet, in blocks, so that memory stays small."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

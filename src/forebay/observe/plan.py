@@ -4,18 +4,30 @@ Reads the order and the sizes of slices, nothing else: no slice, no network. Dis
 slices its windows have open, `order/windows.py`); times are a model's (`timing.py`); memory is a sum of bounds.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from forebay.load.needs import Disk, Job, Node, fetch_ratio, fitting, refetched_bytes, worst_of
+from forebay.errors import UsageError
+from forebay.load.needs import (
+    COMMON_DISK_BYTES,
+    Disk,
+    Job,
+    Node,
+    check_traffic,
+    fetch_ratio,
+    fitting,
+    refetched_bytes,
+    worst_of,
+)
 from forebay.observe.timing import Times, bandwidth_needed, flow_of, times_of
 from forebay.order.plan import Order, part_of
 from forebay.order.windows import Spans, window_steps
+from forebay.sizes import words_of_bytes, words_of_rate, words_of_seconds
+from forebay.sizes import words_of_bytes as told
 from forebay.store.room import part_bytes
+from forebay.worker.config import SIZES
 
 _BASE_BYTES = 96 << 20  # Of a Python process with the loader imported: 76 MiB measured.
 _SLICE_BYTES = 100 + 2 * 16 + 250  # Of the table, of two epochs' order, of the prefetcher.
@@ -214,3 +226,246 @@ def _most_batch(job: Job) -> int | None:
     if job.mem_bytes is None:
         return None
     return max(0, (job.mem_bytes // job.ranks_per_node - _fixed_bytes(job)) // _batch_bytes(job))
+
+
+def words(plan: Plan) -> str:
+    """The plan as a person reads it."""
+    job, disk, times = plan.job, plan.disk, plan.times
+    node = "node" if job.num_nodes == 1 else f"each of {job.num_nodes} nodes"
+    most = "" if disk.exact else "at most "
+    samples = int(job.slice_samples.sum())
+    rows: list[tuple[str, str]] = [
+        ("dataset", f"{plan.slices_of_run:,} slices, {told(plan.total_bytes)}, {samples:,} samples"),
+        ("order", f"lanes={plan.lanes}, window={plan.window}"),
+        ("steps", f"{plan.steps_per_epoch:,} of {job.global_batch} samples an epoch"),
+        (f"{node} reads", f"{most}{disk.epoch_slices:,} slices, {told(disk.epoch_bytes)} an epoch"),
+        ("all nodes fetch", f"about {plan.fetch_ratio:.2f} x the dataset an epoch"),
+        ("open at once", f"{most}{disk.open_slices:,} slices, {told(disk.open_bytes)}"),
+        ("with the next", f"{most}{disk.next_slices:,} slices, {told(disk.next_bytes)}"),
+        (
+            "least cache",
+            f"{told(disk.least_bytes)}; with {told(2 * disk.once_bytes)} nothing is fetched twice in an epoch",
+        ),
+        ("cache", f"cache_bytes={plan.cache_bytes}, peak disk {told(plan.peak_disk_bytes)}"),
+        ("fetched", f"at most {told(plan.fetched_bytes)} in {job.epochs} epoch{'s' * (job.epochs > 1)}"),
+        ("slice", f"{told(job.slice_bytes.mean())} on average, in {_requests(plan)}"),
+        ("memory", f"{told(plan.memory_bytes)} for batches of {rank_batch(job)} a rank"),
+        ("in memory whole", _in_memory(plan)),
+    ]
+    if plan.most_batch is not None:
+        rows.append(("largest batch", f"{plan.most_batch:,} a rank, {plan.most_batch * job.world_size:,} in all"))
+    if plan.first_batch_s is not None:
+        rows.append(("first batch after", f"{words_of_seconds(plan.first_batch_s)} ({told(plan.first_batch_bytes)})"))
+    if plan.slice_fetch_s is not None:
+        rows.append(("slice comes in", words_of_seconds(plan.slice_fetch_s)))
+    if plan.slice_lasts_s is not None:
+        rows.append(("slice lasts", f"{words_of_seconds(plan.slice_lasts_s)} in training"))
+    if job.step_s is not None:
+        needed = plan.needed_bandwidth
+        enough = "none is: no room to fetch ahead" if needed is None else words_of_rate(needed)
+        rows.append(("bandwidth enough", enough))
+    if times is not None:
+        parts = (times.stall_s, times.stall_s / max(1, plan.swaps), times.stall_s / max(1, plan.steps_per_epoch))
+        stall, of_swap, of_step = map(words_of_seconds, parts)
+        rows.append(("stall", f"{stall} an epoch, {of_swap} a swap, {of_step} a step"))
+        rows.append(("epoch", words_of_seconds(times.total_s)))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {text}" for name, text in rows]
+    lines += [f"warning: {text}" for text in plan.warnings]
+    lines += [f"refused: {text}" for text in plan.refused]
+    lines += [f"advice: {text}" for text in plan.advice]
+    return "\n".join([*lines, "ok" if plan.ok else "NOT ok: this run would not do what was asked"])
+
+
+def _requests(plan: Plan) -> str:
+    count = -(-int(plan.job.slice_bytes.max()) // plan.job.piece_bytes)
+    return f"{count:,} request{'' if count == 1 else 's'}"
+
+
+def _in_memory(plan: Plan) -> str:
+    if plan.job.mem_bytes is None:
+        return f"needs {told(plan.total_bytes + plan.memory_bytes)}"
+    fits = plan.total_bytes + plan.memory_bytes <= plan.job.mem_bytes
+    return f"{'fits' if fits else 'does not fit'}: {told(plan.total_bytes)} of {told(plan.job.mem_bytes)}"
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The figures of a model.
+
+    Attributes:
+        parameters: Of the model.
+        state_bytes: Weights, gradients and the optimizer's moments.
+        sample_bytes: For each sample of a batch besides.
+        largest_batch: The most samples that fit; 0 if none does.
+        batch_size: To begin with: the size's own, or as many as fit.
+    """
+
+    model_size: str
+    seq_len: int
+    vocab_size: int
+    device_bytes: int
+    parameters: int
+    state_bytes: int
+    sample_bytes: int
+    largest_batch: int
+    batch_size: int
+
+    @property
+    def ok(self) -> bool:
+        return self.largest_batch > 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, by name."""
+        return asdict(self)
+
+    def words(self) -> str:
+        """For people."""
+        state, sample, device = map(words_of_bytes, (self.state_bytes, self.sample_bytes, self.device_bytes))
+        lines = [
+            f"{'model':<18} {self.model_size}, {self.parameters / 1e6:,.1f} M weights, vocabulary {self.vocab_size:,}",
+            f"{'its memory':<18} {state}, and {sample} a sample of {self.seq_len:,} tokens",
+        ]
+        if self.ok:
+            lines.append(f"{'batch':<18} batch_size={self.batch_size}; at most {self.largest_batch:,} fit {device}")
+        else:
+            lines.append(
+                f"refused: {self.model_size} does not fit {device} with one sample of {self.seq_len} tokens. Choose a "
+                "smaller model or shorter samples."
+            )
+        return "\n".join(lines)
+
+
+def plan_model(model_size: str, seq_len: int, vocab_size: int, device_bytes: int) -> ModelPlan:
+    """The figures of one of `SIZES` on a device."""
+    size = SIZES[model_size]
+    most = size.largest_batch(vocab_size, seq_len, device_bytes)
+    return ModelPlan(
+        model_size,
+        seq_len,
+        vocab_size,
+        device_bytes,
+        size.num_parameters(vocab_size, seq_len),
+        size.state_bytes(vocab_size, seq_len),
+        size.sample_bytes(vocab_size, seq_len),
+        most,
+        min(size.batch_size, most),
+    )
+
+
+COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
+COMMON_MEM_BYTES = 4 * 10**9
+_STALL_PART = 0.01  # Of an epoch; less is not worth a line.
+
+
+def make_plan(job: Job) -> Plan:
+    """A job's figures, and what is to be said of them. Two seconds for 250 000 slices at the most.
+
+    Raises:
+        UsageError: If an argument is out of range.
+    """
+    plan = figures_of(job)
+    refused, advice = _refusals(plan)
+    traffic = None
+    if not refused:
+        chosen = replace(job, lanes=plan.lanes, window=plan.window, cache_bytes=plan.cache_bytes)
+        try:
+            traffic = check_traffic(chosen, chosen.order(), plan.nodes)
+        except UsageError as error:
+            refused = [str(error)]
+    plan = replace(plan, refused=refused)
+    warnings, more = _warnings(plan)
+    return replace(plan, warnings=[*warnings, *([traffic] if traffic else [])], advice=[*advice, *more])
+
+
+def _refusals(plan: Plan) -> tuple[list[str], list[str]]:
+    job, disk = plan.job, plan.disk
+    refused, advice = [], []
+    opens = f"{disk.open_slices} slices, {told(disk.open_bytes)}, are open at once"
+    where = f"lanes={plan.lanes}, window={plan.window}"
+    for name, size in (("cache", job.cache_bytes), ("volume", job.volume_bytes)):
+        if size is not None and size < disk.least_bytes:
+            refused.append(
+                f"{name}: expected at least {disk.least_bytes} bytes ({opens}: {where}), got {size} bytes. "
+                "Slices would be fetched over and over, and training would wait for each."
+            )
+    if job.cache_bytes is not None and job.volume_bytes is not None and job.cache_bytes > job.volume_bytes:
+        refused.append(
+            f"volume: expected room for the cache of {job.cache_bytes} bytes, got {job.volume_bytes} bytes. "
+            "Lower the cache's budget, or choose another disk."
+        )
+    whole = plan.total_bytes
+    if job.keep == "all" and job.room is not None and job.room < whole:
+        refused.append(
+            f"keep='all': expected room for the whole dataset, {whole} bytes, got {job.room} bytes. "
+            "Let the cache evict (keep='budget')."
+        )
+    memory = job.mem_bytes
+    if job.whole_in_memory and memory is not None and plan.peak_disk_bytes + plan.memory_bytes > memory:
+        refused.append(
+            f"cache_dir='ram': expected memory for the cache of {plan.peak_disk_bytes} bytes and the loader's "
+            f"{plan.memory_bytes}, got {memory} bytes. Keep the cache on a disk, or give it less."
+        )
+    if memory is not None and plan.most_batch == 0:
+        refused.append(
+            f"memory: expected at least {plan.memory_bytes} bytes for {job.ranks_per_node} ranks of a node, got "
+            f"{memory}: not even a batch of one sample fits. Use fewer ranks a node, or shorter samples (--seq-len)."
+        )
+    if job.world_size > job.global_batch:
+        refused.append(
+            f"global_batch: expected at least a sample for each of {job.world_size} ranks, got {job.global_batch}. Use "
+            "larger batches (--global-batch), or fewer ranks."
+        )
+    if any(text.startswith(("cache:", "volume: expected at least")) for text in refused):
+        advice += _narrower(plan)
+    return refused, advice
+
+
+def _narrower(plan: Plan) -> list[str]:
+    """Lanes and a window that fit the room, if any do."""
+    job = plan.job
+    order, nodes = fitting(replace(job, lanes=None, window=None))
+    disk = worst_of(nodes)[0]
+    if job.room is not None and disk.least_bytes <= job.room:
+        return [
+            f"lanes={order.num_lanes}, window={order.window_samples} keep {told(disk.open_bytes)} open, "
+            f"{told(disk.next_bytes)} with the next windows."
+        ]
+    return [f"Nothing needs less than {told(disk.least_bytes)}: prepare smaller slices (--slice-bytes)."]
+
+
+def _warnings(plan: Plan) -> tuple[list[str], list[str]]:
+    job, disk, times = plan.job, plan.disk, plan.times
+    warnings, advice = [], []
+    usual = job.order().num_lanes
+    if job.lanes is None and job.window is None and usual != plan.lanes:
+        warnings.append(
+            f"the loader's own {usual} lanes would open more than fits: this plan is for lanes={plan.lanes}, "
+            f"window={plan.window}. Give them to the Loader."
+        )
+    if plan.ok and plan.cache_bytes < min(disk.next_bytes, plan.total_bytes):
+        warnings.append(
+            f"cache: {told(plan.cache_bytes)} hold the open windows, but not the next ones: training waits at each "
+            "swap."
+        )
+        advice.append(f"cache_bytes={disk.next_bytes} holds the next windows too.")
+    if job.bandwidth is not None and job.bandwidth < COMMON_BYTES_PER_S:
+        warnings.append(f"bandwidth: {job.bandwidth * 8 / 1e9:.3g} Gb/s; 1 Gb/s or more is what runs like this have.")
+    if job.volume_bytes is not None and job.volume_bytes < min(COMMON_DISK_BYTES, disk.next_bytes):
+        warnings.append(
+            f"volume: {told(job.volume_bytes)} are less than the {told(min(COMMON_DISK_BYTES, disk.next_bytes))} that "
+            "never waiting takes."
+        )
+    if job.mem_bytes is not None and job.mem_bytes < COMMON_MEM_BYTES:
+        warnings.append(f"memory: {told(job.mem_bytes)}; 4 GB or more is what runs like this have.")
+    if job.mem_bytes is not None and plan.memory_bytes > job.mem_bytes and plan.most_batch:
+        warnings.append(f"memory: the loader takes {told(plan.memory_bytes)} of {told(job.mem_bytes)}.")
+        advice.append(f"batch_size={plan.most_batch} (global {plan.most_batch * job.world_size}) fits.")
+    if times is not None and times.stall_s > _STALL_PART * times.total_s:
+        warnings.append(
+            f"bandwidth: training waits {times.stall_s / times.total_s:.0%} of the time for slices "
+            f"({words_of_seconds(times.stall_s)} an epoch)."
+        )
+        if plan.needed_bandwidth is not None:
+            advice.append(f"{words_of_rate(plan.needed_bandwidth)} would be enough for never waiting.")
+    return warnings, advice

@@ -4,8 +4,6 @@ The log is the coordinator's own SQLite file (`schedule.roster`): order mode nee
 read is a pure function. A file is read whether or not a coordinator is running on it, from a copy of it and its WAL.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ which is not here yet. What it leaves out: latency, other traffic, and that a sl
 window's first step, so that a real run waits rather less.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

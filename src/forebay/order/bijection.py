@@ -13,8 +13,6 @@ Sources: Black and Rogaway 2002, "Ciphers with arbitrary finite domains" (the ge
 cycle walking); Steele, Lea and Flood 2014, SplitMix64, with Stafford's mix 13 (the generator's mix).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ w samples at most 64 C sqrt(w) bytes (1 MB for 64 lanes of 64 000), for up to fo
 a sample is found in about 40 ns, in blocks of some thousands; without, in about 150.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -13,8 +13,6 @@ Sources: Thaler and Ravishankar 1998 (highest random weight); Mirrokni, Thorup a
 Gale and Shapley 1962: as a slice's score and a worker's are the same number, there is one stable matching.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

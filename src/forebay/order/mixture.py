@@ -10,8 +10,6 @@ eight per cent of itself), and 6 bytes a place of the period: 400 KB for each ch
 Source: Hamilton's largest remainder for the quotas; the r-th of q at (r + 0.5) / q, as in Bresenham's line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ for.
 What a rank reads depends on who else is in the world; whoever wants batches that do not, takes `Run`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -15,8 +15,6 @@ order of their slices. Slices are shuffled whole; lanes bring C windows from all
 Locality: with W ranks, a rank reads about 1 / min(W, C) of the slices (ranks beyond C share a lane).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

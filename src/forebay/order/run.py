@@ -8,8 +8,6 @@ One dataset: a batch never crosses an epoch's end. A mixture: no epochs of its o
 in another order, whenever it is used up, and a batch may hold the end of one of its epochs and the start of the next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

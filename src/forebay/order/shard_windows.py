@@ -5,8 +5,6 @@ repeat over windows, never sees some samples, and is the stream of one NumPy: te
 promise it. `forebay` walks a keyed bijection of our own: no sample twice before all were read once.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Literal

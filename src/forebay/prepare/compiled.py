@@ -7,8 +7,6 @@ the directory is named by a hash of the sources of all such functions: below `nu
 every process compiles for itself: about 35 CPU seconds for all functions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -75,6 +73,6 @@ def _hash_of_sources() -> str:
     here = Path(__file__).parent
     folders = ("clean", "filters", "dedup")  # with the constants that are compiled in
     sources = hashlib.sha256()
-    for path in sorted([here / "lm_words.py", *(path for name in folders for path in (here / name).glob("*.py"))]):
+    for path in sorted([here / "lm.py", *(path for name in folders for path in (here / name).glob("*.py"))]):
         sources.update(path.read_bytes())
     return sources.hexdigest()[:16]

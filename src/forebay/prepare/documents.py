@@ -8,8 +8,6 @@ Each batch has at least the columns of `SCHEMA`. A stage may change `text`, and 
 them as dropped, and whoever runs it takes them out.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -95,7 +93,10 @@ class Verdict:
 
 
 class Stage(Protocol):
-    """A pure function from batch to batch. Frozen, hashable and picklable: models are loaded where `apply` runs."""
+    """A pure function from batch to batch. Frozen, hashable and picklable: models are loaded where `apply` runs.
+
+    Without more, a subclass drops nothing and reads no files.
+    """
 
     name: ClassVar[str]
     """Its table in a recipe, and its name in the report: `gopher_quality`."""
@@ -104,12 +105,12 @@ class Stage(Protocol):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it may drop a document; `drop` holds indices into this."""
-        ...
+        """Why it may drop a document, in the order in which they are tried; `drop` holds indices into this."""
+        return ()
 
     def files(self) -> tuple[str, ...]:
         """Files (models, lists) that it reads: their contents are part of what the result depends on."""
-        ...
+        return ()
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Its verdict on a batch; rows do not influence each other, so that batches may be cut anywhere."""

@@ -6,11 +6,16 @@ Hides: that each named subset is a dataset of its own, and that fine-tuning has 
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from forebay.dataset.manifest import (
     DOCUMENTS_FILE,
@@ -22,11 +27,13 @@ from forebay.dataset.manifest import (
     SliceTable,
     dataset_id,
 )
+from forebay.dataset.slices import hash_file
 from forebay.prepare.collect import Corpus, collect, nothing_left, write_ids
-from forebay.prepare.lineage import write_documents
-from forebay.prepare.read.listing import count_reasons
+from forebay.prepare.read.base import Piece
+from forebay.prepare.read.listing import count_reasons, shown_path
 from forebay.prepare.report import write_report
 from forebay.prepare.stats import Tally
+from forebay.prepare.text import place_name
 from forebay.prepare.tokens.coders import CoderSpec
 from forebay.prepare.tokens.encode import Encoded, EncodeTask, encode, finished, left_out_file
 from forebay.prepare.tokens.rows import RowSliceTask, plan_row_slices, shape_of, write_row_slice
@@ -34,10 +41,11 @@ from forebay.prepare.tokens.shuffle import Shuffle, TokenPart, finished_shuffle,
 from forebay.prepare.tokens.slicing import finished_slice, plan_slices, write_slice
 from forebay.prepare.tokens.subsets import TRAIN
 from forebay.prepare.tokens.tokenizers import TokenizerFile
-from forebay.storage.atomic import atomic_write, remove_stale, sync_directory
+from forebay.storage.atomic import atomic_write, open_atomic, remove_stale, sync_directory
 
 if TYPE_CHECKING:
     from forebay.prepare.pipeline import PrepareSummary, Run
+
 
 TOKENIZER_FILE, REPORT_FILE, CLUSTERS_FILE, SIGNATURES = (
     "tokenizer.json",
@@ -256,3 +264,31 @@ def _forget_other_slices(folder: Path, count: int) -> None:
     for path in (folder / "slices").iterdir():
         if path.name not in wanted:
             path.unlink()
+
+
+SCHEMA = pa.schema([("id", pa.string()), ("source", pa.string()), ("url", pa.string())])
+_ROWS = 1 << 16
+
+
+def write_documents(path: Path, corpus: Corpus, parts: Sequence[TokenPart]) -> str:
+    """Write the table of these parts' documents, in their order; its sha256 in hex."""
+    pieces: dict[str, tuple[Piece, int]] = {}
+    for piece, text, base in zip(corpus.pieces, corpus.texts, corpus.bases):
+        pieces.setdefault(text.part(corpus.folder).name, (piece, base))
+    with open_atomic(path) as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as table:
+        found = _rows(pieces, parts)
+        while rows := list(islice(found, _ROWS)):
+            table.write_table(pa.table([pa.array(column) for column in zip(*rows)], schema=SCHEMA), _ROWS)
+    return hash_file(path)
+
+
+def _rows(pieces: dict[str, tuple[Piece, int]], parts: Sequence[TokenPart]) -> Iterator[tuple[str, str, str]]:
+    for part in parts:
+        with part.file("ids").open("rb") as lines:
+            for line in lines:
+                name, place, given, url, inner = json.loads(line)
+                piece, base = pieces[name]
+                source = piece.sources[place if len(piece.sources) > 1 else 0]
+                # As the input is named in the lineage: not where it lay.
+                there = source.name + place_name(piece, place, inner, base).removeprefix(shown_path(source.path))
+                yield given or there, source.name, url

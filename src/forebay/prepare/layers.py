@@ -3,8 +3,6 @@
 Hides: on which line of its file a setting stands, which tomllib does not say.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator, Sequence

@@ -53,7 +53,7 @@ from forebay.prepare.text import (
     versions,
     write_rejects,
 )
-from forebay.prepare.tokens.sampling import sample_texts
+from forebay.prepare.tokens.encode import sample_texts
 from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer, train_tokenizer, vocab_to_train
 from forebay.prepare.trim import TrimTask, trim
 from forebay.storage.atomic import atomic_write, remove_stale

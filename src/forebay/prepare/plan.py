@@ -3,8 +3,6 @@
 Hides: how a sample is taken: some of the pieces, spread evenly, and of those as many documents as make it exact.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

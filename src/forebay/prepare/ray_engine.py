@@ -5,8 +5,6 @@ Ray's own retries are off. A task travels by its pickle, its result as a short o
 system that all nodes share. A local cluster takes 2 to 10 s to start; on one machine `local_engine` is the quicker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -5,8 +5,6 @@ whose fields are its keys; a table of a stage (`[gopher_quality]`) switches the 
 of their tables. `[[length]]` twice is that stage twice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import importlib

@@ -4,8 +4,6 @@ Hides: why this is a pass of its own: a percentile is known only when every docu
 must not stand for its copies in the deduplication that follows.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from contextlib import ExitStack

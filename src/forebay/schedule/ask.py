@@ -1,7 +1,5 @@
 """What a worker asks of the desk and what it is answered: plain values, no JSON and no sockets."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The coordinator's doors: their description in OpenAPI 3.1, and what a request may hold."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What happens to a job, as values: the desk makes them, the journal keeps them, replaying them gives the same desk."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

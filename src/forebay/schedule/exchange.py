@@ -38,8 +38,6 @@ Every field of the question may be left out. What its sender has to know:
   dataset. `sample_base` + sample is the global id.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -50,8 +48,8 @@ from numpy.typing import NDArray
 from forebay.errors import ProtocolViolation
 from forebay.ledger import Used
 from forebay.network.exchange import BadRequestError
+from forebay.network.members import RANGES, parse_ranges
 from forebay.network.openapi import COUNT, FLAG, PEER_ID, SECONDS, SHA256, TEXT, Door, array, record
-from forebay.network.ranges import RANGES, parse_ranges
 from forebay.schedule.ask import Ask, BadReport, Failed, Reply
 from forebay.schedule.desk import MAX_LEASES
 

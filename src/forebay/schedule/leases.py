@@ -13,11 +13,11 @@ Nothing here takes longer with more slices or more workers, but the beginning of
 slice, 1.5 KB a worker with two leases.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,61 @@ from numpy.typing import NDArray
 
 from forebay.errors import LeaseError, UsageError
 from forebay.ledger import Used
-from forebay.schedule.owners import Ended, Lease, Owner, OwnerKey, Owners
+from forebay.schedule.owners import Ended, Lease, Owner, OwnerKey, Owners, Speed
 from forebay.schedule.parts import Cached, Part, Parts
-from forebay.schedule.speeds import Speed
-from forebay.schedule.stealing import Wish, plan
+
+# Who would finish last, second to last, …: so many are looked at for something to take.
+CANDIDATES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A lease should end at `target`, for the sake of `thief`."""
+
+    lease_id: str
+    target: int
+    thief: OwnerKey
+    at: float
+
+
+def plan_steal(owners: Owners, thief: Owner, wished: dict[str, Wish], steal_s: float, now: float) -> Wish | None:
+    """The best piece for an idle owner; None if nobody has enough left to be worth it.
+
+    Args:
+        wished: Leases that somebody waits for already.
+        steal_s: An owner that needs no longer than this for all it has is left alone.
+    """
+    speed = owners.speed_of(thief)
+
+    def is_spared(owner: Owner) -> bool:
+        return owner.key == thief.key or any(lease_id in wished for lease_id in owner.leases)
+
+    # Those spared do not count: else, where many are idle, only as many could steal at once as are looked at.
+    for victim in islice(owners.slowest(is_spared), CANDIDATES):
+        theirs = owners.speed_of(victim)
+        left = victim.left
+        if left / theirs <= steal_s:
+            continue
+        share = left * speed / (speed + theirs)
+        lease = _choose(victim, share)
+        target = lease.start if _is_whole(victim, lease, share) else lease.stop - math.ceil(min(share, lease.left - 1))
+        if max(lease.position, lease.horizon if lease.begun else 0, target) < lease.stop:
+            return Wish(lease.lease_id, max(target, lease.start), thief.key, now)
+    return None
+
+
+def _is_whole(victim: Owner, lease: Lease, share: float) -> bool:
+    """Whether to take it altogether: not begun, not all that its owner has, not much more than the fair share."""
+    return not lease.begun and len(victim.leases) > 1 and lease.left <= 1.5 * share
+
+
+def _choose(victim: Owner, share: float) -> Lease:
+    """The last lease that was not begun, if it may go as a whole; else the one with most left."""
+    for lease in reversed(victim.leases.values()):
+        if _is_whole(victim, lease, share):
+            return lease
+    return max(victim.leases.values(), key=lambda lease: lease.left)
+
 
 # Leases that ended are remembered, so many, to answer what is asked again.
 MAX_REMEMBERED = 32_768
@@ -133,7 +184,7 @@ class LeaseTable:
             self.idle.pop(owner.key, None)
             self.idle[owner.key] = now
         if owner.wish not in self.wishes:
-            wish = plan(self.owners, owner, self.wishes, self.steal_s, now) if not owner.leases else None
+            wish = plan_steal(self.owners, owner, self.wishes, self.steal_s, now) if not owner.leases else None
             owner.wish = wish.lease_id if wish is not None else None
             if wish is not None:
                 self.wishes[wish.lease_id] = wish

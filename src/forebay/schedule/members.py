@@ -1,7 +1,5 @@
 """The words of membership: rules, state, what may happen, what is to be done. `membership.apply` joins them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

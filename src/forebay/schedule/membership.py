@@ -14,8 +14,6 @@ source of weights. Independent workers first catch up to the furthest, as each o
 of one that died, what it left undone is named as a gap.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from forebay.schedule.members import (

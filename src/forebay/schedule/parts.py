@@ -7,8 +7,6 @@ Memory: 14 bytes a slice (the order, a bit, a count of who has it) and some 200 
 looks at all slices at once but `begin`; looking for the next one is done 256 slices at a time, in NumPy.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ The log only grows. A row says that steps [start, stop) were finished in a gener
 `first_sample` on; where a step has several rows, that of the highest generation counts, the others were redone.
 """
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import time

@@ -1,7 +1,5 @@
 """Who talks to the desk: sessions of workers, what they have cached, and whom they hand it on from."""
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a scheduler says of itself: as JSON, as figures for Prometheus, as lines for a person."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What a worker says of its leases, judged before anything is recorded; and what became of those that it holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

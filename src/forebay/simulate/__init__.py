@@ -4,13 +4,11 @@ Only time, sockets and disks are simulated. Leases are the scheduler's own `Desk
 `Swarm`'s word, a rank's share is `order.plan`'s, and back-off is the store's.
 """
 
-from __future__ import annotations
-
 import gc
 
+from forebay.simulate.clock import Progress
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings
-from forebay.simulate.trace import Progress
 
 __all__ = ["Progress", "Result", "Settings", "simulate"]
 

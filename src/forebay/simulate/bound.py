@@ -13,8 +13,6 @@ Broadcast: the slowest of three: the origin sends everything once; the narrowest
 together carry a copy for each worker. Source: Kumar and Ross 2006, Peer-assisted file distribution, theorem 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

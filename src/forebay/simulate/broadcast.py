@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from forebay.network.swarm import Assignment, Swarm
 from forebay.simulate.book import Verdict
 from forebay.simulate.bound import swarm_bound
-from forebay.simulate.clock import Clock
+from forebay.simulate.clock import Clock, Progress, Trace
 from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.nodes import Fetch, Gate, Net, Node
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings
-from forebay.simulate.trace import Progress, Trace
 
 DOWNLOADS = 4
 WAIT_S = 0.5

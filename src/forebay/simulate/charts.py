@@ -1,7 +1,5 @@
 """Charts of a run as SVG: curves over time, areas one on another, and a map of who worked when. No library."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from html import escape

@@ -5,8 +5,6 @@ samples are `order.run`'s; slices go round by the `Swarm`. A step is as slow as 
 lineage of the weights that the run ends with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,16 +14,15 @@ from forebay.order.plan import Order
 from forebay.order.run import BatchSizes, Run
 from forebay.schedule.members import Disconnect, Event, Formed, Generation, Refuse, Rules, State, Tick, Waits
 from forebay.schedule.membership import apply
+from forebay.simulate.book import Weights, check
 from forebay.simulate.bound import order_bound
 from forebay.simulate.broadcast import Reader, Tracker
-from forebay.simulate.clock import Clock
+from forebay.simulate.clock import Clock, Progress, Trace
 from forebay.simulate.faults import Faults, Machine, draw
-from forebay.simulate.lineage import Weights, check
 from forebay.simulate.nodes import Net
 from forebay.simulate.ranks import Group, Rank
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings
-from forebay.simulate.trace import Progress, Trace
 
 _TICK_S = 1.0
 _MAX_TIMES = 20.0

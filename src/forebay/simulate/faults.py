@@ -4,8 +4,6 @@ Every draw comes from a generator named by the seed and its purpose, so that one
 kind's. Python's `random.Random` gives the same numbers for the same seed on every version and machine.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Literal

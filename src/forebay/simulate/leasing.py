@@ -4,8 +4,6 @@ Here the scheduler is the desk and its journal, which a restart replays; the wor
 or never, and keeps the record that the desk is judged by.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace
@@ -18,12 +16,11 @@ from forebay.schedule.desk import Desk, JobSpec, Source
 from forebay.schedule.events import Cut, Event, Returned, from_row, to_row
 from forebay.simulate.book import Book, Range
 from forebay.simulate.bound import lease_bound
-from forebay.simulate.clock import Clock
+from forebay.simulate.clock import Clock, Progress, Trace
 from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.nodes import Net
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings
-from forebay.simulate.trace import Progress, Trace
 from forebay.simulate.worker import STILL_S, Worker
 
 _JOB = "job"
@@ -131,7 +128,6 @@ class _World:
         self._left = int(samples.sum()) * settings.epochs
         self._all = self._left
         self._grants: dict[str, tuple[Grant, int]] = {}  # By lease id: the grant, and the offset on record.
-        self._last_by_machine: Counter[str] = Counter()
         self._closed: list[Worker] = []
         self._chance = self.net.chance("answers")
         spec = JobSpec(

@@ -8,8 +8,6 @@ narrowest of all their transfers are settled in one go, the rest shares what is 
 What it costs: one look a beginning or end, 0.1 to 0.4 ms for 1,000 transfers at once (NumPy over all of them).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -117,10 +115,6 @@ class Links:
     def of(self, node: int) -> list[Flow]:
         """The transfers under way from or to a node."""
         return [flow for flow in self._flows if node in (flow.source, flow.target)]
-
-    def num_from(self, node: int) -> int:
-        """How many transfers a node gives now."""
-        return int((self._sources[: len(self._flows)] == node).sum())
 
     def rates(self, origins: int) -> tuple[float, float]:
         """Bytes/s now: from the first `origins` nodes, and from all others."""

@@ -1,7 +1,5 @@
 """The page of a run: what it came to, and its charts, in one file that loads nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from html import escape
 from importlib.resources import files

@@ -16,8 +16,8 @@ import numpy as np
 
 from forebay.order.run import Run, Steps
 from forebay.schedule.members import Event, Generation, Heartbeat, Join, Leave, Ready, Refuse
+from forebay.simulate.book import I64, Weights
 from forebay.simulate.broadcast import WAIT_S, Reader
-from forebay.simulate.lineage import I64, Weights
 from forebay.simulate.nodes import STALL_S, Net
 from forebay.store.uses import Uses
 

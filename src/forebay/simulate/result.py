@@ -1,7 +1,5 @@
 """What a simulated run came to."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +9,8 @@ from numpy.typing import NDArray
 
 from forebay.simulate.book import Verdict
 from forebay.simulate.bound import Bound
+from forebay.simulate.clock import Trace
 from forebay.simulate.settings import Settings
-from forebay.simulate.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """What a simulated world is like: sizes, machines, faults. Everything that happens follows from this and the code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 

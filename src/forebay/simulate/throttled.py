@@ -5,8 +5,6 @@ our plan the same ranks are steered by the swarm, in which the store is the orig
 comes from each other, and a refusal is waited out by the store's own `Backoff`.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 
@@ -16,12 +14,11 @@ from forebay.order.plan import Order
 from forebay.simulate.book import Verdict
 from forebay.simulate.bound import Bound
 from forebay.simulate.broadcast import World
-from forebay.simulate.clock import Clock
+from forebay.simulate.clock import Clock, Progress, Trace
 from forebay.simulate.faults import draw
 from forebay.simulate.nodes import Gate, Net, Node
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings
-from forebay.simulate.trace import Progress, Trace
 
 _AT_ONCE = 8
 _TRIES = 5

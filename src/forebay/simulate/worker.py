@@ -4,8 +4,6 @@ It keeps the worker's part of the protocol: one exchange at a time, repeated as 
 is under way nothing is used beyond the horizons that it declared; two leases in hand, or more where they are short.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ The bytes go to a temporary file beside the target, whose name no other process 
 Cost: an fsync call a file and one a directory. What a killed process leaves behind, `remove_stale` deletes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -3,8 +3,6 @@
 It is told not to try again, so that one place decides about that; `Retry-After` is not known here.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import threading

@@ -329,11 +329,6 @@ class SliceCache:
         with self._lock, contextlib.suppress(UsageError), self._room.lock():
             self._futures.close()
 
-    def has_others(self) -> bool:
-        """Whether another live process has published what it will read."""
-        with self._room.lock():
-            return bool(self._futures.others())
-
     def is_stuck(self, since: float) -> bool:
         """Whether every other live process that published waits for room since then, and nobody is fetching."""
         with self._room.lock():

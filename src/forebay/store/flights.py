@@ -1,7 +1,5 @@
 """Transfers under way, the room they hold, and when to try again what failed."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

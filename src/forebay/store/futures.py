@@ -7,8 +7,6 @@ Whoever reads does so under the cache's room lock, as does whoever writes the re
 What it costs: about 90 bytes a slice told; a reader parses a file again only when its version has changed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Slices by hash from one peer that holds them, as a source of a Transfer."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, cast

@@ -8,8 +8,6 @@ Memory: 8 MiB and `max_workers` x 2 MiB from a bucket, x 0.5 MiB from the web, w
 range (measured 60 MiB at 32 workers); and 500 bytes a piece of 8 MiB, 13 MB for 215 GB.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import shutil

@@ -8,8 +8,6 @@ Disk: slices on their way, at most four and 1 GiB unless one is larger, beside t
 Memory: the transfers' (`connections` x 256 KiB), and 32 MiB an upload to a bucket.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Each peer is a source of its own, so that the fastest is asked first and a liar 
 requests of 2 MiB over a kept connection, as the client below fills a buffer and gives nothing back before.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading

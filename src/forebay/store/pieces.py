@@ -5,8 +5,6 @@ one a piece, 1 when the piece is complete. A piece is marked after it was writte
 is marked is there; where a power cut breaks that promise, the hash at the end tells.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -9,8 +9,6 @@ b - h bytes survive a cyclic pass, where the least recently used would keep none
 What it costs: 250 bytes a slice of the run; a look at every slice held each time the use of one begins or ends.
 """
 
-from __future__ import annotations
-
 import heapq
 import logging
 import math
@@ -25,8 +23,7 @@ from forebay.errors import UsageError
 from forebay.store.cache import Refusal, Reservation, SliceCache
 from forebay.store.flights import Flights, T
 from forebay.store.room import Evict, part_bytes
-from forebay.store.run_slices import Keep, RunSlices
-from forebay.store.uses import Uses
+from forebay.store.uses import Keep, RunSlices, Uses
 
 NEVER = 1 << 62
 

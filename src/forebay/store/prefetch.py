@@ -8,8 +8,6 @@ they cannot, waiting ends with an error that says so, never in silence.
 What it costs: 0.1 us a step at which no use of a slice begins or ends, 20 us for a slice that is acquired.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -30,8 +28,7 @@ from forebay.store.cache import SliceCache
 from forebay.store.flights import T, Transfer, named
 from forebay.store.locks import at_fork
 from forebay.store.planner import NEVER, Outcome, Planner
-from forebay.store.run_slices import Keep, RunSlices
-from forebay.store.uses import I64, UsesOf
+from forebay.store.uses import I64, Keep, RunSlices, UsesOf
 
 __all__ = ["Keep", "SliceFeed", "Transfer"]
 

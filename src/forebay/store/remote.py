@@ -1,22 +1,27 @@
-"""A dataset known by its URL alone: manifest and table are read and verified, slices stay where they are."""
+"""A dataset known by its URL alone: manifest and table are read and verified, slices stay where they are.
+
+`verify_files` hashes every slice as it comes, and keeps nothing: 256 KiB of memory a connection.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable, dataset_id
 from forebay.dataset.reader import Dataset, VerifyReport, check_totals, listed_files
 from forebay.dataset.slices import Slice
-from forebay.errors import DatasetError, UsageError
-from forebay.store.origins import Origin, Patience, open_origin, read_small
-from forebay.store.verify import File, verify_files
+from forebay.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
+from forebay.store.origins import Origin, PassingError, Patience, RefusedError, open_origin, read_small
 
 if TYPE_CHECKING:
     from forebay.network.discovery import Discovery
     from forebay.network.identity import Identity
+
 
 MAX_TABLE_BYTES = 1 << 30
 
@@ -100,3 +105,85 @@ def read_remote(origin: Origin, expected_id: str | None = None) -> RemoteDataset
     table = SliceTable.from_parquet(table_data)
     check_totals(manifest, table)
     return RemoteDataset(origin, manifest, table, found)
+
+
+_TRIES = 5
+_WAIT_S = 0.25
+State: TypeAlias = Literal["", "changed", "missing"]
+File: TypeAlias = "tuple[str, int | None, str]"  # Name, bytes (None: not known, and small), sha256 in hex.
+_SMALL_BYTES = 1 << 30
+
+
+def verify_files(
+    origin: Origin,
+    files: Iterable[File],
+    *,
+    workers: int = 8,
+    on_progress: Callable[[int], object] | None = None,
+    sleep: Callable[[float], object] = time.sleep,
+) -> VerifyReport:
+    """Hash every file behind an origin and compare. Files that nobody listed cannot be seen there.
+
+    Args:
+        on_progress: Called with the bytes of each slice, from one thread.
+
+    Raises:
+        NetworkError: If the origin cannot be reached: nothing is known of a file then.
+    """
+    changed: list[str] = []
+    missing: list[str] = []
+    with ThreadPoolExecutor(workers) as pool:
+        for (name, size, _), state in pool.map(lambda file: (file, _state_of(origin, file, sleep)), list(files)):
+            if state:
+                (missing if state == "missing" else changed).append(name)
+            if on_progress is not None:
+                on_progress(size or 0)
+    return VerifyReport(not changed and not missing, sorted([*changed, *missing]), changed, missing)
+
+
+def _state_of(origin: Origin, file: File, sleep: Callable[[float], object]) -> State:
+    """The best that any source has."""
+    states: list[State] = []
+    for source in origin.sources():
+        state = _state_at(source, file, sleep)
+        if not state:
+            return ""
+        states.append(state)
+    return "changed" if "changed" in states else "missing"
+
+
+def _state_at(source: Origin, file: File, sleep: Callable[[float], object]) -> State:
+    name, size, sha256 = file
+    digest, at, tries = hashlib.sha256(), 0, 0
+    while True:
+        before = at
+        try:
+            if size is None:
+                digest.update(source.get(name, _SMALL_BYTES))
+            else:
+                for data in source.read(name, at, size) if size else ():
+                    digest.update(data)
+                    at += len(data)
+                if at < size:
+                    raise PassingError(f"the body ended at byte {at} of {size}")
+            return "" if digest.hexdigest() == sha256 else "changed"
+        except RefusedError:
+            # Some of it came, or it is there and shorter than it should be.
+            return "changed" if at or _is_there(source, name) else "missing"
+        except ProtocolViolation:
+            return "changed"
+        except PassingError as error:
+            tries = 1 if at > before else tries + 1
+            if tries > _TRIES:
+                raise NetworkError(
+                    f"{name} from {source.url}: broke off {_TRIES} times at byte {at}; the last: {error}. "
+                    "Check the network and the endpoint."
+                ) from error
+            sleep(max(error.wait_s, _WAIT_S * 2 ** (tries - 1)))
+
+
+def _is_there(source: Origin, name: str) -> bool:
+    try:
+        return any(True for _ in source.read(name, 0, 1))
+    except NetworkError:
+        return False

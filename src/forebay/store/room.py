@@ -4,8 +4,6 @@ The budget holds because every byte is reserved first: what a fetch under way ma
 file, which counts while its process lives; what a dead one left counts by its length.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

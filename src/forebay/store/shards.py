@@ -8,8 +8,6 @@ judged again before it is used. Only what was fetched here is ever removed, and 
 Disk: the pairs that are kept and one partial.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

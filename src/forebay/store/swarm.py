@@ -22,14 +22,13 @@ from numpy.typing import NDArray
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import ForebayError, IntegrityError, NetworkError, ProtocolViolation
 from forebay.network.client import Client
-from forebay.network.ranges import format_ranges
+from forebay.network.members import format_ranges
 from forebay.store.holders import HolderSource
 from forebay.store.origins import Origin, Patience, open_origin
 from forebay.store.share import SliceShare
-from forebay.store.steered import SteeredTransfer
 from forebay.store.trackers import TrackerAt, Trackers
 from forebay.store.transfer import Transfers
-from forebay.store.work import TransferCancelledError
+from forebay.store.work import SteeredTransfer, TransferCancelledError
 
 MAX_TOLD = 4096  # wanted slices that one question names
 _SEEDS = ("http://", "https://", "s3://", "r2://", "gs://", "az://")  # no tracker may name a file of this host

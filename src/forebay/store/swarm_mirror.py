@@ -1,7 +1,5 @@
 """A mirror that takes part in the swarm: what came is handed out while the rest comes."""
 
-from __future__ import annotations
-
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A directory gets a file by a rename; a bucket shows an object when its last byte
 kill cuts off is never seen under the object's name, but takes room until the bucket's lifecycle rule ends it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import shutil

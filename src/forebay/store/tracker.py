@@ -6,12 +6,11 @@ address is believed when its TLS server was reached there once, under its own id
 one, it gets and is never named.
 """
 
-from __future__ import annotations
-
+import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +19,12 @@ from numpy.typing import NDArray
 
 from forebay.errors import ProtocolViolation
 from forebay.network.avoidance import member_id, node_of
-from forebay.network.bans import BanNotes
 from forebay.network.client import Client
 from forebay.network.dialing import Dialer
 from forebay.network.exchange import BadRequestError
+from forebay.network.identity import Identity
+from forebay.network.members import parse_ranges
 from forebay.network.peer import Peer
-from forebay.network.ranges import parse_ranges
 from forebay.network.swarm import Holder, Swarm
 
 MAX_AT_ONCE = 64
@@ -252,3 +251,28 @@ def _told(
         "settled": swarm.is_settled,
         "sharers": [holder(one) for one in swarm.sharers(_MAX_PEERS) if one.peer_id != asker],
     }
+
+
+log = logging.getLogger("forebay.network")
+
+
+class BanNotes:
+    """What a node that steers swarms has noted of whom they ban; `identity` None: only in the program's log."""
+
+    def __init__(self, identity: Identity | None) -> None:
+        self._identity = identity
+        self._noted: set[tuple[str, str]] = set()
+
+    def know(self, dataset_id: str, banned: Iterable[str]) -> list[str]:
+        """Takes them for noted; returns who is new."""
+        new = [peer_id for peer_id in banned if (dataset_id, peer_id) not in self._noted]
+        self._noted.update((dataset_id, peer_id) for peer_id in new)
+        return new
+
+    def look(self, dataset_id: str, banned: Iterable[str], by: str, reason: str = "") -> None:
+        """Notes who is newly banned, after `by` reported."""
+        for peer_id in self.know(dataset_id, banned):
+            log.warning("nobody is sent to %s any more for slices of %s: %s", peer_id, dataset_id, reason)
+            if self._identity is not None:
+                facts = {"reason": reason} if reason else {}
+                self._identity.note("ban", peer=peer_id, dataset=dataset_id, by=by, **facts)

@@ -6,8 +6,6 @@ record: the slice is hashed again. Once most lines are of slices that are gone, 
 Cost: 0.2 KB of memory a slice, a line of 120 bytes a slice fetched; 250,000 lines are read in 0.3 s.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

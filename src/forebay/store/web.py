@@ -4,8 +4,6 @@ What the choice costs: heads are parsed in Python (60 us a request); in return e
 server asks to wait is known, and a body goes from the socket into one reused buffer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import ipaddress

@@ -4,8 +4,6 @@ Hides: the generator (our own, by counter, so that no library's version changes 
 written down. Memory: `max_bytes` of UTF-8 and the largest document, plus 40 bytes a document.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import itertools

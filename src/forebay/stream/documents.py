@@ -3,8 +3,6 @@
 Hides: how many are encoded at a time. Which tokens come out, and in which order, does not depend on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

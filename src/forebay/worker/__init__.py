@@ -6,8 +6,6 @@
 Each name is loaded when it is first used, so that the worker that leases pays for none of them.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -5,8 +5,6 @@
 What a flag says goes before what `--config FILE.toml` says, and that before the dataset's own.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

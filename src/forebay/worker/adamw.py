@@ -5,8 +5,6 @@ rounding (tests/unit/test_trainer.py).
 Source: Loshchilov and Hutter 2019, with bias correction.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

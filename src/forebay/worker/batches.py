@@ -109,9 +109,9 @@ class Batches(ABC):
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         for batch in self.batches():
             if self._tensors:
-                from forebay.worker.tensors import as_tensors
+                import torch
 
-                yield as_tensors(batch)
+                yield torch.from_numpy(batch.inputs), torch.from_numpy(batch.labels)
             else:
                 yield batch.inputs, batch.labels
 

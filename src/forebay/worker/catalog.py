@@ -3,8 +3,6 @@
 Hides: which repository a short name stands for. Nothing is asked of the hub here.
 """
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import asdict, dataclass
 from pathlib import Path

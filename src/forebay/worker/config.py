@@ -1,7 +1,5 @@
 """A worker's settings, checked once when they are made. Flag before file before dataset's default."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +7,48 @@ from pathlib import Path
 from forebay.errors import UsageError
 from forebay.load.arguments import check_choice, check_integer
 from forebay.worker.catalog import CatalogEntry, find_entry
-from forebay.worker.model_sizes import SIZES
+
+# Measured in F32 without recomputation: 16 bytes a parameter for weights, gradients and AdamW's two moments; a token
+# takes 17 vectors a layer, and its logits, their softmax and their gradient.
+_STATE_BYTES = 16
+_VECTORS = 17
+_LOGITS = 3
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's shape, and the samples of a worker's batch to begin with."""
+
+    width: int
+    num_layers: int
+    num_heads: int
+    batch_size: int
+
+    def num_parameters(self, vocab_size: int, seq_len: int) -> int:
+        """Weights, tied embeddings counted once."""
+        layer = 12 * self.width**2 + 9 * self.width
+        return (vocab_size + seq_len + 2) * self.width + self.num_layers * layer
+
+    def state_bytes(self, vocab_size: int, seq_len: int) -> int:
+        """What training takes whatever the batch."""
+        return _STATE_BYTES * self.num_parameters(vocab_size, seq_len)
+
+    def sample_bytes(self, vocab_size: int, seq_len: int) -> int:
+        """What each sample of a batch takes besides, learnt with the others in one go."""
+        return 4 * seq_len * (_VECTORS * self.num_layers * self.width + 4 * self.width + _LOGITS * vocab_size)
+
+    def largest_batch(self, vocab_size: int, seq_len: int, num_bytes: int) -> int:
+        """The most samples whose training fits so much memory; 0 if not one does."""
+        left = num_bytes - self.state_bytes(vocab_size, seq_len)
+        return max(0, left // self.sample_bytes(vocab_size, seq_len))
+
+
+SIZES = {
+    "tiny": Size(128, 3, 4, 32),
+    "small": Size(384, 6, 6, 16),
+    "medium": Size(768, 12, 12, 4),
+}
+
 
 DATASET_TYPES = ("dummy", "distributed_dummy", "huggingface")
 MODEL_SIZES = {name: size.batch_size for name, size in SIZES.items()}

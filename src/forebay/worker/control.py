@@ -3,8 +3,6 @@
 Whoever answers as the scheduler must be certified as one, wherever its address came from.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

@@ -8,8 +8,6 @@ A batch is learnt in pieces of about 4096 tokens, so that memory does not grow w
 Source of the shape: Radford et al. 2019 (GPT-2).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 from typing import Any

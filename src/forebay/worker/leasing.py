@@ -9,14 +9,18 @@ A lease that is lost costs the rest of its slice here, and nothing twice: what w
 not is somebody else's to use. `wasted` counts those samples: at most what is used in one `receipt_s`, and a step.
 """
 
-from __future__ import annotations
-
 import contextlib
+import itertools
+import os
+import re
+import secrets
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forebay.errors import UsageError
 from forebay.ledger import Used, receipt_message
 from forebay.network.client import Client
 from forebay.network.dialing import named_host
@@ -25,16 +29,92 @@ from forebay.network.identity import Identity
 from forebay.network.limits import Throttle
 from forebay.network.trust import TrustWatch
 from forebay.store.cache import SliceCache
+from forebay.store.locks import Lock, try_take
 from forebay.store.share import SliceShare
 from forebay.worker.answers import Answer
 from forebay.worker.control import Control, SchedulerGone
-from forebay.worker.fetching import Fetcher
-from forebay.worker.hand import Hand
-from forebay.worker.held import Statement
-from forebay.worker.leasing_config import LeaseSettings
-from forebay.worker.session import open_session
-from forebay.worker.shelf import Shelf
+from forebay.worker.fetching import Fetcher, Shelf
+from forebay.worker.hand import MAX_LEASES, Hand, Statement
+from forebay.worker.trainer import TRAINERS
 from forebay.worker.using import Consumer, OnBatch, WorkerReport
+
+_CONTENT = re.compile(rb"([0-9a-f]{16}) (\d{1,9})\n")
+
+
+@dataclass(frozen=True)
+class Session:
+    """A session's name, and the number before that of its first attempt. Held until `close` or the process's end."""
+
+    name: str
+    first_attempt: int
+    lock: Lock
+
+    def close(self) -> None:
+        """Let another process have it. May be repeated."""
+        self.lock.release()
+
+
+def open_session(directory: Path) -> Session:
+    """The first session of a cache's directory that nobody has, begun or gone on with."""
+    numbers = itertools.count()
+    while (lock := try_take(directory / f"session-{next(numbers)}")) is None:
+        pass
+    found = _CONTENT.fullmatch(os.pread(lock.descriptor, 64, 0))
+    name = found[1].decode() if found else secrets.token_hex(8)
+    run = int(found[2]) + 1 if found else 0
+    content = f"{name} {run}\n".encode()
+    os.pwrite(lock.descriptor, content, 0)
+    os.ftruncate(lock.descriptor, len(content))
+    return Session(name, run << 32, lock)
+
+
+@dataclass(frozen=True)
+class LeaseSettings:
+    """What a worker is told.
+
+    Args:
+        name: The job's name, by which the scheduler is found; "": any job of the scheduler at an address.
+        cache_dir, cache_bytes: Where verified slices lie and how much they may take, partial ones included.
+        batch_size: Samples in a step; the last step of a slice may have fewer.
+        scheduler: `host:port`; None finds it in the DHT.
+        trainer: auto, gpt, count or none.
+        receipt_s: A lost lease wastes at most the samples used in this time, and a step.
+        patience_s: How long a scheduler, or providers, that do not answer are waited for.
+        ahead: Leases in hand beyond the one in use; None: as many as keep the fetching ahead.
+        share: `host:port` where other workers get what this one cached, host `0.0.0.0` or none: at
+            every address of this host, named to others as the scheduler sees it; None: nowhere.
+        upload_bytes_per_s: What it sends to them at most.
+    """
+
+    name: str
+    cache_dir: Path
+    cache_bytes: int
+    batch_size: int
+    scheduler: str | None = None
+    trainer: str = "auto"
+    receipt_s: float = 1.0
+    patience_s: float = 60.0
+    ahead: int | None = None
+    share: str | None = None
+    upload_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.cache_bytes < 1:
+            raise UsageError(
+                "worker: expected batch_size and cache_bytes of at least 1, "
+                f"got {self.batch_size} and {self.cache_bytes}."
+            )
+        if self.trainer not in TRAINERS:
+            raise UsageError(f"worker: expected trainer one of {', '.join(TRAINERS)}, got {self.trainer!r}.")
+        if self.receipt_s <= 0 or self.patience_s <= 0:
+            raise UsageError("worker: expected receipt_s and patience_s above 0.")
+        if not self.name and not self.scheduler:
+            raise UsageError("worker: expected a job's name or a scheduler's host:port, got neither.")
+        if self.ahead is not None and not 1 <= self.ahead <= MAX_LEASES - 1:
+            raise UsageError(f"worker: expected from 1 to {MAX_LEASES - 1} leases ahead, got {self.ahead}.")
+        if self.share is not None and not re.fullmatch(r".*:\d{1,5}", self.share):
+            raise UsageError(f"worker: expected share as HOST:PORT, or none, got {self.share!r}.")
+
 
 __all__ = ["WorkerReport", "run_worker"]
 

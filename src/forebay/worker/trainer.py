@@ -1,7 +1,5 @@
 """What consumes batches: a one-method Protocol, and a NumPy model that runs anywhere."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import os
@@ -156,8 +154,8 @@ def make_sized_trainer(
     """The trainer of a `WorkerConfig`: the GPT of a size, or counts; `auto` is the GPT where PyTorch is installed."""
     if name == "gpt" or (name == "auto" and has_torch()):
         share_processors()
+        from forebay.worker.config import SIZES
         from forebay.worker.gpt import GptTrainer
-        from forebay.worker.model_sizes import SIZES
 
         size = SIZES[model_size]
         return GptTrainer(

@@ -1,11 +1,11 @@
 """One worker's run: data, a trainer, and steps until all are done or it is told to stop."""
 
-from __future__ import annotations
-
+import json
 import math
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,15 +13,45 @@ from typing import Any
 
 from tqdm import tqdm
 
-from forebay.errors import StateError
+from forebay.errors import StateError, UsageError
 from forebay.load.batch import Batch
-from forebay.worker.advice import is_out_of_memory, out_of_memory
+from forebay.storage.atomic import open_atomic, remove_stale
 from forebay.worker.batches import Batches
-from forebay.worker.checkpoint import read_checkpoint, write_checkpoint
 from forebay.worker.config import WorkerConfig
 from forebay.worker.dummy import DummyDataset
 from forebay.worker.hub_data import create_huggingface_dataset
 from forebay.worker.trainer import Integers, Trainer, make_sized_trainer
+
+CHECKPOINT = "checkpoint.zip"
+
+
+def write_checkpoint(directory: Path, state: dict[str, Any], trainer: bytes) -> None:
+    """Write `state` (plain JSON values) and a trainer's bytes as one zip file, in place of the one before."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with open_atomic(directory / CHECKPOINT) as file, zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("state.json", json.dumps(state))
+        archive.writestr("trainer.bin", trainer)
+
+
+def read_checkpoint(directory: Path) -> tuple[dict[str, Any], bytes] | None:
+    """What was kept, or None.
+
+    Raises:
+        StateError: If it is damaged.
+    """
+    path = directory / CHECKPOINT
+    remove_stale(directory)
+    if not path.exists():
+        return None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            state = json.loads(archive.read("state.json"))
+            if not isinstance(state, dict):
+                raise ValueError(f"expected an object, got {type(state).__name__}")
+            return state, archive.read("trainer.bin")
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise StateError(f"checkpoint {path}: cannot be read: {error}. Remove it to start anew.") from error
+
 
 PROGRESS_S = 2.0
 Tell = Callable[[str], None]
@@ -323,3 +353,40 @@ class Training:
                 "Take another checkpoint_dir."
             )
         return int(counts[0] or 0), int(counts[1] or 0)
+
+
+_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory")
+
+
+class OutOfMemory(UsageError, RuntimeError):  # noqa: N818 - as PyTorch calls it
+    """A step did not fit the memory of its device; also a RuntimeError. The settings that were tried are attributes."""
+
+    def __init__(self, message: str, batch_size: int, seq_len: int) -> None:
+        super().__init__(message)
+        self.batch_size, self.seq_len = batch_size, seq_len
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a step failed as its device's memory was full, however the framework says so."""
+    if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).casefold() for sign in _SIGNS)
+
+
+def out_of_memory(error: BaseException, config: WorkerConfig) -> OutOfMemory:
+    """The failure in its own words, then the settings that it happened with and the next smaller ones."""
+    first = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    batch_size, seq_len = config.batch_size, config.resolved_seq_len()
+    advice = []
+    if batch_size > 1:
+        advice.append(f"batch_size={max(1, batch_size // 2)}")
+    if seq_len > 16:
+        advice.append(f"seq_len={seq_len // 2}")
+    if config.model_size != "tiny":
+        advice.append(f"model_size={('tiny' if config.model_size == 'small' else 'small')!r}")
+    return OutOfMemory(
+        f"{first}. The step was of batch_size={batch_size}, seq_len={seq_len} and model_size={config.model_size!r}. "
+        f"Try {', or '.join(advice) or 'a device with more memory'}.",
+        batch_size,
+        seq_len,
+    )

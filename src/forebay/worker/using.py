@@ -1,7 +1,5 @@
 """Uses the samples of leased slices: opens them, makes batches, trains on them, and counts."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable
@@ -17,8 +15,7 @@ from forebay.load.batch import make_batch
 from forebay.network.waiting import waiting
 from forebay.order.plan import lease_order
 from forebay.worker.answers import Grant
-from forebay.worker.hand import Hand
-from forebay.worker.held import Held
+from forebay.worker.hand import Hand, Held
 from forebay.worker.trainer import Trainer, make_trainer
 
 log = logging.getLogger("forebay.worker")

@@ -20,8 +20,7 @@ from forebay.errors import UsageError
 from forebay.load.loader import Loader
 from forebay.load.needs import Job
 from forebay.load.sources import open_dataset
-from forebay.observe.plan_checks import make_plan
-from forebay.observe.plan_words import words
+from forebay.observe.plan import make_plan, words
 from forebay.observe.timing import Flow, bandwidth_needed, flow_of, times_of
 from forebay.order.windows import Spans
 from forebay.sizes import parse_rate, words_of_bytes, words_of_seconds

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import PrepareError
-from forebay.formats.encodings import find_encoding
+from forebay.formats.detect import find_encoding
 from forebay.prepare.read import ReadOptions, cut, find_sources, read
 from forebay.prepare.read.listing import LINK, describe_skipped
 from forebay.stream.text_stream import TextStream

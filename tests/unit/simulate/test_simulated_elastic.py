@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from forebay.simulate import Settings, simulate
-from forebay.simulate.lineage import Weights, check
+from forebay.simulate.book import Weights, check
 
 _SMALL = {"workers": 6, "slices": 24, "samples": 64, "slice_bytes": 4 << 20}
 

@@ -5,8 +5,6 @@ The rules are for English pages whose markup is gone already, as WET files and c
 extractor that sees the markup does better, and this then finds little.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ from forebay.errors import UsageError
 from forebay.prepare.clean.phrases import Automaton, apart, build, word_table
 from forebay.prepare.clean.spans import frozen_buffers, splice
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Verdict, keep_all, replace_column
+from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column
 
 ENGLISH = """
 we use cookies
@@ -244,7 +242,7 @@ def _drop_menu(starts: NDArray[Any], stops: NDArray[Any], kinds: NDArray[np.int8
 
 
 @dataclass(frozen=True)
-class Boilerplate:
+class Boilerplate(Stage):
     """Takes lines out, and drops a document of which nothing is left.
 
     Args:
@@ -261,6 +259,7 @@ class Boilerplate:
 
     name: ClassVar[str] = "boilerplate"
     version: ClassVar[int] = 1
+    reasons: ClassVar[tuple[str, ...]] = ("empty",)
     english: bool = True
     patterns: str = ""
     max_line_bytes: int = 200
@@ -276,11 +275,6 @@ class Boilerplate:
                 raise UsageError(f"{key}: expected {least} or more, got {value!r}")
         if not isinstance(self.patterns, str) or (self.patterns and not Path(self.patterns).is_file()):
             raise UsageError(f"patterns: expected a file of phrases, got {self.patterns!r}, which is no file")
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Nothing was left."""
-        return ("empty",)
 
     def files(self) -> tuple[str, ...]:
         """The user's patterns."""

@@ -6,8 +6,6 @@ Word characters are letters, digits, `_` and combining marks (Python's `\\w` lea
 words of Indic scripts).
 """
 
-from __future__ import annotations
-
 import functools
 import unicodedata
 from collections.abc import Sequence

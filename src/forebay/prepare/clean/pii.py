@@ -5,8 +5,6 @@ Keys are found by google-re2, whose time is linear in any text, in the rows that
 Chosen by measuring against `re`, re2 and hyperscan for everything: see `benchmarks/prepare/clean.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter
@@ -34,7 +32,7 @@ from forebay.prepare.clean.pii_scan import (
     scan,
 )
 from forebay.prepare.clean.spans import frozen_buffers, splice
-from forebay.prepare.documents import Verdict, keep_all, replace_column
+from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column
 
 KINDS = ("email", "ipv4", "ipv6", "iban", "card", "phone", "key")
 """In the order of the numbers of `pii_scan`; `key` is ours."""
@@ -98,7 +96,7 @@ def _compiled(pattern: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Pii:
+class Pii(Stage):
     """Masks personal data, without dropping a document.
 
     Args:
@@ -132,15 +130,6 @@ class Pii:
             raise UsageError(f"masks: expected text by kind ({', '.join(KINDS)}), got {dict(self.masks)!r}")
         if not isinstance(self.public_only, bool):
             raise UsageError(f"public_only: expected true or false, got {self.public_only!r}")
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """It drops nothing."""
-        return ()
-
-    def files(self) -> tuple[str, ...]:
-        """It reads none."""
-        return ()
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """The batch with its texts masked, and how many of each kind."""

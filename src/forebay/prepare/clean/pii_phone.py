@@ -5,8 +5,6 @@ prefix in brackets, a trunk 0 and 9 to 11 digits. The rest of 7 to 12 digits is 
 such as `call` before it. What has neither shape nor word is missed: the tests say how many.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -5,8 +5,6 @@ looks at a bounded number of bytes around it (64 before an `@`, 255 after; 8 gro
 linear in any text. Figures: `benchmarks/prepare/clean.py`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -3,8 +3,6 @@
 Hides: how offsets move. Costs one compiled copy of the column, and nothing where there are no spans.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ LDNOOBW, is under CC-BY-4.0 and is given by its path. Walking the automaton was 
 pyahocorasick, hyperscan and the regular expression that datatrove builds: see `benchmarks/prepare/clean.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util
@@ -24,7 +22,7 @@ from forebay.errors import UsageError
 from forebay.prepare.clean.phrases import Automaton, apart, build, fold, word_table
 from forebay.prepare.clean.spans import frozen_buffers
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Verdict, keep_all, replace_column
+from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column
 
 UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "yue", "wuu", "bo"))
 """Languages written without spaces: a phrase is found anywhere."""
@@ -69,7 +67,7 @@ def _count(
 
 
 @dataclass(frozen=True)
-class Toxic:
+class Toxic(Stage):
     """Drops documents by word lists, by a classifier, or by both.
 
     Args:
@@ -91,6 +89,7 @@ class Toxic:
 
     name: ClassVar[str] = "toxic"
     version: ClassVar[int] = 1
+    reasons: ClassVar[tuple[str, ...]] = ("toxic_words", "toxic_score")
     lists: str = ""
     language: str = "en"
     allow: tuple[str, ...] = ALLOWED
@@ -131,11 +130,6 @@ class Toxic:
             raise UsageError(f"lists: expected a file or directory, got {self.lists!r}, which does not exist")
         if self.model and not Path(self.model).is_file():
             raise UsageError(f"model: expected a fastText model, got {self.model!r}, which is no file")
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """By the lists, by the score."""
-        return ("toxic_words", "toxic_score")
 
     def files(self) -> tuple[str, ...]:
         """The lists, the model, and the file of the classifier's module."""

@@ -6,8 +6,6 @@ character from U+0300 on); `ftfy` and `unicodedata` see these alone. A second co
 Figures: `benchmarks/prepare/clean.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import unicodedata
@@ -24,7 +22,7 @@ from numpy.typing import NDArray
 from forebay.errors import UsageError
 from forebay.prepare.clean.spans import frozen_buffers, replace_rows
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Verdict, keep_all, replace_column, text_column
+from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_column
 
 FORMS = ("NFC", "NFKC", "none")
 ROUNDS = 8
@@ -207,7 +205,7 @@ def _tidy(
 
 
 @dataclass(frozen=True)
-class Unicode:
+class Unicode(Stage):
     """Repairs and normalises text, without dropping a document. Applying it again changes nothing.
 
     Args:
@@ -244,15 +242,6 @@ class Unicode:
             raise UsageError(f"form: expected one of {', '.join(FORMS)}, got {self.form!r}")
         if not isinstance(self.max_blank_lines, int) or self.max_blank_lines < -1:
             raise UsageError(f"max_blank_lines: expected -1 or more, got {self.max_blank_lines!r}")
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """It drops nothing."""
-        return ()
-
-    def files(self) -> tuple[str, ...]:
-        """It reads none."""
-        return ()
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """The batch with its texts repaired; counts `mojibake`, `normalised` (documents) and those of KINDS."""

@@ -14,28 +14,25 @@ from typing import TYPE_CHECKING, Any
 from forebay.prepare.dedup.config import Dedup
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup.corpus import DedupResult, Flags, Mapper, Part, deduplicate
-    from forebay.prepare.dedup.cut import Cutter
+    from forebay.prepare.dedup.corpus import (
+        Cutter,
+        DedupResult,
+        Flags,
+        Mapper,
+        Part,
+        deduplicate,
+        find_stored,
+        store_signatures,
+    )
     from forebay.prepare.dedup.signer import Signer
-    from forebay.prepare.dedup.store import find_stored, store_signatures
 
 __all__ = [
-    "Cutter",
-    "Dedup",
-    "DedupResult",
-    "Flags",
-    "Mapper",
-    "Part",
-    "Signer",
-    "deduplicate",
-    "find_stored",
+    "Cutter", "Dedup", "DedupResult", "Flags", "Mapper", "Part", "Signer", "deduplicate", "find_stored",
     "store_signatures",
-]
-
-_MODULES = {"Cutter": "cut", "Signer": "signer", "find_stored": "store", "store_signatures": "store"}
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'corpus')}"), name)
+    return getattr(import_module(f"{__name__}.{'signer' if name == 'Signer' else 'corpus'}"), name)

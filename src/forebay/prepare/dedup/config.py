@@ -3,8 +3,6 @@
 Hides: nothing; the vocabulary of this package.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

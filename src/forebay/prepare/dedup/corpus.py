@@ -9,24 +9,35 @@ Disk while it runs: 16 bytes a band and document (224 by default), 24 for exact,
 byte a document, one a line, and the clusters.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from forebay.errors import UsageError
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.dedup import kernels
 from forebay.prepare.dedup.config import Dedup
-from forebay.prepare.dedup.links import RECORD_BYTES, SORT_FACTOR, Merge, Sort, Span, merge_runs, read_flags, sort_run
-from forebay.prepare.dedup.settle import EXACT, NEAR, Mark, Settle, mark, settle
-from forebay.prepare.dedup.signer import Signed, read_signed
-from forebay.storage.atomic import atomic_write, remove_stale
+from forebay.prepare.dedup.links import (
+    RECORD_BYTES,
+    SORT_FACTOR,
+    Merge,
+    Sort,
+    Span,
+    merge_runs,
+    read_flags,
+    read_u64,
+    sort_run,
+)
+from forebay.prepare.dedup.settle import EXACT, KEPT, NEAR, Mark, Settle, mark, settle
+from forebay.prepare.dedup.signer import UNIT, Signed, read_signed, scratch_for, table_for
+from forebay.prepare.documents import text_buffers, text_column
+from forebay.storage.atomic import atomic_write, open_atomic, remove_stale
 
 VERSION = 1
 """Raised when the same signatures would be settled in another way, so that old results are not taken up."""
@@ -266,3 +277,115 @@ def _load(corpus: _Corpus, facts: dict[str, Any]) -> DedupResult:
         cut=flags("cut", "units") if corpus.config.unit else (),
         sizes=facts["sizes"],
     )
+
+
+class Cutter:
+    """Cuts a part's texts, given all of them in the order in which they were signed, in any batches.
+
+    Documents that are dropped pass too (they have marks, and may be cut or not): drop them after this.
+
+    Args:
+        flags: `DedupResult.cut` of the part.
+        config: As they were signed with.
+    """
+
+    def __init__(self, flags: Flags, config: Dedup) -> None:
+        self._flags = flags
+        self._cut = flags.load()
+        self._config = config
+        self._used = 0
+        self._scratch = np.empty(0, np.uint8)
+        self.lost_bytes = 0
+
+    def cut(self, texts: pa.LargeStringArray) -> pa.LargeStringArray:
+        """The texts without what is marked; one of which nothing is left is "".
+
+        Raises:
+            PrepareError: If they are not the texts that were signed.
+        """
+        offsets, data = text_buffers(texts)
+        config = self._config
+        self._scratch = scratch_for(offsets, self._scratch)
+        table = table_for(config.normalise_of(config.unit))
+        out, out_offsets = np.empty(int(offsets[-1] - offsets[0]), np.uint8), np.empty(len(offsets), np.int64)
+        # A text of n bytes has at most n units; marks past the end are read only if these are other texts.
+        marks = self._cut[self._used : self._used + len(out) + 1]
+        if len(marks) <= len(out):
+            marks = np.concatenate([marks, np.zeros(len(out) + 1 - len(marks), np.uint8)])
+        used, lost = kernels.cut_units(
+            data, offsets, UNIT[config.unit], table, config.min_characters, self._scratch, marks, out, out_offsets
+        )
+        self._used += used
+        self.lost_bytes += lost
+        if self._used > len(self._cut):
+            raise PrepareError(
+                f"{self._flags.path}: expected the {len(self._cut)} lines or paragraphs that were signed, got more. "
+                "The documents have changed since: run the task that signed them again."
+            )
+        return text_column(out_offsets, out[: out_offsets[-1]])
+
+
+_CHUNK_ROWS = 1 << 15
+
+
+def store_signatures(parts: Sequence[Part], result: DedupResult, config: Dedup, folder: Path) -> None:
+    """Keep what later data is compared against: a folder for the `against` of its settings.
+
+    The rows are of the documents that stayed and of those that were dropped as near duplicates: what is near one of
+    these belongs to the cluster, and would have been dropped with it. (Equal documents have equal signatures.) Of lines
+    and paragraphs those that stayed. That is 128 bytes a document by default, and 16 a line.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_stale(folder)
+    settings = {ending: value for ending, value in config.signature().items() if ending != "weight"}
+    digest = hashlib.sha256()
+    documents = units = 0
+    for ending in settings:
+        rows = 0
+        with open_atomic(folder / f"{STORED}.{ending}") as file:
+            for index in range(len(parts)):
+                for stored in _stored_rows(parts[index], result, config, index, ending):
+                    file.write(stored.data)
+                    digest.update(stored.data)
+                    rows += len(stored)
+        documents, units = (documents, rows) if ending == "units" else (rows, units)
+    signed = Signed(documents, units, settings, digest.hexdigest())
+    atomic_write(folder / f"{STORED}.signatures", json.dumps(asdict(signed)).encode())
+
+
+def find_stored(path: str, config: Dedup) -> tuple[str, str]:
+    """The folder of signatures that a user names, by itself or by the dataset around it, and a hash of what is there.
+
+    Raises:
+        UsageError: If there are none.
+        PrepareError: If they are of other settings than `config`.
+    """
+    for folder in (Path(path), Path(path) / STORED):
+        if (folder / f"{STORED}.signatures").is_file():
+            signed = read_signed(str(folder / STORED), config, ignore=("weight",))
+            return str(folder), hashlib.sha256(json.dumps(asdict(signed)).encode()).hexdigest()
+    raise UsageError(
+        f"dedup.against: expected a dataset that was prepared with deduplication, or its {STORED!r} folder, "
+        f"got {path}, which holds no {STORED}. Check the path; a dataset without them is prepared again, with the same "
+        "[dedup]."
+    )
+
+
+def _stored_rows(
+    part: Part, result: DedupResult, config: Dedup, index: int, ending: str
+) -> Iterator[NDArray[np.uint64]]:
+    drop = result.drop[index].load()
+    if ending == "units":
+        counts: NDArray[Any] = np.fromfile(f"{part.prefix}.counts", "<u4")
+        keep = np.repeat(drop == KEPT, counts) & (result.cut[index].load() == 0)
+    else:
+        keep = drop != EXACT
+    width = config.bands if ending == "minhash" else 2
+    for start in range(0, len(keep), _CHUNK_ROWS):
+        stop = min(start + _CHUNK_ROWS, len(keep))
+        rows = read_u64(f"{part.prefix}.{ending}", start * width, stop * width).reshape(-1, width)
+        yield np.ascontiguousarray(rows[keep[start:stop]])

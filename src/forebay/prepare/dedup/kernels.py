@@ -10,8 +10,6 @@ docs/deduplication.md). Blocks are filled up to a multiple of 64 with a shingle 
 not see it twice, and no scalar remainder is left.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

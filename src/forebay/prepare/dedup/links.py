@@ -9,8 +9,6 @@ number, the earlier one.
 Both write the same bytes at any scale: a range of keys is cut into 4^scale ranges that are sorted one by one.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ weights another 8 bytes are. The better document (greater weight, then first) is
 root is the one that stays and the outcome does not depend on the order of the links.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ Source: Raffel et al. 2020, section 2.2, and their code (c4_utils.py in TensorFl
 keeps; datatrove 0.10 decides the same. Their list of bad words is the business of cleaning.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Verdict, replace_column, text_buffers, text_column
+from forebay.prepare.documents import Stage, Verdict, replace_column, text_buffers, text_column
 from forebay.prepare.filters.characters import BREAK, PUNCTUATION, SPACE, TERMINAL
 from forebay.prepare.filters.fields import need_count, need_flag
 from forebay.prepare.filters.words import cut_words, decode, kind, read_only, tables
@@ -36,7 +34,7 @@ def _packed() -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class C4:
+class C4(Stage):
     """Keep the lines that are sentences, and the pages that still have enough of them.
 
     Args:
@@ -63,20 +61,12 @@ class C4:
 
     name: ClassVar[str] = "c4"
     version: ClassVar[int] = 1
+    reasons: ClassVar[tuple[str, ...]] = ("c4_lorem_ipsum", "c4_curly_bracket", "c4_few_sentences")
 
     def __post_init__(self) -> None:
         need_count(self, "min_words_per_line", "max_word_chars", "min_sentences")
         need_flag(self, "terminal_punctuation", "remove_citations", "javascript_lines", "policy_lines")
         need_flag(self, "lorem_ipsum", "curly_brackets")
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why a page is dropped."""
-        return ("c4_lorem_ipsum", "c4_curly_bracket", "c4_few_sentences")
-
-    def files(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Texts without the lines that break a rule; of a dropped page the text stays as it was."""

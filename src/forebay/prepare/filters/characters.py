@@ -4,8 +4,6 @@ Hides: which Unicode properties stand behind each kind. The table is built once 
 data (about 0.15 s, 2.2 MB); code points from U+20000 on share one entry, for they are all ideographs or unassigned.
 """
 
-from __future__ import annotations
-
 import unicodedata
 from functools import lru_cache
 

@@ -4,8 +4,6 @@ Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", 3.
 longest above 1000, a small share of alphanumeric characters); the share 0.25 is that of the CodeParrot dataset.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Verdict, text_buffers
+from forebay.prepare.documents import Stage, Verdict, text_buffers
 from forebay.prepare.filters.fields import first_failing, need_number
 from forebay.prepare.filters.words import read_only
 
 
 @dataclass(frozen=True)
-class Code:
+class Code(Stage):
     """Drop files whose lines no person wrote.
 
     Args:
@@ -34,19 +32,11 @@ class Code:
 
     name: ClassVar[str] = "code"
     version: ClassVar[int] = 1
+    reasons: ClassVar[tuple[str, ...]] = ("code_long_lines", "code_long_line", "code_few_alphanumeric")
 
     def __post_init__(self) -> None:
         need_number(self, "max_mean_line_chars", "max_line_chars")
         need_number(self, "min_alphanumeric", high=1)
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """In the order in which they are tried."""
-        return ("code_long_lines", "code_long_line", "code_few_alphanumeric")
-
-    def files(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what fails a rule."""

@@ -3,8 +3,6 @@
 Hides: the hash of a word, which Python and the compiled code compute alike.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

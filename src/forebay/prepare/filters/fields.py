@@ -1,7 +1,5 @@
 """Checks and small steps that the filters share: fields of a recipe's table, and the first rule that fails."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

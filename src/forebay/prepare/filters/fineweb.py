@@ -3,20 +3,18 @@
 Source: Penedo et al. 2024, "The FineWeb Datasets", section 3.5 (custom filters), as datatrove 0.10 measures them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
 
-from forebay.prepare.documents import Verdict
+from forebay.prepare.documents import Stage, Verdict
 from forebay.prepare.filters.fields import first_failing, measure, need_count, need_flag, need_number
 
 
 @dataclass(frozen=True)
-class FineWeb:
+class FineWeb(Stage):
     """Drop lists, menus and boilerplate by the shape of their lines (those that are not blank).
 
     A minimum of 0 or a maximum of `inf` switches its rule off. A value at a threshold is kept.
@@ -54,10 +52,6 @@ class FineWeb:
         """In the order in which they are tried."""
         names = ("empty", "few_ended_lines", "short_lines", "duplicate_chars", "newlines")
         return tuple(f"fineweb_{name}" for name in names)
-
-    def files(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what fails a rule."""

@@ -7,8 +7,6 @@ Source: Rae et al. 2021, "Scaling Language Models" (Gopher), section A.1.1 and t
 a word, a duplicate, a top n-gram) is decided as datatrove 0.10 does.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -18,7 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
-from forebay.prepare.documents import Verdict
+from forebay.prepare.documents import Stage, Verdict
 from forebay.prepare.filters.exceptions import hash_table
 from forebay.prepare.filters.fields import (
     first_failing,
@@ -35,7 +33,7 @@ DUPLICATE_NGRAMS = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 
 
 
 @dataclass(frozen=True)
-class GopherQuality:
+class GopherQuality(Stage):
     """Drop text that does not look like prose: too short, odd words, lists, teasers, no stop words.
 
     A minimum of 0 or a maximum of `inf` switches its rule off. A value at a threshold is kept.
@@ -66,6 +64,18 @@ class GopherQuality:
 
     name: ClassVar[str] = "gopher_quality"
     version: ClassVar[int] = 1
+    reasons: ClassVar[tuple[str, ...]] = (
+        "gopher_short",
+        "gopher_long",
+        "gopher_short_words",
+        "gopher_long_words",
+        "gopher_hashes",
+        "gopher_ellipses",
+        "gopher_bullet_lines",
+        "gopher_ellipsis_lines",
+        "gopher_alpha_words",
+        "gopher_stop_words",
+    )
     shares_words: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -81,26 +91,6 @@ class GopherQuality:
             raise UsageError(
                 f"min_stop_words: expected at most the number of stop_words ({len(self.stop_words)}), {got}"
             )
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """In the order in which they are tried."""
-        return (
-            "gopher_short",
-            "gopher_long",
-            "gopher_short_words",
-            "gopher_long_words",
-            "gopher_hashes",
-            "gopher_ellipses",
-            "gopher_bullet_lines",
-            "gopher_ellipsis_lines",
-            "gopher_alpha_words",
-            "gopher_stop_words",
-        )
-
-    def files(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what fails a rule."""
@@ -131,7 +121,7 @@ def _stop_table(words: tuple[str, ...]) -> tuple[NDArray[np.uint64], NDArray[np.
 
 
 @dataclass(frozen=True)
-class GopherRepetition:
+class GopherRepetition(Stage):
     """Drop text that repeats its lines, paragraphs or phrases.
 
     A maximum of `inf`, or an empty list, switches a rule off. A value at a threshold is kept.
@@ -175,10 +165,6 @@ class GopherRepetition:
             *(f"gopher_top_{n}_gram" for n, _ in self.top_ngrams),
             *(f"gopher_duplicate_{n}_grams" for n, _ in self.duplicate_ngrams),
         )
-
-    def files(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what fails a rule."""

@@ -8,8 +8,6 @@ million n-grams in a document that happens once in about 10^7 documents.
 Source of the definitions: Rae et al. 2021, section A.1.1, as datatrove 0.10 measures them.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from forebay.prepare.compiled import jit

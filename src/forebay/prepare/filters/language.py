@@ -7,8 +7,6 @@ it is always right, and on 60 characters in 99.1 % (py3langid 99.0 %, lingua 97.
 second and core (py3langid 1.1, lingua 0.05, pycld2 16).
 """
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +18,7 @@ import pyarrow as pa
 
 from forebay.errors import UsageError
 from forebay.extras import install_command
-from forebay.prepare.documents import Verdict, replace_column
+from forebay.prepare.documents import Stage, Verdict, replace_column
 from forebay.prepare.filters.fields import first_failing, need_number, need_strings
 
 LOOK_CHARS = 20_000
@@ -28,7 +26,7 @@ LOOK_CHARS = 20_000
 
 
 @dataclass(frozen=True)
-class Language:
+class Language(Stage):
     """Keep documents in some languages; adds the columns `language` and `language_score`.
 
     Args:
@@ -45,17 +43,14 @@ class Language:
 
     name: ClassVar[str] = "language"
     version: ClassVar[int] = 1
+    # Unsure: the likeliest language is one to keep, with too low a score.
+    reasons: ClassVar[tuple[str, ...]] = ("language_other", "language_unsure")
 
     def __post_init__(self) -> None:
         need_strings(self, "keep")
         need_number(self, "min_score", high=1)
         if not isinstance(self.model, str):
             raise UsageError(f"model: expected the path of a fastText model, got {self.model!r}")
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Another language is the first; the first is one to keep, but too unsure."""
-        return ("language_other", "language_unsure")
 
     def files(self) -> tuple[str, ...]:
         """The model."""

@@ -3,15 +3,13 @@
 Hides: that characters and words are counted in one pass over the bytes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
 
-from forebay.prepare.documents import Verdict, text_buffers
+from forebay.prepare.documents import Stage, Verdict, text_buffers
 from forebay.prepare.filters.characters import character_table
 from forebay.prepare.filters.fields import first_failing, need_number, need_order
 from forebay.prepare.filters.kernels import measure_length
@@ -22,7 +20,7 @@ BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
-class Length:
+class Length(Stage):
     """Keep documents of `min` to `max` characters, words and tokens, both included.
 
     Args:
@@ -40,20 +38,19 @@ class Length:
 
     name: ClassVar[str] = "length"
     version: ClassVar[int] = 1
+    reasons: ClassVar[tuple[str, ...]] = (
+        "few_chars",
+        "many_chars",
+        "few_words",
+        "many_words",
+        "few_tokens",
+        "many_tokens",
+    )
 
     def __post_init__(self) -> None:
         for unit in ("chars", "words", "tokens"):
             need_number(self, f"min_{unit}", f"max_{unit}")
             need_order(self, f"min_{unit}", f"max_{unit}")
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """In the order in which they are tried."""
-        return ("few_chars", "many_chars", "few_words", "many_words", "few_tokens", "many_tokens")
-
-    def files(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what is outside one of the intervals."""

@@ -5,8 +5,6 @@ Hides: the library `kenlm`, which reads ARPA text and its own binary files.
 Source: Wenzek et al. 2020 (CCNet), section 4.2: documents ranked by the perplexity of a Kneser-Ney model of Wikipedia.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +16,7 @@ import pyarrow as pa
 
 from forebay.errors import UsageError
 from forebay.extras import install_command
-from forebay.prepare.documents import Verdict, replace_column
+from forebay.prepare.documents import Stage, Verdict, replace_column
 from forebay.prepare.filters.fields import first_failing, need_number, need_order
 from forebay.prepare.filters.spacing import spaced
 
@@ -27,7 +25,7 @@ LOOK_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
-class Perplexity:
+class Perplexity(Stage):
     """Keep documents whose perplexity is in an interval; adds the column `perplexity` (infinite for no words).
 
     Each line is a sentence to the model, in small letters with punctuation apart, as `forebay lm train` reads it.
@@ -46,6 +44,8 @@ class Perplexity:
 
     name: ClassVar[str] = "perplexity"
     version: ClassVar[int] = 1
+    # The last one is applied by `keep_percentile`.
+    reasons: ClassVar[tuple[str, ...]] = ("perplexity_low", "perplexity_high", "perplexity_percentile")
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -60,11 +60,6 @@ class Perplexity:
         if not good or (len(value) != 0 and not (len(value) == 2 and 0 <= value[0] < value[1] <= 100)):
             raise UsageError(f"keep_percentile: expected [low, high] with 0 <= low < high <= 100, got {value!r}")
         object.__setattr__(self, "keep_percentile", tuple(float(p) for p in value))
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """The last is for whoever applies `keep_percentile`."""
-        return ("perplexity_low", "perplexity_high", "perplexity_percentile")
 
     def files(self) -> tuple[str, ...]:
         """The model."""

@@ -3,8 +3,6 @@
 Hides: how words are cut; training and scoring share it, so that a model fits what it scores.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc

@@ -4,8 +4,6 @@ The lists are the user's own files, a host or word a line (`#` begins a comment)
 FineWeb used (Penedo et al. 2024, section 3.1). A row without a URL is kept.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,14 +15,14 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.documents import Verdict
+from forebay.prepare.documents import Stage, Verdict
 from forebay.prepare.filters.fields import need_strings
 
 _WORD = re.compile(r"[^\W_]+")
 
 
 @dataclass(frozen=True)
-class Url:
+class Url(Stage):
     """Drop documents whose address is on a list.
 
     Args:
@@ -37,16 +35,12 @@ class Url:
 
     name: ClassVar[str] = "url"
     version: ClassVar[int] = 1
+    reasons: ClassVar[tuple[str, ...]] = ("url_host", "url_word")
 
     def __post_init__(self) -> None:
         need_strings(self, "hosts", "words")
         if not self.hosts and not self.words:
             raise UsageError("hosts: expected files of hosts here or of words in `words`, got none")
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """In the order in which they are tried."""
-        return ("url_host", "url_word")
 
     def files(self) -> tuple[str, ...]:
         """The lists."""

@@ -4,8 +4,6 @@ Hides: that the last batch's words are remembered, so that filters that follow e
 FineWeb's) cut it once: cutting is more than half of what each of them costs. Memory: 13 bytes a word of one batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -10,8 +10,6 @@ Languages written without spaces are not segmented: a chunk is a word.
 Source: spaCy 3.8, `Tokenizer` and `lang/en`, whose decisions it follows in other code.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ Hides: formats, compression, URLs. What is damaged becomes a Record with a probl
 as its format lets one find it; only what is not in the data raises.
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterator
 

@@ -14,8 +14,6 @@ A description is a TOML file, `comments.api.toml`:
     Authorization = "Bearer ${REDDIT_TOKEN}"
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

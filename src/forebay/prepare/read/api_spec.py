@@ -4,8 +4,6 @@ Hides: presets, and the checking of what users write. Values of headers and para
 that no secret stands in the file, in what is fetched, or in a dataset's lineage.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tomllib

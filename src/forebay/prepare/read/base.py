@@ -4,8 +4,6 @@ Hides: nothing; the vocabulary of `read/`. A source is one input file (or URL); 
 of small ones, that one task reads. Pieces and their order depend on the inputs alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 

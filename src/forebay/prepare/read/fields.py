@@ -3,8 +3,6 @@
 Hides: dotted keys, the shapes in which conversations are written down, and characters that must not be in a text.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -5,8 +5,6 @@ a damaged one twice, the second time byte by byte near the damage, so that nothi
 the reader asks to see at once, and 256 KiB.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections import deque

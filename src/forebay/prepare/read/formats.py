@@ -1,7 +1,5 @@
 """Every format that is read, by the name with which it is forced. `forebay.formats.detect` says which a file is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from forebay.prepare.read.api import API

@@ -4,8 +4,6 @@ Hides: chunks, content encodings, and how a page's character set is found. Crawl
 leave the headers as they were: what does not decode as its header says is taken as it is.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Callable

@@ -7,8 +7,6 @@ JSON is parsed by orjson, because the reader as a whole is 1.7 times as fast as 
 shown to `json`, which also reads NaN and integers of any length, and says better what is wrong.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import itertools
@@ -19,7 +17,7 @@ from typing import BinaryIO
 
 import orjson
 
-from forebay.formats.encodings import find_encoding
+from forebay.formats.detect import find_encoding
 from forebay.prepare.documents import Record, without_turns
 from forebay.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source, spans
 from forebay.prepare.read.fields import keys_of, surrogate_in, to_record

@@ -5,8 +5,6 @@ A link is followed if what it leads to lies below the folder; others only if ask
 an input, whatever leads there: a corpus would else hold the keys in a process's environment.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from collections import Counter

@@ -8,8 +8,6 @@ Source: parquet.thrift (PageHeader) and the specification of Thrift's compact pr
 File.fbs, and the flatbuffers internals (tables and vectors).
 """
 
-from __future__ import annotations
-
 import io
 import struct
 from collections import deque

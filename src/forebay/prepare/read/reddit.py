@@ -4,8 +4,6 @@ Hides: which fields hold the text, and what deletion looks like. Lines are read 
 up to 2 GiB too. What was deleted or removed is no document. Option: `min_score`.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

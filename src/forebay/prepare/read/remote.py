@@ -8,8 +8,6 @@ Object stores take their endpoint, region and credentials from the usual environ
 `AWS_ACCESS_KEY_ID`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME` …).
 """
 
-from __future__ import annotations
-
 import http.client
 import io
 import os

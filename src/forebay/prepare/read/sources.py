@@ -4,8 +4,6 @@ Hides: directories and URLs. `forebay.formats.detect` says which format a file i
 depend on the inputs alone. Reads the first 64 KiB of each file, no more.
 """
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 from collections.abc import Iterator, Sequence

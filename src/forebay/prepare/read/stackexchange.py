@@ -8,8 +8,6 @@ Options: `min_score`; `post_types` (default `[1, 2]`: questions and answers); `s
 default the name of the file or folder, if it is such a name), which makes addresses.
 """
 
-from __future__ import annotations
-
 import html
 import io
 import queue

@@ -4,8 +4,6 @@ Hides: which columns are read (those that are asked for, no others), how many ro
 a damaged file may be trusted. Memory is about 8 MiB of rows, their pages, and for IPC one record batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any

@@ -7,8 +7,6 @@ written to disk: names are only names, links are passed over.
 Source: POSIX.1-2017 pax, "ustar Interchange Format" and "pax Header Block"; GNU tar manual, "Basic Tar Format".
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 from collections.abc import Container, Iterator

@@ -7,8 +7,6 @@ Source: the layout is that of tensorflow/core/lib/io/record_writer and core/exam
 of checksums (rotate right by 15, add 0xa282ead8) is that of core/lib/hash/crc32c.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import BinaryIO

@@ -7,8 +7,6 @@ Options: `namespaces` (default `[0]`; `[]` is all), `redirects` (default false: 
 A page of several revisions is its last one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import suppress

@@ -9,8 +9,6 @@ Our own scanner and not mwparserfromhell: as many words as that one finds (see d
 fast, and linear on hostile text.
 """
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A report is a dict as JSON has it, without times, so that the same input
 gives the same report. It is written as one HTML page that carries the dict inside, and needs no network.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

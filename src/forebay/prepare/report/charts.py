@@ -1,7 +1,5 @@
 """Charts as inline SVG: a distribution before and after, in a fixed 360 by 190 drawing that a phone shows unscaled."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Figures as text: counts, bytes, shares, bars of characters, a recipe as TOML: for both forms of the report."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ visible; each piece of it lies in a box of its own, which confines writing direc
 the page forbids it to load anything and to run any script but its own one.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

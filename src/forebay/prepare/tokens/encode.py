@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -26,10 +26,12 @@ from forebay.errors import PrepareError
 from forebay.prepare.tokens.coders import LONG_CHARS, CoderSpec, encode_column, encode_long
 from forebay.prepare.tokens.shuffle import Shuffle, TokenPart, document_keys, sort_part
 from forebay.prepare.tokens.subsets import Subsets
+from forebay.prepare.tokens.tokenizers import SAMPLE_BYTES
 from forebay.storage.atomic import atomic_write, commit_files, temporary_directory
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup import Flags
+
 
 TASK_VERSION = 4
 """Raised when the same piece would give other tokens: old results are then not taken up."""
@@ -335,3 +337,44 @@ class _Outputs:
         left_out = np.concatenate([np.empty(0, np.int64), *self._left_out])
         atomic_write(left_out_file(self._task), left_out.astype("<u4").tobytes())
         return made
+
+
+_PART_BYTES = 4 << 20
+
+
+def sample_texts(parts: Sequence[TextPart], seed: int, limit: int = SAMPLE_BYTES) -> Iterator[str]:
+    """Texts of at most `limit` bytes: parts in the order of a keyed hash, from the beginning of each at most 4 MiB, or
+    an equal share of the limit if that is more. A function of the parts' names and contents, the seed and the limit.
+
+    Raises:
+        PrepareError: If a part cannot be read.
+    """
+
+    def key(part: TextPart) -> bytes:
+        return hashlib.sha256(f"forebay sample {seed} {part.name}".encode()).digest()
+
+    share, left = max(_PART_BYTES, limit // max(1, len(parts))), limit
+    for part in sorted(parts, key=key):
+        here = min(share, left)
+        for text in _texts(part):
+            data = text.encode()[:here]
+            piece = data.decode("utf-8", "ignore")
+            here, left = here - len(data), left - len(data)
+            if piece:
+                yield piece
+            if here <= 0:
+                break
+        if left <= 0:
+            return
+
+
+def _texts(part: TextPart) -> Iterator[str]:
+    try:
+        with pa.OSFile(part.arrow, "rb") as source:
+            reader = pa.ipc.open_file(source)
+            for number in range(reader.num_record_batches):
+                yield from reader.get_batch(number).column("text").to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise PrepareError(
+            f"{part.arrow}: cannot read the documents of an earlier run: {error}. Remove .work and run again."
+        ) from error

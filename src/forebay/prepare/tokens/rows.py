@@ -13,8 +13,6 @@ Packed, several whole conversations share a row: `position_ids` I32 [N, L] begin
 [N, L] count them from 1 (0: padding).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -7,8 +7,6 @@ readers decode with it. Ids come from tiktoken itself, or from what is compared 
 Source: the patterns and the ids of `<|endoftext|>` as tiktoken 0.14 defines them (tiktoken_ext/openai_public.py).
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from dataclasses import dataclass

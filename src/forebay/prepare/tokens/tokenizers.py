@@ -6,8 +6,6 @@ which library is the reference for the ids: `json` is the tokenizers library's, 
 needs none. `forebay.prepare.tokens.coders` encodes by them.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.tokens import coders
 from forebay.prepare.tokens.coders import CoderSpec, LibraryCoder, cut_long, encode_column, fast_coder, reference_coder
-from forebay.prepare.tokens.sampling import sample_texts
+from forebay.prepare.tokens.encode import sample_texts
 from forebay.prepare.tokens.tokenizers import (
     TokenizerFile,
     byte_alphabet,
