@@ -15,7 +15,7 @@ import numpy as np
 
 from forebay.dataset.reader import Dataset, open_dataset, verify_dataset
 from forebay.dataset.slices import Slice, check_document_ends, open_slice
-from forebay.doctor.mend_megatron import can_mend
+from forebay.doctor.mend import can_mend
 from forebay.doctor.passages import row_hashes
 from forebay.doctor.report import LIKELY, POSSIBLE, Options
 from forebay.doctor.tokens import WINDOW_TOKENS, TokenCounts, Window

@@ -15,8 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from forebay.doctor import datasets, streams, tables, vectors
-from forebay.doctor.mend import mend_vector
-from forebay.doctor.mend_megatron import mend_megatron
+from forebay.doctor.mend import mend_megatron, mend_vector
 from forebay.doctor.passages import Held, shared
 from forebay.doctor.report import CERTAIN, LIKELY, POSSIBLE, Finding, Options, Report, unique
 from forebay.doctor.sniff import EXAMINED, IDS_PREFIX, Subject, subjects, total_bytes

@@ -1,4 +1,4 @@
-"""Mended copies of files of tokens: what a survey found, written as it should have been.
+"""Mended copies of files of tokens, written as they should have been, and of what is whole of Megatron's pairs.
 
 Hides: the writing, in pieces of 4 Mi tokens, whatever the size; each file under a temporary name until it is whole.
 """
@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from forebay.doctor.report import Options
 from forebay.doctor.vectors import LLMC_BYTES, Survey, survey
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.detect import MEGATRON_MAGIC
+from forebay.formats.foreign import head_of, map_file, size_of
+from forebay.formats.megatron import HEADER_BYTES, KINDS, columns_of
 from forebay.formats.npy import npy_head, sample_id
 from forebay.storage.atomic import atomic_write
 
@@ -112,3 +115,53 @@ def _ids(samples: NDArray[Any], with_header: bool) -> Iterator[bytes]:
         yield npy_head(np.dtype("<u8"), len(samples))
     for row in samples:
         yield sample_id(row).to_bytes(8, "little")
+
+
+def can_mend(idx: Path, data: Path) -> bool:
+    """Whether an index is whole and has some data beside it."""
+    if not (idx.is_file() and data.is_file() and data.stat().st_size):
+        return False
+    head = head_of(idx, HEADER_BYTES)
+    whole = len(head) == HEADER_BYTES and head[:17] == MEGATRON_MAGIC + (1).to_bytes(8, "little")
+    return whole and head[17] in KINDS and size_of(idx) >= _wanted(head)
+
+
+def _wanted(head: bytes) -> int:
+    """Bytes of an index without modes."""
+    return HEADER_BYTES + 12 * int.from_bytes(head[18:26], "little") + 8 * int.from_bytes(head[26:34], "little")
+
+
+def mend_megatron(idx: Path, data: Path, out: Path) -> list[Path]:
+    """Write a pair to directory `out` with the sequences of the index that lie whole in its data.
+
+    Raises:
+        DatasetError: If the index itself is cut off or is none.
+        UsageError: If no sequence is whole.
+    """
+    if not can_mend(idx, data):
+        raise DatasetError(f"{idx}: expected Megatron's whole index, and {data.name}, got less. Fetch both again.")
+    raw = map_file(idx)
+    head = raw[:HEADER_BYTES].tobytes()
+    sequences, bounds = int.from_bytes(head[18:26], "little"), int.from_bytes(head[26:34], "little")
+    width = KINDS[head[17]].itemsize
+    lengths, pointers, documents = columns_of(raw, sequences, bounds)
+    lengths = lengths.astype(np.int64)
+    size = size_of(data)
+    bad = (lengths < 0) | (pointers < 0) | (pointers > size)
+    bad |= lengths * width > size - np.where(bad, 0, pointers)
+    whole = int(np.flatnonzero(bad)[0]) if bad.any() else sequences
+    sound = (documents >= 0) & (documents <= whole) & (np.diff(documents, prepend=0) >= 0)
+    kept = documents[: len(documents) if sound.all() else int(np.argmin(sound))]
+    kept = kept if len(kept) > 1 and not kept[0] else kept[:0]
+    if len(kept):
+        whole = int(kept[-1])  # A document of which a sequence is lost goes whole.
+    stop = int((pointers[:whole] + lengths[:whole] * width).max()) if whole else 0
+    if not stop:
+        raise UsageError(f"{idx}: expected some sequence whole in {data.name}, got none. Fetch both again.")
+    head = head[:18] + whole.to_bytes(8, "little") + len(kept).to_bytes(8, "little")
+    parts = [lengths[:whole].astype("<i4"), pointers[:whole], kept]
+    targets = [out / data.name, out / idx.name]
+    memory = map_file(data)
+    atomic_write(targets[0], (memory[a : min(a + (1 << 22), stop)].data for a in range(0, stop, 1 << 22)))
+    atomic_write(targets[1], head + b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
+    return targets
