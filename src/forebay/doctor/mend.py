@@ -1,7 +1,9 @@
-"""Mended copies of files of tokens: what a survey found, written as it should have been.
+"""Mended copies of files of tokens, written as they should have been, and of what is whole of Megatron's pairs.
 
 Hides: the writing, in pieces of 4 Mi tokens, whatever the size; each file under a temporary name until it is whole.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from forebay.doctor.vectors import LLMC_BYTES, Survey, survey
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.detect import MEGATRON_MAGIC
 from forebay.formats.foreign import head_of, map_file, size_of
+from forebay.formats.megatron import HEADER_BYTES, KINDS, columns_of
 from forebay.formats.npy import npy_head, sample_id
 from forebay.storage.atomic import atomic_write
 
@@ -114,23 +117,18 @@ def _ids(samples: NDArray[Any], with_header: bool) -> Iterator[bytes]:
         yield sample_id(row).to_bytes(8, "little")
 
 
-_HEADER_BYTES = 34
-_VERSION = (1).to_bytes(8, "little")
-_WIDTHS = {1: 1, 3: 2, 4: 4, 5: 8, 8: 2}
-
-
 def can_mend(idx: Path, data: Path) -> bool:
     """Whether an index is whole and has some data beside it."""
     if not (idx.is_file() and data.is_file() and data.stat().st_size):
         return False
-    head = head_of(idx, _HEADER_BYTES)
-    whole = len(head) == _HEADER_BYTES and head[:9] == MEGATRON_MAGIC and head[9:17] == _VERSION
-    return whole and head[17] in _WIDTHS and size_of(idx) >= _wanted(head)
+    head = head_of(idx, HEADER_BYTES)
+    whole = len(head) == HEADER_BYTES and head[:17] == MEGATRON_MAGIC + (1).to_bytes(8, "little")
+    return whole and head[17] in KINDS and size_of(idx) >= _wanted(head)
 
 
 def _wanted(head: bytes) -> int:
     """Bytes of an index without modes."""
-    return _HEADER_BYTES + 12 * int.from_bytes(head[18:26], "little") + 8 * int.from_bytes(head[26:34], "little")
+    return HEADER_BYTES + 12 * int.from_bytes(head[18:26], "little") + 8 * int.from_bytes(head[26:34], "little")
 
 
 def mend_megatron(idx: Path, data: Path, out: Path) -> list[Path]:
@@ -143,12 +141,11 @@ def mend_megatron(idx: Path, data: Path, out: Path) -> list[Path]:
     if not can_mend(idx, data):
         raise DatasetError(f"{idx}: expected Megatron's whole index, and {data.name}, got less. Fetch both again.")
     raw = map_file(idx)
-    head = raw[:_HEADER_BYTES].tobytes()
+    head = raw[:HEADER_BYTES].tobytes()
     sequences, bounds = int.from_bytes(head[18:26], "little"), int.from_bytes(head[26:34], "little")
-    at, width = _HEADER_BYTES, _WIDTHS[head[17]]
-    lengths = raw[at : at + 4 * sequences].view("<i4").astype(np.int64)
-    pointers = raw[at + 4 * sequences : at + 12 * sequences].view("<i8")
-    documents = raw[at + 12 * sequences : at + 12 * sequences + 8 * bounds].view("<i8")
+    width = KINDS[head[17]].itemsize
+    lengths, pointers, documents = columns_of(raw, sequences, bounds)
+    lengths = lengths.astype(np.int64)
     size = size_of(data)
     bad = (lengths < 0) | (pointers < 0) | (pointers > size)
     bad |= lengths * width > size - np.where(bad, 0, pointers)

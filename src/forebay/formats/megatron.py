@@ -15,6 +15,7 @@ sequence by sequence.
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ from forebay.formats.foreign import (
     stored_as,
 )
 
-_HEADER_BYTES = 34
-_KINDS: dict[int, np.dtype[Any]] = {
+HEADER_BYTES = 34
+KINDS: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     3: np.dtype("<i2"),
     4: np.dtype("<i4"),
@@ -175,10 +176,7 @@ def read_index(idx: Path, data: Path) -> Index:
     """
     data_bytes, memory = size_of(data), map_file(idx)
     kind, sequences, bounds = _header(idx, memory)
-    at = _HEADER_BYTES
-    lengths = memory[at : at + 4 * sequences].view("<i4")
-    pointers = memory[at + 4 * sequences : at + 12 * sequences].view("<i8")
-    documents = memory[at + 12 * sequences : at + 12 * sequences + 8 * bounds].view("<i8")
+    lengths, pointers, documents = columns_of(memory, sequences, bounds)
     total, straight = _check_sequences(idx, data, data_bytes, kind, lengths, pointers)
     _check_bounds(idx, documents, sequences)
     starts = None
@@ -193,26 +191,33 @@ def read_index(idx: Path, data: Path) -> Index:
     return Index(idx, data, data_bytes, kind, lengths, pointers, documents, starts, total)
 
 
+def columns_of(memory: Bytes8, sequences: int, bounds: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """(lengths, pointers, document bounds) in an index, views."""
+    edges = np.cumsum([HEADER_BYTES, 4 * sequences, 8 * sequences, 8 * bounds]).tolist()
+    lengths, pointers, documents = (memory[a:b] for a, b in pairwise(edges))
+    return lengths.view("<i4"), pointers.view("<i8"), documents.view("<i8")
+
+
 def _header(idx: Path, memory: Bytes8) -> tuple[np.dtype[Any], int, int]:
-    head = memory[:_HEADER_BYTES].tobytes()
-    if len(head) < _HEADER_BYTES or head[:9] != MEGATRON_MAGIC:
+    head = memory[:HEADER_BYTES].tobytes()
+    if len(head) < HEADER_BYTES or head[:9] != MEGATRON_MAGIC:
         raise DatasetError(f"{idx}: expected Megatron's index, got {head[:9]!r} in {len(memory)} bytes.")
     version, code = int.from_bytes(head[9:17], "little"), head[17]
     if version != 1:
         raise DatasetError(f"{idx}: expected version 1 of Megatron's index, got {version}.")
-    if code not in _KINDS:
+    if code not in KINDS:
         raise DatasetError(
-            f"{idx}: expected an integer type of token ({', '.join(f'{c}: {k}' for c, k in _KINDS.items())}), got "
+            f"{idx}: expected an integer type of token ({', '.join(f'{c}: {k}' for c, k in KINDS.items())}), got "
             f"{code}. Write it again."
         )
     sequences, bounds = int.from_bytes(head[18:26], "little"), int.from_bytes(head[26:34], "little")
-    wanted = _HEADER_BYTES + 12 * sequences + 8 * bounds
+    wanted = HEADER_BYTES + 12 * sequences + 8 * bounds
     if len(memory) not in (wanted, wanted + sequences):  # With modes.
         raise DatasetError(
             f"{idx}: expected {wanted} bytes for {sequences} sequences and {bounds} document bounds, got "
             f"{len(memory)}. It is truncated or damaged; fetch it again."
         )
-    return _KINDS[code], sequences, bounds
+    return KINDS[code], sequences, bounds
 
 
 def _check_sequences(

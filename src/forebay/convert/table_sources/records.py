@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from forebay.convert.table_sources.base import BATCH_BYTES, Table, batched, open_bytes
 from forebay.errors import DatasetError
-from forebay.prepare.read.tfrecord import NotExampleError, fields, frames
+from forebay.prepare.read.tfrecord import NotExampleError, features, fields, frames, message
 
 _INFERRED_BYTES = 64 << 20
 _MOST_RECORD_BYTES = 1 << 30
@@ -55,21 +55,18 @@ def open_tfrecord(paths: Sequence[Path]) -> Table:
 def parse_features(data: bytes) -> _Row:
     """The features of an Example: kind and values by name. Raises NotExampleError."""
     row: _Row = {}
-    for number, features in fields(data):
-        if number != 1 or not isinstance(features, bytes):
+    for number, name, feature in features(data):
+        if number != 1:
             raise NotExampleError(f"field {number}, where features are expected")
-        for _, entry in fields(features):
-            pair = dict(fields(_message(entry)))
-            name = _message(pair.get(1, b"")).decode("utf-8", "replace")
-            for kind, values in fields(_message(pair.get(2, b""))):
-                row[name] = kind, _values(kind, _message(values))
+        for kind, values in fields(feature):
+            row[name] = kind, _values(kind, message(values))
     return row
 
 
 def _values(kind: int, data: bytes) -> Values:
     found = [value for _, value in fields(data)]
     if kind == _BYTES:
-        return [_message(value) for value in found]
+        return [message(value) for value in found]
     # Packed, in one run of bytes or several; or each value by itself.
     packed = [value if isinstance(value, bytes) else _varint(value) for value in found]
     whole = b"".join(packed)
@@ -102,12 +99,6 @@ def _varint(number: int) -> bytes:
         out.append(number & 127 | 128)
         number >>= 7
     return bytes([*out, number])
-
-
-def _message(value: bytes | int) -> bytes:
-    if not isinstance(value, bytes):
-        raise NotExampleError("a number where a message should be")
-    return value
 
 
 def _records(paths: Sequence[Path]) -> Iterator[tuple[str, _Row, int]]:

@@ -113,19 +113,12 @@ def _skip(file: BinaryIO, size: int) -> str:
 def parse_example(data: bytes) -> dict[str, object]:
     """The features of an Example or SequenceExample by name: bytes, a number, or the steps of a sequence in lines."""
     row: dict[str, object] = {}
-    for number, features in fields(data):
-        if number not in (1, 2) or not isinstance(features, bytes):
-            raise NotExampleError(f"unknown field {number}")
-        for _, entry in fields(features):
-            pair = dict(fields(_message(entry)))
-            name = _message(pair.get(1, b""))
-            feature = _message(pair.get(2, b""))
-            steps = [_message(step) for _, step in fields(feature)] if number == 2 else [feature]
-            values = [value for step in steps for value in _feature_values(step)]
-            if values:
-                key = name.decode("utf-8", "replace")
-                is_bytes = all(isinstance(value, bytes) for value in values)
-                row[key] = b"\n".join(v for v in values if isinstance(v, bytes)) if is_bytes else values[0]
+    for number, name, feature in features(data):
+        steps = [message(step) for _, step in fields(feature)] if number == 2 else [feature]
+        values = [value for step in steps for value in _feature_values(step)]
+        if values:
+            is_bytes = all(isinstance(value, bytes) for value in values)
+            row[name] = b"\n".join(v for v in values if isinstance(v, bytes)) if is_bytes else values[0]
     for key, value in row.items():
         if isinstance(value, bytes):
             with suppress(UnicodeDecodeError):  # told if it is the text
@@ -133,12 +126,22 @@ def parse_example(data: bytes) -> dict[str, object]:
     return row
 
 
+def features(data: bytes) -> Iterator[tuple[int, str, bytes]]:
+    """Each feature of an Example (number 1), and list of features of a SequenceExample (2): number, name, message."""
+    for number, entries in fields(data):
+        if number not in (1, 2) or not isinstance(entries, bytes):
+            raise NotExampleError(f"unknown field {number}")
+        for _, entry in fields(entries):
+            pair = dict(fields(message(entry)))
+            yield number, message(pair.get(1, b"")).decode("utf-8", "replace"), message(pair.get(2, b""))
+
+
 def _feature_values(feature: bytes) -> Iterator[Value]:
     """The values of a Feature: of a bytes_list (1) all, of an int64_list (3) the first; floats are not needed."""
     for kind, values in fields(feature):
-        for _, value in fields(_message(values)) if kind in (1, 3) else ():
+        for _, value in fields(message(values)) if kind in (1, 3) else ():
             if kind == 1:
-                yield _message(value)
+                yield message(value)
             else:
                 number = varint(value, 0)[0] if isinstance(value, bytes) and value else value
                 if isinstance(number, int):
@@ -146,7 +149,8 @@ def _feature_values(feature: bytes) -> Iterator[Value]:
                 return
 
 
-def _message(value: Value) -> bytes:
+def message(value: Value) -> bytes:
+    """A field's bytes. Raises NotExampleError if it is a number."""
     if not isinstance(value, bytes):
         raise NotExampleError("a number where a message should be")
     return value
