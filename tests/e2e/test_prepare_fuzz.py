@@ -222,10 +222,9 @@ def test_random_damage(tmp_path: Path) -> None:
         told = isinstance(found, ForebayError) and name in str(found)
         assert told or {f"good-{i}" for i in range(5)} <= kept(tmp_path / f"{seed}.d"), f"{seed}: {found}"
         done += 1
-        if time.monotonic() > deadline:
+        if done > 20 and time.monotonic() > deadline:
             break
     print(f"{done} files, up to seed {seed}")
-    assert done > 20
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.tar", "x.tfrecord", "x.warc", "x.warc.gz"])

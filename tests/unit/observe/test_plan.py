@@ -226,7 +226,7 @@ def run_it(server: OriginServer, cache: Path, budget: int, **given) -> tuple[dic
             held = 0
             for file in cache.iterdir():
                 with contextlib.suppress(FileNotFoundError):  # Evicted meanwhile.
-                    held += file.stat().st_size if file.is_file() else 0
+                    held += file.stat().st_size if file.is_file() and file.name != "verified" else 0
             most = max(most, held)
         return loader.stats(), most
 
