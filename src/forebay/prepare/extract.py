@@ -60,7 +60,7 @@ _MAX_INDENTED = 16
 """Blanks that may indent nested lists, for each byte of HTML."""
 _MAX_GROWTH = 8
 _ATTRIBUTES = re.compile(rb"""<[a-zA-Z](?:[^\s>"']*+(?:"[^"]*+"|'[^']*+')?+[\s/]++){%d}""" % _MAX_ATTRIBUTES)
-_COUNTED = re.compile(rb"<(/?)(?:([uo]l)|body|html)\b", re.IGNORECASE)
+_COUNTED = re.compile(rb"<(/?)(?:([uUoO][lL])|[bB][oO][dD][yY]|[hH][tT][mM][lL])\b")
 
 
 class HtmlError(PrepareError):

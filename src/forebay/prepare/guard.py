@@ -34,6 +34,9 @@ _PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 R = TypeVar("R")
 Outcome = tuple[Literal["done", "error", "memory"], bytes]
+Buffer = Any
+"""What has the buffer protocol: `bytes`, an Arrow buffer."""
+Run = Callable[[Any, bytes], tuple[Any, Buffer]]
 
 
 @dataclass(frozen=True)
@@ -121,16 +124,18 @@ class Worker:
                 os._exit(1)
         theirs.close()
 
-    def call(self, run: Callable[[Any, int], Any], task: Any, limits: tuple[float, int]) -> Outcome | str:
-        """The outcome of `run(task, 0)`; or how the process ended over it.
+    def call(self, run: Run, task: Any, data: Buffer, limits: tuple[float, int]) -> tuple[Any, bytes] | str:
+        """What `run(task, data)` returns; or how the process ended over it.
 
         Raises:
             MemoryError: If both processes ended.
+            Exception: What `run` raises.
         """
         seconds, memory_bytes = limits
         self._note[_PID_BYTES:] = bytes(_NOTE_BYTES - _PID_BYTES)
         try:
             self._pipe.send_bytes(pickle.dumps((run, task, seconds), pickle.HIGHEST_PROTOCOL))
+            self._pipe.send_bytes(data)
             before = 0
             while not self._pipe.poll(_POLL_S):
                 before = before or _memory(self._serving())
@@ -138,6 +143,7 @@ class Worker:
                     self._replace()
                     return f"{self._doing()}needed more than {memory_bytes >> 20} MiB of memory"
             outcome: Any = pickle.loads(self._pipe.recv_bytes())
+            out = self._pipe.recv_bytes() if outcome[0] == "done" else b""
             if outcome[0] == "memory":
                 self._replace()
                 return f"{self._doing()}ran out of memory"
@@ -145,7 +151,7 @@ class Worker:
             close()
             raise MemoryError("the processes of the stages ended") from error
         if outcome[0] != "ended":
-            return outcome  # type: ignore[no-any-return]  # what crosses a pipe
+            return result_of(outcome), out
         if outcome[1] == -signal.SIGPROF:
             return f"{self._doing()}took more than {seconds:.3g} s of CPU time"
         return self._doing() + _ended(outcome[1])
@@ -236,11 +242,21 @@ def _end_with_parent() -> None:
 def _answer(pipe: Connection) -> None:
     while True:
         run, task, seconds = pickle.loads(pipe.recv_bytes())
+        data = pipe.recv_bytes()
+        out: list[Buffer] = []
+
+        def work(task: Any, _: int, run: Run = run, data: bytes = data, out: list[Buffer] = out) -> Any:
+            result, buffer = run(task, data)
+            out.append(buffer)
+            return result
+
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        outcome = attempt(run, task, 0)
+        outcome = attempt(work, task, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        del run, task
+        del run, task, data, work
         pipe.send_bytes(pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL))
+        if outcome[0] == "done":
+            pipe.send_bytes(out[0])
 
 
 class _Here(threading.local):

@@ -29,7 +29,7 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import ForebayError, PrepareError
 from forebay.prepare.dedup import Dedup
 from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, Verdict, portable
-from forebay.prepare.guard import Limits, ending, result_of, say, worker_for
+from forebay.prepare.guard import Limits, ending, say, worker_for
 from forebay.prepare.read import read
 from forebay.prepare.read.base import Piece, ReadOptions, Source
 from forebay.prepare.read.listing import shown_path
@@ -332,10 +332,10 @@ def _kept(task: TextTask, batch: pa.RecordBatch, tally: Tally, reader: _Reader) 
         yield kept
         return
     outcome = worker_for(task.stages, _warm).call(
-        _apart, (task.stages, reader.places, _packed(batch)), task.limits.of(int(text_bytes(batch).sum()))
+        _apart, (task.stages, reader.places), _packed(batch), task.limits.of(int(text_bytes(batch).sum()))
     )
     if not isinstance(outcome, str):
-        data, counted, rejects = result_of(outcome)
+        (counted, rejects), data = outcome
         tally.add(counted)
         reader.reject(rejects)
         yield _unpacked(data)
@@ -349,20 +349,18 @@ def _kept(task: TextTask, batch: pa.RecordBatch, tally: Tally, reader: _Reader) 
         yield from _kept(task, batch.slice(start, step), tally, reader)
 
 
-def _apart(job: tuple[tuple[Stage, ...], _Places, bytes], scale: int) -> tuple[bytes, Tally, list[_Reject]]:
+def _apart(job: tuple[tuple[Stage, ...], _Places], data: bytes) -> tuple[tuple[Tally, list[_Reject]], pa.Buffer]:
     """What a batch becomes, in the process of the stages."""
-    stages, places, data = job
     tally = Tally()
-    kept, rejects = _through(stages, _unpacked(data), tally, places)
-    return _packed(kept), tally, rejects
+    kept, rejects = _through(job[0], _unpacked(data), tally, job[1])
+    return (tally, rejects), _packed(kept)
 
 
-def _packed(batch: pa.RecordBatch) -> bytes:
+def _packed(batch: pa.RecordBatch) -> pa.Buffer:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
+    return sink.getvalue()
 
 
 def _unpacked(data: bytes) -> pa.RecordBatch:
