@@ -18,9 +18,10 @@ from forebay.doctor.verdicts import FETCH, Look, judge
 from forebay.errors import UsageError
 from forebay.formats.arrow import ipc_batches, is_list, open_ipc
 from forebay.formats.foreign import TOKEN_COLUMNS, head_of
+from forebay.prepare.read.pages import TooLarge, check_ipc
 from forebay.storage.atomic import open_atomic
 
-_DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, MemoryError)
+_DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, MemoryError, TooLarge)
 
 
 class Table(Look):
@@ -105,6 +106,7 @@ def examine_arrow(path: Path, options: Options) -> Table:
     found = Table(path, options)
     rows = number = 0
     try:
+        check_ipc(path)
         with open_ipc(path) as reader:
             found.facts["columns"] = ", ".join(f"{f.name} {f.type}" for f in reader.schema)[:500]
             for number, batch in enumerate(ipc_batches(reader)):

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from forebay.convert.table_sources.base import Table, one_schema, rows_at_once
 from forebay.errors import DatasetError
 from forebay.formats.arrow import ipc_batches, open_ipc
+from forebay.prepare.read.pages import check_ipc
 
 _DAMAGE = (pa.ArrowException, OSError, ValueError, OverflowError)
 
@@ -33,6 +34,7 @@ def open_arrow(paths: Sequence[Path], kind: str = "arrow") -> Table:
     """Arrow IPC files or streams of one schema, one after another."""
     schemas = []
     for path in paths:
+        check_ipc(path)
         try:
             with open_ipc(path) as reader:
                 schemas.append(reader.schema)

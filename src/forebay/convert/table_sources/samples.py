@@ -34,7 +34,7 @@ _TEXTS = ("txt", "text", "transcript")
 _NUMBERS = ("cls", "cls2", "index", "inx", "id")
 _INFERRED_BYTES = 64 << 20
 _BATCH_ROWS = 4096
-_MEMBERS_IN_ALL = 4  # Of the largest size, in one sample.
+_MEMBERS_IN_ALL = 2  # Of the largest size, in one sample.
 _Row: TypeAlias = dict[str, Any]
 
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from forebay.prepare.read.opening import Damaged
@@ -206,10 +207,31 @@ def _check_message(metadata: bytes, read_at: _ReadAt) -> None:
             claimed = int.from_bytes(read_at(offset, 8), "little", signed=True)
             size += length if claimed < 0 else claimed
     if size > MAX_HELD_BYTES:
-        raise Damaged(
+        raise TooLarge(
             f"a batch that unpacks to {size} bytes is larger than can be held: at most {MAX_HELD_BYTES}. Write the "
             "file with smaller batches"
         )
+
+
+class TooLarge(Damaged):
+    """A batch that takes more memory than MAX_HELD_BYTES."""
+
+
+def check_ipc(path: Path) -> None:
+    """Refuse an Arrow file or stream if one of its messages takes too much memory; its reader finds other damage.
+
+    Raises:
+        TooLarge: If one does.
+    """
+    with path.open("rb") as file:
+        magic = file.read(6)
+        file.seek(0)
+        try:
+            check_blocks(file, 0, 0) if magic == b"ARROW1" else check_stream(file)
+        except TooLarge as error:
+            raise TooLarge(f"{path}: expected Arrow data that can be held in memory, got {error}") from None
+        except Damaged:
+            pass
 
 
 def check_blocks(file: BinaryIO, start: int, stop: int) -> None:
