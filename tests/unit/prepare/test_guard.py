@@ -18,12 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from forebay.errors import UsageError
-from forebay.prepare import load_recipe, prepare
+from forebay.prepare import load_recipe, pipeline, prepare
 from forebay.prepare.documents import Record, Verdict
 from forebay.prepare.filters.length import Length
 from forebay.prepare.guard import Limits
-from forebay.prepare.read import ReadOptions, cut, find_sources, lines
-from forebay.prepare.text import TextTask, sift
+from forebay.prepare.read import lines
+from forebay.prepare.text import sift
 
 DOCUMENTS = 300
 
@@ -147,7 +147,7 @@ def test_a_record_over_which_the_reader_dies(tmp_path: Path, monkeypatch: pytest
         return plain(place, row, *more, **named)
 
     monkeypatch.setattr(lines, "to_record", to_record)
-    pieces = cut(find_sources([source], ReadOptions()).sources, ReadOptions())
-    task = TextTask(pieces[0], ReadOptions(), (), (), load_recipe().dedup, False, 1.0, str(tmp_path))
-    result = sift(task, 1)  # as after the death of a worker
-    assert (result.documents_out, result.malformed) == (203, 1)
+    monkeypatch.setattr(pipeline, "sift", lambda task, scale: sift(task, 1))  # as after the death of a worker
+    recipe = replace(load_recipe(), max_bad=0.1)
+    summary = prepare([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
+    assert (summary.documents_out, summary.dropped) == (203, {"malformed": 1})
