@@ -59,8 +59,12 @@ _MAX_AGAIN = 1000
 _MAX_INDENTED = 16
 """Blanks that may indent nested lists, for each byte of HTML."""
 _MAX_GROWTH = 8
-_ATTRIBUTES = re.compile(rb"""<[a-zA-Z](?:[^\s>"']*+(?:"[^"]*+"|'[^']*+')?+[\s/]++){%d}""" % _MAX_ATTRIBUTES)
-_COUNTED = re.compile(rb"<(/?)(?:([uUoO][lL])|[bB][oO][dD][yY]|[hH][tT][mM][lL])\b")
+_SLASH = ord("/")
+_SCAN = re.compile(
+    rb"""<(?:[a-zA-Z](?:[^\s>"']*+(?:"[^"]*+"|'[^']*+')?+[\s/]++){%d}"""
+    rb"""|/?([uUoO][lL]|[bB][oO][dD][yY]|[hH][tT][mM][lL])\b)""" % _MAX_ATTRIBUTES
+)
+"""Tags with too many attributes, and those of lists and bodies, in one pass."""
 
 
 class HtmlError(PrepareError):
@@ -144,11 +148,12 @@ def _parsed(html: str) -> Any:
     from resiliparse.parse.html import HTMLTree
 
     data = html.encode("utf-8", "replace")
-    if _ATTRIBUTES.search(data):
-        raise HtmlError(f"malformed HTML: a tag with more than {_MAX_ATTRIBUTES} attributes.")
     depth = deepest = again = 0
-    for end, is_list in _COUNTED.findall(data):
-        if is_list:
+    for found in _SCAN.finditer(data):
+        tag, end = found[1], data[found.start() + 1] == _SLASH
+        if tag is None:
+            raise HtmlError(f"malformed HTML: a tag with more than {_MAX_ATTRIBUTES} attributes.")
+        if len(tag) == 2:
             depth = max(0, depth - 1) if end else depth + 1
             deepest = max(deepest, depth)
         else:

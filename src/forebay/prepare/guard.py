@@ -29,6 +29,7 @@ from forebay.errors import ForebayError, PrepareError, UsageError
 
 _POLL_S = 0.05
 _NOTE_BYTES, _PID_BYTES = 256, 8
+_SHARED_BYTES = 16 << 20
 _PR_SET_PDEATHSIG = 1
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ R = TypeVar("R")
 Outcome = tuple[Literal["done", "error", "memory"], bytes]
 Buffer = Any
 """What has the buffer protocol: `bytes`, an Arrow buffer."""
-Run = Callable[[Any, bytes], tuple[Any, Buffer]]
+Run = Callable[[Any, Buffer], tuple[Any, Buffer]]
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,13 @@ class Worker:
     def __init__(self, key: Any) -> None:
         self.key = key
         self._note = mmap.mmap(-1, _NOTE_BYTES)
+        self._shared = mmap.mmap(-1, _SHARED_BYTES)
         self._pipe, theirs = multiprocessing.Pipe()
         self._pid = os.fork()
         if self._pid == 0:
             try:
                 self._pipe.close()
-                _serve(theirs, self._note)
+                _serve(theirs, self._note, self._shared)
             finally:
                 os._exit(1)
         theirs.close()
@@ -135,7 +137,7 @@ class Worker:
         self._note[_PID_BYTES:] = bytes(_NOTE_BYTES - _PID_BYTES)
         try:
             self._pipe.send_bytes(pickle.dumps((run, task, seconds), pickle.HIGHEST_PROTOCOL))
-            self._pipe.send_bytes(data)
+            _send(self._pipe, self._shared, data)
             before = 0
             while not self._pipe.poll(_POLL_S):
                 before = before or _memory(self._serving())
@@ -143,7 +145,7 @@ class Worker:
                     self._replace()
                     return f"{self._doing()}needed more than {memory_bytes >> 20} MiB of memory"
             outcome: Any = pickle.loads(self._pipe.recv_bytes())
-            out = self._pipe.recv_bytes() if outcome[0] == "done" else b""
+            out = bytes(_receive(self._pipe, self._shared)) if outcome[0] == "done" else b""
             if outcome[0] == "memory":
                 self._replace()
                 return f"{self._doing()}ran out of memory"
@@ -223,15 +225,31 @@ def _memory(pid: int) -> int:
         return 0
 
 
-def _serve(pipe: Connection, note: mmap.mmap) -> None:
+def _serve(pipe: Connection, note: mmap.mmap, shared: mmap.mmap) -> None:
     _prepare_fork(note)
     while True:
         pid = os.fork()
         if pid == 0:
             _end_with_parent()
             note[:_PID_BYTES] = os.getpid().to_bytes(_PID_BYTES, "little")
-            _answer(pipe)
+            _answer(pipe, shared)
         pipe.send_bytes(pickle.dumps(("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))))
+
+
+def _send(pipe: Connection, shared: mmap.mmap, data: Buffer) -> None:
+    """By shared memory if it fits: a pipe copies four times. What lay there is overwritten."""
+    view = memoryview(data)
+    if view.nbytes > _SHARED_BYTES:
+        pipe.send_bytes(b"")
+        pipe.send_bytes(view)
+    else:
+        shared[: view.nbytes] = view
+        pipe.send_bytes(view.nbytes.to_bytes(8, "little"))
+
+
+def _receive(pipe: Connection, shared: mmap.mmap) -> Buffer:
+    size = pipe.recv_bytes()
+    return memoryview(shared)[: int.from_bytes(size, "little")] if size else pipe.recv_bytes()
 
 
 def _end_with_parent() -> None:
@@ -239,13 +257,13 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _answer(pipe: Connection) -> None:
+def _answer(pipe: Connection, shared: mmap.mmap) -> None:
     while True:
         run, task, seconds = pickle.loads(pipe.recv_bytes())
-        data = pipe.recv_bytes()
+        data = _receive(pipe, shared)
         out: list[Buffer] = []
 
-        def work(task: Any, _: int, run: Run = run, data: bytes = data, out: list[Buffer] = out) -> Any:
+        def work(task: Any, _: int, run: Run = run, data: Buffer = data, out: list[Buffer] = out) -> Any:
             result, buffer = run(task, data)
             out.append(buffer)
             return result
@@ -256,7 +274,7 @@ def _answer(pipe: Connection) -> None:
         del run, task, data, work
         pipe.send_bytes(pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL))
         if outcome[0] == "done":
-            pipe.send_bytes(out[0])
+            _send(pipe, shared, out[0])
 
 
 class _Here(threading.local):

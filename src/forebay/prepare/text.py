@@ -29,7 +29,7 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import ForebayError, PrepareError
 from forebay.prepare.dedup import Dedup
 from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, Verdict, portable
-from forebay.prepare.guard import Limits, ending, say, worker_for
+from forebay.prepare.guard import Buffer, Limits, ending, say, worker_for
 from forebay.prepare.read import read
 from forebay.prepare.read.base import Piece, ReadOptions, Source
 from forebay.prepare.read.listing import shown_path
@@ -349,7 +349,7 @@ def _kept(task: TextTask, batch: pa.RecordBatch, tally: Tally, reader: _Reader) 
         yield from _kept(task, batch.slice(start, step), tally, reader)
 
 
-def _apart(job: tuple[tuple[Stage, ...], _Places], data: bytes) -> tuple[tuple[Tally, list[_Reject]], pa.Buffer]:
+def _apart(job: tuple[tuple[Stage, ...], _Places], data: Buffer) -> tuple[tuple[Tally, list[_Reject]], pa.Buffer]:
     """What a batch becomes, in the process of the stages."""
     tally = Tally()
     kept, rejects = _through(job[0], _unpacked(data), tally, job[1])
@@ -357,13 +357,14 @@ def _apart(job: tuple[tuple[Stage, ...], _Places], data: bytes) -> tuple[tuple[T
 
 
 def _packed(batch: pa.RecordBatch) -> pa.Buffer:
-    sink = pa.BufferOutputStream()
+    size = pa.ipc.get_record_batch_size(batch) + batch.schema.serialize().size + 64
+    sink = pa.FixedSizeBufferWriter(buffer := pa.allocate_buffer(size))
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    return sink.getvalue()
+    return buffer.slice(0, sink.tell())
 
 
-def _unpacked(data: bytes) -> pa.RecordBatch:
+def _unpacked(data: Buffer) -> pa.RecordBatch:
     return next(iter(pa.ipc.open_stream(data)))
 
 

@@ -18,12 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from forebay.errors import UsageError
-from forebay.prepare import load_recipe, prepare
+from forebay.prepare import load_recipe, pipeline, prepare
 from forebay.prepare.documents import Record, Verdict
 from forebay.prepare.filters.length import Length
 from forebay.prepare.guard import Limits
-from forebay.prepare.read import ReadOptions, cut, find_sources, lines
-from forebay.prepare.text import TextTask, sift
+from forebay.prepare.read import lines
+from forebay.prepare.text import sift
 
 DOCUMENTS = 300
 
@@ -84,13 +84,17 @@ def test_only_the_document_is_rejected(tmp_path: Path, what: str, reason: str) -
     assert rejects[0]["text"] == f"{what}!"
 
 
+def children() -> set[str]:
+    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
 @pytest.mark.usefixtures("hostile")
 def test_no_process_is_left(tmp_path: Path) -> None:
     source = corpus(tmp_path / "a.jsonl", {})
     recipe = load_recipe(settings={"length": {"min_chars": 1}})
+    before = children()
     prepare([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert children() == before
 
 
 def test_limits_are_checked() -> None:
@@ -143,7 +147,7 @@ def test_a_record_over_which_the_reader_dies(tmp_path: Path, monkeypatch: pytest
         return plain(place, row, *more, **named)
 
     monkeypatch.setattr(lines, "to_record", to_record)
-    pieces = cut(find_sources([source], ReadOptions()).sources, ReadOptions())
-    task = TextTask(pieces[0], ReadOptions(), (), (), load_recipe().dedup, False, 1.0, str(tmp_path))
-    result = sift(task, 1)  # as after the death of a worker
-    assert (result.documents_out, result.malformed) == (203, 1)
+    monkeypatch.setattr(pipeline, "sift", lambda task, scale: sift(task, 1))  # as after the death of a worker
+    recipe = replace(load_recipe(), max_bad=0.1)
+    summary = prepare([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
+    assert (summary.documents_out, summary.dropped) == (203, {"malformed": 1})

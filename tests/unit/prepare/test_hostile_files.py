@@ -124,7 +124,7 @@ def test_a_7z_is_unpacked_once(tmp_path: Path) -> None:
     found = records(path)
     assert time.process_time() - began < 20  # 100 times would be minutes
     assert [r.text for r in found if not r.problem] == [f"honest words {i}" for i in range(100)]
-    assert problems(found) == ["a member of no known format"]
+    assert len(problems(found)) == 1  # of a.bin, which is no text
 
 
 def test_a_7z_that_claims_too_much_is_a_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
