@@ -137,8 +137,10 @@ class Page:
             )  # fmt: skip
         self._sessions.append(process.pid)
         try:
-            code = process.wait(scaled(60))
+            code = process.wait(scaled(120))
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             code = None
         printed = log.read_text("utf-8", "replace")
         assert code in codes, f"{where}: exit status {code}\n{script}\n{printed[-4000:]}"

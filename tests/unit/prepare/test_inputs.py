@@ -53,7 +53,7 @@ def test_a_bad_file_is_set_aside(tmp_path: Path, to: str) -> None:
     assert (summary.documents_out, summary.documents_in) == (62, 64)
     assert skipped(out) == {
         "locked": ("skipped", "a link that leads out of "),
-        "logo.png": ("skipped", "binary data of no known f"),
+        "logo.png": ("skipped", "a file of the format imag"),
         "labels.parquet": ("failed", "expected a text column 't"),
         "crawl.warc": ("failed", "expected responses of HTM"),
     }
@@ -248,7 +248,7 @@ def test_fields_of_the_input_are_columns(tmp_path: Path, monkeypatch: pytest.Mon
             keep_ids=tmp_path / "ids")  # fmt: skip
     assert (tmp_path / "ids").read_text() == "none9\n"
     columns = {"read": {"columns": {"meta.licence": "text", "score": "number"}}}
-    recipe = load_recipe(settings=best | columns | {"licensed": {"use": "licensed_stage:Licensed"}})
+    recipe = load_recipe(settings=best | columns | {"licensed": {"use": "licensed_stage:Licensed"}}, allow_code=True)
     prepare([path], tmp_path / "text", recipe=recipe, to="text", workers=1)
     table = pq.read_table(tmp_path / "text/text/000000.parquet")
     assert table.select(["id", "score", "meta.licence"]).to_pylist() == [

@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from forebay.errors import PrepareError
 from forebay.prepare.documents import Record
 from forebay.prepare.read import ReadOptions, cut, find_sources, read
 
@@ -69,7 +68,7 @@ def test_plain_text(name: str) -> None:
         try:
             assert record.text == path.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError:
-            assert record.problem.startswith("not UTF-8")
+            assert "not UTF-8" in record.problem or record.text == path.read_bytes().decode("cp1252")
             latin.append(path.name)
     assert latin == (["chesterton-ball.txt", "shakespeare-caesar.txt"] if name == "books" else [])
 
@@ -146,8 +145,8 @@ def test_parquet() -> None:
             assert ["damaged Parquet" in r.problem for r in records(path)] == [True]
             continue
         if not keys:
-            with pytest.raises(PrepareError, match="expected a text column 'text', got columns"):
-                records(path)
+            (found,) = records(path)
+            assert found.failed and "expected a text column 'text', got columns" in found.problem
             continue
         got = records(path, text_key=keys[0], id_key="", max_document_bytes=1 << 20)
         table = None
@@ -174,9 +173,5 @@ def is_utf8(data: bytes) -> bool:
 
 def test_bad_parquet_is_refused_cleanly() -> None:
     for path in sorted(real("parquet").glob("bad_data/*.parquet")):
-        try:
-            got = records(path, text_key="name")
-        except PrepareError as error:
-            assert "expected a text column 'name'" in str(error)
-        else:
-            assert [r.problem.partition(":")[0] for r in got if r.problem] == ["damaged Parquet"], path.name
+        (problem,) = (r.problem for r in records(path, text_key="name") if r.problem)
+        assert "damaged Parquet" in problem or "expected a text column 'name'" in problem, path.name
