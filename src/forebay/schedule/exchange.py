@@ -13,7 +13,7 @@
      "leases": [{"lease_id", "job", "job_id", "epoch", "slice", "index", "dataset", "dataset_id", "name", "sha256",
                  "bytes", "count", "start", "stop", "sample_base", "seed", "seq_len", "layout", "dtype", "vocab_size",
                  "providers": [{"peer_id", "address", "is_origin"}], "expires_in_s"}],
-     "wait_s", "done", "paused", "tell_have", "num_left_out"}
+     "wait_s", "done", "paused", "tell_have", "num_left_out" (unless 0)}
 
 Every field of the question may be left out. What its sender has to know:
 
@@ -95,7 +95,7 @@ DOOR = Door(
         speed=SECONDS,
     ),
     answer=record(
-        (),
+        ("num_left_out",),
         uses=array(record(lease_id=TEXT, offset=COUNT, stop=COUNT)),
         refused=array(record(lease_id=TEXT, code=TEXT, message=TEXT, offset=COUNT)),
         live={"type": "object", "additionalProperties": record(stop=COUNT, expires_in_s=SECONDS)},
@@ -181,8 +181,7 @@ def reply_json(reply: Reply, leases: list[dict[str, Any]]) -> dict[str, Any]:
         "done": reply.done,
         "paused": reply.paused,
         "tell_have": reply.tell_have,
-        "num_left_out": reply.num_left_out,
-    }
+    } | ({"num_left_out": reply.num_left_out} if reply.num_left_out else {})
 
 
 def _list(body: Mapping[str, Any], key: str, most: int) -> list[Any]:
