@@ -252,7 +252,7 @@ def prepare(
 
 def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
     if skipped:
-        first = "; ".join(f"{shown_path(one.path)}: {one.reason}" for one in skipped[:3])
+        first = "; ".join(f"{shown_path(one.path)}: {one.reason.rstrip('.')}" for one in skipped[:3])
         raise PrepareError(
             f"prepare --strict: expected to read all inputs, got {len(skipped)} that cannot be read: {first}. Remove "
             "them from the input, or leave out --strict."
