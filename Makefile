@@ -4,6 +4,8 @@ PY      := $(VENV)/bin/python
 PYTHON  ?= python3
 DEMO    ?=
 export PYTHONUNBUFFERED := 1
+# Most of a short process is the compilation of what it imports, unless that is kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-all test-long lint bench bench-prepare bench-loader bench-interop test-peers clean
 

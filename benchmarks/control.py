@@ -24,13 +24,16 @@ import numpy as np
 import psutil
 
 from benchmarks.measure import Figure, process_cpu_s, show
-from forebay.dataset import adopt, open_dataset
+from forebay.dataset.adopt import adopt
+from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_token_slice
-from forebay.ledger import Used, receipt_message
+from forebay.ledger.receipts import Used, receipt_message
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
-from forebay.network.https import Bounds, Request, Response, Server, json_response
+from forebay.network.exchange import Request, Response, json_response
+from forebay.network.https import Server
 from forebay.network.identity import Identity, create_network, join
+from forebay.network.limits import Bounds
 from forebay.schedule.service import SchedulerService
 from forebay.serve import DataNode
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from forebay.ledger import Used
+from forebay.ledger.receipts import Used
 from forebay.network.swarm import Holder
 from forebay.schedule.ask import Ask, Grant
 from forebay.schedule.desk import JobSpec, Source

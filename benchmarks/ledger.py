@@ -15,7 +15,11 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from forebay.ledger import Ledger, coverage_root, open_index, prove, verify_ledger
+from forebay.ledger.coverage import coverage_root
+from forebay.ledger.index import open_index
+from forebay.ledger.proof import prove
+from forebay.ledger.verify import verify_ledger
+from forebay.ledger.writer import Ledger
 from forebay.observe.blame import blame_step, who_saw
 from forebay.peer_id import peer_id_of
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.dataset import adopt, open_dataset
+from forebay.dataset.adopt import adopt
+from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.network.client import Client, parse_address
-from forebay.network.discovery import LocalDiscovery
 from forebay.network.identity import Identity, create_network, join
 from forebay.network.limits import Throttle
 from forebay.network.swarm import Assignment, Swarm
@@ -167,13 +169,15 @@ def _nest(settings: dict[str, Any]) -> None:
         _be_node(folder, settings, say)
     up = json.loads(os.read(heard, 4096))
     waiting, go = os.pipe()
+    # Who has everything while nobody else has asked yet may leave, and takes its copies along.
+    all_joined = multiprocessing.get_context("fork").Barrier(settings["members"])
     pids = []
     for i in range(settings["members"]):
         pids.append(os.fork())
         if pids[-1] == 0:
             os.close(go)
             try:
-                _be_member(folder, i, up["address"], waiting)
+                _be_member(folder, i, up["address"], waiting, lambda: all_joined.wait(60.0))
             finally:
                 traceback.print_exc()
                 os._exit(1)  # never on into the nest's own work
@@ -197,11 +201,28 @@ def _be_node(folder: Path, settings: dict[str, Any], say: int) -> None:
     signal.pause()
 
 
-def _be_member(folder: Path, number: int, address: str, waiting: int) -> None:
+class _Known:
+    """A Discovery of one address."""
+
+    def __init__(self, address: str) -> None:
+        self._address = parse_address(address)
+
+    def announce(self, key: bytes, port: int) -> None:
+        """See Discovery."""
+
+    def find(self, key: bytes, timeout_s: float) -> list[tuple[str, int]]:
+        """See Discovery."""
+        return [self._address]
+
+    def close(self) -> None:
+        """See Discovery."""
+
+
+def _be_member(folder: Path, number: int, address: str, waiting: int, join: Callable[[], object]) -> None:
     out = folder / f"out{number}"
     dataset = open_remote(
         f"forebay://bench/{NAME}", identity=folder / f"member{number}",
-        discovery=LocalDiscovery(known=[parse_address(address)]),
+        discovery=_Known(address),
     )  # fmt: skip
     target = open_target(out, folder)
     os.read(waiting, 1)
@@ -209,6 +230,8 @@ def _be_member(folder: Path, number: int, address: str, waiting: int) -> None:
 
     def advance(num_bytes: int) -> None:
         nonlocal had, complete_s
+        if not had:
+            join()
         had, complete_s = had + num_bytes, time.monotonic() - began
 
     report, figures = mirror_by_swarm(dataset, target, share=True, on_progress=advance, linger_s=30.0)

@@ -21,9 +21,11 @@ import psutil
 
 from benchmarks.measure import Figure, cpu_s, median, process_cpu_s, show
 from forebay.errors import NetworkError
-from forebay.network.client import Client
-from forebay.network.https import FileRange, Request, Response, Server
+from forebay.network.client import CHUNK_BYTES, Client
+from forebay.network.exchange import FileRange, Request, Response
+from forebay.network.https import Server
 from forebay.network.identity import Identity, create_network, join
+from forebay.store.holders import read_by_hash
 
 NUM_BYTES = 200 << 20
 CROWD_BYTES = 32 << 20  # for each of many clients
@@ -83,7 +85,9 @@ def _take(node: str, port: int, out: str, pace_s: float, door: Connection) -> No
             file.seek(0)
             into = Slow() if pace_s else file
             try:
-                client.download(f"127.0.0.1:{port}", "/v1/slices/x", into, 0, CROWD_BYTES, timeout_s=600)  # type: ignore[arg-type]
+                for piece in read_by_hash(client, f"127.0.0.1:{port}", None, "x", 0, CROWD_BYTES, 600, "x"):
+                    for at in range(0, len(piece), CHUNK_BYTES):
+                        into.write(piece[at : at + CHUNK_BYTES])
             except NetworkError:  # the slow one is cut when all others are done
                 door.send(0.0)
                 return
@@ -175,7 +179,8 @@ def measure(rounds: int = 5) -> list[Figure]:
 
         def ours() -> None:
             with out.open("wb") as file:
-                client.download(f"127.0.0.1:{servers[0][2]}", "/v1/slices/x", file, 0, NUM_BYTES)
+                for piece in read_by_hash(client, f"127.0.0.1:{servers[0][2]}", None, "x", 0, NUM_BYTES, 20, "x"):
+                    file.write(piece)
 
         def plain() -> None:
             _receive_plain(taker, servers[1][2], out)

@@ -16,7 +16,7 @@ retry install -c scripts/constraints.txt -e '.[dev]' ||
 # PyTorch is large, so nothing is downloaded for it; a wheel that already lies on this machine is used.
 if ! "$VENV/bin/python" -c 'import torch' 2>/dev/null; then
   if [ -n "${PIP_FIND_LINKS:-}" ] && compgen -G "${PIP_FIND_LINKS#file://}/torch-*.whl" >/dev/null; then
-    retry install -c scripts/constraints.txt torch || echo "setup: PyTorch did not install; the demo trains its NumPy model instead" >&2
+    retry install -c scripts/constraints.txt torch || echo "setup: PyTorch did not install; its tests are skipped" >&2
   fi
 fi
 # Ray (some 75 MB) and KenLM (built from source) are wanted by a few tests alone: they skip, saying so, without them.

@@ -290,7 +290,7 @@ class Ledgers(Scenario):
     """Appends until there are five entries; what was acknowledged must be there."""
 
     def act(self, folder: Path) -> None:
-        from forebay.ledger import Ledger
+        from forebay.ledger.writer import Ledger
 
         with Ledger.open(
             folder / "ledger.jsonl", lambda message: hashlib.sha256(message).digest(), now=lambda: 1.0
@@ -313,7 +313,7 @@ class Ledgers(Scenario):
 
 class LedgerQuestions(Scenario):
     def begin(self, folder: Path) -> None:
-        from forebay.ledger import Ledger
+        from forebay.ledger.writer import Ledger
 
         body = {
             "name": "j", "seed": 1, "epochs": 1, "dataset_id": "1" * 64, "layout": "tokens", "seq_len": 8,

@@ -37,7 +37,7 @@ class FetchingWorker:
         }  # fmt: skip
         said = self.hand.state()
         live = {held: {"stop": 9, "expires_in_s": 30.0} for held in said.held}
-        self.hand.hear(said, answer(leases=[lease], live=live))
+        self.hand.apply_answer(said, answer(leases=[lease], live=live))
         return next(held for held in self.hand.held if held.grant.lease_id == lease_id)
 
     def fetched(self, held: Held) -> bytes:

@@ -20,11 +20,12 @@ from pathlib import Path
 import ftfy
 import re2
 
+from benchmarks.prepare.batches import to_batches
 from forebay.prepare.clean.boilerplate import Boilerplate
 from forebay.prepare.clean.pii import Pii
 from forebay.prepare.clean.toxic import Toxic
 from forebay.prepare.clean.unicode import Unicode
-from forebay.prepare.documents import Record, Stage, to_batches
+from forebay.prepare.documents import Record, Stage
 
 ROUNDS = 3
 PATTERNS = (

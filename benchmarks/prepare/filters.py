@@ -23,9 +23,12 @@ import time
 from pathlib import Path
 
 from benchmarks.measure import Figure, show
+from benchmarks.prepare.batches import to_batches
 from benchmarks.prepare.corpus import data_folder, passages
-from forebay.prepare.documents import Record, Stage, to_batches
-from forebay.prepare.filters import C4, FineWeb, GopherQuality, GopherRepetition
+from forebay.prepare.documents import Record, Stage
+from forebay.prepare.filters.c4 import C4
+from forebay.prepare.filters.fineweb import FineWeb
+from forebay.prepare.filters.gopher import GopherQuality, GopherRepetition
 
 PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
 STAGES: tuple[Stage, ...] = (GopherQuality(), GopherRepetition(), FineWeb(), C4())

@@ -18,21 +18,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 from tqdm import tqdm
 
 from forebay.errors import ForebayError, NetworkError, UsageError
-from forebay.extras import install_command
+from forebay.worker.trainer import TRAINERS, check_trainer
 
 NAME = "demo"
 SEQ_LEN = 128
 # Short, so that what the killed worker held comes back while people watch.
 LEASE_S = 4.0
 # Text enough for a visible fall of the loss, little enough for a minute on two cores.
-DEFAULT_BYTES = {"gpt": 1_800_000, "count": 12_000_000, "none": 12_000_000}
+DEFAULT_BYTES, DEFAULT_BYTES_OF_PROGRAMS = 12_000_000, 1_800_000
+READY_S = 60.0
 # A demo that has not moved for this long has failed; it says so rather than wait.
 STALL_S = 120.0
 
@@ -66,8 +66,8 @@ class Node:
                 self.first = self.first or message
                 self.last = message
 
-    def wait_ready(self, timeout_s: float = 60.0) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout_s
+    def wait_ready(self) -> dict[str, Any]:
+        deadline = time.monotonic() + READY_S
         while not self.is_ready.wait(0.05):
             if self.popen.poll() is not None or time.monotonic() > deadline:
                 tail = self.log.read_text(errors="replace").strip().splitlines()[-3:]
@@ -122,7 +122,7 @@ def run_demo(
     inputs: Sequence[Path] | None = None,
     json_file: Path | None = None,
     keep: Path | None = None,
-    trainer: str = "auto",
+    trainer: str = "count",
     max_bytes: int | None = None,
     tokenizer: str = "train:4096",
 ) -> int:
@@ -130,10 +130,7 @@ def run_demo(
     for path in inputs or ():
         if not path.exists():
             raise UsageError(f"no input at {path}: expected a file or a directory of text. Check the path")
-    if trainer == "auto":
-        trainer = "gpt" if find_spec("torch") else "count"
-    if trainer == "count" and not find_spec("torch"):
-        _say(f"PyTorch is not installed, so the workers train a NumPy model. For the GPT: {install_command('torch')}")
+    check_trainer(trainer)
     started = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(_sigterm_interrupts())
@@ -160,7 +157,8 @@ def _play(
     tokenizer: str,
 ) -> dict[str, Any]:
     _say("1/5  prepare: raw text to slices")
-    sources = list(inputs or [_python_text(directory / "text", max_bytes or DEFAULT_BYTES[trainer])])
+    default_bytes = DEFAULT_BYTES if trainer in TRAINERS else DEFAULT_BYTES_OF_PROGRAMS
+    sources = list(inputs or [_python_text(directory / "text", max_bytes or default_bytes)])
     prepared = _prepare(sources, directory / "dataset", tokenizer)
 
     _say("2/5  network: a root key, four members, a Kademlia DHT of eight nodes")
@@ -196,7 +194,7 @@ def _play(
     training_s = time.monotonic() - began
     for node in workers:
         node.popen.wait(30)
-    from forebay.network.https import Client
+    from forebay.network.client import Client
     from forebay.network.identity import Identity
 
     served, _ = Client(Identity.load(homes["viewer"])).request_json(data_address, "GET", "/v1/status")
@@ -205,7 +203,7 @@ def _play(
 
 def _train(address: str, viewer: str, workers: list[Node], start: Any) -> dict[str, Any]:
     """Watches the scheduler until the epoch is done; kills worker-1 at a third and brings worker-3."""
-    from forebay.network.https import Client
+    from forebay.network.client import Client
     from forebay.network.identity import Identity
 
     client = Client(Identity.load(viewer))
@@ -245,7 +243,7 @@ def _summary(
     prepared: dict[str, Any], status: dict[str, Any], served: dict[str, Any], workers: list[Node], ledger: Path,
     training_s: float, trainer: str,
 ) -> dict[str, Any]:  # fmt: skip
-    from forebay.ledger import verify_ledger
+    from forebay.ledger.verify import verify_ledger
     from forebay.network.identity import verify
 
     proof = verify_ledger(ledger, verify=verify)

@@ -27,8 +27,8 @@ from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.network.access import Access
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, record_key
-from forebay.network.exchange import BINARY
-from forebay.network.https import FileRange, Request, Response, Server, error_response, file_response, json_response
+from forebay.network.exchange import BINARY, FileRange, Request, Response, error_response, file_response, json_response
+from forebay.network.https import Server
 from forebay.network.identity import Identity, Peer
 from forebay.network.limits import Throttle
 from forebay.network.metrics import Metric, counter, gauge, metrics_response
@@ -86,7 +86,6 @@ class DataNode:
         port: int,
         discovery: Discovery | None,
         ttl_s: float = 60.0,
-        max_connections: int = 256,
         *,
         throttle: Throttle | None = None,
         access: Access | None = None,
@@ -109,7 +108,7 @@ class DataNode:
         self._small: dict[tuple[str, str], bytes] = {}  # of remote datasets, by id and name
         self._client = Client(identity)
         self.tracker = Tracker(self._client)
-        self._server = Server(identity, host, port, self._handle, max_connections, self._count, throttle=throttle)
+        self._server = Server(identity, host, port, self._handle, on_bytes=self._count, throttle=throttle)
         self._lock = threading.Lock()
         self._sent: dict[str, int] = {}
         self._num_announcements = 0

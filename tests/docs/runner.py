@@ -93,7 +93,7 @@ class Page:
     _ports: dict[str, str] = field(default_factory=dict)
     _sessions: list[int] = field(default_factory=list)
 
-    def run(self) -> None:
+    def assert_runs(self) -> None:
         for block in blocks(self.path):
             where = f"{self.path.relative_to(ROOT)}:{block.line}"
             runner = getattr(self, f"_run_{block.language}", None)

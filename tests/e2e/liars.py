@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from forebay.dataset import Dataset
+from forebay.dataset.reader import Dataset
 from forebay.network.discovery import Claim
 from forebay.network.identity import Identity
 

@@ -12,12 +12,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from forebay.dataset import Dataset, adopt, open_dataset
+from forebay.dataset.adopt import adopt
+from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
@@ -143,7 +145,7 @@ def _main(role: str, settings: dict[str, Any]) -> None:
                 batch_size=2, trainer="count", receipt_s=settings.get("receipt_s", 0.5), stop=stop, share=f"{HOST}:0",
                 on_batch=lambda batch, ids: time.sleep(pause_s),
             )  # fmt: skip
-            say(**report.to_json())
+            say(**asdict(report))
     finally:
         dht.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -146,6 +147,32 @@ def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus: Path,
         assert forebay(*arguments).returncode == 0
     finally:
         subprocess.run(["umount", "-l", small], check=True)
+
+
+def test_ctrl_c_within_exec_ends_with_130(tmp_path: Path) -> None:
+    """Python notes an interrupt that comes out of `exec` of a string, and ends by the signal even if it was caught."""
+    (tmp_path / "interrupted.py").write_text(
+        "import forebay.cli\n"
+        "def main():\n"
+        "    try: exec('raise KeyboardInterrupt')\n"
+        "    except KeyboardInterrupt: return 130\n"
+        "forebay.cli.main = main\n"
+        "forebay.cli.run()\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, "-m", "interrupted"], env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == 130
+
+
+@pytest.mark.parametrize("module", ["forebay", "forebay.cli"])
+def test_ctrl_c_after_the_result_is_no_failure(dataset: Path, module: str) -> None:
+    for _ in range(4):
+        command = [sys.executable, "-m", module, "inspect", str(dataset), "--json"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout is not None and json.loads(process.stdout.readline())["slices"] > 1
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=scaled(60))
+        assert (process.returncode, errors) in ((0, ""), (130, "forebay: interrupted\n"))
 
 
 @pytest.fixture(scope="module")

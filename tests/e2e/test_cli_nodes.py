@@ -19,7 +19,9 @@ pytest.importorskip("libtorrent")
 
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
-from forebay.ledger import verify_ledger
+from forebay.errors import NetworkError
+from forebay.ledger.verify import verify_ledger
+from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
 from forebay.network.identity import Identity, verify
 from forebay.serve import DataNode
@@ -71,7 +73,10 @@ def test_a_dead_bootstrap_node_is_named_by_every_verb(tmp_path: Path, start: Sta
 def test_one_bootstrap_node_that_answers_is_enough() -> None:
     bootstrap = Bootstrap(1)
     try:
-        wait_for_bootstrap([(HOST, _free_udp_port()), ("no-such-host.invalid", 1), *bootstrap.at], 20)
+        others = [(HOST, _free_udp_port()), ("no-such-host.invalid", 1)]
+        wait_for_bootstrap([*others, *bootstrap.at], 20)
+        with pytest.raises(NetworkError, match="No bootstrap node answered"):
+            wait_for_bootstrap(others, 0.5)
     finally:
         bootstrap.close()
 
@@ -125,11 +130,28 @@ def _schedule(start: Start, network: dict[str, Path], state: Path, *more: object
 
 
 def test_every_live_worker_hears_of_the_end(tmp_path: Path, start: Start, network: dict[str, Path]) -> None:
-    scheduler, _ = _schedule(start, network, tmp_path / "state")
+    """Of three, of which one may have all the leases while the others wait; none trains before all were heard of."""
+    (tmp_path / "gated.py").write_text(
+        "import time\nfrom pathlib import Path\nfrom forebay.worker.trainer import CountTrainer\n"
+        "class Gated(CountTrainer):\n"
+        "    def step(self, inputs, labels):\n"
+        f"        while not Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\n"
+        "        return super().step(inputs, labels)\n"
+    )
+    scheduler, address = _schedule(start, network, tmp_path / "state")
     workers = [
-        start("work", NAME, "--network", network[name], "--cache-dir", tmp_path / name, "--trainer", "count", "--json")
+        start(
+            "work", NAME, "--network", network[name], "--cache-dir", tmp_path / name, "--json",
+            "--trainer", f"{tmp_path / 'gated.py'}:Gated",
+        )
         for name in ("w0", "w1", "w2")
-    ]
+    ]  # fmt: skip
+    with Client(Identity.load(network["data"])) as client:
+        deadline = time.monotonic() + scaled(150)
+        while len(client.request_json(address, "GET", "/v1/status", timeout_s=scaled(10))[0]["workers"]) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    (tmp_path / "go").touch()
     for worker in workers:
         out, said = worker.communicate(timeout=scaled(150))
         assert worker.returncode == 0, said
@@ -171,7 +193,7 @@ def test_a_job_with_a_slice_set_aside_is_not_done(tmp_path: Path, start: Start, 
         ('[[dataset]]\nname = "a"\nbytes_per_day = "lots"\n', ["bytes_per_day", "'lots'", "line 3"]),
         ('[[dataset]]\nname = "a"\nid = "b"\n', ["name or id", "line 1"]),
         ('[defaults]\nallow = []\n[[dataset]]\nname = "a"\n', ["'defaults'", "line 1"]),
-        ("[[dataset]\n", ["line 1"]),
+        ("[[dataset]\n", ["access.toml:1: expected TOML"]),
     ],
 )
 def test_a_bad_access_list_stops_a_data_node_before_it_starts(

@@ -23,11 +23,12 @@ from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.network.ask import ask_many
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht, host_towards
-from forebay.network.discovery import LocalDiscovery, find_providers, record_key
+from forebay.network.discovery import find_providers, record_key
 from forebay.network.identity import Identity
 from forebay.schedule.service import SchedulerService
 from forebay.serve import DataNode
 from forebay.store.peers import PeerOrigin
+from local_discovery import LocalDiscovery
 
 KEY = record_key("network", "dataset", "tiny")
 CROWD = int(os.environ.get("FOREBAY_DHT_NODES", "50"))

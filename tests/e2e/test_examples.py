@@ -17,6 +17,7 @@ NEEDS = {
     "jax_train": ("jax",),
     "lightning_module": ("torch", "lightning"),
     "train_ddp": ("torch",),
+    "train_gpt": ("torch",),
 }
 
 

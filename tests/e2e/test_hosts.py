@@ -27,7 +27,7 @@ from forks import Process
 from hosts import Host, Lab, lacking
 from nodes import NAME, make_dataset, make_network
 
-from forebay.ledger import verify_ledger
+from forebay.ledger.verify import verify_ledger
 from forebay.network.identity import verify
 
 SIZE = os.environ.get("FOREBAY_HOSTS", "")
@@ -59,7 +59,7 @@ class Job:
     def wait_begun(self) -> None:
         until(lambda: self.used() > 6, 30.0, self)
 
-    def finish(self, timeout_s: float = 60.0) -> dict[str, dict[str, Any]]:
+    def assert_finishes(self, timeout_s: float = 60.0) -> dict[str, dict[str, Any]]:
         """Wait for the workers; each's report. The ledger must prove that every sample was used once."""
         reports = {}
         for name, process in self.nodes.items():
@@ -134,7 +134,7 @@ def test_all_on_hosts_of_their_own(tmp_path: Path) -> None:
     with running(tmp_path) as job:
         told = job.nodes["scheduler"].ready()["address"]
         assert told.startswith(job.hosts["scheduler"].address), "announced where others reach it"
-        reports = job.finish()
+        reports = job.assert_finishes()
         assert all(report["samples"] > 0 for report in reports.values())
         job.nodes["data-1"].kill(signal.SIGTERM)
         assert job.nodes["data-1"].wait(20) == 0
@@ -155,7 +155,7 @@ def test_all_at_once(tmp_path: Path) -> None:
         job.lab.return_(job.hosts["worker-1"])
         time.sleep(LEASE_S)
         job.lab.return_(job.hosts["scheduler"])
-        reports = job.finish()
+        reports = job.assert_finishes()
         assert reports["worker-2"]["samples"] > 0
 
 
@@ -166,7 +166,7 @@ def test_a_worker_cut_off_for_longer_than_its_lease(tmp_path: Path) -> None:
         job.lab.vanish(cut)
         time.sleep(OUTAGE_S)
         job.lab.return_(cut)
-        reports = job.finish()
+        reports = job.assert_finishes()
         assert reports["worker-1"]["leases_lost"] + reports["worker-1"]["wasted"] > 0, reports
 
 
@@ -176,7 +176,7 @@ def test_a_scheduler_cut_off_from_all(tmp_path: Path) -> None:
         job.lab.vanish(job.hosts["scheduler"])
         time.sleep(OUTAGE_S)
         job.lab.return_(job.hosts["scheduler"])
-        job.finish()
+        job.assert_finishes()
 
 
 @MORE
@@ -185,7 +185,7 @@ def test_a_data_node_that_is_there_no_more(tmp_path: Path) -> None:
     with running(tmp_path, num_data=2) as job:
         job.lab.vanish(job.hosts["data-1"])
         gone_at = time.monotonic()
-        job.finish()
+        job.assert_finishes()
         print(f"finished {time.monotonic() - gone_at:.1f} s after a data node had gone")
 
 
@@ -194,7 +194,7 @@ def test_a_worker_behind_a_router_at_home(tmp_path: Path) -> None:
     """It takes and gives nothing: nobody waits for an address that leads nowhere."""
     with running(tmp_path, behind_nat=True) as job:
         begun = time.monotonic()
-        reports = job.finish()
+        reports = job.assert_finishes()
         assert reports["worker-3"]["samples"] > 0
         print(f"finished in {time.monotonic() - begun:.1f} s")
         for name in ("worker-1", "worker-2"):
@@ -213,14 +213,14 @@ def test_far_apart_and_lossy(tmp_path: Path) -> None:
             job.lab.lose(host, 0.02)
 
     with running(tmp_path, before=far) as job:
-        job.finish(120.0)
+        job.assert_finishes(120.0)
 
 
 @MORE
 @pytest.mark.skipif(bool(lacking("nft", "tc")), reason=lacking("nft", "tc") or "can")
 def test_a_slow_origin_and_fast_peers(tmp_path: Path) -> None:
     with running(tmp_path, before=lambda job: job.hosts["data-1"].limit_upload(200_000)) as job:
-        job.finish(120.0)
+        job.assert_finishes(120.0)
         job.nodes["data-1"].kill(signal.SIGTERM)
         assert job.nodes["data-1"].wait(20) == 0
         assert job.nodes["data-1"].lines()[-1]["bytes_sent"] < 2 * job.slice_bytes + 50_000

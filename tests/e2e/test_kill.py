@@ -25,7 +25,7 @@ pytest.importorskip("libtorrent")
 
 from nodes import Bootstrap, Node, make_dataset, make_network
 
-from forebay.ledger import verify_ledger
+from forebay.ledger.verify import verify_ledger
 from forebay.network.identity import verify
 
 NUM_SLICES = 12

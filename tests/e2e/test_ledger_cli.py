@@ -13,7 +13,7 @@ pytest.importorskip("libtorrent")
 from nodes import HOST, Bootstrap, make_network
 
 from forebay.cli import main
-from forebay.dataset import open_dataset
+from forebay.dataset.reader import open_dataset
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.identity import Identity

@@ -23,12 +23,12 @@ pytest.importorskip("libtorrent")
 from liars import LIES, Liar
 from nodes import NAME, make_dataset
 
-from forebay.dataset import Dataset
 from forebay.dataset.manifest import SliceTable
+from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
 from forebay.network.client import Client
 from forebay.network.dialing import Dialer
-from forebay.network.discovery import Claim, LocalDiscovery, find_providers, record_key
+from forebay.network.discovery import Claim, find_providers, record_key
 from forebay.network.identity import Identity
 from forebay.serve import DataNode
 from forebay.store.origins import Patience
@@ -36,6 +36,7 @@ from forebay.store.remote import open_remote
 from forebay.store.transfer import Transfers
 from forebay.worker import fetching
 from leases_by_hand import FetchingWorker
+from local_discovery import LocalDiscovery
 
 Make = Callable[[str], Identity]
 STALL_S = 0.3
@@ -54,7 +55,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 @pytest.fixture
 def client(make_identity: Make) -> Iterator[Client]:
     with Client(make_identity("reader")) as client:
-        client.download = functools.partial(client.download, timeout_s=STALL_S)  # type: ignore[method-assign]
+        client.read_range = functools.partial(client.read_range, timeout_s=STALL_S)  # type: ignore[method-assign]
         yield client
 
 

@@ -36,6 +36,7 @@ from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceT
 from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
 from forebay.load.loader import Loader
+from forebay.load.sources import Mixture
 from origin_server import OriginServer
 
 SLICES, SAMPLES, SEQ_LEN = 6, 32, 2048  # 256 KiB a slice.
@@ -284,6 +285,22 @@ def test_second_fetches_are_counted_and_their_cause_is_said(
     assert "were fetched a second time in an epoch" in caplog.text and "fewer windows (lanes, window)" in caplog.text
     assert found is not None and "Slices are fetched several times" in found.advice
     assert caplog.text.count("Waiting; ") <= 3  # One in ten seconds, however many waits.
+
+
+@pytest.mark.parametrize("lanes", [16, 1])
+def test_second_fetches_of_a_mixture_are_counted_in_the_epochs_of_each_dataset(
+    many: Path, server: OriginServer, tmp_path: Path, lanes: int
+) -> None:
+    """The small dataset is read some three times, and a slice of it fetched as often: that alone is no second fetch."""
+    given: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "lanes": lanes, "steps": 700, "max_fetch_ratio": None}
+    with OriginServer(many) as other:
+        mixture = Mixture({"many": other.url, "small": server.url}, {"many": 0.5, "small": 0.5})
+        room = 30 * 66_000
+        with Loader(mixture, cache_dir=tmp_path, cache_bytes=room, rank=0, world_size=1, **given) as loader:
+            assert sum(1 for _ in loader) == 700
+            stats = loader.stats()
+    assert (stats["refetched_slices"] > 50) if lanes == 16 else (stats["refetched_slices"] <= 2)
+    assert stats["repeated_fetches"] >= max(6, stats["refetched_slices"])
 
 
 def test_a_late_window_is_waited_for_logged_and_counted(

@@ -22,7 +22,7 @@ import pytest
 
 import forebay
 from calibration import scaled
-from forebay.dataset import Dataset, open_dataset
+from forebay.dataset.reader import Dataset, open_dataset
 from forebay.extras import install_command
 
 KEYS = {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped"}

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from forebay.dataset import open_dataset
+from forebay.dataset.reader import open_dataset
 from forebay.errors import PrepareError
 from forebay.prepare import Recipe, load_recipe, prepare
 from forebay.prepare.report import load_report

@@ -245,7 +245,7 @@ def test_what_stands_after_damage_is_kept(tmp_path: Path, name: str) -> None:
 
 def slice_tokens(out: Path) -> Iterator[bytes]:
     """The texts of a dataset of bytes; a line end after each."""
-    from forebay.dataset import open_dataset
+    from forebay.dataset.reader import open_dataset
 
     dataset = open_dataset(out)
     for index in range(dataset.num_slices):

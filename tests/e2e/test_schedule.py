@@ -22,17 +22,18 @@ pytest.importorskip("libtorrent")
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 from forebay.cli import main
-from forebay.dataset import adopt
+from forebay.dataset.adopt import adopt
 from forebay.errors import StateError
-from forebay.ledger import Used, receipt_message, verify_ledger
+from forebay.ledger.receipts import Used, receipt_message
+from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
-from forebay.network.discovery import LocalDiscovery
 from forebay.network.identity import Identity, Scope, join, verify
 from forebay.schedule.catalog import JobPlan, Wanted
 from forebay.schedule.journal import ledger_path
 from forebay.schedule.service import SchedulerService
 from forebay.serve import DataNode
+from local_discovery import LocalDiscovery
 
 SEQ_LEN = 8
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import signal
 import subprocess
 import sys
@@ -21,11 +20,13 @@ from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.network import client as peers
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
-from forebay.network.discovery import LocalDiscovery, find_providers, parse_claim, record_key
+from forebay.network.discovery import find_providers, parse_claim, record_key
 from forebay.network.identity import Identity, Peer, create_network, join, revoke
 from forebay.serve import DataNode
+from local_discovery import LocalDiscovery
 
 Make = Callable[[str], Identity]
 SLICE_TOKENS = 400_000
@@ -84,9 +85,9 @@ def test_from_a_name_to_verified_bytes(
     assert hashlib.sha256(listed).hexdigest() == dataset.manifest.table_sha256
     for index in range(3):
         row = dataset.table.row(index)
-        with (tmp_path / "slice").open("wb") as file:
-            client.download(address, f"/v1/slices/{row.sha256}", file, 0, row.bytes, claims[0].peer_id)
-        assert (tmp_path / "slice").read_bytes() == dataset.slice_path(index).read_bytes()
+        data = bytearray(row.bytes)
+        client.read_range(address, f"/v1/slices/{row.sha256}", memoryview(data), 0, claims[0].peer_id)
+        assert data == dataset.slice_path(index).read_bytes()
     sent = sum(dataset.table.row(index).bytes for index in range(3))
     until(lambda: node.status()["bytes_sent"] > sent)
     assert list(node.status()["peers"]) == [client.identity.peer_id]
@@ -158,21 +159,8 @@ def test_a_lost_or_changed_file_is_not_handed_out(node: DataNode, client: Client
     assert client.get_bytes(node.address, f"/v1/slices/{dataset.table.row(0).sha256}", 1 << 24)
 
 
-class Gate(io.BytesIO):
-    """Takes the first bytes, then waits to be opened: a receiver in the middle of a download."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reached, self.opened = threading.Event(), threading.Event()
-
-    def write(self, data: object) -> int:
-        self.reached.set()
-        assert self.opened.wait(30)
-        return super().write(data)  # type: ignore[arg-type]
-
-
 def test_stop_finishes_the_download_in_flight(
-    tmp_path: Path, make_identity: Make, client: Client, table: LocalDiscovery
+    tmp_path: Path, make_identity: Make, client: Client, table: LocalDiscovery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "big"
     (folder / "slices").mkdir(parents=True)
@@ -182,15 +170,18 @@ def test_stop_finishes_the_download_in_flight(
     row = big.table.row(0)
     node = DataNode(make_identity("data"), [big], "127.0.0.1", 0, table)
     node.start()
-    into = Gate()
-    moved: list[int] = []
-    fetching = threading.Thread(
-        target=lambda: moved.append(
-            client.download(node.address, f"/v1/slices/{row.sha256}", into, 0, row.bytes, timeout_s=60)
-        )
-    )
+    into, reached, opened, receive = bytearray(row.bytes), threading.Event(), threading.Event(), peers._receive_into
+
+    def wait_amid(*arguments: object) -> None:
+        reached.set()
+        assert opened.wait(30)
+        receive(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(peers, "_receive_into", wait_amid)
+    path = f"/v1/slices/{row.sha256}"
+    fetching = threading.Thread(target=lambda: client.read_range(node.address, path, memoryview(into), 0, timeout_s=60))
     fetching.start()
-    assert into.reached.wait(30)
+    assert reached.wait(30)
     drained: list[bool] = []
     stopping = threading.Thread(target=lambda: drained.append(node.stop(60)))
     stopping.start()
@@ -198,11 +189,11 @@ def test_stop_finishes_the_download_in_flight(
     with Client(client.identity) as late, pytest.raises(NetworkError):
         late.request_json(node.address, "GET", "/v1/claims")
     assert not drained
-    into.opened.set()
+    opened.set()
     fetching.join(60)
     stopping.join(60)
-    assert moved == [row.bytes] and drained == [True]
-    assert hashlib.sha256(into.getvalue()).hexdigest() == row.sha256
+    assert drained == [True]
+    assert hashlib.sha256(into).hexdigest() == row.sha256
 
 
 def test_announcements_are_refreshed(dataset: Dataset, make_identity: Make, client: Client) -> None:

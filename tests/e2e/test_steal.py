@@ -15,8 +15,8 @@ pytest.importorskip("libtorrent")
 
 from nodes import HOST, NAME, Bootstrap, Node, make_dataset, make_network
 
-from forebay.dataset import open_dataset
-from forebay.ledger import verify_ledger
+from forebay.dataset.reader import open_dataset
+from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.identity import Identity, verify

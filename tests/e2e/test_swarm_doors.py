@@ -12,12 +12,12 @@ import pytest
 from feeding import make_dataset
 
 from calibration import scaled
-from forebay.dataset import open_dataset
+from forebay.dataset.reader import open_dataset
 from forebay.errors import NetworkError, UsageError
 from forebay.network.access import Access
 from forebay.network.client import Client, RemoteError, parse_address
-from forebay.network.discovery import LocalDiscovery
-from forebay.network.https import Request, Response, Server, json_response
+from forebay.network.exchange import Request, Response, json_response
+from forebay.network.https import Server
 from forebay.network.identity import Identity, create_network, join
 from forebay.network.peer import Scope
 from forebay.serve import DataNode
@@ -28,6 +28,7 @@ from forebay.store.share import Folder, SliceShare
 from forebay.store.swarm import SwarmReader, TrackerAt
 from forebay.store.swarm_mirror import mirror_by_swarm
 from forebay.store.targets import open_target
+from local_discovery import LocalDiscovery
 
 SLICES = 4
 
@@ -78,7 +79,7 @@ def test_a_sharer_is_dialled_back_and_named_and_one_that_only_gets_never_is(
     world: Path, node: DataNode, tmp_path: Path
 ) -> None:
     shelves = [Folder() for _ in range(3)]
-    swarm = node.tracker.swarm_of(node.datasets[0].id)
+    swarm = node.tracker._tracked[node.datasets[0].id].swarm
     with member(world, "b", node, shelves[0], share=False) as leech:
         take_all(leech, shelves[0], tmp_path / "leech")
         assert swarm.copies().max() == 0 and swarm.facts()["unreachable"] == 1
@@ -96,7 +97,7 @@ def test_an_address_where_somebody_else_stands_is_not_believed(world: Path, node
     with Client(Identity.load(world / "a")) as client:
         path, body = f"/v1/swarm/{node.datasets[0].id}", {"address": node.address, "have": f"0-{SLICES - 1}"}
         until(lambda: client.request_json(node.address, "POST", path, body)[0]["wait_s"] > 0.05)
-    swarm = node.tracker.swarm_of(node.datasets[0].id)
+    swarm = node.tracker._tracked[node.datasets[0].id].swarm
     assert swarm.copies().max() == 0 and swarm.sharers(9) == []
 
 

@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import os
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.swarm import make_dataset, run_round
@@ -37,5 +40,18 @@ def test_a_web_server_that_answers_503_above_a_rate_serves_a_swarm_with_a_reques
         server.faults.retry_after = "1"
         done = run_round(tmp_path / "swarm", members=3, num_slices=16, slice_bytes=1 << 16, origin=server.url)
         asked = sum(count for name, count in server.requests.items() if "slices/" in name)
+        server.faults.requests_per_s = 5.0
+        names = [str(path.relative_to(tmp_path / "web")) for path in tmp_path.glob("web/slices/*.safetensors")]
+        with ThreadPoolExecutor(3) as pool:  # Three readers that each ask for all, once.
+            alone = list(pool.map(lambda name: _status(f"{server.url}/{name}"), names * 3))
     assert done.whole == 3 and done.from_origins == 16
     assert asked <= 1.25 * 16, server.requests
+    assert len(alone) == 3 * 16 and 503 in alone
+
+
+def _status(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code

@@ -211,7 +211,11 @@ def test_what_workers_agree_on() -> None:
 
 def test_weights_optimizer_and_place_are_handed_over(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    config = WorkerConfig(dataset_name=str(texts(tmp_path)), tokenizer_name="bytes", seq_len=8, device="cpu")
+    program = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+    config = WorkerConfig(
+        dataset_name=str(texts(tmp_path)), tokenizer_name="bytes", seq_len=8, trainer=f"{program}:GptTrainer",
+        device="cpu",
+    )  # fmt: skip
     source, newcomer = (Training(config, threading.Event(), lambda line: None) for _ in range(2))
     for _ in range(3):
         batch = source.next_batch()

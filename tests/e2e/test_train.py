@@ -21,10 +21,12 @@ pytest.importorskip("libtorrent")
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 from calibration import scaled
-from forebay.dataset import Dataset, adopt, open_dataset
+from forebay.dataset.adopt import adopt
+from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import write_rows_slice
 from forebay.errors import DatasetError, NetworkError, StateError, UsageError
-from forebay.ledger import Used, receipt_message, verify_ledger
+from forebay.ledger.receipts import Used, receipt_message
+from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client, RemoteError, parse_address
 from forebay.network.dht import LibtorrentDht
 from forebay.network.identity import Identity, verify
@@ -123,7 +125,8 @@ def assert_proved(service: SchedulerService, epochs: int = 1) -> None:
 
 def test_four_workers_train_once_and_fetch_once(world: World) -> None:
     nodes = [world.serve("data-1"), world.serve("data-2")]
-    service = world.scheduler()
+    # A lease that a busy machine lets expire, or that is cut for who waits, makes two workers fetch a slice.
+    service = world.scheduler(lease_s=600.0, steal_s=600.0)
     seen: dict[int, np.ndarray[Any, Any]] = {}
 
     def remember(batch: dict[str, Any], ids: np.ndarray[Any, Any]) -> None:

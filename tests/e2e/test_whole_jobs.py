@@ -19,16 +19,17 @@ from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 from test_schedule import SEQ_LEN, Hand
 
 from forebay.cli import main
-from forebay.dataset import adopt
-from forebay.ledger import read_entries, verify_ledger
+from forebay.dataset.adopt import adopt
+from forebay.ledger.chain import read_entries
+from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
-from forebay.network.discovery import LocalDiscovery
 from forebay.network.identity import Identity, revoke, verify
 from forebay.observe.blame import replay
 from forebay.schedule.catalog import JobPlan, Wanted
 from forebay.schedule.journal import ledger_path
 from forebay.schedule.service import SchedulerService
 from forebay.serve import DataNode
+from local_discovery import LocalDiscovery
 
 
 def test_two_jobs_a_slice_set_aside_and_a_restart_with_no_data_node(

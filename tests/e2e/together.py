@@ -56,7 +56,7 @@ class Layer:
 
     device = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.model = torch.nn.Linear(4, 1)
         self.optimizer = Descent(self.model.parameters())
 
@@ -77,12 +77,12 @@ class Layer:
 
 def work(coordinator: str, name: str, batch_size: int, num_steps: int, step_s: float) -> None:
     torch.manual_seed(os.getpid())  # each begins elsewhere: only the source's weights count
-    layer = Layer()
 
     def on_step(step: int, batch: Any, loss: float) -> None:
         time.sleep(step_s)
         generation = together.generation
         assert generation is not None
+        layer: Any = training.trainer
         flat = torch.cat(
             [p.detach().reshape(-1) for p in layer.model.parameters()] + [s.reshape(-1) for s in layer.optimizer.state]
         )
@@ -92,16 +92,9 @@ def work(coordinator: str, name: str, batch_size: int, num_steps: int, step_s: f
 
     config = WorkerConfig(
         batch_size=batch_size, num_steps=num_steps, worker_id=name, coordinator=coordinator, host="127.0.0.1",
-        patience_s=20.0, seq_len=2,
+        patience_s=20.0, seq_len=2, trainer=f"{__file__}:Layer",
     )  # fmt: skip
     training = Training(config, threading.Event(), lambda line: None, on_step)
-    make_data = training.adopt
-
-    def adopt(agreed: WorkerConfig) -> None:
-        make_data(agreed)
-        training._trainer = layer  # type: ignore[assignment]
-
-    training.adopt = adopt  # type: ignore[method-assign]
     together = _Together(training)
     together.run()
 

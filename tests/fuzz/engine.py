@@ -24,7 +24,7 @@ from forebay.errors import ForebayError
 
 HANG_S = 5.0
 GROWTH_BYTES = 200 << 20
-MAX_INPUT = 1 << 16
+MAX_INPUT = 1 << 17
 _OURS = f"{Path('src') / 'forebay'}/"
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 2**64, 10**400, 0.5, -0.0, 1e308, float("inf"), float("nan"),
@@ -74,7 +74,7 @@ def fuzz(target: Target, seconds: float, chance: random.Random, scratch: Path | 
     kept = _Scratch(scratch)
     signal.signal(signal.SIGALRM, _hang)
     begun, before = time.monotonic(), _peak_bytes()
-    while result.executions < len(corpus) or time.monotonic() - begun < seconds:
+    while result.executions < len(target.seeds) or time.monotonic() - begun < seconds:
         index = result.executions
         data = corpus[index] if index < len(target.seeds) else mutate(chance.choice(corpus), corpus, chance)
         kept.write(data)
@@ -84,8 +84,6 @@ def fuzz(target: Target, seconds: float, chance: random.Random, scratch: Path | 
         result.executions += 1
         if len(seen) > known and index >= len(target.seeds):
             corpus.append(data)
-        if time.monotonic() - begun >= seconds:
-            break
     result.seconds, result.corpus, result.lines = time.monotonic() - begun, len(corpus), len(seen)
     result.grown_bytes = _peak_bytes() - before
     if result.grown_bytes > GROWTH_BYTES:

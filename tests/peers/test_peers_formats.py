@@ -50,7 +50,7 @@ def test_every_document_that_they_wrote_is_read(theirs: Path) -> None:
     assert found
     for path in found:
         source = open_source(path, Options(), "mds")
-        assert [one.tolist() for one in documents(source)] == DOCUMENTS, str(path)
+        assert [one.tolist() for one in documents(source.parts())] == DOCUMENTS, str(path)
         assert source.num_documents == len(DOCUMENTS)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from forebay.dataset import Dataset, adopt
+from forebay.dataset.adopt import adopt
+from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.network.audit import AuditLog
 from forebay.network.client import Client

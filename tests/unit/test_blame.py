@@ -11,11 +11,15 @@ import pyarrow.parquet as pq
 import pytest
 from test_ledger import KEY, sign
 
-from forebay.dataset import Dataset, adopt
+from forebay.dataset.adopt import adopt
 from forebay.dataset.documents import Documents
+from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
-from forebay.ledger import Job, Ledger, LedgerIndex, Used, encode_runs, open_index
+from forebay.ledger.index import LedgerIndex, open_index
+from forebay.ledger.job import Job, encode_runs
+from forebay.ledger.receipts import Used
+from forebay.ledger.writer import Ledger
 from forebay.load.loader import Loader
 from forebay.observe.blame import blame_order, blame_step, replay, who_saw
 from forebay.observe.ledger_export import export_uses

@@ -19,14 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.cli import main
-from forebay.convert.content import Options, TableSource
+from forebay.convert.content import Options
 from forebay.convert.convert import convert
 from forebay.convert.table_digest import TableDigest
 from forebay.convert.table_sinks.records import varints
-from forebay.convert.table_sources.base import Table
+from forebay.convert.table_sources.base import TableSource
 from forebay.convert.table_sources.records import integers
 from forebay.convert.tables import TABLE_SINKS, open_table, verify_table
-from forebay.dataset import open_dataset, open_slice
+from forebay.dataset.reader import open_dataset
+from forebay.dataset.slices import open_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.loader import Loader
 
@@ -36,7 +37,7 @@ ROWS = 600
 
 def a_table(columns: dict[str, Any], batch: int = 400) -> TableSource:
     table = pa.table(columns)
-    return Table("made", table.schema, len(table), lambda: iter(table.to_batches(batch)))
+    return TableSource("made", table.schema, len(table), lambda: iter(table.to_batches(batch)))
 
 
 def num_rows(table: TableSource) -> int:

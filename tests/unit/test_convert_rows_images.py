@@ -16,7 +16,7 @@ from forebay.convert.content import Options
 from forebay.convert.convert import convert
 from forebay.convert.images import decode
 from forebay.convert.tables import open_table
-from forebay.dataset import open_dataset
+from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, MissingPackageError, UsageError
 from forebay.load.loader import Loader
 

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,29 +36,7 @@ DOCUMENTS = [one.tolist() for one in np.split(STREAM, np.cumsum(PLAIN["lengths"]
 SMALL = Options(slice_bytes=4096)
 
 
-@dataclass(frozen=True)
-class Held:
-    """A stream in memory, in parts as given."""
-
-    held: list[TokenPart]
-    dtype: str = "U16"
-    kind: str = "memory"
-    seq_len: int | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(part.tokens) for part in self.held)
-
-    @property
-    def num_documents(self) -> int:
-        return sum(len(part.ends) for part in self.held)
-
-    def parts(self) -> Iterator[TokenPart]:
-        return iter(self.held)
-
-
-def held(tokens: list[int], ends: list[int], cuts: list[int], dtype: str = "U16") -> Held:
+def held(tokens: list[int], ends: list[int], cuts: list[int], dtype: str = "U16") -> TokenSource:
     """Tokens and ends cut at places; an end at a cut goes to the part before it."""
     array = np.array(tokens, np.uint16 if dtype == "U16" else np.uint32)
     parts, last = [], 0
@@ -68,16 +45,16 @@ def held(tokens: list[int], ends: list[int], cuts: list[int], dtype: str = "U16"
         stop = sum(end <= b for end in ends)
         parts.append(TokenPart(array[a:b], np.array([end - a for end in ends[last:stop]], np.uint64)))
         last = stop
-    return Held(parts, dtype)
+    return TokenSource("memory", dtype, len(tokens), len(ends), None, lambda: iter(parts))
 
 
 def rows(source: TokenSource | None) -> list[list[int]]:
     assert source is not None
-    return [one.tolist() for one in documents(source)]
+    return [one.tolist() for one in documents(source.parts())]
 
 
 @st.composite
-def streams(draw: st.DrawFn) -> Held:
+def streams(draw: st.DrawFn) -> TokenSource:
     tokens = draw(st.lists(st.integers(0, 60_000), min_size=1, max_size=80))
     n = len(tokens)
     ends = sorted(draw(st.lists(st.integers(0, n), max_size=12)))
@@ -86,7 +63,7 @@ def streams(draw: st.DrawFn) -> Held:
 
 @settings(max_examples=150, deadline=None)
 @given(streams(), st.integers(1, 40), st.booleans())
-def test_slices_are_the_stream_however_it_was_cut(source: Held, size: int, by_tokens: bool) -> None:
+def test_slices_are_the_stream_however_it_was_cut(source: TokenSource, size: int, by_tokens: bool) -> None:
     whole, cut = Digest(), Digest()
     for part in source.parts():
         whole.add(part)
@@ -104,7 +81,7 @@ def test_slices_are_the_stream_however_it_was_cut(source: Held, size: int, by_to
 @settings(max_examples=60, deadline=None)
 @given(streams(), st.sampled_from(["megatron", "mds", "litdata", "arrow", "safetensors"]), st.integers(60, 400))
 def test_every_sink_keeps_every_document(
-    tmp_path_factory: pytest.TempPathFactory, source: Held, to: str, size: int
+    tmp_path_factory: pytest.TempPathFactory, source: TokenSource, to: str, size: int
 ) -> None:
     folder = tmp_path_factory.mktemp("law")
     options = Options(

@@ -18,7 +18,9 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file, save_file
 
 from calibration import scaled
-from forebay.dataset import Manifest, SliceInfo, SliceTable, adopt, dataset_id, open_dataset, verify_dataset
+from forebay.dataset.adopt import adopt
+from forebay.dataset.manifest import Manifest, SliceInfo, SliceTable, dataset_id
+from forebay.dataset.reader import open_dataset, verify_dataset
 from forebay.dataset.slices import hash_file, open_slice, write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.storage.atomic import atomic_write

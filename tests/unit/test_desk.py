@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from forebay.errors import LeaseError, UsageError
-from forebay.ledger import Used
+from forebay.ledger.receipts import Used
 from forebay.network.swarm import Holder
 from forebay.schedule import events
 from forebay.schedule.ask import Ask, Bad, Failed, Grant, Reply

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from forebay.ledger import Used
+from forebay.ledger.receipts import Used
 from forebay.network.swarm import Holder
 from forebay.schedule.ask import Bad, Failed, Grant
 from forebay.schedule.desk import Ask, Desk, JobSpec, Source

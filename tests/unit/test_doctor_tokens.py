@@ -17,7 +17,8 @@ from forebay.doctor import Options, examine, mend
 from forebay.doctor.sample_ids import EMPTY
 from forebay.errors import UsageError
 from forebay.formats import open_foreign
-from forebay.formats.npy import sample_id, write_shard
+from forebay.formats.npy import sample_id
+from token_shards import write_shard
 
 N = 20_000
 

@@ -13,9 +13,8 @@ from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import locate_tensors, write_token_slice
 from forebay.errors import DatasetError
-from forebay.load.ends import ends_reader
 from forebay.load.packing import DocumentFilter
-from forebay.load.samples import ReadEnds, plan_samples
+from forebay.load.samples import ReadEnds, ends_reader, plan_samples
 from forebay.store.remote import open_remote
 from origin_server import OriginServer
 

@@ -22,13 +22,14 @@ BODY: dict[str, Any] = {
 
 
 def test_a_whole_question() -> None:
-    ask, bad = parse_ask(BODY)
+    ask = parse_ask(BODY)
     assert (ask.job, ask.held, ask.horizons, ask.want, ask.speed) == ("d", ("a1",), {"a1": 8}, 2, 1.5)
     assert (ask.uses[0].slice, ask.uses[0].stop, ask.receipt) == (3, 8, "ab" * 64)
-    assert ask.failed == (Failed("a3", "x?y"),) and bad == (BadReport("p", "3" * 64, "wrong", True),)
+    assert ask.failed == (Failed("a3", "x?y"),) and ask.reports == (BadReport("p", "3" * 64, "wrong", True),)
     assert ask.have["2" * 64].tolist() == [0, 1, 2, 5]
-    assert parse_ask({}) == (Ask(), ())
-    assert not parse_ask({"bad": [{"peer_id": "p", "sha256": "3" * 64, "reason": "late", "wrong": False}]})[1][0].wrong
+    assert parse_ask({}) == Ask()
+    late = {"peer_id": "p", "sha256": "3" * 64, "reason": "late", "wrong": False}
+    assert not parse_ask({"bad": [late]}).reports[0].wrong
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_what_is_refused(change: dict[str, Any]) -> None:
     st.sampled_from([*BODY, "lease_id", "x"]), x), max_leaves=8))  # fmt: skip
 def test_garbage_is_refused_and_nothing_else(body: Any) -> None:
     try:
-        ask, _ = parse_ask({**BODY, **body} if isinstance(body, dict) else body)
+        ask = parse_ask({**BODY, **body} if isinstance(body, dict) else body)
     except BadRequestError:
         return
     assert isinstance(ask, Ask)

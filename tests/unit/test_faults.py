@@ -17,7 +17,7 @@ SMALL = ("cache", "adopt", "ledger", "ledger-questions", "checkpoint", "shards",
 ALL = os.environ.get("FOREBAY_FAULTS") == "all"
 
 
-def campaign(*arguments: str) -> None:
+def assert_campaign_passes(*arguments: str) -> None:
     result = subprocess.run([sys.executable, HARNESS, *arguments], capture_output=True, text=True)
     print(result.stdout)
     assert result.returncode == 0, result.stdout + result.stderr[-5000:]
@@ -26,9 +26,9 @@ def campaign(*arguments: str) -> None:
 @pytest.mark.timeout(3600 if ALL else 300)
 @pytest.mark.parametrize("scenarios, points", [(SMALL, "6"), (("prepare", "prepare-text"), "5")], ids=str)
 def test_one_fault_leaves_the_old_or_the_new_state(scenarios: tuple[str, ...], points: str) -> None:
-    campaign(*scenarios, *([] if ALL else ["--points", points]))
+    assert_campaign_passes(*scenarios, *([] if ALL else ["--points", points]))
 
 
 @pytest.mark.timeout(3600 if ALL else 300)
 def test_a_fault_while_an_output_is_replaced() -> None:
-    campaign("convert-force", *([] if ALL else ["--points", "6"]))
+    assert_campaign_passes("convert-force", *([] if ALL else ["--points", "6"]))

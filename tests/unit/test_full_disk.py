@@ -20,7 +20,7 @@ from test_journal import lease, open_journal, use
 
 from calibration import scaled
 from forebay.errors import LedgerError, StateError, UsageError
-from forebay.ledger import Ledger
+from forebay.ledger.writer import Ledger
 from forebay.schedule.coordinator import Coordinator
 from forebay.schedule.journal import JOURNAL_NAME
 from forebay.schedule.members import Note, Rules, State

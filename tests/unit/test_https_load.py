@@ -13,8 +13,11 @@ import pytest
 
 from calibration import scaled
 from forebay.errors import NetworkError
-from forebay.network.https import Bounds, Client, Request, Response, Server, file_response, json_response
+from forebay.network.client import Client
+from forebay.network.exchange import Request, Response, file_response, json_response
+from forebay.network.https import Server
 from forebay.network.identity import Identity
+from forebay.network.limits import Bounds
 
 Make = Callable[[str], Identity]
 

@@ -45,7 +45,7 @@ class _File:
             with self._lock:
                 self.under_way -= 1
 
-    def read(self, number: int) -> None:
+    def assert_reads(self, number: int) -> None:
         """Read a block, and check it."""
         self.reader.seek(number * 16)
         assert self.reader.read(16) == self.data[number * 16 : number * 16 + 16]
@@ -69,7 +69,7 @@ def test_any_reading_gives_the_files_bytes_within_the_bounds(size: int, numbers:
         file, at = _File(size), 0
         for number in numbers:
             at = (at + 1 if number < 0 else number) % -(-size // 16)  # -1: read on
-            file.read(at)
+            file.assert_reads(at)
             assert len(file.blocks._blocks) <= most
         assert all(start < stop <= size and stop - start <= 16 * 16 for start, stop in file.ranges)
 
@@ -81,7 +81,7 @@ def test_reading_on_has_requests_under_way_at_the_same_time_and_asks_for_no_byte
         if number == 76:
             file.together = None
             together.abort()
-        file.read(number)
+        file.assert_reads(number)
         assert file.most == 1 if number < 28 else file.most <= 5
     starts = sorted(file.ranges)
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(starts))
@@ -92,7 +92,7 @@ def test_readers_share_the_window_by_files() -> None:
     file = _File(16 * 600)
     others = [HubFileReader(f"url {n % 3}", 1, file.fetch, file.blocks) for n in range(6)]
     for number in range(92):
-        file.read(number)
+        file.assert_reads(number)
     assert max(stop for _, stop in file.ranges) <= (92 + 16) * 16
     for other in others:
         other.close()
@@ -103,15 +103,15 @@ def test_what_fails_ahead_is_told_when_it_is_wanted_and_may_be_asked_for_again()
     file = _File(16 * 200)
     file.refuse = lambda start: start >= 60 * 16
     for number in range(60):
-        file.read(number)
+        file.assert_reads(number)
     with pytest.raises(PrepareError, match="at"):
-        file.read(60)
+        file.assert_reads(60)
     file.refuse = lambda start: False
-    file.read(60)
+    file.assert_reads(60)
 
 
 def test_after_a_fork_nothing_waits_for_the_parents_threads() -> None:
     file = _File(16 * 40)
     file.blocks._blocks["url", 0] = Future()  # of a thread that this process does not have
     file.blocks.after_fork()
-    file.read(0)
+    file.assert_reads(0)

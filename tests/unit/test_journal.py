@@ -20,7 +20,9 @@ import pytest
 
 from calibration import scaled
 from forebay.errors import LedgerError, StateError
-from forebay.ledger import Ledger, Used, verify_ledger
+from forebay.ledger.receipts import Used
+from forebay.ledger.verify import verify_ledger
+from forebay.ledger.writer import Ledger
 from forebay.peer_id import peer_id_of
 from forebay.schedule import journal as journals
 from forebay.schedule.ask import Ask, Failed, Grant, Reply

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from forebay.errors import LeaseError, UsageError
-from forebay.ledger import Used
+from forebay.ledger.receipts import Used
 from forebay.schedule.leases import LeaseLostError, LeaseTable
 from forebay.schedule.owners import Lease, Speed
 

@@ -12,18 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import LedgerError
-from forebay.ledger import (
-    Ledger,
-    Used,
-    count_coverage,
-    decode_runs,
-    encode_runs,
-    read_entries,
-    receipt_message,
-    verify_ledger,
-)
-from forebay.ledger.chain import Entry
-from forebay.ledger.job import Job
+from forebay.ledger.chain import Entry, read_entries
+from forebay.ledger.coverage import count_coverage
+from forebay.ledger.job import Job, decode_runs, encode_runs
+from forebay.ledger.receipts import Used, receipt_message
+from forebay.ledger.verify import verify_ledger
+from forebay.ledger.writer import Ledger
 from forebay.peer_id import peer_id_of
 
 KEY = b"k" * 32

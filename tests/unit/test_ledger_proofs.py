@@ -14,20 +14,14 @@ from hypothesis import strategies as st
 from test_ledger import KEY, WORKER, WORKER_KEY, check, sign
 
 from forebay.errors import LedgerError
-from forebay.ledger import (
-    Checkpoint,
-    Ledger,
-    Used,
-    check_proof,
-    count_coverage,
-    coverage_root,
-    open_index,
-    prove,
-    receipt_message,
-    verify_ledger,
-)
-from forebay.ledger.coverage import cover
+from forebay.ledger.chain import Checkpoint
+from forebay.ledger.coverage import count_coverage, cover, coverage_root
+from forebay.ledger.index import open_index
 from forebay.ledger.merkle import leaf_hash, merkle_path, merkle_root, root_of_path
+from forebay.ledger.proof import check_proof, prove
+from forebay.ledger.receipts import Used, receipt_message
+from forebay.ledger.verify import verify_ledger
+from forebay.ledger.writer import Ledger
 from forebay.observe.blame import replay
 
 SAMPLES = [8, 0, 5]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +17,9 @@ torch = pytest.importorskip("torch")
 @pytest.mark.parametrize("name", SIZES)
 def test_the_bound_holds_and_is_near(name: str) -> None:
     """Beside what autograd saves for the way back, for two shapes of a batch."""
-    from forebay.worker.gpt import Gpt
-
     size, vocab_size, seq_len = SIZES[name], 300, 32
-    model = Gpt(vocab_size, seq_len, size.width, size.num_layers, size.num_heads)
+    program = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_gpt.py"))
+    model = program["Gpt"](vocab_size, seq_len, name)
     assert size.num_parameters(vocab_size, seq_len) == sum(one.numel() for one in model.parameters())
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
     for batch in (1, 3):

@@ -16,8 +16,9 @@ from hypothesis.extra import numpy as hnp
 from forebay.convert.content import Options
 from forebay.convert.convert import convert
 from forebay.convert.narrow import DTYPES, Largest, dtype_name, narrow, narrow_bf16, quantize, widen_bf16
-from forebay.convert.table_sources.base import Table
-from forebay.dataset import adopt, open_dataset
+from forebay.convert.table_sources.base import TableSource
+from forebay.dataset.adopt import adopt
+from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import open_slice, write_rows_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.dequantize import dequantize, kinds_of
@@ -27,13 +28,13 @@ INTEGERS = [name for name in DTYPES if name[0] in "UI"]
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-def a_table(**arrays: np.ndarray) -> Table:
+def a_table(**arrays: np.ndarray) -> TableSource:
     columns = {
         name: pa.FixedShapeTensorArray.from_numpy_ndarray(array) if array.ndim > 1 else pa.array(array)
         for name, array in arrays.items()
     }
     batch = pa.record_batch(columns)
-    return Table("made", batch.schema, len(batch), lambda: iter([batch.slice(0, 3), batch.slice(3)]))
+    return TableSource("made", batch.schema, len(batch), lambda: iter([batch.slice(0, 3), batch.slice(3)]))
 
 
 @pytest.mark.parametrize(

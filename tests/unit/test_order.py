@@ -47,7 +47,7 @@ orders = st.builds(
 
 
 def whole_epoch(order: Order, epoch: int) -> list[int]:
-    return [int(i) for step in range(order.steps_per_epoch) for i in order.global_batch_at(epoch, step)]
+    return [int(i) for step in range(order.steps_per_epoch) for i in order.share(epoch, step, 0, 1)]
 
 
 def test_lanes_come_to_new_slices_in_turn() -> None:
@@ -76,9 +76,9 @@ def vectors() -> dict[str, object]:
         "permute_big": {
             str(n): permute(np.array([0, 1, n // 2, n - 1], np.uint64), n, derive_key(7)).tolist() for n in big
         },
-        "global_batches": [some.global_batch_at(e, s).tolist() for e in (0, 1) for s in (0, 7, 13)],
-        "head": [Order(np.full(9, 50), 3, 12, head=h).global_batch_at(0, 2).tolist() for h in (None, 0, 30)],
-        "default_order": Order(np.full(9, 50), 3, 96).global_batch_at(2, 1).tolist(),
+        "global_batches": [some.share(e, s, 0, 1).tolist() for e in (0, 1) for s in (0, 7, 13)],
+        "head": [Order(np.full(9, 50), 3, 12, head=h).share(0, 2, 0, 1).tolist() for h in (None, 0, 30)],
+        "default_order": Order(np.full(9, 50), 3, 96).share(2, 1, 0, 1).tolist(),
         "lease_order": lease_order(5, 1, 3, 100, 90, 100).tolist(),
     }
 
@@ -202,7 +202,7 @@ def test_another_epoch_or_seed_is_another_order(seed: int, batch: int) -> None:
 @given(orders, st.integers(0, 3), st.sampled_from(WORLDS) | st.integers(1, 4096), st.data())
 def test_promise_elastic(order: Order, epoch: int, world_size: int, data: st.DataObject) -> None:
     step = data.draw(st.integers(0, order.steps_per_epoch - 1))
-    batch = order.global_batch_at(epoch, step)
+    batch = order.share(epoch, step, 0, 1)
     ranks = range(world_size) if world_size <= 100 else [0, 1, world_size // 2, world_size - 1]
     shares = [order.share(epoch, step, rank, world_size) for rank in ranks]
     lengths = {len(share) for share in shares}
@@ -235,7 +235,7 @@ def test_shares_of_any_world_make_the_global_batch(world_size: int) -> None:
     order = Order(np.full(40, 1000), 1, 4097)
     for step in (0, order.steps_per_epoch - 1):
         shares = [order.share(0, step, rank, world_size) for rank in range(world_size)]
-        assert np.array_equal(np.concatenate(shares), order.global_batch_at(0, step))
+        assert np.array_equal(np.concatenate(shares), order.share(0, step, 0, 1))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
@@ -246,7 +246,7 @@ def test_promise_seek(order: Order, epoch: int, data: st.DataObject) -> None:
     step = data.draw(st.integers(0, order.steps_per_epoch - 1))
     again = replace(order)
     whole = whole_epoch(order, epoch)
-    alone = again.global_batch_at(epoch, step).tolist()
+    alone = again.share(epoch, step, 0, 1).tolist()
     assert alone == whole[step * order.global_batch :][: len(alone)]
     stop = min(step + 3, order.steps_per_epoch)
     for at, part in zip(range(step, stop), order.shares(epoch, step, stop, 1, 3)):
@@ -303,7 +303,7 @@ def test_a_rank_of_eight_reads_about_an_eighth(batch: int) -> None:
 def test_promise_bounded(order: Order, epoch: int, data: st.DataObject) -> None:
     """A step reads open windows only, and a window of w samples lies in at most (w - 2) // m + 2 slices."""
     step = data.draw(st.integers(0, order.steps_per_epoch - 1))
-    slices, _ = order.locate(order.global_batch_at(epoch, step))
+    slices, _ = order.locate(order.share(epoch, step, 0, 1))
     opened = order.open_slices(epoch, step)
     assert set(slices.tolist()) <= set(opened.tolist())
     assert (np.diff(opened) > 0).all()
@@ -327,7 +327,7 @@ def test_a_run_begins_in_one_slice(sizes: list[int], seed: int, batch: int, head
     assert sorted(zip(slices.tolist(), within.tolist())) == [(i, j) for i, n in enumerate(sizes) for j in range(n)]
     for step in range(order.head_samples // batch):
         assert order.open_slices(0, step).tolist() == [slices[0]]
-    later = [Order(np.array(sizes), seed, batch, head=h).global_batch_at(1, 0).tolist() for h in (0, head)]
+    later = [Order(np.array(sizes), seed, batch, head=h).share(1, 0, 0, 1).tolist() for h in (0, head)]
     assert later[0] == later[1]
 
 
@@ -365,7 +365,7 @@ def test_over_an_epoch_few_slices_are_open_at_once() -> None:
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for step in range(order.steps_per_epoch):
-        for one in np.unique(order.locate(order.global_batch_at(0, step))[0]).tolist():
+        for one in np.unique(order.locate(order.share(0, step, 0, 1))[0]).tolist():
             first.setdefault(one, step)
             last[one] = step
     live = np.zeros(order.steps_per_epoch + 1, np.int64)

@@ -11,16 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forebay.dataset import Dataset, adopt
+from forebay.dataset.adopt import adopt
+from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
-from forebay.network.discovery import LocalDiscovery
 from forebay.network.identity import Identity
 from forebay.serve import DataNode
 from forebay.store.origins import Origin, PassingError, Patience, RefusedError, open_origin, read_small
 from forebay.store.peers import PeerOrigin
 from forebay.store.remote import open_remote
 from forebay.store.transfer import Transfers
+from local_discovery import LocalDiscovery
 from origin_server import OriginServer
 
 NAME = "slices/a b+ü.bin"

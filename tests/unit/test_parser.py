@@ -50,7 +50,7 @@ def test_every_command_is_in_one_panel() -> None:
         (["prepair"], "Did you mean prepare"),
         (["network", "jion"], "Did you mean join"),
         (["work", "--cache-dri", "x"], "Did you mean --cache-dir"),
-        (["work", "--trainer", "gtp"], "Did you mean gpt"),
+        (["ledger", "export", "x", "--format", "jsnl"], "Did you mean jsonl"),
         (["ledger", "verify", "x", "--jsn"], "Did you mean --json"),
     ],
 )

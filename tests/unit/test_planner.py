@@ -77,7 +77,7 @@ def test_no_order_of_fetching_needs_fewer(
     cache = SliceCache(tmp_path_factory.mktemp("cache"), slices * SIZE + SIZE // 2)
     planner = Planner(
         cache, RunSlices.of(NAMES[:6], np.full(6, SIZE), uses_of(steps), len(steps)), origin.start, origin.cancel,
-        ended.append, keep="budget", horizon_bytes=ahead * SIZE, pass_end=None, patience_s=1, clock=lambda: 0.0,
+        ended.append, keep="budget", horizon_bytes=ahead * SIZE, epoch_of=None, patience_s=1, clock=lambda: 0.0,
     )  # fmt: skip
     planner.seek(0)
     sets = needed(steps, ahead)

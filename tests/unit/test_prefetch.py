@@ -103,6 +103,7 @@ def test_a_failure_is_told_to_who_needs_the_slice_only(tmp_path: Path, closing: 
     feed.seek(0)
     feed.acquire(0, 1)
     until(lambda: feed.held(2), "the rest comes in spite of it")
+    until(lambda: feed.stats()["failed"] == 1, "the first try is over")
     feed.advance(1)
     for _ in range(2):  # tried again each time it is asked for
         tries = origin.started.count(1)
@@ -217,7 +218,8 @@ def test_windows_bridged_too_coarsely_are_planned_exactly(tmp_path: Path, closin
         feed = feed_of(tmp_path, steps, 2, origin, 4, patience_s=0.5)
         closing.append(feed)
         feed.seek(0)
-        read(feed, steps)
+        read(feed, steps)  # And the bytes are compared.
+    assert set(origin.started) == set(range(4)) and feed.stats()["failed"] == 0
 
 
 # What is kept
@@ -228,7 +230,7 @@ def test_window_deletes_what_the_epoch_has_read(tmp_path: Path, closing: list[Sl
     gone: list[int] = []
     feed = feed_of(
         tmp_path, steps, 4, Origin(), 4, keep="window", horizon_bytes=SIZE, on_evict=gone.append,
-        pass_end=lambda step: 8 if step < 8 else 16,
+        epoch_of=lambda step, key: (0, 8) if step < 8 else (1, 16),
     )  # fmt: skip
     closing.append(feed)
     feed.seek(0)
@@ -238,13 +240,14 @@ def test_window_deletes_what_the_epoch_has_read(tmp_path: Path, closing: list[Sl
         ahead = [key for later in steps[step + 1 :] for key in later]
         lean = set(ahead[:1] + [key for key in ahead if key != ahead[0]][:1])
         until(lambda lean=lean: {NAMES.index(name) for name in feed.cache.held()} <= lean, f"step {step}")
+    until(lambda: len(gone) == 8, "the last eviction is told")
     assert gone == [0, 1, 2, 3] * 2 and feed.stats()["repeated_fetches"] == 4
 
 
 def test_window_waits_for_the_other_processes(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
     steps = [[0], [1], [2], [3]]
     fast, slow = (
-        feed_of(tmp_path, steps, 4, Origin(), 4, keep="window", horizon_bytes=0, pass_end=lambda step: 4)
+        feed_of(tmp_path, steps, 4, Origin(), 4, keep="window", horizon_bytes=0, epoch_of=lambda step, key: (0, 4))
         for _ in range(2)
     )
     closing += [fast, slow]

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from forebay.dataset import Dataset, open_dataset
+from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare import PrepareSummary, Progress, load_recipe, prepare
 from forebay.prepare.read import lines, sources, tables

@@ -135,7 +135,7 @@ def test_one_batch_size_is_the_orders_own_global_batch() -> None:
     run = Run([order], BatchSizes.of(24), epochs=2)
     per_epoch = order.steps_per_epoch
     for step in (0, 3, per_epoch - 1, per_epoch, 2 * per_epoch - 1):
-        ids = order.global_batch_at(step // per_epoch, step % per_epoch)
+        ids = order.share(step // per_epoch, step % per_epoch, 0, 1)
         (batch,) = batches_of(run.steps(step, step + 1, 0, 1))
         assert [50 * i + j for _, i, j in batch] == ids.tolist()
 
@@ -247,6 +247,21 @@ def test_every_source_of_a_mixture_has_every_sample_once_an_epoch(run: Run) -> N
             times[sample] += 1
         assert set(times.values()) <= {epochs, epochs + 1}
         assert sum(n == epochs + 1 for n in times.values()) == rest
+
+
+@law
+@given(mixed_runs() | single_runs(), st.integers(0, 59), st.integers(0, 3))
+def test_the_epoch_of_a_step_is_that_of_all_it_reads(run: Run, step: int, source: int) -> None:
+    end = 60 if run.num_steps is None else run.num_steps
+    source, step = source % len(run.orders), step % end
+    read = [[sample for sample in batch if sample[0] == source] for batch in whole(run, end)]
+    before = sum(map(len, read[:step]))
+    epochs = {place // run.orders[source].num_samples for place in range(before, before + len(read[step]))}
+    if run.weights is None:
+        later = [other for other in range(step, end) if run.place(other).epoch > run.place(step).epoch]
+        assert run.epoch_of(step, source) == (run.place(step).epoch, later[0] if later else end)
+    else:
+        assert run.epoch_of(step, source) == (epochs.pop() if len(epochs) == 1 else None, None)
 
 
 @law

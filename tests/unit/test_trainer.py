@@ -1,4 +1,4 @@
-"""The reference trainers learn, and refuse what they cannot learn from."""
+"""Trainers learn, and refuse what they cannot learn from; those of a program are found by its name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 
 from forebay.errors import StateError, UsageError
 from forebay.worker.leasing import LeaseSettings
-from forebay.worker.trainer import CountTrainer, Trainer, make_trainer
+from forebay.worker.trainer import CountTrainer, Trainer, make_trainer, trainer_class
+
+GPT = f"{Path(__file__).parents[2] / 'examples' / 'train_gpt.py'}:GptTrainer"
 
 
 def losses(trainer: Trainer, steps: int, vocab: int = 32) -> list[float]:
@@ -39,55 +41,20 @@ def test_counts_learn_in_bounded_memory() -> None:
     assert wide.step(ids, np.full((1, 3), -100)) == 0.0
 
 
-def test_the_gpt_learns() -> None:
+def test_the_gpt_of_the_example_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of a batch, too: the loss is that of the whole, and so is its gradient."""
     pytest.importorskip("torch")
-    from forebay.worker.gpt import GptTrainer
-
-    trainer = GptTrainer(32, 16, width=32, num_layers=2, num_heads=2, learning_rate=3e-3, device="cpu")
+    make = trainer_class(GPT)
+    trainer, pieces = (make(vocab_size=32, seq_len=16, learning_rate=3e-3, device="cpu") for _ in range(2))
     assert trainer.step(np.zeros((1, 4), np.int64), np.full((1, 4), -100)) == 0.0
-    found = losses(trainer, 60)
+    pieces._piece_tokens = 1  # type: ignore[attr-defined]  # one row at a time
+    found = losses(trainer, 30)
+    assert losses(pieces, 3) == pytest.approx(found[:3], rel=1e-4)
     assert found[-1] < found[0] / 2
-
-
-def test_the_loss_and_its_gradients_are_those_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    from forebay.worker import cross_entropy
-
-    monkeypatch.setattr(cross_entropy, "_CPU_BYTES", 4 * 100 * 16)  # of the last shape, three pieces
-    chance = torch.Generator().manual_seed(0)
-    for tokens, vocab in ((1, 1), (5, 3), (40, 100)):
-        hidden = torch.randn(tokens, 8, generator=chance).requires_grad_()
-        weight = (20 * torch.randn(vocab, 8, generator=chance)).requires_grad_()
-        targets = torch.randint(0, vocab, (tokens,), generator=chance)
-        targets[tokens // 2] = -100
-        found = cross_entropy.summed_cross_entropy(hidden, weight, targets) * 3
-        wanted = torch.nn.functional.cross_entropy(hidden @ weight.T, targets, ignore_index=-100, reduction="sum") * 3
-        ours = [found.detach(), *torch.autograd.grad(found, (hidden, weight))]
-        theirs = [wanted.detach(), *torch.autograd.grad(wanted, (hidden, weight))]
-        for mine, other in zip(ours, theirs):
-            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
-
-
-def test_adamw_is_that_of_pytorch() -> None:
-    torch = pytest.importorskip("torch")
-    from forebay.worker.adamw import AdamW
-
-    # PyTorch 2.13, torch.optim.AdamW(lr=0.1, weight_decay=0.01): three steps with gradients p, p**2 - 1, none.
-    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.0, 1e-4]))
-    ours = AdamW([weight], 0.1)
-    for gradient in (lambda p: p, lambda p: p**2 - 1, lambda p: 0 * p):
-        ours.zero_grad()
-        weight.grad = gradient(weight.detach())
-        ours.step()
-    torch.testing.assert_close(weight.detach(), torch.tensor([0.8054742, -1.926533, 0.1318613, 0.03215888]))
-    other = AdamW([torch.nn.Parameter(torch.zeros(4))], 0.1)
-    other.load_state_dict(ours.state_dict())
-    assert other.state_dict()["steps"] == 3 and torch.equal(
-        other.state_dict()["means"][0], ours.state_dict()["means"][0]
-    )
-    for state in ({}, {"steps": 1, "means": [], "squares": []}):
-        with pytest.raises(StateError, match="optimizer"):
-            other.load_state_dict(state)
+    other = make(vocab_size=32, seq_len=16, device="cpu")
+    other.from_bytes(trainer.to_bytes())
+    with pytest.raises(StateError, match="Set model_size"):
+        make(vocab_size=33, seq_len=16, device="cpu").from_bytes(trainer.to_bytes())
 
 
 def test_choice_of_trainer() -> None:
@@ -96,9 +63,27 @@ def test_choice_of_trainer() -> None:
     assert isinstance(make_trainer("count", **kind), CountTrainer)  # type: ignore[arg-type]
     assert isinstance(make_trainer("auto", **{**kind, "vocab_size": 0, "dtype": "U32"}), CountTrainer)  # type: ignore[arg-type]
     assert make_trainer("auto", **{**kind, "layout": "rows"}) is None  # type: ignore[arg-type]
-    for name, change in [("gpt", {"layout": "rows"}), ("other", {}), ("gpt", {"vocab_size": 0, "dtype": "U32"})]:
-        with pytest.raises(UsageError):
+    for name, change in [("count", {"layout": "rows"}), ("other", {}), ("none.py:", {}), ("no/such.py:Trainer", {})]:
+        with pytest.raises(UsageError, match=r"^trainer"):
             make_trainer(name, **{**kind, **change})  # type: ignore[arg-type]
+
+
+def test_the_trainer_of_a_program(tmp_path: Path) -> None:
+    program = tmp_path / "mine.py"
+    program.write_text(
+        "class Mine:\n    def __init__(self, **settings):\n        self.settings = settings\nimport no_such_package\n"
+    )
+    kind = {"vocab_size": 0, "dtype": "U16", "seq_len": 4, "layout": "tokens"}
+    with pytest.raises(UsageError, match=r"cannot be loaded: No module named 'no_such_package'\. Give the FILE"):
+        make_trainer(f"{program}:Mine", **kind)  # type: ignore[arg-type]
+    program.write_text(program.read_text().replace("import no_such_package", ""))
+    with pytest.raises(UsageError, match="has no attribute 'Other'"):
+        make_trainer(f"{program}:Other", **kind)  # type: ignore[arg-type]
+    made = make_trainer(f"{program}:Mine", **kind)  # type: ignore[arg-type]
+    assert made.settings == {"vocab_size": 1 << 16, "seq_len": 4}  # type: ignore[union-attr]
+    for name, change in [("Mine", {"layout": "rows"}), ("Mine", {"dtype": "U32"})]:
+        with pytest.raises(UsageError, match=r"expected layout|vocabulary's size"):
+            make_trainer(f"{program}:{name}", **{**kind, **change})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("change", [{"batch_size": 0}, {"cache_bytes": 0}, {"trainer": "x"}, {"receipt_s": 0}])
@@ -117,10 +102,10 @@ def test_lease_settings_are_checked(change: dict[str, object]) -> None:
 )
 def test_workers_of_one_machine_do_not_spin_for_each_other(given: dict[str, str], expected: list[str | None]) -> None:
     pytest.importorskip("torch")
-    code = """if True:
+    code = f"""if True:
         import json, os
         from forebay.worker.trainer import make_trainer
-        make_trainer("gpt", vocab_size=16, dtype="U16", seq_len=8, layout="tokens")
+        make_trainer({GPT!r}, vocab_size=16, dtype="U16", seq_len=8, layout="tokens")
         import torch
         print(json.dumps([*map(os.environ.get, ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")), torch.get_num_threads()]))"""
     own = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}

@@ -19,6 +19,7 @@ from forebay.worker.config import MODEL_SIZES
 from forebay.worker.trainer import CountTrainer
 from forebay.worker.training import OutOfMemory, is_out_of_memory, out_of_memory
 
+GPT = f"{Path(__file__).parents[2] / 'examples' / 'train_gpt.py'}:GptTrainer"
 COUNT: dict[str, Any] = {"trainer": "count", "num_steps": 6}
 
 
@@ -109,7 +110,9 @@ def test_dummies_train_without_any_framework(dataset_type: str) -> None:
 
 def test_the_gpt_trains_on_text(corpus: Path) -> None:
     pytest.importorskip("torch")
-    config = WorkerConfig(dataset_name=str(corpus), tokenizer_name="bytes", seq_len=16, num_steps=30, device="cpu")
+    config = WorkerConfig(
+        dataset_name=str(corpus), tokenizer_name="bytes", seq_len=16, num_steps=30, trainer=GPT, device="cpu"
+    )
     losses = train(config).losses
     assert losses[-1] < losses[0] - 1
 
@@ -157,9 +160,9 @@ def test_a_finished_run_is_not_begun_again_by_chance() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("trainer", ["count", "gpt"])
+@pytest.mark.parametrize("trainer", ["count", GPT], ids=["count", "gpt"])
 def test_a_checkpoint_resumes_the_very_run(corpus: Path, tmp_path: Path, trainer: str) -> None:
-    if trainer == "gpt":
+    if trainer == GPT:
         pytest.importorskip("torch")
     config = WorkerConfig(
         dataset_name=str(corpus), tokenizer_name="bytes", seq_len=8, num_steps=6, trainer=trainer, device="cpu"

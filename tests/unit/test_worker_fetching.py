@@ -15,13 +15,15 @@ import pytest
 from calibration import scaled
 from forebay.errors import NetworkError, UsageError
 from forebay.network.client import Client
-from forebay.network.https import Request, Response, Server, error_response, file_response
+from forebay.network.exchange import Request, Response, error_response, file_response
+from forebay.network.https import Server
 from forebay.network.identity import Identity
 from forebay.store.room import part_bytes
 from forebay.worker import fetching
 from forebay.worker.fetching import Shelf
 from forebay.worker.hand import Held
 from leases_by_hand import DATASET, FetchingWorker, answer
+from origin_server import OriginServer
 
 Make = Callable[[str], Identity]
 CONTENT = random.Random(7).randbytes(300_000)
@@ -129,6 +131,14 @@ def test_a_body_that_breaks_off_is_resumed_elsewhere(worker: FetchingWorker, mak
     assert worker.bad == []
 
 
+def test_a_web_server_gives_it_by_its_name(worker: FetchingWorker, tmp_path: Path) -> None:
+    (tmp_path / "web" / "slices").mkdir(parents=True)
+    (tmp_path / "web" / "slices" / "3").write_bytes(CONTENT)
+    with OriginServer(tmp_path / "web") as server:
+        held = worker.lease(SHA256, len(CONTENT), [{"url": server.url}])
+        assert worker.fetched(held) == CONTENT and not worker.bad
+
+
 def test_gone_refusing_and_busy_providers_are_passed_over(worker: FetchingWorker, make_node: Nodes) -> None:
     gone, absent, busy = (make_node(name, origin=False) for name in ("gone", "absent", "busy"))
     gone.server.close()
@@ -167,7 +177,7 @@ def test_a_lease_that_is_lost_is_not_fetched_to_the_end(worker: FetchingWorker, 
     held = lease(worker, slow)
     time.sleep(0.1)
     said = worker.hand.state()
-    worker.hand.hear(said, answer(lost=[held.grant.lease_id]))
+    worker.hand.apply_answer(said, answer(lost=[held.grant.lease_id]))
     assert held.over and worker.hand.held == []
     time.sleep(0.6)
     assert held.path is None and worker.cache.drop([SHA256]) in ([], [SHA256])
@@ -178,7 +188,7 @@ def test_no_provider_for_long_is_the_end(worker: FetchingWorker) -> None:
         held = lease(worker, lease_id=str(turn))
         assert worker.lost(held) == ""
         said = worker.hand.state()
-        worker.hand.hear(said, answer(lost=list(said.held)))
+        worker.hand.apply_answer(said, answer(lost=list(said.held)))
         if worker.fetcher.failure is not None:
             break
     assert isinstance(worker.fetcher.failure, NetworkError) and worker.hand.is_closed

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from forebay.ledger import Used
 from forebay.network.swarm import Holder
-from forebay.schedule.ask import Ask, Failed, Reply
+from forebay.schedule.ask import Ask, Reply
 from forebay.schedule.desk import Desk, JobSpec, Source
-from forebay.worker.answers import Answer, Grant
-from forebay.worker.hand import Hand, Held, Statement
+from forebay.worker.answers import Answer, Lease
+from forebay.worker.hand import Hand, Held
 from leases_by_hand import answer
 
 DATASET = "ab" * 32
@@ -60,11 +60,11 @@ class Worker:
         self.hand = Hand(BATCH, None, 10_000, 1.0, self._let_go, lambda: world.now)
         self.used: list[tuple[int, int, int]] = []
         self.held: Held | None = None
-        self.said: Statement | None = None
+        self.said: Ask | None = None
         self.attempt = self.steps = 0
         self.fetched: Counter[str] = Counter()
 
-    def _let_go(self, grant: Grant) -> None:
+    def _let_go(self, grant: Lease) -> None:
         self.let_go[grant.lease_id] += 1
 
     def work(self) -> None:
@@ -85,7 +85,7 @@ class Worker:
             self.world.now += self.step_s
             self.steps += 1
             self.hand.note_used(held, self.steps)
-            self.used += [(held.grant.epoch, held.grant.slice, sample) for sample in range(start, stop)]
+            self.used += [(held.grant.epoch, held.grant.slice_index, sample) for sample in range(start, stop)]
         if held.taken >= held.stop or held.over:
             self.hand.note_over(held)
             self.held = None
@@ -94,19 +94,11 @@ class Worker:
         """One more attempt of the exchange under way, or the first of the next."""
         self.said = said = self.said or self.hand.state()
         self.attempt += 1
-        uses = tuple(
-            Used(u.held.grant.lease_id, u.held.grant.epoch, u.held.grant.slice, u.start, u.stop, u.step)
-            for u in said.uses
-        )
-        return Ask(
-            "job", self.name, self.attempt, held=said.held, job_id="job", uses=uses, receipt="00",
-            horizons=said.horizons, release=said.release, failed=tuple(Failed(i, why) for i, why in said.failed),
-            want=said.want,
-        )  # fmt: skip
+        return replace(said, job="job", session=self.name, attempt=self.attempt, receipt="00")
 
     def hear(self, reply: Reply) -> None:
         assert self.said is not None
-        self.hand.hear(self.said, answer_of(reply))
+        self.hand.apply_answer(self.said, answer_of(reply))
         self.said = None
 
 
@@ -201,7 +193,7 @@ def test_a_lost_lease_wastes_what_is_used_in_one_receipt_s_and_a_step(step_s: fl
             "seed": 0, "seq_len": 1, "layout": "tokens", "dtype": "U16", "vocab_size": 1, "providers": [],
             "expires_in_s": 30.0,
         }  # fmt: skip
-        hand.hear(hand.state(), answer(leases=[lease]))
+        hand.apply_answer(hand.state(), answer(leases=[lease]))
         held = hand.next_to_fetch()
         assert held is not None and hand.note_fetched(held, Path("x"), 0.01) and hand.next_ready() is held
         gone_at = now[0] + 6 * max(step_s, receipt_s) * (1 + chance.random())
@@ -223,7 +215,7 @@ def test_a_lost_lease_wastes_what_is_used_in_one_receipt_s_and_a_step(step_s: fl
                     said = asked
                     continue
                 uses = [{"lease_id": "1", "offset": use.stop, "stop": 10**6} for use in asked.uses]
-                hand.hear(asked, answer(uses=uses, live={"1": {"stop": 10**6, "expires_in_s": 30.0}}))
+                hand.apply_answer(asked, answer(uses=uses, live={"1": {"stop": 10**6, "expires_in_s": 30.0}}))
         assert said is not None and ends_at is None
         hand.empty()
         worst = max(worst, hand.tally.wasted)

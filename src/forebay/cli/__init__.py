@@ -7,9 +7,10 @@ given), everything else to stderr. A failure is one line: what, where, what to d
 import argparse
 import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from forebay.cli import (
     convert,
@@ -38,6 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     with logs.logging_to_stderr(args):
         return _run(args)
+
+
+def run() -> NoReturn:
+    """Runs the command of this process and ends it: the console script and `python -m forebay`."""
+    try:
+        code = main()
+    except KeyboardInterrupt:  # when the command had ended
+        code = 130
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # All is done.
+    # An interrupt that fell into `exec` of a string (dataclasses are made by it) makes Python end by the signal,
+    # although it was caught; unless another string is executed after it.
+    exec("")
+    sys.exit(code)
 
 
 def _run(args: argparse.Namespace) -> int:

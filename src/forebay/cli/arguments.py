@@ -72,10 +72,14 @@ def seconds(text: str) -> float:
 
 
 def positive(text: str) -> int:
+    return whole_number(text, 1)
+
+
+def whole_number(text: str, least: int = 0) -> int:
     try:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not above zero")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} is not {'above' if least else 'at least'} zero")
     return value

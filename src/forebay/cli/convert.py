@@ -72,32 +72,11 @@ class _Progress:
 def _options(args: argparse.Namespace) -> Options:
     from forebay.convert.content import Options
 
-    more = {
-        "flat": args.flat,
-        "header": args.header,
-        "generation": args.generation,
-        "items": args.items,
-        "slice_rows": args.slice_rows,
-    }
-    return Options(
-        dtype=_DTYPES.get(args.dtype),
-        input_dtype=args.input_dtype,
-        column=args.column,
-        seq_len=args.seq_len,
-        slice_bytes=args.slice_bytes,
-        shard_tokens=args.shard_tokens,
-        eos_id=args.eos_id,
-        name=args.name,
-        compress=args.compress or "",
-        tensors=dict(args.tensor),
-        lossy=args.lossy,
-        follow_links=args.follow_links,
-        strict=args.strict,
-        resize=args.resize,
-        crop=args.crop,
-        max_member_bytes=args.max_member_bytes,
-        more={key: value for key, value in more.items() if value},
-    )
+    given = {name: value for name, value in vars(args).items() if name in Options.__dataclass_fields__}
+    more = {name: getattr(args, name) for name in ("flat", "header", "generation", "items", "slice_rows")}
+    given["more"] = {key: value for key, value in more.items() if value}
+    given |= {"dtype": _DTYPES.get(args.dtype), "compress": args.compress or "", "tensors": dict(args.tensor)}
+    return Options(**given)
 
 
 def _tensor(text: str) -> tuple[str, str]:

@@ -5,14 +5,13 @@ import ipaddress
 import json
 import socket
 import sys
-import tomllib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from forebay.cli.arguments import address, positive, seconds
 from forebay.cli.running import ready, until_stopped
 from forebay.errors import UsageError
+from forebay.toml import read_toml
 
 _SETTINGS: dict[str, Callable[[str], Any]] = {
     "dataset-type": str, "dataset-name": str, "tokenizer-name": str, "model-size": str,
@@ -66,10 +65,7 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
     """What workers are told: the file's settings, with those on the command line in their place."""
     config: dict[str, Any] = {}
     if args.config is not None:
-        try:
-            config = tomllib.loads(Path(args.config).read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UsageError(f"coordinate: {args.config} is not TOML: {error}") from error
+        config = read_toml(args.config)
         wrong = [key for key, value in config.items() if not isinstance(value, (str, int, float, bool))]
         if wrong:
             raise UsageError(

@@ -51,9 +51,9 @@ def _shortened(array: Any) -> str:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from forebay.observe.progress import bytes_bar
+    from forebay.observe.progress import bar
 
-    with bytes_bar("verify", None, enabled=not args.quiet) as advance:
+    with bar("verify", None, enabled=not args.quiet) as advance:
         report = _verify_where_it_lies(args, advance)
     if args.json:
         found = report.to_json()
@@ -109,7 +109,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--input", nargs="+", type=Path, metavar="PATH", help="text to train on (default: Python's library)")
     p.add_argument("--json", type=Path, metavar="FILE", help="also write the summary here")
     p.add_argument("--keep", type=Path, metavar="DIR", help="keep everything it makes in this new directory")
-    p.add_argument("--trainer", choices=["auto", "gpt", "count", "none"], default="auto", help="what learns")
+    p.add_argument("--trainer", default="count", metavar="T", help="what learns, as of `forebay work` (default: count)")
     p.add_argument("--max-bytes", type=size, default=None, help="use at most this much of the default text")
     p.add_argument("--tokenizer", default="train:4096", metavar="T", help="as of `forebay prepare`")
 

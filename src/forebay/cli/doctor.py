@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import plain, positive
+from forebay.cli.arguments import plain, positive, whole_number
 
 if TYPE_CHECKING:
     from forebay.doctor import Options, Report
@@ -73,25 +73,11 @@ def _show(report: Report) -> None:
     seen["structure"] = f"read {read:,} bytes: sizes, counts and offsets; the contents are of no type that is checked"
     print(f"{report.path}: {report.kind}, {total:,} bytes ({seen[report.depth]}; {report.seconds:.2f} s)")
     for name, value in report.facts.items():
-        print(
-            f"    {name.replace('_', ' ')}: {value!r}"
-            if name == "first_text"
-            else f"    {name.replace('_', ' ')}: {plain(value)}"
-        )
+        print(f"    {name.replace('_', ' ')}: {repr(value) if name == 'first_text' else plain(value)}")
     for one in report.findings:
         print(f"  {'WRONG' if one.is_wrong else 'maybe'} {one.fault} ({one.confidence}) at {one.place} of {one.path}")
         print(f"      {one.evidence}")
         print(f"      mend: {one.mend}")
-
-
-def _number(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is below zero")
-    return value
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
@@ -102,7 +88,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--vocab-size", type=positive, metavar="N", help="every id is below it")
     p.add_argument("--tokenizer", metavar="T", help="its vocabulary and EOS; decodes the first tokens")
     p.add_argument("--seq-len", type=positive, metavar="N", help="tokens of a sample: finds samples that occur twice")
-    p.add_argument("--eos-id", type=_number, metavar="N", help="ends each document")
+    p.add_argument("--eos-id", type=whole_number, metavar="N", help="ends each document")
     p.add_argument("--full", action="store_true", help="read every byte (default: 256 MiB of each, 1 GiB of all)")
     p.add_argument("--mend", type=Path, metavar="OUT", help="write a mended copy to this new directory, and examine it")
     p.add_argument("--json", action="store_true")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _ledger_verify(args: argparse.Namespace) -> int:
-    from forebay.ledger import verify_ledger
+    from forebay.ledger.verify import verify_ledger
     from forebay.network.identity import verify
     from forebay.observe.blame import replay
     from forebay.observe.steps import is_roster, verify_steps
@@ -62,7 +63,8 @@ def _print_verified(args: argparse.Namespace, report: dict[str, Any], holds: str
 
 
 def _ledger_prove(args: argparse.Namespace) -> int:
-    from forebay.ledger import check_proof, open_index, prove
+    from forebay.ledger.index import open_index
+    from forebay.ledger.proof import check_proof, prove
     from forebay.network.identity import verify
 
     if args.check is None:
@@ -92,7 +94,7 @@ def _ledger_prove(args: argparse.Namespace) -> int:
 def _ledger_blame(args: argparse.Namespace) -> int:
     from forebay.dataset.documents import by_dataset_id
     from forebay.dataset.reader import open_dataset
-    from forebay.ledger import open_index
+    from forebay.ledger.index import open_index
     from forebay.observe.blame import Blame, blame_step
     from forebay.observe.steps import is_roster
 
@@ -107,7 +109,7 @@ def _ledger_blame(args: argparse.Namespace) -> int:
         blame = blame_step(index, args.step, worker=args.worker, documents=documents, text=not args.no_text)
         facts = {"mode": "lease", "step": args.step}
     if args.json:
-        print(json.dumps({**facts, **blame.to_json()}))
+        print(json.dumps({**facts, **asdict(blame)}))
         return 0
     assert isinstance(blame, Blame)
     for part in blame.parts:
@@ -195,7 +197,7 @@ def _print_part(part: Part) -> None:
 def _ledger_who(args: argparse.Namespace) -> int:
     from forebay.dataset.documents import by_dataset_id
     from forebay.dataset.reader import open_dataset
-    from forebay.ledger import open_index
+    from forebay.ledger.index import open_index
     from forebay.observe.blame import who_saw
 
     index = open_index(args.file)
@@ -214,7 +216,7 @@ def _ledger_who(args: argparse.Namespace) -> int:
     parts = [part for place in places for part in who_saw(index, *place)]
     if args.json:
         found = [{"slice": at, "start": start, "stop": stop} for at, start, stop in places]
-        print(json.dumps({"places": found, "uses": [part.to_json() for part in parts]}))
+        print(json.dumps({"places": found, "uses": [asdict(part) for part in parts]}))
         return 0
     for at, start, stop in places:
         print(f"slice {at}, tokens [{start:,}, {stop:,})")
@@ -226,7 +228,7 @@ def _ledger_who(args: argparse.Namespace) -> int:
 
 
 def _ledger_export(args: argparse.Namespace) -> int:
-    from forebay.ledger import open_index
+    from forebay.ledger.index import open_index
     from forebay.observe.ledger_export import export_uses
 
     count = export_uses(open_index(args.file), args.out, args.format, sample_ids=args.sample_ids)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,13 @@ def _is_of_shards(args: argparse.Namespace) -> bool:
 
 def _mirror_shards(args: argparse.Namespace) -> int:
     from forebay.load.shard_mirror import mirror_shards
-    from forebay.observe.progress import bytes_bar
+    from forebay.observe.progress import bar
 
     name = hashlib.sha256(f"{args.source} {args.target}".encode()).hexdigest()[:16]
     # A directory gets its files by a rename: they come on its own disk.
     beside = Path(args.target) / ".mirror" if "://" not in args.target else Path(tempfile.gettempdir())
     temporary = (args.tmp_dir or beside) / f"forebay-mirror-{name}"
-    with bytes_bar("mirror", None, enabled=not args.quiet) as advance:
+    with bar("mirror", None, enabled=not args.quiet) as advance:
         report = mirror_shards(
             args.source, args.target, temporary=temporary, shards=None if args.shards is None else slice(*args.shards),
             sequence_length=args.seq_len or 0, prefix=args.prefix, max_workers=args.connections,
@@ -48,7 +49,7 @@ def _mirror_shards(args: argparse.Namespace) -> int:
     with contextlib.suppress(OSError):
         (Path(args.target) / ".mirror").rmdir()
     if args.json:
-        print(json.dumps(report.to_json()))
+        print(json.dumps(asdict(report)))
         return 0
     there = len(report.skipped)
     print(f"copied {len(report.copied):,} shards, {words_of_bytes(report.copied_bytes)}; {there:,} were there")
@@ -60,7 +61,7 @@ def _mirror_shards(args: argparse.Namespace) -> int:
 
 
 def _mirror_dataset(args: argparse.Namespace) -> int:
-    from forebay.observe.progress import bytes_bar
+    from forebay.observe.progress import bar
     from forebay.store.mirror import mirror
     from forebay.store.remote import open_remote
     from forebay.store.targets import open_target
@@ -78,7 +79,7 @@ def _mirror_dataset(args: argparse.Namespace) -> int:
     total = int(dataset.table.bytes[start:stop].sum())
     swarm: dict[str, Any] | None = None
     try:
-        with bytes_bar("mirror", total, enabled=not args.quiet) as advance:
+        with bar("mirror", total, enabled=not args.quiet) as advance:
             if args.share:
                 from forebay.store.swarm_mirror import mirror_by_swarm
 

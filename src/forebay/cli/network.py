@@ -75,8 +75,8 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _find(args: argparse.Namespace) -> int:
+    from forebay.network.client import Client
     from forebay.network.discovery import find_providers
-    from forebay.network.https import Client
 
     def what() -> str:
         return f"data nodes of {args.name!r}; the DHT was asked and names none that answers"

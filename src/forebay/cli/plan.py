@@ -70,7 +70,7 @@ def _plan(args: argparse.Namespace) -> int:
     if model is not None and not args.json:
         print(model.words())
     if args.json:
-        print(json.dumps({**told, "ok": ok, **({} if model is None else {"model": model.to_json()})}))
+        print(json.dumps({**told, "ok": ok, **({} if model is None else {"model": vars(model)})}))
     return 0 if ok else 1
 
 
@@ -81,31 +81,14 @@ def _job(args: argparse.Namespace) -> Job:
         raise UsageError("plan: expected a dataset, or --bytes and --slice-bytes of one to come. Give one of them.")
     slice_bytes, slice_samples, name, seq_len = _of_dataset(args) if args.dataset else _of_sizes(args)
     volume_bytes = None if args.volume is None else _volume(args.volume)
-    return Job(
-        slice_bytes=slice_bytes,
-        slice_samples=slice_samples,
-        global_batch=args.global_batch,
-        seq_len=seq_len,
-        name=name,
-        world_size=args.world_size,
-        ranks_per_node=min(args.ranks_per_node, args.world_size),
-        seed=args.seed,
-        epochs=args.epochs,
-        lanes=args.lanes,
-        window=args.window,
-        head=args.head,
-        keep=args.keep,
-        cache_bytes=args.cache_bytes,
-        volume_bytes=volume_bytes,
-        mem_bytes=args.mem if args.mem is not None else _memory(),
-        bandwidth=args.bandwidth,
-        step_s=args.step_s,
-        connections=args.connections,
-        prefetch=args.prefetch,
-        piece_bytes=args.chunk_bytes,
-        whole_in_memory=args.volume == "ram",
-        max_fetch_ratio=args.max_fetch_ratio,
-    )
+    given = {name: value for name, value in vars(args).items() if name in Job.__dataclass_fields__}
+    given |= {
+        "slice_bytes": slice_bytes, "slice_samples": slice_samples, "name": name, "seq_len": seq_len,
+        "ranks_per_node": min(args.ranks_per_node, args.world_size), "volume_bytes": volume_bytes,
+        "mem_bytes": args.mem if args.mem is not None else _memory(), "piece_bytes": args.chunk_bytes,
+        "whole_in_memory": args.volume == "ram",
+    }  # fmt: skip
+    return Job(**given)
 
 
 def _of_dataset(args: argparse.Namespace) -> tuple[Any, Any, str, int | None]:

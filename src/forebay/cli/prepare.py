@@ -9,6 +9,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,22 +75,11 @@ def _prepare(args: argparse.Namespace) -> int:
         raise UsageError("prepare: --out DIR is missing: where the dataset goes.")
     if not args.inputs:
         print(f"inputs of the recipe: {', '.join(map(json.dumps, recipe.inputs))}", file=sys.stderr)
+    names = ("workers", "engine", "ray_address", "keep_ids", "document_ids", "to", "follow_links", "strict")
+    given = {name: getattr(args, name) for name in names}
     with PrepareBar(enabled=not args.quiet) as bar:
-        summary = prepare(
-            args.inputs,
-            args.out,
-            recipe=recipe,
-            workers=args.workers,
-            engine=args.engine,
-            ray_address=args.ray_address,
-            keep_ids=args.keep_ids,
-            document_ids=args.document_ids,
-            to=args.to,
-            follow_links=args.follow_links,
-            strict=args.strict,
-            on_progress=bar.update,
-            on_trouble=lambda message: print(f"forebay: {message}", file=sys.stderr),
-        )
+        trouble = partial(print, "forebay:", file=sys.stderr)
+        summary = prepare(args.inputs, args.out, recipe=recipe, on_progress=bar.update, on_trouble=trouble, **given)
     result = summary.to_json()
     if args.json:
         print(json.dumps(result))

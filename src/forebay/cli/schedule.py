@@ -27,7 +27,7 @@ VERBS = ("pause", "resume", "readmit", "weights")
 def _schedule(args: argparse.Namespace) -> int:
     if args.at:
         return _steer(args)
-    from forebay.network.https import Client
+    from forebay.network.client import Client
     from forebay.schedule.service import SchedulerService
 
     plans = _plans(args)
@@ -134,7 +134,7 @@ def _change(text: str, names: list[str]) -> tuple[int, tuple[float, ...]]:
 
 
 def _steer(args: argparse.Namespace) -> int:
-    from forebay.network.https import Client
+    from forebay.network.client import Client
     from forebay.network.identity import Identity
     from forebay.schedule.status import job_line
 
@@ -154,7 +154,7 @@ def _steer(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from forebay.network.https import Client
+    from forebay.network.client import Client
     from forebay.network.identity import Identity
     from forebay.schedule.status import lines
 

@@ -12,7 +12,7 @@ from forebay.cli.arguments import positive, rate, seconds, size
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from forebay.observe.progress import bytes_bar
+    from forebay.observe.progress import bar
     from forebay.simulate import Settings, simulate
     from forebay.simulate.plots import write_page
 
@@ -20,13 +20,13 @@ def _simulate(args: argparse.Namespace) -> int:
     settings = Settings(**{name: value for name, value in given.items() if value is not None})
     shown = 0
 
-    with bytes_bar("simulate", 1000, enabled=not args.json) as advance:
+    with bar("simulate", 100, "%", enabled=not args.json) as advance:
 
         def progress(done: float, now: float) -> None:
             nonlocal shown
             del now
-            advance(int(1000 * done) - shown)
-            shown = int(1000 * done)
+            advance(int(100 * done) - shown)
+            shown = int(100 * done)
 
         result = simulate(settings, progress)
     if args.plot is not None:
@@ -68,7 +68,6 @@ _OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "exchange-s": (seconds, "seconds between two words of a worker with the scheduler (5)"),
     "steal-s": (seconds, "leases are cut only of who needs longer than this (2)"),
     "stall-s": (seconds, "a worker that uses nothing for so long loses its leases (600)"),
-    "limit-rps": (float, "requests a second above which the store answers 503 (200)"),
     "deadline-s": (seconds, "fail if a sample is used later than this"),
 }
 
@@ -77,7 +76,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     """Adds the verbs of this module."""
     del group
     p = verb("simulate", _simulate, "a whole network in virtual time, on the real code; exit 1 if a sample is lost")
-    p.add_argument("--mode", choices=["lease", "order", "swarm", "store"], default="lease", help="default: lease")
+    p.add_argument("--mode", choices=["lease", "order", "swarm"], default="lease", help="default: lease")
     for flag, (kind, about) in _OPTIONS.items():
         p.add_argument(f"--{flag}", type=kind, help=about)
     p.add_argument("--plot", type=Path, metavar="DIR|FILE.html", help="a page of what happened, with plots")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import address, plain, positive, show
+from forebay.cli.arguments import address, positive, show
 from forebay.cli.running import log
 from forebay.errors import UsageError
 from forebay.network.peer import ROLES, Scope
@@ -252,31 +252,6 @@ def _network_sign(args: argparse.Namespace) -> int:
     return 0
 
 
-def _network_audit(args: argparse.Namespace) -> int:
-    from forebay.network.audit import read_audit
-
-    count, last = 0, ""
-    for event in read_audit(args.file):
-        count, last = count + 1, event.hash
-        if args.json:
-            fields = {"seq": event.seq, "at": event.at, "kind": event.kind, **event.facts, "repeats": event.repeats}
-            print(json.dumps(fields))
-            continue
-        facts = "  ".join(f"{key} {_told(value)}" for key, value in event.facts.items())
-        more = f"  ({event.repeats:,} more like it)" if event.repeats else ""
-        print(f"{_date(event.at)}  {event.kind:<11}  {facts}{more}")
-    print(f"{count:,} events, each bound to the one before; the last hash is {last or 'none'}", file=sys.stderr)
-    return 0
-
-
-def _told(value: Any) -> str:
-    """A fact of an event for a person: of a refusal's answer its message."""
-    try:
-        return str(json.loads(value)["message"])
-    except (KeyError, TypeError, ValueError):
-        return plain(value)
-
-
 def _left(until: float) -> str:
     days = (until - time.time()) / DAY_S
     return f"{days:,.0f} days left" if days >= 10 else f"{days:,.1f} days left" if days > 0 else "over"
@@ -336,9 +311,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p = verb("sign", _network_sign, "vouch for a dataset as its publisher", network)
     p.add_argument("dataset", help="a local dataset")
     p.add_argument("--network", type=Path, required=True, metavar="DIR", help="the publisher's node directory")
-    p.add_argument("--json", action="store_true")
-    p = verb("audit", _network_audit, "verify and print an audit log", network)
-    p.add_argument("file", type=Path, help="the log, as of --audit")
     p.add_argument("--json", action="store_true")
 
 

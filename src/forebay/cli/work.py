@@ -6,12 +6,14 @@ import argparse
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import address, positive, size
 from forebay.cli.running import add_node, joined_network, on_stop
 from forebay.errors import UsageError
+from forebay.toml import read_toml
 
 if TYPE_CHECKING:
     from forebay.worker.using import WorkerReport
@@ -42,7 +44,7 @@ def _work(args: argparse.Namespace) -> int:
             stop=stop,
         )
     if args.json:
-        print(json.dumps({"report": report.to_json()}), flush=True)
+        print(json.dumps({"report": asdict(report)}), flush=True)
     else:
         print("\n".join(_summary(report)), flush=True)
     return 0
@@ -95,12 +97,7 @@ def _work_settings(args: argparse.Namespace) -> dict[str, Any]:
         "network": None,
     }
     if args.config:
-        import tomllib
-
-        try:
-            table = tomllib.loads(Path(args.config).read_text()).get("work", {})
-        except tomllib.TOMLDecodeError as error:
-            raise UsageError(f"{args.config}: not valid TOML: {error}. Mend the line named") from None
+        table = read_toml(args.config).get("work", {})
         if unknown := sorted(set(table) - set(settings)):
             raise UsageError(f"{args.config}: unknown key work.{unknown[0]}. Known: {', '.join(sorted(settings))}")
         settings |= table
@@ -132,8 +129,8 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--cache-bytes", type=size, metavar="BYTES", help="what they take at most (default: 4GiB)")
     p.add_argument("--batch-size", type=positive, metavar="N", help="samples of a step (default: 8)")
     p.add_argument(
-        "--trainer", choices=["auto", "gpt", "count", "none"],
-        help="what learns: a small GPT (needs PyTorch), counts of tokens, nothing; default: auto, the first that can",
+        "--trainer", metavar="T",
+        help="what learns: count (of tokens), none, or FILE.py:NAME, a class of your own; default: auto, count or none",
     )  # fmt: skip
     p.add_argument(
         "--ahead", type=positive, metavar="N", help="leases fetched ahead, 1 to 15; default: as many as it needs"

@@ -14,22 +14,23 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.convert.table_digest import flatten
-from forebay.convert.table_sources.base import Table, batched
+from forebay.convert.table_sources.base import TableSource
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.arrow import is_list
 from forebay.formats.foreign import TOKEN_COLUMNS
+from forebay.prepare.documents import batched
 from forebay.prepare.read.listing import Skipped, describe_skipped
 
 U64 = NDArray[np.uint64]
@@ -52,56 +53,33 @@ class TokenPart:
     ends: U64
 
 
-@runtime_checkable
-class TokenSource(Protocol):
-    """Tokens to be read from the start, any number of times."""
+@dataclass(frozen=True)
+class TokenSource:
+    """Tokens to be read from the start, any number of times.
 
-    @property
-    def kind(self) -> str:
-        """The format's name."""
+    Attributes:
+        kind: The format's name.
+        dtype: `U16` or `U32`.
+        num_tokens: In all parts.
+        num_documents: Documents that end in it; 0 where the format knows none.
+        seq_len: Tokens of every sample, where the format says.
+        read: What reads the parts.
+        facts: `tokenizer`, `eos_id`, `vocab_size`, `name` where they are known; `left_out`, columns of a table.
+        dataset: Whose tokens they are, if they are of an open dataset.
+    """
 
-    @property
-    def dtype(self) -> str:
-        """`U16` or `U32`."""
-
-    @property
-    def num_tokens(self) -> int:
-        """In all parts."""
-
-    @property
-    def num_documents(self) -> int:
-        """Documents that end in it; 0 where the format knows none."""
-
-    @property
-    def seq_len(self) -> int | None:
-        """Tokens of every sample, where the format says."""
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """`tokenizer`, `eos_id`, `vocab_size`, `name` where they are known; `left_out`, columns of a table."""
+    kind: str
+    dtype: str
+    num_tokens: int
+    num_documents: int
+    seq_len: int | None
+    read: Callable[[], Iterator[TokenPart]]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    dataset: Dataset | None = None
 
     def parts(self) -> Iterator[TokenPart]:
         """The stream, in order. Raises DatasetError where it is damaged."""
-
-
-class TableSource(Protocol):
-    """Rows to be read from the start, any number of times: text as strings, tensors as `pa.fixed_shape_tensor` or
-    list columns."""
-
-    @property
-    def kind(self) -> str:
-        """The format's name."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Of every batch."""
-
-    @property
-    def num_rows(self) -> int | None:
-        """None where only reading tells."""
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """The rows, in order. Raises DatasetError where they are damaged."""
+        return self.read()
 
 
 @dataclass(frozen=True)
@@ -219,28 +197,6 @@ class Digest:
         return f"{self.tokens}:{self._ends.hexdigest()[:32]}"
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """A `TokenSource`: what is known of it, and what reads it.
-
-    Attributes:
-        dataset: Whose tokens they are, if they are of an open dataset.
-    """
-
-    kind: str
-    dtype: str
-    num_tokens: int
-    num_documents: int
-    seq_len: int | None
-    read: Callable[[], Iterator[TokenPart]]
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    dataset: Dataset | None = None
-
-    def parts(self) -> Iterator[TokenPart]:
-        """As `TokenSource.parts`."""
-        return self.read()
-
-
 def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSource:
     """The list column of a table as tokens; each row is a document. Reads the table once, to count.
 
@@ -270,7 +226,7 @@ def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSourc
     def read() -> Iterator[TokenPart]:
         return (TokenPart(values.astype(TOKEN_DTYPES[dtype]), ends) for values, ends in _lists(table, name))
 
-    return Tokens(table.kind, dtype, total, rows, seq_len or None, read, facts)
+    return TokenSource(table.kind, dtype, total, rows, seq_len or None, read, facts)
 
 
 def table_of_tokens(source: TokenSource, column: str = "input_ids") -> TableSource:
@@ -279,12 +235,12 @@ def table_of_tokens(source: TokenSource, column: str = "input_ids") -> TableSour
     schema = pa.schema([pa.field(column, kind)])
 
     def read() -> Iterator[pa.RecordBatch]:
-        for rows in batched(documents(source), len, _MOST_TOKENS, 1 << 16):
+        for rows in batched(documents(source.parts()), len, _MOST_TOKENS, 1 << 16):
             offsets = pa.array(np.cumsum([0, *map(len, rows)], dtype=np.int32))
             lists = pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(rows)), type=kind)
             yield pa.record_batch([lists], schema=schema)
 
-    return Table(source.kind, schema, None, read)
+    return TableSource(source.kind, schema, None, read)
 
 
 def token_column(schema: pa.Schema, column: str | None = None) -> str | None:
@@ -295,10 +251,10 @@ def token_column(schema: pa.Schema, column: str | None = None) -> str | None:
     return None
 
 
-def documents(source: TokenSource) -> Iterator[NDArray[Any]]:
-    """Each document's tokens [T], in order; then what follows the last end, if anything. Holds one document."""
+def documents(parts: Iterable[TokenPart]) -> Iterator[NDArray[Any]]:
+    """Each document of a stream, its tokens [T]; then what follows the last end, if anything. Holds one document."""
     begun: list[NDArray[Any]] = []
-    for part in source.parts():
+    for part in parts:
         start = 0
         for end in part.ends.tolist():
             piece = part.tokens[start:end]

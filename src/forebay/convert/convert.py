@@ -25,7 +25,6 @@ import pyarrow as pa
 from forebay.convert.content import (
     Digest,
     Options,
-    TableSource,
     TokenSource,
     Written,
     table_of_tokens,
@@ -34,6 +33,7 @@ from forebay.convert.content import (
 )
 from forebay.convert.streams import settle
 from forebay.convert.table_digest import is_number, leaf_type
+from forebay.convert.table_sources.base import TableSource
 from forebay.convert.tables import TABLE_SINKS, open_table, verify_table
 from forebay.convert.token_sinks import TOKEN_SINKS
 from forebay.convert.token_sources import open_tokens
@@ -231,14 +231,13 @@ def convert(
 
 def _level_of(source: TokenSource | TableSource) -> str:
     """How reading a source verified it: slices of ours by their hashes, others by what their format has."""
-    dataset = getattr(source, "dataset", None)
-    return "structure" if dataset is None or isinstance(dataset, ForeignDataset) else "hash"
+    return "structure" if source.dataset is None or isinstance(source.dataset, ForeignDataset) else "hash"
 
 
 def _write_as_table(source: TokenSource, staged: Path, to: str, options: Options, verify: bool) -> Written:
     """Each document a row."""
     stream = settle(source, replace(options, on_progress=None), "rows")
-    table = table_of_tokens(stream, options.column or "input_ids")
+    table = table_of_tokens(replace(source, dtype=stream.dtype, read=stream.parts), options.column or "input_ids")
     written = TABLE_SINKS[to](table, staged, options)
     if verify:
         verify_table(table, staged, written, options)

@@ -1,4 +1,4 @@
-"""Encoded images in a table as arrays: `images` U8 [N, C, H, W] beside `labels`.
+"""A folder of images as a table, and encoded images in a table as arrays: `images` U8 [N, C, H, W] beside `labels`.
 
 Hides: the decoder (Pillow, extra `vision`; in threads, for it lets go of the interpreter's lock), and that photographs
 are turned as their EXIF says. One channel if the first image is grey, else three (an alpha channel is dropped). What
@@ -8,24 +8,34 @@ resized or cropped. Cost: some 2 ms for a photograph of 500 x 375 a core.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from forebay.convert.content import Options, TableSource
-from forebay.convert.table_sources.base import Table, column_of, field_of, rows_at_once
-from forebay.errors import DatasetError, MissingPackageError
+from forebay.convert.content import Options
+from forebay.convert.table_sources.base import (
+    BATCH_BYTES,
+    TableSource,
+    column_of,
+    field_of,
+    rows_at_once,
+)
+from forebay.errors import DatasetError, MissingPackageError, UsageError
 from forebay.extras import install_command
 from forebay.formats.detect import is_image
+from forebay.prepare.documents import batched
 
+_SPLITS = ("train", "val", "valid", "validation", "test")
 _NAMES = {"image": "images", "label": "labels"}
 _MOST_PIXELS = 100_000_000
 """A larger image is kept aside: it may be a few bytes that unpack to all memory."""
@@ -40,74 +50,47 @@ class Aside:
     reason: str
 
 
-@dataclass
-class ImageTable:
-    """A `TableSource` whose encoded images are arrays; columns `image` and `label` become `images` and `labels`.
+def open_pictures(folder: Path, files: Sequence[Path]) -> TableSource:
+    """Images below `folder` as rows: `image`, the file's bytes; `label`, the number of its class; `path`, its place.
 
-    Attributes:
-        aside: What the last reading left out; whole when it is over.
+    A directory of directories is a directory of classes, by name; images that lie in no directory have no label.
+
+    Raises:
+        UsageError: If the folder holds splits, each of which is a dataset; or images beside classes.
     """
+    owners = [path.relative_to(folder).parts[:-1] for path in files]
+    tops = sorted({parts[0] for parts in owners if parts})
+    if tops and any(len(parts) > 1 for parts in owners) and all(top.lower() in _SPLITS for top in tops):
+        raise UsageError(f"{folder}: expected images or classes, got splits {', '.join(tops)}. Convert each by itself.")
+    if tops and not all(owners):
+        stray = next(path for path, parts in zip(files, owners) if not parts)
+        raise UsageError(f"{folder}: expected every image in the directory of its class, got {stray.name} beside them.")
+    columns = [("image", pa.binary()), *([("label", pa.int64())] if tops else []), ("path", pa.string())]
+    schema = pa.schema(columns)
+    labels = {top: number for number, top in enumerate(tops)}
 
-    source: TableSource
-    schema: pa.Schema
-    _column: str
-    _shape: tuple[int, int, int]
-    _options: Options
-    aside: list[Aside] = field(default_factory=list)
+    def read() -> Iterator[pa.RecordBatch]:
+        rows: Iterator[dict[str, Any]] = (
+            {
+                "image": path.read_bytes(),
+                **({"label": labels[parts[0]]} if tops else {}),
+                "path": path.relative_to(folder).as_posix(),
+            }
+            for path, parts in zip(files, owners)
+        )
+        some = batched(rows, lambda row: len(row["image"]), BATCH_BYTES, len(files))
+        return map(functools.partial(pa.RecordBatch.from_pylist, schema=schema), some)
 
-    @property
-    def kind(self) -> str:
-        """As the source's."""
-        return self.source.kind
-
-    @property
-    def num_rows(self) -> int | None:
-        """Unknown until all are decoded."""
-        return None
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """As the source's."""
-        return dict(getattr(self.source, "facts", {}))
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """As `TableSource.batches`; decodes in threads."""
-        self.aside.clear()
-        step = rows_at_once(float(np.prod(self._shape)))
-        first = 0
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            for batch in self.source.batches():
-                for start in range(0, batch.num_rows, step):
-                    yield self._decoded(batch.slice(start, step), first + start, pool)
-                first += batch.num_rows
-
-    def _decoded(self, batch: pa.RecordBatch, first: int, pool: ThreadPoolExecutor) -> pa.RecordBatch:
-        blobs = batch.column(self._column).to_pylist()
-        names = batch.column("path").to_pylist() if "path" in batch.schema.names else [None] * len(blobs)
-        found = list(pool.map(lambda blob: decode(blob, self._shape[0], self._options), blobs))
-        kept = []
-        for i, image in enumerate(found):
-            if isinstance(image, str):
-                self.aside.append(Aside(first + i, names[i] or f"row {first + i}", image))
-                continue
-            if image.shape != self._shape:
-                raise DatasetError(
-                    f"{names[i] or f'row {first + i}'}: expected an image of {self._shape[1]} x {self._shape[2]} "
-                    f"(height x width) as the first, got {image.shape[1]} x {image.shape[2]}. Make them alike with "
-                    "--resize HxW or --crop HxW."
-                )
-            kept.append(i)
-        rest = batch.take(pa.array(kept, pa.int64()))
-        stacked = np.stack([found[i] for i in kept]) if kept else np.empty((0, *self._shape), np.uint8)
-        columns = []
-        for one in self.schema:
-            old = next(n for n in batch.schema.names if renamed(n, self._column) == one.name)
-            columns.append(column_of(stacked, one) if old == self._column else rest.column(old))
-        return pa.record_batch(columns, schema=self.schema)
+    return TableSource("images", schema, len(files), read, {"classes": tops} if tops else {})
 
 
-def with_images(source: TableSource, options: Options) -> TableSource:
+def with_images(source: TableSource, options: Options, aside: list[Aside]) -> TableSource:
     """The table with its encoded images as arrays; as it is if it has none.
+
+    Columns `image` and `label` become `images` and `labels`. How many rows there are is known once all are decoded.
+
+    Args:
+        aside: Becomes what the last reading left out; whole when it is over.
 
     Raises:
         MissingPackageError: If Pillow is not installed.
@@ -136,7 +119,55 @@ def with_images(source: TableSource, options: Options) -> TableSource:
         else pa.field(renamed(one.name, column), one.type)
         for one in source.schema
     ]
-    return ImageTable(source, pa.schema(fields), column, shape, options)
+    schema = pa.schema(fields)
+
+    def read() -> Iterator[pa.RecordBatch]:
+        aside.clear()
+        step = rows_at_once(float(np.prod(shape)))
+        first = 0
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            for batch in source.batches():
+                for start in range(0, batch.num_rows, step):
+                    some = batch.slice(start, step)
+                    found = list(
+                        pool.map(lambda blob: decode(blob, channels, options), some.column(column).to_pylist())
+                    )
+                    yield _decoded(some, found, first + start, column, shape, schema, aside)
+                first += batch.num_rows
+
+    return replace(source, schema=schema, num_rows=None, read=read)
+
+
+def _decoded(
+    batch: pa.RecordBatch,
+    found: list[NDArray[np.uint8] | str],
+    first: int,
+    column: str,
+    shape: tuple[int, int, int],
+    schema: pa.Schema,
+    aside: list[Aside],
+) -> pa.RecordBatch:
+    """A batch with these images in place of the column; those that are none go `aside`."""
+    names = batch.column("path").to_pylist() if "path" in batch.schema.names else [None] * len(found)
+    kept = []
+    for i, image in enumerate(found):
+        if isinstance(image, str):
+            aside.append(Aside(first + i, names[i] or f"row {first + i}", image))
+            continue
+        if image.shape != shape:
+            raise DatasetError(
+                f"{names[i] or f'row {first + i}'}: expected an image of {shape[1]} x {shape[2]} "
+                f"(height x width) as the first, got {image.shape[1]} x {image.shape[2]}. Make them alike with "
+                "--resize HxW or --crop HxW."
+            )
+        kept.append(i)
+    rest = batch.take(pa.array(kept, pa.int64()))
+    stacked = np.stack([found[i] for i in kept]) if kept else np.empty((0, *shape), np.uint8)
+    columns = []
+    for one in schema:
+        old = next(n for n in batch.schema.names if renamed(n, column) == one.name)
+        columns.append(column_of(stacked, one) if old == column else rest.column(old))
+    return pa.record_batch(columns, schema=schema)
 
 
 def renamed(name: str, column: str) -> str:
@@ -165,17 +196,13 @@ def bare_images(source: TableSource) -> TableSource:
     if not wrapped:
         return source
     fields = [pa.field(f.name, pa.binary()) if f.name in wrapped else f for f in source.schema]
-    schema = pa.schema(fields)
-
-    def read() -> Iterator[pa.RecordBatch]:
-        for batch in source.batches():
-            columns = [
-                pa.compute.struct_field(column, "bytes").cast(pa.binary()) if name in wrapped else column
-                for name, column in zip(batch.schema.names, batch.columns)
-            ]
-            yield pa.record_batch(columns, schema=schema)
-
-    return Table(source.kind, schema, source.num_rows, read, getattr(source, "facts", {}))
+    return source.changed(
+        pa.schema(fields),
+        lambda batch: [
+            pa.compute.struct_field(column, "bytes").cast(pa.binary()) if name in wrapped else column
+            for name, column in zip(batch.schema.names, batch.columns)
+        ],
+    )
 
 
 def _is_wrapped(kind: Any) -> bool:

@@ -9,8 +9,7 @@ Padding of `input_ids` is `eos_id` or 0, of `labels` -100, of all else 0; an `at
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,12 +19,12 @@ import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from forebay.convert.content import Options, TableSource, Written
-from forebay.convert.images import ImageTable, with_images
+from forebay.convert.content import Options, Written
+from forebay.convert.images import Aside, with_images
 from forebay.convert.narrow import QUANTIZED, SCALE_SUFFIX, Largest, dtype_name, name_of_dtype, narrow
 from forebay.convert.table_digest import TableDigest, flatten, is_number, leaf_type
-from forebay.convert.table_sources.base import DTYPE_KEY, batch_of, field_of
-from forebay.dataset.manifest import FORMAT_VERSION, MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
+from forebay.convert.table_sources.base import DTYPE_KEY, TableSource, batch_of, field_of
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.slices import open_slice, write_rows_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.storage.atomic import atomic_write
@@ -96,7 +95,8 @@ def write_rows(source: TableSource, out: Path, options: Options) -> Written:
         UsageError: If no column is of numbers, or `tensors` names one that is not there.
         DatasetError: If a value does not fit its type, rows differ in length, or a value is missing.
     """
-    table = with_images(source, options)
+    aside: list[Aside] = []
+    table = with_images(source, options, aside)
     columns, left_out = _columns(table.schema, options)
     for column in columns:
         if column.to == "q8-tensor":
@@ -113,7 +113,6 @@ def write_rows(source: TableSource, out: Path, options: Options) -> Written:
     writer.flush()
     if not writer.infos:
         raise DatasetError(f"{source.kind}: expected rows, got none.")
-    aside = table.aside if isinstance(table, ImageTable) else []
     notes = [f"left out, being no numbers: {', '.join(left_out)}; --to parquet or jsonl keeps them"] if left_out else []
     files = [Path(info.name) for info in writer.infos]
     if aside:
@@ -125,7 +124,10 @@ def write_rows(source: TableSource, out: Path, options: Options) -> Written:
         files.append(Path(REJECTS_FILE))
     if not flat:
         lineage = _lineage(table, columns, writer, left_out, len(aside), options)
-        _write_manifest(out, options, writer.infos, lineage)
+        slices = SliceTable.from_rows(writer.infos)
+        atomic_write(out / TABLE_FILE, slices.to_parquet())
+        manifest = Manifest.of(slices, lineage, name=options.name or out.name, layout="rows", eos_id=options.eos_id)
+        atomic_write(out / MANIFEST_FILE, manifest.to_json())
         files += [Path(TABLE_FILE), Path(MANIFEST_FILE)]
     return Written(tuple(files), None, writer.digest.num_rows, 0, writer.digest.text(), tuple(notes))
 
@@ -267,34 +269,9 @@ def _lineage(
         if column.to in QUANTIZED:
             per = "tensor" if column.to == "q8-tensor" else "row"
             changed[column.name] |= {"scale": column.name + SCALE_SUFFIX, "per": per, "error": "at most scale / 2"}
-    facts: Mapping[str, Any] = getattr(table, "facts", {})
     more = {"changed": changed, "left_out": left_out, "aside": aside, "lossy": options.lossy and bool(changed)}
     return {
-        "converted": told | {k: v for k, v in more.items() if v} | {k: facts[k] for k in ("classes",) if k in facts}
+        "converted": told
+        | {k: v for k, v in more.items() if v}
+        | {k: table.facts[k] for k in ("classes",) if k in table.facts}
     }
-
-
-def _write_manifest(out: Path, options: Options, infos: Sequence[SliceInfo], lineage: dict[str, Any]) -> None:
-    table = SliceTable.from_rows(infos)
-    data = table.to_parquet()
-    atomic_write(out / TABLE_FILE, data)
-    manifest = Manifest(
-        format=FORMAT_VERSION,
-        name=options.name or out.name,
-        layout="rows",
-        dtype="",
-        tokenizer="",
-        vocab_size=0,
-        eos_id=options.eos_id,
-        tokens=0,
-        rows=sum(info.count for info in infos),
-        documents=0,
-        slices=len(infos),
-        bytes=sum(info.bytes for info in infos),
-        table_sha256=hashlib.sha256(data).hexdigest(),
-        lineage=lineage,
-    )
-    atomic_write(out / MANIFEST_FILE, manifest.to_json())
-
-
-__all__ = ["REJECTS_FILE", "write_rows"]

@@ -6,7 +6,7 @@ conversion takes tens of MB beside what its source maps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -53,16 +53,6 @@ class Stream:
     digest: Digest = field(default_factory=Digest)
 
     @property
-    def kind(self) -> str:
-        """The source's."""
-        return self.source.kind
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """The source's."""
-        return self.source.facts
-
-    @property
     def num_documents(self) -> int:
         """Ends that were written, once all is read."""
         return self.digest.num_documents
@@ -100,7 +90,8 @@ class Stream:
             yield part
         if digest.num_tokens != self.num_tokens:
             raise DatasetError(
-                f"{self.kind}: expected {self.num_tokens} tokens, as it says, got {digest.num_tokens}. Fetch it again."
+                f"{self.source.kind}: expected {self.num_tokens} tokens, as it says, got {digest.num_tokens}. "
+                "Fetch it again."
             )
         if self.closed and after_end:
             last = TokenPart(np.empty(0, TOKEN_DTYPES[self.dtype]), np.zeros(1, np.uint64))
@@ -143,8 +134,8 @@ class Stream:
             ended += int(np.searchsorted(piece.ends, np.uint64(at), "right"))
             advice = "Write them with --dtype uint32." if self.dtype == "U16" else "They are no token ids."
             raise UsageError(
-                f"{self.kind}: expected token ids of at most {self.most_id} to write {kind}, got {int(tokens[at])} at "
-                f"token {before + at}, after {ended} documents. {advice}"
+                f"{self.source.kind}: expected token ids of at most {self.most_id} to write {kind}, got "
+                f"{int(tokens[at])} at token {before + at}, after {ended} documents. {advice}"
             )
         return tokens.astype(kind, copy=False)
 
@@ -216,7 +207,7 @@ def shards_of(
     within `most_tokens`; a document larger than that is a group of its own."""
     group: list[NDArray[Any]] = []
     size = tokens = 0
-    for document in documents(stream):
+    for document in documents(stream.parts()):
         added = document.nbytes + record_bytes
         full = tokens + len(document) > most_tokens if most_tokens else size + added > most_bytes
         if group and full:

@@ -14,21 +14,19 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from forebay.convert.content import Options, TableSource, Written
+from forebay.convert.content import Options, Written
+from forebay.convert.images import open_pictures
 from forebay.convert.rows import write_rows
 from forebay.convert.table_digest import TableDigest
 from forebay.convert.table_sinks.columns import write_feather, write_parquet
 from forebay.convert.table_sinks.lines import write_csv, write_jsonl
-from forebay.convert.table_sinks.records import write_tfrecord
-from forebay.convert.table_sinks.samples import write_webdataset
-from forebay.convert.table_sources.arrays import open_idx, open_npy, open_npz
-from forebay.convert.table_sources.base import Table
+from forebay.convert.table_sinks.records import write_tfrecord, write_webdataset
+from forebay.convert.table_sources.arrays import open_idx, open_npy, open_npz, open_rows
+from forebay.convert.table_sources.base import TableSource
 from forebay.convert.table_sources.columns import open_arrow, open_parquet
 from forebay.convert.table_sources.lines import open_csv, open_jsonl
-from forebay.convert.table_sources.pictures import open_pictures
 from forebay.convert.table_sources.records import open_tfrecord
 from forebay.convert.table_sources.samples import open_samples
-from forebay.convert.table_sources.slices import open_rows
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, UsageError
@@ -169,7 +167,7 @@ def _open(kind: str, place: Path, files: list[Path], options: Options) -> TableS
     return _OPENERS[kind](files)
 
 
-def _open_own(place: Path) -> Table | None:
+def _open_own(place: Path) -> TableSource | None:
     dataset = open_dataset(place)
     if dataset.manifest.layout != "rows":
         return None
@@ -177,6 +175,3 @@ def _open_own(place: Path) -> Table | None:
     facts = {"classes": told["classes"]} if isinstance(told, dict) and "classes" in told else {}
     paths = [dataset.open_slice(index).path for index in range(dataset.num_slices)]  # Opening compares the hashes.
     return replace(open_rows(paths, facts), dataset=dataset)
-
-
-__all__ = ["TABLE_SINKS", "open_table", "verify_table"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.convert.content import Options, TokenPart, Tokens, TokenSource
+from forebay.convert.content import Options, TokenPart, TokenSource
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import Slice, locate_tensors, open_slice, release_pages
@@ -23,7 +23,7 @@ from forebay.formats.foreign import TOKEN_COLUMNS
 _INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
 
 
-def tokens_of_dataset(dataset: Dataset) -> Tokens:
+def tokens_of_dataset(dataset: Dataset) -> TokenSource:
     """An open dataset of layout `tokens`, slice by slice."""
     m = dataset.manifest
     known: dict[str, Any] = {"name": m.name}
@@ -44,7 +44,7 @@ def tokens_of_dataset(dataset: Dataset) -> Tokens:
 
     kind = dataset.kind if isinstance(dataset, ForeignDataset) else "safetensors"
     seq_len = getattr(dataset, "seq_len", None)
-    return Tokens(kind, m.dtype, dataset.num_tokens, m.documents, int(seq_len or 0) or None, read, facts, dataset)
+    return TokenSource(kind, m.dtype, dataset.num_tokens, m.documents, int(seq_len or 0) or None, read, facts, dataset)
 
 
 def open_tokens(path: str | Path, options: Options) -> TokenSource | None:
@@ -97,7 +97,7 @@ def _plain(place: Path, column: str | None) -> TokenSource | None:
             release_pages(one.tensors[name])
 
     seq_len = lengths.pop() if len(lengths) == 1 else None
-    return Tokens("safetensors files", dtype, tokens, documents, seq_len, read)
+    return TokenSource("safetensors files", dtype, tokens, documents, seq_len, read)
 
 
 def _tokens_in(file: Path, column: str | None) -> tuple[str, str, int, int, int | None] | None:

@@ -6,18 +6,10 @@ dimension, and the second of two of integers: rows of other lengths, which a loa
 Costs one reading of all bytes, for their hashes; writes two small files.
 """
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
-from forebay.dataset.manifest import (
-    FORMAT_VERSION,
-    MANIFEST_FILE,
-    TABLE_FILE,
-    Manifest,
-    SliceInfo,
-    SliceTable,
-)
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import Slice, check_document_ends, hash_file, open_slice
 from forebay.errors import DatasetError, UsageError
@@ -58,25 +50,10 @@ def adopt(directory: str | Path, name: str | None = None) -> Dataset:
         shared = joined
         rows.append(_row(index, relative, one, layout))
     table = SliceTable.from_rows(rows)
-    data = table.to_parquet()
-    total = sum(row.count for row in rows)
-    manifest = Manifest(
-        format=FORMAT_VERSION,
-        name=name or folder.resolve().name,
-        layout=layout,
-        dtype=first.dtypes["tokens"] if layout == "tokens" else "",
-        tokenizer="",
-        vocab_size=0,
-        eos_id=None,
-        tokens=total if layout == "tokens" else 0,
-        rows=total if layout == "rows" else 0,
-        documents=sum(row.documents for row in rows),
-        slices=len(rows),
-        bytes=sum(row.bytes for row in rows),
-        table_sha256=hashlib.sha256(data).hexdigest(),
-        lineage={"adopted": {"tensors": shared}},
-    )
-    _commit(folder, manifest.to_json(), data)
+    dtype = first.dtypes["tokens"] if layout == "tokens" else ""
+    lineage = {"adopted": {"tensors": shared}}
+    manifest = Manifest.of(table, lineage, name=name or folder.resolve().name, layout=layout, dtype=dtype)
+    _commit(folder, manifest.to_json(), table.to_parquet())
     return open_dataset(folder)
 
 

@@ -76,6 +76,39 @@ class Manifest:
     def __post_init__(self) -> None:
         _check_manifest(self)
 
+    @classmethod
+    def of(
+        cls,
+        table: SliceTable,
+        lineage: dict[str, Any],
+        *,
+        name: str,
+        layout: str,
+        dtype: str = "",
+        tokenizer: str = "",
+        vocab_size: int = 0,
+        eos_id: int | None = None,
+        table_sha256: str = "",
+    ) -> Manifest:
+        """The description of a dataset of these slices, whose numbers and hash are the table's."""
+        count = int(table.count.sum())
+        return cls(
+            format=FORMAT_VERSION,
+            name=name,
+            layout=layout,
+            dtype=dtype,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            eos_id=eos_id,
+            tokens=count if layout == "tokens" else 0,
+            rows=count if layout == "rows" else 0,
+            documents=int(table.documents.sum()),
+            slices=len(table),
+            bytes=int(table.bytes.sum()),
+            table_sha256=table_sha256 or hashlib.sha256(table.to_parquet()).hexdigest(),
+            lineage=lineage,
+        )
+
     def to_json(self) -> Bytes:
         """Canonical bytes: sorted keys, indent 1, UTF-8, a newline; `check` is their sha256 without it."""
         plain = asdict(self)

@@ -21,7 +21,6 @@ from forebay.doctor.verdicts import FETCH, PREPARE_AGAIN, Look, judge, true_dtyp
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import litdata, open_foreign
 from forebay.formats.foreign import TOKEN_COLUMNS, ForeignDataset, map_file
-from forebay.formats.litdata_chunks import body_of, unwrap
 
 _GUESSES = ("int64", "uint32", "uint16")
 
@@ -110,7 +109,7 @@ def examine_litdata(path: Path, options: Options) -> Look:
         look.read_bytes += sizes[one]
         try:
             if layout is None:
-                body_of(one, unwrap(one, map_file(one.path)))
+                litdata.body_of(one, litdata.unwrap(one, map_file(one.path)))
                 continue
             tokens, ends = litdata.tokens_of(one, layout, map_file(one.path))
         except DatasetError as error:

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from forebay.dataset.manifest import FORMAT_VERSION, TOKEN_DTYPES, Manifest, SliceTable
+from forebay.dataset.manifest import TOKEN_DTYPES, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, VerifyReport
 from forebay.dataset.slices import Slice, check_document_ends, hash_file, release_pages
 from forebay.errors import DatasetError, UsageError
@@ -107,25 +107,17 @@ class ForeignDataset(Dataset, ABC):
         digest = hashlib.sha256()
         for column in (table.sha256, table.count, table.documents):
             digest.update(np.ascontiguousarray(column).tobytes())
-        tokens, num_bytes = int(table.count.sum()), int(table.bytes.sum())
-        what = {"format": kind, "dtype": dtype, "tokens": tokens, **self._facts, "slices": digest.hexdigest()}
+        what = {
+            "format": kind,
+            "dtype": dtype,
+            "tokens": int(table.count.sum()),
+            **self._facts,
+            "slices": digest.hexdigest(),
+        }
         described = hashlib.sha256(json.dumps(what, sort_keys=True).encode())
         name = "".join(c for c in path.resolve().name if c.isprintable())[:255]
-        manifest = Manifest(
-            format=FORMAT_VERSION,
-            name=name or kind,
-            layout="tokens",
-            dtype=dtype,
-            tokenizer="",
-            vocab_size=0,
-            eos_id=None,
-            tokens=tokens,
-            rows=0,
-            documents=int(table.documents.sum()),
-            slices=len(table),
-            bytes=num_bytes,
-            table_sha256=digest.hexdigest(),
-            lineage={"opened": what},
+        manifest = Manifest.of(
+            table, {"opened": what}, name=name or kind, layout="tokens", dtype=dtype, table_sha256=digest.hexdigest()
         )
         super().__init__(path, manifest, table, described.hexdigest())
 

@@ -39,7 +39,6 @@ from forebay.formats.foreign import (
     stored_as,
     token_kind,
 )
-from forebay.storage.atomic import atomic_write
 
 HEADERS = ("npy", "llm.c")
 """Formats of `detect` whose files say the type of their tokens."""
@@ -150,28 +149,6 @@ def sample_id(tokens: NDArray[Any]) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def write_shard(folder: Path, index: int, tokens: NDArray[Any], seq_len: int) -> tuple[Path, Path]:
-    """Write `train_%06d.npy` (U16 or U32, NumPy's header) and `sample_ids_%06d.bin` (raw u64), Templar's names.
-
-    The folder is made if there is none.
-
-    Raises:
-        UsageError: If the tokens are no U16 or U32 vector, or not a whole number of samples.
-        OSError: If they cannot be written.
-    """
-    if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32) or seq_len < 1 or len(tokens) % seq_len:
-        raise UsageError(
-            f"shard of tokens: expected uint16 or uint32 [n * {seq_len}], got {tokens.dtype} {list(tokens.shape)}."
-        )
-    tokens = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
-    ids = np.array([sample_id(row) for row in tokens.reshape(-1, seq_len)], "<u8")
-    first, second = folder / f"train_{index:06d}.npy", folder / f"sample_ids_{index:06d}.bin"
-    folder.mkdir(parents=True, exist_ok=True)
-    atomic_write(second, ids.tobytes())
-    atomic_write(first, [npy_head(tokens.dtype, len(tokens)), np.ascontiguousarray(tokens).view(np.uint8).data])
-    return first, second
-
-
 def npy_head(dtype: np.dtype[Any], count: int) -> bytes:
     """NumPy's header of a vector: 128 bytes for every count."""
     head = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
@@ -244,8 +221,8 @@ def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
     if guess is not None:
         return _raw(path, guess)
     raise UsageError(
-        f"{path}: tokens without a header, of no known type. Say it: dtype='uint16' (GPT-2's and other vocabularies "
-        "below 65536) or dtype='uint32'."
+        f"{path}: tokens without a header, of no known type. Say it: dtype='uint16' or --input-dtype uint16 (GPT-2's "
+        "and other vocabularies below 65536), or uint32."
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,14 +93,30 @@ def write_shards(
     out.mkdir(parents=True, exist_ok=True)
     remove_stale(out)
     (out / SHARDS_FILE).unlink(missing_ok=True)
-    samples = _samples(first, pieces, kind, seq_len, out)
-    shards: list[Shard] = []
-    for block in samples:
-        shard = _write_one(out, len(shards), block, samples, shard_tokens // seq_len, kind, generation, header, prefix)
-        shards.append(shard)
+    shards = write_unlisted(
+        chain([first], pieces), out, seq_len, shard_tokens // seq_len, kind, generation, header, prefix
+    )
     if not shards:
         raise DatasetError(f"{out}: expected at least one sample of {seq_len} tokens, got fewer tokens.")
     _write_list(out, shards, seq_len, kind)
+    return shards
+
+
+def write_unlisted(
+    pieces: Iterable[NDArray[Any]],
+    out: Path,
+    seq_len: int,
+    shard_samples: int,
+    kind: np.dtype[Any],
+    generation: Generation,
+    header: bool = True,
+    prefix: str = "",
+) -> list[Shard]:
+    """Write vectors of tokens as shards of so many samples, without `shards.json`; the directory is there."""
+    samples = _Blocks(_samples(pieces, kind, seq_len, out))
+    shards: list[Shard] = []
+    for block in samples:
+        shards.append(_write_one(out, len(shards), block, samples, shard_samples, kind, generation, header, prefix))
     return shards
 
 
@@ -154,23 +171,16 @@ class _Blocks(Iterator["NDArray[Any]"]):
         self._back = block
 
 
-def _samples(
-    first: NDArray[Any], pieces: Iterator[NDArray[Any]], kind: np.dtype[Any], seq_len: int, out: Path
-) -> _Blocks:
-    def blocks() -> Iterator[NDArray[Any]]:
-        left = np.empty(0, kind)
-        piece: NDArray[Any] | None = first
-        step = max(1, _BLOCK_BYTES // (seq_len * kind.itemsize)) * seq_len
-        while piece is not None:
-            for at in range(0, len(piece), step):
-                left = np.concatenate([left, _narrowed(piece[at : at + step], kind, out)])
-                whole = len(left) // seq_len * seq_len
-                if whole:
-                    yield left[:whole].reshape(-1, seq_len)
-                    left = left[whole:]
-            piece = next(pieces, None)
-
-    return _Blocks(blocks())
+def _samples(pieces: Iterable[NDArray[Any]], kind: np.dtype[Any], seq_len: int, out: Path) -> Iterator[NDArray[Any]]:
+    left = np.empty(0, kind)
+    step = max(1, _BLOCK_BYTES // (seq_len * kind.itemsize)) * seq_len
+    for piece in pieces:
+        for at in range(0, len(piece), step):
+            left = np.concatenate([left, _narrowed(piece[at : at + step], kind, out)])
+            whole = len(left) // seq_len * seq_len
+            if whole:
+                yield left[:whole].reshape(-1, seq_len)
+                left = left[whole:]
 
 
 def _narrowed(tokens: NDArray[Any], kind: np.dtype[Any], out: Path) -> NDArray[Any]:

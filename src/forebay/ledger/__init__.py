@@ -12,19 +12,3 @@ end: samples and the Merkle root of its coverage), `set_aside` and `readmitted` 
 
 No network and no cryptography in here: what signs and what checks a signature is passed in.
 """
-
-from forebay.ledger.chain import GENESIS, Checkpoint, Entry, canonical_json, read_entries
-from forebay.ledger.coverage import count_coverage, coverage_root
-from forebay.ledger.index import LedgerIndex, open_index
-from forebay.ledger.job import MAX_SLICES, Job, decode_runs, encode_runs
-from forebay.ledger.proof import ProofReport, check_proof, prove
-from forebay.ledger.receipts import Used, receipt_message
-from forebay.ledger.verify import MAX_PROBLEMS, LedgerReport, Replay, Verifier, verify_ledger
-from forebay.ledger.writer import Ledger, Signer
-
-__all__ = [
-    "GENESIS", "MAX_PROBLEMS", "MAX_SLICES", "Checkpoint", "Entry", "Job", "Ledger", "LedgerIndex", "LedgerReport",
-    "ProofReport", "Replay", "Signer", "Used", "Verifier", "canonical_json", "check_proof", "count_coverage",
-    "coverage_root", "decode_runs", "encode_runs", "open_index", "prove", "read_entries", "receipt_message",
-    "verify_ledger",
-]  # fmt: skip

@@ -36,8 +36,7 @@ from forebay.load.blocks import Blocks
 from forebay.load.makers import make_maker
 from forebay.load.needs import MAX_RATIO, WARN_RATIO, Job, check_traffic, nodes_of, worst_of
 from forebay.load.packing import DocumentFilter
-from forebay.load.samples import plan_samples
-from forebay.load.sharding import SHARDINGS, share_of
+from forebay.load.samples import SHARDINGS, plan_samples, share_of
 from forebay.load.slices import CacheSettings, Slices, cache_place, check_hashes, comes_by_cache, settings_for
 from forebay.load.sources import Given, Mixture, filters_of, open_all, places_of, read_mixture
 from forebay.load.state import identity_of, make_state, step_of_state
@@ -244,7 +243,7 @@ class Loader:
         if settings is not None:
             self._check_traffic(cached, settings)
         steps = max(map(window_steps, self.run.orders))
-        return Slices(opened, cached, self._uses, self.run.num_steps, self._pass_end, settings, verify, steps)
+        return Slices(opened, cached, self.run, self.rank, self.world_size, settings, verify, steps)
 
     def _check_traffic(self, cached: Sequence[bool], settings: CacheSettings) -> None:
         """Warn of a run that would fetch slices several times in an epoch, or refuse it."""
@@ -430,22 +429,6 @@ class Loader:
     def _batches(self) -> Generator[Batch, None, None]:
         source = self._blocks.batches(self._step)
         return run_ahead(source, self._prefetch, self._slices.pause) if self._prefetch else source
-
-    def _pass_end(self, step: int) -> int | None:
-        """The run step at which the epoch of `step` ends; None in a mixture, which has none."""
-        if self.mixture is not None or (self.run.num_steps is not None and step >= self.run.num_steps):
-            return None
-        place = self.run.place(step)
-        steps = self.run.num_steps
-        try:
-            return self.run.step_of(place.epoch + 1, 0)
-        except UsageError:
-            return steps  # The last epoch.
-
-    def _uses(self, start: int, stop: int) -> Any:
-        """Run steps [start, stop) to the distinct (step, key) of this rank, by step."""
-        steps, sources, slices = self.run.uses(start, stop, self.rank, self.world_size)
-        return steps, self._slices.first_key[sources] + slices
 
 
 def _open_again(arguments: dict[str, Any], step: int) -> Loader:

@@ -11,28 +11,36 @@ contains a shorter one.
 
 import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
-from forebay.dataset.slices import Slice
-from forebay.errors import DatasetError, UsageError
-from forebay.load.ends import ReadEnds, ends_reader
+from forebay.dataset.slices import Slice, locate_tensors
+from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.load.packing import DocumentFilter, Pieces, count_chunks, count_fit, kept_pieces
 from forebay.order.bijection import derive_key, permute
+from forebay.order.homes import homes_of
 from forebay.order.plan import samples_per_slice
 from forebay.storage.atomic import atomic_write, remove_stale
+from forebay.store.origins import Origin, PassingError, read_small
+from forebay.store.remote import RemoteDataset
 
 Array: TypeAlias = NDArray[Any]
 I64 = NDArray[np.int64]
+ReadEnds = Callable[[int], NDArray[np.uint64]]
 PACKINGS = ("chunk", "fit")
 SPLITS = (None, "train", "validation")
+SHARDINGS = ("order", "hash")
+SLACK = 0.1
+"""A worker owns at most this part more slices than the mean, rounded up to a whole slice: with few slices a worker much
+more than a tenth (81 slices on 8 workers: at most 12, 1.19 times the mean)."""
 _READERS = 8  # Threads: reading ends waits for disks and networks.
 _COUNTING_VERSION = 1  # Of what is remembered.
 
@@ -351,3 +359,119 @@ class Maker(Protocol):
 
     def make(self, plan: Any, start: int, stop: int) -> Made:
         """The batch of the plan's samples [start, stop), in arrays of its own."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one worker owns of a dataset.
+
+    Attributes:
+        view: The dataset's, with no samples in slices of others.
+        num_samples: Of each worker, int64 [W].
+        workers: Their names, by rank.
+    """
+
+    view: View
+    num_samples: I64
+    workers: tuple[str, ...]
+
+
+def share_of(dataset: Dataset, view: View, rank: int, world_size: int, workers: Sequence[str] | None) -> Share:
+    """A rank's part by rendezvous hashing of the slices' hashes.
+
+    Args:
+        workers: Names by rank, which decide; by default the ranks' numbers.
+
+    Raises:
+        UsageError: If the names are not as many as ranks, or a rank would own nothing.
+    """
+    names = tuple(map(str, range(world_size) if workers is None else workers))
+    if len(names) != world_size:
+        raise UsageError(f"workers: expected a name for each of {world_size} ranks, got {len(names)}.")
+    homes = homes_of(dataset.table.sha256, names, SLACK)
+    owned = np.bincount(homes, weights=view.counts, minlength=world_size).astype(np.int64)
+    if not owned.all():
+        raise UsageError(
+            f"sharding='hash': expected samples for each of {world_size} workers, got none for "
+            f"{names[int(owned.argmin())]!r}: {np.count_nonzero(view.counts)} slices are too few. Prepare smaller "
+            "slices (--slice-bytes), or use sharding='order'."
+        )
+    return Share(replace(view, counts=np.where(homes == rank, view.counts, 0)), owned, names)
+
+
+_HEAD_BYTES = 64 << 10
+
+
+def ends_reader(dataset: Dataset) -> ReadEnds:
+    """What reads the ends of slice i, U64 [D]; threads may share it. It raises DatasetError or NetworkError.
+
+    A slice that lies elsewhere is not fetched for them: its head says where they are, and in our own slices mostly
+    holds them. These bytes are not verified, as a hash is that of a whole slice: they decide how many samples are
+    planned, and a slice that then has fewer is refused when it is opened.
+    """
+    if not isinstance(dataset, RemoteDataset):
+        return lambda index: dataset.open_slice(index).document_ends
+    origin = dataset.origin
+    return lambda index: _remote_ends(origin, dataset.table.row(index))
+
+
+def _remote_ends(origin: Origin, row: SliceInfo) -> NDArray[np.uint64]:
+    head = _read(origin, row.name, 0, min(_HEAD_BYTES, row.bytes))
+    at = 0
+
+    def next_bytes(count: int) -> bytes:
+        nonlocal head, at
+        if at + count > len(head):
+            head += _read(origin, row.name, len(head), min(at + count, row.bytes))
+        at += count
+        return head[at - count : at]
+
+    places = locate_tensors(next_bytes, row.bytes)
+    kind, shape, start, stop = places.get("document_ends", ("", (), 0, 0))
+    if (kind, shape) != ("U64", (row.documents,)):
+        raise DatasetError(
+            f"{row.name} of {origin.url}: expected document_ends U64 [{row.documents}], got {kind} {list(shape)}. "
+            "Publish the dataset again."
+        )
+    data = head[start:stop]
+    if len(data) < stop - start:
+        data += _read(origin, row.name, start + len(data), stop)
+    return np.frombuffer(data, "<u8")
+
+
+def _read(origin: Origin, name: str, start: int, stop: int) -> bytes:
+    """Bytes [start, stop) of an object, from the first of the origin's sources that gives them."""
+    if start >= stop:
+        return b""
+    failed: DatasetError | NetworkError | None = None
+    for source in origin.sources():
+        try:
+            return read_small(_Range(source, start, stop), name, stop - start)
+        except (DatasetError, NetworkError) as error:
+            failed = error
+    raise failed or NetworkError(f"{name} of {origin.url}: nobody has it now. Start a node that serves it.")
+
+
+@dataclass(frozen=True)
+class _Range:
+    """An origin whose objects are a range of another's."""
+
+    origin: Origin
+    start: int
+    stop: int
+
+    @property
+    def url(self) -> str:
+        return self.origin.url
+
+    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        return self.origin.read(name, self.start + start, min(self.start + stop, self.stop))
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        data = b"".join(bytes(piece) for piece in self.read(name, 0, max_bytes))
+        if len(data) < max_bytes:
+            raise PassingError(f"{name} broke off after {len(data)} of {max_bytes} bytes")
+        return data
+
+    def sources(self) -> Sequence[Origin]:
+        return [self]

@@ -79,12 +79,6 @@ class ShardDataset:
         """Whether all its samples are there."""
         return self._samples is not None
 
-    @property
-    def num_verified(self) -> int:
-        """Samples from 0 on that can be read without waiting."""
-        check = None if self._arrival is None else self._arrival.check
-        return len(self) if self._samples is not None or check is None else check.verified
-
     def close(self) -> None:
         """Drop the maps and let the files be removed: their disk space is free once they are. May be called twice.
 

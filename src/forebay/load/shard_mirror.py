@@ -13,7 +13,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,10 +52,6 @@ class ShardMirrorReport:
     skipped_bytes: int
     missing: list[int]
     complete: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, by name."""
-        return asdict(self)
 
 
 def holds_shards(source: str | Path | Origin, prefix: str = "train") -> bool:

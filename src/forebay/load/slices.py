@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import shutil
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +24,13 @@ from forebay.dataset.slices import Slice, hash_file, open_slice
 from forebay.dataset.verified import user_cache
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.foreign import ForeignDataset
-from forebay.load.readahead import ReadAhead
+from forebay.order.run import Run
 
 if TYPE_CHECKING:
     from forebay.load.fetches import Fetches
     from forebay.store.prefetch import Keep, SliceFeed
 
 I64 = NDArray[np.int64]
-Uses = Callable[[int, int], tuple[I64, I64]]
 
 _MOST_DEFAULT_BYTES = 64 << 30
 _LOOK_AT_STEPS = 256
@@ -86,9 +87,7 @@ class Slices:
     Args:
         datasets: Of the run.
         cached: For each dataset, whether its slices come by way of the cache.
-        uses: Run steps [start, stop) to the distinct (step, key) of this rank, by step.
-        num_steps: Of the run; None for no end.
-        pass_end: The run step at which the epoch of a step ends; None for never.
+        run: What is read, by rank `rank` of `world_size`.
         cache: Needed if any dataset is cached.
         verify: Hash each slice as it is opened for the first time.
         window_steps: As `SliceFeed`.
@@ -106,9 +105,9 @@ class Slices:
         self,
         datasets: Sequence[Dataset],
         cached: Sequence[bool],
-        uses: Uses,
-        num_steps: int | None,
-        pass_end: Callable[[int], int | None],
+        run: Run,
+        rank: int,
+        world_size: int,
         cache: CacheSettings | None,
         verify: bool = False,
         window_steps: int = 0,
@@ -116,9 +115,7 @@ class Slices:
         self._window_steps = window_steps
         self._datasets = datasets
         self._cached = cached
-        self._uses = uses
-        self._num_steps = num_steps
-        self._pass_end = pass_end
+        self._run, self._rank, self._world_size = run, rank, world_size
         self._cache = cache
         self.lean = cache is not None and cache.keep == "window"
         self._verify = verify
@@ -131,7 +128,7 @@ class Slices:
         self._fetches: Fetches | None = None
         self._leaving: weakref.finalize[..., Any] | None = None
         self._counted: dict[str, Any] = {}
-        self._ahead = ReadAhead()
+        self._read_ahead = ReadAhead()
         self._told: set[int] = set()
         if cache is not None:
             self._check_budget(cache)
@@ -157,7 +154,7 @@ class Slices:
         """
         assert self._cache is not None
         sizes = np.concatenate([dataset.table.bytes for dataset in self._datasets])
-        last = (self._num_steps or _LOOK_AT_STEPS) - 1
+        last = (self._run.num_steps or _LOOK_AT_STEPS) - 1
         for start in sorted({0, last // 3, 2 * last // 3}):
             stop = min(start + _LOOK_AT_STEPS, last + 1)
             steps, keys = self._cached_uses(start, stop)
@@ -175,12 +172,15 @@ class Slices:
 
     def find(self, key: int) -> tuple[Dataset, int]:
         """The dataset of a key, and the slice's index there."""
-        at = int(np.searchsorted(self.first_key, key, side="right")) - 1
+        at = self._source_of(key)
         return self._datasets[at], key - int(self.first_key[at])
+
+    def _source_of(self, key: int) -> int:
+        return int(np.searchsorted(self.first_key, key, side="right")) - 1
 
     def is_cached(self, key: int) -> bool:
         """Whether this slice comes by way of the cache."""
-        return self.cached and self._cached[int(np.searchsorted(self.first_key, key, side="right")) - 1]
+        return self.cached and self._cached[self._source_of(key)]
 
     def seek(self, step: int) -> None:
         """The consumer stands before `step`."""
@@ -255,7 +255,7 @@ class Slices:
         """These will be opened soon: let the kernel read those that are local files."""
         new = [key for key in keys if key not in self._told and not self.is_cached(key)]
         self._told = set(keys)
-        self._ahead.tell([dataset.slice_path(index) for dataset, index in map(self.find, new)])
+        self._read_ahead.request([dataset.slice_path(index) for dataset, index in map(self.find, new)])
 
     def stats(self) -> dict[str, Any]:
         """What the cache and the transfers counted since the loader was made; empty if all is local."""
@@ -270,7 +270,7 @@ class Slices:
 
     def pause(self) -> None:
         """End the threads, but go on sharing. The next `seek` begins anew."""
-        self._ahead.close()
+        self._read_ahead.close()
         feed, self._feed = self._feed, None
         if feed is not None:
             feed.close()
@@ -302,23 +302,27 @@ class Slices:
             np.concatenate([table.sha256 for table in infos]),
             np.concatenate([table.bytes * cached for table, cached in zip(infos, self._cached)]),  # Local: no room.
             self._cached_uses,
-            self._num_steps,
+            self._run.num_steps,
             lambda key, part: fetches.start(*find(key), part),
             fetches.cancel,
             keep=self._cache.keep,
             horizon_bytes=self._cache.ahead_bytes,
-            pass_end=self._pass_end,
+            epoch_of=self._epoch_of,
             on_evict=(lambda key: fetches.evicted(*find(key))) if self._cache.share else None,
             first_alone=True,
             window_steps=self._window_steps,
         )
 
     def _cached_uses(self, start: int, stop: int) -> tuple[I64, I64]:
-        steps, keys = self._uses(start, stop)
+        steps, sources, slices = self._run.uses(start, stop, self._rank, self._world_size)
+        keys = self.first_key[sources] + slices
         if all(self._cached):
             return steps, keys
-        kept = np.array(self._cached)[np.searchsorted(self.first_key, keys, side="right") - 1]
+        kept = np.array(self._cached)[sources]
         return steps[kept], keys[kept]
+
+    def _epoch_of(self, step: int, key: int) -> tuple[int | None, int | None]:
+        return self._run.epoch_of(step, self._source_of(key))
 
 
 def check_hashes(datasets: list[Dataset]) -> None:
@@ -382,3 +386,45 @@ def cache_place(cache: str | None, cache_dir: str | Path | None) -> str | Path |
             f"cache: expected 'disk' or 'ram', and no cache_dir beside it, got {cache!r} and {cache_dir!r}."
         )
     return user_cache() / "slices" if cache == "disk" else "ram"
+
+
+class ReadAhead:
+    """Names files to the kernel (`posix_fadvise`), one after the other, in a thread that begins with the first of them.
+
+    So a batch is gathered from the page cache and not from the disk. It copies nothing and holds nothing: the pages are
+    the kernel's, and go when memory is short. Where the call is missing (macOS), it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._paths: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def request(self, paths: Iterable[Path]) -> None:
+        """These will be read soon, in this order."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for path in paths:
+            self._paths.put(path)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="forebay-readahead", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, after the file that it is at."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            while not self._paths.empty():
+                self._paths.get()
+            self._paths.put(None)
+            thread.join()
+
+    def _run(self) -> None:
+        while (path := self._paths.get()) is not None:
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                continue  # Who reads it says why.
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)

@@ -6,7 +6,6 @@ everything else comes by way of the cache.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from forebay.dataset.reader import open_dataset as open_local
 from forebay.errors import DatasetError, UsageError
 from forebay.load.packing import DocumentFilter
 from forebay.order.mixture import Weights
+from forebay.toml import read_toml
 
 Given: TypeAlias = "str | Path | Dataset"
 _OPENERS = 16
@@ -79,12 +79,7 @@ class Mixture:
             UsageError: If the file cannot be read or is not that.
         """
         path = Path(path)
-        try:
-            plain = tomllib.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"{path}: expected a mixture (TOML with [datasets] and [[change]]), got: {error}"
-            ) from error
+        plain = read_toml(path)
         datasets, changes = plain.get("datasets"), plain.get("change")
         if not isinstance(datasets, dict) or not isinstance(changes, list) or set(plain) - {"datasets", "change"}:
             raise UsageError(f"{path}: expected [datasets] and [[change]] and nothing else, got {sorted(plain)}.")

@@ -20,7 +20,6 @@ import logging
 import re
 import sqlite3
 import threading
-import tomllib
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,6 +29,7 @@ from forebay.errors import StateError, UsageError
 from forebay.network.peer import ROLES, Peer
 from forebay.network.revocation import file_stamp
 from forebay.sizes import parse_size
+from forebay.toml import parse_toml, read_text
 
 DAY_S = 86400
 log = logging.getLogger("forebay.network")
@@ -118,11 +118,8 @@ def read_rules(path: Path) -> tuple[Rule, ...]:
     Raises:
         UsageError: If it is missing, malformed, or says what this version does not know.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        body = tomllib.loads(text)
-    except (OSError, ValueError) as error:  # a fault of TOML names its line
-        raise UsageError(f"access list: cannot read {path}: {error}.") from error
+    text = read_text(path)
+    body = parse_toml(text, path)
     for key, value in body.items():
         if key != "dataset" or not isinstance(value, list):
             raise UsageError(

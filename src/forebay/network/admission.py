@@ -4,19 +4,14 @@ The server holds the root's or an organisation's key and speaks TLS 1.3 with tha
 the joiner asks nobody else. What travels is a request for a certificate, signed with the new key. Which key used
 which token is on disk before the certificate leaves, so that a killed server gives no use twice; the same key asking
 again (its answer was lost) gets its certificate again and uses up nothing.
-
-What the choice costs: a thread a connection, at most MAX_AT_ONCE; nodes join seldom.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import http.server
 import json
 import logging
 import os
-import socket
 import ssl
 import tempfile
 import threading
@@ -33,15 +28,18 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.audit import AuditLog
 from forebay.network.certificates import EARLY, Issuer, der_of, issue_server, judge, scope_of
-from forebay.network.exchange import Response, error_response, json_response
+from forebay.network.exchange import Request, Response, error_response, json_response
+from forebay.network.https import Server
+from forebay.network.limits import Bounds
 from forebay.network.networks import check_name, node_pem, read_cert, read_issuer
 from forebay.network.revocation import Revocations
 from forebay.network.tokens import Token, check_token
 from forebay.peer_id import peer_id_of
 
 MAX_REQUEST_BYTES = 256 << 10
-MAX_AT_ONCE = 32
+MAX_CONNECTIONS = 256
 TIMEOUT_S = 10.0
+_BOUNDS = Bounds(per_address=32, busy=8, idle_s=TIMEOUT_S)
 USES_NAME = "admissions.jsonl"
 log = logging.getLogger("forebay.network")
 
@@ -186,93 +184,28 @@ class AdmissionServer:
 
     def __init__(self, admissions: Admissions, host: str = "127.0.0.1", port: int = 0) -> None:
         self.admissions = admissions
-        try:
-            self._server = _Listener((host, port), admissions, _context(admissions))
-        except OSError as error:
-            raise NetworkError(f"admit: cannot listen on {host}:{port}: {error}. Choose another address.") from error
-        port = self._server.server_address[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="admit", daemon=True)
+        self._server = Server(None, host, port, self._answer, MAX_CONNECTIONS, bounds=_BOUNDS, tls=_context(admissions))
+
+    @property
+    def address(self) -> str:
+        """`host:port` where it listens, once it has started."""
+        return self._server.address
 
     def start(self) -> AdmissionServer:
-        """Answer, in background threads."""
-        self._thread.start()
+        """Answer, in background threads. NetworkError if the address cannot be had."""
+        self._server.start()
         return self
 
     def close(self) -> None:
         """Take no more requests, and finish those under way."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(TIMEOUT_S)
+        self._server.drain(TIMEOUT_S)
+        self._server.close()
         self.admissions.close()
 
-
-class _Listener(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-
-    def __init__(self, address: tuple[str, int], admissions: Admissions, context: ssl.SSLContext) -> None:
-        self.admissions, self.context = admissions, context
-        self.places = threading.BoundedSemaphore(MAX_AT_ONCE)
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        super().__init__(address, _Door)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self.places.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own: a stranger's handshake keeps nobody waiting."""
-        limit: threading.Timer | None = None
-        try:
-            request.settimeout(TIMEOUT_S)
-            with self.context.wrap_socket(request, server_side=True, do_handshake_on_connect=False) as tls:
-                limit = threading.Timer(3 * TIMEOUT_S, _cut, (tls,))  # who drips holds a place no longer than this
-                limit.daemon = True
-                limit.start()
-                tls.do_handshake()
-                self.finish_request(tls, client_address)
-        except OSError as error:  # strangers, resets, time-outs
-            log.debug("admit: connection of %s ended: %s", client_address, error)
-        finally:
-            if limit is not None:
-                limit.cancel()
-            self.places.release()
-
-
-class _Door(http.server.BaseHTTPRequestHandler):
-    server: _Listener
-    timeout = TIMEOUT_S
-    server_version, sys_version = "forebay", ""
-
-    def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit() and len(length) < 9 and int(length) <= MAX_REQUEST_BYTES):
-            left = min(int(length[:9]), 16 * MAX_REQUEST_BYTES) if length.isascii() and length.isdigit() else 0
-            while left > 0 and (piece := self.rfile.read(min(left, 1 << 16))):
-                left -= len(piece)  # closing on unread bytes would overtake the answer
-            self._send(error_response(413, "too_large", f"expected a body of at most {MAX_REQUEST_BYTES} bytes"))
-            return
-        body = self.rfile.read(int(length))
-        self._send(self.server.admissions.answer("POST", self.path, body, str(self.client_address[0])))
-
-    def _send(self, response: Response) -> None:
-        assert isinstance(response.body, bytes)
-        self.send_response(response.status)
-        self.send_header("Content-Type", response.content_type)
-        self.send_header("Content-Length", str(len(response.body)))
-        self.end_headers()
-        self.wfile.write(response.body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        log.debug("admit %s: " + format, self.client_address[0], *args)
-
-
-def _cut(tls: ssl.SSLSocket) -> None:
-    with contextlib.suppress(OSError):  # it has ended by itself
-        socket.socket.shutdown(tls, socket.SHUT_RDWR)
+    def _answer(self, request: Request) -> Response:
+        if len(request.body) > MAX_REQUEST_BYTES:
+            return error_response(413, "too_large", f"expected a body of at most {MAX_REQUEST_BYTES} bytes")
+        return self.admissions.answer(request.method, request.path, request.body, request.peer.name)
 
 
 def _context(admissions: Admissions) -> ssl.SSLContext:

@@ -4,7 +4,7 @@ Every length is checked before bytes are kept, heads are bounded, a peer that dr
 pinned by its id: that is checked before the request is sent. Idle connections are kept and shared by all threads.
 
 What the choice costs: a parser of our own for the few heads that our server sends (a status line, headers, a
-Content-Length); in return a slice goes from the TLS layer into one reused buffer, with no copy between.
+Content-Length); in return a slice goes from the TLS layer into the caller's buffer, with no copy between.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import ssl
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from forebay.errors import ForebayError, NetworkError, ProtocolViolation, UsageError
 from forebay.network.peer import Peer
@@ -135,34 +134,27 @@ class Client:
         """The body at a path, at most `max_bytes`; errors as of `request_json`."""
         return self._small(address, "GET", path, b"", max_bytes, expect_peer, timeout_s)[0]
 
-    def download(
+    def read_range(
         self,
         address: str,
         path: str,
-        into: BinaryIO,
+        into: memoryview,
         start: int,
-        stop: int,
         expect_peer: str | None = None,
-        on_bytes: Callable[[memoryview], None] | None = None,
         timeout_s: float = 20.0,
-    ) -> int:
-        """Bytes [start, stop) of what is at a path, written to a file at its current position as they come.
-
-        What was written before an error is good to resume from. Never writes more than was asked for.
+    ) -> None:
+        """Fill `into` with the bytes from `start` on of what is at a path.
 
         Args:
-            on_bytes: Called with each piece after it was written; the view is valid during the call only.
             timeout_s: For each wait; a peer slower than 4 KiB/s over this long counts as stalled.
 
-        Returns:
-            The number of bytes written: stop - start.
-
         Raises:
-            NetworkError: If the peer cannot be reached, is not `expect_peer`, stalls or cuts the body short.
+            BrokenOffError: If the peer stalls or cuts the body short; what it says to have come is there.
+            NetworkError: If the peer cannot be reached, or is not `expect_peer`.
             RemoteError: If it answers other than 2xx.
             ProtocolViolation: If it answers without the range that was asked for.
-            OSError: If the file cannot be written.
         """
+        stop = start + len(into)
         deadline = time.monotonic() + timeout_s
         headers = f"Range: bytes={start}-{stop - 1}\r\n"
         connection, head = self._exchange(address, "GET", path, headers, b"", expect_peer, deadline)
@@ -179,11 +171,10 @@ class Client:
                     f"GET {path}: expected status 206 and {stop - start} bytes [{start}, {stop}) from {address}, "
                     f"got {head.status}, {head.length} bytes, Content-Range {given[:80]!r}"
                 )
-            _receive_into(connection, into, head.length, on_bytes, timeout_s, f"GET {path} at {address}")
+            _receive_into(connection, into, timeout_s, f"GET {path} at {address}")
             keep = _keeps(head)
         finally:
             self._put_back(address, connection, keep)
-        return stop - start
 
     def _small(
         self,
@@ -407,66 +398,34 @@ def _read_body(connection: _Connection, length: int, max_bytes: int, deadline: f
     return bytes(data)
 
 
-_buffers = threading.local()
-
-
-def _buffer() -> memoryview:
-    """This thread's receiving buffer, made once."""
-    if not hasattr(_buffers, "view"):
-        _buffers.view = memoryview(bytearray(CHUNK_BYTES))
-    view: memoryview = _buffers.view
-    return view
-
-
-def _receive_into(
-    connection: _Connection,
-    into: BinaryIO,
-    length: int,
-    on_bytes: Callable[[memoryview], None] | None,
-    timeout_s: float,
-    what: str,
-) -> None:
-    """Move `length` bytes from the connection to the file in pieces of up to CHUNK_BYTES."""
-    buffer, held, moved = _buffer(), 0, 0
-    first = connection.extra[:length]
-    connection.extra = connection.extra[length:]
-    buffer[: len(first)] = first
-    held = len(first)
+def _receive_into(connection: _Connection, into: memoryview, timeout_s: float, what: str) -> None:
+    """Fill `into` from the connection, with pieces of up to CHUNK_BYTES."""
+    first = connection.extra[: len(into)]
+    connection.extra = connection.extra[len(into) :]
+    moved = len(first)
+    into[:moved] = first
     connection.tls.settimeout(timeout_s)
-    since, since_bytes, fault = time.monotonic(), 0, None
-    while moved + held < length and fault is None:
-        limit = min(CHUNK_BYTES, length - moved)
-        if held < limit:
-            try:
-                got = connection.tls.recv_into(buffer[held:limit])
-            except OSError as error:
-                fault = f"{type(error).__name__}: {error}"
-                break
-            if got == 0:
-                fault = "the peer closed the connection"
-                break
-            held += got
-        if held == CHUNK_BYTES:
-            _flush(buffer[:held], into, on_bytes)
-            moved, held = moved + held, 0
-        now = time.monotonic()
-        if now - since >= timeout_s:
-            if moved + held - since_bytes < MIN_BYTES_PER_S * timeout_s:
-                fault = f"stalled: under {MIN_BYTES_PER_S} bytes/s for {timeout_s:g} s"
-            since, since_bytes = now, moved + held
-    _flush(buffer[:held], into, on_bytes)
-    moved += held
-    if fault is not None:
-        raise BrokenOffError(f"{what}: broke off at byte {moved} of {length}: {fault}. Resume from another peer.")
+    since, since_bytes, fault = time.monotonic(), 0, ""
+    while moved < len(into) and not fault:
+        try:
+            got = connection.tls.recv_into(into[moved : moved + CHUNK_BYTES])
+        except OSError as error:
+            got, fault = 0, f"{type(error).__name__}: {error}"
+        if not got:
+            fault = fault or "the peer closed the connection"
+        moved += got
+        if (now := time.monotonic()) - since >= timeout_s:
+            if moved - since_bytes < MIN_BYTES_PER_S * timeout_s:
+                fault = fault or f"stalled: under {MIN_BYTES_PER_S} bytes/s for {timeout_s:g} s"
+            since, since_bytes = now, moved
+    if moved < len(into):
+        text = f"{what}: broke off at byte {moved} of {len(into)}: {fault}. Resume from another peer."
+        raise BrokenOffError(text, moved)
 
 
 class BrokenOffError(NetworkError):
-    """A body ended before its announced length; what came is kept."""
+    """A body ended before its announced length; `received` bytes of it came."""
 
-
-def _flush(piece: memoryview, into: BinaryIO, on_bytes: Callable[[memoryview], None] | None) -> None:
-    at = 0
-    while at < len(piece):
-        at += into.write(piece[at:]) or 0
-    if on_bytes is not None and len(piece):
-        on_bytes(piece)
+    def __init__(self, message: str, received: int) -> None:
+        super().__init__(message)
+        self.received = received

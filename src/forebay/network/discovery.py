@@ -8,9 +8,7 @@ out here.
 import hashlib
 import json
 import logging
-import threading
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -39,31 +37,6 @@ class Discovery(Protocol):
 
     def close(self) -> None:
         """Stop taking part."""
-
-
-class LocalDiscovery:
-    """Discovery without a network: one table, shared by whoever holds this object, or addresses known before."""
-
-    def __init__(self, host: str = "127.0.0.1", known: Iterable[Address] = ()) -> None:
-        self._host = host
-        self._known = list(known)
-        self._table: dict[bytes, list[Address]] = {}
-        self._lock = threading.Lock()
-
-    def announce(self, key: bytes, port: int) -> None:
-        """See Discovery."""
-        with self._lock:
-            held = self._table.setdefault(key, [])
-            if (self._host, port) not in held:
-                held.append((self._host, port))
-
-    def find(self, key: bytes, timeout_s: float) -> list[Address]:
-        """See Discovery. Answers at once."""
-        with self._lock:
-            return list(dict.fromkeys(self._table.get(key, []) + self._known))
-
-    def close(self) -> None:
-        """See Discovery. There is nothing to close."""
 
 
 def record_key(network_id: str, kind: Literal["dataset", "scheduler", "revocations"], name: str) -> bytes:

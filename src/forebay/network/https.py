@@ -1,7 +1,7 @@
 """HTTP/1.1 over mutual TLS 1.3: one server for control messages and for slices.
 
-Without an identity it speaks plain HTTP and believes whoever asks: for a door on loopback, or one that its owner
-opens knowingly. It refuses what a browser sends for a page of another site.
+Without an identity it believes whoever asks, over plain HTTP or over TLS that asks for no certificate: for a door on
+loopback, or one that its owner opens knowingly. It refuses what a browser sends for a page of another site.
 
 One thread waits for all connections and reads their requests; a thread answers one from its last byte on. So a
 connection that rests, drips or never shakes hands costs memory (some 30 KiB with TLS) and no thread; one that is
@@ -13,68 +13,50 @@ What the choice costs: reading is one thread's work, some 20,000 small requests 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
-import math
 import socket
 import ssl
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forebay.errors import NetworkError
-from forebay.network.client import Client, RemoteError, parse_address
 from forebay.network.exchange import (
     BadRequestError,
-    FileRange,
     Pending,
     Request,
     Response,
     error_response,
-    file_response,
-    json_response,
     refuse_page,
 )
-from forebay.network.heads import RefusedError
+from forebay.network.heads import Head, RefusedError
 from forebay.network.limits import Bounds, Throttle
 from forebay.network.metrics import Metric, counter, gauge
 from forebay.network.parking import READ, WRITE, Connection, Lot, Pool, listen
 from forebay.network.peer import Peer
-from forebay.network.reading import PIECE_BYTES, Asked, Heard, read_request, set_deadline
 from forebay.network.roll import Roll
 from forebay.network.sending import Sender
 
 if TYPE_CHECKING:
     from forebay.network.identity import Identity  # what proves a peer is needed with one only
 
-__all__ = [
-    "BadRequestError",
-    "Bounds",
-    "Client",
-    "FileRange",
-    "Pending",
-    "RemoteError",
-    "Request",
-    "Response",
-    "Server",
-    "Throttle",
-    "error_response",
-    "file_response",
-    "json_response",
-    "parse_address",
-]
 BURST = 32  # requests that one thread answers together
 SHAKERS = 4  # handshakes computed at once
 CLOSE_S = 10.0
 ENDING_S = 2.0  # how long a client that was refused may go on sending
+PIECE_BYTES = 64 << 10
+SHORT_BYTES = 8 << 10  # an answer that goes into a socket with room at once
+Asked = tuple[Head, bytes] | RefusedError
+_Guard = Callable[[Request, Callable[[], Response | Pending]], Response | Pending]
 log = logging.getLogger("forebay.network")
 
 
 class Server:
-    """Answers peers of one network; with identity None whoever asks, over plain HTTP.
+    """Answers peers of one network; with identity None whoever asks.
 
     Owns its threads and sockets from `start` to `close`; both may be called from any thread, `close` more than
     once. A revoked peer gets 403 and is cut off; a stranger does not get past the handshake, and makes room for
@@ -84,7 +66,8 @@ class Server:
         max_connections: At once, those in their handshake included; further ones are closed.
         on_bytes: Told of each piece of a body that was sent.
         bounds: What one client may hold. Of one peer, unless said: a quarter of `max_connections`, at least 8.
-        throttle: Bytes and requests a second; may be shared with other servers.
+        throttle: Of the upload; may be shared with other servers.
+        tls: Without an identity: speak TLS by this, and ask for no certificate.
     """
 
     def __init__(
@@ -98,6 +81,7 @@ class Server:
         *,
         bounds: Bounds | None = None,
         throttle: Throttle | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.identity = identity
         self.host = host
@@ -114,7 +98,7 @@ class Server:
         self._sender = Sender(self.throttle, self._closing, self.bounds.send_s, on_bytes)
         self._shakers = Pool(SHAKERS, "https-handshake")
         self._answerers = Pool(self.bounds.busy or max_connections, "https-answer")
-        self._context: ssl.SSLContext | None = None
+        self._context = tls
         self._lot: Lot | None = None
         self._burst: list[tuple[Connection, Asked]] = []
         self._revoked = identity.revocations.stamp() if identity is not None else None
@@ -152,7 +136,8 @@ class Server:
         Raises:
             NetworkError: If the port is taken or the host is none of this machine's.
         """
-        self._context = self.identity.server_context() if self.identity is not None else None
+        if self.identity is not None:
+            self._context = self.identity.server_context()
         listener = listen(self.host, self.port)
         self.port = listener.getsockname()[1]
         bounds = self.bounds
@@ -161,7 +146,7 @@ class Server:
             self._ready, self._end, self._check, min(1.0, shortest / 4), self._flush, bounds.gather_s or 0.0
         )
         self._lot.start(listener, self._arrived)
-        log.info("listening: address=%s tls=%s", self.address, "yes" if self.identity is not None else "no")
+        log.info("listening: address=%s tls=%s", self.address, "yes" if self._context is not None else "no")
 
     def drain(self, timeout_s: float = 30.0) -> bool:
         """Take no more requests; let those being answered finish. Returns whether all did in the time given."""
@@ -273,10 +258,12 @@ class Server:
                     connection.socket, server_side=True, do_handshake_on_connect=False
                 )
             connection.socket.do_handshake()
-            der = connection.socket.getpeercert(binary_form=True)
-            assert der is not None  # CERT_REQUIRED: no handshake without one
-            assert self.identity is not None  # no context without one
-            connection.peer = self.identity.peer(der)
+            if self.identity is None:
+                connection.peer = Peer("", b"", connection.address)
+            else:
+                der = connection.socket.getpeercert(binary_form=True)
+                assert der is not None  # CERT_REQUIRED: no handshake without one
+                connection.peer = self.identity.peer(der)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as wanted:
             connection.events = READ if isinstance(wanted, ssl.SSLWantReadError) else WRITE
             connection.deadline += time.monotonic() - connection.ready_at  # our time, not the client's
@@ -330,8 +317,7 @@ class Server:
         head, body = asked
         assert connection.peer is not None
         request = Request(head.method, head.path, head.query, head.headers, body, connection.peer, connection.is_gone)
-        payer = connection.peer.peer_id or connection.address
-        answer = self._guard(request, functools.partial(self._answer, request, payer))
+        answer = self._guard(request, functools.partial(self._answer, request))
         return Heard(request, answer, head.keep, PIECE_BYTES)
 
     def _tell(self, connection: Connection, heard: Heard | None) -> None:
@@ -374,15 +360,12 @@ class Server:
             connection.ending, connection.to_discard = True, heard.discard
             connection.deadline = time.monotonic() + ENDING_S
 
-    def _answer(self, request: Request, payer: str) -> Response | Pending:
+    def _answer(self, request: Request) -> Response | Pending:
         """The handler's response, if the peer may ask at all."""
         if self.identity is None and (refused := refuse_page(request)) is not None:
             return refused
         if self.identity is not None and self.identity.is_revoked(request.peer):
             return error_response(403, "revoked", f"peer {request.peer.peer_id} is revoked in this network")
-        if (wait_s := self.throttle.admit(payer, time.monotonic())) > 0:
-            refused = error_response(429, "too_many", f"ask again in {wait_s:.3g} s")
-            return dataclasses.replace(refused, headers={"Retry-After": str(math.ceil(wait_s))})
         return self.handle(request)
 
     def _guard(self, request: Request, work: Callable[[], Response | Pending]) -> Response | Pending:
@@ -403,3 +386,72 @@ class Server:
             door, reason = f"{request.method} {request.path}", response.body.decode()
             self.identity.note("refused", peer=request.peer.peer_id, door=door, reason=reason)
         return response
+
+
+@dataclass
+class Heard:
+    """A request that was handed over, and its answer. `request`: None if it was none.
+
+    Attributes:
+        keep: Whether the client may ask again.
+        discard: Bytes that it may go on sending if not.
+    """
+
+    request: Request | None
+    answer: Response | Pending
+    keep: bool
+    discard: int
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the answer is there, and small."""
+        body = self.answer.body if isinstance(self.answer, Response) else None
+        return isinstance(body, bytes) and len(body) <= SHORT_BYTES
+
+    def settle(self, guard: _Guard) -> None:
+        """Wait for the answer, if it is still to come."""
+        while isinstance(self.answer, Pending):
+            assert self.request is not None  # what was none is refused at once
+            self.answer = guard(self.request, self.answer.settle)
+
+
+def read_request(connection: Connection, bounds: Bounds) -> Asked | None:
+    """The next whole request, or what is wrong with it; None: not yet, and it may wait until its deadline.
+
+    Reads until nothing is left, in the TLS layer's buffer neither: the selector would not tell of that.
+
+    Raises:
+        OSError: If the connection has ended.
+    """
+    connection.events = READ
+    try:
+        while True:
+            if connection.ending:
+                piece = connection.socket.recv(PIECE_BYTES)
+                connection.to_discard -= len(piece)
+                if not piece or connection.to_discard < 0:
+                    raise ConnectionResetError("ended after its last answer")
+                continue
+            if (whole := connection.incoming.next()) is not None:
+                return whole
+            set_deadline(connection, bounds)
+            piece = connection.socket.recv(PIECE_BYTES)
+            if not piece:
+                raise ConnectionResetError("the peer closed")
+            connection.incoming.feed(piece)
+    except RefusedError as error:
+        return error
+    except (ssl.SSLWantReadError, BlockingIOError):
+        return None
+    except ssl.SSLWantWriteError:
+        connection.events = WRITE
+        return None
+
+
+def set_deadline(connection: Connection, bounds: Bounds) -> None:
+    """Once for each thing it waits for: a first byte, the rest of a head, a body."""
+    phase = connection.incoming.phase
+    if phase != connection.phase:
+        rest_s = bounds.head_s + connection.incoming.missing_bytes / bounds.body_bytes_per_s
+        connection.deadline = time.monotonic() + (bounds.idle_s if phase == "rest" else rest_s)
+        connection.phase = phase

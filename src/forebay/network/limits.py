@@ -1,4 +1,4 @@
-"""What one peer may take of a server: connections, requests a second, bytes a second.
+"""What one peer may take of a server: connections, and its turn of the upload.
 
 Bytes go out in pieces, and a peer has at most one piece in the queue for the node's upload, however many connections
 it opened: peers that download at once take turns, so their shares are equal. Who reads slowly asks for few pieces
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from forebay.errors import UsageError
 
 BURST_S = 0.05  # a bucket saves up this much of its rate while nobody asks
-PIECE_S = 0.1  # the longest turn of a peer, at the slowest of its limits
+PIECE_S = 0.1  # the longest turn of a peer
 MIN_PIECE_BYTES = 4096
-MAX_PEERS = 4096  # whose buckets are kept; the one seen longest ago is forgotten first
+MAX_PEERS = 4096  # whose turns are kept; the one seen longest ago is forgotten first
 
 
 @dataclass(frozen=True)
@@ -88,57 +88,22 @@ class TokenBucket:
         self._at = now if self._at is None else max(now, self._at)
 
 
-class _Account:
-    """One peer's buckets; `turn` is held by that of its connections whose piece is next."""
-
-    def __init__(self, bytes_per_s: float | None, requests_per_s: float | None) -> None:
-        self.turn = threading.Lock()
-        self.bytes = TokenBucket(bytes_per_s) if bytes_per_s is not None else None
-        self.requests = TokenBucket(requests_per_s, max(1.0, requests_per_s)) if requests_per_s is not None else None
-
-
 class Throttle:
-    """The limits of a node; may be shared by several servers and all their threads.
+    """The upload limit of a node; may be shared by several servers and all their threads. None: no limit.
 
     Args:
         upload_bytes_per_s: Of the node to all peers together.
-        per_peer_bytes_per_s: To one peer, over all its connections.
-        requests_per_s: Of one peer; it may save up one second's worth. Beyond it is answered 429.
     """
 
-    def __init__(
-        self,
-        upload_bytes_per_s: float | None = None,
-        per_peer_bytes_per_s: float | None = None,
-        requests_per_s: float | None = None,
-    ) -> None:
-        self.upload_bytes_per_s = upload_bytes_per_s
-        self.per_peer_bytes_per_s = per_peer_bytes_per_s
-        self.requests_per_s = requests_per_s
+    def __init__(self, upload_bytes_per_s: float | None = None) -> None:
         self._upload = TokenBucket(upload_bytes_per_s) if upload_bytes_per_s is not None else None
         self._lock = threading.Lock()
-        self._accounts: OrderedDict[str, _Account] = OrderedDict()
-        for value in (per_peer_bytes_per_s, requests_per_s):
-            if value is not None and not value > 0:
-                raise UsageError(f"throttle: expected limits > 0, got {value}")
-
-    @property
-    def paces(self) -> bool:
-        """Whether bytes are limited at all."""
-        return self._upload is not None or self.per_peer_bytes_per_s is not None
-
-    def admit(self, peer: str, now: float) -> float:
-        """A request of a peer: 0 if it may be answered, else in how many seconds one may."""
-        if self.requests_per_s is None:
-            return 0.0
-        with self._lock:
-            requests = self._account(peer).requests
-            return requests.try_take(1.0, now) if requests is not None else 0.0
+        # By peer: held by that of its connections whose piece is next.
+        self._turns: OrderedDict[str, threading.Lock] = OrderedDict()
 
     def piece_bytes(self, most: int) -> int:
         """How long a piece should be: `most`, or less where a slow limit would make turns long."""
-        rates = [rate for rate in (self.upload_bytes_per_s, self.per_peer_bytes_per_s) if rate is not None]
-        return max(MIN_PIECE_BYTES, min(most, int(min(rates) * PIECE_S))) if rates else most
+        return most if self._upload is None else max(MIN_PIECE_BYTES, min(most, int(self._upload.rate * PIECE_S)))
 
     def pace(
         self,
@@ -152,24 +117,18 @@ class Throttle:
         Args:
             sleep: Given seconds; may come back early where the server is closing.
         """
-        if not self.paces:
+        if self._upload is None:
             return
-        with self._lock:
-            account = self._account(peer)
-        with account.turn:
-            if account.bytes is not None and (wait_s := account.bytes.take(num_bytes, clock())) > 0:
+        with self._turn(peer):
+            with self._lock:
+                wait_s = self._upload.take(num_bytes, clock())
+            if wait_s > 0:
                 sleep(wait_s)
-            if self._upload is not None:
-                with self._lock:
-                    wait_s = self._upload.take(num_bytes, clock())
-                if wait_s > 0:
-                    sleep(wait_s)
 
-    def _account(self, peer: str) -> _Account:
-        account = self._accounts.get(peer)
-        if account is None:
-            account = self._accounts[peer] = _Account(self.per_peer_bytes_per_s, self.requests_per_s)
-            if len(self._accounts) > MAX_PEERS:
-                self._accounts.popitem(last=False)
-        self._accounts.move_to_end(peer)
-        return account
+    def _turn(self, peer: str) -> threading.Lock:
+        with self._lock:
+            turn = self._turns.setdefault(peer, threading.Lock())
+            self._turns.move_to_end(peer)
+            if len(self._turns) > MAX_PEERS:
+                self._turns.popitem(last=False)
+            return turn

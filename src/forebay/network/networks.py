@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InternalError, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
@@ -201,8 +201,9 @@ def read_key(path: Path) -> Ed25519PrivateKey:
     """
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), None)
-    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise UsageError(f"key: cannot read {path}: {type(error).__name__}: {error}") from error
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm, InternalError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"key: cannot read {path}: {type(error).__name__}: {reason}") from error
     if not isinstance(key, Ed25519PrivateKey):
         raise UsageError(f"key: expected Ed25519, got {type(key).__name__} ({path})")
     return key

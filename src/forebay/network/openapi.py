@@ -34,7 +34,7 @@ _COMMON = {
     400: "The request makes no sense.",
     403: "This peer may not.",
     413: "The body is above 1 MiB.",
-    429: "Too many requests; Retry-After says in how many seconds to ask again.",
+    429: "Beyond a quota; ask again another day.",
     500: "A fault of this server's; its log has it.",
     503: "Stopping or full: ask again.",
 }

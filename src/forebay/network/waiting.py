@@ -11,8 +11,8 @@ EVERY_S = 10.0
 
 
 @contextmanager
-def waiting(log: logging.Logger, what: Callable[[], str], first_s: float = FIRST_S) -> Iterator[None]:
-    """While the block runs longer than `first_s`, log what it waits for.
+def waiting(log: logging.Logger, what: Callable[[], str]) -> Iterator[None]:
+    """While the block runs longer than FIRST_S, log what it waits for.
 
     Args:
         what: Called in another thread each time a line is due; it names the thing, whom was asked and the answer.
@@ -20,7 +20,7 @@ def waiting(log: logging.Logger, what: Callable[[], str], first_s: float = FIRST
     began, done = time.monotonic(), threading.Event()
 
     def run() -> None:
-        pause_s = first_s
+        pause_s = FIRST_S
         while not done.wait(pause_s):
             log.warning("waiting for %s (%.0f s so far)", what(), time.monotonic() - began)
             pause_s = EVERY_S

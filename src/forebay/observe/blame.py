@@ -8,7 +8,7 @@ Cost: 0.1 s for an index of a million uses, and what is read of the dataset: a f
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from forebay.dataset.documents import Documents, Piece
 from forebay.errors import UsageError
-from forebay.ledger import Job, LedgerIndex
+from forebay.ledger.index import LedgerIndex
+from forebay.ledger.job import Job
 from forebay.order.bijection import derive_key, inverse
 from forebay.order.plan import lease_order, part_of
 from forebay.order.run import Run
@@ -60,10 +61,6 @@ class Part:
     documents: list[Piece] = field(default_factory=list)
     session: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
-        return asdict(self)
-
 
 def replay(job: Job, epoch: int, slice_index: int, start: int, stop: int) -> tuple[I64, str]:
     """The samples, counted in their slice, of a use, and the receipt of their global ids: `Used.digest`."""
@@ -105,10 +102,6 @@ class Blame:
     parts: list[Part]
     more: int = 0
     around: list[Part] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """What `forebay ledger blame --json` prints."""
-        return asdict(self)
 
 
 def blame_step(

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from forebay.errors import UsageError
-from forebay.ledger import LedgerIndex
+from forebay.ledger.index import LedgerIndex
 from forebay.observe.blame import replay
 from forebay.storage.atomic import open_atomic, remove_stale
 

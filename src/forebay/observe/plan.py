@@ -315,10 +315,6 @@ class ModelPlan:
     def ok(self) -> bool:
         return self.largest_batch > 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, by name."""
-        return asdict(self)
-
     def words(self) -> str:
         """For people."""
         state, sample, device = map(words_of_bytes, (self.state_bytes, self.sample_bytes, self.device_bytes))

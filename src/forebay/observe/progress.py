@@ -34,14 +34,10 @@ class StageProgress(Protocol):
 
 
 @contextmanager
-def bytes_bar(label: str, total: int | None, *, enabled: bool = True) -> Iterator[Callable[[int], None]]:
-    """A bar over `total` bytes (None: not known); yields a function that takes the bytes done since its last call."""
-
-    def advance(delta: int) -> None:
-        bar.update(delta)
-
-    with _bar(label, total, "B", enabled) as bar:
-        yield advance
+def bar(label: str, total: int | None, unit: str = "B", *, enabled: bool = True) -> Iterator[Callable[[int], None]]:
+    """A bar over `total` bytes or another unit (None: not known); yields a function that takes what is newly done."""
+    with _bar(label, total, unit, enabled) as shown:
+        yield shown.update
 
 
 class Speed:
@@ -108,11 +104,6 @@ class PrepareBar:
         if documents or size:
             bar.set_postfix_str(self._speed.words(documents, kept, size), refresh=False)
         bar.update(progress.done - bar.n)
-
-    def note(self, text: str) -> None:
-        """A line of its own above the bars, or on a plain stderr: a worker that died, a file that is skipped."""
-        if self._enabled:
-            tqdm.write(text, file=sys.stderr)
 
 
 class _Lines:

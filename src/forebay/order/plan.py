@@ -195,14 +195,6 @@ class Order:
         self._check_step(step)
         return min(self.global_batch, self.num_samples - step * self.global_batch)
 
-    def global_batch_at(self, epoch: int, step: int) -> I64:
-        """The global sample ids of a step, int64 [b]: what all ranks' shares make, one after another.
-
-        Raises:
-            UsageError: If the epoch is negative or the step outside [0, steps_per_epoch).
-        """
-        return self.share(epoch, step, 0, 1)
-
     def share(self, epoch: int, step: int, rank: int, world_size: int) -> I64:
         """A rank's part of the global batch: int64 global sample ids.
 

@@ -96,6 +96,24 @@ class Run:
         """The run step that begins at a place. As `Calendar.step_of`: UsageError if none does."""
         return self._calendar.step_of(epoch, samples_taken)
 
+    def epoch_of(self, step: int, source: int) -> tuple[int | None, int | None]:
+        """Which time a dataset is being read at a run step, and the step at which that epoch ends; None where unknown.
+
+        Of a mixture's dataset no end is known, nor the epoch at a step that reads nothing of it, or of two epochs.
+        """
+        if self.num_steps is not None and step >= self.num_steps:
+            return None, None
+        if self._mixture is None:
+            epoch = self.place(step).epoch
+            try:
+                return epoch, self.step_of(epoch + 1, 0)
+            except UsageError:
+                return epoch, self.num_steps  # The last epoch.
+        taken = self.place(step).samples_taken
+        sources, positions = self._mixture.at(taken, taken + int(self.batch_lens(step, step + 1)[0]))
+        epochs = np.unique(positions[sources == source] // self._num_samples[source])
+        return (int(epochs[0]) if len(epochs) == 1 else None), None
+
     def places(self, start: int, stop: int) -> tuple[I64, I64, I64]:
         """`place` of each step in [start, stop): (epochs, steps in their epoch, samples taken), each int64 [n]."""
         found: list[I64] = [np.empty((3, 0), np.int64)]

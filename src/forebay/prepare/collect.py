@@ -29,7 +29,8 @@ from forebay.prepare.text import TextResult, bases, mix, place_name
 from forebay.storage.atomic import atomic_write, open_atomic
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup import Cutter, Dedup, DedupResult, Flags, Part
+    from forebay.prepare.dedup.config import Dedup
+    from forebay.prepare.dedup.corpus import Cutter, DedupResult, Flags, Part
     from forebay.prepare.pipeline import Run
 
 _COLUMNS = ("place", "id", "where", "text_bytes", "language", "perplexity")
@@ -52,7 +53,7 @@ class Corpus:
     @property
     def signed(self) -> list[Part]:
         """The parts as deduplication sees them."""
-        from forebay.prepare.dedup import Part
+        from forebay.prepare.dedup.corpus import Part
 
         return [Part(f"{self.folder}/{text.name}", text.documents_out) for text in self.texts]
 
@@ -61,11 +62,13 @@ class Corpus:
         """For each piece how many lines or rows its file has in earlier pieces."""
         return list(bases(self.pieces, self.texts))
 
-    def marks(self, index: int, config: Dedup) -> tuple[Flags | None, UnitCut | None, str]:
+    def marks(self, index: int, config: Dedup) -> tuple[Flags | None, Cutter | None, str]:
         """What is dropped and cut of a part, and a name for all that it depends on."""
         if self.dedup is None:
             return None, None, ""
-        cut = UnitCut(self.dedup.cut[index], config) if self.dedup.cut else None
+        from forebay.prepare.dedup.corpus import Cutter
+
+        cut = Cutter(self.dedup.cut[index], config) if self.dedup.cut else None
         return self.dedup.drop[index], cut, f"{Path(self.dedup.clusters).stem} {index}"
 
     def report(
@@ -175,23 +178,6 @@ def nothing_left(run: Run, corpus: Corpus, tally: Tally) -> PrepareError:
     else:
         why = f"the inputs hold no documents. See {run.out / 'report.html'}."
     return PrepareError(f"prepare: expected documents with text, got none: {whole:,} read, {why}")
-
-
-class UnitCut:
-    """Takes the marked lines or paragraphs out of a part's texts, given in order from its first row."""
-
-    def __init__(self, flags: Flags, config: Dedup) -> None:
-        self._flags, self._config = flags, config
-        self._cutter: Cutter | None = None
-
-    def apply(self, texts: pa.LargeStringArray, first_row: int) -> pa.LargeStringArray:
-        """The texts of the next rows."""
-        from forebay.prepare.dedup import Cutter
-
-        if first_row == 0 or self._cutter is None:
-            assert first_row == 0
-            self._cutter = Cutter(self._flags, self._config)
-        return self._cutter.cut(texts)
 
 
 @dataclass(frozen=True, order=True)

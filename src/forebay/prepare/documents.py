@@ -9,14 +9,16 @@ them as dropped, and whoever runs it takes them out.
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import PurePath
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 SCHEMA = pa.schema(
     [
@@ -149,23 +151,18 @@ def replace_column(batch: pa.RecordBatch, name: str, column: pa.Array) -> pa.Rec
     return batch.append_column(name, column)
 
 
-def to_batches(records: Iterable[Record], batch_bytes: int = BATCH_BYTES) -> Iterator[pa.RecordBatch]:
-    """Batches of `SCHEMA` of the records without a problem, of about `batch_bytes` of text each."""
-    held: list[Record] = []
-    size = 0
-    for record in records:
-        held.append(record)
-        size += len(record.text)
-        if size >= batch_bytes or len(held) >= BATCH_ROWS:
-            yield _batch(held)
-            held, size = [], 0
+def batched(items: Iterable[T], weigh: Callable[[T], int], most: int, most_items: int) -> Iterator[list[T]]:
+    """Items in lists, each of which ends once its items weigh `most` or are `most_items`."""
+    held: list[T] = []
+    weight = 0
+    for item in items:
+        held.append(item)
+        weight += weigh(item)
+        if weight >= most or len(held) >= most_items:
+            yield held
+            held, weight = [], 0
     if held:
-        yield _batch(held)
-
-
-def _batch(records: list[Record]) -> pa.RecordBatch:
-    columns = [pa.array([getattr(r, f.name) for r in records], f.type) for f in SCHEMA]
-    return pa.record_batch(columns, schema=SCHEMA)
+        yield held
 
 
 def text_buffers(column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:

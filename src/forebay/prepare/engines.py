@@ -16,11 +16,12 @@ import signal
 import sys
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.guard import Outcome, attempt, close, label, pickled_error, result_of, use_one_core
@@ -36,8 +37,15 @@ R = TypeVar("R")
 Trouble = Callable[[str], None]
 
 
-class Engine(Protocol):
-    """Maps functions over tasks; a context manager, whose end closes it."""
+class Engine(ABC):
+    """Maps functions over tasks; a context manager, whose end closes it.
+
+    Args:
+        on_trouble: Told of each death of a worker, and what is done about it.
+    """
+
+    def __init__(self, on_trouble: Trouble | None) -> None:
+        self._on_trouble = on_trouble or (lambda _: None)
 
     def map(
         self,
@@ -59,14 +67,21 @@ class Engine(Protocol):
         Raises:
             PrepareError: If a task's worker dies at every scale.
         """
-        ...
+        self._map(run, tasks, on_done, Attempts(tasks, weights, self._on_trouble))
 
+    @abstractmethod
+    def _map(self, run: Any, tasks: Sequence[Any], on_done: Callable[[int, Any], None], attempts: Attempts) -> None:
+        """As `map`, with the attempts to make."""
+
+    @abstractmethod
     def close(self) -> None:
         """End what the engine started. May be called twice."""
-        ...
 
-    def __enter__(self) -> Engine: ...
-    def __exit__(self, *_: object) -> None: ...
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def local_engine(workers: int, *, on_trouble: Trouble | None = None, memory_bytes: int | None = None) -> Engine:
@@ -86,11 +101,7 @@ def local_engine(workers: int, *, on_trouble: Trouble | None = None, memory_byte
     """
     if workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
-    return _LocalEngine(workers, on_trouble or _ignore, memory_bytes)
-
-
-def _ignore(_: str) -> None:
-    pass
+    return _LocalEngine(workers, on_trouble, memory_bytes)
 
 
 class Attempts:
@@ -191,18 +202,12 @@ class _Worker:
         return self.process.exitcode
 
 
-class _LocalEngine:
-    def __init__(self, workers: int, on_trouble: Trouble, memory_bytes: int | None) -> None:
+class _LocalEngine(Engine):
+    def __init__(self, workers: int, on_trouble: Trouble | None, memory_bytes: int | None) -> None:
+        super().__init__(on_trouble)
         self._num_workers = workers
-        self._on_trouble = on_trouble
         self._memory_bytes = memory_bytes
         self._workers: list[_Worker] = []
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         close()  # what served the tasks that ran in this process
@@ -212,14 +217,7 @@ class _LocalEngine:
         for worker in workers:
             worker.end()
 
-    def map(
-        self,
-        run: Callable[[T, int], R],
-        tasks: Sequence[T],
-        on_done: Callable[[int, R], None],
-        weights: Sequence[int] | None = None,
-    ) -> None:
-        attempts = Attempts(tasks, weights, self._on_trouble)
+    def _map(self, run: Any, tasks: Sequence[Any], on_done: Callable[[int, Any], None], attempts: Attempts) -> None:
         here = self._memory_bytes is None and min(self._num_workers, len(tasks)) <= 1
         if here and not self._workers:  # one that is warm has what the task needs loaded
             while (pair := attempts.next(0)) is not None:
@@ -227,15 +225,17 @@ class _LocalEngine:
                 if trouble:
                     attempts.died(*pair, trouble)
                 else:
-                    on_done(pair[0], result)  # type: ignore[arg-type]  # no trouble: there is a result
+                    on_done(pair[0], result)
             return
         try:
-            self._map(run, tasks, on_done, attempts)
+            self._map_apart(run, tasks, on_done, attempts)
         except BaseException:
             self.close()
             raise
 
-    def _map(self, run: Any, tasks: Sequence[Any], on_done: Callable[[int, Any], None], attempts: Attempts) -> None:
+    def _map_apart(
+        self, run: Any, tasks: Sequence[Any], on_done: Callable[[int, Any], None], attempts: Attempts
+    ) -> None:
         while True:
             running = sum(worker.has is not None for worker in self._workers)
             self._start(min(self._num_workers, running + attempts.startable))

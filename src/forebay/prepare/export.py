@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from forebay.dataset.slices import hash_file
-from forebay.prepare.collect import Corpus, UnitCut, collect, id_of, write_ids
+from forebay.prepare.collect import Corpus, collect, id_of, write_ids
 from forebay.prepare.documents import OWN_COLUMNS
 from forebay.prepare.read import Piece
 from forebay.prepare.read.listing import count_reasons
@@ -30,7 +30,7 @@ from forebay.prepare.stats import Tally
 from forebay.storage.atomic import atomic_write, open_atomic
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup import Flags
+    from forebay.prepare.dedup.corpus import Cutter, Flags
     from forebay.prepare.pipeline import PrepareSummary, Run
 
 TEXT_FILE = "text.json"
@@ -46,7 +46,7 @@ class ExportTask:
     piece: Piece
     base: int
     drop: Flags | None
-    cut: UnitCut | None
+    cut: Cutter | None
     out: str
     index: int
 
@@ -89,7 +89,7 @@ def export(task: ExportTask, scale: int = 0) -> Exported:
         for number in range(reader.num_record_batches if task.documents else 0):
             batch = reader.get_batch(number)
             ids = [id_of(task.piece, batch, row, task.base) for row in range(batch.num_rows)]
-            texts = task.cut.apply(batch.column("text"), start) if task.cut is not None else batch.column("text")
+            texts = task.cut.cut(batch.column("text"), start) if task.cut is not None else batch.column("text")
             kept = drop[start : start + batch.num_rows] == 0
             empty = pc.equal(texts, "").to_numpy(zero_copy_only=False)  # all of whose lines stood elsewhere
             left_out.append(start + np.flatnonzero(kept & empty))
@@ -110,34 +110,26 @@ def export(task: ExportTask, scale: int = 0) -> Exported:
 
 def finish_text(run: Run, corpus: Corpus, tally: Tally, lineage: dict[str, Any]) -> PrepareSummary:
     """Write the text of all that is kept, the report, and `text.json` last."""
-    from forebay.prepare.pipeline import PrepareSummary, Progress
+    from forebay.prepare.pipeline import PrepareSummary
 
     collect(run, corpus, tally)
     (run.out / "text").mkdir(exist_ok=True)
     tasks = list(_tasks(run, corpus))
-    done = 0
-
-    def note(_: int, result: Exported) -> None:
-        nonlocal done
-        done += 1
-        run.report(Progress("text out", done, len(tasks), " files"))
-
+    note = run.counted("text out", len(tasks), " files")
     files = [result for result in run.map(export, tasks, note=note) if result.documents]
     write_ids(run, corpus, [left_out_file(task) for task in tasks])
     for path in (run.out / "text").iterdir():
         if f"text/{path.name}" not in {file.file for file in files}:
             path.unlink()
-    empty = next(reversed(tally.funnel.values())).documents_out - sum(file.documents for file in files)
-    if empty:
+    documents_out = sum(file.documents for file in files)
+    before = next(reversed(tally.funnel.values())).documents_out
+    if before != documents_out:
         count = tally.stage("text")
-        count.documents_in, count.documents_out = (
-            empty + sum(f.documents for f in files),
-            sum(f.documents for f in files),
-        )
-        count.dropped = {"empty": empty}
+        count.documents_in, count.documents_out = before, documents_out
+        count.dropped = {"empty": before - documents_out}
     counts: dict[str, Any] = {
         "documents_in": sum(text.documents_in for text in corpus.texts),
-        "documents_out": sum(file.documents for file in files),
+        "documents_out": documents_out,
         "tokens": 0,
         "slices": 0,
         "dropped": tally.dropped(),

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from forebay.errors import PrepareError
-from forebay.prepare.documents import Verdict, keep_all, replace_column, without_turns
+from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, without_turns
 
 _TAGS = (
     "nav",
@@ -72,7 +72,7 @@ class HtmlError(PrepareError):
 
 
 @dataclass(frozen=True)
-class Extract:
+class Extract(Stage):
     """The stage: rows with `html` get their main text; rows without stay as they are.
 
     Args:
@@ -82,17 +82,9 @@ class Extract:
 
     name: ClassVar[str] = "extract"
     version: ClassVar[int] = 2
+    reasons: ClassVar[tuple[str, ...]] = ("no_text", "malformed")
     min_characters: int = 1
     main_content: bool = True
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Of a page without text; and of one that is not to be parsed."""
-        return ("no_text", "malformed")
-
-    def files(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """The batch with text in place of HTML; counts `extracted`."""

@@ -5,7 +5,6 @@ Hides: that each named subset is a dataset of its own, and that fine-tuning has 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,11 +18,9 @@ import pyarrow.parquet as pq
 
 from forebay.dataset.manifest import (
     DOCUMENTS_FILE,
-    FORMAT_VERSION,
     MANIFEST_FILE,
     TABLE_FILE,
     Manifest,
-    SliceInfo,
     SliceTable,
     dataset_id,
 )
@@ -36,7 +33,7 @@ from forebay.prepare.stats import Tally
 from forebay.prepare.text import place_name
 from forebay.prepare.tokens.coders import CoderSpec
 from forebay.prepare.tokens.encode import Encoded, EncodeTask, encode, finished, left_out_file
-from forebay.prepare.tokens.rows import RowSliceTask, plan_row_slices, shape_of, write_row_slice
+from forebay.prepare.tokens.rows import RowShape, RowSliceTask, plan_row_slices, write_row_slice
 from forebay.prepare.tokens.shuffle import Shuffle, TokenPart, finished_shuffle, plan_shuffle, shuffle
 from forebay.prepare.tokens.slicing import finished_slice, plan_slices, write_slice
 from forebay.prepare.tokens.subsets import TRAIN
@@ -47,12 +44,7 @@ if TYPE_CHECKING:
     from forebay.prepare.pipeline import PrepareSummary, Run
 
 
-TOKENIZER_FILE, REPORT_FILE, CLUSTERS_FILE, SIGNATURES = (
-    "tokenizer.json",
-    "report.html",
-    "clusters.parquet",
-    "signatures",
-)
+TOKENIZER_FILE, REPORT_FILE, SIGNATURES = "tokenizer.json", "report.html", "signatures"
 
 
 @dataclass(frozen=True)
@@ -84,7 +76,7 @@ def finish(run: Run, corpus: Corpus, used: TokenizerFile, tally: Tally, lineage:
     if not main.documents:
         raise nothing_left(run, corpus, tally)
     if corpus.dedup is not None:
-        from forebay.prepare.dedup import store_signatures
+        from forebay.prepare.dedup.corpus import store_signatures
 
         store_signatures(corpus.signed, corpus.dedup, run.recipe.dedup, run.out / SIGNATURES)
     documents_in = sum(text.documents_in for text in corpus.texts)
@@ -116,8 +108,6 @@ def finish(run: Run, corpus: Corpus, used: TokenizerFile, tally: Tally, lineage:
 
 
 def _encode(run: Run, corpus: Corpus, used: TokenizerFile) -> list[Encoded]:
-    from forebay.prepare.pipeline import Progress
-
     atomic_write(run.out / TOKENIZER_FILE, used.data)
     recipe = run.recipe
     spec = CoderSpec.of(used, run.out / TOKENIZER_FILE)
@@ -144,17 +134,7 @@ def _encode(run: Run, corpus: Corpus, used: TokenizerFile) -> list[Encoded]:
             )
         )
     sizes = [text.bytes_out for text in corpus.texts]
-    done = documents = kept = 0
-
-    def note(index: int, result: Encoded) -> None:
-        nonlocal done, documents, kept
-        done += sizes[index]
-        documents += result.documents_in
-        kept += result.documents_out
-        run.report(Progress("encode", done, sum(sizes), "B", documents, kept, done))
-
-    run.report(Progress("encode", 0, sum(sizes), "B"))
-    encoded = run.map(encode, tasks, finished, note, sizes)
+    encoded = run.map(encode, tasks, finished, run.counted_documents("encode", sizes), sizes)
     write_ids(run, corpus, [left_out_file(task) for task in tasks])
     return encoded
 
@@ -175,8 +155,6 @@ def _count(tally: Tally, encoded: Sequence[Encoded]) -> None:
 
 
 def _slice(run: Run, corpus: Corpus, encoded: Sequence[Encoded], used: TokenizerFile, subset: str) -> Made:
-    from forebay.prepare.pipeline import Progress
-
     folder = run.out if subset == TRAIN else run.out / subset
     (folder / "slices").mkdir(parents=True, exist_ok=True)
     parts = [result.subsets[subset] for result in encoded if subset in result.subsets]
@@ -188,17 +166,11 @@ def _slice(run: Run, corpus: Corpus, encoded: Sequence[Encoded], used: Tokenizer
     size = run.recipe.slice
     rows, shape = run.recipe.rows, None
     if rows is not None:
-        shape = shape_of(CoderSpec.of(used, ""), rows.max_tokens, labels=rows.labels, packed=rows.packed)
+        shape = RowShape(rows.max_tokens, used.dtype, used.eos_id or 0, rows.labels, rows.packed)
         plan = plan_row_slices(parts, plans, shape, slice_bytes=size.bytes, slice_rows=size.rows or 0)
     else:
         plan = plan_slices(parts, plans, slice_bytes=size.bytes, slice_tokens=size.tokens or 0)
-    done = 0
-
-    def note(_: int, info: SliceInfo) -> None:
-        nonlocal done
-        done += 1
-        run.report(Progress("slice", done, plan.slices, " slices"))
-
+    note = run.counted("slice", plan.slices, " slices")
     tasks = plan.tasks(folder)
     if shape is None:
         infos = run.map(write_slice, tasks, finished_slice, note)
@@ -213,39 +185,22 @@ def _slice(run: Run, corpus: Corpus, encoded: Sequence[Encoded], used: Tokenizer
 
 
 def _shuffle(run: Run, parts: Sequence[TokenPart]) -> list[TokenPart]:
-    from forebay.prepare.pipeline import Progress
-
     tasks = plan_shuffle(parts, run.tasks)
-    done = 0
-
-    def note(_: int, part: TokenPart) -> None:
-        nonlocal done
-        done += 1
-        run.report(Progress("shuffle", done, len(tasks), " buckets"))
-
-    return run.map(shuffle, tasks, finished_shuffle, note)
+    return run.map(shuffle, tasks, finished_shuffle, run.counted("shuffle", len(tasks), " buckets"))
 
 
 def _manifest(run: Run, made: Made, used: TokenizerFile, lineage: dict[str, Any]) -> Manifest:
     rows = run.recipe.rows is not None
-    data = made.table.to_parquet()
-    atomic_write(made.folder / TABLE_FILE, data)
-    name = run.recipe.name if made.name == TRAIN else f"{run.recipe.name}-{made.name}"
-    return Manifest(
-        format=FORMAT_VERSION,
-        name=name,
+    atomic_write(made.folder / TABLE_FILE, made.table.to_parquet())
+    return Manifest.of(
+        made.table,
+        {**lineage, "subset": made.name, "files": {TOKENIZER_FILE: used.sha256, **made.files}},
+        name=run.recipe.name if made.name == TRAIN else f"{run.recipe.name}-{made.name}",
         layout="rows" if rows else "tokens",
         dtype="" if rows else used.dtype,
         tokenizer=used.description,
         vocab_size=used.vocab_size,
         eos_id=used.eos_id,
-        tokens=0 if rows else made.tokens,
-        rows=int(made.table.count.sum()) if rows else 0,
-        documents=0 if rows else made.documents,
-        slices=len(made.table),
-        bytes=int(made.table.bytes.sum()),
-        table_sha256=hashlib.sha256(data).hexdigest(),
-        lineage={**lineage, "subset": made.name, "files": {TOKENIZER_FILE: used.sha256, **made.files}},
     )
 
 

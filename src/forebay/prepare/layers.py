@@ -4,12 +4,11 @@ Hides: on which line of its file a setting stands, which tomllib does not say.
 """
 
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forebay.errors import UsageError
+from forebay.toml import decode, parse_toml
 
 Keys = tuple[str | int, ...]
 """Keys from the outermost table in; a number is that of a table in an array of tables."""
@@ -39,16 +38,8 @@ def parse_layer(data: bytes, file: str) -> Layer:
     Raises:
         UsageError: If it is none, with the line.
     """
-    try:
-        text = data.decode("utf-8-sig").replace("\r\n", "\n")
-        return Layer(file, tomllib.loads(text), dict(key_lines(text)))
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file}: expected TOML in UTF-8: {error.reason} at byte {error.start}.") from error
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        where = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
-        line = where.group(1) if where else str(text.count("\n", 0, len(text.rstrip())) + 1)
-        told = str(error)[: where.start()] if where else str(error).replace(" (at end of document)", " at the end")
-        raise UsageError(f"{file}:{line}: expected TOML: {told}.") from error
+    text = decode(data, file)
+    return Layer(file, parse_toml(text, file), dict(key_lines(text)))
 
 
 def key_lines(text: str) -> Iterator[tuple[Keys, int]]:

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.compiled import jit
-from forebay.prepare.filters.spacing import spaced
+from forebay.prepare.documents import batched
+from forebay.prepare.filters.perplexity import spaced
 from forebay.prepare.filters.words import hash_points, read_only
 from forebay.storage.atomic import open_atomic, remove_stale, temporary_directory
 
@@ -37,7 +38,7 @@ def read_words(texts: Iterable[str], spill: Path, vocab_limit: int) -> tuple[lis
     spelled: dict[int, bytes] = {}
     lines = words = 0
     with spill.open("wb") as file:
-        for batch in _batched(texts):
+        for batch in batched(texts, len, _BATCH_CHARS, _BATCH_CHARS):
             _, data = spaced(pa.array(batch, pa.large_string()), _DOCUMENT_BYTES)
             room = 3 * len(data) // 2 + 3  # a line of one letter is three: the word, END, START
             hashes, starts = np.empty(room, np.uint64), np.empty(room, np.int64)
@@ -58,19 +59,6 @@ def read_words(texts: Iterable[str], spill: Path, vocab_limit: int) -> tuple[lis
     known = ((word, h) for h, word in spelled.items() if len(word) <= _LONGEST_WORD)
     ordered = sorted(known, key=lambda item: (-counts[item[1]], item[0]))
     return ordered[:vocab_limit], lines, words
-
-
-def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
-    held: list[str] = []
-    size = 0
-    for text in texts:
-        held.append(text)
-        size += len(text)
-        if size >= _BATCH_CHARS:
-            yield held
-            held, size = [], 0
-    if held:
-        yield held
 
 
 @jit()

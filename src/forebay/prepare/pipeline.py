@@ -15,6 +15,7 @@ import dataclasses
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -53,13 +54,13 @@ from forebay.prepare.text import (
     versions,
     write_rejects,
 )
-from forebay.prepare.tokens.encode import sample_texts
+from forebay.prepare.tokens.encode import Encoded, sample_texts
 from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer, train_tokenizer, vocab_to_train
 from forebay.prepare.trim import TrimTask, trim
 from forebay.storage.atomic import atomic_write, remove_stale
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup import DedupResult
+    from forebay.prepare.dedup.corpus import DedupResult
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -127,6 +128,25 @@ class Run:
     def tasks(self) -> Path:
         """Where tasks leave their output."""
         return self.work / "tasks"
+
+    def counted(self, stage: str, total: int, unit: str) -> Callable[[int, object], None]:
+        """What reports each result of a `map` as one more of `total`."""
+        done = itertools.count(1)
+        return lambda *_: self.report(Progress(stage, next(done), total, unit))
+
+    def counted_documents(self, stage: str, sizes: Sequence[int]) -> Callable[[int, TextResult | Encoded], None]:
+        """What reports each result of a `map` by the bytes of its task, and documents read and kept so far."""
+        done = documents = kept = 0
+
+        def note(index: int, result: TextResult | Encoded) -> None:
+            nonlocal done, documents, kept
+            done += sizes[index]
+            documents += result.documents_in
+            kept += result.documents_out
+            self.report(Progress(stage, done, sum(sizes), "B", documents, kept, done))
+
+        self.report(Progress(stage, 0, sum(sizes), "B"))
+        return note
 
     def map(
         self,
@@ -302,7 +322,7 @@ def _find_against(recipe: Recipe) -> tuple[Recipe, list[str]]:
     if not recipe.dedup.against:
         return recipe, []
 
-    from forebay.prepare.dedup import find_stored
+    from forebay.prepare.dedup.corpus import find_stored
 
     found = [find_stored(path, recipe.dedup) for path in recipe.dedup.against]
     dedup = dataclasses.replace(recipe.dedup, against=tuple(folder for folder, _ in found))
@@ -528,18 +548,8 @@ def _texts(run: Run, pieces: Sequence[Piece], sample: float, content: str) -> li
         )
         for piece in pieces
     ]
-    total = sum(piece.bytes for piece in pieces)
-    done = documents = kept = 0
-
-    def note(index: int, result: TextResult) -> None:
-        nonlocal done, documents, kept
-        done += pieces[index].bytes
-        documents += result.documents_in
-        kept += result.documents_out
-        run.report(Progress("text", done, total, "B", documents, kept, done))
-
-    run.report(Progress("text", 0, total, "B"))
-    return run.map(sift, tasks, finished_text, note, [piece.bytes for piece in pieces])
+    sizes = [piece.bytes for piece in pieces]
+    return run.map(sift, tasks, finished_text, run.counted_documents("text", sizes), sizes)
 
 
 def _check(run: Run, corpus: Corpus, tally: Tally) -> None:
@@ -581,7 +591,7 @@ def _deduplicated(run: Run, texts: Sequence[TextResult]) -> DedupResult | None:
     if not dedup.active:
         return None
 
-    from forebay.prepare.dedup import Part, deduplicate
+    from forebay.prepare.dedup.corpus import Part, deduplicate
 
     def step(what: str, done: int, total: int) -> None:
         run.report(Progress("dedup", done, total, " steps"))

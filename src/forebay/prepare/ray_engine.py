@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from forebay.errors import PrepareError, UsageError
 from forebay.extras import install_command
@@ -28,9 +28,6 @@ _SEEN_S = 30.0
 _STOP_S = 10.0
 _CPUS_S = 5.0
 """How often the cluster is asked for its size: nodes come and go."""
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 def ray_engine(
@@ -55,7 +52,7 @@ def ray_engine(
     """
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
-    return _RayEngine(_import_ray(), address, workers, shared, on_trouble or (lambda _: None))
+    return _RayEngine(_import_ray(), address, workers, shared, on_trouble)
 
 
 def _import_ray() -> Any:
@@ -98,43 +95,30 @@ def _answer_probe(folder: str, name: str, token: str) -> str:
         time.sleep(0.5)
 
 
-class _RayEngine:
+class _RayEngine(Engine):
     def __init__(
-        self, ray: Any, address: str | None, workers: int | None, shared: Path | None, on_trouble: Trouble
+        self, ray: Any, address: str | None, workers: int | None, shared: Path | None, on_trouble: Trouble | None
     ) -> None:
+        super().__init__(on_trouble)
         self._ray = ray
         self._address = address
         self._workers = workers
         self._shared = shared
-        self._on_trouble = on_trouble
         self._ours = False
         self._remote: Any = None
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         if self._ours:
             self._ray.shutdown()
         self._ours, self._remote = False, None
 
-    def map(
-        self,
-        run: Callable[[T, int], R],
-        tasks: Sequence[T],
-        on_done: Callable[[int, R], None],
-        weights: Sequence[int] | None = None,
-    ) -> None:
-        attempts = Attempts(tasks, weights, self._on_trouble)
+    def _map(self, run: Any, tasks: Sequence[Any], on_done: Callable[[int, Any], None], attempts: Attempts) -> None:
         if not tasks:
             return
         running: dict[Any, tuple[int, int]] = {}
         try:
             self._begin()
-            self._map(run, tasks, on_done, attempts, running)
+            self._map_over(run, tasks, on_done, attempts, running)
         except self._ray.exceptions.RayError as error:
             self._stop(running)
             raise PrepareError(f"engine ray: {type(error).__name__}: {error} Finished work is kept.") from error
@@ -155,7 +139,7 @@ class _RayEngine:
             if references:
                 self._ray.wait(references, num_returns=len(references), timeout=_STOP_S)
 
-    def _map(
+    def _map_over(
         self,
         run: Any,
         tasks: Sequence[Any],

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from forebay.errors import ForebayError, UsageError
 from forebay.extras import install_command
-from forebay.prepare.dedup import Dedup
+from forebay.prepare.dedup.config import Dedup
 from forebay.prepare.documents import Stage, portable
 from forebay.prepare.guard import Limits
 from forebay.prepare.layers import Keys, Layer, merge, parse_layer, place_of
@@ -243,6 +243,12 @@ class _Problem(Exception):  # noqa: N818 - it never leaves this file
         self.path = path
 
 
+def _unknown_key(path: Keys, known: Sequence[str]) -> _Problem:
+    near = difflib.get_close_matches(str(path[-1]), known, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known)) or 'none'}"
+    return _Problem(path, f"unknown key; {hint}")
+
+
 def _build_recipe(layers: Sequence[Layer], allow_code: bool) -> Recipe:
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -269,9 +275,7 @@ def _recipe(tables: dict[str, Any], allow_code: bool) -> Recipe:
         elif name in known:
             plain[name] = value
         else:
-            near = difflib.get_close_matches(name, [*known, *STAGES], 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted([*known, *STAGES]))}"
-            raise _Problem((name,), f"unknown key{hint}")
+            raise _unknown_key((name,), [*known, *STAGES])
     subsets = plain.pop("subsets", {})
     recipe: Recipe = _build(Recipe, plain, ())
     recipe = dataclasses.replace(recipe, subsets=_subsets(subsets))
@@ -335,9 +339,7 @@ def _build(cls: Any, table: Any, path: Keys) -> Any:
     values = {}
     for key, value in table.items():
         if key not in types_of:
-            near = difflib.get_close_matches(key, list(types_of), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(types_of)) or 'none'}"
-            raise _Problem((*path, key), f"unknown key{hint}")
+            raise _unknown_key((*path, key), list(types_of))
         values[key] = _fit(types_of[key], value, (*path, key))
     try:
         return cls(**values)

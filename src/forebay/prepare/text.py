@@ -19,7 +19,7 @@ from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from forebay.dataset.slices import hash_file
 from forebay.errors import ForebayError, PrepareError
-from forebay.prepare.dedup import Dedup
+from forebay.prepare.dedup.config import Dedup
 from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, Verdict, portable
 from forebay.prepare.guard import Buffer, Limits, ending, say, worker_for
 from forebay.prepare.read import read
@@ -40,7 +40,7 @@ from forebay.prepare.tokens.encode import TextPart
 from forebay.storage.atomic import atomic_write, open_atomic
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup import Signer
+    from forebay.prepare.dedup.signer import Signer
 
 TEXT_VERSION = 2
 """Raised when the same piece would give other documents: old results are then not taken up."""
@@ -254,7 +254,15 @@ def stage_names(stages: Iterable[Stage]) -> list[str]:
     return names
 
 
-def finished_text(task: TextTask) -> TextResult | None:
+class HasPrefix(Protocol):
+    """A task that gives a TextResult."""
+
+    @property
+    def prefix(self) -> str:
+        """Path of its files, without the ending."""
+
+
+def finished_text(task: HasPrefix) -> TextResult | None:
     """The result that an earlier run committed; None if there is none."""
     try:
         return TextResult(**json.loads(Path(f"{task.prefix}.json").read_bytes()))
@@ -274,18 +282,10 @@ def sift(task: TextTask, scale: int) -> TextResult:
         return done
     tally = Tally()
     reader = _Reader(task, BATCH_BYTES >> (2 * scale), *_readable(task, scale))
-    documents = size = 0
-    with ExitStack() as stack:
-        write = stack.enter_context(write_documents(f"{task.prefix}.arrow"))
-        signer = stack.enter_context(signer_of(task.prefix, task.dedup)) if task.sign else None
+    with keeping(task.prefix, task.dedup if task.sign else None) as out:
         for batch in reader.batches(tally):
             for kept in _kept(task, batch, tally, reader):
-                if kept.num_rows:
-                    documents += kept.num_rows
-                    size += int(text_bytes(kept).sum())
-                    if signer is not None:
-                        signer.add(kept.column("text"), scores(kept, task.dedup))
-                    write(kept)
+                out.add(kept)
                 del kept
             del batch
     sources = enumerate(task.piece.sources if task.piece.start == 0 else ())
@@ -293,12 +293,18 @@ def sift(task: TextTask, scale: int) -> TextResult:
     for source in task.piece.sources:
         check_unchanged(source)  # since it was read
     result = TextResult(
-        task.name, "", reader.documents, documents, reader.malformed, reader.num_places, size, sha256s, reader.failed
-    )
+        task.name, "", reader.documents, out.documents, reader.malformed, reader.num_places, out.bytes, sha256s,
+        reader.failed,
+    )  # fmt: skip
     lines = b"".join(json.dumps(r, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for r in reader.rejects)
     atomic_write(Path(f"{task.prefix}.rejects"), lines)
-    atomic_write(Path(f"{task.prefix}.stats"), json.dumps(tally.to_json()).encode())
-    atomic_write(Path(f"{task.prefix}.json"), json.dumps(asdict(result)).encode())
+    return commit_text(task.prefix, tally, result)
+
+
+def commit_text(prefix: str, tally: Tally, result: TextResult) -> TextResult:
+    """Write what was counted, and last the result."""
+    atomic_write(Path(f"{prefix}.stats"), json.dumps(tally.to_json()).encode())
+    atomic_write(Path(f"{prefix}.json"), json.dumps(asdict(result)).encode())
     return result
 
 
@@ -447,18 +453,6 @@ def _verdict(stage: Stage, batch: pa.RecordBatch, where: Callable[[int], str]) -
     return verdict
 
 
-def signer_of(prefix: str, dedup: Dedup) -> Signer:
-    """What signs the documents of a task; imported here, because it needs numba."""
-    from forebay.prepare.dedup import Signer
-
-    return Signer(Path(prefix), dedup)
-
-
-def scores(batch: pa.RecordBatch, dedup: Dedup) -> pa.Array | None:
-    """The column by which the best of a cluster is chosen."""
-    return batch.column(dedup.score) if dedup.score and dedup.score in batch.schema.names else None
-
-
 _Reject = dict[str, Any]
 
 
@@ -601,16 +595,39 @@ def mix(values: NDArray[np.uint64], seed: np.uint64) -> NDArray[np.uint64]:
         return mixed
 
 
+class Kept:
+    """What takes the documents that a task keeps; `documents` and `bytes` (UTF-8 of text) are those so far."""
+
+    def __init__(self, file: BinaryIO, signer: Signer | None, score: str) -> None:
+        self.documents = self.bytes = 0
+        self._file, self._signer, self._score = file, signer, score
+        self._writer: Any = None
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Write and sign the next documents; all batches that are not empty have one schema."""
+        if batch.num_rows:
+            self.documents += batch.num_rows
+            self.bytes += int(text_bytes(batch).sum())
+            if self._signer is not None:
+                scored = self._score in batch.schema.names
+                self._signer.add(batch.column("text"), batch.column(self._score) if scored else None)
+            self.writer(batch.schema).write_batch(batch)
+
+    def writer(self, schema: pa.Schema) -> Any:
+        """What writes the file, whose schema is that of the first batch."""
+        self._writer = self._writer or pa.ipc.new_file(self._file, schema, options=ARROW_OPTIONS)
+        return self._writer
+
+
 @contextmanager
-def write_documents(path: str) -> Iterator[Callable[[pa.RecordBatch], None]]:
-    """A function that appends batches of one schema to an Arrow IPC file, which appears once it is complete."""
-    writer: Any = None
-    with open_atomic(path) as file:
+def keeping(prefix: str, dedup: Dedup | None) -> Iterator[Kept]:
+    """What writes documents to `PREFIX.arrow`, which appears once it is complete, and signs them for `dedup`."""
+    with ExitStack() as stack:
+        file, signer = stack.enter_context(open_atomic(f"{prefix}.arrow")), None
+        if dedup is not None:
+            from forebay.prepare.dedup.signer import Signer  # which needs numba
 
-        def write(batch: pa.RecordBatch) -> None:
-            nonlocal writer
-            writer = writer or pa.ipc.new_file(file, batch.schema, options=ARROW_OPTIONS)
-            writer.write_batch(batch)
-
-        yield write
-        (writer or pa.ipc.new_file(file, SCHEMA, options=ARROW_OPTIONS)).close()
+            signer = stack.enter_context(Signer(Path(prefix), dedup))
+        kept = Kept(file, signer, dedup.score if dedup is not None else "")
+        yield kept
+        kept.writer(SCHEMA).close()

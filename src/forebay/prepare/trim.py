@@ -6,20 +6,17 @@ must not stand for its copies in the deduplication that follows.
 
 import hashlib
 import json
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from forebay.prepare.dedup import Dedup
+from forebay.prepare.dedup.config import Dedup
 from forebay.prepare.documents import Verdict
-from forebay.prepare.stats import Tally, text_bytes
-from forebay.prepare.text import TextResult, mix, scores, signer_of, write_documents
+from forebay.prepare.stats import Tally
+from forebay.prepare.text import TextResult, commit_text, finished_text, keeping, mix
 from forebay.prepare.tokens.encode import TextPart
-from forebay.storage.atomic import atomic_write
 
 TRIM_VERSION = 1
 REASONS = ("below_percentile", "above_percentile")
@@ -44,6 +41,11 @@ class TrimTask:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
     @property
+    def prefix(self) -> str:
+        """Path of its files, without the ending."""
+        return f"{self.folder}/{self.name}"
+
+    @property
     def label(self) -> str:
         """What a person calls it."""
         return f"percentiles of {self.part.arrow}"
@@ -55,17 +57,11 @@ def trim(task: TrimTask, scale: int) -> TextResult:
     Raises:
         OSError: If it cannot be read or written.
     """
-    prefix = f"{task.folder}/{task.name}"
-    try:
-        return TextResult(**json.loads(Path(f"{prefix}.json").read_bytes()))
-    except (OSError, ValueError, TypeError):
-        pass
+    done = finished_text(task)
+    if done is not None:
+        return done
     tally = Tally()
-    documents = size = 0
-    with ExitStack() as stack:
-        write = stack.enter_context(write_documents(f"{prefix}.arrow"))
-        signer = stack.enter_context(signer_of(prefix, task.dedup)) if task.sign else None
-        source = stack.enter_context(pa.memory_map(task.part.arrow))
+    with keeping(task.prefix, task.dedup if task.sign else None) as out, pa.memory_map(task.part.arrow) as source:
         reader = pa.ipc.open_file(source)
         for index in range(reader.num_record_batches if task.part.documents else 0):
             batch = reader.get_batch(index)
@@ -77,14 +73,6 @@ def trim(task: TrimTask, scale: int) -> TextResult:
                 return f"{batch.column('id')[row].as_py() or batch.column('place')[row].as_py() + 1}"
 
             tally.judge("perplexity_percentile", REASONS, batch, Verdict(batch, drop), keys, where)
-            kept = batch.filter(pa.array(drop < 0))
-            if kept.num_rows:
-                documents += kept.num_rows
-                size += int(text_bytes(kept).sum())
-                if signer is not None:
-                    signer.add(kept.column("text"), scores(kept, task.dedup))
-                write(kept)
-    result = replace(task.text, name=task.name, documents_out=documents, bytes_out=size)
-    atomic_write(Path(f"{prefix}.stats"), json.dumps(tally.to_json()).encode())
-    atomic_write(Path(f"{prefix}.json"), json.dumps(asdict(result)).encode())
-    return result
+            out.add(batch.filter(pa.array(drop < 0)))
+    result = replace(task.text, name=task.name, documents_out=out.documents, bytes_out=out.bytes)
+    return commit_text(task.prefix, tally, result)

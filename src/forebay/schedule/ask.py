@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.ledger import Used
+from forebay.ledger.receipts import Used
 from forebay.network.swarm import Holder
 
 
@@ -56,7 +56,7 @@ class Ask:
         failed: Leases given back because their slice could not be had.
         want: How many more leases.
         have: Dataset id to the slices it has cached, int64 indexes, rising; a dataset left out is unchanged.
-        bad: Providers that served wrong bytes, or none.
+        reports: Providers that served wrong bytes, or none; `bad`: the same, as the catalogue placed them.
         speed: Samples a second, where it knows and the desk does not yet.
     """
 
@@ -73,6 +73,7 @@ class Ask:
     failed: tuple[Failed, ...] = ()
     want: int = 0
     have: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    reports: tuple[BadReport, ...] = ()
     bad: tuple[Bad, ...] = ()
     speed: float | None = None
 

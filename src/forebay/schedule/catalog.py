@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from forebay.dataset.manifest import Manifest, SliceTable, dataset_id
 from forebay.errors import DatasetError, IntegrityError, LedgerError, NetworkError, UsageError
-from forebay.ledger import Job, read_entries
+from forebay.ledger.chain import read_entries
+from forebay.ledger.job import Job
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers, read_claims
 from forebay.network.publish import published

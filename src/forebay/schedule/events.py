@@ -1,9 +1,9 @@
 """What happens to a job, as values: the desk makes them, the journal keeps them, replaying them gives the same desk."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from forebay.ledger import Used
+from forebay.ledger.receipts import Used
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +149,7 @@ Event = (
     | Weighted
     | Reported
 )
-_KINDS: tuple[type[Event], ...] = (
-    Enlisted, Granted, Recorded, Cut, Returned, Failure, SetAside, Readmitted, EpochEnded, Paused, Resumed, Weighted,
-    Reported,
-)  # fmt: skip
+_KINDS: tuple[type[Event], ...] = get_args(Event)  # In this order they are numbered on disk.
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 

@@ -46,7 +46,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import ProtocolViolation
-from forebay.ledger import Used
+from forebay.ledger.receipts import Used
 from forebay.network.exchange import BadRequestError
 from forebay.network.members import RANGES, parse_ranges
 from forebay.network.openapi import COUNT, FLAG, PEER_ID, SECONDS, SHA256, TEXT, Door, array, record
@@ -64,7 +64,7 @@ LEASE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 ADDRESS = re.compile(r"[^\x00-\x20\x7f]{0,300}")
 DATASET_ID = re.compile(r"[0-9a-f]{64}")
 SIGNATURE = re.compile(r"[0-9a-f]{128}")
-_KEYS = frozenset(Ask.__dataclass_fields__.keys() - {"receipt"} | {"signature"})
+_KEYS = frozenset(Ask.__dataclass_fields__.keys() - {"receipt", "reports"} | {"signature"})
 
 _LEASE_ID = {"type": "string", "pattern": f"^{LEASE_ID.pattern}$"}
 _IDS = array(_LEASE_ID, MAX_HELD)
@@ -111,8 +111,8 @@ DOOR = Door(
 )  # fmt: skip
 
 
-def parse_ask(body: Any) -> tuple[Ask, tuple[BadReport, ...]]:
-    """The question in a body; and its reports of bad providers, for the catalogue to place.
+def parse_ask(body: Any) -> Ask:
+    """The question in a body; its reports of bad providers are for the catalogue to place.
 
     Raises:
         BadRequestError: If it is not what the docstring above says.
@@ -127,7 +127,7 @@ def parse_ask(body: Any) -> tuple[Ask, tuple[BadReport, ...]]:
     speed = body.get("speed")
     if speed is not None and not (type(speed) in (int, float) and 0 <= speed < 1e15):
         raise BadRequestError(f"speed: expected samples a second, got {str(speed)[:80]!r}")
-    ask = Ask(
+    return Ask(
         job=_text(body, "job", NAME, ""),
         session=_text(body, "session", SESSION, ""),
         attempt=_count(body, "attempt", 0),
@@ -143,15 +143,14 @@ def parse_ask(body: Any) -> tuple[Ask, tuple[BadReport, ...]]:
         ),
         want=_count(body, "want", 0, MAX_LEASES),
         have={_match("have", key, DATASET_ID): _slices(have[key]) for key in have},
+        reports=tuple(
+            BadReport(
+                _text(item, "peer_id", ADDRESS), _text(item, "sha256", DATASET_ID), _reason(item), _flag(item, "wrong")
+            )
+            for item in _list(body, "bad", MAX_REPORTS)
+        ),
         speed=speed,
     )
-    bad = tuple(
-        BadReport(
-            _text(item, "peer_id", ADDRESS), _text(item, "sha256", DATASET_ID), _reason(item), _flag(item, "wrong")
-        )
-        for item in _list(body, "bad", MAX_REPORTS)
-    )
-    return ask, bad
 
 
 def _use(item: Any) -> Used:

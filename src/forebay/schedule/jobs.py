@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
-from forebay.ledger import Used
+from forebay.ledger.receipts import Used
 from forebay.schedule import events
 from forebay.schedule.events import Event
 from forebay.schedule.leases import LeaseTable

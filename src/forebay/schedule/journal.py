@@ -26,8 +26,11 @@ from typing import Any
 import orjson
 
 from forebay.errors import LeaseError, LedgerError, StateError
-from forebay.ledger import Checkpoint, Entry, Ledger, Signer, Used, encode_runs
+from forebay.ledger.chain import Checkpoint, Entry
 from forebay.ledger.coverage import coverage_root
+from forebay.ledger.job import encode_runs
+from forebay.ledger.receipts import Used
+from forebay.ledger.writer import Ledger, Signer
 from forebay.schedule import events
 from forebay.schedule.desk import Desk, JobSpec
 from forebay.schedule.events import Event, from_row, to_row

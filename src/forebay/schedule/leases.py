@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import LeaseError, UsageError
-from forebay.ledger import Used
+from forebay.ledger.receipts import Used
 from forebay.schedule.owners import Ended, Lease, Owner, OwnerKey, Owners, Speed
 from forebay.schedule.parts import Cached, Part, Parts
 

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import LeaseError, LedgerError, NetworkError, ProtocolViolation, StateError, UsageError
-from forebay.ledger import receipt_message
+from forebay.ledger.receipts import receipt_message
 from forebay.network.client import Client
 from forebay.network.dialing import Dialer
 from forebay.network.discovery import Discovery, record_key
-from forebay.network.https import BadRequestError, Pending, Request, Response, Server, error_response, json_response
+from forebay.network.exchange import BadRequestError, Pending, Request, Response, error_response, json_response
+from forebay.network.https import Server
 from forebay.network.identity import Identity, Peer, verify
 from forebay.network.limits import Bounds
 from forebay.network.metrics import Metric, metrics_response
@@ -360,7 +361,7 @@ class SchedulerService:
         return json_response(self._catalog.describe_job(name, self._open_journal().job_ids[name]))
 
     def _exchange(self, request: Request) -> Response | Pending:
-        ask, bad = exchange.parse_ask(request.json())
+        ask = exchange.parse_ask(request.json())
         peer = request.peer
         refused = self._refuse(peer, ask)
         if refused is not None:
@@ -378,7 +379,7 @@ class SchedulerService:
             journal = self._open_journal()
             begun = time.perf_counter()
             session = journal.desk.sessions.all.get((peer.peer_id, ask.session))
-            ask = replace(ask, bad=self._catalog.place_reports(session, bad))
+            ask = replace(ask, bad=self._catalog.place_reports(session, ask.reports))
             before = self._enlist(journal, peer, ask)
             reply, happened = journal.desk.exchange(peer.peer_id, ask, now)
             for event in before:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from forebay.errors import LeaseError
-from forebay.ledger import Used
+from forebay.ledger.receipts import Used
 from forebay.schedule.ask import Accepted, Live, Refused
 from forebay.schedule.jobs import Job, at_index
 from forebay.schedule.leases import LeaseLostError, LeaseTable

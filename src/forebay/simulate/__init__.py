@@ -19,9 +19,9 @@ def simulate(settings: Settings, progress: Progress | None = None) -> Result:
     Args:
         progress: Told now and then how far it is.
     """
-    from forebay.simulate import broadcast, elastic, leasing, throttled
+    from forebay.simulate import broadcast, elastic, leasing
 
-    runs = {"lease": leasing.run, "order": elastic.run, "swarm": broadcast.run, "store": throttled.run}
+    runs = {"lease": leasing.run, "order": elastic.run, "swarm": broadcast.run}
     collects = gc.isenabled()
     gc.disable()  # It would look at all that is kept, again and again: a quarter of the time, for next to nothing.
     try:

@@ -8,7 +8,7 @@ Of an elastic run, the ancestors of its last weights count: a step done twice ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -84,11 +84,6 @@ class Book:
             late = sum(use.stop - use.start for use in self.acknowledged if use.at > deadline)
         wasted = sum(use.stop - use.start for use in self.wasted)
         return Verdict(total * self.epochs, missing, repeated, late, wasted, tuple(examples[:5]))
-
-    def busy(self, speeds: Mapping[int, float]) -> NDArray[np.float64]:
-        """float64 [K, 3]: worker, from when to when it used samples, at so many a second each."""
-        rows = [(use.worker, use.at - (use.stop - use.start) / speeds[use.worker], use.at) for use in self.trained]
-        return np.array(rows, np.float64).reshape(-1, 3)
 
     def _base(self, index: int) -> int:
         return int(self.samples[:index].sum())

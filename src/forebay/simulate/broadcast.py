@@ -6,18 +6,17 @@ for more in one exchange with the data node; with nothing to fetch it asks again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forebay.network.swarm import Assignment, Swarm
 from forebay.simulate.book import Verdict
 from forebay.simulate.bound import swarm_bound
 from forebay.simulate.clock import Clock, Progress, Trace
 from forebay.simulate.faults import Faults, Machine, draw
-from forebay.simulate.nodes import Fetch, Gate, Net, Node
+from forebay.simulate.nodes import Fetch, Net, Node
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings
 
@@ -214,39 +213,25 @@ def run(settings: Settings, progress: Progress | None = None) -> Result:
 
 
 class World:
-    """Readers and their tracker.
+    """Readers that all want every slice, and their tracker."""
 
-    Args:
-        wishes: int64 slices that each of the first machines wants; None: everybody wants everything.
-        gate: What the origins let through.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        faults: Faults,
-        wishes: Sequence[NDArray[np.int64]] | None = None,
-        gate: Gate | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, faults: Faults) -> None:
         self.clock = Clock()
-        self.net = Net(settings, self.clock, faults, gate)
+        self.net = Net(settings, self.clock, faults)
         self.machines = faults.machines
-        self._wishes = wishes
         self.tracker = Tracker(self.net)
         self.readers: dict[int, Reader] = {}
         self.arrivals: dict[tuple[int, int], int] = {}
         self.staying = {machine.index for machine in faults.machines if machine.dies_at == float("inf")}
         self.killed: list[int] = []
-        self.left = len(self.staying) * settings.slices if wishes is None else sum(map(len, wishes))
+        self.left = len(self.staying) * settings.slices
         self._all = self.left
         for machine in faults.machines:
             self._plan(machine)
 
     def _plan(self, machine: Machine) -> None:
         def join() -> None:
-            wanted = np.full(self.net.settings.slices, self._wishes is None)
-            if self._wishes is not None:
-                wanted[self._wishes[machine.index]] = True
+            wanted = np.ones(self.net.settings.slices, bool)
             reader = Reader(self.net, self.net.join(machine), wanted, self.tracker.tell, self._arrived)
             self.readers[machine.index] = reader
             self.tracker.heartbeat(reader)

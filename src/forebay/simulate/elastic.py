@@ -42,13 +42,10 @@ def run(settings: Settings, progress: Progress | None = None) -> Result:
     steps = world.run.num_steps or 0
     epoch_of = world.run.places(0, steps)[0]
     verdict, torn = check(end, world.run.orders[0].num_samples, epoch_of, world.steps_done())
-    alive = {machine.index: (machine.joins_at, machine.dies_at) for machine in faults.machines}
     fault = torn or world.fault()
     if not ended:
         fault = f"after {world.clock.now:,.0f} virtual seconds the run stands at step {end.step} of {steps}."
-    return Result(
-        settings, verdict, world.clock.now, bound, world.net.origin_bytes(), world.counts(), fault, trace, alive=alive
-    )
+    return Result(settings, verdict, world.clock.now, bound, world.net.origin_bytes(), world.counts(), fault, trace)
 
 
 class _World:

@@ -48,9 +48,7 @@ def run(settings: Settings, progress: Progress | None = None) -> Result:
     else:
         fault = world.scheduler.fault()
     time_s = world.clock.now if world.ended_at is None else world.ended_at
-    busy = world.book.busy({machine.index: machine.speed for machine in faults.machines})
-    alive = {machine.index: (machine.joins_at, machine.dies_at) for machine in faults.machines}
-    return Result(settings, verdict, time_s, bound, world.net.origin_bytes(), counts, fault, trace, busy, alive)
+    return Result(settings, verdict, time_s, bound, world.net.origin_bytes(), counts, fault, trace)
 
 
 class _Scheduler:
@@ -186,7 +184,7 @@ class _World:
                 if lost:
                     self.clock.after(STILL_S, lambda: worker.hear_nothing(ask))
                 else:
-                    self.clock.after(latency_s, lambda: worker.hear(ask, reply))
+                    self.clock.after(latency_s, lambda: worker.apply_reply(ask, reply))
 
         self.clock.after(latency_s, arrive)
 
@@ -211,23 +209,25 @@ class _World:
     def look(self) -> dict[str, float]:
         """The curves' values now."""
         origin, peers = self.net.links.rates(len(self.net.origins))
-        held = [one for worker in self.workers.values() for one in worker.held.values() if not one.is_spent]
+        held = [one for worker in self.workers.values() for one in worker.hand.held if not one.is_spent]
         return {
             "done": 1 - max(0, self._left) / self._all,
             "workers alive": len(self.workers),
             "workers using": sum(worker.is_using for worker in self.workers.values()),
-            "leases in use": sum(one.ready for one in held),
-            "leases being fetched": sum(not one.ready for one in held),
+            "leases in use": sum(one.path is not None for one in held),
+            "leases being fetched": sum(one.path is None for one in held),
             "bytes/s from origins": origin,
             "bytes/s from workers": peers,
         }
 
     def close(self) -> None:
-        """Counts as wasted what was used under a lease that was lost, or by a worker that was killed."""
+        """Counts as wasted what was used under a lost lease, whether its worker knows or not, or by a killed worker."""
         for worker in [*self._closed, *self.workers.values()]:
-            for held in worker.all_held:
+            for held in worker.all_held.values():
                 offset = self._grants[held.grant.lease_id][1]
-                if held.used > offset and (held.lost or not worker.alive):
+                found = self.scheduler.desk.find(held.grant.lease_id)
+                is_lost = held.over or found is None or held.grant.lease_id not in found[2].leases
+                if held.used > offset and (is_lost or not worker.alive):
                     grant = held.grant
                     self.book.wasted.append(
                         Range(grant.epoch, grant.slice_index, offset, held.used, self.clock.now, worker.machine.index)
@@ -245,7 +245,7 @@ class _World:
             "exchanges": self.net.counts["exchanges"],
             "steals": self.scheduler.counts["cuts"],
             "expired": self.scheduler.counts["returned expired"],
-            "leases_lost": self.net.counts["leases_lost"],
+            "leases_lost": sum(worker.hand.tally.lost for worker in workers),
             "wasted_by_living": lost,
             "fetches": self.net.counts["fetches"],
             "wrong_bytes": self.net.counts["wrong"],

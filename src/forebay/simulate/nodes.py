@@ -12,7 +12,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from forebay.network.limits import TokenBucket
 from forebay.network.swarm import Holder
 from forebay.simulate.clock import Clock
 from forebay.simulate.faults import Faults, Machine
@@ -40,30 +39,10 @@ class Node:
         return self.machine is None or index in self.cache
 
 
-class Gate:
-    """A store's limit: so many requests a second, as many at once; above it answers 503."""
-
-    def __init__(self, limit_rps: float) -> None:
-        self._bucket = TokenBucket(limit_rps, limit_rps)
-        self.asked = self.refused = 0
-
-    def allows(self, now: float) -> bool:
-        """Whether a request at a moment is answered with bytes."""
-        self.asked += 1
-        is_free = self._bucket.try_take(1.0, now) == 0.0
-        self.refused += not is_free
-        return is_free
-
-
 class Net:
-    """The machines, the links between them, and what is wrong with them now.
+    """The machines, the links between them, and what is wrong with them now."""
 
-    Args:
-        gate: What the origins let through; None for all.
-    """
-
-    def __init__(self, settings: Settings, clock: Clock, faults: Faults, gate: Gate | None = None) -> None:
-        self.gate = gate
+    def __init__(self, settings: Settings, clock: Clock, faults: Faults) -> None:
         self.settings = settings
         self.clock = clock
         self.links = Links(clock)
@@ -131,7 +110,6 @@ class Fetch:
         self._providers, self._on_end, self._on_bad = list(providers), on_end, on_bad
         self._left = float(net.settings.slice_bytes)
         self._rounds, self._round, self._at = rounds, 1, 0
-        self._throttled = 0
         self._flow: Flow | None = None
         self._source: Node | None = None
         self.over = False
@@ -193,8 +171,6 @@ class Fetch:
         if lie == "silent":
             self._net.counts["stalls"] += 1
             return self._net.clock.after(STALL_S, lambda: self._blame("silent"))
-        if source.machine is None and self._net.gate is not None and not self._net.gate.allows(self._net.clock.now):
-            return self._wait_out()
         self._source = source
         source.fetches.add(self)
         if lie == "wrong":
@@ -202,11 +178,6 @@ class Fetch:
             self._flow = self._net.links.start(source.link, self._asker.link, size, lambda: self._blame("wrong"))
         else:
             self._flow = self._net.links.start(source.link, self._asker.link, self._left, lambda: self._arrive())
-
-    def _wait_out(self) -> None:
-        """The store says that it is too busy: asked again when its limit may have passed."""
-        self._throttled += 1
-        self._net.clock.after(self._net.backoff.after(self._throttled), self._ask)
 
     def _skip(self) -> None:
         if not self.over:

@@ -7,23 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from forebay.simulate.charts import F64, STYLE, curves, heat_map, standalone
+from forebay.simulate.charts import STYLE, curves
 from forebay.simulate.result import Result
-
-_ROWS, _COLUMNS = 100, 160
 
 
 def write_page(result: Result, target: Path) -> Path:
-    """Writes FILE.html, or DIR/index.html and DIR/*.svg; returns the page's path."""
-    drawn = charts(result)
-    page = target
-    if target.suffix != ".html":
-        target.mkdir(parents=True, exist_ok=True)
-        page = target / "index.html"
-        for name, (_, _, svg) in drawn.items():
-            (target / f"{name}.svg").write_text(standalone(svg), "utf-8")
+    """Write FILE.html, or DIR/index.html; returns the page's path."""
+    page = target if target.suffix == ".html" else target / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(_page(result, drawn), "utf-8")
+    page.write_text(_page(result, charts(result)), "utf-8")
     return page
 
 
@@ -43,57 +35,23 @@ def charts(result: Result) -> dict[str, tuple[str, str, str]]:
     found["coverage"] = (
         "Coverage",
         _key(lines),
-        curves("Share of the work done over time", moments, lines, unit=" %", top=100.0, end=stop),
+        curves("Share of the work done over time", moments, lines, stop=stop, unit=" %"),
     )
-    for name, title, unit, stacked, wanted in _CURVES:
+    for name, title, unit, wanted in _CURVES:
         lines = [(css, said, all_curves[key]) for css, key, said in wanted if key in all_curves]
         if lines:
-            found[name] = (title, _key(lines), curves(title, moments, lines, unit=unit, stacked=stacked, end=stop))
-    if result.busy is not None:
-        shares = busy_shares(result.busy, result.alive, result.time_s)
-        key = '<i class="busy"></i>busy <i class="idle"></i>alive and idle <i class="none"></i>not there'
-        found["utilisation"] = ("Who worked when", key, heat_map("Busy share of each worker", shares, result.time_s))
+            found[name] = (title, _key(lines), curves(title, moments, lines, stop=stop, unit=unit))
     return found
 
 
 _CURVES = (
-    ("bandwidth", "Bytes a second", "B/s", True,
+    ("bandwidth", "Bytes a second", "B/s",
      (("b", "bytes/s from origins", "from origins"), ("a", "bytes/s from workers", "from workers"))),
-    ("requests", "Requests a second", "", False,
-     (("a", "requests/s", "to the store"), ("b", "refused/s", "answered 503"))),
-    ("leases", "Leases in hand", "", True,
+    ("leases", "Leases in hand", "",
      (("a", "leases in use", "here"), ("b", "leases being fetched", "being fetched"))),
-    ("workers", "Workers", "", False,
+    ("workers", "Workers", "",
      (("c", "workers alive", "alive"), ("a", "workers using", "training"))),
 )  # fmt: skip
-
-
-def busy_shares(busy: F64, alive: Mapping[int, tuple[float, float]], stop: float) -> F64:
-    """The busy part of each worker's time: float64 [rows, columns], NaN where nobody of a row was alive.
-
-    Args:
-        busy: float64 [K, 3]: worker, and from when to when it was busy.
-        alive: From when to when each worker lived.
-    """
-    rows = min(_ROWS, len(alive))
-    row_of = {worker: at * rows // len(alive) for at, worker in enumerate(sorted(alive))}
-    edges = np.linspace(0, stop, _COLUMNS + 1)
-    worked, lived = np.zeros((rows, _COLUMNS)), np.zeros((rows, _COLUMNS))
-    for worker, (start, end) in alive.items():
-        lived[row_of[worker]] += _overlap(edges, start, min(end, stop))
-    for worker, start, end in busy.tolist():
-        first, last = np.searchsorted(edges, [start, end], side="right").tolist()
-        part = slice(max(0, first - 1), min(last, _COLUMNS))
-        worked[row_of[int(worker)], part] += _overlap(edges[part.start : part.stop + 1], start, end)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        shares: F64 = np.minimum(1.0, worked / lived)
-    shares[lived <= 0.2 * stop / _COLUMNS] = np.nan
-    return shares
-
-
-def _overlap(edges: F64, start: float, end: float) -> F64:
-    covered: F64 = np.maximum(0.0, np.minimum(edges[1:], end) - np.maximum(edges[:-1], start))
-    return covered
 
 
 def _key(lines: list[tuple[str, str, list[float]]]) -> str:

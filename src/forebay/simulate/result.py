@@ -4,9 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from forebay.simulate.book import Verdict
 from forebay.simulate.bound import Bound
 from forebay.simulate.clock import Trace
@@ -22,7 +19,6 @@ class Result:
         origin_bytes: What origins sent, all together.
         counts: Of what happened: waits, steals, bans and so on, by name.
         fault: Why the run is not ok beside the verdict; "" if nothing.
-        busy: float64 [K, 3]: worker, and from when to when it was busy; `alive` says from when to when each lived.
     """
 
     settings: Settings
@@ -33,8 +29,6 @@ class Result:
     counts: Mapping[str, float] = field(default_factory=dict)
     fault: str = ""
     trace: Trace | None = None
-    busy: NDArray[np.float64] | None = None
-    alive: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:

@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 from forebay.errors import UsageError
 
-Mode = Literal["lease", "order", "swarm", "store"]
+Mode = Literal["lease", "order", "swarm"]
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Settings:
     """A world.
 
     Args:
-        mode: lease (strangers), order (ranks of a run), swarm (all want everything), store (one that throttles).
+        mode: lease (strangers), order (ranks of a run), swarm (all want everything).
         samples: Of each slice.
         batch: Samples of a step of one worker.
         speed: Samples a second of the median worker; `spread` is sigma of their logarithms.
@@ -30,7 +30,6 @@ class Settings:
         cache: Slices that a worker keeps.
         lease_s, exchange_s: How long a lease lives without contact; how often a worker speaks.
         stall_s, steal_s: See `schedule.desk.JobSpec`.
-        limit_rps: Requests a second above which the store answers 503.
         deadline_s: A sample used later than this is late.
     """
 
@@ -64,7 +63,6 @@ class Settings:
     exchange_s: float = 5.0
     stall_s: float = 600.0
     steal_s: float = 2.0
-    limit_rps: float = 200.0
     deadline_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -74,7 +72,7 @@ class Settings:
         for name in ("churn", "replace", "liars", "slow", "lost"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UsageError(f"simulate: expected {name} in [0, 1], got {getattr(self, name)}.")
-        for name in ("speed", "up", "down", "origin_up", "lease_s", "exchange_s", "limit_rps"):
+        for name in ("speed", "up", "down", "origin_up", "lease_s", "exchange_s"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"simulate: expected {name} above 0, got {getattr(self, name)}.")
         if self.liars == 1 or self.lost == 1:

@@ -3,6 +3,7 @@
 It is told not to try again, so that one place decides about that; `Retry-After` is not known here.
 """
 
+import contextlib
 import os
 import re
 import threading
@@ -68,6 +69,23 @@ class BucketOrigin:
         except Exception as error:  # the library's errors share no base
             raise self._told(name, error) from error
         return Head(int(found["size"]), str(found["e_tag"] or ""))
+
+    def find(self, name: str) -> list[tuple[str, Head]]:
+        """The object of that name, or all below it, in any order. Errors as of `get`."""
+        obstore, store = self._store()
+        try:
+            if name and not name.endswith("/"):
+                with contextlib.suppress(FileNotFoundError):  # a prefix
+                    found = obstore.head(store, self._prefix + name)
+                    return [(name, Head(int(found["size"]), str(found["e_tag"] or "")))]
+            listed = obstore.list(store, (self._prefix + name).rstrip("/") or None)
+            entries = [entry for part in listed for entry in part]
+        except Exception as error:  # the library's errors share no base
+            raise self._told(name, error) from error
+        return [
+            (str(entry["path"])[len(self._prefix) :], Head(int(entry["size"]), str(entry["e_tag"] or "")))
+            for entry in entries
+        ]
 
     def names(self, prefix: str) -> list[str]:
         """Of the objects that begin so, sorted; not below a further `/`. Errors as of `get`."""

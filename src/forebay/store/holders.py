@@ -1,11 +1,9 @@
 """Slices by hash from one peer that holds them, as a source of a Transfer."""
 
-import io
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO, cast
 
 from forebay.errors import NetworkError, ProtocolViolation
-from forebay.network.client import Client, RemoteError, WrongPeerError
+from forebay.network.client import BrokenOffError, Client, RemoteError, WrongPeerError
 from forebay.store.origins import Origin, PassingError, RefusedError
 
 REQUEST_BYTES = 2 << 20
@@ -64,22 +62,21 @@ class HolderSource:
 
 
 def read_by_hash(
-    client: Client, address: str, peer_id: str, sha256: str, start: int, stop: int, stall_s: float, url: str
+    client: Client, address: str, peer_id: str | None, sha256: str, start: int, stop: int, stall_s: float, url: str
 ) -> Iterator[memoryview]:
     """Bytes [start, stop) of a slice from a peer, in requests of 2 MiB over a kept connection. Errors as of Origin."""
-    into = _Into(min(REQUEST_BYTES, stop - start))
+    buffer = memoryview(bytearray(min(REQUEST_BYTES, stop - start)))
     while start < stop:
-        upto, fault = min(stop, start + REQUEST_BYTES), None
-        into.held = 0
+        into, fault = buffer[: stop - start], None
         try:
-            client.download(
-                address, f"/v1/slices/{sha256}", cast(BinaryIO, into), start, upto, peer_id, timeout_s=stall_s
-            )
+            client.read_range(address, f"/v1/slices/{sha256}", into, start, peer_id, timeout_s=stall_s)
+        except BrokenOffError as error:
+            into, fault = into[: error.received], error
         except NetworkError as error:
-            fault = error
-        if into.held:
-            yield into.view[: into.held]
-        start += into.held
+            raise told(url, error) from error
+        if len(into):
+            yield into
+        start += len(into)
         if fault is not None:
             raise told(url, fault) from fault
 
@@ -94,16 +91,3 @@ def told(url: str, error: NetworkError) -> NetworkError:
     if isinstance(error, RemoteError) and error.status < 500 and error.status != 429:
         return RefusedError(text)
     return PassingError(text, throttled=isinstance(error, RemoteError) and error.status in (429, 503))
-
-
-class _Into(io.RawIOBase):
-    """One buffer that the client fills, again and again."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.view = memoryview(bytearray(num_bytes))
-        self.held = 0
-
-    def write(self, data: Any, /) -> int:
-        self.view[self.held : self.held + len(data)] = data
-        self.held += len(data)
-        return len(data)

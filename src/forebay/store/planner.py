@@ -81,7 +81,7 @@ class Planner(Generic[T]):
         *,
         keep: Keep,
         horizon_bytes: int | None,
-        pass_end: Callable[[int], int | None] | None,
+        epoch_of: Callable[[int, int], tuple[int | None, int | None]] | None,
         patience_s: float,
         clock: Callable[[], float],
         first_alone: bool = False,
@@ -96,7 +96,8 @@ class Planner(Generic[T]):
         self.lead_s = _LEAD_S
         self._slices = slices
         self._sha256s, self._sizes, self._keys = slices.sha256s, slices.sizes, slices.keys
-        self._keep, self._horizon_bytes, self._pass_end = keep, horizon_bytes, pass_end
+        self._keep, self._horizon_bytes = keep, horizon_bytes
+        self._epoch_of = epoch_of or (lambda step, key: (0, None))
         self._patience_s, self._clock, self._first_alone = patience_s, clock, first_alone
         self._window_steps = window_steps
         self._first: list[int] = []  # What the first step reads, until it is here.
@@ -334,7 +335,7 @@ class Planner(Generic[T]):
                 self.here.add(key)
             return reserved
         self._aims[key] = self._now + steps
-        epoch = self._pass_end(self._now + steps) if self._pass_end is not None else 0
+        epoch, _ = self._epoch_of(self._now + steps, key)
         error = self.flights.start(key, reserved, epoch)
         if error is not None and key in self._asked:
             outcome.errors[key] = error
@@ -403,7 +404,7 @@ class Planner(Generic[T]):
         if self._unread.get(key, -1) > self._now:
             return False  # fetched ahead
         last = self._uses.last_use(key, self._now)
-        end = None if self._pass_end is None else self._pass_end(self._now if last is None else last)
+        _, end = self._epoch_of(self._now if last is None else last, key)
         step = self._uses.next_use(key, self._now)
         while step is None and (end is None or self._uses.known < end) and not self._uses.is_full(self._now):
             self._extend()

@@ -67,7 +67,8 @@ class SliceFeed(Generic[T]):
             next 30 s of training read (twice as much after each late slice), one slice at least, a quarter of the
             budget at most (half after a late slice).
         on_evict: Told the key of a slice that is here no longer; from the feed's thread.
-        pass_end: The run step at which the epoch of a step ends, None for never: what `window` goes by.
+        epoch_of: (step, key) to the epoch that reads the slice then, and the run step at which it ends, which `window`
+            goes by; None where there is none or it is not known.
         first_alone: Begin with what the first step after a seek reads, and with nothing else before that is here:
             where the way is narrow, it would share it with what is needed later.
         window_steps: What is read again within so many steps is not evicted for what is fetched ahead.
@@ -90,7 +91,7 @@ class SliceFeed(Generic[T]):
         keep: Keep = "budget",
         horizon_bytes: int | None = None,
         on_evict: Callable[[int], object] | None = None,
-        pass_end: Callable[[int], int | None] | None = None,
+        epoch_of: Callable[[int, int], tuple[int | None, int | None]] | None = None,
         first_alone: bool = False,
         window_steps: int = 0,
         patience_s: float = 10.0,
@@ -104,7 +105,7 @@ class SliceFeed(Generic[T]):
         self._clock, self._on_evict, self._patience_s = clock, on_evict, patience_s
         self._planner = Planner(
             cache, self._slices, start_transfer, cancel_transfer, _weakly(self),
-            keep=keep, horizon_bytes=horizon_bytes, pass_end=pass_end, patience_s=patience_s, clock=clock,
+            keep=keep, horizon_bytes=horizon_bytes, epoch_of=epoch_of, patience_s=patience_s, clock=clock,
             first_alone=first_alone, window_steps=window_steps,
         )  # fmt: skip
         self._waited_s, self._late = 0.0, 0

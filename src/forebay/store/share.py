@@ -24,8 +24,8 @@ from forebay.errors import NetworkError
 from forebay.network.avoidance import member_id
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, record_key
-from forebay.network.exchange import BINARY
-from forebay.network.https import Request, Response, Server, error_response, file_response, json_response
+from forebay.network.exchange import BINARY, Request, Response, error_response, file_response, json_response
+from forebay.network.https import Server
 from forebay.network.identity import Identity
 from forebay.network.limits import Throttle
 from forebay.network.peer import Peer

@@ -164,10 +164,6 @@ class Tracker:
         """Whether a dataset is tracked here."""
         return dataset_id in self._tracked
 
-    def swarm_of(self, dataset_id: str) -> Swarm:
-        """The state of a dataset; to look at where nobody else calls. Raises KeyError if it is not tracked."""
-        return self._tracked[dataset_id].swarm
-
     def answer(self, peer: Peer, dataset_id: str, body: Any) -> dict[str, Any]:
         """What a member is told.
 

@@ -16,7 +16,7 @@ import time
 import urllib.parse
 import urllib.request
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from email.message import Message
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -59,7 +59,7 @@ class WebOrigin:
 
     def head(self, name: str) -> Head:
         """See HeadOrigin. Asks for one byte, as a signed address often allows nothing but GET."""
-        connection, response = self._open(name, "bytes=0-0")
+        connection, response = self._open(name, {"Range": "bytes=0-0"})
         given = re.fullmatch(r"bytes 0-0/(\d+)", response.headers.get("Content-Range", ""))
         size = int(given[1]) if given else response.length if response.status == 200 else None
         etag = response.headers.get("ETag", "")
@@ -70,7 +70,7 @@ class WebOrigin:
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
         """See Origin."""
-        connection, response = self._open(name, f"bytes={start}-{stop - 1}")
+        connection, response = self._open(name, {"Range": f"bytes={start}-{stop - 1}"})
         keep = False
         try:
             check_etag(f"{self.url}/{name}", etag, response.headers.get("ETag", ""))
@@ -92,7 +92,7 @@ class WebOrigin:
 
     def ask(self, name: str, max_bytes: int, address: str = "") -> tuple[bytes, Message]:
         """As `get`, and the answer's headers; from that address, if one is given, in place of the name's own."""
-        connection, response = self._open(name, "", address)
+        connection, response = self._open(name, {}, address)
         keep = False
         try:
             what, wanted = f"{self.url}/{name}", response.length
@@ -111,6 +111,33 @@ class WebOrigin:
         finally:
             self._pool.put_back(connection, response, keep)
 
+    def stream(
+        self, address: str, start: int, asked: Mapping[str, str]
+    ) -> tuple[bool, Message, Generator[memoryview, None, None]]:
+        """What follows byte `start` of the object at an address, whatever its size; `asked` are headers to send too.
+
+        Returns:
+            Whether the server knows ranges, as far as this answer shows; its headers; the bytes, in pieces each of
+            which is valid until the next is asked for. Close it to give the rest up. Errors as of `read`.
+        """
+        connection, response = self._open("", {"Range": f"bytes={start}-", **asked} if start else asked, address)
+
+        def pieces() -> Generator[memoryview, None, None]:
+            skip = 0 if response.status == 206 else start
+            try:
+                yield memoryview(b"")
+                body = _Body(connection, response, self._patience.stall_s, self.url)
+                while piece := body.next(STEP_BYTES):
+                    if skip < len(piece):
+                        yield piece[skip:]
+                    skip = max(0, skip - len(piece))
+            finally:
+                self._pool.put_back(connection, response, response.length == 0 and not response.will_close)
+
+        found = pieces()
+        next(found)  # from now on closing it closes the connection
+        return response.status == 206, response.headers, found
+
     def sources(self) -> Sequence[Origin]:
         """See Origin."""
         return [self]
@@ -119,7 +146,7 @@ class WebOrigin:
         return urllib.parse.urlunsplit(self._base._replace(path=f"{self._base.path}/{urllib.parse.quote(name)}"))
 
     def _open(
-        self, name: str, byte_range: str, address: str = ""
+        self, name: str, asked: Mapping[str, str], address: str = ""
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """The answer to a GET, redirects followed."""
         address = address or self._address(name)
@@ -127,8 +154,7 @@ class WebOrigin:
         known = moved and until > time.monotonic()
         target = moved if known else address
         for _ in range(_MOST_REDIRECTS + 1):
-            headers = {"User-Agent": "forebay", "Accept-Encoding": "identity"}
-            headers |= {"Range": byte_range} if byte_range else {}
+            headers = {"User-Agent": "forebay", "Accept-Encoding": "identity", **asked}
             headers |= self._headers if _host(target) == _host(address) else {}
             connection, response = self._pool.ask(target, headers, self.url)
             if response.status in (200, 206):
@@ -410,17 +436,6 @@ def _is_inside(host: str | None) -> bool:
         return False
     addresses = [ipaddress.ip_address(one) for one in found]
     return any(not (getattr(one, "ipv4_mapped", None) or one).is_global for one in addresses)
-
-
-class CheckedRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows what `check_redirect` allows, and shows a token to no other host."""
-
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        check_redirect(req.full_url, newurl)
-        made = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if made is not None and _host(newurl) != _host(req.full_url):
-            made.remove_header("Authorization")
-        return made
 
 
 def _why(what: str, connection: http.client.HTTPConnection, error: Exception, patience: Patience) -> str:

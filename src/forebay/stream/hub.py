@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -128,20 +129,17 @@ def _is_place(place: Any) -> bool:
     return True
 
 
+@dataclass
 class ObjectReading:
     """Rows of a dataset object from a number on; its place is that number, and the dataset's own state or None."""
 
-    def __init__(
-        self,
-        rows: Callable[[int], Iterator[Any]],
-        number: int,
-        options: ReadOptions,
-        name: str,
-        state: Callable[[], Any] | None,
-        own: Any,
-    ) -> None:
-        self._rows, self._number, self._options, self._name, self._state = rows, number, options, name, state
-        self._own, self._begun = own, False
+    _rows: Callable[[int], Iterator[Any]]
+    _number: int
+    _options: ReadOptions
+    _name: str
+    _state: Callable[[], Any] | None
+    _own: Any
+    _begun: bool = False
 
     def place(self) -> list[Any]:
         """As `Reading` says."""

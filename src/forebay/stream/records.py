@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,6 +85,7 @@ class FileRecords:
         return FileReading(lambda index: sources[index] if index < len(sources) else None, self._options, place_of)
 
 
+@dataclass
 class FileReading:
     """The records of some sources, one source after the other; `source_at(index)` is None after the last.
 
@@ -92,12 +93,9 @@ class FileReading:
     number of the record there; how many records from there on were given.
     """
 
-    def __init__(
-        self, source_at: Callable[[int], Source | None], options: ReadOptions, place: tuple[int, int, int, int, int]
-    ) -> None:
-        self._source_at = source_at
-        self._options = options
-        self._at = place
+    _source_at: Callable[[int], Source | None]
+    _options: ReadOptions
+    _at: tuple[int, int, int, int, int]
 
     def place(self) -> list[int]:
         """As `Reading` says."""

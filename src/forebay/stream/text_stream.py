@@ -22,7 +22,7 @@ import numpy as np
 
 from forebay.errors import DatasetError, UsageError
 from forebay.load.ahead import run_ahead
-from forebay.load.arguments import check_choice, check_integer, rank_of_world, token_dtype
+from forebay.load.arguments import batch_sizes, check_choice, check_integer, rank_of_world, token_dtype
 from forebay.load.batch import IGNORE_INDEX, Batch
 from forebay.order.bijection import derive_key
 from forebay.prepare.read import ReadOptions
@@ -350,14 +350,8 @@ def _records(inputs: Any, options: ReadOptions, follow_links: bool) -> Records:
 
 
 def _global_batch(batch_size: int | None, global_batch_size: int | None, world_size: int, partition: str) -> int:
-    check_integer("batch_size", batch_size, 1)
     check_integer("global_batch_size", global_batch_size, 1)
-    if (batch_size is None) == (global_batch_size is None):
-        raise UsageError(
-            f"batch: expected batch_size (a rank's) or global_batch_size, one of them, got {batch_size!r} and "
-            f"{global_batch_size!r}."
-        )
-    size = global_batch_size or (batch_size or 0) * world_size
+    size = batch_sizes(batch_size, global_batch_size, world_size).largest
     if partition == "records" and size < world_size:
         raise UsageError(
             f"global_batch_size: expected a sample or more for each of {world_size} ranks where they part the records, "

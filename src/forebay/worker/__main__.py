@@ -9,13 +9,13 @@ import argparse
 import asyncio
 import json
 import sys
-import tomllib
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from forebay.errors import ForebayError, UsageError
+from forebay.toml import read_toml
 from forebay.worker.catalog import list_available_datasets
 from forebay.worker.client import WorkerClient, tell_stderr
 from forebay.worker.config import DATASET_TYPES, MODEL_SIZES, WorkerConfig
@@ -35,8 +35,8 @@ _DATA: tuple[_Flag, ...] = (
 )
 _TRAINING: tuple[_Flag, ...] = (
     ("num-steps", int, "steps of the run (100)"),
-    ("model-size", tuple(MODEL_SIZES), "of the GPT (tiny)"),
-    ("trainer", ("auto", "gpt", "count"), "what learns (auto: the GPT if PyTorch is installed)"),
+    ("model-size", tuple(MODEL_SIZES), "of a model of one's own (tiny)"),
+    ("trainer", str, "what learns: count (NumPy), or FILE.py:NAME, a class of a program (count)"),
     ("learning-rate", float, "AdamW's (0.001)"),
     ("device", str, "cpu, cuda, … (the accelerator if there is one)"),
     ("checkpoint-dir", str, "where the run is kept, and resumed from"),
@@ -95,11 +95,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: If it cannot be read, or has a setting that there is not.
     """
-    try:
-        plain = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"config {path}: expected a TOML file: {error}.") from error
-    found = {name.replace("-", "_"): value for name, value in plain.items()}
+    found = {name.replace("-", "_"): value for name, value in read_toml(path).items()}
     known = [field.name for field in fields(WorkerConfig)]
     if unknown := sorted(set(found) - set(known)):
         raise UsageError(f"config {path}: expected settings of {', '.join(known)}; got {', '.join(unknown)}.")

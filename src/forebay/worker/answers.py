@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay.errors import ProtocolViolation
+from forebay.network.members import Holder
+from forebay.schedule.ask import Accepted, Grant, Live, Refused, Reply
 
 MAX_PROVIDERS = 64
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -18,47 +20,23 @@ _TEXTS = ("lease_id", "job", "job_id", "dataset_id", "name", "sha256", "layout",
 
 
 @dataclass(frozen=True)
-class Provider:
-    """Who may have a slice: `host:port` of the peer that must stand there; or the URL of an origin without one."""
+class Lease(Grant):
+    """A grant, and what a worker has to know of its slice; `job_id` is that of the ledger."""
 
-    peer_id: str
-    address: str
-    is_origin: bool = True
-    url: str = ""
-
-
-@dataclass(frozen=True)
-class Grant:
-    """A lease as it was granted: samples [start, stop) of `count` in a slice's own shuffled order.
-
-    `slice` counts over the job, as in the ledger; `index` over the dataset.
-    """
-
-    lease_id: str
-    job: str
     job_id: str
-    epoch: int
-    slice: int
-    index: int
     dataset: str
-    dataset_id: str
     name: str
     sha256: str
     bytes: int
-    count: int
-    start: int
-    stop: int
     sample_base: int
     seed: int
     seq_len: int
     layout: str
     dtype: str
     vocab_size: int
-    providers: tuple[Provider, ...]
-    expires_in_s: float
 
     @classmethod
-    def from_json(cls, value: Any) -> Grant:
+    def from_json(cls, value: Any) -> Lease:
         """A lease as the scheduler must word it; ProtocolViolation if it does not."""
         whole = isinstance(value, dict) and all(_is_count(value.get(key)) for key in _COUNTS)
         whole = whole and all(isinstance(value.get(key), str) for key in _TEXTS)
@@ -69,7 +47,7 @@ class Grant:
         if not isinstance(providers, list) or len(providers) > MAX_PROVIDERS:
             raise ProtocolViolation(f"lease: expected one as /v1/exchange words it, got {value!r:.300}")
         return cls(
-            **{key: value[key] for key in (*_TEXTS, *_COUNTS, "seed")},
+            **{"slice_index" if key == "slice" else key: value[key] for key in (*_TEXTS, *_COUNTS, "seed")},
             dataset=str(value.get("dataset", value["job"])),
             providers=tuple(_provider(provider) for provider in providers),
             expires_in_s=_seconds(value.get("expires_in_s")),
@@ -77,44 +55,29 @@ class Grant:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The answer to an exchange.
+class Answer(Reply):
+    """A reply as a worker hears it."""
 
-    Attributes:
-        uses: Of each lease whose use was recorded, the offset that the ledger has now and where the lease ends.
-        refused: Of each whose use was not, the code, why, and the offset that the ledger has.
-        live: Of each that the worker holds, where it ends and in how many seconds it expires.
-        tell_have: Whether the scheduler has forgotten what this worker has cached.
-        num_left_out: Samples that were set aside, and so are used by nobody.
-    """
-
-    uses: Mapping[str, tuple[int, int]]
-    refused: Mapping[str, tuple[str, str, int]]
-    live: Mapping[str, tuple[int, float]]
-    lost: frozenset[str]
-    leases: tuple[Grant, ...]
-    wait_s: float
-    done: bool
-    paused: bool
-    tell_have: bool
-    num_left_out: int = 0
+    leases: tuple[Lease, ...] = ()
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Answer:
         """An answer as the scheduler must word it; ProtocolViolation if it does not."""
         try:
             return cls(
-                uses={str(use["lease_id"]): (_count(use["offset"]), _count(use["stop"])) for use in value["uses"]},
-                refused={
-                    str(no["lease_id"]): (str(no["code"]), str(no["message"])[:300], _count(no.get("offset", 0)))
+                uses=tuple(
+                    Accepted(str(use["lease_id"]), _count(use["offset"]), _count(use["stop"])) for use in value["uses"]
+                ),
+                refused=tuple(
+                    Refused(str(no["lease_id"]), str(no["code"]), str(no["message"])[:300], _count(no.get("offset", 0)))
                     for no in value["refused"]
-                },
+                ),
                 live={
-                    str(lease_id): (_count(told["stop"]), _seconds(told["expires_in_s"]))
+                    str(lease_id): Live(_count(told["stop"]), _seconds(told["expires_in_s"]))
                     for lease_id, told in value["live"].items()
                 },
-                lost=frozenset(str(lease_id) for lease_id in value["lost"]),
-                leases=tuple(Grant.from_json(lease) for lease in value["leases"]),
+                lost=tuple(str(lease_id) for lease_id in value["lost"]),
+                leases=tuple(Lease.from_json(lease) for lease in value["leases"]),
                 wait_s=_seconds(value["wait_s"]),
                 done=bool(value["done"]),
                 paused=bool(value["paused"]),
@@ -125,12 +88,12 @@ class Answer:
             raise ProtocolViolation(f"exchange: expected an answer, got {error!r} in {value!r:.300}") from error
 
 
-def _provider(value: Any) -> Provider:
+def _provider(value: Any) -> Holder:
     if isinstance(value, dict) and isinstance(value.get("url"), str):
-        return Provider("", "", True, value["url"])
+        return Holder("", value["url"], True)
     if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in ("peer_id", "address")):
         raise ProtocolViolation(f"provider: expected peer_id and address, or url, got {value!r:.200}")
-    return Provider(value["peer_id"], value["address"], bool(value.get("is_origin", True)))
+    return Holder(value["peer_id"], value["address"], bool(value.get("is_origin", True)))
 
 
 def _is_count(value: Any) -> bool:

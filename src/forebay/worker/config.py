@@ -7,6 +7,7 @@ from pathlib import Path
 from forebay.errors import UsageError
 from forebay.load.arguments import check_choice, check_integer
 from forebay.worker.catalog import CatalogEntry, find_entry
+from forebay.worker.trainer import check_trainer
 
 # Measured in F32 without recomputation: 16 bytes a parameter for weights, gradients and AdamW's two moments; a token
 # takes 17 vectors a layer, and its logits, their softmax and their gradient.
@@ -86,8 +87,9 @@ class WorkerConfig:
         text_key: The column with the text; None: the dataset's own.
         vocab_size: Of dummies' ids.
         learning_rate: AdamW's.
-        trainer: "auto" (the GPT where PyTorch is installed), "gpt", or "count" (NumPy alone).
-        device: Of the GPT; None: the accelerator if there is one.
+        trainer: "count" (NumPy: which token follows which), or FILE.py:NAME, a class of a program of one's own, such
+            as examples/train_gpt.py:GptTrainer.
+        device: For a trainer of one's own; None: its choice.
         checkpoint_dir: Where model, optimizer and place in the data are kept, and resumed from; None: nowhere.
         checkpoint_steps: So many steps between two checkpoints; one is also made at the end.
         patience_s: How long a coordinator or a peer that does not answer is waited for.
@@ -114,7 +116,7 @@ class WorkerConfig:
     text_key: str | None = None
     vocab_size: int = 1024
     learning_rate: float = 1e-3
-    trainer: str = "auto"
+    trainer: str = "count"
     device: str | None = None
     checkpoint_dir: str | Path | None = None
     checkpoint_steps: int = 1000
@@ -124,7 +126,8 @@ class WorkerConfig:
         check_choice("dataset_type", self.dataset_type, DATASET_TYPES)
         check_choice("model_size", self.model_size, tuple(MODEL_SIZES))
         check_choice("partition", self.partition, ("samples", "records"))
-        check_choice("trainer", self.trainer, ("auto", "gpt", "count"))
+        if check_trainer(self.trainer) == "none":
+            raise UsageError("trainer: expected 'count' or FILE.py:NAME, got 'none'.")
         check_choice("streaming", self.streaming, (None, True, False))
         for name in ("batch_size", "seq_len", "num_steps", "checkpoint_steps"):
             if getattr(self, name) is None:

@@ -6,6 +6,7 @@ generator is touched, and no library's version changes it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import StateError
-from forebay.load.arguments import check_integer
+from forebay.load.arguments import check_integer, rank_of_world
 from forebay.load.batch import Batch
 from forebay.order.bijection import derive_key, permute, random_words
 from forebay.worker.batches import Batches
@@ -78,19 +79,9 @@ class DummyDataset(Batches):
 
     def dealt(self, rank: int, world_size: int) -> DummyDataset:
         """See Batches."""
-        other = DummyDataset(
-            num_batches=self.num_batches,
-            batch_size=self.batch_size,
-            seq_len=self.seq_len,
-            vocab_size=self._vocab_size,
-            seed=self._seed,
-            rank=rank,
-            world_size=world_size,
-            distributed=bool(self._num_samples),
-            num_samples=self._num_samples or 1,
-            tensors="torch" if self._tensors else "numpy",
-        )
-        other.go_to(self._position)
+        other = copy.copy(self)
+        other.rank, other.world_size = rank_of_world(rank, world_size)
+        other._given, other._resuming = 0, False
         return other
 
     def endless(self) -> Generator[Batch, None, None]:

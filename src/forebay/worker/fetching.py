@@ -17,13 +17,13 @@ import numpy as np
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import IntegrityError, NetworkError
 from forebay.network.client import Client, WrongPeerError
-from forebay.network.members import format_ranges
+from forebay.network.members import Holder, format_ranges
 from forebay.store.cache import Refusal, SliceCache
 from forebay.store.holders import HolderSource
 from forebay.store.origins import Origin, PassingError, open_origin
 from forebay.store.room import part_bytes
 from forebay.store.transfer import Transfer, Transfers
-from forebay.worker.answers import Grant, Provider
+from forebay.worker.answers import Lease
 from forebay.worker.hand import Hand, Held
 
 _LINE = re.compile(rb"^(\d{1,10}) (\d{1,18}) ([0-9a-f]{64})$", re.MULTILINE)
@@ -54,7 +54,7 @@ class Shelf:
                     if name is not None:  # without it nobody can say who may have it
                         self.sizes[sha256.decode()] = int(num_bytes), name[1].decode()
 
-    def add(self, slice_: Grant) -> None:
+    def add(self, slice_: Lease) -> None:
         """A slice was cached."""
         with self._lock:
             indexes = self._indexes.setdefault(slice_.dataset_id, {})
@@ -167,7 +167,7 @@ class Fetcher:
             if not wanted:
                 self._cache.unpin(grant.sha256)
 
-    def _missed(self, grant: Grant, error: NetworkError) -> None:
+    def _missed(self, grant: Lease, error: NetworkError) -> None:
         self._misses += 1
         if self._misses >= 5 and time.monotonic() - self._hit_at > self._patience_s:
             raise NetworkError(
@@ -218,13 +218,13 @@ class Fetcher:
             return
         raise faults[-1] if faults else NetworkError(f"slice {grant.name}: nobody who may have it is known now")
 
-    def _ask(self, held: Held, providers: Sequence[Provider]) -> None:
+    def _ask(self, held: Held, providers: Sequence[Holder]) -> None:
         """One transfer from all of them at once, as long as it moves."""
         grant = held.grant
         info = SliceInfo(grant.index, grant.name, grant.bytes, grant.sha256, 0, 0)
         sources = [self._source(grant, provider) for provider in providers]
         part = self._cache.path_of(grant.sha256).with_name(f"{grant.sha256}.part")
-        transfer = self._transfers.start(info, part, sources, lambda origin, why: self._tell(grant, origin, why))
+        transfer = self._transfers.start(info, part, sources, lambda origin, why: self._exclude(grant, origin, why))
         received, since = 0, time.monotonic()
         while not transfer.wait(0.25):
             now = time.monotonic()
@@ -237,20 +237,20 @@ class Fetcher:
         if transfer.error is not None:
             raise transfer.error
 
-    def _leave(self, transfer: Transfer, grant: Grant, sources: Sequence[Origin]) -> None:
+    def _leave(self, transfer: Transfer, grant: Lease, sources: Sequence[Origin]) -> None:
         self._transfers.cancel(transfer)
         for source in sources:
-            self._tell(grant, source, f"gave under {_PACE_BYTES} bytes in {_PACE_S:g} s", wrong=False)
+            self._exclude(grant, source, f"gave under {_PACE_BYTES} bytes in {_PACE_S:g} s", wrong=False)
 
-    def _source(self, grant: Grant, provider: Provider) -> Origin:
-        if "://" in provider.address:
+    def _source(self, grant: Lease, provider: Holder) -> Origin:
+        if provider.is_url:
             if not provider.address.startswith(_URLS):
                 raise NetworkError(f"provider {provider.address}: expected one of {', '.join(_URLS)}")
             return open_origin(provider.address)
 
         def on_fault(error: NetworkError) -> None:
             if isinstance(error.__cause__, WrongPeerError):
-                self._tell(grant, source, str(error), wrong=False)
+                self._exclude(grant, source, str(error), wrong=False)
             elif isinstance(error, PassingError) and not error.throttled:
                 self._note(grant, provider.peer_id, str(error))
 
@@ -265,8 +265,8 @@ class Fetcher:
         )
         return source
 
-    def _tell(self, grant: Grant, source: Origin, reason: str, wrong: bool = True) -> None:
-        """Leaves a source out for this slice, and tells the scheduler."""
+    def _exclude(self, grant: Lease, source: Origin, reason: str, wrong: bool = True) -> None:
+        """Ask this source for this slice no more, and report it to the scheduler."""
         who = source.peer_id if isinstance(source, HolderSource) else source.url
         with self._lock:
             if (who, grant.sha256) in self._bad:
@@ -274,7 +274,7 @@ class Fetcher:
             self._bad.add((who, grant.sha256))
         self._hand.note_bad(who, grant.sha256, reason, wrong)
 
-    def _note(self, grant: Grant, who: str, reason: str) -> None:
+    def _note(self, grant: Lease, who: str, reason: str) -> None:
         """Tells the scheduler, once, of one that did not answer now: others know better who does; it is asked again."""
         with self._lock:
             if (who, grant.sha256) in self._bad or (who, grant.sha256) in self._away:

@@ -20,8 +20,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.ledger.receipts import Used
 from forebay.order.shard_windows import receipt
-from forebay.worker.answers import Answer, Grant
+from forebay.schedule.ask import Ask, BadReport, Failed, Refused
+from forebay.worker.answers import Answer, Lease
 
 
 @dataclass(eq=False)
@@ -36,7 +38,7 @@ class Held:
         reason: Why it failed; empty if it did not.
     """
 
-    grant: Grant
+    grant: Lease
     stop: int
     acked: int
     used: int
@@ -56,44 +58,13 @@ class Held:
         """Whether the worker has no more to use of it."""
         return self.over or self.used >= self.stop
 
-
-@dataclass(frozen=True)
-class Use:
-    """Samples [start, stop) of a lease that were used, the last of them in a step of this worker's."""
-
-    held: Held
-    start: int
-    stop: int
-    step: int
-
-    @property
-    def digest(self) -> str:
-        """The receipt of the sample ids that were read: it is over what was used, not over what should have been."""
-        read, start = self.held.read, self.held.grant.start
-        return receipt(read[self.start - start : self.stop - start].view(np.uint64))[0] if read is not None else ""
-
-
-@dataclass(frozen=True)
-class Bad:
-    """A provider that was left out for a slice; `wrong`: its bytes were wrong, not only late."""
-
-    peer_id: str
-    sha256: str
-    reason: str
-    wrong: bool
-
-
-@dataclass(frozen=True)
-class Statement:
-    """What one exchange says; the horizons bind until its answer came."""
-
-    held: tuple[str, ...]
-    uses: tuple[Use, ...]
-    horizons: dict[str, int]
-    release: tuple[str, ...]
-    failed: tuple[tuple[str, str], ...]
-    bad: tuple[Bad, ...]
-    want: int
+    def use(self) -> Used:
+        """What was used and is not on record; its digest is over the samples that were read, not over those due."""
+        start, stop, grant = self.acked, min(self.used, self.stop), self.grant
+        digest = ""
+        if self.read is not None:
+            digest = receipt(self.read[start - grant.start : stop - grant.start].view(np.uint64))[0]
+        return Used(grant.lease_id, grant.epoch, grant.slice_index, start, stop, self.step, digest)
 
 
 @dataclass
@@ -103,7 +74,7 @@ class Tally:
     wasted: int = 0
     lost: int = 0
     waited_s: float = 0.0
-    bad: list[Bad] = field(default_factory=list)
+    bad: list[BadReport] = field(default_factory=list)
 
 
 # The scheduler gives a session no more: the one in use, and those ahead.
@@ -114,7 +85,6 @@ _LEAST_APART_S = 0.01
 _MAX_WAIT_S = 10.0
 _NEW_WEIGHT = 0.3
 _MAX_REFUSALS = 3
-log = logging.getLogger("forebay.worker")
 
 
 class Hand:
@@ -129,13 +99,15 @@ class Hand:
         let_go: Called once, under the lock, for each slice that was fetched and is needed no more.
     """
 
+    log = logging.getLogger("forebay.worker")
+
     def __init__(
         self,
         batch_size: int,
         ahead: int | None,
         max_bytes: int,
         receipt_s: float,
-        let_go: Callable[[Grant], object],
+        let_go: Callable[[Lease], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tally = Tally()
@@ -149,11 +121,12 @@ class Hand:
         self._clock = clock
         self._changed = threading.Condition()
         self._held: dict[str, Held] = {}  # in the order they were granted
-        self._bad: list[Bad] = []
+        self._is_asking = True  # The first question is to come.
+        self._bad: list[BadReport] = []
         self._closed = False
         self._asked_at = self._not_before = float("-inf")
         self._lease_s = math.inf
-        self._samples_per_s = 0.0
+        self.samples_per_s = 0.0
         self._samples_per_lease = 0.0
         self._fetch_s = 0.0
         self._taken_at = 0.0
@@ -169,6 +142,10 @@ class Hand:
         """The leases in hand, the longest held first."""
         with self._changed:
             return list(self._held.values())
+
+    def __getitem__(self, lease_id: str) -> Held:
+        """A lease in hand, by its id; KeyError if it is not."""
+        return self._held[lease_id]
 
     @property
     def is_closed(self) -> bool:
@@ -218,7 +195,7 @@ class Hand:
         with self._changed:
             took_s, num = max(1e-6, self._clock() - self._taken_at), held.taken - held.used
             rate = num / took_s
-            self._samples_per_s += (rate - self._samples_per_s) * (_NEW_WEIGHT if self._samples_per_s else 1.0)
+            self.samples_per_s += (rate - self.samples_per_s) * (_NEW_WEIGHT if self.samples_per_s else 1.0)
             if held.over:
                 self.tally.wasted += num
             held.used, held.step = held.taken, step
@@ -246,6 +223,8 @@ class Hand:
             fetching = [held.grant.name for held in self._held.values() if held.path is None and not held.over]
             if fetching:
                 return f"{len(fetching)} slices to be fetched: {', '.join(fetching[:3])}"
+            if self._is_asking:
+                return "an answer of the scheduler"
             return "a lease; the scheduler has none free now, others hold what is left"
 
     # The threads that fetch.
@@ -279,7 +258,7 @@ class Hand:
     def note_bad(self, peer_id: str, sha256: str, reason: str, wrong: bool) -> None:
         """A provider gave wrong bytes of a slice, or too few."""
         with self._changed:
-            bad = Bad(peer_id, sha256, reason[:300], wrong)
+            bad = BadReport(peer_id, sha256, reason[:300], wrong)
             self.tally.bad.append(bad)
             self._bad.append(bad)
             self._changed.notify_all()
@@ -287,7 +266,7 @@ class Hand:
     def note_away(self, peer_id: str, sha256: str, reason: str) -> None:
         """A provider did not answer, and will be asked again; others had better be sent elsewhere."""
         with self._changed:
-            self._bad.append(Bad(peer_id, sha256, reason[:300], wrong=False))
+            self._bad.append(BadReport(peer_id, sha256, reason[:300], wrong=False))
 
     # The thread that speaks with the scheduler.
 
@@ -296,52 +275,60 @@ class Hand:
         with self._changed:
             while not self._closed:
                 now = self._clock()
-                at = max(self._due_at(now), self._asked_at + _LEAST_APART_S)
-                if at <= now:
+                if (at := self.due_at(now)) <= now:
                     return True
                 self._changed.wait(min(at - now, 1.0))
         return False
 
-    def state(self, last: bool = False) -> Statement:
+    def state(self, last: bool = False) -> Ask:
         """What there is to say now. From here to `hear`, its horizons bind. `last`: all is given back."""
         with self._changed:
             self._asked_at = self._clock()
             if last:
                 for held in list(self._held.values()):
                     held.over = held.over or held.used < held.stop
-            uses = self._uses()
-            told = {use.held.grant.lease_id: use.stop for use in uses}
+            job_id, uses = self._uses()
+            told = {use.lease: use.stop for use in uses}
             # What was used of a lease is told before it is given back; of another job that takes another exchange.
             ends = {
                 lease_id: held
                 for lease_id, held in self._held.items()
                 if held.over and told.get(lease_id, held.acked) >= min(held.used, held.stop)
             }
-            return Statement(
+            self._is_asking = True
+            return Ask(
                 held=tuple(self._held),
+                job_id=job_id,
                 uses=uses,
                 horizons=self._declare(),
                 release=tuple(lease_id for lease_id, held in ends.items() if not held.reason),
-                failed=tuple((lease_id, held.reason) for lease_id, held in ends.items() if held.reason),
-                bad=tuple(self._bad),
+                failed=tuple(Failed(lease_id, held.reason) for lease_id, held in ends.items() if held.reason),
+                reports=tuple(self._bad),
                 want=0 if last else self._num_wanted(),
             )
 
-    def hear(self, said: Statement, answer: Answer) -> None:
-        """What the scheduler answered."""
+    def apply_answer(self, ask: Ask, answer: Answer) -> None:
+        """Take over what the scheduler answered to `ask`."""
         with self._changed:
-            now, given_back = self._clock(), {*said.release, *(lease_id for lease_id, _ in said.failed)}
-            for use in said.uses:
-                self._settle(use, answer)
-            for lease_id in said.held:
+            self._is_asking = False
+            now, given_back = self._clock(), {*ask.release, *(failed.lease_id for failed in ask.failed)}
+            recorded = {use.lease_id: use for use in answer.uses}
+            refused = {use.lease_id: use for use in answer.refused}
+            for use in ask.uses:
+                held = self._held[use.lease]
+                if use.lease in recorded:
+                    held.acked, held.stop, held.refusals = recorded[use.lease].offset, recorded[use.lease].stop, 0
+                else:
+                    self._refused(held, use, refused.get(use.lease))
+            for lease_id in ask.held or ():
                 held = self._held[lease_id]
                 if lease_id in answer.live:
-                    held.stop = answer.live[lease_id][0]
+                    held.stop = answer.live[lease_id].stop
                 elif held.acked < held.stop and lease_id not in given_back:
                     self._lose(held)
                 if held.acked >= held.stop or lease_id in given_back or lease_id not in answer.live:
                     self._drop(held)
-            del self._bad[: len(said.bad)]
+            del self._bad[: len(ask.reports)]
             for grant in answer.leases:
                 if grant.lease_id not in self._held:
                     self._held[grant.lease_id] = Held(
@@ -354,14 +341,18 @@ class Hand:
             for held in self._held.values():
                 held.limit = held.stop
             self.paused, self.num_left_out = answer.paused, answer.num_left_out
-            wait_s = 0.0 if len(answer.leases) >= said.want else min(_MAX_WAIT_S, max(0.02, answer.wait_s))
+            wait_s = 0.0 if len(answer.leases) >= ask.want else min(_MAX_WAIT_S, max(0.02, answer.wait_s))
             self._not_before = now + wait_s
             self.done = self.done or (answer.done and not self._held)
             self._closed = self._closed or self.done
             self._changed.notify_all()
 
+    def due_at(self, now: float) -> float:
+        """When the next exchange is due."""
+        with self._changed:
+            return max(self._due_at(now), self._asked_at + _LEAST_APART_S)
+
     def _due_at(self, now: float) -> float:
-        """When the next exchange is due. With the lock held."""
         if self._bad or any(held.over for held in self._held.values()):
             return now
         left = [held for held in self._held.values() if not held.is_spent]
@@ -378,9 +369,9 @@ class Hand:
         """How many leases to have in hand: the one in use, and those ahead."""
         if self._ahead is not None:
             return 1 + self._ahead
-        if not self._samples_per_s:
+        if not self.samples_per_s:
             return 2
-        lease_s = max(1e-6, self._samples_per_lease / self._samples_per_s)
+        lease_s = max(1e-6, self._samples_per_lease / self.samples_per_s)
         return 1 + min(MAX_LEASES - 1, max(1, math.ceil(2 * (self._exchange_s + self._fetch_s) / lease_s)))
 
     def _num_wanted(self) -> int:
@@ -390,22 +381,21 @@ class Hand:
             fits = (self._max_bytes - sum(held.grant.bytes for held in left)) // size
         return max(0 if left else 1, min(MAX_LEASES, self._capacity() - len(left), fits))
 
-    def _uses(self) -> tuple[Use, ...]:
-        """What is used and not on record, of one job: a receipt is one signature of one job."""
+    def _uses(self) -> tuple[str, tuple[Used, ...]]:
+        """What is used and not on record, of one job, and that job's id: a receipt is one signature of one job."""
         job_id, uses = "", []
         for held in self._held.values():
-            stop = min(held.used, held.stop)
-            if stop > held.acked and job_id in ("", held.grant.job_id):
+            if min(held.used, held.stop) > held.acked and job_id in ("", held.grant.job_id):
                 job_id = held.grant.job_id
-                uses.append(Use(held, held.acked, stop, held.step))
-        return tuple(uses)
+                uses.append(held.use())
+        return job_id, tuple(uses)
 
     def _declare(self) -> dict[str, int]:
         """How far each lease may be used before the answer: together what is used until the next exchange is due.
 
         At least the step under way may end, or one step begin.
         """
-        steps = int(self._exchange_s * self._samples_per_s / self._batch_size)
+        steps = int(self._exchange_s * self.samples_per_s / self._batch_size)
         is_idle = all(held.taken == held.used for held in self._held.values())
         left = max(steps, 1 if is_idle else 0) * self._batch_size
         horizons = {}
@@ -415,20 +405,18 @@ class Hand:
             held.limit = horizons[held.grant.lease_id] = horizon
         return horizons
 
-    def _settle(self, use: Use, answer: Answer) -> None:
-        """One use was recorded, or was not."""
-        held, lease_id = use.held, use.held.grant.lease_id
-        if lease_id in answer.uses:
-            held.acked, held.stop = answer.uses[lease_id]
-            held.refusals = 0
-            return
-        code, message, offset = answer.refused.get(lease_id, ("unanswered", "no word of it", use.start))
-        log.warning("use of lease %s, samples [%d, %d): %s: %s", lease_id, use.start, use.stop, code, message)
+    def _refused(self, held: Held, use: Used, refused: Refused | None) -> None:
+        """A use is not on record; `refused` says why, None that nothing was said of it."""
+        refused = refused or Refused(use.lease, "unanswered", "no word of it", use.start)
+        self.log.warning(
+            "use of lease %s, samples [%d, %d): %s: %s", use.lease, use.start, use.stop, refused.code, refused.message
+        )
         held.refusals += 1
-        if code == "lost" or not use.start <= offset <= held.used or held.refusals > _MAX_REFUSALS:
+        lost = refused.code == "lost" or not use.start <= refused.offset <= held.used
+        if lost or held.refusals > _MAX_REFUSALS:
             self._lose(held)
         else:
-            held.acked = offset  # Signed anew from there.
+            held.acked = refused.offset  # Signed anew from there.
 
     def _lose(self, held: Held) -> None:
         if not held.over:

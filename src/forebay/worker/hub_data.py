@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -38,37 +39,15 @@ _log = logging.getLogger("forebay.worker")
 
 @dataclass(frozen=True)
 class _Text:
-    """What a stream is made of, but for its rank's share."""
+    """What a stream is made of, but for its rank's share: `stream` takes rank, world_size and batch_size."""
 
     name: str
-    inputs: Any
     tokenizer: TokenizerFile
     tokenizer_name: str
     seq_len: int
-    seed: int
-    buffer_size: int
     partition: str
-    text_key: str
     streaming: bool
-
-    def stream(self, rank: int, world_size: int, batch_size: int) -> TextStream:
-        """One rank's."""
-        return TextStream(
-            self.inputs,
-            tokenizer=self.tokenizer,
-            seq_len=self.seq_len,
-            batch_size=batch_size,
-            rank=rank,
-            world_size=world_size,
-            seed=self.seed,
-            shuffle_buffer=self.buffer_size,
-            shuffle_start=SHUFFLE_START,
-            buffer_bytes=BUFFER_BYTES,
-            epochs=None,
-            drop_last=True,
-            partition=self.partition,
-            text_key=self.text_key,
-        )
+    stream: Callable[..., TextStream]
 
 
 def create_huggingface_dataset(
@@ -125,18 +104,15 @@ def create_huggingface_dataset(
         )  # fmt: skip
         inputs = str(Path(__file__).with_name("sonnets.jsonl"))  # public domain
         tokenizer_name, is_here = tokenizer_name or "bytes", True
-    text = _Text(
-        name=dataset_name,
-        inputs=inputs,
-        tokenizer=load_tokenizer(tokenizer_name or entry.tokenizer),
-        tokenizer_name=tokenizer_name or entry.tokenizer,
-        seq_len=entry.seq_len if seq_len is None else seq_len,
-        seed=seed,
-        buffer_size=entry.buffer_size if buffer_size is None else buffer_size,
-        partition=partition,
-        text_key=text_key or entry.text_key,
-        streaming=not is_here and not isinstance(inputs, HubCopy),
-    )
+    tokenizer_name = tokenizer_name or entry.tokenizer
+    tokenizer, seq_len = load_tokenizer(tokenizer_name), entry.seq_len if seq_len is None else seq_len
+    stream = partial(
+        TextStream, inputs, tokenizer=tokenizer, seq_len=seq_len, seed=seed, shuffle_start=SHUFFLE_START,
+        shuffle_buffer=entry.buffer_size if buffer_size is None else buffer_size, buffer_bytes=BUFFER_BYTES,
+        epochs=None, drop_last=True, partition=partition, text_key=text_key or entry.text_key,
+    )  # fmt: skip
+    streaming = not is_here and not isinstance(inputs, HubCopy)
+    text = _Text(dataset_name, tokenizer, tokenizer_name, seq_len, partition, streaming, stream)
     return HubDataset(text, rank, world_size, num_batches, batch_size, tensors)
 
 
@@ -177,7 +153,7 @@ class HubDataset(Batches):
         self, text: _Text, rank: int, world_size: int, num_batches: int, batch_size: int, tensors: str = "auto"
     ) -> None:
         self._text = text
-        self._stream = text.stream(rank, world_size, batch_size)
+        self._stream = text.stream(rank=rank, world_size=world_size, batch_size=batch_size)
         self._told = 0
         super().__init__(rank, world_size, num_batches, batch_size, text.seq_len, tensors)
 

@@ -21,21 +21,22 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import UsageError
-from forebay.ledger import Used, receipt_message
+from forebay.ledger.receipts import receipt_message
 from forebay.network.client import Client
 from forebay.network.dialing import named_host
 from forebay.network.discovery import Discovery
 from forebay.network.identity import Identity
 from forebay.network.limits import Throttle
 from forebay.network.trust import TrustWatch
+from forebay.schedule.ask import Ask
 from forebay.store.cache import SliceCache
 from forebay.store.locks import Lock, try_take
 from forebay.store.share import SliceShare
 from forebay.worker.answers import Answer
 from forebay.worker.control import Control, SchedulerGone
 from forebay.worker.fetching import Fetcher, Shelf
-from forebay.worker.hand import MAX_LEASES, Hand, Statement
-from forebay.worker.trainer import TRAINERS
+from forebay.worker.hand import MAX_LEASES, Hand
+from forebay.worker.trainer import check_trainer
 from forebay.worker.using import Consumer, OnBatch, WorkerReport
 
 _CONTENT = re.compile(rb"([0-9a-f]{16}) (\d{1,9})\n")
@@ -70,21 +71,7 @@ def open_session(directory: Path) -> Session:
 
 @dataclass(frozen=True)
 class LeaseSettings:
-    """What a worker is told.
-
-    Args:
-        name: The job's name, by which the scheduler is found; "": any job of the scheduler at an address.
-        cache_dir, cache_bytes: Where verified slices lie and how much they may take, partial ones included.
-        batch_size: Samples in a step; the last step of a slice may have fewer.
-        scheduler: `host:port`; None finds it in the DHT.
-        trainer: auto, gpt, count or none.
-        receipt_s: A lost lease wastes at most the samples used in this time, and a step.
-        patience_s: How long a scheduler, or providers, that do not answer are waited for.
-        ahead: Leases in hand beyond the one in use; None: as many as keep the fetching ahead.
-        share: `host:port` where other workers get what this one cached, host `0.0.0.0` or none: at
-            every address of this host, named to others as the scheduler sees it; None: nowhere.
-        upload_bytes_per_s: What it sends to them at most.
-    """
+    """What a worker is told: see `run_worker`. UsageError if a value is out of range."""
 
     name: str
     cache_dir: Path
@@ -104,8 +91,7 @@ class LeaseSettings:
                 "worker: expected batch_size and cache_bytes of at least 1, "
                 f"got {self.batch_size} and {self.cache_bytes}."
             )
-        if self.trainer not in TRAINERS:
-            raise UsageError(f"worker: expected trainer one of {', '.join(TRAINERS)}, got {self.trainer!r}.")
+        check_trainer(self.trainer)
         if self.receipt_s <= 0 or self.patience_s <= 0:
             raise UsageError("worker: expected receipt_s and patience_s above 0.")
         if not self.name and not self.scheduler:
@@ -144,7 +130,12 @@ def run_worker(
     """Works until every sample of the job is used, or until `stop` is set: then it settles up and returns.
 
     Args:
-        name: The job's; "" takes whatever job the scheduler gives, and needs its address.
+        name: The job's, by which the scheduler is found; "" takes whatever job the scheduler gives, and needs its
+            address.
+        scheduler: `host:port`; None finds it in the DHT.
+        cache_dir, cache_bytes: Where verified slices lie and how much they may take, partial ones included.
+        batch_size: Samples in a step; the last step of a slice may have fewer.
+        trainer: auto, count, none, or FILE.py:NAME of a program of one's own.
         on_progress: Called every half second with step, samples, tokens, tokens_per_s, wait_share and loss.
         receipt_s: A lost lease wastes at most the samples used in this time, and a step; what was used is acknowledged
             twice as often.
@@ -277,43 +268,38 @@ class _Worker:
             while (said := self._hand.state(last=True)).held:
                 self._exchange(said, SETTLE_S)
 
-    def _exchange(self, said: Statement, patience_s: float | None = None) -> None:
+    def _exchange(self, said: Ask, patience_s: float | None = None) -> None:
         news = self.shelf.news(everything=self._must_tell_all) if self.share is not None else {}
         answer = Answer.from_json(self.control.exchange(self._body(said, news), patience_s))
         self.shelf.told(news)
         self._must_tell_all = answer.tell_have
-        self._hand.hear(said, answer)
+        self._hand.apply_answer(said, answer)
 
-    def _body(self, said: Statement, news: dict[str, str]) -> dict[str, Any]:
+    def _body(self, said: Ask, news: dict[str, str]) -> dict[str, Any]:
         """A statement as the scheduler's door takes it, with one signature over all receipts."""
         body: dict[str, Any] = {
             "job": self.settings.name,
             "session": self.session.name,
             "address": self.share.address if self.share is not None else "",
-            "held": list(said.held),
+            "held": list(said.held or ()),
             "horizons": said.horizons,
             "release": list(said.release),
-            "failed": [{"lease_id": lease_id, "reason": reason} for lease_id, reason in said.failed],
+            "failed": [vars(failed) for failed in said.failed],
             "want": said.want,
             "have": news,
-            "bad": [vars(bad) for bad in said.bad],
+            "bad": [vars(report) for report in said.reports],
         }
         if said.uses:
-            job_id = said.uses[0].held.grant.job_id
-            uses = [
-                Used(g.lease_id, g.epoch, g.slice, u.start, u.stop, u.step, u.digest)
-                for u, g in ((u, u.held.grant) for u in said.uses)
-            ]
-            body["job_id"] = job_id
+            body["job_id"] = said.job_id
             body["uses"] = [
                 {
                     "lease_id": use.lease, "epoch": use.epoch, "slice": use.slice,
                     "start": use.start, "stop": use.stop, "step": use.step, "digest": use.digest,
                 }
-                for use in uses
+                for use in said.uses
             ]  # fmt: skip
-            body["signature"] = self.identity.sign(receipt_message(job_id, uses)).hex()
-        return body
+            body["signature"] = self.identity.sign(receipt_message(said.job_id, said.uses)).hex()
+        return {name: value for name, value in body.items() if value or name == "held"}
 
     def _tally(self) -> None:
         report, tally, fetcher = self.report, self._hand.tally, self._fetcher

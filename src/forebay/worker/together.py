@@ -4,8 +4,8 @@ Each step: gradients of this rank's samples, their mean over all ranks, one step
 a step, nothing of it was applied; it is taken again by the ranks of the next generation. At a generation's beginning
 the source's weights, optimizer and place in the data go to all, so that it does not matter who was where.
 
-Without PyTorch there is no mean: each worker's counts are its own, and only ranks, samples and steps are shared. Such
-a worker that comes late to a text reads what the others have read, for a place in a text may be megabytes large.
+Counts have no mean: each worker's are its own, and only ranks, samples and steps are shared. Such a worker that comes
+late to a text reads what the others have read, for a place in a text may be megabytes large.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import socket
 import threading
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from forebay.errors import MissingPackageError, UsageError
 from forebay.extras import install_command
@@ -23,7 +23,7 @@ from forebay.network.client import parse_address
 from forebay.worker.config import WorkerConfig
 from forebay.worker.dummy import DummyDataset
 from forebay.worker.membership import Generation, Membership, MembershipLostError
-from forebay.worker.trainer import has_torch
+from forebay.worker.trainer import LockstepTrainer, trainer_class
 from forebay.worker.training import Training, TrainingReport
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def train_together(training: Training) -> TrainingReport:
 class _Together:
     def __init__(self, training: Training) -> None:
         config = training.config
-        self.training, self.lockstep = training, config.trainer != "count" and has_torch()
+        self.training, self.lockstep = training, hasattr(trainer_class(config.trainer), "gradients")
         self.collective: Collective | None = None
         self.generation: Generation | None = None
         self._ended = threading.Event()
@@ -164,10 +164,10 @@ class _Together:
         training, trainer = self.training, self.training.trainer
         if self.collective is None:
             return training.learn(trainer.step, batch), None
-        gpt: Any = trainer
-        loss = training.learn(lambda inputs, labels: gpt.gradients(inputs, labels)[0], batch)
-        mean, stop = self.collective.average(gpt.model.parameters(), loss, stop=self.membership.changing)
-        gpt.apply()
+        lockstep = cast(LockstepTrainer, trainer)
+        loss = training.learn(lambda inputs, labels: lockstep.gradients(inputs, labels)[0], batch)
+        mean, stop = self.collective.average(lockstep.model.parameters(), loss, stop=self.membership.changing)
+        lockstep.apply()
         return mean, stop
 
     def _enter(self, generation: Generation) -> None:
@@ -179,7 +179,7 @@ class _Together:
         if self.lockstep:
             from forebay.worker.collective import Collective
 
-            trainer: Any = training.trainer
+            trainer = cast(LockstepTrainer, training.trainer)
             self.collective = Collective(
                 generation,
                 device=trainer.device.partition(":")[0],

@@ -1,26 +1,32 @@
-"""What consumes batches: a one-method Protocol, and a NumPy model that runs anywhere."""
+"""What learns from batches: a Protocol, a NumPy model that runs anywhere, and the trainers of programs by name."""
 
+import functools
 import importlib.util
 import io
 import os
 import sys
 import zipfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import StateError, UsageError
-from forebay.extras import install_command
 
 IGNORE_INDEX = -100
-TRAINERS = ("auto", "gpt", "count", "none")
+TRAINERS = ("auto", "count", "none")
 
 Integers = NDArray[np.integer[Any]]
 
 
 class Trainer(Protocol):
-    """Learns from one batch at a time; nothing else is asked of it."""
+    """Learns from one batch at a time; nothing else is asked of it.
+
+    One of a program (examples/train_gpt.py) is made with vocab_size and seq_len, and by a `WorkerClient` also with
+    the model_size, learning_rate, seed and device of its configuration, all by name.
+    """
 
     def step(self, inputs: Integers, labels: Integers) -> float:
         """Learns from `inputs` and `labels` [B, L]; label -100 does not count. The loss in nats a token."""
@@ -39,6 +45,26 @@ class Trainer(Protocol):
         ...
 
 
+class LockstepTrainer(Trainer, Protocol):
+    """One whose gradients can be averaged over workers, by PyTorch, between `gradients` and `apply`.
+
+    Attributes:
+        model: A torch.nn.Module, and `optimizer` what steps its weights, as torch.optim has it; both on `device`.
+    """
+
+    model: Any
+    optimizer: Any
+    device: str
+
+    def gradients(self, inputs: Integers, labels: Integers) -> tuple[float, int]:
+        """The mean loss and the number of labels it is of; leaves its gradient in the model's parameters."""
+        ...
+
+    def apply(self) -> None:
+        """One step of the optimizer by the gradient in the parameters."""
+        ...
+
+
 class CountTrainer:
     """Counts which token follows which, and says how surprising each batch was before it was counted.
 
@@ -46,7 +72,7 @@ class CountTrainer:
     8 * max_side**2 bytes whatever the vocabulary: 32 MB by default.
     """
 
-    def __init__(self, vocab_size: int, max_side: int = 2048) -> None:
+    def __init__(self, vocab_size: int, *, max_side: int = 2048, **_: Any) -> None:
         if vocab_size < 1:
             raise UsageError(f"count trainer: expected a vocabulary of at least 1, got {vocab_size}.")
         self._side = min(vocab_size, max_side)
@@ -68,8 +94,7 @@ class CountTrainer:
 
     def describe(self) -> str:
         """See Trainer."""
-        advice = "" if has_torch() else f" ({install_command('torch')} trains a GPT)"
-        return f"counts which token follows which{advice}"
+        return "counts which token follows which"
 
     def to_bytes(self) -> bytes:
         """See Trainer."""
@@ -108,64 +133,56 @@ def share_processors() -> None:
         os.environ["OMP_NUM_THREADS"] = str(max(1, processors // int(local)))
 
 
-def has_torch() -> bool:
-    """Whether PyTorch is installed."""
-    return importlib.util.find_spec("torch") is not None
+@functools.cache
+def trainer_class(name: str) -> Callable[..., Trainer]:
+    """What makes the trainers of a name: counts, or the class NAME of a program, FILE.py:NAME, which is run for it.
+
+    Raises:
+        UsageError: If there is none of this name, or a package that the program imports is not installed.
+    """
+    if name in ("auto", "count"):
+        return CountTrainer
+    path, _, attribute = check_trainer(name).rpartition(":")
+    share_processors()
+    spec = importlib.util.spec_from_file_location(f"forebay_trainer_{Path(path).stem}", path)
+    assert spec is not None and spec.loader is not None  # of a name that ends in .py
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        made: Callable[..., Trainer] = getattr(module, attribute)
+    except (OSError, ImportError, AttributeError) as error:
+        raise UsageError(f"trainer {name}: cannot be loaded: {error}. Give the FILE.py:NAME of a class.") from error
+    return made
+
+
+def check_trainer(name: str) -> str:
+    """The name of a trainer; UsageError unless it is one of `TRAINERS` or FILE.py:NAME."""
+    path, _, attribute = name.rpartition(":")
+    if name not in TRAINERS and not (path.endswith(".py") and attribute.isidentifier()):
+        raise UsageError(f"trainer: expected one of {', '.join(TRAINERS)}, or FILE.py:NAME, got {name!r}.")
+    return name
 
 
 def make_trainer(name: str, *, vocab_size: int, dtype: str, seq_len: int, layout: str) -> Trainer | None:
-    """The trainer of a name, None for `none`; `auto` is the GPT where PyTorch is installed, else counts.
+    """The trainer of a name for a leased job, None for `none` and for `auto` with rows.
 
     Args:
         vocab_size: 0 where the dataset does not say (adopted files): then all that a U16 can be, for U32
             counting only.
 
     Raises:
-        UsageError: If the name is unknown, or the trainer cannot learn from this layout.
+        UsageError: If there is none of this name, or the trainer cannot learn from this layout.
     """
-    if name not in TRAINERS:
-        raise UsageError(f"trainer: expected one of {', '.join(TRAINERS)}, got {name!r}.")
+    check_trainer(name)
+    if name == "none" or (layout != "tokens" and name == "auto"):
+        return None
     if layout != "tokens":
-        if name in ("auto", "none"):
-            return None
         raise UsageError(
             f"trainer {name}: expected layout tokens, got {layout}. Train in a program of your own "
             "(forebay.worker.leasing.run_worker with on_batch, or forebay.Loader), or use trainer 'none', which "
             "learns nothing."
         )
-    if name == "none":
-        return None
-    if vocab_size == 0 and dtype == "U32" and name == "gpt":
-        raise UsageError("trainer gpt: the dataset does not say its vocabulary's size. Use trainer 'count'.")
-    if vocab_size == 0:
-        name = "count" if dtype == "U32" else name
-        vocab_size = 1 << 16
-    if name == "gpt" or (name == "auto" and has_torch()):
-        share_processors()
-        from forebay.worker.gpt import GptTrainer
-
-        return GptTrainer(vocab_size, seq_len)
-    return CountTrainer(vocab_size)
-
-
-def make_sized_trainer(
-    name: str, model_size: str, *, vocab_size: int, seq_len: int, seed: int, learning_rate: float, device: str | None
-) -> Trainer:
-    """The trainer of a `WorkerConfig`: the GPT of a size, or counts; `auto` is the GPT where PyTorch is installed."""
-    if name == "gpt" or (name == "auto" and has_torch()):
-        share_processors()
-        from forebay.worker.config import SIZES
-        from forebay.worker.gpt import GptTrainer
-
-        size = SIZES[model_size]
-        return GptTrainer(
-            vocab_size,
-            seq_len,
-            width=size.width,
-            num_layers=size.num_layers,
-            num_heads=size.num_heads,
-            learning_rate=learning_rate,
-            seed=seed,
-            device=device,
-        )
-    return CountTrainer(vocab_size)
+    made = trainer_class(name)
+    if vocab_size == 0 and dtype == "U32" and made is not CountTrainer:
+        raise UsageError(f"trainer {name}: the dataset does not say its vocabulary's size. Use trainer 'count'.")
+    return made(vocab_size=vocab_size or 1 << 16, seq_len=seq_len)

@@ -20,7 +20,7 @@ from forebay.worker.batches import Batches
 from forebay.worker.config import WorkerConfig
 from forebay.worker.dummy import DummyDataset
 from forebay.worker.hub_data import create_huggingface_dataset
-from forebay.worker.trainer import Integers, Trainer, make_sized_trainer
+from forebay.worker.trainer import Integers, Trainer, trainer_class
 
 CHECKPOINT = "checkpoint.zip"
 
@@ -102,29 +102,17 @@ def open_data(config: WorkerConfig) -> Batches:
     Raises:
         UnknownDatasetError, DownloadError, MissingPackageError, PrepareError.
     """
-    if config.dataset_name is not None:
-        return create_huggingface_dataset(
-            config.dataset_name,
-            num_batches=config.num_steps,
-            batch_size=config.batch_size,
-            seq_len=config.resolved_seq_len(),
-            streaming=config.streaming,
-            tokenizer_name=config.tokenizer_name,
-            seed=config.seed,
-            buffer_size=config.shuffle_buffer,
-            partition=config.partition,
-            text_key=config.text_key,
-            tensors="numpy",
-        )
-    return DummyDataset(
-        num_batches=config.num_steps,
-        batch_size=config.batch_size,
-        seq_len=config.resolved_seq_len(),
-        vocab_size=config.vocab_size,
-        seed=config.seed,
-        distributed=config.dataset_type == "distributed_dummy",
-        tensors="numpy",
-    )
+    common: dict[str, Any] = {
+        "num_batches": config.num_steps, "batch_size": config.batch_size, "seq_len": config.resolved_seq_len(),
+        "seed": config.seed, "tensors": "numpy",
+    }  # fmt: skip
+    if config.dataset_name is None:
+        is_dealt = config.dataset_type == "distributed_dummy"
+        return DummyDataset(vocab_size=config.vocab_size, distributed=is_dealt, **common)
+    return create_huggingface_dataset(
+        config.dataset_name, streaming=config.streaming, tokenizer_name=config.tokenizer_name,
+        buffer_size=config.shuffle_buffer, partition=config.partition, text_key=config.text_key, **common,
+    )  # fmt: skip
 
 
 class Training:
@@ -173,11 +161,10 @@ class Training:
         """What learns; made when first asked for."""
         if self._trainer is None:
             config = self.config
-            self._trainer = make_sized_trainer(
-                config.trainer,
-                config.model_size,
+            self._trainer = trainer_class(config.trainer)(
                 vocab_size=self.data.vocab_size,
                 seq_len=config.resolved_seq_len(),
+                model_size=config.model_size,
                 seed=config.seed,
                 learning_rate=config.learning_rate,
                 device=config.device,

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,7 +14,7 @@ from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import make_batch
 from forebay.network.waiting import waiting
 from forebay.order.plan import lease_order
-from forebay.worker.answers import Grant
+from forebay.worker.answers import Lease
 from forebay.worker.hand import Hand, Held
 from forebay.worker.trainer import Trainer, make_trainer
 
@@ -52,10 +52,6 @@ class WorkerReport:
     rejected: list[dict[str, Any]] = field(default_factory=list)
     done: bool = False
     num_left_out: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it as a dict of plain values."""
-        return asdict(self)
 
 
 class Consumer:
@@ -109,7 +105,7 @@ class Consumer:
         _check_size(opened, grant)
         trainer = self._trainer(grant)
         held.read = np.empty(grant.stop - grant.start, np.int64)
-        order = lease_order(grant.seed, grant.epoch, grant.slice, grant.count, grant.start, grant.stop)
+        order = lease_order(grant.seed, grant.epoch, grant.slice_index, grant.count, grant.start, grant.stop)
         while (taken := self._hand.take(held)) is not None:
             start, stop = taken
             indexes = order[start - grant.start : stop - grant.start]
@@ -126,7 +122,7 @@ class Consumer:
             self._count(len(indexes), grant.seq_len if grant.layout == "tokens" else 0)
             self._hand.note_used(held, self._report.steps)
 
-    def _trainer(self, grant: Grant) -> Trainer | None:
+    def _trainer(self, grant: Lease) -> Trainer | None:
         key = (grant.job_id, grant.layout)
         if key not in self._trainers:
             if grant.layout != "tokens" and self._trainer_name == "auto" and self._on_batch is None:
@@ -167,7 +163,7 @@ class Consumer:
         self._report.wait_share = min(1.0, self._hand.tally.waited_s / elapsed)
 
 
-def _check_size(opened: Slice, grant: Grant) -> None:
+def _check_size(opened: Slice, grant: Lease) -> None:
     """A slice has its samples, or DatasetError: its bytes are right, and the job's view of them is not."""
     tokens = grant.layout == "tokens"
     if opened.layout != grant.layout:

@@ -13,9 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from forebay.cli import main
-from forebay.dataset import adopt
+from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_rows_slice, write_token_slice
-from forebay.formats.npy import write_shard
 
 
 def converted(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
@@ -73,8 +72,3 @@ def test_a_member_may_be_as_large_as_is_allowed(tmp_path: Path, capsys: pytest.C
     code, _, err = converted(capsys, *arguments, "4KiB")
     assert code == 1 and "0.txt: larger than --max-member-bytes, 4096" in err
     assert converted(capsys, *arguments, "8KiB")[0] == 0
-
-
-def test_a_shard_makes_its_folder(tmp_path: Path) -> None:
-    for path in write_shard(tmp_path / "new" / "folder", 3, np.arange(8, dtype=np.uint16), 4):
-        assert path.is_file()

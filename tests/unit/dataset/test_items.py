@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from forebay.cli import main
-from forebay.dataset import adopt, open_dataset
+from forebay.dataset.adopt import adopt
+from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_rows_slice
 from forebay.errors import UsageError
 from forebay.prepare import prepare

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import forebay
-from forebay.dataset import adopt, open_dataset, verified
+from forebay.dataset import verified
+from forebay.dataset.adopt import adopt
+from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import hash_file, write_token_slice
 from forebay.errors import DatasetError, UsageError
 
@@ -63,9 +65,8 @@ def test_once_each_also_for_later_processes(folder: Path, hashed: list[str]) -> 
     for _ in range(3):
         dataset.open_slice(1)
     assert hashed == ["1.safetensors"]
-    read = (
-        f"from forebay.dataset import open_dataset\nd = open_dataset({str(folder)!r})\nd.open_slice(0); d.open_slice(2)"
-    )
+    opened = f"from forebay.dataset.reader import open_dataset\nd = open_dataset({str(folder)!r})\n"
+    read = opened + "d.open_slice(0); d.open_slice(2)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", read], check=True, env=environment)
     dataset.open_slice(0)  # Another process marked it while this dataset was open.

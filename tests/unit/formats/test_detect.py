@@ -24,8 +24,8 @@ from forebay.doctor import Options, examine
 from forebay.doctor.sniff import kind_of
 from forebay.errors import DatasetError, PrepareError, UsageError
 from forebay.formats.detect import FORMATS, detect
+from forebay.prepare.read import FORMATS as READ
 from forebay.prepare.read import ReadOptions, find_sources
-from forebay.prepare.read.formats import FORMATS as READ
 from forebay.stream.records import FileRecords
 
 ROW = {"text": "hello world, some text"}

@@ -20,7 +20,9 @@ import pyarrow as pa
 import pytest
 import zstandard
 
-from forebay.errors import DatasetError
+from forebay.convert.content import Options
+from forebay.convert.convert import convert, open_source
+from forebay.errors import DatasetError, UsageError
 from forebay.formats.compression import bounded_unpack, check_unpacked, max_unpacked
 
 GIB = 1 << 30
@@ -158,9 +160,28 @@ def test_blocks_within_bounds_are_unpacked() -> None:
 
 def test_a_damaged_index_is_no_table(tmp_path: Path) -> None:
     """The index of a token dataset that cannot be read is not converted in its place."""
-    from forebay.convert.content import Options
-    from forebay.convert.convert import convert
-
     mds(tmp_path / "mds", b"x", "zstd", 1, 100)
     with pytest.raises(DatasetError, match="shard"):
         convert(tmp_path / "mds", tmp_path / "out", "jsonl", Options())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_word_of_an_arrow_file_may_be_wrong(tmp_path: Path, stream: bool) -> None:
+    path, out = tmp_path / "a.arrow", pa.BufferOutputStream()
+    batch = pa.record_batch({"text": ["some words", "others"] * 8})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(out, batch.schema, options=options) as writer:
+        writer.write_batch(batch)
+    whole, refused = out.getvalue().to_pybytes(), 0
+    for at in range(0, len(whole) - 8, 4):
+        for word in (-1, 1 << 62):
+            path.write_bytes(whole[:at] + struct.pack("<q", word) + whole[at + 8 :])
+            try:
+                for rows in open_source(path, Options()).batches():
+                    rows.validate(full=True)
+            except DatasetError as error:
+                assert path.name in str(error)
+                refused += 1
+            except UsageError:
+                assert at == 0  # No Arrow by its first bytes.
+    assert refused > 50

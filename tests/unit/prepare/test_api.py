@@ -224,7 +224,7 @@ def test_secrets_stay_in_the_environment(tmp_path: Path, server: Server, monkeyp
         ('url = "http://x"\ntext = []', "text: expected names"),
         ('url = "http://x"\nmax_pages = -1', "max_pages: expected a number"),
         ('url = "http://x"\nheaders = 3', "headers: expected a table"),
-        ("url = ", "expected a TOML file"),
+        ("url = ", ":1: expected TOML"),
     ],
 )
 def test_wrong_descriptions(tmp_path: Path, text: str, message: str) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.documents import Record, to_batches
-from forebay.prepare.filters import Perplexity
+from forebay.prepare.documents import Record
+from forebay.prepare.filters.perplexity import Perplexity
 from forebay.prepare.lm import train_lm
 
 Model = dict[tuple[str, ...], tuple[float, float]]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import pyarrow as pa
 
 from forebay.prepare.documents import Verdict
 
@@ -34,6 +35,23 @@ class Shout:
         texts = batch.column("text").to_pylist()
         marks = [-1 if 10 // self.least and sum(map(str.isupper, text)) >= self.least else 0 for text in texts]
         return Verdict(batch, np.array(marks[: 100 - self.least], np.int16))
+
+
+@dataclass(frozen=True)
+class Characters:
+    name: ClassVar[str] = "characters"
+    version: ClassVar[int] = 1
+    reasons = ("other",)
+
+    def files(self):
+        return ()
+
+    def apply(self, batch):
+        lengths = [len(text) for text in batch.column("text").to_pylist()]
+        if "chars" in batch.schema.names:  # of this stage, run before
+            assert batch.column("chars").to_pylist() == lengths
+            return Verdict(batch, np.full(batch.num_rows, -1, np.int16))
+        return Verdict(batch.append_column("chars", pa.array(lengths)), np.full(batch.num_rows, -1, np.int16))
 """
 
 
@@ -53,6 +71,23 @@ def test_it_runs_as_any_other(source: Path) -> None:
     assert summary.dropped == {"quiet": 2} and summary.documents_out == 1
     funnel = load_report(source.parent / "d")["funnel"]
     assert [stage["stage"] for stage in funnel] == ["read", "shout", "tokenize"]
+
+
+def test_a_column_of_characters_is_its_own_and_bytes_are_counted_as_bytes(source: Path) -> None:
+    texts = ["é" * 40, "é" * 40, "ü" * 30]
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    use = {"use": "own_stage:Characters"}
+    settings = {"first": use, "length": {"min_chars": 35}, "second": use, "dedup": {"exact": True}}
+    summary = prepare(
+        [source],
+        source.parent / "d",
+        recipe=load_recipe(settings=settings, allow_code=True),
+        tokenizer="bytes",
+        workers=1,
+    )
+    assert summary.documents_out == 1
+    funnel = {stage["stage"]: stage for stage in load_report(source.parent / "d")["funnel"]}
+    assert funnel["dedup"]["bytes_out"] == 80
 
 
 @pytest.mark.parametrize(("least", "message"), [(0, "ZeroDivisionError"), (98, "expected a verdict on each of 3")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import io
 import json
@@ -237,3 +238,16 @@ def test_zstd_windows_of_2_gib_are_read_where_they_are_allowed(tmp_path: Path) -
     assert [r.problem for r in records(tmp_path / "a.jsonl.zst", max_window_bytes=1 << 31)] == [""] * 300
     (refused,) = records(tmp_path / "a.jsonl.zst", "jsonl")
     assert "its window is 2147483648 bytes" in refused.problem and "read.max_window_bytes" in refused.problem
+
+
+def test_damaged_archives_are_let_go_of(tmp_path: Path) -> None:
+    path, sink = tmp_path / "a.arrow.gz", io.BytesIO()
+    with pa.ipc.new_stream(sink, pa.schema([("text", pa.string())])):
+        pass
+    data = bytearray(gzip.compress(sink.getvalue() * 2))
+    data[12] ^= 0xFF
+    path.write_bytes(data)
+    for _ in range(20):
+        assert "damaged gz" in records(path)[0].problem
+    gc.collect()
+    assert sum(type(one) is Damaged for one in gc.get_objects()) < 10

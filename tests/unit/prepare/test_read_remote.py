@@ -198,7 +198,7 @@ def test_a_file_is_read_as_it_was_listed(
         ({"Content-Length": "abc"}, "expected a Content-Length of at most 64 TiB, got 'abc'"),
         ({"Content-Length": "-5"}, "got '-5'"),
         ({"Content-Length": "2000000000000000"}, "got '2000000000000000'"),
-        ({"Location": "file:///etc/hostname"}, "file:///etc/hostname' is not allowed"),
+        ({"Location": "file:///etc/hostname"}, "expected a redirect to http or https, got one to 'file'"),
         ({"Location": "ftp://127.0.0.1:1/x"}, "expected a redirect to http or https, got one to 'ftp'"),
     ],
 )
@@ -230,7 +230,7 @@ def test_a_public_server_redirects_to_nothing_inside(
 def test_a_server_that_drips_is_given_up(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.prepare.read.remote._TIMEOUT_S", 0.3)
     origin.at_once, origin.drop_after = 1, 200
-    with pytest.raises(PrepareError, match="expected at least 1024 bytes/s, got"):
+    with pytest.raises(PrepareError, match=r"after 6 tries: stalled, under 1024 bytes/s for 0\.3 s"):
         ids(origin.url + "/a.jsonl")
 
 
@@ -296,3 +296,19 @@ def test_one_rule_reads_how_long_a_server_asks_to_wait() -> None:
         "": None,
     }
     assert {text: retry_after_s(text, 1_000_000_000) for text in forms} == forms
+
+
+def test_a_server_that_says_no_size_is_named(origin: Origin, tmp_path: Path) -> None:
+    origin.ranges, origin.head = False, {"Content-Length": "", "Transfer-Encoding": "identity"}
+    with pytest.raises(PrepareError, match=r"/a.jsonl: expected an answer with a Content-Length, got none"):
+        find_sources(f"{origin.url}/a.jsonl", ReadOptions())
+
+
+def test_a_long_wait_for_a_server_is_logged(
+    origin: Origin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("forebay.prepare.read.remote._FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr("forebay.network.waiting.FIRST_S", 0.01)
+    origin.failures = 4
+    assert len(find_sources(f"{origin.url}/a.jsonl", ReadOptions()).sources) == 1
+    assert "waiting for the list of inputs" in caplog.text and f"{origin.url}/a.jsonl" in caplog.text

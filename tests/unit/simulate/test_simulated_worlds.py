@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forebay.cli import main
@@ -27,6 +27,7 @@ _SMALL = {"workers": 8, "slices": 24, "samples": 64, "speed": 4.0, "exchange_s":
     st.integers(0, 1),
     st.sampled_from([0.0, 0.1]),
 )
+@example(4856, 0.0, 0.3, 2, 1, 0.0)  # One is cut off to the end and does not hear that its lease expired.
 def test_every_sample_is_used_exactly_once(
     seed: int, churn: float, liars: float, restarts: int, partitions: int, lost: float
 ) -> None:
@@ -80,8 +81,7 @@ def test_the_command_prints_one_line_of_json_and_writes_a_page(
     assert main([*args, "--plot", str(tmp_path / "plots")]) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["ok"] and said["missing"] == said["repeated"] == 0
-    assert (tmp_path / "plots" / "index.html").read_text().count("<svg") == 5
-    assert (tmp_path / "plots" / "coverage.svg").exists()
+    assert (tmp_path / "plots" / "index.html").read_text().count("<svg") == 4
 
 
 def test_a_sample_after_the_deadline_fails_the_run_and_tells_how_to_see_it_again(

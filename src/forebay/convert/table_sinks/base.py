@@ -12,9 +12,9 @@ from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
 
-from forebay.convert.content import Options, TableSource, Written
+from forebay.convert.content import Options, Written
 from forebay.convert.table_digest import TableDigest, tensor_shape
-from forebay.convert.table_sources.base import Table
+from forebay.convert.table_sources.base import TableSource
 from forebay.errors import DatasetError, UsageError
 
 _STEP_ROWS = 1024  # A part is looked at after so many rows, or fewer if they weigh more than an eighth of it.
@@ -78,13 +78,7 @@ def with_lists(source: TableSource) -> TableSource:
     if kinds == source.schema.types:
         return source
     schema = pa.schema([field.with_type(kind) for field, kind in zip(source.schema, kinds)])
-
-    def read() -> Iterator[pa.RecordBatch]:
-        for batch in source.batches():
-            columns = [_listed(column, kind) for column, kind in zip(batch.columns, kinds)]
-            yield pa.record_batch(columns, schema=schema)
-
-    return Table(source.kind, schema, source.num_rows, read, getattr(source, "facts", {}))
+    return source.changed(schema, lambda batch: [_listed(column, kind) for column, kind in zip(batch.columns, kinds)])
 
 
 def _list_type(kind: Any) -> Any:

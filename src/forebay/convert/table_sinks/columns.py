@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from forebay.convert.content import Options, TableSource, Written
+from forebay.convert.content import Options, Written
 from forebay.convert.table_sinks.base import Part, with_lists, write_parts
+from forebay.convert.table_sources.base import TableSource
 from forebay.errors import UsageError
 
 _GROUP_BYTES = 8 << 20

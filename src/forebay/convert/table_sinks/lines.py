@@ -16,9 +16,10 @@ import pyarrow as pa
 import pyarrow.csv
 import zstandard
 
-from forebay.convert.content import Options, TableSource, Written
+from forebay.convert.content import Options, Written
 from forebay.convert.table_digest import flatten, tensor_shape
 from forebay.convert.table_sinks.base import Part, contains, is_beyond_json, refuse_columns, write_parts
+from forebay.convert.table_sources.base import TableSource
 from forebay.errors import DatasetError, UsageError
 
 _ADVICE = "Write --to parquet, or leave the column out."

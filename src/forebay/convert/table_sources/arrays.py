@@ -1,7 +1,8 @@
-"""Arrays whose first dimension counts rows: .npy, .npz, and the idx files of MNIST and its kin, plain or compressed.
+"""Arrays whose first dimension counts rows: .npy, .npz, SafeTensors, and the idx files of MNIST, plain or compressed.
 
 Hides: the headers; that several arrays go side by side; and that archives are read as a stream: no array is in memory
-whole. Pickled objects are never loaded. Images of one channel, [N, H, W] in idx, become [N, 1, H, W].
+whole. Pickled objects are never loaded. Images of one channel, [N, H, W] in idx, become [N, 1, H, W]. Batches of
+SafeTensors are views of the maps.
 
 Source: idx as Y. LeCun's page on MNIST lays it out: two zero bytes, a type, the number of dimensions, each dimension
 in 4 bytes, values, all big-endian.
@@ -13,7 +14,7 @@ import functools
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,24 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from forebay.convert.table_sources.base import BATCH_BYTES, Array, Table, batch_of, field_of, open_bytes, rows_at_once
+from forebay.convert.table_sources.base import (
+    BATCH_BYTES,
+    DTYPE_KEY,
+    Array,
+    TableSource,
+    batch_of,
+    column_of,
+    field_of,
+    open_bytes,
+    rows_at_once,
+)
+from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.compression import check_unpacked
 from forebay.formats.detect import IDX_TYPES, is_idx
 from forebay.formats.npy import read_header
 
+_BITS = ("BF16", "F8_E4M3", "F8_E5M2")
 _IDX_NAMES = {1: "labels", 2: "values"}
 
 
@@ -48,18 +61,18 @@ class _Stack:
         return self.dtype.itemsize * math.prod(self.shape)
 
 
-def open_idx(paths: Sequence[Path]) -> Table:
+def open_idx(paths: Sequence[Path]) -> TableSource:
     """Idx files that belong together: images and their labels."""
     return _table("idx", [_idx(path) for path in paths])
 
 
-def open_npy(paths: Sequence[Path], columns: Sequence[str] = ()) -> Table:
+def open_npy(paths: Sequence[Path], columns: Sequence[str] = ()) -> TableSource:
     """Arrays of rows, each a column by its file's name."""
     stacks = [_npy(path, path.stem, lambda path=path: path.open("rb"), path.stat().st_size) for path in paths]  # type: ignore[misc]
     return _table("npy", _chosen(stacks, columns))
 
 
-def open_npz(path: Path, columns: Sequence[str] = ()) -> Table:
+def open_npz(path: Path, columns: Sequence[str] = ()) -> TableSource:
     """The arrays of an archive; `columns` chooses some."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -125,7 +138,7 @@ def _chosen(stacks: list[_Stack], columns: Sequence[str]) -> list[_Stack]:
     return [one for one in stacks if not columns or one.name in columns]
 
 
-def _table(kind: str, stacks: list[_Stack]) -> Table:
+def _table(kind: str, stacks: list[_Stack]) -> TableSource:
     sizes = {one.name: one.rows for one in stacks}
     if not stacks or len(sizes) < len(stacks) or len(set(sizes.values())) > 1:
         told = ", ".join(f"{one.name} {one.rows} ({one.path.name})" for one in stacks)[:500]
@@ -134,7 +147,7 @@ def _table(kind: str, stacks: list[_Stack]) -> Table:
             f"{told or 'none'}. Name those that belong together: --column x_train,y_train, or a pattern of files."
         )
     schema = _schema(stacks)
-    return Table(kind, schema, stacks[0].rows, lambda: _read(stacks))
+    return TableSource(kind, schema, stacks[0].rows, lambda: _read(stacks))
 
 
 def _schema(stacks: Sequence[_Stack]) -> pa.Schema:
@@ -171,3 +184,63 @@ def _take(file: BinaryIO, size: int, one: _Stack) -> bytes:
             "The file is cut: fetch it again."
         )
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def open_rows(paths: Sequence[Path], facts: Mapping[str, Any] | None = None) -> TableSource:
+    """SafeTensors files whose tensors share their first dimension, one after another; of a dataset, or of others.
+
+    Vectors of integers that differ in length between files become a column of lists.
+
+    Raises:
+        DatasetError: If one is damaged, or has other tensors, types or shapes than the first.
+    """
+    fields: dict[str, pa.Field] = {}
+    rows = 0
+    for path in paths:
+        one = open_slice(path)
+        rows += one.num_rows
+        found = {name: _slice_field(one, name) for name in sorted(one.tensors)}
+        fields = fields or found
+        for name in sorted(fields.keys() | found.keys()):
+            fields[name] = _joined(fields.get(name), found.get(name), name, path, paths[0])
+    schema = pa.schema(list(fields.values()))
+    return TableSource("safetensors", schema, rows, lambda: _read_slices(paths, schema), facts or {})
+
+
+def _slice_field(one: Slice, name: str) -> pa.Field:
+    array, kind = one.tensors[name], one.dtypes[name]
+    found = field_of(name, array.dtype, array.shape[1:])
+    return found.with_metadata({DTYPE_KEY: kind.encode()}) if kind in _BITS else found
+
+
+def _joined(first: pa.Field | None, second: pa.Field | None, name: str, path: Path, before: Path) -> pa.Field:
+    if first == second and first is not None:
+        return first
+    if first is not None and second is not None:
+        values = [f.type.value_type if not pa.types.is_integer(f.type) else f.type for f in (first, second)]
+        vectors = all(pa.types.is_list(f.type) or len(getattr(f.type, "shape", ())) == 1 for f in (first, second))
+        if vectors and values[0] == values[1] and pa.types.is_integer(values[0]):
+            return pa.field(name, pa.list_(values[0]))
+    told = [f.type if f is not None else "none" for f in (first, second)]
+    raise DatasetError(
+        f"{path}: expected tensor {name!r} as {told[0]}, as in {before}, got {told[1]}. Convert them as two tables."
+    )
+
+
+def _read_slices(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    for path in paths:
+        one = open_slice(path)
+        size = sum(array.nbytes for array in one.tensors.values())
+        step = rows_at_once(size / max(1, one.num_rows))
+        for start in range(0, one.num_rows, step):
+            rows = {name: array[start : start + step] for name, array in one.tensors.items()}
+            yield pa.record_batch([_slice_column(rows[field.name], field) for field in schema], schema=schema)
+
+
+def _slice_column(rows: Array, field: pa.Field) -> pa.Array:
+    if not pa.types.is_list(field.type):
+        return column_of(rows, field)
+    width = math.prod(rows.shape[1:])
+    offsets = np.arange(len(rows) + 1, dtype=np.int32) * np.int32(width)
+    values = pa.array(np.ascontiguousarray(rows).reshape(-1))
+    return pa.ListArray.from_arrays(pa.array(offsets), values, type=field.type)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, TypeVar
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,6 @@ from forebay.errors import DatasetError
 from forebay.prepare.read.opening import open_plain
 
 Array: TypeAlias = NDArray[Any]
-T = TypeVar("T")
 BATCH_BYTES = 16 << 20
 DTYPE_KEY = b"forebay.dtype"
 """Of a field's metadata: the type that bits in the column are of, as `BF16`."""
@@ -29,10 +28,15 @@ _MOST_UNPACKED_RATIO = 2000
 
 
 @dataclass(frozen=True)
-class Table:
-    """A `TableSource`: what it is called, its columns, and what reads it.
+class TableSource:
+    """Rows to be read from the start, any number of times: text as strings, tensors as `pa.fixed_shape_tensor` or
+    list columns.
 
     Attributes:
+        kind: The format's name.
+        schema: Of every batch.
+        num_rows: None where only reading tells.
+        read: What reads the batches.
         facts: What else is known: `classes`, the names behind integer labels.
         dataset: Whose rows they are, if they are of a dataset of Forebay's.
     """
@@ -45,8 +49,16 @@ class Table:
     dataset: Dataset | None = None
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """As `TableSource.batches`."""
+        """The rows, in order. Raises DatasetError where they are damaged."""
         return self.read()
+
+    def changed(self, schema: pa.Schema, columns: Callable[[pa.RecordBatch], list[pa.Array]]) -> TableSource:
+        """The table with other columns, made of each batch's."""
+
+        def read() -> Iterator[pa.RecordBatch]:
+            return (pa.record_batch(columns(batch), schema=schema) for batch in self.batches())
+
+        return replace(self, schema=schema, read=read)
 
 
 def open_bytes(path: Path) -> AbstractContextManager[BinaryIO]:
@@ -57,20 +69,6 @@ def open_bytes(path: Path) -> AbstractContextManager[BinaryIO]:
 def rows_at_once(row_bytes: float) -> int:
     """Rows of a batch, where a row takes so many bytes."""
     return max(1, min(1 << 16, int(BATCH_BYTES // max(1.0, row_bytes))))
-
-
-def batched(items: Iterable[T], weigh: Callable[[T], int], most: int, most_items: int) -> Iterator[list[T]]:
-    """Items in lists, each of which ends once its items weigh `most` or are `most_items`."""
-    held: list[T] = []
-    weight = 0
-    for item in items:
-        held.append(item)
-        weight += weigh(item)
-        if weight >= most or len(held) >= most_items:
-            yield held
-            held, weight = [], 0
-    if held:
-        yield held
 
 
 def field_of(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], kind: str = "") -> pa.Field:

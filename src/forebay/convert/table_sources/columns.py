@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from forebay.convert.table_sources.base import Table, one_schema, rows_at_once
+from forebay.convert.table_sources.base import TableSource, one_schema, rows_at_once
 from forebay.errors import DatasetError
 from forebay.formats.arrow import ipc_batches, open_ipc
 from forebay.prepare.read.pages import check_ipc
@@ -20,28 +20,28 @@ from forebay.prepare.read.pages import check_ipc
 _DAMAGE = (pa.ArrowException, OSError, ValueError, OverflowError)
 
 
-def open_parquet(paths: Sequence[Path]) -> Table:
+def open_parquet(paths: Sequence[Path]) -> TableSource:
     """Parquet files of one schema, one after another. Raises DatasetError where one is damaged."""
     files = [_parquet(path) for path in paths]
     schema = one_schema(paths, (file.schema_arrow for file in files))
     rows = sum(file.metadata.num_rows for file in files)
     for file in files:
         file.close()
-    return Table("parquet", schema, rows, lambda: _read_parquet(paths, schema))
+    return TableSource("parquet", schema, rows, lambda: _read_parquet(paths, schema))
 
 
-def open_arrow(paths: Sequence[Path], kind: str = "arrow") -> Table:
+def open_arrow(paths: Sequence[Path], kind: str = "arrow") -> TableSource:
     """Arrow IPC files or streams of one schema, one after another."""
     schemas = []
     for path in paths:
-        check_ipc(path)
         try:
+            check_ipc(path)
             with open_ipc(path) as reader:
                 schemas.append(reader.schema)
         except _DAMAGE as error:
             raise _damaged(path, "Arrow", error) from error
     schema = one_schema(paths, schemas)
-    return Table(kind, schema, None, lambda: _read_arrow(paths, schema))
+    return TableSource(kind, schema, None, lambda: _read_arrow(paths, schema))
 
 
 def _parquet(path: Path) -> Any:

@@ -15,7 +15,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.csv
 
-from forebay.convert.table_sources.base import BATCH_BYTES, Table, open_bytes
+from forebay.convert.table_sources.base import BATCH_BYTES, TableSource, open_bytes
 from forebay.errors import DatasetError
 from forebay.prepare.read.opening import Damaged
 
@@ -23,7 +23,7 @@ _INFERRED_BYTES = 64 << 20
 _BATCH_ROWS = 4096
 
 
-def open_jsonl(paths: Sequence[Path]) -> Table:
+def open_jsonl(paths: Sequence[Path]) -> TableSource:
     """Files of one JSON object a line, one after another."""
     schema: pa.Schema | None = None
     seen = 0
@@ -36,10 +36,10 @@ def open_jsonl(paths: Sequence[Path]) -> Table:
     if schema is None:
         raise DatasetError(f"{paths[0]}: expected lines of JSON, got none.")
     whole = schema
-    return Table("jsonl", whole, None, lambda: _read_jsonl(paths, whole))
+    return TableSource("jsonl", whole, None, lambda: _read_jsonl(paths, whole))
 
 
-def open_csv(paths: Sequence[Path], schema: pa.Schema | None = None) -> Table:
+def open_csv(paths: Sequence[Path], schema: pa.Schema | None = None) -> TableSource:
     """Files of comma- or tab-separated values whose first line names the columns.
 
     Args:
@@ -50,7 +50,7 @@ def open_csv(paths: Sequence[Path], schema: pa.Schema | None = None) -> Table:
         found = one.schema
     assert found is not None
     whole = found
-    return Table("csv", whole, None, lambda: _read_csv(paths, whole))
+    return TableSource("csv", whole, None, lambda: _read_csv(paths, whole))
 
 
 def infer(rows: list[dict[str, object]], where: str) -> pa.Schema:

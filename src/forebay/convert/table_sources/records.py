@@ -17,8 +17,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from forebay.convert.table_sources.base import BATCH_BYTES, Table, batched, open_bytes
+from forebay.convert.table_sources.base import BATCH_BYTES, TableSource, open_bytes
 from forebay.errors import DatasetError
+from forebay.prepare.documents import batched
 from forebay.prepare.read.tfrecord import NotExampleError, features, fields, frames, message
 
 _INFERRED_BYTES = 64 << 20
@@ -29,7 +30,7 @@ Values: TypeAlias = list[bytes] | NDArray[Any]
 _Row: TypeAlias = dict[str, tuple[int, Values]]
 
 
-def open_tfrecord(paths: Sequence[Path]) -> Table:
+def open_tfrecord(paths: Sequence[Path]) -> TableSource:
     """Files of Examples, one after another. Raises DatasetError where a record or checksum is damaged."""
     kinds: dict[str, int] = {}
     many: set[str] = set()
@@ -49,7 +50,7 @@ def open_tfrecord(paths: Sequence[Path]) -> Table:
     if not kinds:
         raise DatasetError(f"{paths[0]}: expected Examples with features, got none.")
     schema = pa.schema([(name, _type(kinds[name], name in many, name in binary)) for name in sorted(kinds)])
-    return Table("tfrecord", schema, None, lambda: _read(paths, schema, kinds))
+    return TableSource("tfrecord", schema, None, lambda: _read(paths, schema, kinds))
 
 
 def parse_features(data: bytes) -> _Row:

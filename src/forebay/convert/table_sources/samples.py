@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from forebay.convert.table_sources.base import BATCH_BYTES, Array, Table, column_of, field_of, open_bytes
+from forebay.convert.table_sources.base import BATCH_BYTES, Array, TableSource, column_of, field_of, open_bytes
 from forebay.convert.table_sources.lines import infer, merge, rows_batch
 from forebay.errors import DatasetError
 from forebay.formats.npy import read_header
@@ -38,7 +38,7 @@ _MEMBERS_IN_ALL = 2  # Of the largest size, in one sample.
 _Row: TypeAlias = dict[str, Any]
 
 
-def open_samples(paths: Sequence[Path], max_member_bytes: int) -> Table:
+def open_samples(paths: Sequence[Path], max_member_bytes: int) -> TableSource:
     """Tar files, one after another.
 
     Args:
@@ -64,7 +64,7 @@ def open_samples(paths: Sequence[Path], max_member_bytes: int) -> Table:
         raise DatasetError(f"{paths[0]}: expected samples, got none.")
     known = pa.schema([one for one in plain if one.name not in arrays])
     tensors = [_array_field(name, kinds, paths[0]) for name, kinds in sorted(arrays.items())]
-    return Table(
+    return TableSource(
         "webdataset", pa.schema([*known, *tensors]), None, lambda: _read(paths, max_member_bytes, known, tensors)
     )
 

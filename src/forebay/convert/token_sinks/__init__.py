@@ -7,8 +7,7 @@ from pathlib import Path
 
 from forebay.convert.content import Options, TokenSource, Written
 from forebay.convert.token_sinks.arrow import write_arrow
-from forebay.convert.token_sinks.litdata import write_litdata
-from forebay.convert.token_sinks.mds import write_mds
+from forebay.convert.token_sinks.blocks import write_litdata, write_mds
 from forebay.convert.token_sinks.megatron import write_megatron
 from forebay.convert.token_sinks.safetensors import write_safetensors
 from forebay.convert.token_sinks.vectors import write_bin, write_ds, write_npy

@@ -8,7 +8,7 @@ from typing import Any
 
 from forebay.convert.content import Options, TokenSource, Written
 from forebay.convert.streams import Stream, settle, slices_of
-from forebay.dataset.manifest import FORMAT_VERSION, MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.reader import listed_files
 from forebay.dataset.slices import hash_file, write_rows_slice, write_token_slice
 from forebay.storage.atomic import atomic_write
@@ -30,39 +30,32 @@ def write_safetensors(source: TokenSource, out: Path, options: Options) -> Writt
         rows.append(SliceInfo(index, name, size, sha256, len(part.tokens), len(part.ends)))
     files = _copy_files(source, out)
     table = SliceTable.from_rows(rows)
-    data = table.to_parquet()
-    atomic_write(out / TABLE_FILE, data)
+    atomic_write(out / TABLE_FILE, table.to_parquet())
     atomic_write(out / MANIFEST_FILE, _manifest(stream, options, out, table, files).to_json())
     paths = (*(Path(row.name) for row in rows), *map(Path, files), Path(TABLE_FILE), Path(MANIFEST_FILE))
     return stream.written(paths)
 
 
 def _manifest(stream: Stream, options: Options, out: Path, table: SliceTable, files: dict[str, str]) -> Manifest:
-    facts = stream.facts
+    facts = stream.source.facts
     eos_id = options.eos_id if options.eos_id is not None else facts.get("eos_id")
     vocab_size = int(facts.get("vocab_size", 0))
-    came: dict[str, Any] = {"format": stream.kind, **{key: facts[key] for key in ("name", "id") if key in facts}}
-    return Manifest(
-        format=FORMAT_VERSION,
+    came: dict[str, Any] = {"format": stream.source.kind, **{key: facts[key] for key in ("name", "id") if key in facts}}
+    return Manifest.of(
+        table,
+        {"converted": came, "files": files},
         name=options.name or str(facts.get("name", "")) or out.name,
         layout="tokens",
         dtype=stream.dtype,
         tokenizer=str(facts.get("tokenizer", "")),
         vocab_size=vocab_size if stream.dtype == "U32" or vocab_size <= 1 << 16 else 0,
         eos_id=None if eos_id is None or (vocab_size and eos_id >= vocab_size) else eos_id,
-        tokens=stream.num_tokens,
-        rows=0,
-        documents=stream.num_documents,
-        slices=len(table),
-        bytes=int(table.bytes.sum()),
-        table_sha256=hash_file(out / TABLE_FILE),
-        lineage={"converted": came, "files": files},
     )
 
 
 def _copy_files(source: TokenSource, out: Path) -> dict[str, str]:
     """The tokenizer of a dataset of ours goes with its tokens."""
-    dataset = getattr(source, "dataset", None)
+    dataset = source.dataset
     if dataset is None:
         return {}
     listed = listed_files(dataset.manifest)

@@ -6,8 +6,9 @@ Hides: how a stream is cut into files of known lengths, as headers come first. A
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from forebay.convert.content import Options, TokenSource, Written
 from forebay.convert.streams import Stream, settle
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import UsageError
-from forebay.formats.npy import npy_head, sample_id
+from forebay.formats.shard_writer import write_unlisted
 
 _LLMC = {"U16": (20240520, 1), "U32": (20240801, 7)}  # What the 256 int32 of the header begin with: magic and version.
 _LLMC_MOST = (1 << 31) - 1
@@ -63,24 +64,12 @@ def write_npy(source: TokenSource, out: Path, options: Options) -> Written:
     per_file = options.shard_tokens or stream.num_tokens
     if per_file % seq_len:
         raise UsageError(f"npy: expected shards of whole samples of {seq_len} tokens, got --shard-tokens {per_file}.")
-    is_raw = options.more.get("generation", "npy") == "bin"
     out.mkdir()
-    files: list[Path] = []
-    ids: list[NDArray[np.uint64]] = []
-    held: list[NDArray[Any]] = []
-    with _Opened() as opened:
-        for index, count, tokens, is_last in _runs(stream, per_file):
-            if opened.file is None:
-                files.append(Path(f"train_{index:06d}.npy"))
-                opened.begin(out / files[-1], npy_head(TOKEN_DTYPES[stream.dtype], count))
-            opened.write(tokens, is_last)
-            ids.append(_ids(held, tokens, seq_len))
-            if is_last:
-                files.append(Path(f"sample_ids_{index:06d}.{'bin' if is_raw else 'npy'}"))
-                head = b"" if is_raw else npy_head(np.dtype("<u8"), count // seq_len)
-                (out / files[-1]).write_bytes(head + np.concatenate(ids).astype("<u8").tobytes())
-                ids = []
+    tokens = (part.tokens for part in stream.parts())
+    generation = options.more.get("generation", "npy")
+    shards = write_unlisted(tokens, out, seq_len, per_file // seq_len, TOKEN_DTYPES[stream.dtype], generation)
     stream.notes.append(f"samples of {seq_len} tokens")
+    files = [Path(path.name) for shard in shards for path in (shard.tokens, shard.ids)]
     return stream.written(files, stream.num_tokens // seq_len)
 
 
@@ -92,42 +81,19 @@ def _write(stream: Stream, out: Path, options: Options, suffix: str, header: Any
         out.mkdir()
     name = options.name or "train"
     files: list[Path] = []
-    with _Opened() as opened:
-        for index, count, tokens, is_last in _runs(stream, per_file):
-            if opened.file is None:
+    with ExitStack() as opened:
+        for index, count, tokens in _runs(stream, per_file):
+            if index == len(files):
+                opened.close()
                 files.append(Path(f"{name}_{index:06d}{suffix}" if options.shard_tokens else f"{name}{suffix}"))
-                opened.begin(out if is_file else out / files[-1], header(count))
-            opened.write(tokens, is_last)
+                file = opened.enter_context((out if is_file else out / files[-1]).open("wb"))
+                file.write(header(count))
+            file.write(np.ascontiguousarray(tokens).view(np.uint8).data)
     return stream.written([Path()] if is_file else files)
 
 
-class _Opened:
-    """The file that is being written; closed with its last token, and where writing fails."""
-
-    def __init__(self) -> None:
-        self.file: BinaryIO | None = None
-
-    def __enter__(self) -> _Opened:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.file is not None:
-            self.file.close()
-            self.file = None
-
-    def begin(self, path: Path, header: bytes) -> None:
-        self.file = path.open("wb")
-        self.file.write(header)
-
-    def write(self, tokens: NDArray[Any], is_last: bool) -> None:
-        assert self.file is not None
-        self.file.write(np.ascontiguousarray(tokens).view(np.uint8).data)
-        if is_last:
-            self.__exit__()
-
-
-def _runs(stream: Stream, per_file: int) -> Iterator[tuple[int, int, NDArray[Any], bool]]:
-    """(file, its tokens, some of them, whether these are its last)."""
+def _runs(stream: Stream, per_file: int) -> Iterator[tuple[int, int, NDArray[Any]]]:
+    """(file, its tokens, some of them)."""
     index, left, room = 0, stream.num_tokens, 0
     count = 0
     for part in stream.parts():
@@ -137,13 +103,5 @@ def _runs(stream: Stream, per_file: int) -> Iterator[tuple[int, int, NDArray[Any
                 room = count = min(per_file, left)
             some, tokens = tokens[:room], tokens[room:]
             room, left = room - len(some), left - len(some)
-            yield index, count, some, not room
+            yield index, count, some
             index += not room
-
-
-def _ids(held: list[NDArray[Any]], tokens: NDArray[Any], seq_len: int) -> NDArray[np.uint64]:
-    """The ids of the samples that are whole with these tokens; the rest is held."""
-    whole = np.concatenate([*held, tokens]) if held else tokens
-    stop = len(whole) // seq_len * seq_len
-    held[:] = [whole[stop:]] if stop < len(whole) else []
-    return np.array([sample_id(row) for row in whole[:stop].reshape(-1, seq_len)], np.uint64)

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from forebay.prepare.compiled import jit
+from forebay.prepare.filters.words import next_point
 
 WORD_TABLE = 0x20000
 """Characters from here on are ideographs (words), but for a few that no text has."""
@@ -96,14 +97,7 @@ def word_table() -> NDArray[np.bool_]:
 @jit()
 def word_at(data: NDArray[np.uint8], i: int, table: NDArray[np.bool_]) -> bool:
     """Whether the character that begins at byte i is part of a word."""
-    first = int(data[i])
-    if first < 0x80:
-        return bool(table[first])
-    if first < 0xE0:
-        return bool(table[(first & 0x1F) << 6 | data[i + 1] & 0x3F])
-    if first < 0xF0:
-        return bool(table[(first & 0xF) << 12 | (data[i + 1] & 0x3F) << 6 | data[i + 2] & 0x3F])
-    code = (first & 7) << 18 | (data[i + 1] & 0x3F) << 12 | (data[i + 2] & 0x3F) << 6 | data[i + 3] & 0x3F
+    code, _ = next_point(data, i)
     return code >= len(table) or bool(table[code])
 
 

@@ -23,6 +23,7 @@ from forebay.prepare.clean.phrases import Automaton, apart, build, fold, word_ta
 from forebay.prepare.clean.spans import frozen_buffers
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column
+from forebay.prepare.filters.fields import need_flag, need_number
 
 UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "yue", "wuu", "bo"))
 """Languages written without spaces: a phrase is found anywhere."""
@@ -110,12 +111,8 @@ class Toxic(Stage):
         object.__setattr__(self, "allow", tuple(self.allow))
         if isinstance(self.max_matches, bool) or not isinstance(self.max_matches, int) or self.max_matches < -1:
             raise UsageError(f"max_matches: expected -1 or more, got {self.max_matches!r}")
-        for key in ("max_fraction", "threshold"):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-                raise UsageError(f"{key}: expected a number from 0 to 1, got {value!r}")
-        if not isinstance(self.soft, bool):
-            raise UsageError(f"soft: expected true or false, got {self.soft!r}")
+        need_number(self, "max_fraction", "threshold", high=1)
+        need_flag(self, "soft")
         if not (self.lists or self.classifier or self.model):
             raise UsageError(
                 "lists: expected a file or directory of word lists (or a classifier, or a model), got none of them. "

@@ -23,6 +23,8 @@ from forebay.errors import UsageError
 from forebay.prepare.clean.spans import frozen_buffers, replace_rows
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_column
+from forebay.prepare.filters.fields import need_flag
+from forebay.prepare.filters.words import next_point
 
 FORMS = ("NFC", "NFKC", "none")
 ROUNDS = 8
@@ -79,19 +81,6 @@ def _marks() -> NDArray[np.bool_]:
 
 
 @jit()
-def _next(data: NDArray[np.uint8], i: int) -> tuple[int, int]:
-    """The character that begins at byte i of UTF-8, and where the next one begins."""
-    first = int(data[i])
-    if first < 0x80:
-        return first, i + 1
-    if first < 0xE0:
-        return (first & 0x1F) << 6 | data[i + 1] & 0x3F, i + 2
-    if first < 0xF0:
-        return (first & 0xF) << 12 | (data[i + 1] & 0x3F) << 6 | data[i + 2] & 0x3F, i + 3
-    return (first & 7) << 18 | (data[i + 1] & 0x3F) << 12 | (data[i + 2] & 0x3F) << 6 | data[i + 3] & 0x3F, i + 4
-
-
-@jit()
 def _gate(
     offsets: NDArray[np.int64], data: NDArray[np.uint8], pairs: NDArray[np.uint16], flags: NDArray[np.uint8]
 ) -> None:
@@ -111,7 +100,7 @@ def _gate(
                 before = 0
                 i += 1
                 continue
-            code, i = _next(data, i)
+            code, i = next_point(data, i)
             if code >= TABLE:
                 before = 0
                 continue
@@ -169,7 +158,7 @@ def _tidy(
                 i += 1
                 run = 0
                 continue
-            code, after = _next(data, i)
+            code, after = next_point(data, i)
             if code == 13:
                 code = 10
                 count[2] += 1
@@ -235,9 +224,7 @@ class Unicode(Stage):
     max_blank_lines: int = 2
 
     def __post_init__(self) -> None:
-        for key in ("mojibake", "controls", "zero_width", "soft_hyphens", "bidi_marks", "trailing_spaces"):
-            if not isinstance(getattr(self, key), bool):
-                raise UsageError(f"{key}: expected true or false, got {getattr(self, key)!r}")
+        need_flag(self, "mojibake", "controls", "zero_width", "soft_hyphens", "bidi_marks", "trailing_spaces")
         if self.form not in FORMS:
             raise UsageError(f"form: expected one of {', '.join(FORMS)}, got {self.form!r}")
         if not isinstance(self.max_blank_lines, int) or self.max_blank_lines < -1:

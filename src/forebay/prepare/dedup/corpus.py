@@ -280,7 +280,7 @@ def _load(corpus: _Corpus, facts: dict[str, Any]) -> DedupResult:
 
 
 class Cutter:
-    """Cuts a part's texts, given all of them in the order in which they were signed, in any batches.
+    """Cuts a part's texts, given all of them in the order in which they were signed, in any batches. Picklable.
 
     Documents that are dropped pass too (they have marks, and may be cut or not): drop them after this.
 
@@ -290,19 +290,18 @@ class Cutter:
     """
 
     def __init__(self, flags: Flags, config: Dedup) -> None:
-        self._flags = flags
-        self._cut = flags.load()
-        self._config = config
+        self._flags, self._config = flags, config
+        self._cut = self._scratch = np.empty(0, np.uint8)
         self._used = 0
-        self._scratch = np.empty(0, np.uint8)
-        self.lost_bytes = 0
 
-    def cut(self, texts: pa.LargeStringArray) -> pa.LargeStringArray:
-        """The texts without what is marked; one of which nothing is left is "".
+    def cut(self, texts: pa.LargeStringArray, first_row: int) -> pa.LargeStringArray:
+        """The texts of the part's rows from `first_row` without what is marked; one of which nothing is left is "".
 
         Raises:
             PrepareError: If they are not the texts that were signed.
         """
+        if first_row == 0:
+            self._cut, self._used = self._flags.load(), 0
         offsets, data = text_buffers(texts)
         config = self._config
         self._scratch = scratch_for(offsets, self._scratch)
@@ -312,11 +311,9 @@ class Cutter:
         marks = self._cut[self._used : self._used + len(out) + 1]
         if len(marks) <= len(out):
             marks = np.concatenate([marks, np.zeros(len(out) + 1 - len(marks), np.uint8)])
-        used, lost = kernels.cut_units(
+        self._used += kernels.cut_units(
             data, offsets, UNIT[config.unit], table, config.min_characters, self._scratch, marks, out, out_offsets
         )
-        self._used += used
-        self.lost_bytes += lost
         if self._used > len(self._cut):
             raise PrepareError(
                 f"{self._flags.path}: expected the {len(self._cut)} lines or paragraphs that were signed, got more. "

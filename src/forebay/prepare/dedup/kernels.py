@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from forebay.prepare.compiled import jit
+from forebay.prepare.filters.words import next_point
 
 _BLOCK = 2048
 """Words at a time: 16 KiB of word hashes and 8 KiB of shingles stay in the first-level cache."""
@@ -48,23 +49,11 @@ def mix(h: Any) -> Any:
 @jit()
 def decode(data: Any, i: int, stop: int) -> Any:
     """The code point whose first byte (not ASCII) is at i, and where the next one begins; damage is a gap of 1 byte."""
-    first = np.uint32(data[i])
-    if first >= 0xF0:
-        size = 4
-        code = first & np.uint32(0x07)
-    elif first >= 0xE0:
-        size = 3
-        code = first & np.uint32(0x0F)
-    elif first >= 0xC0:
-        size = 2
-        code = first & np.uint32(0x1F)
-    else:
+    first = data[i]
+    size = 4 if first >= 0xF0 else 3 if first >= 0xE0 else 2
+    if first < 0xC0 or i + size > stop:
         return np.uint32(0), i + 1
-    if i + size > stop:
-        return np.uint32(0), i + 1
-    for j in range(i + 1, i + size):
-        code = (code << np.uint32(6)) | (np.uint32(data[j]) & np.uint32(0x3F))
-    return np.uint32(code), i + size
+    return np.uint32(next_point(data, i)[0]), i + size
 
 
 @jit()
@@ -83,14 +72,6 @@ def read_words(data: Any, i: int, stop: int, table: Any, words: Any, have: int) 
         if byte < 128:
             value = table[byte]
             i += 1
-            if value > _IGNORED:
-                held = (held << _R8) | np.uint64(value)
-                size += 1
-                if size & 7 == 0:
-                    h = (h ^ held) * _BASE
-                    h ^= h >> _R33
-                    held = np.uint64(0)
-                continue
         else:
             code, i = decode(data, i, stop)
             value = table[code] if code < _LAST else code | (_ALONE if code < np.uint32(0x40000) else np.uint32(0))
@@ -100,14 +81,14 @@ def read_words(data: Any, i: int, stop: int, table: Any, words: Any, have: int) 
                 held = np.uint64(0)
                 size = 8
                 continue
-            if value > _IGNORED and value < _ALONE:
-                held = (held << _R8) | np.uint64(value)
-                size += 1
-                if size & 7 == 0:
-                    h = (h ^ held) * _BASE
-                    h ^= h >> _R33
-                    held = np.uint64(0)
-                continue
+        if value > _IGNORED and value < _ALONE:
+            held = (held << _R8) | np.uint64(value)
+            size += 1
+            if size & 7 == 0:
+                h = (h ^ held) * _BASE
+                h ^= h >> _R33
+                held = np.uint64(0)
+            continue
         if value == _IGNORED:
             continue
         if size:
@@ -346,11 +327,10 @@ def cut_units(
     """Copy the texts to `out` without the units that `cut` (uint8, one for each that `hash_units` hashed) marks.
 
     A document that lost something also loses the line feeds at its end, and all that is left if that is white space.
-    Returns the marks used, and bytes cut.
+    Returns the marks used.
     """
     used = 0
     n = 0
-    lost = 0
     for d in range(len(offsets) - 1):
         i, stop = offsets[d], offsets[d + 1]
         out_offsets[d] = n
@@ -376,6 +356,5 @@ def cut_units(
                 last -= 1
             if last == out_offsets[d]:
                 n = last
-        lost += (stop - offsets[d]) - (n - out_offsets[d])
     out_offsets[len(offsets) - 1] = n
-    return used, lost
+    return used

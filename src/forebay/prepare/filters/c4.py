@@ -16,7 +16,7 @@ from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, Verdict, replace_column, text_buffers, text_column
 from forebay.prepare.filters.characters import BREAK, PUNCTUATION, SPACE, TERMINAL
 from forebay.prepare.filters.fields import need_count, need_flag
-from forebay.prepare.filters.words import cut_words, decode, kind, read_only, tables
+from forebay.prepare.filters.words import cut_words, decode, encode, kind, read_only, room_of, tables, trim
 
 LINES = ("long_word", "unended", "few_words", "javascript", "policy")
 """Why a line is taken out, as it is counted: `lines_long_word`."""
@@ -173,32 +173,6 @@ def _sentences(line, n, table, keys, values, begins, ends, tail, kinds):  # type
 
 
 @jit()
-def _encode(line, n, out, at):  # type: ignore[no-untyped-def]
-    for i in range(n):
-        c = line[i]
-        if c < 0x80:
-            out[at] = c
-            at += 1
-            continue
-        if c < 0x800:
-            out[at] = 0xC0 | (c >> 6)
-            at += 1
-        else:
-            if c < 0x10000:
-                out[at] = 0xE0 | (c >> 12)
-                at += 1
-            else:
-                out[at] = 0xF0 | (c >> 18)
-                out[at + 1] = 0x80 | ((c >> 12) & 0x3F)
-                at += 2
-            out[at] = 0x80 | ((c >> 6) & 0x3F)
-            at += 1
-        out[at] = 0x80 | (c & 0x3F)
-        at += 1
-    return at
-
-
-@jit()
 def _line_words(points, start, stop, table):  # type: ignore[no-untyped-def]
     """Runs without white space, and the length of the longest."""
     words = longest = run = 0
@@ -240,9 +214,7 @@ def _judge(line, n, words, longest, rules, ends, chars):  # type: ignore[no-unty
 
 @jit()
 def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, drop, counts, out, stops):  # type: ignore[no-untyped-def]
-    room = 2
-    for row in range(len(drop)):
-        room = max(room, offsets[row + 1] - offsets[row] + 2)
+    room = room_of(offsets, offsets[1:])
     points, line = np.empty(room, np.uint32), np.empty(room, np.uint32)
     words_room = min(room, _SENTENCE_CHARS + 2)
     begins, ends = np.empty(words_room, np.int32), np.empty(words_room, np.int32)
@@ -256,12 +228,8 @@ def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, dr
         for i in range(n + 1):
             if i < n and kind(table, points[i]) & BREAK == 0:
                 continue
-            a, b = start, i
+            a, b = trim(points, start, i, table)
             start = i + 1
-            while a < b and kind(table, points[a]) & SPACE:
-                a += 1
-            while b > a and kind(table, points[b - 1]) & SPACE:
-                b -= 1
             if a == b:
                 continue
             words, longest = _line_words(points, a, b, table)
@@ -277,7 +245,7 @@ def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, dr
             if at > first_out:
                 out[at] = 10
                 at += 1
-            at = _encode(line, size, out, at)
+            at = encode(line, 0, size, out, at)
         if drop[row] < 0 and sentences < rules[8]:
             drop[row] = _FEW
         if drop[row] >= 0:

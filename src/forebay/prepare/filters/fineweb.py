@@ -39,6 +39,9 @@ class FineWeb(Stage):
 
     name: ClassVar[str] = "fineweb"
     version: ClassVar[int] = 1
+    reasons: ClassVar[tuple[str, ...]] = tuple(
+        f"fineweb_{name}" for name in ("empty", "few_ended_lines", "short_lines", "duplicate_chars", "newlines")
+    )
     shares_words: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -46,12 +49,6 @@ class FineWeb(Stage):
         need_number(self, "max_short_lines", "max_duplicate_chars", "max_newlines_per_word")
         need_count(self, "short_line_chars")
         need_flag(self, "keep_unended")
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """In the order in which they are tried."""
-        names = ("empty", "few_ended_lines", "short_lines", "duplicate_chars", "newlines")
-        return tuple(f"fineweb_{name}" for name in names)
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what fails a rule."""

@@ -13,7 +13,7 @@ import numpy as np
 from forebay.prepare.compiled import jit
 from forebay.prepare.filters.characters import BREAK, SPACE, TERMINAL
 from forebay.prepare.filters.word_table import HAS_LETTER, IS_TEXT
-from forebay.prepare.filters.words import decode, hash_points, kind, look_up
+from forebay.prepare.filters.words import decode, hash_points, kind, look_up, next_point, room_of, trim
 
 QUALITY = (
     "words",
@@ -36,23 +36,6 @@ FINEWEB = ("lines", "ended", "short", "same_chars", "chars", "newlines", "words"
 
 _FACTOR = np.uint64(0xD1342543DE82EF95)
 _SHIFT = np.uint64(32)
-
-
-@jit()
-def _longest(offsets, stops):  # type: ignore[no-untyped-def]
-    longest = 0
-    for row in range(len(stops)):
-        longest = max(longest, stops[row] - offsets[row])
-    return longest + 2
-
-
-@jit()
-def _trim(points, start, stop, table):  # type: ignore[no-untyped-def]
-    while start < stop and kind(table, points[start]) & SPACE:
-        start += 1
-    while stop > start and kind(table, points[stop - 1]) & SPACE:
-        stop -= 1
-    return start, stop
 
 
 @jit()
@@ -87,7 +70,7 @@ def _table_size(entries):  # type: ignore[no-untyped-def]
 @jit()
 def measure_quality(offsets, stops, data, starts, hashes, chars, flags, table, stop_keys, stop_values, out):  # type: ignore[no-untyped-def]
     """`QUALITY` int64 [rows, 10] of documents `data[offsets[i]:stops[i]]`."""
-    points = np.empty(_longest(offsets, stops), np.uint32)
+    points = np.empty(room_of(offsets, stops), np.uint32)
     seen = np.full(len(stop_keys), -1, np.int64)
     for row in range(len(stops)):
         n = decode(data, offsets[row], stops[row], points)
@@ -119,7 +102,7 @@ def measure_quality(offsets, stops, data, starts, hashes, chars, flags, table, s
                 start = i + 1
                 continue
             lines += 1
-            a, b = _trim(points, start, i, table)
+            a, b = trim(points, start, i, table)
             bullets += b > a and (points[a] == 0x2022 or points[a] == 45)
             trails += _trails(points, a, b)
             start = i + 1
@@ -232,7 +215,7 @@ def _measure_grams(sums, lengths, words, sizes, places, slots, counts, slot_of, 
 @jit()
 def measure_repetition(offsets, stops, data, starts, hashes, chars, flags, table, sizes, out):  # type: ignore[no-untyped-def]
     """`REPETITION`, then what `sizes` asks for: int64 [rows, 7 + len(sizes)]."""
-    room = _longest(offsets, stops)
+    room = room_of(offsets, stops)
     points = np.empty(room, np.uint32)
     sums, lengths = np.zeros(room, np.uint64), np.zeros(room, np.int32)
     places, slot_of = np.empty(room, np.int32), np.empty(room, np.int32)
@@ -247,7 +230,7 @@ def measure_repetition(offsets, stops, data, starts, hashes, chars, flags, table
         if size > len(slots):
             slots, counts = np.empty(size, np.uint64), np.empty(size, np.int32)
         parts = slots[: _table_size(breaks + 1)]
-        a, b = _trim(points, 0, n, table)
+        a, b = trim(points, 0, n, table)
         out[row, 0] = n
         parts[:] = 0
         out[row, 1], out[row, 2], out[row, 3] = _same_parts(points, a, b, 2, parts)
@@ -262,7 +245,7 @@ def measure_repetition(offsets, stops, data, starts, hashes, chars, flags, table
 @jit()
 def measure_lines(offsets, stops, data, starts, hashes, chars, flags, table, short, out):  # type: ignore[no-untyped-def]
     """`FINEWEB` int64 [rows, 7]; a line is short with at most `short` characters."""
-    points = np.empty(_longest(offsets, stops), np.uint32)
+    points = np.empty(room_of(offsets, stops), np.uint32)
     for row in range(len(stops)):
         n = decode(data, offsets[row], stops[row], points)
         newlines = 0
@@ -274,7 +257,7 @@ def measure_lines(offsets, stops, data, starts, hashes, chars, flags, table, sho
         for i in range(n + 1):
             if i < n and points[i] != 10:
                 continue
-            a, b = _trim(points, start, i, table)
+            a, b = trim(points, start, i, table)
             if b > a:
                 lines += 1
                 ended += kind(table, points[i - 1]) & TERMINAL != 0
@@ -293,15 +276,11 @@ def measure_length(offsets, data, table, out):  # type: ignore[no-untyped-def]
     for row in range(len(offsets) - 1):
         chars = words = 0
         inside = False
-        point = np.zeros(1, np.uint32)
         i = offsets[row]
         while i < offsets[row + 1]:
-            b = data[i]
-            width = 1 if b < 0x80 else 2 if b < 0xE0 else 3 if b < 0xF0 else 4
-            decode(data, i, i + width, point)
-            space = kind(table, point[0]) & SPACE != 0
+            point, i = next_point(data, i)
+            space = kind(table, point) & SPACE != 0
             words += not space and not inside
             inside = not space
             chars += 1
-            i += width
         out[row, 0], out[row, 1] = chars, words

@@ -1,6 +1,7 @@
 """How surprising a document is to an n-gram model: its perplexity.
 
-Hides: the library `kenlm`, which reads ARPA text and its own binary files.
+Hides: the library `kenlm`, which reads ARPA text and its own binary files; and how text becomes words (`spaced`: small
+letters, words between single spaces, a line for a line), which training shares, so that a model fits what it scores.
 
 Source: Wenzek et al. 2020 (CCNet), section 4.2: documents ranked by the perplexity of a Kneser-Ney model of Wikipedia.
 """
@@ -13,12 +14,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.extras import install_command
-from forebay.prepare.documents import Stage, Verdict, replace_column
+from forebay.prepare.compiled import jit
+from forebay.prepare.documents import Stage, Verdict, replace_column, text_buffers
+from forebay.prepare.filters.characters import BREAK
 from forebay.prepare.filters.fields import first_failing, need_number, need_order
-from forebay.prepare.filters.spacing import spaced
+from forebay.prepare.filters.words import clip, cut_words, decode, encode, kind, read_only, room_of, tables
 
 LOOK_BYTES = 1 << 18
 """Of a longer document the first so many bytes are scored."""
@@ -105,3 +110,42 @@ def _load(path: str) -> Any:
         raise UsageError(
             f"model: expected a KenLM model (ARPA or binary) at {path}, got one it refuses: {error}"
         ) from error
+
+
+def spaced(texts: pa.LargeStringArray, limit: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Each text as lines of words, `a word , another .\\n`: offsets int64 [rows + 1], UTF-8 bytes uint8.
+
+    Lines without a word are left out; of a text longer than `limit` bytes the rest is. No word holds white space or a
+    control character, and none is `<s>`, `</s>` or `<unk>`.
+    """
+    offsets, data = text_buffers(pc.utf8_lower(texts))
+    stops = clip(offsets, data, limit)
+    room = int((stops - offsets[:-1]).sum())
+    out = np.empty(2 * room + len(stops), np.uint8)
+    ends = np.zeros(len(stops) + 1, np.int64)
+    _space(read_only(offsets), read_only(stops), read_only(data), *tables(), out, ends)
+    return ends, out[: ends[-1]]
+
+
+@jit()
+def _space(offsets, stops, data, table, keys, values, out, out_ends):  # type: ignore[no-untyped-def]
+    room = room_of(offsets, stops)
+    points = np.empty(room, np.uint32)
+    begins, ends, tail = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
+    kinds = np.empty(room, np.uint16)
+    at = 0
+    for row in range(len(stops)):
+        n = decode(data, offsets[row], stops[row], points)
+        start = 0
+        for i in range(n + 1):
+            if i < n and kind(table, points[i]) & BREAK == 0:
+                if points[i] < 32 or points[i] == 127:
+                    points[i] = 32
+                continue
+            words = cut_words(points, start, i, table, keys, values, begins, ends, tail, kinds)
+            for w in range(words):
+                at = encode(points, begins[w], ends[w], out, at)
+                out[at] = 10 if w + 1 == words else 32
+                at += 1
+            start = i + 1
+        out_ends[row + 1] = at

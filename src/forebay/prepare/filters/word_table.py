@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.filters.characters import LETTER, SYMBOL
-from forebay.prepare.filters.words import clip, cut_words, decode, hash_points, read_only, tables
+from forebay.prepare.filters.words import clip, cut_words, decode, hash_points, read_only, room_of, tables
 
 IS_TEXT, HAS_LETTER = 1, 2
 """Flags of a word: not all of its characters are symbols; one is a letter."""
@@ -77,9 +77,7 @@ def word_table(column: pa.LargeStringArray) -> WordTable:
 
 @jit()
 def _cut_all(offsets, stops, data, table, keys, values, starts, hashes, chars, flags):  # type: ignore[no-untyped-def]
-    room = 2
-    for row in range(len(stops)):
-        room = max(room, stops[row] - offsets[row] + 2)
+    room = room_of(offsets, stops)
     points, kinds = np.empty(room, np.uint32), np.empty(room, np.uint16)
     begins, ends, tail = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
     at = 0

@@ -62,34 +62,70 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
     return view
 
 
+@jit(forceinline=True)
+def next_point(data, i):  # type: ignore[no-untyped-def]
+    """The code point that begins at byte i of UTF-8, and where the next one begins."""
+    first = int(data[i])
+    if first < 0x80:
+        return first, i + 1
+    if first < 0xE0:
+        return (first & 0x1F) << 6 | data[i + 1] & 0x3F, i + 2
+    if first < 0xF0:
+        return (first & 0xF) << 12 | (data[i + 1] & 0x3F) << 6 | data[i + 2] & 0x3F, i + 3
+    return (first & 7) << 18 | (data[i + 1] & 0x3F) << 12 | (data[i + 2] & 0x3F) << 6 | data[i + 3] & 0x3F, i + 4
+
+
 @jit()
 def decode(data, start, stop, points):  # type: ignore[no-untyped-def]
     """Code points of UTF-8 `data[start:stop]` into `points` uint32; how many there are."""
     n = 0
     i = start
     while i < stop:
-        b = np.uint32(data[i])
-        if b < 0x80:
-            i += 1
-        elif b < 0xE0:
-            b = ((b & 0x1F) << 6) | (data[i + 1] & 0x3F)
-            i += 2
-        elif b < 0xF0:
-            b = ((b & 0x0F) << 12) | (np.uint32(data[i + 1] & 0x3F) << 6) | (data[i + 2] & 0x3F)
-            i += 3
-        else:
-            high = ((b & 0x07) << 18) | (np.uint32(data[i + 1] & 0x3F) << 12)
-            b = high | (np.uint32(data[i + 2] & 0x3F) << 6) | (data[i + 3] & 0x3F)
-            i += 4
-        points[n] = b
+        points[n], i = next_point(data, i)
         n += 1
     return n
+
+
+@jit()
+def encode(points, start, stop, out, at):  # type: ignore[no-untyped-def]
+    """UTF-8 of `points[start:stop]` into `out` from byte `at` on; where it ends."""
+    for i in range(start, stop):
+        c = points[i]
+        if c < 0x80:
+            out[at] = c
+            at += 1
+            continue
+        width = 1 if c < 0x800 else 2 if c < 0x10000 else 3
+        out[at] = (0xFF00 >> (width + 1) & 0xFF) | (c >> (6 * width))
+        for k in range(width - 1, -1, -1):
+            out[at + width - k] = 0x80 | ((c >> (6 * k)) & 0x3F)
+        at += width + 1
+    return at
 
 
 @jit(forceinline=True)
 def kind(table, point):  # type: ignore[no-untyped-def]
     """The bits of a code point."""
     return table[point] if point < _LAST else table[_LAST]
+
+
+@jit()
+def room_of(offsets, stops):  # type: ignore[no-untyped-def]
+    """Room for the characters of the longest row `[offsets[i], stops[i])`, and two more."""
+    most = 0
+    for row in range(len(stops)):
+        most = max(most, stops[row] - offsets[row])
+    return most + 2
+
+
+@jit()
+def trim(points, start, stop, table):  # type: ignore[no-untyped-def]
+    """`[start, stop)` without the white space at its ends."""
+    while start < stop and kind(table, points[start]) & SPACE:
+        start += 1
+    while stop > start and kind(table, points[stop - 1]) & SPACE:
+        stop -= 1
+    return start, stop
 
 
 @jit(forceinline=True)

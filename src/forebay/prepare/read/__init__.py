@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from forebay.errors import ForebayError
 from forebay.prepare.documents import Record
 from forebay.prepare.read.base import Piece, ReadOptions, Source
-from forebay.prepare.read.formats import FORMATS
 from forebay.prepare.read.hub_api import Lost
 from forebay.prepare.read.listing import Skipped
 from forebay.prepare.read.opening import Budget, Damaged, Unreadable, check_unchanged
-from forebay.prepare.read.sources import Found, cut, find_sources, settle
+from forebay.prepare.read.sources import FORMATS, Found, cut, find_sources, settle
 
 MAX_MALFORMED = 1000
 """From so many on, the fraction of malformed records matters."""

@@ -64,9 +64,6 @@ def acquire(
     spec_path: str | Path,
     folder: str | Path,
     on_progress: Callable[[Progress], None] | None = None,
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-    now: Callable[[], float] = time.time,
 ) -> Path:
     """Fetches all pages into `folder/items.jsonl` and returns its path; goes on where an earlier run stopped.
 
@@ -89,7 +86,7 @@ def acquire(
         with path.open("ab") as file:
             file.truncate(progress.size)
             file.seek(0, os.SEEK_END)
-            pages = _Pages(spec, sleep, now)
+            pages = _Pages(spec)
             seen = _seen(path)
             while not progress.done:
                 page = pages.get(progress.cursor)
@@ -224,10 +221,8 @@ class _Retry(Exception):  # noqa: N818 - never leaves this module
 class _Pages:
     """Asks for pages: not faster than allowed, and again when it may help."""
 
-    def __init__(self, spec: ApiSpec, sleep: Callable[[float], None], now: Callable[[], float]) -> None:
+    def __init__(self, spec: ApiSpec) -> None:
         self._spec = spec
-        self._sleep = sleep
-        self._now = now
         self._next_at = 0.0
         self._opener = urllib.request.build_opener(_Same())
         self._random = random.Random()
@@ -238,8 +233,8 @@ class _Pages:
         """The page at a cursor; the first one at ""."""
         spec = self._spec
         for attempt in range(1, spec.max_attempts + 1):
-            self._sleep(max(0.0, self._next_at - self._now()))
-            self._next_at = self._now() + 1 / spec.requests_per_s
+            time.sleep(max(0.0, self._next_at - time.time()))
+            self._next_at = time.time() + 1 / spec.requests_per_s
             try:
                 return self._ask(cursor)
             except _Retry as failure:
@@ -260,7 +255,7 @@ class _Pages:
                 f"{self._spec.url}: the server asks for a pause of {wait_s:.0f} s, more than max_wait_s = "
                 f"{self._spec.max_wait_s:.0f}. Run again later: it resumes where it is."
             )
-        self._sleep(wait_s)
+        time.sleep(wait_s)
 
     def _ask(self, cursor: str) -> object:
         spec = self._spec
@@ -286,7 +281,7 @@ class _Pages:
     def _refused(self, error: urllib.error.HTTPError) -> NoReturn:
         with error:
             if error.code in (408, 425, 429) or error.code >= 500:
-                raise _Retry(f"HTTP {error.code}", _pause(error.headers, self._now())) from error
+                raise _Retry(f"HTTP {error.code}", _pause(error.headers)) from error
             raise PrepareError(
                 f"{self._spec.url}: HTTP {error.code} {error.reason}. Check url, parameters and credentials; what was "
                 "fetched is kept."
@@ -295,12 +290,13 @@ class _Pages:
     def _heed(self, headers: Any) -> None:
         """Waits with the next request if this was the last that the server allows for now."""
         left = _float(headers.get("X-Ratelimit-Remaining") or headers.get("X-Rate-Limit-Remaining"))
-        if left is not None and left < 1 and (pause := _pause(headers, self._now())) is not None:
-            self._next_at = max(self._next_at, self._now() + min(pause, self._spec.max_wait_s))
+        if left is not None and left < 1 and (pause := _pause(headers)) is not None:
+            self._next_at = max(self._next_at, time.time() + min(pause, self._spec.max_wait_s))
 
 
-def _pause(headers: Any, now: float) -> float | None:
+def _pause(headers: Any) -> float | None:
     """How long the server asks to wait: Retry-After (seconds or a date), else when its rate limit begins anew."""
+    now = time.time()
     told = retry_after_s(headers.get("Retry-After", ""), now)
     if told is not None:
         return told

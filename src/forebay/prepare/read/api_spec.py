@@ -6,13 +6,13 @@ that no secret stands in the file, in what is fetched, or in a dataset's lineage
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from forebay.errors import UsageError
+from forebay.toml import read_toml
 
 PRESETS: dict[str, dict[str, object]] = {
     # Listings: https://www.reddit.com/dev/api (`after`, at most 100 a page); X-Ratelimit-* say what is left.
@@ -92,12 +92,7 @@ def read_spec(path: str | Path) -> ApiSpec:
     Raises:
         UsageError: If it is not one; says which key.
     """
-    try:
-        told = tomllib.loads(Path(path).read_text("utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path}: expected a TOML file that describes an API: {error}. `forebay acquire -h` has its keys."
-        ) from error
+    told = read_toml(path)
     preset = told.pop("preset", None)
     if preset is not None and preset not in PRESETS:
         raise UsageError(f"{path}: preset: expected one of {', '.join(PRESETS)}, got {preset!r}.")

@@ -4,8 +4,9 @@ Hides: dotted keys, the shapes in which conversations are written down, and char
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from forebay.errors import UsageError
 from forebay.prepare.documents import TURN_GIVEN, TURN_LEARNT, Record, without_turns
 from forebay.prepare.read.base import ReadOptions
 
@@ -72,6 +73,26 @@ def name_of(value: object) -> str:
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "replace").decode()
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else ""
+
+
+def integers_of(options: ReadOptions, name: str, default: Sequence[int], advice: str) -> frozenset[int]:
+    """The numbers that an option of a format lists.
+
+    Raises:
+        UsageError: If it lists none; ends with the advice.
+    """
+    given = options.options.get(name, default)
+    if not isinstance(given, (list, tuple)) or not all(isinstance(number, int) for number in given):
+        raise UsageError(f"{name}: expected a list of numbers, got {given!r}. {advice}")
+    return frozenset(given)
+
+
+def min_score_of(options: ReadOptions) -> int | None:
+    """The option `min_score`; None if it is not given."""
+    given = options.options.get("min_score")
+    if given is not None and not isinstance(given, int):
+        raise UsageError(f"min_score: expected a number, got {given!r}. Write min_score = 3.")
+    return given
 
 
 def surrogate_in(text: str) -> bool:

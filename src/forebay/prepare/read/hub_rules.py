@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -220,34 +221,21 @@ def _by_rules(repo: Repo, base: str, split: str) -> tuple[Part, ...]:
                 names |= {name for files, _ in pages for file in files for name in rule(file.path.removeprefix(base))}
             if split not in names:
                 raise _no_split(repo, split, names)
-            return (Part(base, True, _Named(rule, base, split)),)
+            return (Part(base, True, partial(_is_of, rule, base, split)),)
     if split != "train":
         raise _no_split(repo, split, ["train"])
-    return (Part(base, True, _Unnamed(base)),)
 
-
-@dataclass(frozen=True)
-class _Named:
-    """Files that a rule counts to a split."""
-
-    rule: Callable[[str], list[str]]
-    base: str
-    split: str
-
-    def __call__(self, path: str) -> bool:
-        return not _is_hidden(path) and self.split in self.rule(path.removeprefix(self.base))
-
-
-@dataclass(frozen=True)
-class _Unnamed:
-    """All files but those that a page further on names for validation or test: held out is held out."""
-
-    base: str
-
-    def __call__(self, path: str) -> bool:
-        inner = path.removeprefix(self.base)
-        names = {*_by_folder(inner), *_by_file(inner)}
+    def unnamed(path: str) -> bool:
+        """Whether no page further on names it for validation or test: held out is held out."""
+        names = {*_by_folder(path.removeprefix(base)), *_by_file(path.removeprefix(base))}
         return not _is_hidden(path) and (not names or "train" in names)
+
+    return (Part(base, True, unnamed),)
+
+
+def _is_of(rule: Callable[[str], list[str]], base: str, split: str, path: str) -> bool:
+    """Whether a rule counts a file to a split."""
+    return not _is_hidden(path) and split in rule(path.removeprefix(base))
 
 
 def _shard(path: str) -> re.Match[str] | None:
@@ -255,20 +243,19 @@ def _shard(path: str) -> re.Match[str] | None:
 
 
 def _by_folder(path: str) -> list[str]:
-    steps = path.split("/")[:-1]
-    return [
-        split
-        for split, words in KEYWORDS.items()
-        if any(re.fullmatch(rf"(.*{_BETWEEN})?({'|'.join(words)})({_BETWEEN}.*)?", step) for step in steps)
-    ]
+    return _named_in(path.split("/")[:-1], rf"(.*{_BETWEEN})?(%s)({_BETWEEN}.*)?")
 
 
 def _by_file(path: str) -> list[str]:
-    name = path.rpartition("/")[2]
+    return _named_in(path.split("/")[-1:], rf"(.*{_BETWEEN})?(%s){_BETWEEN}.*")
+
+
+def _named_in(steps: list[str], pattern: str) -> list[str]:
+    """The splits of which a word stands in any of these names."""
     return [
         split
         for split, words in KEYWORDS.items()
-        if re.fullmatch(rf"(.*{_BETWEEN})?({'|'.join(words)}){_BETWEEN}.*", name)
+        if any(re.fullmatch(pattern % "|".join(words), step) for step in steps)
     ]
 
 

@@ -12,7 +12,8 @@ import csv
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from typing import BinaryIO
 
 import orjson
@@ -155,7 +156,7 @@ def _read_lines(piece: Piece, options: ReadOptions) -> Iterator[Record]:
         elif problem:
             yield Record(place, text=_shown(line), problem=problem, where=f"byte {position}", start=position)
         else:
-            yield _whole(place, "", line, f"byte {position}", start=position)
+            yield _whole(place, line, f"byte {position}", start=position)
 
 
 def _read_json(piece: Piece, options: ReadOptions) -> Iterator[Record]:
@@ -309,12 +310,8 @@ def _row(place: int, row: dict[str, str], options: ReadOptions, where: str) -> R
     return record
 
 
-def _read_text(piece: Piece, options: ReadOptions) -> Iterator[Record]:
-    yield from (_file(place, source, options, False) for place, source in enumerate(piece.sources))
-
-
-def _read_html(piece: Piece, options: ReadOptions) -> Iterator[Record]:
-    yield from (_file(place, source, options, True) for place, source in enumerate(piece.sources))
+def _read_files(piece: Piece, options: ReadOptions, html: bool = False) -> Iterator[Record]:
+    yield from (_file(place, source, options, html) for place, source in enumerate(piece.sources))
 
 
 def _file(place: int, source: Source, options: ReadOptions, html: bool) -> Record:
@@ -329,27 +326,27 @@ def _file(place: int, source: Source, options: ReadOptions, html: bool) -> Recor
     if len(data) > limit:
         problem = f"larger than max_document_bytes, {limit}. For one document a line force the format `lines`"
         return Record(place, text=_shown(data), problem=problem, where=source.name)
-    record = _whole(place, "", data, "", html)
+    record = _whole(place, data, "", html)
     if not record.problem or options.encoding != "auto":
         return record
     if html:
         return Record(place, text=without_turns(body_text(data, "", True)), html=True)
     encoding = find_encoding(data)
-    return _whole(place, "", data.decode(encoding, "replace").encode(), "") if encoding else record
+    return _whole(place, data.decode(encoding, "replace").encode(), "") if encoding else record
 
 
-def _whole(place: int, name: str, data: bytes, where: str, html: bool = False, start: int = -1) -> Record:
+def _whole(place: int, data: bytes, where: str, html: bool = False, start: int = -1) -> Record:
     try:
-        return Record(place, name, without_turns(data.decode("utf-8-sig")), html=html, start=start)
+        return Record(place, text=without_turns(data.decode("utf-8-sig")), html=html, start=start)
     except UnicodeDecodeError as error:
         problem = f"not UTF-8: {error.reason} at byte {error.start}"
-        return Record(place, name, _shown(data), problem=problem, where=where, start=start)
+        return Record(place, text=_shown(data), problem=problem, where=where, start=start)
 
 
 JSONL = Format("jsonl", _read_jsonl, _cut_bytes)
 JSON = Format("json", _read_json)
 CSV = Format("csv", _read_csv)
-HTML = Format("html", _read_html, grouped=True)
-TEXT = Format("text", _read_text, grouped=True)
+HTML = Format("html", partial(_read_files, html=True), grouped=True)
+TEXT = Format("text", _read_files, grouped=True)
 LINES = Format("lines", _read_lines, _cut_bytes)
-LINE_FORMATS: Sequence[Format] = (JSONL, JSON, HTML, CSV, TEXT, LINES)
+LINE_FORMATS = (JSONL, JSON, HTML, CSV, TEXT, LINES)

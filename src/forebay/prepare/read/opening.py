@@ -13,11 +13,11 @@ import bz2
 import codecs
 import io
 import lzma
-import struct
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import zstandard
@@ -79,16 +79,23 @@ class Budget:
             )
 
 
-class Unpacked(io.BufferedReader):
-    """A buffered stream that gives all bytes before a damage, and raises `Damaged` when asked for more."""
+class ChunkStream(io.BufferedReader):
+    """A buffered stream of the chunks that an iterator gives, at whose `Damaged` all bytes before it are given first.
 
-    def __init__(self, raw: _Unpacking) -> None:
-        super().__init__(raw, _BUFFER)
-        self._unpacking = raw
+    Args:
+        close: Called when the stream is closed.
+    """
+
+    def __init__(self, chunks: Iterator[bytes | memoryview], close: Callable[[], object] = lambda: None) -> None:
+        self._chunks = _Chunks(chunks, close)
+        super().__init__(self._chunks, _BUFFER)
 
     def _checked(self, data: Any, size: int | None) -> Any:
-        if not data and size != 0 and self._unpacking.damage is not None:
-            raise self._unpacking.damage
+        if not data and size != 0 and self._chunks.damage is not None:
+            damage = (
+                self._chunks.damage
+            )  # Another each time: pyarrow's readers, in its traceback, would hold it for ever.
+            raise type(damage)(*damage.args)
         return data
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -111,10 +118,36 @@ class Unpacked(io.BufferedReader):
         read: int = self._checked(super().readinto(buffer), len(buffer))
         return read
 
-    def peek(self, size: int = 0, /) -> bytes:
-        """As of any stream."""
-        data: bytes = self._checked(super().peek(size), None)
-        return data
+
+class _Chunks(io.RawIOBase):
+    """Bytes as an iterator yields them; ends where it raises `Damaged`, and remembers it."""
+
+    def __init__(self, chunks: Iterator[bytes | memoryview], close: Callable[[], object]) -> None:
+        self._chunks = chunks
+        self._close = close
+        self._held = memoryview(b"")
+        self.damage: Damaged | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        try:
+            while not self._held:
+                self._held = memoryview(next(self._chunks))
+        except StopIteration:
+            return 0
+        except Damaged as error:
+            self.damage = error.with_traceback(None)
+            return 0
+        size = min(len(self._held), len(buffer))
+        buffer[:size] = self._held[:size]
+        self._held = self._held[size:]
+        return size
+
+    def close(self) -> None:
+        self._close()
+        super().close()
 
 
 def open_source(source: Source, max_unpacked_ratio: int, max_window_bytes: int = _ZSTD_WINDOW) -> BinaryIO:
@@ -128,7 +161,7 @@ def open_source(source: Source, max_unpacked_ratio: int, max_window_bytes: int =
     if source.compression:
         raw = unpack(raw, source.compression, max_unpacked_ratio, max_window_bytes)
     if source.encoding:
-        raw = io.BufferedReader(_Transcoding(raw, source.encoding), _BUFFER)
+        raw = ChunkStream(_transcoded(raw, source.encoding), raw.close)
     return raw
 
 
@@ -201,79 +234,35 @@ def unpack(
     packed: BinaryIO, compression: str, max_unpacked_ratio: int, max_window_bytes: int = _ZSTD_WINDOW
 ) -> BinaryIO:
     """The unpacked bytes of a stream, which it closes; for the rest see `open_source`."""
-    return Unpacked(_Unpacking(packed, compression, max_unpacked_ratio, max_window_bytes))
+    counted = _Counted(packed, max_window_bytes)
+    return ChunkStream(_unpacked(counted, compression, max_unpacked_ratio), packed.close)
 
 
-class _Transcoding(io.RawIOBase):
+def _transcoded(raw: BinaryIO, encoding: str) -> Iterator[bytes]:
     """Text of another encoding as UTF-8; what cannot be decoded becomes U+FFFD."""
-
-    def __init__(self, raw: BinaryIO, encoding: str) -> None:
-        self._raw = raw
-        self._decoder = codecs.getincrementaldecoder(encoding)("replace")
-        self._held = memoryview(b"")
-        self._ended = False
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        while not self._held and not self._ended:
-            data = self._raw.read(_PACKED)
-            self._ended = not data
-            self._held = memoryview(self._decoder.decode(data, self._ended).encode("utf-8", "replace"))
-        size = min(len(self._held), len(buffer))
-        buffer[:size] = self._held[:size]
-        self._held = self._held[size:]
-        return size
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+    ended = False
+    while not ended:
+        data = raw.read(_PACKED)
+        ended = not data
+        yield decoder.decode(data, ended).encode("utf-8", "replace")
 
 
-class _Unpacking(io.RawIOBase):
-    """Bytes as a decoder yields them; ends where it fails, and remembers why."""
-
-    def __init__(self, packed: BinaryIO, compression: str, max_unpacked_ratio: int, max_window_bytes: int) -> None:
-        self._packed = _Counted(packed, max_window_bytes)
-        self._chunks = _DECODERS[compression](self._packed)
-        self._compression = compression
-        self._ratio = max_unpacked_ratio
-        self._held = memoryview(b"")
-        self._given = 0
-        self.damage: Damaged | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        while not self._held:
-            if self.damage is not None:
-                return 0
-            try:
-                self._held = memoryview(next(self._chunks))
-            except StopIteration:
-                return 0
-            except (_Broken, zlib.error, OSError, lzma.LZMAError, EOFError, ValueError, zstandard.ZstdError) as error:
-                self._stop(str(error).rstrip("."))
-        size = min(len(self._held), len(buffer))
-        buffer[:size] = self._held[:size]
-        self._held = self._held[size:]
-        self._given += size
-        if self._given > max(MIN_UNPACKED_BYTES, self._ratio * self._packed.count):
-            self._stop(
-                f"{self._packed.count} bytes grew to more than {self._ratio} times as many: a bomb, or text that says "
-                "nothing. Raise max_unpacked_ratio if it is wanted"
-            )
-            self._held = memoryview(b"")
-        return size
-
-    def _stop(self, why: str) -> None:
-        self.damage = Damaged(f"damaged {self._compression} after {self._given} unpacked bytes: {why}.")
-
-    def close(self) -> None:
-        self._packed.stream.close()
-        super().close()
+def _unpacked(packed: _Counted, compression: str, max_ratio: int) -> Iterator[bytes]:
+    """What the decoder gives. Raises Damaged where it fails, or gives too much."""
+    given = 0
+    try:
+        for data in _DECODERS[compression](packed):
+            yield data
+            given += len(data)
+            if given > max(MIN_UNPACKED_BYTES, max_ratio * packed.count):
+                raise _Broken(
+                    f"{packed.count} bytes grew to more than {max_ratio} times as many: a bomb, or text that says "
+                    "nothing. Raise max_unpacked_ratio if it is wanted"
+                )
+    except (_Broken, zlib.error, OSError, lzma.LZMAError, EOFError, ValueError, zstandard.ZstdError) as error:
+        why = str(error).rstrip(".")
+        raise Damaged(f"damaged {compression} after {given} unpacked bytes: {why}.") from error
 
 
 class _Broken(Exception):  # noqa: N818 - becomes Damaged
@@ -313,18 +302,6 @@ class _Counted:
         self.closed = True
 
 
-class _Decoder(Protocol):
-    """What bz2's and lzma's decoders have in common."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def needs_input(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int = -1) -> bytes: ...
-
-
 class _Gzip:
     """zlib's decoder with the manners of bz2's; gives what stands before a damaged byte, too."""
 
@@ -362,7 +339,9 @@ class _Gzip:
         return b"".join(found)
 
 
-def _unpack_members(packed: _Counted, start: Callable[[], _Decoder]) -> Iterator[bytes]:
+def _unpack_members(
+    packed: _Counted, start: Callable[[], _Gzip | bz2.BZ2Decompressor | lzma.LZMADecompressor]
+) -> Iterator[bytes]:
     """Members one after the other, perhaps with zeros between them or at the end."""
     rest = packed.read(_PACKED)
     while rest:
@@ -392,7 +371,9 @@ def _unpack_zstd(packed: _Counted) -> Iterator[bytes]:
     while magic := packed.read(1):
         magic += packed.exactly(3)
         if magic[1:] == b"\x2a\x4d\x18" and 0x50 <= magic[0] <= 0x5F:
-            _skip(packed, struct.unpack("<I", packed.exactly(4))[0])
+            left = int.from_bytes(packed.exactly(4), "little")
+            while left:
+                left -= len(packed.exactly(min(left, _BUFFER)))
             continue
         if magic != b"\x28\xb5\x2f\xfd":
             raise _Broken(f"expected a frame, got bytes {magic.hex()}")
@@ -419,33 +400,16 @@ def _unpack_zstd(packed: _Counted) -> Iterator[bytes]:
             yield frame.decompress(packed.exactly(4))
 
 
-def _skip(packed: _Counted, size: int) -> None:
-    while size:
-        size -= len(packed.exactly(min(size, _BUFFER)))
-
-
 def _unpack_lz4(packed: _Counted) -> Iterator[bytes]:
     with pa.CompressedInputStream(pa.PythonFile(packed, "r"), "lz4") as stream:
         while data := stream.read(_PACKED):
             yield data
 
 
-def _unpack_gzip(packed: _Counted) -> Iterator[bytes]:
-    return _unpack_members(packed, _Gzip)
-
-
-def _unpack_bz2(packed: _Counted) -> Iterator[bytes]:
-    return _unpack_members(packed, bz2.BZ2Decompressor)
-
-
-def _unpack_xz(packed: _Counted) -> Iterator[bytes]:
-    return _unpack_members(packed, lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY))
-
-
 _DECODERS: dict[str, Callable[[_Counted], Iterator[bytes]]] = {
-    "gz": _unpack_gzip,
+    "gz": partial(_unpack_members, start=_Gzip),
     "zst": _unpack_zstd,
-    "bz2": _unpack_bz2,
-    "xz": _unpack_xz,
+    "bz2": partial(_unpack_members, start=bz2.BZ2Decompressor),
+    "xz": partial(_unpack_members, start=partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY)),
     "lz4": _unpack_lz4,
 }

@@ -8,16 +8,14 @@ Source: parquet.thrift (PageHeader) and the specification of Thrift's compact pr
 File.fbs, and the flatbuffers internals (tables and vectors).
 """
 
-import io
 import struct
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from forebay.prepare.read.opening import Damaged
+from forebay.prepare.read.opening import ChunkStream, Damaged
 
 MAX_HELD_BYTES = 512 << 20
 """A page (packed and unpacked; of a dictionary there is one more copy) or the buffers of a message: no more at once."""
@@ -250,17 +248,23 @@ def check_blocks(file: BinaryIO, start: int, stop: int) -> None:
         root = _follow(footer, 0)
         batches = _vector(footer, root, 3, "<qi4xq")
         for offset, metadata_bytes, _ in [*_vector(footer, root, 2, "<qi4xq"), *batches[start : stop or len(batches)]]:
-            file.seek(offset)
+            _seek(file, offset)
             head = file.read(8)
             skipped = 8 if head[:4] == b"\xff\xff\xff\xff" else 4
-            file.seek(offset + skipped)
+            _seek(file, offset + skipped)
             metadata = file.read(min(max(0, metadata_bytes - skipped), _MAX_METADATA))
             _check_message(metadata, _reader_at(file, offset + metadata_bytes))
 
 
+def _seek(file: BinaryIO, offset: int) -> None:
+    if not 0 <= offset < 1 << 63:
+        raise ValueError(f"an offset of {offset}")
+    file.seek(offset)
+
+
 def _reader_at(file: BinaryIO, start: int) -> _ReadAt:
     def read_at(offset: int, size: int) -> bytes:
-        file.seek(start + offset)
+        _seek(file, start + offset)
         return file.read(size)
 
     return read_at
@@ -276,7 +280,7 @@ def check_stream(file: BinaryIO) -> None:
         while (head := _read_head(file))[1]:
             start = file.tell()
             _check_message(head[1], _reader_at(file, start))
-            file.seek(start + _body_bytes(head[1]))
+            _seek(file, start + _body_bytes(head[1]))
 
 
 def _read_head(file: BinaryIO) -> tuple[bytes, bytes]:
@@ -292,34 +296,22 @@ def _read_head(file: BinaryIO) -> tuple[bytes, bytes]:
 
 def checked_stream(file: BinaryIO) -> BinaryIO:
     """The bytes of an Arrow stream that is read once; reading raises `Damaged` before a message that is too large."""
-    return io.BufferedReader(_CheckedMessages(file), 1 << 16)
+    return ChunkStream(_checked_messages(file))
 
 
-class _CheckedMessages(io.RawIOBase):
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._held: deque[memoryview] = deque()
+def _checked_messages(file: BinaryIO) -> Iterator[bytes]:
+    while (message := _read_message(file))[0]:
+        yield from message
 
-    def readable(self) -> bool:
-        return True
 
-    def readinto(self, buffer: Any, /) -> int:
-        while self._held and not self._held[0]:
-            self._held.popleft()
-        if not self._held:
-            with _flatbuffer():
-                self._fill()
-        part = self._held[0][: len(buffer)]
-        buffer[: len(part)] = part
-        self._held[0] = self._held[0][len(part) :]
-        return len(part)
-
-    def _fill(self) -> None:
-        head, metadata = _read_head(self._file)
+def _read_message(file: BinaryIO) -> tuple[bytes, bytes, bytes]:
+    """What stands before a message, its metadata and its body, which was checked."""
+    with _flatbuffer():
+        head, metadata = _read_head(file)
         size = _body_bytes(metadata) if metadata else 0
         if size > MAX_HELD_BYTES:
             raise Damaged(f"a batch of {size} bytes is larger than can be held: at most {MAX_HELD_BYTES}.")
-        body = self._file.read(size)
+        body = file.read(size)
         if body:
             _check_message(metadata, lambda offset, count: body[offset : offset + count])
-        self._held.extend(map(memoryview, (head, metadata, body)))
+        return head, metadata, body

@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import orjson
 
-from forebay.errors import UsageError
 from forebay.prepare.documents import Record, without_turns
 from forebay.prepare.read.base import Format, Piece, ReadOptions
-from forebay.prepare.read.fields import name_of, surrogate_in
+from forebay.prepare.read.fields import min_score_of, name_of, surrogate_in
 from forebay.prepare.read.lines import LINES
 
 GONE = frozenset(("[deleted]", "[removed]", "[ Removed by Reddit ]", "[deleted by user]"))
@@ -23,9 +22,7 @@ _SITE = "https://www.reddit.com"
 
 def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     """The comments and submissions of a dump, as `Format.read` says."""
-    least = options.options.get("min_score")
-    if least is not None and not isinstance(least, int):
-        raise UsageError(f"min_score: expected a number, got {least!r}. Write min_score = 3.")
+    least = min_score_of(options)
     for line in LINES.read(piece, options):
         if line.problem:
             yield line

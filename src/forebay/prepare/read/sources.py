@@ -6,20 +6,35 @@ depend on the inputs alone. Reads the first 64 KiB of each file, no more.
 
 import codecs
 import hashlib
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.detect import HEAD_BYTES, detect, promised
+from forebay.network.waiting import waiting
+from forebay.prepare.read.api import API
 from forebay.prepare.read.base import GROUP_BYTES, GROUP_FILES, MAX_SOURCE_BYTES, Format, Piece, ReadOptions, Source
-from forebay.prepare.read.formats import FORMATS
-from forebay.prepare.read.hub import PREFIX, find_dataset, hub_source
+from forebay.prepare.read.hub import HUB, PREFIX, find_dataset, hub_source
 from forebay.prepare.read.hub_api import Lost
-from forebay.prepare.read.lines import CSV, JSON, JSONL, LINES, TEXT
+from forebay.prepare.read.lines import CSV, JSON, JSONL, LINE_FORMATS, LINES, TEXT
 from forebay.prepare.read.listing import Skipped, describe_skipped, list_files, shown_path
 from forebay.prepare.read.opening import Unreadable, local_version, open_packed
+from forebay.prepare.read.reddit import REDDIT
+from forebay.prepare.read.stackexchange import SEVENZIP, STACKEXCHANGE
+from forebay.prepare.read.tables import ARROW, PARQUET
+from forebay.prepare.read.tar import TAR
+from forebay.prepare.read.tfrecord import TFRECORD
+from forebay.prepare.read.warc import WARC, WET
+from forebay.prepare.read.wikipedia import WIKIPEDIA
+
+log = logging.getLogger("forebay.prepare")
+_DUMPS = (WARC, WET, WIKIPEDIA, STACKEXCHANGE, SEVENZIP, REDDIT, API)
+_ALL = (*_DUMPS, PARQUET, ARROW, TFRECORD, TAR, HUB, *LINE_FORMATS)
+FORMATS: Mapping[str, Format] = {known.name: known for known in _ALL}
+"""Every format that is read, by the name with which it is forced."""
 
 _ENCODED = tuple(known.name for known in (JSONL, JSON, CSV, TEXT, LINES))
 """Formats of text that says nowhere which encoding it is in."""
@@ -35,13 +50,10 @@ class Found:
 
 @dataclass(frozen=True)
 class _File:
-    """A file before it is known: `given` if the user named it, rather than a directory above it."""
+    """A file whose format is not known yet: `given` if the user named it, rather than a directory above it."""
 
-    path: str
-    name: str
+    source: Source
     given: bool
-    bytes: int
-    version: str = ""
 
 
 def find_sources(
@@ -74,22 +86,23 @@ def find_sources(
         inputs = [inputs]
     if not inputs:
         raise UsageError("prepare: expected inputs (files, directories, URLs), named or in the recipe, got none.")
-    files = [file for given in inputs for file in _files(given, leave_out, follow_links)]
+    shown = shown_path(", ".join(map(str, inputs)))
 
     def look_at(file: _File | Source | Skipped) -> Source | Skipped:
         if isinstance(file, _File):
             return _known(file, options)
         return settle(file, options) if isinstance(file, Source) else file
 
-    with ThreadPoolExecutor(workers) as pool:
-        known = list(pool.map(look_at, files))
+    with waiting(log, lambda: f"the list of inputs and their first bytes: {shown[:200]}"):
+        files = [file for given in inputs for file in _files(given, leave_out, follow_links)]
+        with ThreadPoolExecutor(workers) as pool:
+            known = list(pool.map(look_at, files))
     sources = tuple(source for source in known if isinstance(source, Source))
     skipped = tuple(one for one in known if isinstance(one, Skipped))
     if not sources:
         left_out = "; ".join(describe_skipped(skipped))
         raise PrepareError(
-            f"prepare: expected input files, got none in {shown_path(', '.join(map(str, inputs)))}"
-            f"{f' ({left_out})' if left_out else ''}. Check the path."
+            f"prepare: expected input files, got none in {shown}{f' ({left_out})' if left_out else ''}. Check the path."
         )
     return Found(sources, skipped)
 
@@ -105,7 +118,7 @@ def _files(given: str | Path, leave_out: Path | None, follow_links: bool) -> Ite
         base = given.partition("?")[0].rstrip("/").rpartition("/")[0] + "/"
         for found in find_urls(given):
             name = found.url.removeprefix(base).partition("?")[0]
-            yield _File(found.url, name, found.url == given, found.size, found.version)
+            yield _file(found.url, name, found.url == given, found.size, found.version)
     elif Path(given).is_dir():
         yield from _below(Path(given), leave_out, follow_links)
     elif Path(given).is_file():
@@ -128,7 +141,7 @@ def settle(source: Source, options: ReadOptions) -> Source:
         return replace(source, format=options.format)
     if source.format:
         return source
-    found = _known(_File(source.path, source.name, True, source.bytes, source.version), options)
+    found = _known(_File(source, True), options)
     assert isinstance(found, Source)  # one that is given is never left out
     return replace(found, sha256=source.sha256)
 
@@ -147,7 +160,12 @@ def _below(directory: Path, leave_out: Path | None, follow_links: bool) -> Itera
 
 def _local(path: Path, name: str, given: bool) -> _File:
     version = local_version(path)
-    return _File(str(path), name.encode("utf-8", "replace").decode(), given, int(version.partition("-")[0]), version)
+    size = int(version.partition("-")[0])
+    return _file(str(path), name.encode("utf-8", "replace").decode(), given, size, version)
+
+
+def _file(path: str, name: str, given: bool, size: int, version: str) -> _File:
+    return _File(Source(path, name, "", "", size, version, version), given)
 
 
 def _known(file: _File, options: ReadOptions) -> Source | Skipped:
@@ -156,19 +174,23 @@ def _known(file: _File, options: ReadOptions) -> Source | Skipped:
     Raises:
         PrepareError: If the user named a file that cannot be read.
     """
-    source = Source(file.path, file.name, "", "", file.bytes, file.version, file.version)
+    source = file.source
     try:
-        if file.bytes > MAX_SOURCE_BYTES:
-            raise Unreadable(f"{file.path}: expected at most {MAX_SOURCE_BYTES >> 40} TiB, got {file.bytes} bytes.")
+        if source.bytes > MAX_SOURCE_BYTES:
+            raise Unreadable(f"{source.path}: expected at most {MAX_SOURCE_BYTES >> 40} TiB, got {source.bytes} bytes.")
         with open_packed(source) as packed:
             head = packed.read(HEAD_BYTES)
+            if not packed.seekable():
+                raise Unreadable(
+                    f"{source.path}: expected an answer with a Content-Length, got none. Download the file."
+                )
             packed.seek(0)
-            found = detect(packed, file.name)
-        if "://" not in file.path:
+            found = detect(packed, source.name)
+        if "://" not in source.path:
             source = replace(source, sha256=f"head:{hashlib.sha256(head).hexdigest()}")
         name, why = (found.format, found.why) if options.format == "auto" else (options.format, "")
-        if not name and found.problem and (file.given or promised(file.name) in FORMATS):
-            raise Unreadable(f"{file.path}: {found.problem}")
+        if not name and found.problem and (file.given or promised(source.name) in FORMATS):
+            raise Unreadable(f"{source.path}: {found.problem}")
         if name in FORMATS:
             encoding = found.encoding if options.encoding == "auto" else _normalized(options.encoding)
             encoding = encoding if name in _ENCODED else ""
@@ -179,14 +201,14 @@ def _known(file: _File, options: ReadOptions) -> Source | Skipped:
     except (Unreadable, OSError) as error:
         why = str(error) if isinstance(error, Unreadable) else f"cannot be read: {error.strerror or error}"
         if file.given:
-            raise PrepareError(why if isinstance(error, Unreadable) else f"{file.path}: {why}.") from error
-        return Skipped(file.path, why.removeprefix(f"{file.path}: "), "failed")
+            raise PrepareError(why if isinstance(error, Unreadable) else f"{source.path}: {why}.") from error
+        return Skipped(source.path, why.removeprefix(f"{source.path}: "), "failed")
     if file.given:
         raise PrepareError(
-            f"{file.path}: expected one of {', '.join(FORMATS)}, got {why} that begins with bytes "
+            f"{source.path}: expected one of {', '.join(FORMATS)}, got {why} that begins with bytes "
             f"{head[:8].hex(' ')}. Force a format with --format, or leave the file out."
         )
-    return Skipped(file.path, why)
+    return Skipped(source.path, why)
 
 
 def _normalized(encoding: str) -> str:

@@ -9,24 +9,25 @@ default the name of the file or folder, if it is such a name), which makes addre
 """
 
 import html
-import io
 import queue
 import re
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from forebay.errors import PrepareError, UsageError
+from forebay.errors import PrepareError
 from forebay.extras import install_command
 from forebay.formats.detect import detect
 from forebay.prepare.documents import Record, without_turns
 from forebay.prepare.extract import HtmlError, all_text
 from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
-from forebay.prepare.read.opening import MIN_UNPACKED_BYTES, Damaged, open_source
+from forebay.prepare.read.fields import integers_of, min_score_of
+from forebay.prepare.read.opening import MIN_UNPACKED_BYTES, ChunkStream, Damaged, open_source
 
 _ATTRIBUTE = re.compile(r'([A-Za-z]{1,40})="([^"]*)"')
 _SITE = re.compile(
@@ -34,6 +35,8 @@ _SITE = re.compile(
 )
 _STEP = 1 << 20
 _QUEUE_PARTS = 16
+_Part = str | bytes | Exception | None
+"""What a thread that unpacks gives: a member's name, bytes of it, the damage that ends all, or the end."""
 
 
 def _read_posts(piece: Piece, options: ReadOptions) -> Iterator[Record]:
@@ -48,7 +51,8 @@ def _read_posts(piece: Piece, options: ReadOptions) -> Iterator[Record]:
 
 def _posts(stream: BinaryIO, site: str, options: ReadOptions) -> Iterator[Record | None]:
     """A record for each post that is a document, or damage; None for what is no document."""
-    types, min_score = _post_types(options), _min_score(options)
+    numbers = integers_of(options, "post_types", [1, 2], "1 are questions, 2 answers.")
+    types, min_score = frozenset(map(str, numbers)), min_score_of(options)
     for position, row, problem in _rows(stream, options.max_document_bytes):
         where = f"byte {position}"
         if problem:
@@ -125,20 +129,6 @@ def _rest_of_line(stream: BinaryIO, line: bytes) -> int:
     return passed
 
 
-def _post_types(options: ReadOptions) -> frozenset[str]:
-    given = options.options.get("post_types", [1, 2])
-    if not isinstance(given, (list, tuple)) or not all(isinstance(number, int) for number in given):
-        raise UsageError(f"post_types: expected a list of numbers, got {given!r}. 1 are questions, 2 answers.")
-    return frozenset(str(number) for number in given)
-
-
-def _min_score(options: ReadOptions) -> int | None:
-    given = options.options.get("min_score")
-    if given is not None and not isinstance(given, int):
-        raise UsageError(f"min_score: expected a number, got {given!r}. Write min_score = 3.")
-    return given
-
-
 def _number(text: str) -> int:
     return int(text) if text.lstrip("-").isdecimal() and len(text) < 12 else 0
 
@@ -152,84 +142,8 @@ def _site_of(path: str, options: ReadOptions) -> str:
     return next((match[0] for match in reversed(found) if match), "")
 
 
-class _Stopped(Exception):  # noqa: N818 - ends the thread that unpacks
-    """Nobody reads any more, or it grew too much."""
-
-
-class _Pipe:
-    """What a thread unpacks, member by member, for the thread that reads it; the queue between them is short."""
-
-    def __init__(self, limit: int) -> None:
-        self._parts: queue.Queue[str | bytes | BaseException | None] = queue.Queue(_QUEUE_PARTS)
-        self._next: str | bytes | BaseException | None = b""
-        self._left = limit
-        self._gone = threading.Event()
-
-    def put(self, part: str | bytes | BaseException | None) -> None:
-        """Give the name of a member, a part of it, None for the end, or the damage that ends it."""
-        if isinstance(part, bytes):
-            self._left -= len(part)
-            if self._left < 0:
-                raise _Stopped("it grows by too much: a bomb. Raise max_unpacked_ratio to read it")
-        while not self._gone.is_set():
-            try:
-                self._parts.put(part, timeout=0.2)
-                return
-            except queue.Full:
-                continue
-        raise _Stopped("nobody reads")
-
-    def leave(self) -> None:
-        """The reader reads no more."""
-        self._gone.set()
-
-    def members(self) -> Iterator[tuple[str, BinaryIO]]:
-        """Each member as a stream, to be read before the next; what is left of it is passed over.
-
-        Raises:
-            Damaged: After the last, if damage ended them; reading a member raises it too.
-        """
-        while True:
-            while self.take():
-                pass
-            if isinstance(self._next, BaseException):
-                raise Damaged(f"damaged 7z: {self._next}")
-            if self._next is None:
-                return
-            name, self._next = str(self._next), b""
-            yield name, io.BufferedReader(_Member(self), _STEP)
-
-    def take(self) -> bytes:
-        """The next part of this member; empty at its end."""
-        while isinstance(self._next, bytes):
-            part, self._next = self._next, b""
-            if part:
-                return part
-            self._next = self._parts.get()
-        return b""
-
-    def check(self) -> None:
-        """Raise the damage that ended a member."""
-        if isinstance(self._next, BaseException):
-            raise Damaged(f"damaged 7z: {self._next}")
-
-
-class _Member(io.RawIOBase):
-    def __init__(self, pipe: _Pipe) -> None:
-        self._pipe = pipe
-        self._held = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        self._held = self._held or memoryview(self._pipe.take())
-        if not self._held:
-            self._pipe.check()
-        size = min(len(self._held), len(buffer))
-        buffer[:size] = self._held[:size]
-        self._held = self._held[size:]
-        return size
+class _UnpackAborted(Exception):  # noqa: N818 - ends the thread that unpacks
+    """The reader was closed, or the archive unpacks to too much."""
 
 
 def _py7zr() -> Any:
@@ -247,56 +161,75 @@ def _members(file: BinaryIO, names: list[str], limit: int) -> Iterator[Iterator[
     """Members of an archive as streams of unpacked bytes, in their order; all together have at most `limit` bytes."""
     import py7zr.io
 
-    pipe = _Pipe(limit)
+    parts: queue.Queue[_Part] = queue.Queue(_QUEUE_PARTS)
+    left, gone = limit, threading.Event()
 
-    class Sink(py7zr.io.Py7zIO):
+    def put(part: _Part) -> None:
+        while not gone.is_set():
+            try:
+                parts.put(part, timeout=0.2)
+                return
+            except queue.Full:
+                continue
+        raise _UnpackAborted("the reader was closed")
+
+    class Sink(py7zr.io.NullIO):
         def write(self, data: bytes | bytearray) -> int:
+            nonlocal left
             for start in range(0, len(data), _STEP):
-                pipe.put(bytes(data[start : start + _STEP]))
+                part = bytes(data[start : start + _STEP])
+                left -= len(part)
+                if left < 0:
+                    raise _UnpackAborted("it unpacks to too much. Raise max_unpacked_ratio to read it")
+                put(part)
             return len(data)
-
-        def read(self, size: int | None = None) -> bytes:
-            return b""
-
-        def seek(self, offset: int, whence: int = 0) -> int:
-            return 0
-
-        def flush(self) -> None:
-            pass
-
-        def size(self) -> int:
-            return 0
 
     class Factory(py7zr.io.WriterFactory):
         def create(self, filename: str) -> Any:
-            pipe.put(filename)
-            return Sink()
+            put(filename)
+            return Sink()  # type: ignore[no-untyped-call]
 
     def unpack() -> None:
+        end: Exception | None = None
         try:
             file.seek(0)
             with py7zr.SevenZipFile(file) as archive:
                 archive.extract(targets=names, factory=Factory())
-            pipe.put(None)
-        except _Stopped as stopped:
-            _end(pipe, stopped)
         except Exception as error:  # noqa: BLE001 - py7zr raises what its decoders raise
-            _end(pipe, error)
+            end = error
+        with suppress(_UnpackAborted):
+            put(end)
 
     thread = threading.Thread(target=unpack, name="unpack 7z", daemon=True)
     thread.start()
     try:
-        yield pipe.members()
+        yield _streams(parts)
     finally:
-        pipe.leave()
+        gone.set()
         thread.join()
 
 
-def _end(pipe: _Pipe, error: Exception) -> None:
-    try:
-        pipe.put(error)
-    except _Stopped:
-        return
+def _streams(parts: queue.Queue[_Part]) -> Iterator[tuple[str, BinaryIO]]:
+    """Each member as a stream, to be read before the next; what is left of it is passed over.
+
+    Raises:
+        Damaged: After the last, if damage ended them; reading a member raises it too.
+    """
+    part = parts.get()
+
+    def rest() -> Iterator[bytes]:
+        nonlocal part
+        while isinstance(part := parts.get(), bytes):
+            yield part
+        if isinstance(part, Exception):
+            raise Damaged(f"damaged 7z: {part}")
+
+    while isinstance(part, str):
+        data = rest()
+        yield part, ChunkStream(data)
+        deque(data, 0)
+    if isinstance(part, Exception):
+        raise Damaged(f"damaged 7z: {part}")
 
 
 def _read_7z(piece: Piece, options: ReadOptions) -> Iterator[Record]:
@@ -350,7 +283,7 @@ def _member_records(
 
 def _other(stream: BinaryIO, name: str, options: ReadOptions) -> Iterator[Record | None]:
     """The documents of a member of any known format, by way of a temporary file that is gone afterwards."""
-    from forebay.prepare.read.formats import FORMATS
+    from forebay.prepare.read.sources import FORMATS
 
     with tempfile.TemporaryDirectory(prefix="forebay-") as folder:
         path = Path(folder) / "member"

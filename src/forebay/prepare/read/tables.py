@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
-from forebay.errors import PrepareError
 from forebay.prepare.documents import Record
 from forebay.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source
 from forebay.prepare.read.fields import keys_of, to_record
@@ -79,9 +78,7 @@ def _read_parquet(piece: Piece, options: ReadOptions) -> Iterator[Record]:
                     rows = file.metadata.row_group(group).num_rows
                     problem = f"damaged Parquet: {_said(error)}"
                     yield Record(place, problem=problem, where=f"row group {group}, of {rows} rows")
-    except PrepareError as error:
-        if not isinstance(error, Damaged):
-            raise
+    except Damaged as error:
         yield Record(place + 1, problem=str(error))
     except _DAMAGE as error:
         yield Record(place + 1, problem=f"damaged Parquet: {_said(error)}")
@@ -264,9 +261,7 @@ def _read_arrow(piece: Piece, options: ReadOptions) -> Iterator[Record]:
                     place += 1
                     yield to_record(place, row, options, start=start)
                     start = -1
-    except PrepareError as error:
-        if not isinstance(error, Damaged):
-            raise
+    except Damaged as error:
         yield Record(place + 1, problem=str(error), where=f"row {place + 1}")
     except _DAMAGE as error:
         yield Record(place + 1, problem=f"damaged Arrow: {_said(error)}", where=f"row {place + 1}")

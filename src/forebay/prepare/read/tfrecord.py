@@ -46,16 +46,14 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     with open_source(piece.sources[0], options.max_unpacked_ratio, options.max_window_bytes) as file:
         for place, (position, data, problem) in enumerate(frames(file, options.max_document_bytes, piece.start)):
             where = f"byte {position}"
-            if problem:
-                shown = data[:200].decode("utf-8", "replace")
-                yield Record(place, text=shown, problem=problem, where=where, start=position)
-                continue
-            try:
-                yield to_record(place, parse_example(data), options, where, position)
-            except NotExampleError as error:
-                shown = data[:200].decode("utf-8", "replace")
-                problem = f"not a tf.train.Example: {error}"
-                yield Record(place, text=shown, problem=problem, where=where, start=position)
+            if not problem:
+                try:
+                    yield to_record(place, parse_example(data), options, where, position)
+                    continue
+                except NotExampleError as error:
+                    problem = f"not a tf.train.Example: {error}"
+            shown = data[:200].decode("utf-8", "replace")
+            yield Record(place, text=shown, problem=problem, where=where, start=position)
 
 
 def frames(file: BinaryIO, limit: int, start: int) -> Iterator[tuple[int, bytes, str]]:
@@ -63,51 +61,43 @@ def frames(file: BinaryIO, limit: int, start: int) -> Iterator[tuple[int, bytes,
     crc = crc32c()
     position = start
     skip_to(file, start)
-    while True:
-        head, problem = _take(file, 12)
-        if problem or 0 < len(head) < 12:
-            yield position, b"", problem or "the file ends within a record's length"
-        if problem or len(head) < 12:
-            return
-        length = int.from_bytes(head[:8], "little")
-        if masked(crc(head[:8])) != int.from_bytes(head[8:], "little"):
-            yield position, b"", "the checksum of a record's length does not match; what follows cannot be found"
-            return
-        if length > limit:
-            data, problem = b"", _skip(file, length + 4)
-            ended = bool(problem)
-            problem = problem or f"a record of {length} bytes is larger than max_document_bytes, {limit}"
-        else:
-            data, problem = _take(file, length + 4)
-            ended = bool(problem) or len(data) < length + 4
-            if ended:
-                problem = problem or f"the file ends {len(data)} bytes into a record of {length}"
-            elif masked(crc(data[:-4])) != int.from_bytes(data[-4:], "little"):
-                problem = "the checksum of the record does not match"
-        yield position, data[:length], problem
-        if ended:
-            return
-        position += 12 + length + 4
-
-
-def _take(file: BinaryIO, size: int) -> tuple[bytes, str]:
-    """Up to that many bytes, and the damage that stood in the way."""
     try:
-        data = file.read(size)
-        while len(data) < size and (more := file.read(size - len(data))):
-            data += more
+        while head := _take(file, 12):
+            length = int.from_bytes(head[:8], "little")
+            if len(head) < 12:
+                yield position, b"", "the file ends within a record's length"
+                return
+            if masked(crc(head[:8])) != int.from_bytes(head[8:], "little"):
+                yield position, b"", "the checksum of a record's length does not match; what follows cannot be found"
+                return
+            data, problem, left = b"", "", length + 4
+            if length > limit:
+                problem = f"a record of {length} bytes is larger than max_document_bytes, {limit}"
+                while left and (passed := len(_take(file, min(left, _STEP)))):
+                    left -= passed
+                if left:
+                    problem = "the file ends within a record"
+            else:
+                data = _take(file, left)
+                left -= len(data)
+                if left:
+                    problem = f"the file ends {len(data)} bytes into a record of {length}"
+                elif masked(crc(data[:-4])) != int.from_bytes(data[-4:], "little"):
+                    problem = "the checksum of the record does not match"
+            yield position, data[:length], problem
+            if left:
+                return
+            position += 12 + length + 4
     except Damaged as error:
-        return b"", str(error)
-    return data, ""
+        yield position, b"", str(error)
 
 
-def _skip(file: BinaryIO, size: int) -> str:
-    while size:
-        data, problem = _take(file, min(size, _STEP))
-        if problem or not data:
-            return problem or "the file ends within a record"
-        size -= len(data)
-    return ""
+def _take(file: BinaryIO, size: int) -> bytes:
+    """Up to that many bytes. Raises Damaged if damage stands in the way."""
+    data = file.read(size)
+    while len(data) < size and (more := file.read(size - len(data))):
+        data += more
+    return data
 
 
 def parse_example(data: bytes) -> dict[str, object]:

@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 
-from forebay.errors import UsageError
 from forebay.prepare.documents import Record
 from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
+from forebay.prepare.read.fields import integers_of
 from forebay.prepare.read.flow import Flow, gzip_members, plain_pieces
 from forebay.prepare.read.http_message import body_text, http_complete, is_html, parse_http
 from forebay.prepare.read.opening import Budget, open_source
@@ -75,7 +75,7 @@ def read_raw(source: Source, options: ReadOptions) -> Iterator[RawRecord]:
 
 def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     """The documents of archives, as `Format.read` says."""
-    statuses = _statuses(options)
+    statuses = integers_of(options, "statuses", [200], "Write statuses = [200], HTTP status codes.")
     place = 0
     decoded = Budget(piece, options)
     for source in piece.sources:
@@ -89,13 +89,6 @@ def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
         if not any_document:
             others = "; ".join(f"{n:,} × {why}" for why, n in reasons.most_common(5)) or "no records at all"
             yield Record(place, problem=f"expected responses of HTML or plain text, got none: {others}", failed=True)
-
-
-def _statuses(options: ReadOptions) -> frozenset[int]:
-    given = options.options.get("statuses", [200])
-    if not isinstance(given, (list, tuple)) or not all(isinstance(status, int) for status in given):
-        raise UsageError(f"statuses: expected a list of HTTP status codes, got {given!r}. Write statuses = [200].")
-    return frozenset(given)
 
 
 def _document(

@@ -15,9 +15,10 @@ from typing import BinaryIO
 from urllib.parse import quote
 from xml.parsers import expat
 
-from forebay.errors import UsageError
 from forebay.prepare.documents import Record
-from forebay.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source, spans
+from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
+from forebay.prepare.read.fields import integers_of
+from forebay.prepare.read.lines import LINES
 from forebay.prepare.read.opening import Damaged, open_source
 from forebay.prepare.read.wikitext import FILES_AND_CATEGORIES, to_text
 
@@ -169,20 +170,14 @@ class _Parser:
 
 def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     """The articles of dumps, as `Format.read` says; their text begins with the title."""
-    namespaces = _namespaces(options)
+    numbers = integers_of(options, "namespaces", [0], "Write namespaces = [0] for articles.")
+    namespaces = frozenset(map(str, numbers))
     place = 0
     for source in piece.sources:
         for record in _read_source(source, piece, options, namespaces):
             if record is not None:
                 yield Record(place, record.id, record.text, record.url, False, record.problem, record.where)
             place += 1
-
-
-def _namespaces(options: ReadOptions) -> frozenset[str]:
-    given = options.options.get("namespaces", [0])
-    if not isinstance(given, (list, tuple)) or not all(isinstance(number, int) for number in given):
-        raise UsageError(f"namespaces: expected a list of numbers, got {given!r}. Write namespaces = [0] for articles.")
-    return frozenset(str(number) for number in given)
 
 
 def _read_source(
@@ -287,9 +282,5 @@ def _document(page: _Page, site: _Site, options: ReadOptions, namespaces: frozen
     return Record(0, page.id, f"{page.title}\n\n{text}", site.url(page.title), where=where)
 
 
-def cut(source: Source, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
-    """Pieces by bytes; a page is of the piece in which it begins."""
-    return spans(source, PIECE_BYTES)
-
-
-WIKIPEDIA = Format("wikipedia", read, cut)
+WIKIPEDIA = Format("wikipedia", read, LINES.cut)
+"""A page is of the piece in which it begins."""

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,40 +30,13 @@ from forebay.prepare.tokens.tokenizers import SAMPLE_BYTES
 from forebay.storage.atomic import atomic_write, commit_files, temporary_directory
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup import Flags
+    from forebay.prepare.dedup.corpus import Cutter, Flags
+    from forebay.prepare.tokens.rows import Conversations
 
 
 TASK_VERSION = 4
 """Raised when the same piece would give other tokens: old results are then not taken up."""
 _BATCH_BYTES = 4 << 20
-
-
-class Cut(Protocol):
-    """What takes lines or paragraphs out of texts: a frozen, picklable dataclass."""
-
-    def apply(self, texts: pa.LargeStringArray, first_row: int) -> pa.LargeStringArray:
-        """The texts of rows from `first_row` of the part, perhaps shorter; none more and none fewer."""
-        ...
-
-
-class Rendering(Protocol):
-    """How texts become tokens where that is not `encode_column`: conversations with masks (`rows.py`)."""
-
-    @property
-    def dtype(self) -> str:
-        """`U16` or `U32`: what `encode` gives."""
-        ...
-
-    @property
-    def facts(self) -> list[Any]:
-        """All that the result depends on, as JSON."""
-        ...
-
-    def encode(
-        self, spec: CoderSpec, texts: pa.LargeStringArray
-    ) -> tuple[NDArray[Any], NDArray[np.int64], dict[str, int]]:
-        """The tokens of all texts, the length of each (0: dropped), and what was dropped or changed, by kind."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -96,11 +69,11 @@ class EncodeTask:
     folder: str
     subsets: Subsets = field(default_factory=Subsets)
     drop: str | Flags | None = None
-    cut: Cut | None = None
+    cut: Cutter | None = None
     dedup_name: str = ""
     shuffle: Shuffle | None = None
     with_ids: bool = False
-    rendering: Rendering | None = None
+    rendering: Conversations | None = None
 
     @property
     def dtype(self) -> str:
@@ -231,7 +204,7 @@ def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: p
     texts = batch.column("text")
     sides = task.subsets.of_texts(texts)  # before lines are cut: which ones are depends on other documents
     if task.cut is not None:
-        texts = task.cut.apply(texts, first_row)
+        texts = task.cut.cut(texts, first_row)
     if task.drop is not None and drop.any():
         keep = np.flatnonzero(drop == 0)
         texts, batch, rows = texts.take(pa.array(keep)), batch.take(pa.array(keep)), rows[keep]

@@ -286,24 +286,3 @@ def _tensors(
         tensors["position_ids"] = spread(np.arange(len(tokens)) - edges[owner], 0, np.int32)
         tensors["segment_ids"] = spread(owner - firsts[row_of[owner]] + 1, 0, np.int32)
     return tensors
-
-
-def learnt_tokens(parts: Sequence[TokenPart]) -> int:
-    """How many tokens of these parts are learnt; reads them, 4 MiB at a time."""
-    total = 0
-    for part in parts:
-        with part.file("tokens").open("rb") as file:
-            while len(block := np.fromfile(file, "<u4", count=1 << 20)):
-                total += int((block >= LEARNT).sum())
-    return total
-
-
-def shape_of(spec: CoderSpec, max_tokens: int, *, labels: str = "I64", packed: bool = False) -> RowShape:
-    """The shape for this tokenizer: padded by its EOS, or 0."""
-    return RowShape(max_tokens, spec.dtype, spec.eos_id or 0, labels, packed)
-
-
-__all__ = [
-    "TEMPLATES", "Conversations", "RowShape", "RowSliceTask", "Template", "learnt_tokens", "plan_row_slices",
-    "shape_of", "split_turns", "write_row_slice",
-]  # fmt: skip

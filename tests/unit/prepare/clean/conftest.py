@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from benchmarks.prepare.batches import to_batches
 
-from forebay.prepare.documents import Record, Stage, to_batches
+from forebay.prepare.documents import Record, Stage
 
 
 def to_batch(texts: Sequence[str]) -> pa.RecordBatch:

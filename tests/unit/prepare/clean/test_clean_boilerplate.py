@@ -2,12 +2,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
 from forebay.prepare.clean.boilerplate import Boilerplate
-from forebay.prepare.documents import TURN_LEARNT, Record, Stage, to_batches
+from forebay.prepare.documents import TURN_LEARNT, Record, Stage
 
 TextsOf = Callable[[Stage, Sequence[str]], list[str]]
 Growth = Callable[[Stage, str, int], float]

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
 from forebay.prepare.clean.pii import KINDS, Pii
-from forebay.prepare.documents import Record, Stage, text_buffers, to_batches
+from forebay.prepare.documents import Record, Stage, text_buffers
 
 TextsOf = Callable[[Stage, Sequence[str]], list[str]]
 Growth = Callable[[Stage, str, int], float]

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
 from forebay.prepare.clean.toxic import Toxic
-from forebay.prepare.documents import Record, Stage, to_batches
+from forebay.prepare.documents import Record, Stage
 
 TextsOf = Callable[[Stage, Sequence[str]], list[str]]
 Growth = Callable[[Stage, str, int], float]

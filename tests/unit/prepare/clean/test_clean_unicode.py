@@ -5,12 +5,13 @@ from pathlib import Path
 
 import ftfy
 import pytest
+from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
 from forebay.prepare.clean.unicode import MAX_MARKS, Unicode
-from forebay.prepare.documents import TURN_GIVEN, TURN_LEARNT, Record, Stage, to_batches
+from forebay.prepare.documents import TURN_GIVEN, TURN_LEARNT, Record, Stage
 
 TextsOf = Callable[[Stage, Sequence[str]], list[str]]
 Growth = Callable[[Stage, str, int], float]

@@ -12,7 +12,9 @@ import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
-from forebay.prepare.dedup import Dedup, DedupResult, Part, Signer, deduplicate
+from forebay.prepare.dedup.config import Dedup
+from forebay.prepare.dedup.corpus import DedupResult, Part, deduplicate
+from forebay.prepare.dedup.signer import Signer
 
 
 def serially(run: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:

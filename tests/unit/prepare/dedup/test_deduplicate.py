@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from calibration import scaled
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.dedup import Cutter, Dedup, DedupResult, deduplicate, store_signatures
+from forebay.prepare.dedup.config import Dedup
+from forebay.prepare.dedup.corpus import Cutter, DedupResult, deduplicate, store_signatures
 from forebay.prepare.dedup.signer import sign_texts
 from forebay.prepare.documents import text_buffers
 
@@ -157,16 +158,13 @@ def test_lines_and_paragraphs_are_cut(
     pieces = [texts[:cut], texts[cut:]]
     result = bench.deduplicate([bench.sign(some, config) for some in pieces], config, 1 << 16)
     found: list[str] = []
-    lost = 0
     for some, flags in zip(pieces, result.cut):
         cutter = Cutter(flags, config)
         for start in range(0, len(some), 3):
-            found += cutter.cut(column(some).slice(start % max(len(some), 1), 3)).to_pylist()
-        lost += cutter.lost_bytes
+            found += cutter.cut(column(some).slice(start % max(len(some), 1), 3), start).to_pylist()
     codes = codes_of(result)
     expected = reference_cut(texts, codes, 2, unit)
     assert found == expected
-    assert lost == sum(len(t.encode()) for t in texts) - sum(len(t.encode()) for t in expected)
     assert result.units_cut == sum(int(flags.load().sum()) for flags in result.cut)
 
 
@@ -174,7 +172,7 @@ def test_cutting_other_texts_is_refused(bench: Any) -> None:
     config = Dedup(lines=True, min_characters=1)
     result = bench.deduplicate([bench.sign(["a\nb", "a"], config)], config)
     with pytest.raises(PrepareError, match="have changed since"):
-        Cutter(result.cut[0], config).cut(column(["a\nb\nc\nd\ne"]))
+        Cutter(result.cut[0], config).cut(column(["a\nb\nc\nd\ne"]), 0)
 
 
 @pytest.fixture
@@ -230,7 +228,8 @@ def test_the_steps_files_do_not_depend_on_scale(bench: Any, corpus: list[str], t
 KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
-from forebay.prepare.dedup import Dedup, Part, deduplicate
+from forebay.prepare.dedup.config import Dedup
+from forebay.prepare.dedup.corpus import Part, deduplicate
 left = int(sys.argv[3])
 def map(run, tasks):
     global left
@@ -332,14 +331,16 @@ def test_texts_of_30_megabytes(bench: Any, filler: str) -> None:
     texts = column(["good", text, "another", text + " end", "good"])
     result = bench.deduplicate([bench.sign(texts, config)], config)
     assert codes_of(result)[0::2] == [0, 0, 1] and codes_of(result)[1] == 0
-    assert Cutter(result.cut[0], config).cut(texts).slice(0, 1).to_pylist() == ["good"]
+    assert Cutter(result.cut[0], config).cut(texts, 0).slice(0, 1).to_pylist() == ["good"]
 
 
 LARGE = """
 import resource, sys, tempfile
 from pathlib import Path
 import numpy as np, pyarrow as pa
-from forebay.prepare.dedup import Dedup, Part, Signer, deduplicate
+from forebay.prepare.dedup.config import Dedup
+from forebay.prepare.dedup.corpus import Part, deduplicate
+from forebay.prepare.dedup.signer import Signer
 config = Dedup(exact=True, minhash=True, lines=True, min_characters=4, keep="longest")
 rng = np.random.default_rng(0)
 def peak(documents):

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.dedup import Dedup, Part, Signer
+from forebay.prepare.dedup.config import Dedup
+from forebay.prepare.dedup.corpus import Part
 from forebay.prepare.dedup.kernels import hash128
+from forebay.prepare.dedup.signer import Signer
 
 
 def test_hash_has_the_published_vectors() -> None:

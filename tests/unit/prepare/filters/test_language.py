@@ -7,10 +7,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from benchmarks.prepare.batches import to_batches
 
 from forebay.errors import UsageError
-from forebay.prepare.documents import Record, to_batches
-from forebay.prepare.filters import Language
+from forebay.prepare.documents import Record
+from forebay.prepare.filters.language import Language
 
 SAMPLES = {
     "en": "All human beings are born free and equal in dignity and rights.",

@@ -6,18 +6,16 @@ import math
 
 import numpy as np
 import pytest
+from benchmarks.prepare.batches import to_batches
 
 from forebay.errors import UsageError
-from forebay.prepare.documents import Record, Stage, to_batches
-from forebay.prepare.filters import (
-    C4,
-    FineWeb,
-    GopherQuality,
-    GopherRepetition,
-    Language,
-    Length,
-    Perplexity,
-)
+from forebay.prepare.documents import Record, Stage
+from forebay.prepare.filters.c4 import C4
+from forebay.prepare.filters.fineweb import FineWeb
+from forebay.prepare.filters.gopher import GopherQuality, GopherRepetition
+from forebay.prepare.filters.language import Language
+from forebay.prepare.filters.length import Length
+from forebay.prepare.filters.perplexity import Perplexity
 
 INF = math.inf
 FILTERS = {stage.name: stage for stage in (Length, GopherQuality, GopherRepetition, C4, FineWeb, Language, Perplexity)}

@@ -6,12 +6,14 @@ import collections
 
 import numpy as np
 import pyarrow as pa
+from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.prepare.documents import Record, to_batches
-from forebay.prepare.filters import FineWeb, GopherQuality, GopherRepetition
+from forebay.prepare.documents import Record
 from forebay.prepare.filters.fields import measure
+from forebay.prepare.filters.fineweb import FineWeb
+from forebay.prepare.filters.gopher import GopherQuality, GopherRepetition
 from forebay.prepare.filters.kernels import REPETITION, measure_repetition
 from forebay.prepare.filters.word_table import word_table
 from forebay.prepare.filters.words import read_only

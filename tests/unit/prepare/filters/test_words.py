@@ -8,15 +8,20 @@ import time
 import numpy as np
 import pyarrow as pa
 import pytest
+from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.prepare.documents import SCHEMA, Record, to_batches
-from forebay.prepare.filters import C4, FineWeb, GopherQuality, GopherRepetition, Length, word_table
+from forebay.prepare.documents import SCHEMA, Record
+from forebay.prepare.filters import word_table
 from forebay.prepare.filters import words as module
+from forebay.prepare.filters.c4 import C4
 from forebay.prepare.filters.characters import SPACE, character_table
 from forebay.prepare.filters.exceptions import hash_word
-from forebay.prepare.filters.spacing import spaced
+from forebay.prepare.filters.fineweb import FineWeb
+from forebay.prepare.filters.gopher import GopherQuality, GopherRepetition
+from forebay.prepare.filters.length import Length
+from forebay.prepare.filters.perplexity import spaced
 from forebay.prepare.filters.words import cut_words, decode, hash_points, tables
 
 STAGES = (Length(), GopherQuality(), GopherRepetition(), C4(), FineWeb())

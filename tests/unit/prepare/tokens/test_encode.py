@@ -26,7 +26,7 @@ TEXTS = [f"Document {i}: " + "grüße, 世界! \x00\r\n<|endoftext|> " * (i % 9)
 
 @dataclass(frozen=True)
 class Upper:
-    def apply(self, texts: pa.LargeStringArray, first_row: int) -> pa.LargeStringArray:
+    def cut(self, texts: pa.LargeStringArray, first_row: int) -> pa.LargeStringArray:
         return pa.array([f"{first_row + i} {t.as_py().upper()}" for i, t in enumerate(texts)], pa.large_string())
 
 

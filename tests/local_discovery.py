@@ -1,0 +1,33 @@
+"""Discovery without a network, for tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from forebay.network.discovery import Address
+
+
+class LocalDiscovery:
+    """Discovery without a network: one table, shared by whoever holds this object, or addresses known before."""
+
+    def __init__(self, host: str = "127.0.0.1", known: Iterable[Address] = ()) -> None:
+        self._host = host
+        self._known = list(known)
+        self._table: dict[bytes, list[Address]] = {}
+        self._lock = threading.Lock()
+
+    def announce(self, key: bytes, port: int) -> None:
+        """See Discovery."""
+        with self._lock:
+            held = self._table.setdefault(key, [])
+            if (self._host, port) not in held:
+                held.append((self._host, port))
+
+    def find(self, key: bytes, timeout_s: float) -> list[Address]:
+        """See Discovery. Answers at once."""
+        with self._lock:
+            return list(dict.fromkeys(self._table.get(key, []) + self._known))
+
+    def close(self) -> None:
+        """See Discovery. There is nothing to close."""
