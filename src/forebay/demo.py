@@ -86,7 +86,7 @@ class Cast:
     def start(self, label: str, *arguments: str) -> Node:
         log = self._directory / f"{label.replace(' ', '-')}.log"
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-        with log.open("wb") as errors:
+        with log.open("wb") as errors, _interrupts_wait():
             popen = subprocess.Popen(
                 [sys.executable, "-m", "forebay.cli", *arguments, "--json", "--lifeline"],
                 stdin=subprocess.PIPE,
@@ -95,8 +95,8 @@ class Cast:
                 env=environment,
                 start_new_session=True,  # so that Ctrl-C reaches us alone, and we end them in order
             )
-        node = Node(label, popen, log)
-        self._nodes.append(node)
+            node = Node(label, popen, log)
+            self._nodes.append(node)
         assert popen.stdout is not None
         threading.Thread(target=node.listen, args=(popen.stdout,), daemon=True).start()
         return node
@@ -363,6 +363,23 @@ def _sigterm_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C and SIGTERM count at the end: a process that was started is known to whoever ends it."""
+    came: list[int] = []
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    caught = {n: handler for n, handler in handlers.items() if callable(handler)}
+    for number in caught:
+        signal.signal(number, lambda n, _: came.append(n))
+    try:
+        yield
+    finally:
+        for number, handler in caught.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 def _say(text: str) -> None:

@@ -10,14 +10,50 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from calibration import scaled
+from forebay.demo import Cast
 
 # Numbered below, so that no two slices are alike: alike slices travel once.
 TEXT = "The mill race turns the wheel, and the wheel turns the stone. "
+
+
+# Each worker stops after less than half of the batches until one of them has died, so that the demo has one to kill
+# however slow this machine is.
+TRAINER = """
+import os, time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from forebay.worker.trainer import CountTrainer
+
+HERE = Path(__file__).parent / "workers"
+
+
+class Counts(CountTrainer):
+    steps = 0
+
+    def step(self, inputs, labels):
+        HERE.mkdir(exist_ok=True)
+        (HERE / str(os.getpid())).touch()
+        self.steps += 1
+        while self.steps > 450 and all(map(alive, HERE.iterdir())):
+            time.sleep(0.01)
+        return super().step(inputs, labels)
+
+
+def alive(path):
+    try:
+        return psutil.Process(int(path.name)).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+"""
 
 
 def demo(tmp_path: Path, *more: object) -> subprocess.Popen[str]:
@@ -27,7 +63,7 @@ def demo(tmp_path: Path, *more: object) -> subprocess.Popen[str]:
         (corpus / f"{i:02}.txt").write_text("".join(f"{i}.{j} {TEXT}" for j in range(400)))
     (tmp_path / "tmp").mkdir()
     return subprocess.Popen(
-        [sys.executable, "-m", "forebay.cli", "demo", "--input", str(corpus), "--trainer", "count", *map(str, more)],
+        [sys.executable, "-m", "forebay.cli", "demo", "--input", str(corpus), *map(str, more)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -42,7 +78,9 @@ def left_behind(tmp_path: Path) -> list[str]:
 
 
 def test_demo_proves_exactly_once_though_a_worker_is_killed(tmp_path: Path) -> None:
-    process = demo(tmp_path, "--json", tmp_path / "summary.json", "--tokenizer", "bytes")
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    trainer = f"{tmp_path / 'trainer.py'}:Counts"
+    process = demo(tmp_path, "--json", tmp_path / "summary.json", "--tokenizer", "bytes", "--trainer", trainer)
     out, err = process.communicate(timeout=scaled(150))
     assert process.returncode == 0, out + err
     assert out.strip().splitlines()[-1] == "demo: ok"
@@ -57,9 +95,28 @@ def test_demo_proves_exactly_once_though_a_worker_is_killed(tmp_path: Path) -> N
     assert left_behind(tmp_path) == []
 
 
+def test_an_interrupt_while_a_process_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    popen = subprocess.Popen
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        started.append(popen(*arguments, **options))
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)  # The interpreter handles signals between instructions.
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    cast = Cast(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        cast.start("dht", "dht", "--nodes", "4")
+    cast.close()
+    (process,) = started
+    assert process.poll() is not None
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path: Path, seed: int) -> None:
-    process = demo(tmp_path)
+    process = demo(tmp_path, "--trainer", "count")
     time.sleep(random.Random(seed).uniform(0.5, 9.0))
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=scaled(60))
@@ -69,7 +126,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path: Path, seed: int) -> None:
 
 
 def test_a_killed_demo_leaves_no_process(tmp_path: Path) -> None:
-    process = demo(tmp_path)
+    process = demo(tmp_path, "--trainer", "count")
     time.sleep(6)
     process.kill()
     process.communicate(timeout=scaled(30))
