@@ -15,6 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+import calibration
 from calibration import slowness
 from forebay.network.identity import Identity, create_network, join
 from forebay.worker.trainer import share_processors
@@ -36,7 +37,8 @@ hypothesis.settings.load_profile(PROFILE)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Scale the limit of a test (`timeout` in pyproject.toml) to this machine."""
+    """Scale the limit of a test (`timeout` in pyproject.toml) to this machine, and watch how it runs."""
+    calibration.watch()
     if config.getoption("timeout", None) is None:
         longer = LONGER if PROFILE == "long" else 1
         config.option.timeout = float(config.getini("timeout")) * max(2.0, slowness()) * longer
