@@ -268,3 +268,29 @@ def test_a_coordinator_that_stays_away_is_named_and_a_dead_one_comes_back_as_it_
         found = get(desk.address, "/v1/log?sample=17")
         assert (found["step"], found["worker_id"], found["generation"]) == (4, "w", 1)
         assert [g["start_step"] for g in get(desk.address, "/v1/log")["generations"]] == [0, 5]
+
+
+def test_a_coordinator_that_was_stopped_gives_nobody_up_for_it(spawn: Callable[..., Process]) -> None:
+    """As with a machine that stands still: nobody could be heard then."""
+    process, address = coordinator(
+        spawn, "--min-workers", "2", "--heartbeat", "0.4", "--stale", "2", "--lost", "2", "--open"
+    )
+    members = [Membership(address, name, settings={"batch_size": BATCH}, lockstep=False) for name in ("w1", "w2")]
+    joins = [threading.Thread(target=member.join) for member in members]
+    for join_ in joins:
+        join_.start()
+    for join_ in joins:
+        join_.join()
+    try:
+        for _ in range(2):
+            process.popen.send_signal(signal.SIGSTOP)
+            time.sleep(3.2)
+            process.popen.send_signal(signal.SIGCONT)
+            time.sleep(0.5)
+        status = Client(None).request_json(address, "GET", "/v1/status")[0]
+        assert [member["worker_id"] for member in status["members"]] == ["w1", "w2"]
+        assert status["generation"]["number"] == 1 and not any(member.changing for member in members)
+    finally:
+        process.popen.send_signal(signal.SIGCONT)
+        for member in members:
+            member.leave()

@@ -52,7 +52,15 @@ def test_a_worker_ten_times_slower_does_not_hold_up_the_end(tmp_path: Path) -> N
         identity = Identity.load(homes["scheduler"])
         client = stack.enter_context(Client(identity))
         service = SchedulerService(
-            identity, NAME, dht, client, tmp_path / "state", seq_len=SEQ_LEN, lease_s=5.0, rediscover_s=1.0, steal_s=0.2
+            identity,
+            NAME,
+            dht,
+            client,
+            tmp_path / "state",
+            seq_len=SEQ_LEN,
+            lease_s=60.0,
+            rediscover_s=1.0,
+            steal_s=0.2,
         )
         service.start()
         stack.callback(service.stop)

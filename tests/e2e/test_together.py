@@ -82,7 +82,7 @@ def told(folder: Path) -> dict[int, list[Any]]:
 def test_a_killed_worker_costs_no_sample_and_others_may_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a text that is read several times over; each sample has the tokens that one process alone gives it."""
     texts(tmp_path, lines=100)
-    rules = Rules(min_workers=2, heartbeat_s=1.0, stale_s=3.0, lost_s=0.3)
+    rules = Rules(min_workers=2, heartbeat_s=1.0, stale_s=60.0, lost_s=2.0)
     with Coordinator("127.0.0.1", 0, rules=rules) as coordinator:
         monkeypatch.setenv("FOREBAY_COORDINATOR", coordinator.address)
         workers = [start("w1", 0, tmp_path / "w1.out"), start("w2", 10, tmp_path / "w2.out")]
@@ -90,6 +90,7 @@ def test_a_killed_worker_costs_no_sample_and_others_may_come(tmp_path: Path, mon
         workers.append(start("w3", 0, tmp_path / "w3.out"))
         workers.append(start("w2", 0, tmp_path / "again.out"))
         while len([one for one in coordinator.status()["members"] if not one["lost"]]) < 3:
+            assert [worker.poll() for worker in workers] == [None] * 3
             time.sleep(0.02)
         (tmp_path / "all-here").touch()
         assert [worker.wait(60) for worker in workers] == [0, 0, 0]

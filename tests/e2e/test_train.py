@@ -69,7 +69,7 @@ class World:
         return node
 
     def scheduler(self, **settings: Any) -> SchedulerService:
-        settings = {"seq_len": SEQ_LEN, "lease_s": 2.0, "rediscover_s": 0.5, **settings}
+        settings = {"seq_len": SEQ_LEN, "lease_s": 30.0, "rediscover_s": 0.5, **settings}
         service = SchedulerService(
             self.identity("scheduler"), NAME, self.dht, self.client("scheduler"), self.directory / "state", **settings
         )
@@ -195,7 +195,7 @@ def test_a_flipped_byte_is_rejected_and_its_provider_named(world: World) -> None
         data[-1] ^= 1
         path.write_bytes(data)
     world.serve("data-1", open_dataset(world.directory / "bad"))
-    service = world.scheduler()
+    service = world.scheduler(lease_s=2.0)
 
     def bring_another() -> None:
         # Only the liar at first, so that it is asked whatever the choice of providers.
@@ -235,14 +235,14 @@ def test_a_worker_told_to_stop_settles_up_and_another_goes_on(world: World) -> N
 
 def test_the_scheduler_returns_at_another_address_and_the_lease_lives_on(world: World) -> None:
     world.serve("data-1")
-    service = world.scheduler()
+    service = world.scheduler(lease_s=60.0)
     again: list[SchedulerService] = []
 
     def restart() -> None:
         while service.status()["samples_used"] < 100:
             time.sleep(0.01)
         service.stop()
-        again.append(world.scheduler())
+        again.append(world.scheduler(lease_s=60.0))
 
     thread = threading.Thread(target=restart)
     thread.start()

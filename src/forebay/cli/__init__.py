@@ -45,9 +45,11 @@ def run() -> NoReturn:
     """Runs the command of this process and ends it: the console script and `python -m forebay`."""
     try:
         code = main()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # All is done.
     except KeyboardInterrupt:  # when the command had ended
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        print("forebay: interrupted", file=sys.stderr)
         code = 130
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # All is done.
     # An interrupt that fell into `exec` of a string (dataclasses are made by it) makes Python end by the signal,
     # although it was caught; unless another string is executed after it.
     exec("")

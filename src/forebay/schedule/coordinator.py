@@ -52,6 +52,8 @@ MAX_SETTINGS = 64
 # How often a waiting request looks whether its peer is still there.
 LOOK_S = 0.25
 TICK_S = 0.2
+# Ticks that are later than this mean that this process or its machine was stopped, and could hear nobody.
+STOPPED_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +86,8 @@ class Coordinator:
         self._on_note = on_note or (lambda text: None)
         self._changed = threading.Condition()
         self._stopping = False
-        self._began = time.monotonic()
+        self._began = self._ran_at = time.monotonic()
+        self._stopped_s = 0.0
         self._server = Server(identity, host, port, self._answer, max_connections=2 * MAX_WORKERS)
         self._roster: Roster | None = None
         self._unwritten: deque[Event] = deque()  # What must be applied, once the disk takes it.
@@ -117,7 +120,7 @@ class Coordinator:
         """
         self._roster = Roster(self.state_dir)
         try:
-            self._state, self.run_id = self._roster.load(self.rules, self.told, time.monotonic(), secrets.token_hex(8))
+            self._state, self.run_id = self._roster.load(self.rules, self.told, self._now(), secrets.token_hex(8))
             self._server.start()
         except BaseException:
             self._roster.close()
@@ -153,7 +156,7 @@ class Coordinator:
     def status(self) -> dict[str, Any]:
         """What the run has reached, and who is in it."""
         with self._changed:
-            state, now = self._state, time.monotonic()
+            state, now = self._state, self._now()
             members = [
                 {
                     "worker_id": member.worker_id,
@@ -194,10 +197,18 @@ class Coordinator:
         assert self._roster is not None  # no request comes before start
         return self._roster
 
+    def _now(self) -> float:
+        """The time by which members are late: it stands still while the coordinator does, as nobody is heard then."""
+        now = time.monotonic()
+        if now - self._ran_at > TICK_S + STOPPED_S:
+            self._stopped_s += now - self._ran_at
+        self._ran_at = now
+        return now - self._stopped_s
+
     def _tell(self, event: Event) -> Refuse | None:
         """Applies an event; what it changes is on disk, and told to who waits, when this returns."""
         before = self._state
-        state, actions = apply(before, event, time.monotonic())
+        state, actions = apply(before, event, self._now())
         refused = next((action for action in actions if isinstance(action, Refuse)), None)
         self._open().save(state, [action for action in actions if not isinstance(action, Refuse)], self.run_id)
         self._state = state
