@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
-from feed_fakes import NAMES, SIZE, Origin, uses_of
+from feed_fakes import NAMES, SIZE, Origin, room_for, uses_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.store import uses as uses_module
-from forebay.store.cache import SliceCache
+from forebay.store.cache import Reservation, SliceCache
 from forebay.store.planner import Planner
 from forebay.store.uses import RunSlices, Uses
 
@@ -92,6 +94,31 @@ def test_no_order_of_fetching_needs_fewer(
         assert cache.used_bytes() <= cache.budget_bytes
     planner.close()
     assert len(origin.started) == fewest_fetches(sets, slices)
+
+
+def test_what_is_read_again_does_not_go_for_one_that_was_read_before_its_transfer_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, origin, ended = [[0, 1], [], [2], [1]], Origin(), list[int]()
+    cache = SliceCache(tmp_path, room_for(2))
+    planner = Planner(
+        cache, RunSlices.of(NAMES[:3], np.full(3, SIZE), uses_of(steps), len(steps)), origin.start, origin.cancel,
+        ended.append, keep="budget", horizon_bytes=2 * SIZE, epoch_of=None, patience_s=1, clock=lambda: 0.0,
+    )  # fmt: skip
+    planner.seek(0)
+    later: list[Callable[[], None]] = []
+    release = Reservation.release
+    monkeypatch.setattr(Reservation, "release", lambda one: later.append(lambda: release(one)))
+    planner.look(0, [0, 1], [], [])
+    assert cache.held() == {NAMES[0], NAMES[1]} and ended == [0, 1]
+    later.pop(1)()
+    planner.look(1, [], [1], [])
+    assert cache.held() == {NAMES[0], NAMES[1]}
+    later.pop()()
+    monkeypatch.undo()
+    planner.look(1, [], [0], [])
+    assert cache.held() == {NAMES[1], NAMES[2]} and origin.started == [0, 1, 2]
+    planner.close()
 
 
 @settings(max_examples=100, deadline=None)

@@ -326,7 +326,7 @@ class Planner(Generic[T]):
         """Begin to fetch a slice, evicting what may go; None, or why it could not be begun."""
         reserved = self._reserve(key, steps, "unwanted")
         is_full = isinstance(reserved, Refusal) and reserved.why == "no room" and self._keep != "all"
-        if is_full and (steps <= 0 or self._is_near(key, steps)):
+        if is_full and (steps <= 0 or (self._is_near(key, steps) and not self._is_ending_unwanted())):
             self._know_held(once=steps <= 0)
             # What is fetched ahead pushes out nothing of a window that is open: it would come back at once.
             reserved = self._reserve(key, max(steps, self._window_steps) if steps > 0 else steps, "later")
@@ -340,6 +340,11 @@ class Planner(Generic[T]):
         if error is not None and key in self._asked:
             outcome.errors[key] = error
         return None
+
+    def _is_ending_unwanted(self) -> bool:
+        """Whether a slice came and was read before its transfer let go of its room: it goes first, in a moment."""
+        unwanted = [key for key in self.flights if self._uses.next_use(key, self._now) is None]
+        return any(self.cache.path_of(self._sha256s[key]).exists() for key in unwanted)
 
     def _reserve(self, key: int, steps: int, evict: Evict) -> Reservation | Refusal:
         reserved = self.cache.try_reserve(

@@ -207,11 +207,13 @@ class SliceFeed(Generic[T]):
         """
         if step < self._now:
             raise UsageError(f"feed: expected a step from {self._now} on, got {step}. Use seek to go back.")
-        self._now = step
-        if step >= self._wake_at:
-            with self._changed:
-                self._let_go(step)
-                self._wake()
+        if step < self._wake_at:
+            self._now = step
+            return
+        with self._changed:  # At once: planned at `step` with its pins of before, slices to come would be evicted.
+            self._now = step
+            self._let_go(step)
+            self._wake()
 
     def close(self) -> None:
         """Cancel what is under way and let go of everything; under a second, and may be called twice."""
