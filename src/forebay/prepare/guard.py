@@ -28,8 +28,9 @@ from typing import Any, Literal, TypeVar
 from forebay.errors import ForebayError, PrepareError, UsageError
 
 _POLL_S = 0.05
-_NOTE_BYTES, _PID_BYTES = 256, 8
+_NOTE_BYTES, _PID_BYTES, _TEXT_AT = 256, 8, 9  # a process, whether it has read the request, what it does
 _SHARED_BYTES = 16 << 20
+_ENDED = b"ended "  # No answer begins so: they are pickles, sizes and Arrow's batches.
 _PR_SET_PDEATHSIG = 1
 
 T = TypeVar("T")
@@ -140,11 +141,19 @@ class Worker:
             _send(self._pipe, self._shared, data)
             before = 0
             while not self._pipe.poll(_POLL_S):
-                before = before or _memory(self._serving())
-                if _memory(self._serving()) - before > memory_bytes:
+                # None is killed over half a request: the next would read the rest.
+                taken = _memory(self._serving()) if self._note[_PID_BYTES] else 0
+                before = before or taken
+                if taken - before > memory_bytes:
                     self._replace()
                     return f"{self._doing()}needed more than {memory_bytes >> 20} MiB of memory"
-            outcome: Any = pickle.loads(self._pipe.recv_bytes())
+            answer = self._pipe.recv_bytes()
+            if answer.startswith(_ENDED):
+                code = int(answer.removeprefix(_ENDED))
+                if code == -signal.SIGPROF:
+                    return f"{self._doing()}took more than {seconds:.3g} s of CPU time"
+                return self._doing() + _ended(code)
+            outcome: Any = pickle.loads(answer)
             out = bytes(_receive(self._pipe, self._shared)) if outcome[0] == "done" else b""
             if outcome[0] == "memory":
                 self._replace()
@@ -152,11 +161,7 @@ class Worker:
         except (EOFError, OSError) as error:
             close()
             raise MemoryError("the processes of the stages ended") from error
-        if outcome[0] != "ended":
-            return result_of(outcome), out
-        if outcome[1] == -signal.SIGPROF:
-            return f"{self._doing()}took more than {seconds:.3g} s of CPU time"
-        return self._doing() + _ended(outcome[1])
+        return result_of(outcome), out
 
     def _serving(self) -> int:
         return int.from_bytes(self._note[:_PID_BYTES], "little")
@@ -167,7 +172,7 @@ class Worker:
     def _replace(self) -> None:
         """Have another process serve."""
         self._kill()
-        while pickle.loads(self._pipe.recv_bytes())[0] != "ended":
+        while not self._pipe.recv_bytes().startswith(_ENDED):  # It may have answered meanwhile.
             pass
 
     def _kill(self) -> None:
@@ -183,7 +188,7 @@ class Worker:
 
 
 def _said(note: mmap.mmap) -> str:
-    return bytes(note[_PID_BYTES:]).rstrip(b"\0").decode("utf-8", "replace")
+    return bytes(note[_TEXT_AT:]).rstrip(b"\0").decode("utf-8", "replace")
 
 
 def _ended(code: int) -> str:
@@ -232,8 +237,9 @@ def _serve(pipe: Connection, note: mmap.mmap, shared: mmap.mmap) -> None:
         if pid == 0:
             _end_with_parent()
             note[:_PID_BYTES] = os.getpid().to_bytes(_PID_BYTES, "little")
-            _answer(pipe, shared)
-        pipe.send_bytes(pickle.dumps(("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))))
+            _answer(pipe, note, shared)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        pipe.send_bytes(_ENDED + str(code).encode())
 
 
 def _send(pipe: Connection, shared: mmap.mmap, data: Buffer) -> None:
@@ -257,10 +263,11 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _answer(pipe: Connection, shared: mmap.mmap) -> None:
+def _answer(pipe: Connection, note: mmap.mmap, shared: mmap.mmap) -> None:
     while True:
         run, task, seconds = pickle.loads(pipe.recv_bytes())
         data = _receive(pipe, shared)
+        note[_PID_BYTES] = 1
         out: list[Buffer] = []
 
         def work(task: Any, _: int, run: Run = run, data: Buffer = data, out: list[Buffer] = out) -> Any:
@@ -290,7 +297,7 @@ _here = _Here()
 def say(what: str) -> None:
     """Note what this process does, for whoever looks at its end."""
     if _here.note is not None:
-        _here.note[_PID_BYTES:] = what.encode()[: _NOTE_BYTES - _PID_BYTES].ljust(_NOTE_BYTES - _PID_BYTES, b"\0")
+        _here.note[_TEXT_AT:] = what.encode()[: _NOTE_BYTES - _TEXT_AT].ljust(_NOTE_BYTES - _TEXT_AT, b"\0")
 
 
 def worker_for(key: Any, warm: Callable[[Any], Any]) -> Worker:

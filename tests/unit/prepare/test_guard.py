@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from forebay.errors import UsageError
-from forebay.prepare import load_recipe, pipeline, prepare
+from forebay.prepare import guard, load_recipe, pipeline, prepare
 from forebay.prepare.documents import Record, Verdict
 from forebay.prepare.filters.length import Length
 from forebay.prepare.guard import Limits
@@ -82,6 +82,23 @@ def test_only_the_document_is_rejected(tmp_path: Path, what: str, reason: str) -
     rejects = [json.loads(line) for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
     assert [(r["where"], r["reason"]) for r in rejects] == [(f"{source}:{i}", reason) for i in (8, 204)]
     assert rejects[0]["text"] == f"{what}!"
+
+
+def slow_copy(task: str, data: Any) -> tuple[str, bytes]:
+    time.sleep(0.3)
+    return task, bytes(data)
+
+
+def test_the_next_process_is_not_measured_from_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ended takes 0 bytes; against that the next, which is just being forked, would be over any limit."""
+    taken = iter([0] + [1 << 30] * 100)
+    monkeypatch.setattr(guard, "_memory", lambda pid: next(taken))
+    worker = guard.Worker("copies")
+    try:
+        for text in ("one", "another"):
+            assert worker.call(slow_copy, text, text.encode(), (5.0, 64 << 20)) == (text, text.encode())
+    finally:
+        worker.end()
 
 
 def children() -> set[str]:
