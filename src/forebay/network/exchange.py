@@ -65,13 +65,13 @@ class Response:
 
 @dataclass(frozen=True)
 class Pending:
-    """An answer that waits for something which others wait for, too, as for a disk; `settle` waits and returns it.
+    """An answer that waits for something which others wait for, too, as for a disk; `wait` returns it.
 
     The server calls it once, after it handed over what else was asked at that moment. What it raises is answered
     as what a handler raises.
     """
 
-    settle: Callable[[], Response]
+    wait: Callable[[], Response]
 
 
 def json_response(obj: Any, status: int = 200) -> Response:

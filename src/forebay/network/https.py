@@ -294,7 +294,7 @@ class Server:
         for connection, one in heard:
             if one is None:
                 continue
-            one.settle(self._guard)
+            one.wait(self._guard)
             if one.is_short and connection.has_room():
                 self._tell(connection, one)
             else:
@@ -325,7 +325,7 @@ class Server:
         assert self._lot is not None
         try:
             while heard is not None:
-                heard.settle(self._guard)
+                heard.wait(self._guard)
                 self._send(connection, heard)
                 asked = read_request(connection, self.bounds)
                 if asked is None:
@@ -408,11 +408,11 @@ class Heard:
         body = self.answer.body if isinstance(self.answer, Response) else None
         return isinstance(body, bytes) and len(body) <= SHORT_BYTES
 
-    def settle(self, guard: _Guard) -> None:
+    def wait(self, guard: _Guard) -> None:
         """Wait for the answer, if it is still to come."""
         while isinstance(self.answer, Pending):
             assert self.request is not None  # what was none is refused at once
-            self.answer = guard(self.request, self.answer.settle)
+            self.answer = guard(self.request, self.answer.wait)
 
 
 def read_request(connection: Connection, bounds: Bounds) -> Asked | None:

@@ -48,7 +48,7 @@ class Flight(Generic[T]):
     again: bool = False
     fault: OSError | None = None
 
-    def settle(self) -> None:
+    def commit_or_release(self) -> None:
         """It ended: name the slice, or give its room back. Called once."""
         if self.transfer.error is not None:
             return self.reservation.release()
@@ -180,7 +180,7 @@ class Flights(Generic[T]):
                     self.counts["refetched_slices"] += 1
                     self.counts["refetched_bytes"] += self._sizes[key]
                 self._fetched[key] = flight.epoch
-        flight.settle()
+        flight.commit_or_release()
         self._on_done(key)
 
     def _fail(self, key: int, error: Exception) -> Exception:
