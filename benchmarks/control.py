@@ -7,11 +7,13 @@ sockets in this one. Each uses a slice up a minute, says so under its signature 
 
 from __future__ import annotations
 
+import heapq
 import json
 import multiprocessing
 import resource
 import socket
 import ssl
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,10 +32,10 @@ from forebay.dataset.slices import write_token_slice
 from forebay.ledger.receipts import Used, receipt_message
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
-from forebay.network.exchange import Request, Response, json_response
-from forebay.network.https import Server
 from forebay.network.identity import Identity, create_network, join
-from forebay.network.limits import Bounds
+from forebay.network.limits import Limits
+from forebay.network.server import JsonResponse, Request, Response, Server, make_app
+from forebay.schedule.possession import prove
 from forebay.schedule.service import SchedulerService
 from forebay.serve import DataNode
 
@@ -49,11 +51,14 @@ def raise_descriptors(num: int) -> None:
 def _serve_bare(node: str, workers: int, door: Connection) -> None:
     raise_descriptors(workers + 1000)
 
-    def answer(request: Request) -> Response:
-        return json_response({"path": request.path})
+    app, most = make_app("benchmark"), workers + 8
 
-    bounds = Bounds(per_peer=workers + 8, busy=64, idle_s=300.0)
-    with Server(Identity.load(node), "127.0.0.1", 0, answer, workers + 8, bounds=bounds) as server:
+    @app.get("/v1/job")
+    async def answer(request: Request) -> Response:
+        return JsonResponse({"path": request.url.path})
+
+    limits = Limits(connections=most, connections_per_peer=most, handshakes_per_address=most, idle_s=300.0)
+    with Server(app, Identity.load(node), "127.0.0.1", 0, limits=limits) as server:
         door.send(server.port)
         door.recv()
 
@@ -119,7 +124,7 @@ def measure_idle(workers: int, seconds: float) -> list[Figure]:
         port = here.recv()
         assert process.pid is not None
         seen = psutil.Process(process.pid)
-        ask(connect(client, port, 1)[0], b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        ask(connect(client, port, 1)[0], b"GET /v1/job HTTP/1.1\r\nHost: x\r\n\r\n")
         before, cpu, began = seen.memory_info().rss, process_cpu_s(process.pid), time.perf_counter()
         held = connect(client, port, workers)
         shaken = time.perf_counter() - began, process_cpu_s(process.pid) - cpu
@@ -143,7 +148,7 @@ def measure_idle(workers: int, seconds: float) -> list[Figure]:
 
 NAME, SEQ_LEN, SAMPLES = "bench", 8, 4
 WANTS = (1, 4)  # leases an exchange
-PEER_LEASES = 256  # what the scheduler leases to one certificate at most
+PEER_LEASES = 32  # what the scheduler leases to a certificate that used nothing yet
 
 
 def _schedule(node: str, state: str, workers: int, door: Connection) -> None:
@@ -163,8 +168,8 @@ def _schedule(node: str, state: str, workers: int, door: Connection) -> None:
 class _Worker:
     """One session: its connection, and the leases it holds."""
 
-    def __init__(self, number: int, identity: Identity, tls: ssl.SSLSocket) -> None:
-        self.number, self.identity, self.tls = number, identity, tls
+    def __init__(self, number: int, identity: Identity, tls: ssl.SSLSocket, data: Path) -> None:
+        self.number, self.identity, self.tls, self.data = number, identity, tls, data
         self.leases: list[dict[str, object]] = []
 
     def ask(self, job_id: str, want: int) -> None:
@@ -173,8 +178,11 @@ class _Worker:
         if self.leases:
             keys = ("epoch", "slice", "start", "stop")
             uses = [
-                {"lease_id": lease["lease_id"], **{key: lease[key] for key in keys}, "step": 1} for lease in self.leases
-            ]
+                {"lease_id": lease["lease_id"], **{key: lease[key] for key in keys}, "step": 1,
+                 "proof": prove(str(lease["lease_id"]), self.identity.peer_id, self.data / str(lease["name"]),
+                                int(str(lease["bytes"])))}
+                for lease in self.leases
+            ]  # fmt: skip
             used = [Used(*(use[key] for key in ("lease_id", *keys, "step"))) for use in uses]  # type: ignore[arg-type]
             signature = self.identity.sign(receipt_message(job_id, used)).hex()
             held = [use["lease_id"] for use in uses]
@@ -242,7 +250,8 @@ def measure_exchanges(workers: int, seconds: float) -> list[Figure]:
             port, held, each = int(address.rpartition(":")[2]), [], -(-workers // peers)
             for identity in members[2:]:
                 num = min(each, workers - len(held))
-                held += [_Worker(len(held) + i, identity, tls) for i, tls in enumerate(connect(identity, port, num))]
+                socks = connect(identity, port, num)
+                held += [_Worker(len(held) + i, identity, tls, folder / "data") for i, tls in enumerate(socks)]
             assert process.pid is not None
             per_s, shares, at_once = workers / MINUTE_S, {}, {}
             for want in WANTS:
@@ -267,9 +276,55 @@ def measure_exchanges(workers: int, seconds: float) -> list[Figure]:
     return [*figures, Figure("scheduler memory", rss / 1e6, "MB", f"{workers} connections and leases")]
 
 
+def measure_waiting(workers: int, seconds: float) -> list[Figure]:
+    """CPU and memory of a scheduler for workers that wait for a lease, each asking when it was told to."""
+    raise_descriptors(workers + 1000)
+    with tempfile.TemporaryDirectory() as name:
+        folder, peers = Path(name), -(-workers // 250)
+        dht = LibtorrentDht("127.0.0.1", 0, [])
+        create_network(folder / "network", "bench", bootstrap=[("127.0.0.1", dht.port)])
+        members = [join(folder / "network", folder / f"node{i}", f"node{i}") for i in range(peers + 2)]
+        _make_dataset(folder / "data", 8)
+        with DataNode(members[0], [open_dataset(folder / "data")], "127.0.0.1", 0, dht):
+            command = [sys.executable, "-m", "forebay.cli", "schedule", NAME, "--network", str(members[1].node_dir)]
+            command += ["--state", str(folder / "state"), "--seq-len", str(SEQ_LEN), "--lease", "600", "--json"]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+            assert process.stdout is not None
+            port = int(json.loads(process.stdout.readline())["address"].rpartition(":")[2])
+            seen = psutil.Process(process.pid)
+            before, due = seen.memory_info().rss, list[tuple[float, int]]()
+            socks = [tls for i in range(workers) for tls in connect(members[2 + i // 250], port, 1)]
+
+            def say(number: int) -> float:
+                body = json.dumps({"session": f"s{number}", "want": 1, "held": []}).encode()
+                head = f"POST /v1/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+                return float(json.loads(ask(socks[number], head.encode() + body))["wait_s"])
+
+            leased = sum(say(number) == 0.0 for number in range(8))  # these have all there is
+            for number in range(8, workers):
+                heapq.heappush(due, (time.perf_counter() + say(number), number))
+            cpu, began, asks = process_cpu_s(process.pid), time.perf_counter(), 0
+            while (now := time.perf_counter()) < began + seconds:
+                at, number = due[0]
+                if at > now:
+                    time.sleep(min(at - now, 0.05))
+                    continue
+                heapq.heapreplace(due, (time.perf_counter() + say(number), number))
+                asks += 1
+            cpu, rss, threads = process_cpu_s(process.pid) - cpu, seen.memory_info().rss, seen.num_threads()
+            process.terminate()
+            process.wait(60)
+        dht.close()
+    return [
+        Figure("workers that wait", workers - leased, "TLS", f"{asks / seconds:.0f} asks a second, {threads} threads"),
+        Figure("scheduler that waits", 100 * cpu / seconds, "% core", f"{cpu / max(1, asks) * 1e6:.0f} us an ask"),
+        Figure("its memory", rss / 1e6, "MB", f"{(rss - before) / workers / 1e3:.1f} kB a worker"),
+    ]
+
+
 def measure(workers: int = 10_000, seconds: float = 20.0) -> list[Figure]:
     """The figures. Takes some five minutes with ten thousand workers."""
-    return [*measure_exchanges(workers, seconds), *measure_idle(workers, seconds)]
+    return [*measure_exchanges(workers, seconds), *measure_idle(workers, seconds), *measure_waiting(workers, seconds)]
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ def _be_member(folder: Path, number: int, address: str, waiting: int, join: Call
     out = folder / f"out{number}"
     dataset = open_remote(
         f"forebay://bench/{NAME}", identity=folder / f"member{number}",
-        discovery=_Known(address),
+        discovery=_Known(address), from_urls="any",
     )  # fmt: skip
     target = open_target(out, folder)
     os.read(waiting, 1)

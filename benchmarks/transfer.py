@@ -22,9 +22,9 @@ import psutil
 from benchmarks.measure import Figure, cpu_s, median, process_cpu_s, show
 from forebay.errors import NetworkError
 from forebay.network.client import CHUNK_BYTES, Client
-from forebay.network.exchange import FileRange, Request, Response
-from forebay.network.https import Server
 from forebay.network.identity import Identity, create_network, join
+from forebay.network.limits import Limits
+from forebay.network.server import Request, Response, Server, file_response, make_app
 from forebay.store.holders import read_by_hash
 
 NUM_BYTES = 200 << 20
@@ -33,13 +33,13 @@ PIECE = 1 << 20
 
 
 def _serve_forebay(node: str, path: str, door: Connection) -> None:
-    def answer(request: Request) -> Response:
-        first, _, last = request.headers["Range"].removeprefix("bytes=").partition("-")
-        start, stop = int(first), int(last) + 1
-        head = {"Content-Range": f"bytes {start}-{stop - 1}/{NUM_BYTES}"}
-        return Response(206, FileRange(Path(path), start, stop), "application/octet-stream", head)
+    app = make_app("benchmark")
 
-    server = Server(Identity.load(node), "127.0.0.1", 0, answer)
+    @app.get("/v1/slices/{sha256}")
+    async def answer(request: Request, sha256: str) -> Response:
+        return file_response(request, Path(path), NUM_BYTES)
+
+    server = Server(app, Identity.load(node), "127.0.0.1", 0, limits=Limits(connections_per_peer=256))
     server.start()
     door.send(server.port)
     door.recv()
@@ -143,7 +143,7 @@ def measure_crowd(num: int = 16, most: int = 64) -> list[Figure]:
         for i in range(most):
             tls = Identity.load(nodes[1 + i % 4]).client_context() if i < 4 else taker.client_context()
             sock = tls.wrap_socket(socket.create_connection(("127.0.0.1", port)))
-            sock.sendall(f"GET /x HTTP/1.1\r\nRange: bytes=0-{NUM_BYTES - 1}\r\n\r\n".encode())
+            sock.sendall(f"GET /v1/slices/x HTTP/1.1\r\nRange: bytes=0-{NUM_BYTES - 1}\r\n\r\n".encode())
             held.append(sock)
         time.sleep(1.0)  # all of them are being sent to, and read nothing
         rss, threads = seen.memory_info().rss, seen.num_threads()

@@ -75,6 +75,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
+def changes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of this process look at their files of revocations at each request, not once a second."""
+    monkeypatch.setattr("forebay.network.revocation.LOOK_EVERY_S", 0.0)
+
+
+@pytest.fixture
 def network_dir(tmp_path: Path) -> Path:
     """The directory of a fresh network: root key, root certificate, network.json."""
     directory = tmp_path / "network"

@@ -1,4 +1,4 @@
-"""A worker's hand and what fetches for it, granted leases by the test."""
+"""A worker's leases and what fetches for them, granted by the test."""
 
 from __future__ import annotations
 
@@ -10,24 +10,31 @@ from typing import Any
 from calibration import scaled
 from forebay.network.client import Client
 from forebay.store.cache import SliceCache
+from forebay.store.foreign import FromUrls
 from forebay.worker.answers import Answer
 from forebay.worker.fetching import Fetcher, Shelf
-from forebay.worker.hand import Hand, Held
+from forebay.worker.lease_buffer import LeaseBuffer
+from forebay.worker.lease_state import ActiveLease, LeaseState
 
 DATASET = "ab" * 32
 
 
 class FetchingWorker:
-    """A hand and what fetches for it."""
+    """Leases, and what fetches for them."""
 
-    def __init__(self, client: Client, directory: Path, cache_bytes: int = 1_000_000) -> None:
+    def __init__(
+        self, client: Client, directory: Path, cache_bytes: int = 1_000_000, from_urls: FromUrls = "any"
+    ) -> None:
         self.cache = SliceCache(directory, cache_bytes)
-        self.hand = Hand(4, None, cache_bytes, 0.1, lambda grant: self.cache.unpin(grant.sha256))
+        state = LeaseState(4, None, cache_bytes, 0.1, lambda grant: self.cache.unpin(grant.sha256))
+        self.leases = LeaseBuffer(state)
         self.shelf = Shelf(self.cache)
-        self.fetcher = Fetcher(client, self.cache, self.shelf, self.hand, 0.2, threads=2)
+        self.fetcher = Fetcher(client, self.cache, self.shelf, self.leases, 0.2, threads=2, from_urls=from_urls)
         self.fetcher.start()
 
-    def lease(self, sha256: str, num_bytes: int, providers: Sequence[dict[str, Any]], lease_id: str = "1") -> Held:
+    def lease(
+        self, sha256: str, num_bytes: int, providers: Sequence[dict[str, Any]], lease_id: str = "1"
+    ) -> ActiveLease:
         """A lease of slice 3 of some dataset, as if the scheduler had granted it."""
         lease = {
             "lease_id": lease_id, "job": "j", "job_id": "j", "epoch": 0, "slice": 3, "index": 3, "dataset_id": DATASET,
@@ -35,37 +42,37 @@ class FetchingWorker:
             "sample_base": 0, "seed": 0, "seq_len": 1, "layout": "tokens", "dtype": "U16", "vocab_size": 1,
             "providers": list(providers), "expires_in_s": 30.0,
         }  # fmt: skip
-        said = self.hand.state()
-        live = {held: {"stop": 9, "expires_in_s": 30.0} for held in said.held}
-        self.hand.apply_answer(said, answer(leases=[lease], live=live))
-        return next(held for held in self.hand.held if held.grant.lease_id == lease_id)
+        request = self.leases.request()
+        live = {lease: {"stop": 9, "expires_in_s": 30.0} for lease in request.held}
+        self.leases.receive(request, answer(leases=[lease], live=live))
+        return next(lease for lease in self.leases.state.leases if lease.grant.lease_id == lease_id)
 
-    def fetched(self, held: Held) -> bytes:
+    def fetched(self, lease: ActiveLease) -> bytes:
         """Waits until its slice is here."""
         deadline = time.monotonic() + scaled(10)
-        while held.path is None and time.monotonic() < deadline:
-            assert not held.over and self.fetcher.failure is None, (held.reason, self.fetcher.failure)
+        while lease.path is None and time.monotonic() < deadline:
+            assert not lease.over and self.fetcher.failure is None, (lease.reason, self.fetcher.failure)
             time.sleep(0.005)
-        assert held.path is not None
-        return held.path.read_bytes()
+        assert lease.path is not None
+        return lease.path.read_bytes()
 
-    def lost(self, held: Held) -> str:
+    def lost(self, lease: ActiveLease) -> str:
         """Waits until it is given back, or failed: then why."""
         deadline = time.monotonic() + scaled(10)
-        while not held.over and time.monotonic() < deadline:
+        while not lease.over and time.monotonic() < deadline:
             time.sleep(0.005)
-        assert held.over and held.path is None
-        return held.reason
+        assert lease.over and lease.path is None
+        return lease.reason
 
     @property
     def bad(self) -> list[tuple[str, bool]]:
         """Who was left out, and whether for wrong bytes."""
-        return [(bad.peer_id, bad.wrong) for bad in self.hand.tally.bad]
+        return [(bad.peer_id, bad.wrong) for bad in self.leases.state.counts.bad]
 
     def close(self) -> None:
-        self.hand.close()
+        self.leases.close()
         self.fetcher.close()
-        self.hand.empty()
+        self.leases.clear()
 
 
 def answer(**more: Any) -> Answer:

@@ -24,6 +24,7 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from forebay.errors import ForebayError, NetworkError, UsageError
+from forebay.threads import Supervised
 from forebay.worker.trainer import TRAINERS, check_trainer
 
 NAME = "demo"
@@ -98,7 +99,8 @@ class Cast:
             node = Node(label, popen, log)
             self._nodes.append(node)
         assert popen.stdout is not None
-        threading.Thread(target=node.listen, args=(popen.stdout,), daemon=True).start()
+        stdout = popen.stdout
+        Supervised(lambda: node.listen(stdout), f"demo {label}").start()
         return node
 
     def close(self) -> None:

@@ -27,32 +27,16 @@ from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.network.access import Access
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, record_key
-from forebay.network.exchange import BINARY, FileRange, Request, Response, error_response, file_response, json_response
-from forebay.network.https import Server
 from forebay.network.identity import Identity, Peer
-from forebay.network.limits import Throttle
-from forebay.network.metrics import Metric, counter, gauge, metrics_response
-from forebay.network.openapi import (
-    COUNT,
-    DESCRIPTION_DOOR,
-    FLAG,
-    METRICS_DOOR,
-    OBJECT,
-    PEER_ID,
-    SHA256,
-    TEXT,
-    Door,
-    array,
-    choice,
-    openapi_response,
-    record,
-)
+from forebay.network.limits import Limits, Throttle
 from forebay.network.publish import SIGNATURE_NAME
+from forebay.network.server import ApiError, JsonResponse, Metric, Request, Response, Server, counter, gauge, peer_of
 from forebay.network.swarm import Holder
-from forebay.network.trust import TrustWatch, answer_trust
 from forebay.store.origins import Origin, read_small
 from forebay.store.remote import RemoteDataset
+from forebay.store.slice_app import SliceFile, make_slice_app
 from forebay.store.tracker import Tracker
+from forebay.threads import Supervised
 
 _MAX_SMALL_BYTES = 1 << 30
 FILES = (MANIFEST_FILE, TABLE_FILE, "tokenizer.json", DOCUMENTS_FILE, SIGNATURE_NAME)
@@ -69,7 +53,7 @@ class DataNode:
         port: TCP; 0 takes a free one, `.port` and `.address` then say which.
         discovery: Where to announce; stays the caller's to close. None: nobody finds it by name.
         ttl_s: How long a claim holds; it is announced anew every third of that.
-        throttle: Of uploads and requests.
+        throttle: Of uploads. `limits`: of connections and requests.
         access: Who may read what; None: every member all that its certificate covers.
         origin_slots: Slices that a swarm's members fetch from here, or from the server behind, at once.
 
@@ -88,6 +72,7 @@ class DataNode:
         ttl_s: float = 60.0,
         *,
         throttle: Throttle | None = None,
+        limits: Limits | None = None,
         access: Access | None = None,
         origin_slots: int = 8,
     ) -> None:
@@ -104,18 +89,21 @@ class DataNode:
         self._by_id = {dataset.id: dataset for dataset in datasets}
         self._access = access or Access()
         self._origin_slots = origin_slots
-        self._slices: dict[str, tuple[Dataset, Path, int]] = {}
+        self._slices: dict[str, SliceFile] = {}
         self._small: dict[tuple[str, str], bytes] = {}  # of remote datasets, by id and name
         self._client = Client(identity)
         self.tracker = Tracker(self._client)
-        self._server = Server(identity, host, port, self._handle, on_bytes=self._count, throttle=throttle)
+        app = make_slice_app("Forebay data node", self, self._metrics)
+        app.add_api_route("/v1/status", self._read_status, summary="What it serves and has sent.")
+        self._server = Server(
+            app, identity, host, port, limits=limits, throttle=throttle, on_bytes=self._count, discovery=discovery
+        )
         self._lock = threading.Lock()
         self._sent: dict[str, int] = {}
         self._num_announcements = 0
         self._failure = ""
         self._stopping = threading.Event()
-        self._announcer: threading.Thread | None = None
-        self._trust: TrustWatch | None = None
+        self._announcer: Supervised | None = None
         self._started_at = time.time()
 
     @property
@@ -140,18 +128,20 @@ class DataNode:
                 continue
             for index in range(dataset.num_slices):
                 row = dataset.table.row(index)
-                self._slices[row.sha256] = (dataset, dataset.slice_path(index), row.bytes)
+                path = dataset.slice_path(index)
+                self._slices[row.sha256] = SliceFile(path, row.bytes, dataset.name, dataset.id)
         self._server.start()
         for dataset in self.datasets:
             origin = _origin_of(dataset)
             own = Holder(self.identity.peer_id, self.address, True) if origin is None else _seed(origin)
-            self.tracker.add(dataset.id, dataset.num_slices, [own], origin_slots=self._origin_slots)
+            self.tracker.add(
+                dataset.id, dataset.num_slices, [own], slice_of=dataset.table.row, origin_slots=self._origin_slots
+            )
         self._announce()
-        self._announcer = threading.Thread(target=self._keep_announced, name="announce", daemon=True)
+        self._announcer = Supervised(self._keep_announced, "announce", stopping=self._stopping)
         self._announcer.start()
         names = ",".join(dataset.name for dataset in self.datasets)
         log.info("data node started: address=%s peer_id=%s datasets=%s", self.address, self.identity.peer_id, names)
-        self._trust = TrustWatch(self.identity, self._client, discovery=self.discovery, address=self.address).start()
 
     def stop(self, timeout_s: float = 30.0) -> bool:
         """Take no more requests, let downloads in flight finish for up to `timeout_s`, then cut. May be repeated.
@@ -162,8 +152,6 @@ class DataNode:
         self._stopping.set()
         if self._announcer is not None:
             self._announcer.join()
-        if self._trust is not None:
-            self._trust.close()
         drained = self._server.drain(timeout_s)
         self._server.close()
         self.tracker.close()
@@ -202,17 +190,18 @@ class DataNode:
         with self._lock:
             sent = {peer_id: float(num_bytes) for peer_id, num_bytes in self._sent.items()}
         return [
-            *self._server.metrics(),
             counter("forebay_peer_sent_bytes_total", "Bytes of bodies sent, by peer.", sent, "peer"),
             gauge("forebay_datasets", "Datasets announced.", len(self.datasets)),
             gauge("forebay_slices", "Slices served.", len(self._slices)),
         ]
 
-    def claims(self) -> list[dict[str, Any]]:
-        """The node's signed claims, good for `ttl_s` from now."""
+    def claims(self, peer: Peer) -> list[dict[str, Any]]:
+        """The node's signed claims of what a peer's certificate covers, good for `ttl_s` from now."""
         expires_at = time.time() + self.ttl_s
         made = []
         for d in self.datasets:
+            if not peer.scope.covers(d.name):
+                continue
             claim = Claim(d.name, d.id, d.num_slices, self.identity.peer_id, self.address, expires_at)
             origin = _origin_of(d)
             made.append(claim if origin is None else replace(claim, held=0, url=origin.url))
@@ -251,93 +240,52 @@ class DataNode:
         for name in sorted(set(listed_files(dataset.manifest)) & set(FILES)):
             self._small[dataset.id, name] = read_small(origin, name, _MAX_SMALL_BYTES)
 
-    def _handle(self, request: Request) -> Response:
-        if (answer := answer_trust(self.identity, request)) is not None:
-            return answer
-        match request.method, request.path.split("/")[1:]:
-            case "GET", ["v1", "claims"]:
-                return json_response({"claims": self.claims()})
-            case "GET", ["v1", "status"]:
-                return json_response(self.status())
-            case "GET", ["openapi.json"]:
-                return openapi_response("Forebay data node", DOORS)
-            case "GET", ["metrics"]:
-                return metrics_response(self._metrics())
-            case "GET", ["v1", "slices", sha256]:
-                return self._slice(request, sha256)
-            case "GET", ["v1", "datasets", dataset_id, name] if name in FILES:
-                return self._file(request, dataset_id, name)
-            case "POST", ["v1", "swarm", dataset_id]:
-                return self._steer(request, dataset_id)
-        if request.method != "GET":
-            return error_response(405, "read_only", f"a data node answers no {request.method} here")
-        return error_response(404, "unknown_path", "nothing is served at this path")
-
-    def _refusal(self, request: Request, dataset: Dataset, num_bytes: int) -> Response | None:
-        """The answer to a peer that may not have so many bytes of a dataset."""
-        reason = self._access.check(request.peer, dataset.name, dataset.id, num_bytes, time.time())
-        if reason is None:
+    def find_slice(self, sha256: str) -> SliceFile | None:
+        """See SliceSource."""
+        found = self._slices.get(sha256)
+        if found is None:
             return None
-        if not reason.startswith("quota"):
-            return error_response(403, "no_access", reason)
-        self.identity.note("quota", peer=request.peer.peer_id, reason=reason)
-        return error_response(429, "quota", reason)
-
-    def _steer(self, request: Request, dataset_id: str) -> Response:
-        dataset = self._by_id.get(dataset_id)
-        if dataset is None:
-            return error_response(404, "unknown_dataset", "this node announces no dataset of this id")
-        if (refused := self._refusal(request, dataset, 0)) is not None:
-            return refused
-        return json_response(self.tracker.answer(request.peer, dataset_id, request.json()))
-
-    def _slice(self, request: Request, sha256: str) -> Response:
-        held = self._slices.get(sha256)
-        if held is None:
-            return error_response(404, "unknown_slice", "this node announces no slice of this hash")
-        dataset, path, size = held
         try:
-            found = path.stat().st_size
+            size = found.path.stat().st_size
         except OSError as error:
-            log.error("slice %s: %s is announced and cannot be read: %s", sha256, path, error)
-            return error_response(404, "slice_lost", "this node announced the slice and no longer has it")
-        if found != size:
-            log.error("slice %s: %s has %d bytes, the table says %d", sha256, path, found, size)
-            return error_response(404, "slice_changed", "this node's file of the slice has changed")
-        response = file_response(request, path, size)
-        sends = response.body.stop - response.body.start if isinstance(response.body, FileRange) else 0
-        return self._refusal(request, dataset, sends) or response
+            log.error("slice %s: %s is announced and cannot be read: %s", sha256, found.path, error)
+            raise ApiError(404, "slice_lost", "this node announced the slice and no longer has it") from error
+        if size != found.num_bytes:
+            log.error("slice %s: %s has %d bytes, the table says %d", sha256, found.path, size, found.num_bytes)
+            raise ApiError(404, "slice_changed", "this node's file of the slice has changed")
+        return found
 
-    def _file(self, request: Request, dataset_id: str, name: str) -> Response:
+    def dataset_name(self, dataset_id: str) -> str | None:
+        """See SliceSource."""
         dataset = self._by_id.get(dataset_id)
-        if dataset is None:
-            return error_response(404, "unknown_dataset", "this node announces no dataset of this id")
-        if (refused := self._refusal(request, dataset, 0)) is not None:
-            return refused
+        return None if dataset is None else dataset.name
+
+    def find_file(self, dataset_id: str, name: str) -> bytes | Path | None:
+        """See SliceSource."""
         if (data := self._small.get((dataset_id, name))) is not None:
-            return Response(200, data, BINARY)
+            return data
+        dataset = self._by_id[dataset_id]
         path = dataset.path / name
-        if _origin_of(dataset) is not None or not path.is_file():
-            return error_response(404, "unknown_file", f"dataset {dataset_id} has no {name}")
-        return file_response(request, path, path.stat().st_size)
+        return path if name in FILES and _origin_of(dataset) is None and path.is_file() else None
 
+    def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
+        """See SliceSource."""
+        reason = self._access.check(peer, dataset, dataset_id, num_bytes, time.time())
+        if reason is None:
+            return
+        if not reason.startswith("quota"):
+            raise ApiError(403, "no_access", reason)
+        self.identity.note("quota", peer=peer.peer_id, reason=reason)
+        raise ApiError(429, "quota", reason)
 
-_LOST = {404: "Not announced here, or lost."}
-_DATASET = {"dataset_id": SHA256}
-_NO_QUOTA = {403: "This peer may not read the dataset."}
-DOORS = [
-    Door("GET", "/v1/claims", "What this node says it has, signed.", answer=record(claims=array(OBJECT))),
-    Door("GET", "/v1/status", "What it serves and has sent.",
-         answer=record((), peer_id=PEER_ID, address=TEXT, datasets=array(OBJECT), bytes_sent=COUNT, draining=FLAG)),
-    Door("GET", "/v1/slices/{sha256}", "A slice.", parts={"sha256": SHA256}, answer=None, ranges=True,
-         refusals=_LOST | _NO_QUOTA),
-    Door("GET", "/v1/datasets/{dataset_id}/{file}", "A small file of a dataset.", answer=None, ranges=True,
-         parts={**_DATASET, "file": choice(*FILES)}, refusals=_LOST | _NO_QUOTA),
-    Door("POST", "/v1/swarm/{dataset_id}", "What a reader has and wants; whom it should ask for what.", body=OBJECT,
-         parts=_DATASET, refusals=_LOST | _NO_QUOTA),
-    DESCRIPTION_DOOR,
-    METRICS_DOOR,
-]  # fmt: skip
+    async def _read_status(self, request: Request) -> Response:
+        status, scope = self.status(), peer_of(request).scope
+        status["datasets"] = [dataset for dataset in status["datasets"] if scope.covers(dataset["name"])]
+        if not scope.allows("admin"):
+            status["peers"] = {}
+            ids = {dataset["id"] for dataset in status["datasets"]}
+            status["swarms"] = {key: facts for key, facts in status["swarms"].items() if key in ids}
+        return JsonResponse(status)
 
 
 def _check_scope(identity: Identity, datasets: Sequence[Dataset]) -> None:

@@ -43,6 +43,12 @@ class Mutual(HTTPAdapter):
         super().init_poolmanager(*args, **settings, ssl_context=self.context, assert_hostname=False)
 
 
+@schemathesis.serializer("application/x-pem-file")
+def write_pem(context: Any, value: Any) -> bytes:
+    """A CRL, or what stands in its place."""
+    return (value if isinstance(value, str) else json.dumps(value, default=str)).encode("utf-8", "surrogateescape")
+
+
 def main(url: str, node_dir: Path, examples: int) -> None:
     session = requests.Session()
     session.mount("https://", Mutual(node_dir))

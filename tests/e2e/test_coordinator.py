@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -22,7 +24,9 @@ from calibration import scaled
 from forebay.errors import StateError, UsageError
 from forebay.network.client import Client, RemoteError
 from forebay.network.identity import Identity
-from forebay.schedule.coordinator import Coordinator
+from forebay.schedule.coordinator import MAX_VALUES, Coordinator
+from forebay.schedule.members import Rules
+from forebay.schedule.roster import ROSTER_NAME
 from forebay.worker.membership import CoordinatorGoneError, DuplicateWorkerError, Membership
 
 HERE = Path(__file__).parent
@@ -236,13 +240,44 @@ def test_over_mutual_tls_a_session_is_its_certificates_alone(make_identity: Call
         with Membership(f"https://{desk.address}", "w", identity=make_identity("worker")) as membership:
             membership.join()
             assert membership.generation.world_size == 1
-            body = {**membership._me(), "generation": 1, "step": 0}
+            body = {"worker_id": "w", "session": membership._state.session, "generation": 1, "step": 0}
             with pytest.raises(RemoteError, match="another peer"):
                 client.request_json(desk.address, "POST", "/v1/members/leave", body)
             assert desk.status()["generation"]["world_size"] == 1
         assert desk.status()["members"] == []
         with pytest.raises(UsageError, match="https"):
             Membership(f"http://{desk.address}", identity=make_identity("other"))
+
+
+def test_ranks_find_each_other_by_values_that_are_their_generations_alone(
+    make_identity: Callable[[str], Identity],
+) -> None:
+    with Coordinator(identity=make_identity("coordinator"), rules=Rules(min_workers=2)) as desk:
+        url, members = f"https://{desk.address}", [make_identity(name) for name in ("a", "b")]
+        with Membership(url, "a", identity=members[0]) as a, Membership(url, "b", identity=members[1]) as b:
+            joining = threading.Thread(target=b.join)
+            joining.start()
+            a.join()
+            joining.join(scaled(20))
+            assert b.meet("0/0", None) is None
+            late = threading.Timer(0.2, a.meet, ("0/0", b"\x00address of a\xff"))
+            late.start()
+            assert b.meet("0/0", None, 20.0) == b"\x00address of a\xff"
+            late.join()
+            assert b.meet("0/0", b"another") == a.meet("0/0", None) == b"\x00address of a\xff"
+            for index in range(MAX_VALUES - 1):
+                a.meet(f"1/{index}", b"x")
+            with pytest.raises(RemoteError, match="at most"):
+                a.meet("2/0", b"x")
+            assert b.meet("2/0", b"of b") is not None  # another rank has room of its own
+            thief = Client(make_identity("thief"))
+            body = {"worker_id": "a", "session": a._state.session, "generation": 1, "key": "0/0"}
+            with pytest.raises(RemoteError, match="another peer"):
+                thief.request_json(desk.address, "POST", "/v1/members/meet", body)
+            with pytest.raises(RemoteError, match="no member of it"):
+                thief.request_json(desk.address, "POST", "/v1/members/meet", {**body, "worker_id": "c"})
+            with pytest.raises(RemoteError, match="no member of it"):
+                Client(members[0]).request_json(desk.address, "POST", "/v1/members/meet", {**body, "generation": 2})
 
 
 def test_a_coordinator_that_stays_away_is_named_and_a_dead_one_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -270,6 +305,16 @@ def test_a_coordinator_that_stays_away_is_named_and_a_dead_one_comes_back_as_it_
         assert [g["start_step"] for g in get(desk.address, "/v1/log")["generations"]] == [0, 5]
 
 
+def test_a_state_of_another_version_is_named(tmp_path: Path) -> None:
+    with Coordinator(state_dir=tmp_path):
+        pass
+    with contextlib.closing(sqlite3.connect(tmp_path / ROSTER_NAME)) as database, database:
+        (body,) = database.execute("SELECT body FROM state").fetchone()
+        database.execute("UPDATE state SET body = ?", (json.dumps({**json.loads(body), "finished": ["a session"]}),))
+    with pytest.raises(StateError, match="another version"), Coordinator(state_dir=tmp_path):
+        pass
+
+
 def test_a_coordinator_that_was_stopped_gives_nobody_up_for_it(spawn: Callable[..., Process]) -> None:
     """As with a machine that stands still: nobody could be heard then."""
     process, address = coordinator(
@@ -294,3 +339,15 @@ def test_a_coordinator_that_was_stopped_gives_nobody_up_for_it(spawn: Callable[.
         process.popen.send_signal(signal.SIGCONT)
         for member in members:
             member.leave()
+
+
+def test_a_process_that_ends_between_two_requests_is_seen_to_have_ended() -> None:
+    """Its last request asked for an answer within 30 s, so without its connection's end it would be waited for."""
+    with Coordinator(rules=Rules(min_workers=1, lost_s=0.5, stale_s=3600.0)) as server:
+        client = Client(None)
+        body = {"worker_id": "w", "session": "session-1", "wait_s": 30.0}
+        answer, _ = client.request_json(server.address, "POST", "/v1/members/join", body, timeout_s=scaled(10))
+        assert answer["generation"]["rank"] == 0
+        client.close()
+        until(lambda: [member["lost"] for member in server.status()["members"]] in ([True], []), "its end")
+        until(lambda: not server.status()["members"], "that it is given up")

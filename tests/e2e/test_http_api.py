@@ -26,7 +26,9 @@ from forebay.serve import DataNode
 
 SCHEMATHESIS = os.environ.get("FOREBAY_SCHEMATHESIS")
 EXAMPLES = os.environ.get("FOREBAY_SCHEMATHESIS_EXAMPLES", "100")
-BODIES: list[Any] = [{}, [], "text", 5, {"held": 1, "worker_id": []}, {"want": -1, "generation": "x", "wait_s": 1e9}]
+BODIES: list[Any] = [{}, [], "text", 5, {"held": 1, "worker_id": []}, {"want": -1, "generation": "x", "wait_s": 1e9},
+    {"settings": {"x": 10**30}}, {"settings": {"x": "a" * 10_000}},
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +77,79 @@ def test_doors_answer_as_they_say(servers: tuple[dict[str, str], Identity], whic
                     assert str(status) in door["responses"] and status != 500, (method, path, body)
 
 
+@pytest.mark.parametrize("which", ["data", "scheduler", "coordinator"])
+def test_documents_name_errors_roles_and_messages(servers: tuple[dict[str, str], Identity], which: str) -> None:
+    """Every route says how it refuses; what is sent to it has a schema without further fields, every list a bound."""
+    with Client(servers[1]) as client:
+        document, _ = client.request_json(servers[0][which], "GET", "/openapi.json")
+    schemas = document["components"]["schemas"]
+    num_messages = 0
+    for path, methods in document["paths"].items():
+        for method, door in methods.items():
+            for status in ("400", "403", "404", "413", "429", "500", "503"):
+                content = door["responses"][status]["content"]["application/json"]
+                assert content["schema"]["$ref"].endswith("/ErrorReply"), (path, status)
+            assert "422" not in door["responses"]
+            assert door["summary"], path
+            if path == "/v1/crls" and method == "post":
+                (content,) = door["requestBody"]["content"].values()  # a signed file
+                assert content["schema"]["maxLength"] <= 1 << 20
+            elif method == "post" and "requestBody" in door:
+                name = door["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+                num_messages += 1
+                _check_bounds(name, schemas, set())
+            elif method == "post":
+                assert path.endswith(("/pause", "/resume", "/pardon")), path
+    assert num_messages == {"data": 1, "scheduler": 3, "coordinator": 6}[which]
+    roles = {path: door["x-role"] for path, methods in document["paths"].items() for door in methods.values()
+             if "x-role" in door}  # fmt: skip
+    workers = {"/v1/exchange", *(f"/v1/members/{verb}" for verb in ("join", "ready", "heartbeat", "meet", "leave"))}
+    admins = {f"/v1/jobs/{{name}}/{verb}" for verb in ("pause", "resume", "readmit", "weights")}
+    admins.add("/v1/peers/{peer_id}/pardon")
+    assert roles == {
+        path: "worker" if path in workers else "admin"
+        for path in (workers | admins) & set(document["paths"])
+    }  # fmt: skip
+
+
+def _check_bounds(name: str, schemas: dict[str, Any], seen: set[str]) -> None:
+    """No further fields; strings, lists and maps of a message have a largest size."""
+    if name in seen:
+        return
+    seen.add(name)
+    assert schemas[name]["additionalProperties"] is False, name
+    todo = list(schemas[name]["properties"].items())
+    while todo:
+        field, schema = todo.pop()
+        if "$ref" in schema:
+            _check_bounds(schema["$ref"].rpartition("/")[2], schemas, seen)
+            continue
+        todo += [(field, one) for one in schema.get("anyOf", [])]
+        match schema.get("type"):
+            case "string":
+                assert "maxLength" in schema or "pattern" in schema, (name, field)
+            case "array":
+                assert "maxItems" in schema, (name, field)
+                todo.append((field, schema["items"]))
+            case "object":
+                assert "maxProperties" in schema, (name, field)
+                values = [schema.get("additionalProperties"), *schema.get("patternProperties", {}).values()]
+                todo += [(field, value) for value in values if isinstance(value, dict)]
+            case "integer" | "number":
+                assert schema.keys() & {"maximum", "exclusiveMaximum"}, (name, field)
+
+
+@pytest.mark.timeout(200 + 3 * int(EXAMPLES))
 @pytest.mark.skipif(SCHEMATHESIS is None, reason="FOREBAY_SCHEMATHESIS names no interpreter with schemathesis")
 @pytest.mark.parametrize("which", ["data", "scheduler", "coordinator"])
 def test_schemathesis_finds_nothing(servers: tuple[dict[str, str], Identity], which: str) -> None:
     assert SCHEMATHESIS is not None
     command = [SCHEMATHESIS, str(Path(__file__).with_name("http_api.py")), f"https://{servers[0][which]}"]
     done = subprocess.run(
-        [*command, str(servers[1].node_dir), EXAMPLES], capture_output=True, text=True, timeout=scaled(170)
+        [*command, str(servers[1].node_dir), EXAMPLES],
+        capture_output=True,
+        text=True,
+        timeout=scaled(170 + 2 * int(EXAMPLES)),
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     print(json.loads(done.stdout.splitlines()[-1]))

@@ -189,7 +189,7 @@ def test_a_slice_named_by_a_path_is_no_slice(make_identity: Make, tmp_path: Path
         for name in ("../evil", "/etc/passwd", "a" * 63, "A" * 64, "a" * 64 + "\n", ""):
             with pytest.raises(UsageError, match="sha256"):
                 worker.cache.path_of(name)
-            with pytest.raises(ProtocolViolation, match="lease: expected"):
+            with pytest.raises(ProtocolViolation, match=r"leases\.0\.sha256: "):
                 worker.lease(name, 10, [])
     assert not (tmp_path / "evil").exists() and not (tmp_path / "evil.part").exists()
 
@@ -219,11 +219,16 @@ def test_a_table_that_unfolds_is_refused_before_it_is_read() -> None:
 
 def test_a_member_is_named_only_where_it_answered(client: Client, dataset: Dataset, make_identity: Make) -> None:
     with Liar(make_identity("sharer"), dataset, "honest") as sharer, closing(Dialer(client)) as dialer:
-        there, nobody = (sharer.identity.peer_id, sharer.address), (sharer.identity.peer_id, "127.0.0.1:1")
-        thief = ("a" * 32, sharer.address)
-        assert not any(dialer.reached(*pair) for pair in (there, nobody, thief, (there[0], "")))
+        peer, here = sharer.identity.as_peer, "127.0.0.1"
+        thief = replace(peer, peer_id="a" * 32)
+        assert not any(dialer.reached(one, sharer.address, here) for one in (peer, thief))
+        assert not dialer.reached(peer, "", here)
         deadline = time.monotonic() + scaled(20.0)
-        while not dialer.reached(*there):
+        while not dialer.reached(peer, sharer.address, here):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert not dialer.reached(*nobody) and not dialer.reached(*thief)
+        assert dialer.found(peer, "127.0.0.1:1", here) is None  # its turn comes
+        while dialer.found(peer, "127.0.0.1:1", here) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not dialer.reached(peer, "127.0.0.1:1", here) and not dialer.reached(thief, sharer.address, here)

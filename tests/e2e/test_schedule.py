@@ -34,6 +34,7 @@ from forebay.schedule.journal import ledger_path
 from forebay.schedule.service import SchedulerService
 from forebay.serve import DataNode
 from local_discovery import LocalDiscovery
+from proofs import proof_by_hand
 
 SEQ_LEN = 8
 
@@ -87,9 +88,10 @@ class Hand:
             uses = [Used(x["lease_id"], x["epoch"], x["slice"], x["start"], x["stop"], 1) for x in leases]
             job_id = leases[0]["job_id"]
             rows = [
-                {"lease_id": u.lease, "epoch": u.epoch, "slice": u.slice, "start": u.start, "stop": u.stop, "step": 1}
-                for u in uses
-            ]
+                {"lease_id": u.lease, "epoch": u.epoch, "slice": u.slice, "start": u.start, "stop": u.stop, "step": 1,
+                 "proof": proof_by_hand(self.client, x)}
+                for u, x in zip(uses, leases)
+            ]  # fmt: skip
             signature = self.identity.sign(receipt_message(job_id, uses)).hex()
             body |= {"job_id": job_id, "uses": rows, "signature": signature}
         answer, _ = self.client.request_json(address, "POST", "/v1/exchange", body, timeout_s=5)

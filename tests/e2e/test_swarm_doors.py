@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,14 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from feeding import make_dataset
+from starlette.responses import Response
 
 from calibration import scaled
 from forebay.dataset.reader import open_dataset
 from forebay.errors import NetworkError, UsageError
 from forebay.network.access import Access
 from forebay.network.client import Client, RemoteError, parse_address
-from forebay.network.exchange import Request, Response, json_response
-from forebay.network.https import Server
 from forebay.network.identity import Identity, create_network, join
 from forebay.network.peer import Scope
 from forebay.serve import DataNode
@@ -28,6 +28,7 @@ from forebay.store.share import Folder, SliceShare
 from forebay.store.swarm import SwarmReader, TrackerAt
 from forebay.store.swarm_mirror import mirror_by_swarm
 from forebay.store.targets import open_target
+from handlers import Request, serve
 from local_discovery import LocalDiscovery
 
 SLICES = 4
@@ -205,11 +206,11 @@ def test_a_tracker_that_names_no_address_and_goes_ends_the_wait(
 
     def handle(request: Request) -> Response:
         asked.set()
-        return json_response(answer)
+        return Response(json.dumps(answer), media_type="application/json")
 
     tracker = Identity.load(world / "a")
     table = open_dataset(world / "c4").table
-    with Server(tracker, "127.0.0.1", 0, handle) as server:
+    with serve(tracker, handle) as server:
         at = TrackerAt(tracker.peer_id, server.address, True)
         client = Client(Identity.load(world / "b"))
         reader = SwarmReader(client, "ab" * 32, table, lambda: [at], lambda: np.zeros(SLICES, bool), patience_s=1.0)

@@ -30,9 +30,11 @@ from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client, RemoteError, parse_address
 from forebay.network.dht import LibtorrentDht
 from forebay.network.identity import Identity, verify
+from forebay.schedule.catalog import JobPlan, Wanted
 from forebay.schedule.service import SchedulerService
 from forebay.serve import DataNode
 from forebay.worker.leasing import WorkerReport, run_worker
+from proofs import proof_by_hand
 
 NUM_SLICES = 40
 TOKENS = 400
@@ -270,7 +272,8 @@ def test_garbage_and_thieves_are_refused(world: World) -> None:
     def used(client: Client, by: Identity, **more: int) -> dict[str, Any]:
         place = {"epoch": 0, "slice": first["slice"], "start": 0, "stop": 1, "step": 1, **more}
         receipt = receipt_message(job_id, [Used(lease_id, **place)])
-        body = {"job_id": job_id, "uses": [{"lease_id": lease_id, **place}], "signature": by.sign(receipt).hex()}
+        use = {"lease_id": lease_id, **place, "proof": proof_by_hand(owner, first)}
+        body = {"job_id": job_id, "uses": [use], "signature": by.sign(receipt).hex()}
         return ask(client, service, **body)
 
     # A thief's own signature counts for the thief, who has no such lease; the owner's is not the thief's.
@@ -289,7 +292,7 @@ def test_garbage_and_thieves_are_refused(world: World) -> None:
         with pytest.raises(RemoteError) as caught:
             owner.request_json(service.address, "POST", "/v1/exchange", body)
         assert caught.value.status == 400, body
-    with pytest.raises(RemoteError, match="no such door"):
+    with pytest.raises(RemoteError, match="POST /v1/nothing: Not Found"):
         owner.request_json(service.address, "POST", "/v1/nothing", {})
     assert service.status()["samples_used"] == 1
 
@@ -305,13 +308,47 @@ def test_an_exchange_that_comes_late_takes_nothing_back(world: World) -> None:
     assert service.status()["slices_leased"] == 2
 
 
+def test_a_use_needs_proof_that_its_slice_was_there(world: World) -> None:
+    world.serve("data-1")
+    service = world.scheduler(jobs=[JobPlan(NAME, (Wanted(NAME),), SEQ_LEN, max_tokens_per_s=1e4, stall_s=60.0)])
+    client, by = world.client("w1"), world.identity("w1")
+
+    def use(lease: dict[str, Any], proof: str | None) -> dict[str, Any]:
+        place = {key: lease[key] for key in ("epoch", "slice", "start", "stop")} | {"step": 1}
+        signature = by.sign(receipt_message(lease["job_id"], [Used(lease["lease_id"], **place)])).hex()
+        row = {"lease_id": lease["lease_id"], **place} | ({} if proof is None else {"proof": proof})
+        return ask(client, service, job_id=lease["job_id"], uses=[row], signature=signature)
+
+    first, second = ask(client, service, want=2)["leases"]
+    with pytest.raises(RemoteError, match="too soon") as caught:
+        use(first, proof_by_hand(client, first))
+    assert caught.value.status == 429 and caught.value.wait_s > 0
+    deadline = time.monotonic() + scaled(30)
+    while time.monotonic() < deadline:
+        try:
+            use(first, None)
+        except RemoteError as error:
+            if error.status != 429:
+                assert (error.status, error.code) == (400, "no_proof")
+                break
+        time.sleep(0.01)
+    assert use(first, proof_by_hand(client, first))["uses"][0]["offset"] == first["stop"]
+    # Of another lease's range, another worker's, or of other bytes: none is this one's.
+    other = {**second, "lease_id": first["lease_id"]}
+    with pytest.raises(RemoteError) as caught:
+        use(second, proof_by_hand(client, other))
+    assert (caught.value.status, caught.value.code) == (403, "false_proof")
+    assert ask(client, service, want=1)["leases"] == [], "who lied is leased nothing for a while"
+    assert ask(world.client("w2"), service, want=1)["leases"]
+
+
 def test_an_assignment_names_providers_and_a_slice_and_carries_no_payload(world: World) -> None:
     """Peer ids and addresses of those who have it, dataset, slice, hash, place: less than a kilobyte."""
     node = world.serve("data-1")
     service = world.scheduler()
     lease = ask(world.client("w1"), service, want=1)["leases"][0]
     row = world.dataset.table.row(lease["slice"])
-    provider = {"peer_id": node.identity.peer_id, "address": node.address, "is_origin": True}
+    provider = {"peer_id": node.identity.peer_id, "address": node.address}
     assert lease["providers"] == [provider]
     assert (lease["dataset_id"], lease["sha256"], lease["bytes"]) == (world.dataset.id, row.sha256, row.bytes)
     assert (lease["start"], lease["stop"], lease["count"]) == (0, TOKENS // SEQ_LEN, TOKENS // SEQ_LEN)

@@ -91,7 +91,7 @@ def work(coordinator: str, name: str, batch_size: int, num_steps: int, step_s: f
         say(name=name, step=step, loss=loss, samples=batch.sample_ids.tolist(), weights=weights, **place)
 
     config = WorkerConfig(
-        batch_size=batch_size, num_steps=num_steps, worker_id=name, coordinator=coordinator, host="127.0.0.1",
+        batch_size=batch_size, num_steps=num_steps, worker_id=name, coordinator=coordinator,
         patience_s=20.0, seq_len=2, trainer=f"{__file__}:Layer",
     )  # fmt: skip
     training = Training(config, threading.Event(), lambda line: None, on_step)

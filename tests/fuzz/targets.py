@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 from cryptography.hazmat.primitives import serialization
+from pydantic import ValidationError
+from starlette.responses import Response
 
 from forebay.convert.content import Options, TokenSource
 from forebay.convert.convert import FORMATS, convert, open_source
@@ -41,25 +45,26 @@ from forebay.formats.compression import sniff_compression
 from forebay.ledger.receipts import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
-from forebay.network.certificates import judge
+from forebay.network.certificates import Issuer, judge
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import Claim, parse_claim
-from forebay.network.exchange import Request, Response, json_response
-from forebay.network.heads import Incoming
-from forebay.network.heads import RefusedError as HeadRefused
-from forebay.network.https import Server
 from forebay.network.identity import Identity, create_network, join, verify
-from forebay.network.members import parse_ranges
+from forebay.network.members import MAX_RANGES, parse_ranges
+from forebay.network.messages import ExchangeRequest, Message, SwarmRequest
+from forebay.network.networks import read_cert, read_key
 from forebay.network.peer import Peer
 from forebay.network.publish import read_publication
-from forebay.network.revocation import parse_list, read_revoked
+from forebay.network.revocation import parse_crl, read_revoked, sign_crl
+from forebay.network.server import file_response
+from forebay.network.swarm import Holder
 from forebay.network.tokens import read_token
 from forebay.prepare.extract import HtmlError, extract_html
 from forebay.prepare.read import ReadOptions, Source, cut, read
-from forebay.schedule.exchange import MAX_INDEX, parse_ask
-from forebay.store.tracker import parse_ask as parse_swarm_ask
+from forebay.schedule.exchange import ask_of
+from forebay.store.tracker import Tracker
 from forebay.worker.answers import Answer
+from handlers import Request, serve
 
 from .engine import Target
 
@@ -89,33 +94,25 @@ def _json(parse: Callable[[Any], object], *seeds: object) -> Target:
     return Target(run, [json.dumps(seed).encode() for seed in seeds])
 
 
-@target
-def heads(directory: Path, identity: Identity) -> Target:
-    """The server's parser of requests, fed in two pieces."""
-
-    def run(data: bytes) -> None:
-        incoming = Incoming()
-        for piece in (data[: len(data) // 2], data[len(data) // 2 :]):
-            incoming.feed(piece)
-            while incoming.next() is not None:
-                pass
-
-    seeds = [
-        b"GET /v1/claims HTTP/1.1\r\nHost: a:1\r\n\r\n",
-        b"POST /v1/exchange?job=a%20b HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}",
-        b"GET /v1/slices/00 HTTP/1.1\r\nRange: bytes=0-99\r\nConnection: close\r\n\r\n",
-    ]
-    return Target(run, seeds, (ForebayError, HeadRefused))
+def _message(model: type[Message], use: Callable[[Any], object], *seeds: object) -> Target:
+    """A message as a server takes it: what the model refuses is a 400 there."""
+    data = [json.dumps(seed).encode() for seed in seeds]
+    return Target(lambda given: use(model.model_validate_json(given)), data, (ForebayError, ValidationError))
 
 
 @target
 def server(directory: Path, identity: Identity) -> Target:
     """The whole server over a socket: what is answered is HTTP, and no failure of its own (500)."""
 
-    def handle(request: Request) -> Response:
-        return json_response(request.json())
+    file = directory / "file"
+    file.write_bytes(bytes(200))
 
-    made = Server(None, "127.0.0.1", 0, handle)
+    def handle(request: Request) -> Response:
+        if request.path.startswith("/v1/slices"):
+            return file_response(request.http, file, 200)
+        return Response(json.dumps(request.json()), media_type="application/json")
+
+    made = serve(None, handle)
     made.start()
 
     def run(data: bytes) -> None:
@@ -131,7 +128,13 @@ def server(directory: Path, identity: Identity) -> Target:
         assert not answer or answer.startswith(b"HTTP/1.1 "), answer[:80]
         assert not answer.startswith(b"HTTP/1.1 500"), answer[:200]
 
-    return Target(run, heads(directory, identity).seeds, close=made.close)
+    seeds = [
+        b"GET /v1/claims HTTP/1.1\r\nHost: a:1\r\n\r\n",
+        b"POST /v1/exchange?job=a%20b HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /a HTTP/1.1\r\nIdempotency-Key: k\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        b"GET /v1/slices/00 HTTP/1.1\r\nRange: bytes=0-99\r\nConnection: close\r\n\r\n",
+    ]
+    return Target(run, seeds, close=made.close)
 
 
 @target
@@ -195,13 +198,15 @@ def exchange(directory: Path, identity: Identity) -> Target:
         "horizons": {"l1": 16}, "release": ["l2"], "failed": [{"lease_id": "l3", "reason": "r"}], "want": 2,
         "have": {"0" * 64: "0-15,17"}, "bad": [{"peer_id": "a" * 32, "sha256": "0" * 64, "reason": "r"}], "speed": 1.5,
     }  # fmt: skip
-    return _json(parse_ask, seed, {})
+    num_slices = {"0" * 64: 18}
+    return _message(ExchangeRequest, lambda message: ask_of(message, num_slices), seed, {})
 
 
 @target
 def ranges(directory: Path, identity: Identity) -> Target:
     return Target(
-        lambda data: parse_ranges(data.decode("latin-1"), MAX_INDEX + 1), [b"0-15,17", b"3", b"", b"0-3999999"]
+        lambda data: parse_ranges(data.decode("latin-1"), 1 << 22),
+        [b"0-15,17", b"3", b"", b"0-3999999", b",".join(b"%d" % i for i in range(0, 2 * MAX_RANGES + 4, 2))],
     )
 
 
@@ -230,7 +235,15 @@ def swarm(directory: Path, identity: Identity) -> Target:
         "address": "127.0.0.1:7000", "slots": 4, "have": "0-15,17", "want": "1-3", "num": 2, "must": [3],
         "finished": [4], "failed": [{"index": 5, "member": "a" * 32, "wrong": True}], "dropped": [6], "leave": False,
     }  # fmt: skip
-    return _json(lambda obj: parse_swarm_ask(obj, 1000), seed, {})
+    tracker, client = Tracker(asking := Client(None)), itertools.count()
+    tracker.add("0" * 64, 1000, [Holder("o", "127.0.0.1:1", True)])
+
+    def answer(message: SwarmRequest) -> object:
+        peer_id = base64.b32encode(next(client).to_bytes(20, "big")).decode().lower()
+        return json.dumps(tracker.answer(Peer(peer_id, b"", "m"), "0" * 64, message.model_copy(update={"address": ""})))
+
+    made = _message(SwarmRequest, answer, seed, {})
+    return replace(made, close=lambda: (tracker.close(), asking.close()))
 
 
 @target
@@ -281,7 +294,7 @@ def certificates(directory: Path, identity: Identity) -> Target:
 
     root = der("root-cert.pem")
     version = root.replace(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x7f")
-    return Target(lambda data: judge(data, root), [der("node-cert.pem"), root, version])
+    return Target(lambda data: judge(data, (root,)), [der("node-cert.pem"), root, version])
 
 
 @target
@@ -319,12 +332,17 @@ def _again(pem: bytes, old: bytes, new: bytes) -> bytes:
 def revocations(directory: Path, identity: Identity) -> Target:
     from cryptography import x509
 
-    cert = x509.load_pem_x509_certificate((identity.node_dir / "root-cert.pem").read_bytes())
-    root = cert.public_bytes(serialization.Encoding.DER)
-    seed = {
-        "issuer": identity.network_id, "number": 3, "revoked": ["a" * 32], "organisation": "", "signature": "0" * 128
-    }  # fmt: skip
-    return _json(lambda obj: parse_list(obj, root), seed)
+    issuer = Issuer(read_key(identity.node_dir / "node-key.pem"), read_cert(identity.node_dir / "root-cert.pem"), True)
+    seed = sign_crl(issuer, [7, 1 << 150], 3)
+    der = x509.load_pem_x509_crl(seed).public_bytes(serialization.Encoding.DER)
+
+    def run(data: bytes) -> None:
+        with contextlib.suppress(ForebayError):
+            parse_crl(data, identity.roots)
+        body = base64.b64encode(data)
+        parse_crl(b"-----BEGIN X509 CRL-----\n" + body + b"\n-----END X509 CRL-----\n", identity.roots)
+
+    return Target(run, [seed, der])
 
 
 @target
@@ -357,10 +375,11 @@ def tokens(directory: Path, identity: Identity) -> Target:
 @target
 def publications(directory: Path, identity: Identity) -> Target:
     seed = {
-        "dataset_id": "0" * 64, "name": "tiny", "publisher": identity.peer_id, "key": identity.public_key.hex(),
-        "at": 1.0, "signature": "0" * 128,
+        "format": 3, "dataset_id": "0" * 64, "name": "tiny", "publisher": identity.peer_id, "serial": 1, "origins": [],
+        "certificate": (identity.node_dir / "node-cert.pem").read_text(), "expires_at": 1e10, "signature": "0" * 128,
     }  # fmt: skip
-    return Target(read_publication, [json.dumps(one).encode() for one in (seed, {**seed, "at": 10**400})])
+    seeds = [seed, {**seed, "expires_at": 10**400}, {**seed, "origins": ["https://[h/"]}]
+    return Target(lambda data: read_publication(data, identity), [json.dumps(one).encode() for one in seeds])
 
 
 @target

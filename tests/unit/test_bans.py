@@ -15,7 +15,7 @@ from forebay.dataset.slices import write_token_slice
 from forebay.network.audit import AuditLog
 from forebay.network.client import Client
 from forebay.network.identity import Identity
-from forebay.network.peer import Peer
+from forebay.network.messages import FailedFetch, SwarmRequest
 from forebay.network.swarm import Holder
 from forebay.schedule.catalog import Kept, check
 from forebay.store.tracker import Tracker
@@ -27,14 +27,16 @@ def test_a_tracker_notes_whom_two_nodes_accuse(make_identity: Callable[[str], Id
     with closing(identity.audit), Client(identity) as client:
         tracker = Tracker(client)
         tracker.add("d", 8, [Holder("origin", "h:1", True)])
-        said = {"failed": [{"index": i, "member": "liar#1", "wrong": True} for i in (1, 2)]}
-        peers = {name: make_identity(name) for name in "abc"}
+        peers = {name: make_identity(name) for name in ("a", "b", "c", "liar")}
+        tracker.answer(peers["liar"].as_peer, "d", SwarmRequest(session="01"))
+        member = f"{peers['liar'].peer_id}#01"
+        said = SwarmRequest(failed=tuple(FailedFetch(index=i, member=member, wrong=True) for i in (1, 2)))
         for name in "aabc":
-            tracker.answer(Peer(peers[name].peer_id, peers[name].public_key, name), "d", said)
+            tracker.answer(peers[name].as_peer, "d", said)
         tracker.close()
-    lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "audit.jsonl.decisions").read_text().splitlines()]
     (ban,) = [line for line in lines if "ban" in line.values()]
-    assert "liar" in json.dumps(ban) and peers["b"].peer_id in json.dumps(ban)
+    assert peers["liar"].peer_id in json.dumps(ban) and peers["b"].peer_id in json.dumps(ban)
 
 
 def make_dataset(directory: Path) -> Dataset:

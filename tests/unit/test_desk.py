@@ -313,6 +313,79 @@ def test_a_slice_on_which_different_workers_fail_is_set_aside_and_the_epoch_says
     assert ended.samples == 0 and ended.aside == ((0, 0, 3),) and reply.done
 
 
+def test_where_slices_are_checked_what_workers_say_sets_none_aside() -> None:
+    desk = Desk([spec("x", [3, 3], max_failures=2)], checks=True)
+    for worker in ("a", "b", "c"):
+        reply, _ = desk.exchange(worker, Ask(want=2), 0.0)
+        failed = tuple(Failed(grant.lease_id, "torn") for grant in reply.leases)
+        desk.exchange(worker, Ask(failed=failed), 0.0)
+    doubts = desk.doubts()
+    assert sorted(doubt.slice_index for doubt in doubts) == [0, 1] and not desk.done()
+    (cleared,) = desk.resolve(doubts[0], True, 1.0)
+    assert cleared == events.Cleared("x", doubts[0].slice_index) and len(desk.doubts()) == 1
+    happened = desk.resolve(doubts[1], False, 1.0)
+    assert [type(event) for event in happened] == [events.SetAside]
+    assert desk.doubts() == [] and not desk.done() and desk.resolve(doubts[1], False, 1.0) == []
+    (grant,) = desk.exchange("d", Ask(want=2), 20.0)[0].leases
+    assert grant.slice_index == doubts[0].slice_index
+    again = Desk([spec("x", [3, 3], max_failures=2)], checks=True)
+    again.restore(desk.snapshot())
+    assert again.snapshot() == desk.snapshot()
+
+
+def test_who_two_organisations_accuse_is_checked_and_can_be_pardoned() -> None:
+    desk = Desk([spec("x", [3] * 8)], checks=True)
+    desk.origins("x0", [Holder("origin", "h:1", True), Holder("second", "h:2", True)], 0.0)
+    for worker, organisation in (("a", "o"), ("b", "o"), ("c", "p")):
+        assert desk.doubts() == []
+        bad = tuple(Bad("origin", "x0", index, "wrong") for index in (0, 1))
+        desk.exchange(worker, Ask(bad=bad, organisation=organisation), 0.0)
+    (doubt,) = desk.doubts()
+    assert doubt.peer == Holder("origin", "h:1", True)
+    (banned,) = desk.resolve(doubt, False, 1.0)
+    assert banned == events.Banned("origin", "x0") and desk.doubts() == []
+    again = Desk([spec("x", [3] * 8)], checks=True)
+    again.restore(desk.snapshot())
+    assert again.swarms["x0"].facts()["banned"] == ["origin"] == desk.swarms["x0"].facts()["banned"]
+    assert from_row(to_row(banned)) == banned
+    desk.pardon("origin")
+    assert desk.swarms["x0"].facts()["banned"] == [] and not desk.reports
+
+
+def test_a_peer_that_uses_nothing_loses_its_leases_whatever_its_sessions_say() -> None:
+    """40 sessions of one peer, each giving its lease back and taking one again before the time of a stall."""
+    desk, now, honest = Desk([spec("x", [4] * 42, stall_s=6.0)]), 0.0, 0
+    held: dict[int, tuple[str, ...]] = {}
+    while now < 30.0:
+        for number in range(42):
+            ask = Ask(session=f"s{number}", release=held.get(number, ()), want=1)
+            held[number] = tuple(grant.lease_id for grant in desk.exchange("thief", ask, now)[0].leases)
+        assert sum(map(len, held.values())) <= 32
+        if now == 9.0:
+            assert not any(held.values()), "it is barred for a while"
+            honest = len(desk.exchange("honest", Ask(want=16), now)[0].leases)
+        desk.expire(now)
+        now += 3.0
+    assert honest >= 1
+
+
+def test_leases_of_a_peer_grow_with_its_uses() -> None:
+    desk = Desk([spec("x", [1] * 400)])
+    numbers = []
+    for now in (0.0, 10.0, 20.0, 30.0):
+        grants = []
+        for number in range(20):
+            reply, _ = desk.exchange("p", Ask(session=f"s{number}", want=16), now)
+            grants += [(f"s{number}", grant) for grant in reply.leases]
+            if len(reply.leases) < 16:
+                break
+        numbers.append(len(grants))
+        for session, grant in grants:
+            used = Used(grant.lease_id, 0, grant.slice_index, grant.start, grant.stop, 1)
+            desk.exchange("p", Ask(session=session, job_id="j", uses=(used,), receipt="ab"), now + 5)
+    assert numbers == [32, 64, 128, 176]
+
+
 def test_a_worker_that_failed_on_a_slice_gets_others_first_and_it_again_later() -> None:
     desk = Desk([spec("x", [3, 3], max_failures=2)])
     first = desk.exchange("a", Ask(want=1), 0.0)[0].leases[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forebay.errors import UsageError
+from forebay.errors import ProtocolViolation
 from forebay.network.dialing import named_host
 from forebay.worker.leasing import LeaseSettings
 
@@ -15,7 +15,7 @@ def test_who_listens_everywhere_is_named_as_the_other_sees_it(tmp_path_factory: 
         assert named_host(everywhere, "nowhere.invalid:9") == "127.0.0.1"
     assert named_host("10.1.2.3", "127.0.0.1:9") == "10.1.2.3"
     assert named_host("::", "[::1]:9") in ("[::1]", "127.0.0.1")
-    with pytest.raises(UsageError, match="address"):
+    with pytest.raises(ProtocolViolation, match="address"):
         named_host("", "127.0.0.1")
     cache = tmp_path_factory.mktemp("cache")
     for share in (":0", "0.0.0.0:7410", "[::]:0"):

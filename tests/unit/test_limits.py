@@ -1,25 +1,16 @@
-"""Buckets by arithmetic; shares and bounds on real servers."""
+"""Token buckets by arithmetic, and turns of an upload."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
-from pathlib import Path
+import asyncio
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibration import scaled
-from forebay.errors import NetworkError, UsageError
-from forebay.network.client import Client
-from forebay.network.exchange import Request, Response, file_response
-from forebay.network.https import Server
-from forebay.network.identity import Identity
-from forebay.network.limits import Bounds, Throttle, TokenBucket
+from forebay.errors import UsageError
+from forebay.network.limits import Limits, Throttle, TokenBucket
 
-Make = Callable[[str], Identity]
 amounts = st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 5)), max_size=50)
 
 
@@ -55,55 +46,50 @@ def test_debt_is_paid_in_order(asks: list[tuple[float, float]], rate: float) -> 
 
 
 def test_bad_limits_are_told() -> None:
-    for bad in (lambda: TokenBucket(0), lambda: Throttle(-1), lambda: Bounds(idle_s=0)):
+    for bad in (lambda: TokenBucket(0), lambda: Throttle(-1), lambda: Limits(idle_s=0), lambda: Limits(connections=-1)):
         with pytest.raises(UsageError, match="> 0"):
             bad()
 
 
-def test_turns_are_a_peers_not_a_connections() -> None:
-    """Eight threads of one peer get together what two of another get: two, so that one waits while the other sends."""
-    throttle, sent, stop = Throttle(upload_bytes_per_s=2e6), {"many": 0, "few": 0}, time.monotonic() + 1.0
+class Clock:
+    """Time that passes only while somebody sleeps."""
 
-    def send(peer: str) -> None:
-        while time.monotonic() < stop:
-            throttle.pace(peer, 20_000)
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    async def sleep(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            await asyncio.sleep(0)
+            self.now = min(until, self.now + 0.001)
+
+
+def test_turns_are_a_peers_not_a_connections() -> None:
+    """Eight connections of one peer get together what two of another get: two, so that one waits while one sends."""
+    sent, clock = {"many": 0, "few": 0}, Clock()
+
+    async def send(throttle: Throttle, peer: str) -> None:
+        while clock.now < 2.0:
+            await throttle.pace(peer, 20_000, lambda: clock.now, clock.sleep)
             sent[peer] += 20_000
 
-    threads = [threading.Thread(target=send, args=(peer,)) for peer in ["many"] * 8 + ["few"] * 2]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert 1e6 < sum(sent.values()) < 3e6
-    assert 0.6 < sent["many"] / sent["few"] < 1.8
+    async def run() -> None:
+        throttle = Throttle(upload_bytes_per_s=2e6)
+        await asyncio.gather(*(send(throttle, peer) for peer in ["many"] * 8 + ["few"] * 2))
+
+    asyncio.run(run())
+    assert 3.5e6 < sum(sent.values()) < 4.6e6
+    assert 0.8 < sent["many"] / sent["few"] < 1.25
 
 
-def test_an_upload_cap_holds_and_ends_with_the_server(make_identity: Make, tmp_path: Path) -> None:
-    file = tmp_path / "slice"
-    file.write_bytes(bytes(400_000))
+def test_pieces_are_short_where_the_limit_is_slow() -> None:
+    assert Throttle().piece_bytes(1 << 20) == 1 << 20
+    assert Throttle(1e6).piece_bytes(1 << 20) == 100_000
+    assert Throttle(10).piece_bytes(1 << 20) == 4096
 
-    def answer(request: Request) -> Response:
-        return file_response(request, file, 400_000)
 
-    server = Server(make_identity("s"), "127.0.0.1", 0, answer, throttle=Throttle(upload_bytes_per_s=1e6))
-    with server, Client(make_identity("c")) as client:
-        begun, into = time.monotonic(), memoryview(bytearray(400_000))
-        client.read_range(server.address, "/", into, 0)
-        assert 0.2 < time.monotonic() - begun < scaled(2)
-        failures: list[NetworkError] = []
-
-        def endless() -> None:
-            while not failures:
-                try:
-                    client.read_range(server.address, "/", into, 0)
-                except NetworkError as error:
-                    failures.append(error)
-
-        asking = threading.Thread(target=endless)
-        asking.start()
-        time.sleep(0.05)
-        begun = time.monotonic()
-        server.close()
-        assert time.monotonic() - begun < scaled(2)
-        asking.join(10)
-        assert failures
+def test_one_throttle_for_servers_in_loops_of_their_own() -> None:
+    throttle, clock = Throttle(upload_bytes_per_s=1000), Clock()
+    for _ in range(2):
+        asyncio.run(throttle.pace("peer", 100, lambda: clock.now, clock.sleep))
+    assert clock.now == pytest.approx(0.15, abs=0.01)  # 200 bytes less what a bucket saves up

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from forebay.schedule.members import (
+    ANSWER_S,
     Agree,
     Disconnect,
     Formed,
@@ -160,6 +161,37 @@ def test_silence_is_borne_while_nobody_waits_and_a_hung_step_only_for_so_long() 
     assert desk.ranks == list("ac")
 
 
+def test_a_member_whose_answer_was_lost_stays_until_it_must_have_asked_again() -> None:
+    """Its heartbeat is answered with the news that a change is wanted, and the answer does not arrive. It computes on,
+    and asks again when its client gives up: after the heartbeat's `wait_s` and ANSWER_S. It is expelled only later."""
+    desk = four()
+    desk.tell(Heartbeat("b", "b/1", 1, 1), Waits("b", "b/1", -1), Waits("b", "b/1", +1, 20.0))
+    desk.join("e")
+    desk.tell(Waits("b", "b/1", -1))  # answered: {changing}
+    for name in "acd":
+        desk.ready(name, 2)
+    for _ in range(24):
+        desk.tell(Tick(), after_s=1)
+    desk.tell(Heartbeat("b", "b/1", 1, 2), Waits("b", "b/1", +1, 20.0), after_s=20 + ANSWER_S - 24)
+    desk.ready("b", 2)
+    assert desk.ranks == list("abcde")
+    desk.tell(Waits("c", "c/1", -1), Waits("c", "c/1", +1, 2.0), Waits("c", "c/1", -1))  # and one that does not
+    desk.tell(Leave("e", "e/1", 2, 2))
+    desk.tell(Tick(), after_s=2 + ANSWER_S + RULES.lost_s - 0.1)
+    assert "c" in desk.state.members
+    desk.tell(Tick(), after_s=0.2)
+    assert "c" not in desk.state.members
+
+
+def test_who_comes_back_after_the_end_of_the_run_does_not_wait_for_others() -> None:
+    desk = four()
+    for name in "abcd":
+        desk.tell(Leave(name, f"{name}/1", 1, 10, finished=True))
+    assert desk.state.done
+    desk.join("b", "b/2")
+    assert desk.ranks == ["b"] and desk.generation.start_step == 10
+
+
 def test_independent_workers_catch_up_first_and_the_dead_leave_named_gaps() -> None:
     desk = four(lockstep=False)
     desk.tell(Heartbeat("d", "d/1", 1, 4), Disconnect("d", "d/1"))
@@ -257,7 +289,7 @@ class Churn(RuleBasedStateMachine):
         sessions = [place.session for place in new.places]
         assert len(set(sessions)) == len({place.worker_id for place in new.places}) == len(sessions) > 0
         assert new.number == (1 if old is None else old.number + 1)
-        seats = [self.desk.state.seats[place.worker_id] for place in new.places]
+        seats = [self.desk.state.members[place.worker_id].seat for place in new.places]
         assert seats == sorted(seats)
         by_session = {process.session: process for process in self.processes.values()}
         for process in self.processes.values():

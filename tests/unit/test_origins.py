@@ -292,7 +292,7 @@ def test_peers(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
         DataNode(make_identity("honest"), [dataset], "127.0.0.1", 0, discovery) as honest,
         DataNode(liar := make_identity("liar"), [Dataset(copy, dataset.manifest, dataset.table, dataset.id)],
                  "127.0.0.1", 0, discovery),
-        Transfers(backoff_s=0.01) as transfers,
+        Transfers(first_backoff_s=0.01) as transfers,
     ):  # fmt: skip
         reader = make_identity("reader")
         remote = open_remote(url, identity=reader.node_dir, discovery=discovery)
@@ -350,3 +350,10 @@ def test_more_than_was_asked_for_is_a_violation(server: OriginServer) -> None:
     server.shift_ranges = 1
     with pytest.raises(ProtocolViolation, match="Content-Range"):
         read(open_origin(f"{server.url}/data"), NAME, 10, 20)
+
+
+@pytest.mark.parametrize("location", ["http://[::1", "http://h:port/", "http://h:99999999/", "//[x]/", "gopher://h/"])
+def test_a_redirect_to_no_address_is_a_refusal(server: OriginServer, location: str) -> None:
+    server.redirect = location
+    with pytest.raises(RefusedError):
+        read(open_origin(f"{server.url}/data", patience=QUICK), NAME, 0, 5)

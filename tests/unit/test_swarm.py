@@ -141,11 +141,36 @@ def test_an_origin_with_one_damaged_file_is_no_liar() -> None:
         swarm.join(peer(name), none(3), 0.0)
         swarm.failed(name, 0, ORIGIN.peer_id, 0.0, wrong=True)
         assert swarm.providers(1, name, 1.0) == [ORIGIN]
+    other = Holder("other", "o:2", True)
     for name in ("a", "b"):
         assert swarm.facts()["banned"] == []
         swarm.failed(name, 2, ORIGIN.peer_id, 2.0, wrong=True)
-        assert swarm.providers(1, name, 3.0) == []
-    assert swarm.facts()["banned"] == [ORIGIN.peer_id] and swarm.providers(1, "c", 3.0) == []
+        assert swarm.providers(1, name, 3.0) == [ORIGIN]  # the last origin is never barred
+    swarm.join(other, None, 3.0)
+    assert swarm.facts()["banned"] == [ORIGIN.peer_id]
+    assert swarm.providers(1, "a", 3.0) == swarm.providers(1, "c", 3.0) == [other]
+    swarm.pardon(ORIGIN.peer_id)
+    assert swarm.facts()["banned"] == [] and ORIGIN in swarm.providers(1, "a", 3.0)
+
+
+def test_accusers_count_by_organisation_and_a_suspect_is_checked_before_it_is_banned() -> None:
+    swarm = Swarm(4, checks=True)
+    swarm.join(ORIGIN, None, 0.0)
+    swarm.join(peer("accused"), np.ones(4, np.bool_), 0.0)
+    for name in ("a", "b", "c", "d"):
+        swarm.join(peer(name), none(4), 0.0)
+    for name in ("a", "b", "c"):
+        swarm.failed(name, 1, "accused", 1.0, wrong=True, accuser="one organisation")
+        assert swarm.suspects() == [] and swarm.facts()["banned"] == []
+    swarm.failed("d", 2, "accused", 1.0, wrong=True, accuser="another")
+    assert swarm.suspects() == [(peer("accused"), 2)] and swarm.facts()["banned"] == []
+    swarm.pardon("accused")
+    assert swarm.suspects() == [] and peer("accused") in swarm.providers(1, "a", 2.0)
+    for name, organisation in (("a", "one organisation"), ("d", "another")):
+        swarm.failed(name, 1, "accused", 3.0, wrong=True, accuser=organisation)
+    swarm.ban("accused")
+    assert swarm.suspects() == [] and swarm.facts()["banned"] == ["accused"]
+    assert swarm.providers(1, "b", 4.0) == [ORIGIN]
 
 
 def test_who_refuses_is_avoided_for_a_while_and_the_origin_steps_in() -> None:

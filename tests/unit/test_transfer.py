@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -23,9 +24,10 @@ from hypothesis import strategies as st
 from calibration import scaled
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import IntegrityError, NetworkError, ProtocolViolation, UsageError
+from forebay.network.backoff import backoff_s
 from forebay.store.origins import Origin, Patience, RefusedError, open_origin
 from forebay.store.pieces import PartFile
-from forebay.store.sources import Backoff, Source, choose, least_span_bytes
+from forebay.store.sources import Source, choose, least_span_bytes
 from forebay.store.transfer import Transfer, TransferCancelledError, Transfers
 from origin_server import OriginServer
 
@@ -34,7 +36,7 @@ CONTENT = random.Random(7).randbytes(3_500_001)
 UNHEDGED = {
     "hedge_s": 600.0
 }  # A machine that stands still for 5 s would else have a piece fetched twice, as it should.
-QUICK = {"piece_bytes": 1 << 18, "backoff_s": 0.005, "max_backoff_s": 0.05}
+QUICK = {"piece_bytes": 1 << 18, "first_backoff_s": 0.005, "max_backoff_s": 0.05}
 
 
 def info_of(data: bytes, name: str = "slice") -> SliceInfo:
@@ -473,6 +475,39 @@ def test_a_stuck_connection_is_not_waited_for(tmp_path: Path) -> None:
     assert hashlib.sha256((tmp_path / "part").read_bytes()).hexdigest() == INFO.sha256
 
 
+def test_a_source_that_is_always_slow_is_not_asked_twice(tmp_path: Path) -> None:
+    """Each request takes twice `hedge_s`, and connections idle: what is usual there is not late."""
+
+    def answer(start: int, stop: int) -> Iterator[memoryview]:
+        time.sleep(1.0)
+        yield memoryview(CONTENT)[start:stop]
+
+    info = info_of(CONTENT[: 1 << 17])
+    with Transfers(3, hedge_s=0.5, **QUICK) as transfers:
+        assert transfers.start(INFO, tmp_path / "part", [Fake("quick", honest)]).wait(scaled(20))  # starts connections
+        before = transfers.stats()["attempts"]
+        source = Fake("x", answer)
+        for number in range(3):
+            moved = transfers.start(info, tmp_path / f"part{number}", [source])
+            assert moved.wait(scaled(20)) and moved.error is None
+        assert transfers.stats()["attempts"] == before + 3
+
+
+def test_without_a_thread_to_fetch_with_a_transfer_ends_and_the_next_one_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Transfers(3, **QUICK) as transfers:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", cannot)
+            moved = transfers.start(INFO, tmp_path / "part", [Fake("x", honest)])
+            assert moved.wait(scaled(20)) and isinstance(moved.error, NetworkError)
+        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", honest)])
+        assert moved.wait(scaled(20)) and moved.error is None
+
+
 def test_a_fork_is_told(tmp_path: Path) -> None:
     with Transfers(1, **QUICK) as transfers:
         transfers._pid -= 1
@@ -568,9 +603,9 @@ def test_chunks_of_a_large_shard(tmp_path: Path) -> None:
 
 
 def test_backoff_doubles_and_jitters() -> None:
-    backoff = Backoff(0.2, 15, random.Random(1))
+    chance = random.Random(1)
     for times in range(1, 40):
-        waits = [backoff.after(times) for _ in range(20)]
+        waits = [backoff_s(times, 0.2, 15, chance=chance) for _ in range(20)]
         middle = min(15, 0.2 * 2 ** (times - 1))
         assert all(0.5 * middle <= wait <= 1.5 * middle for wait in waits)
         assert len(set(waits)) == 20
@@ -614,7 +649,7 @@ def test_requests_are_as_long_as_a_connection_is_fast(tmp_path: Path) -> None:
 
 
 def test_a_busy_source_gets_fewer_connections_and_then_more() -> None:
-    made, backoff = Source(Fake("x", honest), 16.0), Backoff(1, 10, random.Random(1))
+    made, backoff = Source(Fake("x", honest), 16.0), partial(backoff_s, first_s=1, max_s=10)
     made.throttle(10, 9, 5, backoff)
     assert (made.limit, made.wait_until) == (8, 15)
     made.throttle(10.5, 9, 0, backoff)

@@ -19,9 +19,11 @@ from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network import joining
 from forebay.network.admission import USES_NAME, Admissions, AdmissionServer
 from forebay.network.audit import AuditLog
+from forebay.network.certificates import der_of
 from forebay.network.identity import create_network, create_organisation, join, revoke
 from forebay.network.joining import join_by_token, renew_at
-from forebay.network.networks import read_issuer, read_key
+from forebay.network.messages import AdmitRequest, RenewRequest
+from forebay.network.networks import read_issuer, read_key, read_network
 from forebay.network.peer import Scope
 from forebay.network.tokens import Token, check_token, read_token, sign_token
 
@@ -57,13 +59,14 @@ def audit_events(path: Path) -> list[dict[str, Any]]:
 
 def token_of(server: AdmissionServer, clock: Clock, **changes: object) -> str:
     issuer = server.admissions.issuer
-    network_id = server.admissions._network["network_id"]
+    network_id = read_network(server.admissions.directory)["network_id"]
     token = Token("ab" * 16, network_id, issuer.peer_id, server.address, ("worker",), (), 1, clock.at + 3600, 30.0)
     return sign_token(issuer, replace(token, **changes))  # type: ignore[arg-type]
 
 
 def kinds(tmp_path: Path) -> list[tuple[str, str]]:
-    return [(event["kind"], str(event["facts"].get("reason", ""))) for event in audit_events(tmp_path / "audit.log")]
+    found = [*audit_events(tmp_path / "audit.log.decisions"), *audit_events(tmp_path / "audit.log")]
+    return [(event["kind"], str(event["facts"].get("reason", ""))) for event in found]
 
 
 def test_a_machine_joins_with_a_key_that_stays_on_it(
@@ -71,7 +74,7 @@ def test_a_machine_joins_with_a_key_that_stays_on_it(
 ) -> None:
     sent: list[str] = []
     ask = joining._ask
-    monkeypatch.setattr(joining, "_ask", lambda *args: sent.append(json.dumps(args)) or ask(*args))
+    monkeypatch.setattr(joining, "_ask", lambda *args: sent.append(repr(args)) or ask(*args))
     node = join_by_token(token_of(server, clock), tmp_path / "n", "n")
     assert node.org == server.admissions.issuer.peer_id
     assert node.scope == Scope(frozenset({"worker"}), (), ("c4-*",))
@@ -86,7 +89,7 @@ def test_a_machine_joins_with_a_key_that_stays_on_it(
 
 def test_tokens_that_do_not_count(server: AdmissionServer, clock: Clock, network_dir: Path, tmp_path: Path) -> None:
     good, other = token_of(server, clock), read_issuer(network_dir)
-    _, body, signature = read_token(good)
+    _, signed, signature = read_token(good)
     by_other = sign_token(other, replace(read_token(good)[0], issuer=other.peer_id))
     changed = good.replace(good[20:24], "AAAA")
     for bad, why in [
@@ -98,9 +101,10 @@ def test_tokens_that_do_not_count(server: AdmissionServer, clock: Clock, network
     ]:
         with pytest.raises(ProtocolViolation, match=why):
             check_token(bad, server.admissions.public_key, clock.at)
-        answer = server.admissions.answer("POST", "/v1/admit", json.dumps({"token": bad, "name": "n"}).encode(), "x")
-        assert answer.status == 403
-    assert check_token(good, server.admissions.public_key, clock.at).uses == 1 and body and len(signature) == 64
+        request = joining._request(read_key(tmp_path / "network" / "root-key.pem"), "n")
+        with pytest.raises(ProtocolViolation):
+            server.admissions.admit(AdmitRequest(token=bad, name="n", request=request), "x")
+    assert check_token(good, server.admissions.public_key, clock.at).uses == 1 and signed and len(signature) == 64
     with pytest.raises(UsageError, match="may give worker, got data"):
         token_of(server, clock, roles=("data",))
     with pytest.raises(UsageError, match="at least one use"):
@@ -114,7 +118,7 @@ def test_a_token_is_used_as_often_as_it_says_and_replays_count_once(
     a = join_by_token(text, tmp_path / "a", "a")
     # The same key again, as if the answer had been lost: the same peer, and no second use.
     again = {"token": text, "name": "a", "request": joining._request(read_key(a.node_dir / "node-key.pem"), "a")}
-    assert server.admissions.answer("POST", "/v1/admit", json.dumps(again).encode(), "x").status == 200
+    assert server.admissions.admit(AdmitRequest(**again), "x")["certificate"]
     join_by_token(text, tmp_path / "b", "b")
     with pytest.raises(NetworkError, match="used up"):
         join_by_token(text, tmp_path / "c", "c")
@@ -122,7 +126,7 @@ def test_a_token_is_used_as_often_as_it_says_and_replays_count_once(
     clock.at += 7200
     with pytest.raises(NetworkError, match="expired"):
         join_by_token(text, tmp_path / "c", "c")
-    assert [kind for kind, _ in kinds(tmp_path)] == ["admitted", "admitted", "refused", "refused"]
+    assert [kind for kind, _ in kinds(tmp_path)] == ["admitted", "admitted", "renewed", "refused"]
 
 
 def test_an_unfinished_line_is_no_use(server: AdmissionServer, clock: Clock, tmp_path: Path) -> None:
@@ -139,8 +143,8 @@ def test_an_unfinished_line_is_no_use(server: AdmissionServer, clock: Clock, tmp
         "name": "b",
         "request": joining._request(read_key(tmp_path / "network" / "root-key.pem"), "b"),
     }
-    answer = again.answer("POST", "/v1/admit", json.dumps(body).encode(), "x")
-    assert answer.status == 403 and b"used up" in bytes(answer.body)  # type: ignore[arg-type]
+    with pytest.raises(ProtocolViolation, match="used up"):
+        again.admit(AdmitRequest(**body), "x")
     again.close()
 
 
@@ -155,6 +159,7 @@ def test_another_servers_key_is_told_nothing(server: AdmissionServer, clock: Clo
         evil.close()
 
 
+@pytest.mark.usefixtures("changes_at_once")
 def test_a_certificate_is_renewed_from_afar(server: AdmissionServer, clock: Clock, tmp_path: Path) -> None:
     node = join_by_token(token_of(server, clock, valid_days=2.0), tmp_path / "n", "n")
     renewed = renew_at(server.address, node.node_dir)
@@ -163,10 +168,11 @@ def test_a_certificate_is_renewed_from_afar(server: AdmissionServer, clock: Cloc
     # Another key asks for its certificate; the revoked and the expired ask for their own.
     cert = (node.node_dir / "node-cert.pem").read_text()
     thief = joining._request(read_key(tmp_path / "network" / "root-key.pem"), "n")
-    answer = server.admissions.answer(
-        "POST", "/v1/renew", json.dumps({"certificate": cert, "request": thief}).encode(), "x"
-    )
-    assert answer.status == 403 and b"another key" in bytes(answer.body)  # type: ignore[arg-type]
+    own = joining._request(read_key(node.node_dir / "node-key.pem"), "n")
+    shown = der_of(renewed.certificate)
+    for request, handshake in [(thief, shown), (thief, b""), (own, b""), (own, der_of(server.admissions.issuer.cert))]:
+        with pytest.raises(ProtocolViolation, match="another key"):
+            server.admissions.renew(RenewRequest(certificate=cert, request=request), "x", handshake)
     clock.at += 3 * 86400
     with pytest.raises(NetworkError, match="Join anew"):
         renew_at(server.address, node.node_dir)
@@ -186,7 +192,8 @@ def test_a_node_of_the_root_is_not_the_organisations_to_renew(
         "certificate": (node.node_dir / "node-cert.pem").read_text(),
         "request": joining._request(read_key(node.node_dir / "node-key.pem"), "n"),
     }
-    assert server.admissions.answer("POST", "/v1/renew", json.dumps(body).encode(), "x").status == 403
+    with pytest.raises(ProtocolViolation):
+        server.admissions.renew(RenewRequest(**body), "x", der_of(node.certificate))
 
 
 def test_strangers_at_the_door(server: AdmissionServer, clock: Clock, tmp_path: Path) -> None:
@@ -201,9 +208,9 @@ def test_strangers_at_the_door(server: AdmissionServer, clock: Clock, tmp_path: 
                 heard = plain.recv(100)
             assert b"HTTP" not in heard
         with pytest.raises(NetworkError, match="413"):
-            joining._ask(server.address, server.admissions.issuer.peer_id, "/v1/admit", {"token": "x" * 300_000}, 5)
+            joining._ask(server.address, {server.admissions.issuer.peer_id}, "/v1/admit", {"token": "x" * 300_000}, 5)
         with pytest.raises(NetworkError, match="404"):
-            joining._ask(server.address, server.admissions.issuer.peer_id, "/../org-key.pem", {}, 5)
+            joining._ask(server.address, {server.admissions.issuer.peer_id}, "/../org-key.pem", {}, 5)
         assert join_by_token(token_of(server, clock), tmp_path / "n", "n").name == "n"
 
 
@@ -216,9 +223,14 @@ def root_admissions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admiss
     admissions.close()
 
 
-@given(body=st.binary(max_size=80), path=st.sampled_from(["/v1/admit", "/v1/renew", "/"]))
-def test_garbage_is_refused(root_admissions: Admissions, body: bytes, path: str) -> None:
-    assert root_admissions.answer("POST", path, body, "x").status in (400, 403, 404)
+@given(
+    token=st.text(max_size=80), name=st.text(max_size=200), request=st.text(max_size=80), shown=st.binary(max_size=80)
+)
+def test_garbage_is_refused(root_admissions: Admissions, token: str, name: str, request: str, shown: bytes) -> None:
+    with pytest.raises(ProtocolViolation):
+        root_admissions.admit(AdmitRequest(token=token, name=name, request=request), "x")
+    with pytest.raises(ProtocolViolation):
+        root_admissions.renew(RenewRequest(certificate=token, request=request), "x", shown)
 
 
 @given(st.text(max_size=60))

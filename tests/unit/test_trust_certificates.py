@@ -1,4 +1,4 @@
-"""Organisations, scopes and revocation: certificates against each other over TLS in memory, files on disk."""
+"""Organisations, scopes, rotated roots: certificates against each other over TLS in memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import ssl
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,20 @@ from hypothesis import strategies as st
 from forebay.errors import ProtocolViolation, UsageError
 from forebay.network import certificates
 from forebay.network.certificates import ORGANISATION_OID, SCOPE_OID, Issuer, der_of, issue, judge
-from forebay.network.identity import Identity, create_network, create_organisation, join, renew, revoke
-from forebay.network.networks import key_pem, read_cert, read_issuer, read_key, renew_organisation
+from forebay.network.identity import Identity, create_network, create_organisation, join, renew
+from forebay.network.networks import (
+    copy_shared,
+    finish_rotation,
+    key_pem,
+    read_cert,
+    read_certs,
+    read_issuer,
+    read_key,
+    read_roots,
+    renew_organisation,
+    rotate_root,
+)
 from forebay.network.peer import ROLES, Peer, Scope
-from forebay.network.revocation import parse_list, sign_list
 from forebay.storage.atomic import atomic_write
 
 Make = Callable[[str], Identity]
@@ -74,7 +85,7 @@ def forge(org_dir: Path, out: Path, *extensions: x509.ExtensionType) -> Path:
 
 def key_id_of(cert: x509.Certificate) -> x509.AuthorityKeyIdentifier:
     """A certificate as the issuer that another names."""
-    return x509.AuthorityKeyIdentifier(certificates._own_key_id(cert), None, None)
+    return x509.AuthorityKeyIdentifier(certificates.own_key_id(cert), None, None)
 
 
 def carried(cert: x509.Certificate) -> x509.UnrecognizedExtension:
@@ -202,10 +213,84 @@ def test_expiry_is_told_and_refused(
     assert "expires in 6.0 days" in caplog.text and "forebay network renew" in caplog.text
     # An organisation that has ended takes its nodes with it, whatever their own certificates say.
     org = read_issuer(org_dir)
-    judged = judge(
-        der_of(issue(org, "x", org.key.public_key(), Scope(), 99999)), der_of(read_cert(org_dir / "root-cert.pem"))
-    )
-    assert judged.valid_until == org.cert.not_valid_after_utc.timestamp()
+    judged = judge(der_of(issue(org, "x", org.key.public_key(), Scope(), 99999)), read_roots(org_dir))
+    assert judged.valid_until == judged.peer.valid_until == org.cert.not_valid_after_utc.timestamp()
+
+
+def test_an_open_connection_ends_with_the_certificate(network_dir: Path, tmp_path: Path, make_identity: Make) -> None:
+    one, other = make_identity("one"), join(network_dir, tmp_path / "n", "n", valid_days=20)
+    peer = meets(one, other)
+    assert peer.valid_until == pytest.approx(other.expires_at) and one.refusal(peer) is None
+    assert "has expired" in str(one.refusal(replace(peer, valid_until=time.time() - 1)))
+
+
+def test_a_signature_counts_without_tls(org_dir: Path, network_dir: Path, tmp_path: Path) -> None:
+    """`judge` is all that stands between a publication and its reader: key identifiers are not enough."""
+    stolen = forge(org_dir, tmp_path / "a", key_id_of(read_cert(network_dir / "root-cert.pem")))
+    with pytest.raises(ProtocolViolation, match="signed by the network's root"):
+        judge(der_of(read_cert(stolen / "node-cert.pem")), read_roots(network_dir))
+    create_organisation(network_dir, tmp_path / "rich", "rich")
+    rich = read_issuer(tmp_path / "rich").cert
+    stolen = forge(org_dir, tmp_path / "b", key_id_of(rich), carried(rich))
+    with pytest.raises(ProtocolViolation, match="signed by its organisation"):
+        judge(der_of(read_cert(stolen / "node-cert.pem")), read_roots(network_dir))
+
+
+# Rotation of the root.
+
+
+def test_roots_are_rotated_without_a_break(network_dir: Path, org_dir: Path, tmp_path: Path) -> None:
+    old, of_org = join(network_dir, tmp_path / "old", "old"), join(org_dir, tmp_path / "of-org", "of-org")
+    next_root = rotate_root(network_dir)
+    with pytest.raises(UsageError, match="has begun"):
+        rotate_root(network_dir)
+    early = join(network_dir, tmp_path / "early", "early")  # the key in use goes on signing
+    assert early.roots[0] == old.roots[0] and len(early.roots) == 2 and early.network_id == old.network_id
+    assert meets(old, early).peer_id == early.peer_id and meets(early, of_org).org == of_org.org
+
+    renew(network_dir, old.node_dir, valid_days=9)
+    assert old.refresh() and old.roots == early.roots
+    assert finish_rotation(network_dir) == next_root == read_issuer(network_dir).peer_id
+    assert not list(network_dir.glob("next-*"))
+    late = join(network_dir, tmp_path / "late", "late")
+    renew_organisation(network_dir, org_dir)
+    renewed = join(org_dir, tmp_path / "late-org", "late-org")
+    for one, other in [(old, late), (late, old), (early, late), (late, of_org), (old, renewed), (renewed, old)]:
+        assert meets(one, other).peer_id == other.peer_id
+    with pytest.raises(ProtocolViolation, match="neither our root"):
+        meets(of_org, late)  # it never renewed, and so knows only the first root
+    renew(org_dir, of_org.node_dir, valid_days=9)
+    assert of_org.refresh() and meets(of_org, late).peer_id == late.peer_id
+
+
+def test_the_first_root_may_expire(network_dir: Path, tmp_path: Path, make_identity: Make) -> None:
+    rotate_root(network_dir)
+    finish_rotation(network_dir)
+    a, b = join(network_dir, tmp_path / "a", "a"), join(network_dir, tmp_path / "b", "b")
+    newest = read_certs(network_dir / "root-cert.pem")[1]
+    context = a.server_context()
+    only_newest = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    only_newest.check_hostname = False
+    only_newest.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    only_newest.load_verify_locations(cadata=der_of(newest))  # as if the other did not count any more
+    only_newest.load_cert_chain(b.node_dir / "node-cert.pem", b.node_dir / "node-key.pem")
+    assert a.peer(shake(context, only_newest)[1]).peer_id == b.peer_id
+
+
+def test_a_root_that_the_first_did_not_sign_is_refused(network_dir: Path, tmp_path: Path) -> None:
+    create_network(tmp_path / "evil", "test-network")
+    pem = (network_dir / "root-cert.pem").read_bytes() + (tmp_path / "evil" / "root-cert.pem").read_bytes()
+    (network_dir / "root-cert.pem").write_bytes(pem)
+    with pytest.raises(UsageError, match="signed by the root before it"):
+        read_roots(network_dir)
+
+
+def test_what_a_node_gets_is_for_its_owner(network_dir: Path, tmp_path: Path) -> None:
+    node = join(network_dir, tmp_path / "deep" / "n", "n")
+    assert [path.stat().st_mode & 0o777 for path in (node.node_dir, network_dir)] == [0o700, 0o700]
+    (network_dir / "revoked.txt").write_text("# nobody\n")
+    copy_shared(network_dir, node.node_dir)
+    assert (node.node_dir / "revoked.txt").exists()
 
 
 def test_a_renewed_certificate_is_taken_up_without_a_restart(
@@ -238,87 +323,9 @@ def test_bounds_only_narrow(mine: frozenset[str], given: frozenset[str]) -> None
         assert bounded.covers("ab") and not bounded.covers("a") and not bounded.covers("b")
 
 
-# Revocation lists.
-
-
-def test_a_list_goes_from_node_to_node(network_dir: Path, make_identity: Make) -> None:
-    a, b, c = make_identity("a"), make_identity("b"), make_identity("c")
-    made = revoke(network_dir, c.peer_id, a.node_dir)
-    assert made is not None and a.is_revoked(c.as_peer) and not b.is_revoked(c.as_peer)
-    stamp = b.revocations.stamp()
-    assert b.revocations.accept(a.revocations.to_json()) == [made]
-    assert b.is_revoked(c.as_peer) and not b.is_revoked(a.as_peer) and b.revocations.stamp() != stamp
-    assert b.revocations.accept(a.revocations.to_json()) == []
-    assert Identity.load(b.node_dir).is_revoked(c.peer_id)
-
-
-def test_older_forged_and_foreign_lists_are_refused(network_dir: Path, tmp_path: Path, make_identity: Make) -> None:
-    a, b = make_identity("a"), make_identity("b")
-    root = read_issuer(network_dir)
-    new, old = sign_list(root, [b.peer_id], 8), sign_list(root, [], 7)
-    assert a.revocations.accept({"lists": [new.to_json()]}) == [new]
-    for item in (old, sign_list(root, [], 8)):
-        assert a.revocations.accept({"lists": [item.to_json()]}) == [] and a.is_revoked(b.peer_id)
-    create_network(tmp_path / "other", "other")
-    foreign = sign_list(read_issuer(tmp_path / "other"), [], 99)
-    forged = {**new.to_json(), "number": 9, "revoked": []}
-    by_node = {
-        **sign_list(Issuer(read_key(b.node_dir / "node-key.pem"), root.cert, True), [], 99).to_json(),
-        "issuer": root.peer_id,
-    }
-    for bad in (foreign.to_json(), forged, by_node, {}, None, {**new.to_json(), "revoked": ["../x"]}):
-        with pytest.raises(ProtocolViolation, match="revocation list"):
-            a.revocations.accept({"lists": [bad]})
-    assert a.revocations.lists() == [new] and a.is_revoked(b.peer_id)
-
-
-def test_an_organisation_revokes_its_own_and_no_other(
-    network_dir: Path, org_dir: Path, tmp_path: Path, make_identity: Make
-) -> None:
-    one, node = make_identity("one"), join(org_dir, tmp_path / "n", "n")
-    revoke(org_dir, node.peer_id, one.node_dir)
-    revoke(org_dir, one.peer_id, one.node_dir)
-    assert one.is_revoked(node.as_peer)
-    assert not one.is_revoked(one.as_peer) and not one.is_revoked(one.peer_id)
-
-
-def test_revoking_an_organisation_revokes_its_nodes(
-    network_dir: Path, org_dir: Path, tmp_path: Path, make_identity: Make
-) -> None:
-    one, node = make_identity("one"), join(org_dir, tmp_path / "n", "n")
-    assert not one.is_revoked(node.as_peer)
-    revoke(network_dir, node.org, one.node_dir)
-    assert one.is_revoked(node.as_peer) and "organisation" in str(one.revocations.reason(node.as_peer))
-
-
-def test_numbers_rise_though_the_directory_was_restored(network_dir: Path, make_identity: Make) -> None:
-    first = revoke(network_dir, make_identity("a").peer_id)
-    (network_dir / "revocations.json").unlink()
-    second = revoke(network_dir, make_identity("b").peer_id)
-    assert first is not None and second is not None
-    assert second.number > first.number and set(first.revoked) < set(second.revoked)
-
-
-def test_garbled_lists_let_nobody_in_and_do_not_stop_the_server(network_dir: Path, make_identity: Make) -> None:
-    a = make_identity("a")
-    revoke(network_dir, a.peer_id, a.node_dir)
-    assert a.is_revoked(a.peer_id)
-    stamp = a.revocations.stamp()
-    (a.node_dir / "revocations.json").write_text('{"lists": [1]}')
-    with pytest.raises(UsageError, match=r"revocations.json"):
-        a.is_revoked(a.peer_id)
-    assert a.revocations.stamp() == stamp
-
-
-FIELDS = st.sampled_from(["issuer", "number", "revoked", "organisation", "signature"])
-JSON = st.recursive(st.none() | st.integers() | st.text(max_size=8), lambda x: st.dictionaries(FIELDS, x, max_size=5))
-
-
-@given(JSON)
-def test_garbage_is_no_list(obj: object) -> None:
-    with pytest.raises(ProtocolViolation):
-        parse_list(obj, _ROOT)
-
-
-_KEY = Ed25519PrivateKey.generate()
-_ROOT = der_of(certificates.issue_root("r", _KEY, 9))
+def test_a_name_is_one_that_a_terminal_can_show(network_dir: Path) -> None:
+    root, key = read_issuer(network_dir), Ed25519PrivateKey.generate()
+    for name in ("\x1b[2Jgone", "a b", "ä", "a\n", "../up"):
+        cert = issue(root, name, key.public_key(), Scope(), 9)
+        with pytest.raises(ProtocolViolation, match="expected a common name"):
+            judge(der_of(cert), read_roots(network_dir))

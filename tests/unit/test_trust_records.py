@@ -1,23 +1,18 @@
-"""Access lists and quotas, the audit log, publishers' signatures: files and rules."""
+"""Access lists and quotas, the audit log: files and rules."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import UsageError
 from forebay.network.access import Access
 from forebay.network.audit import AuditLog
-from forebay.network.identity import Identity, revoke
 from forebay.network.peer import Peer, Scope
-from forebay.network.publish import SIGNATURE_NAME, check_publication, read_publication, sign_dataset
 
-Make = Callable[[str], Identity]
 DAY_S = 86400
 ID = "ab" * 32
 ANNE = Peer("a" * 32, b"", "anne", "o" * 32)
@@ -109,96 +104,73 @@ def test_rules_that_make_no_sense(text: str, tmp_path: Path) -> None:
 
 
 def events(path: Path) -> list[dict[str, Any]]:
-    """Those of all parts, the oldest first."""
-    parts = sorted(path.parent.glob("audit.log*"), reverse=True)
-    return [json.loads(line) for part in parts for line in part.read_text().splitlines()]
+    """Those of all parts of a file, the oldest first."""
+    parts = sorted(path.parent.glob(path.name + ".[0-9]"), reverse=True)
+    return [json.loads(line) for part in (*parts, path) for line in part.read_text().splitlines()]
 
 
 def test_events_follow_each_other_through_restarts(tmp_path: Path) -> None:
-    path = tmp_path / "audit.log"
+    path = tmp_path / "deep" / "audit.log"
     with AuditLog(path) as log:
         log.append("refused", peer="a", reason="revoked")
         log.append("ban", peer="b", num=3, reason="\x1b[2J")
     with AuditLog(path) as log:
         log.append("admitted", peer="c")
+        log.append("quota", peer="c", reason="x" * 10_000)
         log.close()
-    assert [(one["kind"], one["repeats"]) for one in events(path)] == [("refused", 0), ("ban", 0), ("admitted", 0)]
+    assert [(one["kind"], one["repeats"]) for one in events(path)] == [("refused", 0), ("quota", 0)]
+    assert [one["kind"] for one in events(log.decisions_path)] == ["ban", "admitted"]
     assert events(path)[0]["facts"] == {"peer": "a", "reason": "revoked"}
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert b"\x1b" not in path.read_bytes()
+    assert len(events(path)[1]["facts"]["reason"]) == 500
+    for file in (path, log.decisions_path):
+        assert file.stat().st_mode & 0o777 == 0o600 and b"\x1b" not in file.read_bytes()
 
 
-def test_a_flood_fills_no_disk(tmp_path: Path) -> None:
+def test_refusals_are_counted_by_peer_and_kind_whatever_their_text(tmp_path: Path) -> None:
+    """One certificate, a day long, each refusal with another text: no line of before is pushed out."""
+    path, clock = tmp_path / "audit.log", [0.0]
+    with AuditLog(path, now=lambda: clock[0]) as log:
+        log.append("refused", peer="first", reason="a trace")
+        for minute in range(24 * 60):
+            for second in range(0, 60, 6):
+                clock[0] = minute * 60.0 + second
+                log.append("refused", peer="evil", reason=f"{minute}.{second}".ljust(600, "x"))
+        log.append("stranger", address="10.0.0.1", reason="no certificate")
+    found = events(path)
+    assert found[0]["facts"]["reason"] == "a trace" and found[-1]["repeats"] == 9
+    of_evil = [event for event in found if event["facts"].get("peer") == "evil"]
+    assert sum(event["repeats"] or 1 for event in of_evil) == 24 * 60 * 10
+    assert path.stat().st_size < 2 << 20
+
+
+def test_many_addresses_are_counted_together(tmp_path: Path) -> None:
+    path, clock = tmp_path / "audit.log", [0.0]
+    with AuditLog(path, now=lambda: clock[0]) as log:
+        for number in range(10_000):
+            log.append("stranger", address=f"10.0.{number >> 8}.{number & 255}", reason="no certificate")
+        log.append("refused", peer="a", reason="of another kind")
+    found = events(path)
+    assert len(found) <= 70 and found[-1]["repeats"] > 9_000
+    assert any(event["kind"] == "refused" for event in found)
+
+
+def test_a_flood_fills_no_disk_and_washes_no_decision_away(tmp_path: Path) -> None:
     path, clock = tmp_path / "audit.log", [0.0]
     with AuditLog(path, part_bytes=2000, num_parts=3, now=lambda: clock[0]) as log:
-        for number in range(100):
-            log.append("refused", reason="x" * 10_000, number=number)
-            for _ in range(50):
-                log.append("refused", reason="the same")
-            clock[0] += 1
+        log.append("ban", peer="liar")
+        for number in range(200):
+            log.append("refused", peer=f"{number}", reason="x" * 10_000)
+            clock[0] += 61
     sizes = [p.stat().st_size for p in tmp_path.iterdir()]
-    assert len(sizes) == 3 and max(sizes) <= 2000
-    kept = events(path)
-    numbers = [event["facts"]["number"] for event in kept if "number" in event["facts"]]
-    assert numbers == list(range(numbers[0], 100)) and numbers[0] > 1
-    assert any(event["repeats"] == 499 for event in kept if event["facts"]["reason"] == "the same")
+    assert len(sizes) == 4 and max(sizes) <= 2000
     assert all(p.stat().st_mode & 0o777 == 0o600 for p in tmp_path.iterdir())
+    assert [event["kind"] for event in events(log.decisions_path)] == ["ban"]
 
 
 def test_a_disk_that_takes_no_line_is_told(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="directory"):
         AuditLog(tmp_path)
     with AuditLog(tmp_path / "audit.log") as log, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log._handler, "shouldRollover", lambda record: 1 / 0)
+        patch.setattr(log._counted, "shouldRollover", lambda record: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             log.append("refused")
-
-
-# Publishers.
-
-
-@pytest.fixture
-def dataset(tmp_path: Path) -> Path:
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "manifest.json").write_text('{"name": "c4"}')
-    return tmp_path / "d"
-
-
-def test_a_publisher_vouches_for_name_and_id(dataset: Path, make_identity: Make) -> None:
-    anne, bert = make_identity("anne"), make_identity("bert")
-    made = sign_dataset(anne, dataset, "c4", at=5.0)
-    data = (dataset / SIGNATURE_NAME).read_bytes()
-    assert check_publication(data, "c4", made.dataset_id, {anne.peer_id}, bert.is_revoked) == made
-    for name, dataset_id, publishers, why in [
-        ("c4", made.dataset_id, {bert.peer_id}, "expected a signature of"),
-        ("books", made.dataset_id, {anne.peer_id}, "copied from another dataset"),
-        ("c4", ID, {anne.peer_id}, "copied from another dataset"),
-    ]:
-        with pytest.raises(ProtocolViolation, match=why):
-            check_publication(data, name, dataset_id, publishers, bert.is_revoked)
-    revoke(bert.node_dir, anne.peer_id)
-    with pytest.raises(ProtocolViolation, match="revoked"):
-        check_publication(data, "c4", made.dataset_id, {anne.peer_id}, bert.is_revoked)
-
-
-def test_forged_publications(dataset: Path, make_identity: Make) -> None:
-    anne, bert = make_identity("anne"), make_identity("bert")
-    sign_dataset(anne, dataset, "c4")
-    body = json.loads((dataset / SIGNATURE_NAME).read_bytes())
-    for change in (
-        {"dataset_id": ID},
-        {"name": "books"},
-        {"at": 0.0},
-        {"key": bert.public_key.hex()},
-        {"publisher": bert.peer_id},
-        {"signature": os.urandom(64).hex()},
-        {"signature": 3},
-    ):
-        with pytest.raises(ProtocolViolation):
-            read_publication(json.dumps({**body, **change}).encode())
-    with pytest.raises(ProtocolViolation):
-        read_publication(b"[" * 100_000)
-    with pytest.raises(ProtocolViolation, match=r"expected format 2, got 1\. Sign it again"):
-        read_publication(json.dumps({**body, "format": 1}).encode())
-    with pytest.raises(UsageError, match="expected a dataset"):
-        sign_dataset(anne, dataset / "none", "c4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import random
 import threading
@@ -11,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 
 from calibration import scaled
 from forebay.errors import NetworkError, UsageError
 from forebay.network.client import Client
-from forebay.network.exchange import Request, Response, error_response, file_response
-from forebay.network.https import Server
 from forebay.network.identity import Identity
+from forebay.network.server import ApiError, file_response
 from forebay.store.room import part_bytes
 from forebay.worker import fetching
 from forebay.worker.fetching import Shelf
-from forebay.worker.hand import Held
+from forebay.worker.lease_state import ActiveLease
+from handlers import Request, serve
 from leases_by_hand import DATASET, FetchingWorker, answer
 from origin_server import OriginServer
 
@@ -38,7 +40,7 @@ class Node:
         self.refuse: Response | None = None
         self.stall_s = 0.0
         self.ranges: list[str] = []
-        self.server = Server(identity, "127.0.0.1", 0, self.answer)
+        self.server = serve(identity, self.answer)
         self.server.start()
         self.peer_id = identity.peer_id
         self.is_origin = True
@@ -47,7 +49,7 @@ class Node:
         assert request.path == f"/v1/slices/{SHA256}"
         self.ranges.append(request.headers["range"])
         time.sleep(self.stall_s)
-        return self.refuse or file_response(request, self.file, len(CONTENT))
+        return self.refuse or file_response(request.http, self.file, len(CONTENT))
 
     def provider(self) -> dict[str, Any]:
         return {"peer_id": self.peer_id, "address": self.server.address, "is_origin": self.is_origin}
@@ -80,7 +82,7 @@ def worker(make_identity: Make, tmp_path: Path) -> Iterator[FetchingWorker]:
 Nodes = Callable[..., Node]
 
 
-def lease(worker: FetchingWorker, *nodes: Node, lease_id: str = "1") -> Held:
+def lease(worker: FetchingWorker, *nodes: Node, lease_id: str = "1") -> ActiveLease:
     return worker.lease(SHA256, len(CONTENT), [node.provider() for node in nodes], lease_id)
 
 
@@ -142,8 +144,8 @@ def test_a_web_server_gives_it_by_its_name(worker: FetchingWorker, tmp_path: Pat
 def test_gone_refusing_and_busy_providers_are_passed_over(worker: FetchingWorker, make_node: Nodes) -> None:
     gone, absent, busy = (make_node(name, origin=False) for name in ("gone", "absent", "busy"))
     gone.server.close()
-    absent.refuse = error_response(404, "unknown_slice", "not here")
-    busy.refuse = error_response(503, "busy", "later")
+    absent.refuse = ApiError(404, "unknown_slice", "not here").response()
+    busy.refuse = ApiError(503, "busy", "later").response()
     assert worker.fetched(lease(worker, gone, absent, busy, make_node("origin"))) == CONTENT
     assert len(absent.ranges) == 1 and worker.bad == []
 
@@ -157,7 +159,7 @@ def test_another_peer_at_the_address_is_asked_nothing_and_told_of(worker: Fetchi
 
 def test_a_whole_file_instead_of_a_range_is_told_of(worker: FetchingWorker, make_node: Nodes) -> None:
     rude, honest = make_node("rude", origin=False), make_node("honest")
-    rude.refuse = Response(200, CONTENT + b"and more")
+    rude.refuse = Response(CONTENT + b"and more")
     assert worker.fetched(lease(worker, rude, honest)) == CONTENT
     assert worker.bad == [(rude.peer_id, True)]
 
@@ -176,9 +178,9 @@ def test_a_lease_that_is_lost_is_not_fetched_to_the_end(worker: FetchingWorker, 
     slow.stall_s = 0.5
     held = lease(worker, slow)
     time.sleep(0.1)
-    said = worker.hand.state()
-    worker.hand.apply_answer(said, answer(lost=[held.grant.lease_id]))
-    assert held.over and worker.hand.held == []
+    request = worker.leases.request()
+    worker.leases.receive(request, answer(lost=[held.grant.lease_id]))
+    assert held.over and worker.leases.state.leases == []
     time.sleep(0.6)
     assert held.path is None and worker.cache.drop([SHA256]) in ([], [SHA256])
 
@@ -187,11 +189,11 @@ def test_no_provider_for_long_is_the_end(worker: FetchingWorker) -> None:
     for turn in range(8):
         held = lease(worker, lease_id=str(turn))
         assert worker.lost(held) == ""
-        said = worker.hand.state()
-        worker.hand.apply_answer(said, answer(lost=list(said.held)))
+        request = worker.leases.request()
+        worker.leases.receive(request, answer(lost=list(request.held or ())))
         if worker.fetcher.failure is not None:
             break
-    assert isinstance(worker.fetcher.failure, NetworkError) and worker.hand.is_closed
+    assert isinstance(worker.fetcher.failure, NetworkError) and worker.leases.state.closed
 
 
 def test_a_slice_larger_than_the_cache_is_the_end(make_identity: Make, make_node: Nodes, tmp_path: Path) -> None:
@@ -203,6 +205,20 @@ def test_a_slice_larger_than_the_cache_is_the_end(make_identity: Make, make_node
             time.sleep(0.01)
         worker.close()
     assert isinstance(worker.fetcher.failure, UsageError)
+
+
+def test_a_passing_fault_of_the_machine_costs_one_lease_and_not_the_worker(
+    worker: FetchingWorker, make_node: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, real = make_node("a"), worker.cache.try_reserve
+
+    def full(*args: Any, **more: Any) -> Any:
+        monkeypatch.setattr(worker.cache, "try_reserve", real)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(worker.cache, "try_reserve", full)
+    worker.lost(lease(worker, node))
+    assert worker.fetched(lease(worker, node, lease_id="2")) == CONTENT
 
 
 def test_a_slice_waits_for_room_until_others_are_used(worker: FetchingWorker, make_node: Nodes) -> None:

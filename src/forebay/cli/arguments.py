@@ -71,6 +71,26 @@ def seconds(text: str) -> float:
     return value
 
 
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """The option for what one member, and one organisation, may take of a server."""
+    parser.add_argument(
+        "--limit", action="append", default=[], metavar="NAME=NUMBER",
+        help="of members: connections_per_peer, requests_per_peer, requests_per_s, bytes_per_s, "
+        "connections_per_organisation … (docs/network.md has all and their defaults); may be repeated",
+    )  # fmt: skip
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
+    return value
+
+
 def positive(text: str) -> int:
     return whole_number(text, 1)
 
@@ -83,3 +103,12 @@ def whole_number(text: str, least: int = 0) -> int:
     if value < least:
         raise argparse.ArgumentTypeError(f"{value} is not {'above' if least else 'at least'} zero")
     return value
+
+
+def add_from_urls(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag that allows reading from where peers point to, outside the network."""
+    parser.add_argument(
+        "--from-urls", choices=["public", "any"],
+        help="read also from URLs that data nodes stand for: public (https and public buckets, never with credentials "
+        "of yours), or any (also http and private addresses); default: none",
+    )  # fmt: skip

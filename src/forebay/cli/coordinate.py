@@ -45,7 +45,7 @@ def _coordinate(args: argparse.Namespace) -> int:
         raise UsageError(
             f"coordinate: expected --stale above --heartbeat, got {args.stale:g} and {args.heartbeat:g} s."
         )
-    rules = Rules(args.min_workers, args.heartbeat, args.stale, args.lost, args.grace)
+    rules = Rules(args.min_workers, args.heartbeat, args.stale, args.lost, args.grace, args.workers_per_member)
     coordinator = Coordinator(
         host, port, state_dir=args.state, rules=rules, config=_config(args), identity=identity,
         on_note=lambda text: print(f"forebay: {text}", file=sys.stderr, flush=True),
@@ -102,6 +102,13 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--heartbeat", type=seconds, default=30.0, metavar="S", help="longest silence of a worker (30)")
     p.add_argument("--stale", type=seconds, default=90.0, metavar="S", help="a silent worker is given up after (90)")
     p.add_argument("--lost", type=seconds, default=5.0, metavar="S", help="one that disconnected, after (5)")
+    p.add_argument(
+        "--workers-per-member",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="workers of one certificate, with --network (default: 8)",
+    )
     p.add_argument("--grace", type=seconds, default=600.0, metavar="S", help="wait so long for a step's end (600)")
     p.add_argument("--until-done", action="store_true", help="end when the run's last step is done")
     p.add_argument("--lifeline", action="store_true", help=argparse.SUPPRESS)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import positive
+from forebay.cli.arguments import positive, share
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def _ledger_verify(args: argparse.Namespace) -> int:
         steps = verify_steps(args.file)
         _print_verified(args, steps.to_json(), "each sample once, in the steps that count")
         return 0 if steps.ok else 1
-    report = verify_ledger(args.file, _key(args), verify, replay if args.samples else None)
+    report = verify_ledger(args.file, _key(args), verify, replay if args.samples else None, args.allow_aside)
     _print_verified(args, report.to_json(), "chain, signatures and coverage hold")
     return 0 if report.ok else 1
 
@@ -249,6 +249,13 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p = verb("verify", _ledger_verify, "prove that each sample of an epoch was used exactly once", verbs)
     p.add_argument("file", type=Path, help="a ledger, or a coordinator's state")
     p.add_argument("--key", metavar="HEX", help="the scheduler's public key (default: the one the ledger names)")
+    p.add_argument(
+        "--allow-aside",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="of an epoch's samples that may be set aside, 0 to 1 (default: 0)",
+    )
     p.add_argument("--samples", action="store_true", help="by sample ids, too: recompute the order of every use")
     p.add_argument("--json", action="store_true")
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import positive, size
+from forebay.cli.arguments import add_from_urls, positive, size
 from forebay.errors import UsageError
 from forebay.sizes import words_of_bytes
 
@@ -71,7 +71,7 @@ def _mirror_dataset(args: argparse.Namespace) -> int:
         if not source.startswith("forebay://"):
             raise UsageError("mirror: --publisher is for forebay:// URLs; say which dataset with --id")
         source += f"?publisher={args.publisher}"
-    dataset = open_remote(source, dataset_id=args.id, identity=args.network)
+    dataset = open_remote(source, dataset_id=args.id, identity=args.network, from_urls=args.from_urls or "")
     start, stop = args.slices or (0, dataset.num_slices)
     stop = dataset.num_slices if stop is None else stop
     temporary = (args.tmp_dir or Path(tempfile.gettempdir())) / f"forebay-mirror-{dataset.id[:16]}"
@@ -129,6 +129,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         "--tmp-dir", type=Path, metavar="DIR", help="for what is on its way to a bucket; needs room for a shard"
     )
     p.add_argument("--network", metavar="DIR", help="for forebay:// URLs: the node's directory")
+    add_from_urls(p)
     p.add_argument(
         "--share", nargs="?", const=True, default=False, metavar="HOST:PORT",
         help="of forebay:// URLs: hand out what came while the rest comes: many mirrors burden the origin once",

@@ -8,15 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import address, positive, seconds, show
+from forebay.cli.arguments import add_limits, address, positive, seconds, show, size
 from forebay.cli.running import add_node, joined_network, listen_at, log, on_stop, ready, until_stopped
 from forebay.network.waiting import waiting
 
 
 def _probe(args: argparse.Namespace) -> int:
+    from forebay.network.addresses import parse_address
     from forebay.network.client import Client
     from forebay.network.identity import Identity
 
+    parse_address(args.address)
     with Client(Identity.load(args.network)) as client, waiting(log, lambda: f"an answer of {args.address}"):
         body, peer = client.request_json(args.address, "GET", "/v1/status", timeout_s=args.timeout)
     draining = isinstance(body, dict) and bool(body.get("draining"))
@@ -43,6 +45,7 @@ def _dht(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace) -> int:
     from forebay.dataset.reader import open_dataset
     from forebay.network.access import Access
+    from forebay.network.limits import Limits, Throttle, parse_limits
     from forebay.serve import DataNode
     from forebay.store.remote import open_remote
 
@@ -52,11 +55,15 @@ def _serve(args: argparse.Namespace) -> int:
             open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)
             for path in args.datasets
         ]
-    stop = threading.Event()
+    limits, stop = parse_limits(Limits(), args.limit), threading.Event()
     on_stop(stop, args)
     with joined_network(args, stop) as (identity, discovery):
         host, port = listen_at(args, discovery)
-        node = DataNode(identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access)
+        throttle = Throttle(args.upload_limit)
+        node = DataNode(
+            identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access, throttle=throttle,
+            limits=limits,
+        )  # fmt: skip
         try:
             node.start()
             ready(
@@ -120,6 +127,8 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("datasets", nargs="+", metavar="DATASET", help="a directory, or a URL that members fetch from too")
     p.add_argument("--listen", metavar="HOST:PORT", help="default: a free port where our DHT node listens")
     p.add_argument("--ttl", type=seconds, default=60.0, metavar="S", help="how long a claim holds without renewal")
+    p.add_argument("--upload-limit", type=size, metavar="BYTES", help="bytes a second to all members (default: none)")
+    add_limits(p)
     p.add_argument("--access", type=Path, metavar="FILE", help="who may read what, and how much a day (TOML)")
     p = add_node(verb, "find", _find, "who has a dataset", timeout_s=10.0, timeout_of="an answer of the DHT")
     p.add_argument("name", help="the dataset's")

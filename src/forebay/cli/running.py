@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import address, plain, seconds
 from forebay.errors import NetworkError, UsageError
+from forebay.threads import Supervised
 
 Verb = Callable[[argparse.Namespace], int]
 log = logging.getLogger("forebay.cli")
@@ -96,7 +97,7 @@ def on_stop(stop: threading.Event, args: argparse.Namespace) -> None:
                 pass
             stop.set()
 
-        threading.Thread(target=watch, daemon=True).start()
+        Supervised(watch, "lifeline").start()
 
 
 def until_stopped(

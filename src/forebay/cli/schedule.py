@@ -10,27 +10,29 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import positive, seconds
+from forebay.cli.arguments import add_from_urls, add_limits, positive, seconds
 from forebay.cli.running import add_node, joined_network, listen_at, log, on_stop, ready
 from forebay.errors import LeaseError, UsageError
 from forebay.network.waiting import waiting
 from forebay.sizes import words_of_bytes
+from forebay.threads import Supervised
 
 if TYPE_CHECKING:
     from forebay.schedule.catalog import JobPlan
 
 
 # `forebay schedule VERB JOB --at HOST:PORT`: as a dataset may have any name, a verb is one only with --at.
-VERBS = ("pause", "resume", "readmit", "weights")
+VERBS = ("pause", "resume", "readmit", "weights", "pardon")
 
 
 def _schedule(args: argparse.Namespace) -> int:
     if args.at:
         return _steer(args)
     from forebay.network.client import Client
-    from forebay.schedule.service import SchedulerService
+    from forebay.network.limits import parse_limits
+    from forebay.schedule.service import LIMITS, SchedulerService
 
-    plans = _plans(args)
+    plans, limits = _plans(args), parse_limits(LIMITS, args.limit)
     stop, began = threading.Event(), threading.Event()
     on_stop(stop, args)
     with joined_network(args, stop) as (identity, discovery):
@@ -47,9 +49,11 @@ def _schedule(args: argparse.Namespace) -> int:
             wait_s=args.timeout,
             standby=args.standby,
             publishers=args.publisher,
+            limits=limits,
+            from_urls=args.from_urls or "",
         )
         try:
-            threading.Thread(target=_until_told, args=(args, service, stop, began), daemon=True).start()
+            Supervised(lambda: _until_told(args, service, stop, began), "standby", stopping=began).start()
             service.start()
             began.set()
             if stop.is_set():
@@ -98,6 +102,7 @@ def _plans(args: argparse.Namespace) -> list[JobPlan]:
     settings = {
         "seq_len": args.seq_len, "epochs": args.epochs, "seed": args.seed, "lease_s": args.lease,
         "stall_s": args.stall or 20 * args.lease, "steal_s": args.steal, "max_failures": args.max_failures,
+        "max_tokens_per_s": args.max_tokens_per_s,
     }  # fmt: skip
     if args.mix:
         parts = dict(_weight(text) for text in args.mix)
@@ -134,10 +139,12 @@ def _change(text: str, names: list[str]) -> tuple[int, tuple[float, ...]]:
 
 
 def _steer(args: argparse.Namespace) -> int:
+    from forebay.network.addresses import parse_address
     from forebay.network.client import Client
     from forebay.network.identity import Identity
     from forebay.schedule.status import job_line
 
+    parse_address(args.at)
     if len(args.names) < 2 or args.names[0] not in VERBS or args.network is None:
         raise UsageError(f"schedule --at: expected {'|'.join(VERBS)} JOB … --at HOST:PORT --network DIR")
     verb, job, *more = args.names
@@ -147,17 +154,21 @@ def _steer(args: argparse.Namespace) -> int:
     elif verb == "weights":
         body = {"weights": dict(_weight(text) for text in more)}
     path = f"/v1/jobs/{urllib.parse.quote(job, safe='')}/{verb}"
+    if verb == "pardon":
+        path = f"/v1/peers/{urllib.parse.quote(job, safe='')}/pardon"
     with waiting(log, lambda: f"an answer of {args.at}"):
         answer, _ = Client(Identity.load(args.network)).request_json(args.at, "POST", path, body)
-    print(json.dumps(answer) if args.json else job_line(answer))
+    print(json.dumps(answer) if args.json else f"pardoned {job}" if verb == "pardon" else job_line(answer))
     return 0
 
 
 def _status(args: argparse.Namespace) -> int:
+    from forebay.network.addresses import parse_address
     from forebay.network.client import Client
     from forebay.network.identity import Identity
     from forebay.schedule.status import lines
 
+    parse_address(args.address)
     with waiting(log, lambda: f"an answer of {args.address}"):
         body, _ = Client(Identity.load(args.network)).request_json(args.address, "GET", "/v1/status")
     if args.json:
@@ -187,11 +198,20 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         "--state", type=Path, default=Path("./forebay-state"), metavar="DIR",
         help="of the ledgers and the journal; started on it again, a scheduler goes on (default: ./forebay-state)",
     )  # fmt: skip
+    add_limits(p)
+    add_from_urls(p)
     p.add_argument("--standby", action="store_true", help="wait for the scheduler on --state to end, then go on for it")
     p.add_argument("--seq-len", type=positive, default=1024, metavar="L", help="tokens a sample (1024)")
     p.add_argument("--epochs", type=positive, default=1, metavar="N", help="how often every sample is used (1)")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, another order (0)")
     p.add_argument("--lease", type=float, default=30.0, metavar="S", help="a lease lives so long without a word (30)")
+    p.add_argument(
+        "--max-tokens-per-s",
+        type=float,
+        default=1e8,
+        metavar="N",
+        help="of one lease; uses that say more wait (default: 1e8)",
+    )
     p.add_argument("--stall", type=float, metavar="S", help="and so long without a use (default: 20 times --lease)")
     p.add_argument("--steal", type=float, default=2.0, metavar="S", help="cut who needs longer, for who is idle (2)")
     p.add_argument(

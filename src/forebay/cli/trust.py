@@ -4,6 +4,7 @@ import argparse
 import datetime as dt
 import functools
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from forebay.network.peer import ROLES, Scope
 from forebay.network.waiting import waiting
 
 DAY_S = 86400
+TOKEN_VALID_DAYS = 7.0
 
 
 def _network_init(args: argparse.Namespace) -> int:
@@ -47,15 +49,17 @@ def _network_join(args: argparse.Namespace) -> int:
     from forebay.network.identity import NODE_VALID_DAYS, join
     from forebay.network.joining import join_by_token
 
-    if args.token is not None:
+    if args.token is not None or args.token_file is not None:
         if len(args.directories) != 1 or args.role or args.dataset or args.days:
-            raise UsageError("join: with --token expected the node's directory alone; the token says the rest")
-        text = sys.stdin.readline().strip() if args.token == "-" else args.token
+            raise UsageError("join: with a token expected the node's directory alone; the token says the rest")
+        text = _token(args)
         with waiting(log, lambda: "an answer of the admission server that the token names"):
             identity = join_by_token(text, args.directories[0], args.name)
     else:
         if len(args.directories) != 2:
-            raise UsageError("join: expected the directories of the network and of the node, or --token TOKEN and one")
+            raise UsageError(
+                "join: expected the directories of network and node, or --token-file FILE and that of the node"
+            )
         _check_role(args, "join")
         network_dir, node_dir = args.directories
         days = args.days or NODE_VALID_DAYS
@@ -66,6 +70,22 @@ def _network_join(args: argparse.Namespace) -> int:
         by = f" It was admitted by organisation {identity.org}." if identity.org else ""
         print(f"It may be {_words(identity.scope)}, until {_date(identity.expires_at)}.{by}")
     return 0
+
+
+def _token(args: argparse.Namespace) -> str:
+    """The token from a file, standard input or the command line."""
+    if "-" in (args.token, str(args.token_file)):
+        return sys.stdin.readline().strip()
+    if args.token is not None:
+        log.warning(
+            "join: a token on the command line shows in the process list and the shell's history. "
+            "Use --token-file FILE, or - for standard input."
+        )
+        return str(args.token)
+    try:
+        return str(args.token_file.read_text(encoding="utf-8")).strip()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"join: cannot read the token from {args.token_file}: {error}") from error
 
 
 def _network_invite(args: argparse.Namespace) -> int:
@@ -88,7 +108,7 @@ def _network_invite(args: argparse.Namespace) -> int:
         datasets=scope.datasets,
         uses=args.uses,
         expires_at=round(time.time() + args.hours * 3600),
-        valid_days=args.days or 90,
+        valid_days=args.days or TOKEN_VALID_DAYS,
     )
     print(sign_token(issuer, token))
     print(
@@ -96,7 +116,7 @@ def _network_invite(args: argparse.Namespace) -> int:
         f"until {_date(token.expires_at)}. "
         f"Who has it may join: send it like a password.\n"
         f"next, here: forebay network admit {args.directory} --listen {args.at}\n"
-        f"next, there: forebay network join --token TOKEN NODE_DIRECTORY --name NODE",
+        f"next, there: forebay network join --token-file FILE NODE_DIRECTORY --name NODE",
         file=sys.stderr,
     )
     return 0
@@ -147,7 +167,7 @@ def _network_renew(args: argparse.Namespace) -> int:
 def _network_revoke(args: argparse.Namespace) -> int:
     from forebay.network.client import Client
     from forebay.network.identity import Identity, revoke
-    from forebay.network.trust import tell
+    from forebay.network.trust import send_crl
 
     issuers = [d for d in args.directories if any((d / f"{kind}-key.pem").exists() for kind in ("root", "org"))]
     nodes = [d for d in args.directories if d not in issuers]
@@ -160,13 +180,30 @@ def _network_revoke(args: argparse.Namespace) -> int:
         print(f"{args.peer_id} is shut out by {', '.join(map(str, nodes))}, from the next request on.")
     for signed in made:
         assert signed is not None  # an issuer's directory signs
-        print(f"{args.peer_id} is revoked by list {signed.number}: running nodes that hear of it tell the others.")
-    for told in args.tell:
-        identity = Identity.load(nodes[0])
-        with Client(identity) as client, waiting(log, functools.partial("an answer of {}".format, told)):
-            print(f"told {tell(client, told, identity)} at {told}")
+        print(f"{args.peer_id} is revoked by CRL {signed.number} of {signed.issuer}. Running nodes pass it on.")
+        for target in args.tell:
+            with (
+                Client(Identity.load(nodes[0])) as client,
+                waiting(log, functools.partial("an answer of {}".format, target)),
+            ):
+                peer_id, is_new = send_crl(client, target, signed)
+            later = "has it already, or takes this organisation's next CRL within a minute"
+            print(f"{peer_id} at {target} {'accepted it' if is_new else later}.")
     if made and not nodes:
-        print("Nobody has heard of it yet: name a running node's directory, or --tell HOST:PORT.", file=sys.stderr)
+        print("No node knows it yet: name a running node's directory, or --tell HOST:PORT.", file=sys.stderr)
+    return 0
+
+
+def _network_rotate(args: argparse.Namespace) -> int:
+    from forebay.network.networks import finish_rotation, rotate_root
+
+    if args.finish:
+        print(f"The root key in use is now that of {finish_rotation(args.directory)}; the former key is deleted.")
+        print("next: restart `forebay network admit` here, and renew each organisation (forebay network renew).")
+        return 0
+    print(f"The next root is {rotate_root(args.directory, **_days(args))}, signed by the one in use, which goes on.")
+    print("Nodes learn of it as they renew. Organisations: forebay network renew DIR ORGANISATION_DIR, now.")
+    print(f"next, once every node has renewed: forebay network rotate --finish {args.directory}")
     return 0
 
 
@@ -177,8 +214,8 @@ def _network_show(args: argparse.Namespace) -> int:
         for key in ("roles", "datasets"):
             facts[key] = ", ".join(facts[key]) or "all"
         facts["revoked"] = ", ".join(facts["revoked"]) or "none"
-        lists = facts.pop("lists")
-        facts["revocations"] = ", ".join(f"number {n} of {issuer}" for issuer, n in lists.items()) or "no list yet"
+        crls = facts.pop("crls")
+        facts["CRLs"] = "; ".join(f"{crl['revoked']} revoked by {issuer}" for issuer, crl in crls.items()) or "none"
         if not facts.get("organisation", "it"):
             facts["organisation"] = "none: signed by the root"
     show(facts, args.json)
@@ -186,7 +223,7 @@ def _network_show(args: argparse.Namespace) -> int:
 
 
 def _issuer_facts(directory: Path) -> dict[str, Any] | None:
-    from forebay.network.networks import peer_in, read_cert, read_issuer, read_network
+    from forebay.network.networks import peer_in, read_issuer, read_network, read_roots
     from forebay.network.revocation import Revocations
 
     if not any((directory / name).exists() for name in ("root-key.pem", "org-key.pem")):
@@ -200,7 +237,7 @@ def _issuer_facts(directory: Path) -> dict[str, Any] | None:
         "network": read_network(directory)["network_id"],
         **_scope_facts(issuer.scope),
         "expires": round(issuer.cert.not_valid_after_utc.timestamp()),
-        **_revoked(Revocations(directory, _root_der(read_cert(directory / "root-cert.pem")))),
+        **_revoked(Revocations(directory, read_roots(directory))),
     }
 
 
@@ -220,16 +257,12 @@ def _node_facts(directory: Path) -> dict[str, Any]:
     }
 
 
-def _root_der(cert: Any) -> bytes:
-    from forebay.network.certificates import der_of
-
-    return der_of(cert)
-
-
 def _revoked(revocations: Any) -> dict[str, Any]:
-    lists = revocations.lists()
-    named = sorted({peer for found in lists for peer in found.revoked} | revocations.stamp()[1])
-    return {"revoked": named, "lists": {found.issuer: found.number for found in lists}}
+    """The ids in revoked.txt, and of each CRL the number and how many it revokes: it has serial numbers, not ids."""
+    if (fault := revocations.fault()) is not None:
+        raise UsageError(f"revocation: {fault}")
+    crls = {crl.issuer: {"number": crl.number, "revoked": len(crl.serials)} for crl in revocations.crls()}
+    return {"revoked": sorted(revocations.own()), "crls": crls}
 
 
 def _scope_facts(scope: Scope) -> dict[str, Any]:
@@ -243,11 +276,15 @@ def _network_sign(args: argparse.Namespace) -> int:
     from forebay.network.publish import SIGNATURE_NAME, sign_dataset
 
     dataset = open_dataset(args.dataset)
-    made = sign_dataset(Identity.load(args.network), dataset.path, dataset.name)
+    made = sign_dataset(
+        Identity.load(args.network), dataset.path, dataset.name, origins=args.origin, **_days(args), serial=args.serial
+    )
     if args.json:
-        print(json.dumps({"name": made.name, "dataset_id": made.dataset_id, "publisher": made.publisher}))
+        facts = {"name": made.name, "dataset_id": made.dataset_id, "publisher": made.publisher}
+        print(json.dumps({**facts, "serial": made.serial, "expires_at": made.expires_at, "origins": made.origins}))
         return 0
     print(f"{made.name} {made.dataset_id} is signed by {made.publisher} ({dataset.path / SIGNATURE_NAME}).")
+    print(f"It is version {made.serial}, until {_date(made.expires_at)}.")
     print(f"Who demands that: --publisher {made.publisher}")
     return 0
 
@@ -268,6 +305,16 @@ def _check_role(args: argparse.Namespace, what: str) -> None:
             f"{what}: expected --role {', '.join(sorted(ROLES))} or all, got none. Give the least that the node needs: "
             "data to serve, scheduler to lease, worker to train; may be repeated."
         )
+
+
+def _positive_days(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 36500:
+        raise argparse.ArgumentTypeError(f"expected days above zero, such as 7 or 0.5, got {text!r}")
+    return value
 
 
 def _days(args: argparse.Namespace) -> dict[str, float]:
@@ -292,8 +339,9 @@ def _add_scope(p: argparse.ArgumentParser, role: str) -> None:
 def _add_days(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--days",
-        type=positive,
-        help="how long the certificate holds (default: 825; of an organisation 1825, by a token 90)",
+        type=_positive_days,
+        help="how long the certificate is valid; fractions are allowed (default: by a token 7, renewed by the node "
+        "itself; by hand 90; of an organisation 1825, of a root 3650)",
     )
 
 
@@ -303,14 +351,24 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     _add_membership(verb, network)
     p = verb("revoke", _network_revoke, "shut a peer or an organisation out, in force without a restart", network)
     p.add_argument("peer_id", help="of the node or organisation")
-    p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="the issuer's, to sign a list; nodes'")
-    p.add_argument("--tell", action="append", default=[], metavar="HOST:PORT", help="a node to bring the list to")
+    p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="the issuer's, to sign a CRL; nodes'")
+    p.add_argument("--tell", action="append", default=[], metavar="HOST:PORT", help="a node to bring the CRL to")
+    p = verb("rotate", _network_rotate, "replace a network's root key without downtime, in two steps", network)
+    p.add_argument("directory", type=Path, help="the network's")
+    p.add_argument("--finish", action="store_true", help="the second step: put the next key in place")
+    p.add_argument("--days", type=_positive_days, help="how long the next root's certificate is valid (default: 3650)")
     p = verb("show", _network_show, "who a node is, what it may do, until when, and whom it shuts out", network)
     p.add_argument("directory", type=Path, help="a node's, an organisation's or the network's")
     p.add_argument("--json", action="store_true")
     p = verb("sign", _network_sign, "vouch for a dataset as its publisher", network)
     p.add_argument("dataset", help="a local dataset")
     p.add_argument("--network", type=Path, required=True, metavar="DIR", help="the publisher's node directory")
+    p.add_argument(
+        "--origin", action="append", default=[], metavar="URL",
+        help="an https, s3, gs or az URL that has it, too, without a query; may be repeated",
+    )  # fmt: skip
+    p.add_argument("--days", type=_positive_days, help="how long readers accept the signature (default: 365)")
+    p.add_argument("--serial", type=int, metavar="N", help="the version, greater than before (default: the unix time)")
     p.add_argument("--json", action="store_true")
 
 
@@ -326,10 +384,14 @@ def _add_membership(verb: Callable[..., argparse.ArgumentParser], network: Any) 
     _add_scope(p, "the most that its nodes may be; may be repeated; default: all")
     _add_days(p)
     p = verb("join", _network_join, "admit a node: from an issuer's directory, or by a token from anywhere", network)
-    p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="NETWORK NODE; with --token only NODE")
+    p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="NETWORK NODE; with a token only NODE")
     p.add_argument("--name", required=True, help="the node's")
-    p.add_argument("--token", help="what `network invite` printed; - reads it from standard input")
-    _add_scope(p, "what the node may be; may be repeated; required without --token")
+    token = p.add_mutually_exclusive_group()
+    token.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="what `network invite` printed; - reads standard input"
+    )
+    token.add_argument("--token", help="the same on the command line, where others may see it in the process list")
+    _add_scope(p, "what the node may be; may be repeated; required without a token")
     _add_days(p)
     p = verb("invite", _network_invite, "print a token with which machines may join for a while", network)
     p.add_argument("directory", type=Path, help="the network's or an organisation's")

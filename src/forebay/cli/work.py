@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import address, positive, size
+from forebay.cli.arguments import add_from_urls, address, positive, size
 from forebay.cli.running import add_node, joined_network, on_stop
 from forebay.errors import UsageError
 from forebay.toml import read_toml
@@ -40,6 +40,7 @@ def _work(args: argparse.Namespace) -> int:
             share=_share_at(settings["share"], discovery.host),
             upload_bytes_per_s=settings["upload_limit"],
             patience_s=args.timeout,
+            from_urls=settings["from_urls"] or "",
             on_progress=lambda p: print(json.dumps(p) if args.json else _progress_line(p), flush=True),
             stop=stop,
         )
@@ -95,6 +96,7 @@ def _work_settings(args: argparse.Namespace) -> dict[str, Any]:
         "share": None,
         "upload_limit": None,
         "network": None,
+        "from_urls": None,
     }
     if args.config:
         table = read_toml(args.config).get("work", {})
@@ -142,3 +144,4 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         "node listens",
     )
     p.add_argument("--upload-limit", type=size, metavar="BYTES", help="bytes a second to all others")
+    add_from_urls(p)

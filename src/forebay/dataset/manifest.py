@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from forebay.dataset.parquet_pages import Footer, pages, read_footer
 from forebay.errors import DatasetError, UsageError
 
 # The manifest has a field `bytes`, which hides the type's name inside the classes.
@@ -33,7 +34,8 @@ TABLE_FILE = "slices.parquet"
 DOCUMENTS_FILE = "documents.parquet"
 """Optional: id and source of each document, in the order of their ends; fixed by the manifest's lineage."""
 MAX_FOLDED_ROWS = 1 << 16
-MAX_ROW_BYTES = 4096  # before compression
+MAX_FOLDED_BYTES = 64 << 20
+MAX_UNFOLDING = 16  # bytes in memory for each of the file's, beyond MAX_FOLDED_BYTES
 MAX_NAME_BYTES = 1024
 MAX_MANIFEST_BYTES = 256 << 20
 """More than this is no manifest; a lineage of a million inputs is about 150 MB."""
@@ -43,7 +45,9 @@ TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"U16": np.dtype("<u2"), "U32": np.dtyp
 _COUNTS = ("vocab_size", "tokens", "rows", "documents", "slices", "bytes")
 # An empty, `.` or `..` part (so also a leading, trailing or double slash), a backslash, a control character.
 _UNSAFE_NAME = re.compile(r"(?:^|/)\.{0,2}(?:/|\Z)|[\\\x00-\x1f\x7f]")
+_ENCODINGS = (0, 2, 8)  # PLAIN, and a dictionary's indexes
 _COLUMNS = ("name", "bytes", "sha256", "count", "documents")
+_PHYSICAL = list(zip(_COLUMNS, (6, 2, 7, 2, 2), (0, 0, 32, 0, 0)))  # BYTE_ARRAY, INT64, FIXED_LEN_BYTE_ARRAY
 
 
 @dataclass(frozen=True)
@@ -238,23 +242,11 @@ class SliceTable:
                 negative numbers, names a file twice, or names one outside the dataset's directory.
         """
         try:
+            _check_unfolding(read_footer(data), data)
             # Not read_table, which imports three times as much.
             # From a buffer: a file of Python's may be let go of by a thread that outlives the interpreter, and aborts.
-            file = pq.ParquetFile(pa.BufferReader(data))
-            _check_unfolding(file.metadata, data)
-            table = file.read(list(_COLUMNS), use_threads=False).combine_chunks()
-            wanted = [pa.string(), pa.int64(), pa.binary(32), pa.int64(), pa.int64()]
-            columns = []
-            for name, kind in zip(_COLUMNS, wanted):
-                column = table.column(name)
-                if column.type != kind or column.null_count:
-                    raise DatasetError(
-                        f"{TABLE_FILE}: expected column {name!r} of {kind} without nulls, "
-                        f"got {column.type} with {column.null_count} nulls. Fetch the file again."
-                    )
-                columns.append(column.chunk(0) if column.num_chunks else pa.array([], kind))
-            if len(table):
-                columns[0].validate(full=True)
+            file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=["name"])
+            columns = _read_columns(file, len(data))
         except (pa.ArrowException, KeyError, OSError, ValueError) as error:
             raise DatasetError(f"{TABLE_FILE}: expected Parquet with columns {_COLUMNS}, got {error}") from error
         names, sizes, hashes, count, documents = columns
@@ -271,40 +263,74 @@ class SliceTable:
         return result
 
 
-def _longest(values: pa.Array) -> int:
-    """The bytes of the longest string; 0 for what is no array of strings."""
-    offsets = values.buffers()[1] if values.type == pa.string() else None
-    if offsets is None or not len(values):
-        return 0
-    return int(np.diff(np.frombuffer(offsets, np.int32)[values.offset : values.offset + len(values) + 1]).max())
+# What is allowed of a table is what makes it cheap to read: a stranger may have written it.
 
 
-def _check_unfolding(metadata: pq.FileMetaData, data: bytes) -> None:
-    """Refuse, before it is read, a table that would take far more memory than its bytes: it may be a stranger's.
+def _check_unfolding(footer: Footer, data: bytes) -> None:
+    """Refuse, before it is read, a table of other physical types than ours, or that takes far more memory than bytes.
 
     A row of ours takes some 40 bytes of the file, as hashes do not compress; equal slices take less.
     """
-    num_bytes = len(data)
-    most_rows = MAX_FOLDED_ROWS + num_bytes // 4
-    if metadata.num_rows > most_rows:
+    found = [(column.name, column.type, column.length) for column in footer.columns]
+    if found != _PHYSICAL or not all(column.is_flat for column in footer.columns):
         raise DatasetError(
-            f"{TABLE_FILE}: expected at most {most_rows} rows in {num_bytes} bytes, got {metadata.num_rows}. "
-            "It would unfold in memory; fetch it from somebody else."
+            f"{TABLE_FILE}: expected flat columns {_PHYSICAL} (name, physical type, length), got {str(found)[:300]}. "
+            "Fetch the file again."
         )
-    for group in range(metadata.num_row_groups):
-        rows, plain = metadata.row_group(group).num_rows, metadata.row_group(group).total_byte_size
-        if plain > MAX_ROW_BYTES * rows + (1 << 20):
-            raise DatasetError(
-                f"{TABLE_FILE}: expected at most {MAX_ROW_BYTES} bytes a row, got {plain} for {rows} rows. "
-                "It would unfold in memory; fetch it from somebody else."
-            )
-    # As a dictionary, a name that is repeated takes its room once.
-    names = pq.ParquetFile(pa.BufferReader(data), read_dictionary=["name"]).read(["name"], use_threads=False)
-    chunks = names.column("name").chunks if "name" in names.column_names else []
-    told = [chunk.dictionary if pa.types.is_dictionary(chunk.type) else chunk for chunk in chunks]
-    longest = max((_longest(values) for values in told), default=0)
-    if longest > MAX_NAME_BYTES:
-        raise DatasetError(f"{TABLE_FILE}: expected names of at most {MAX_NAME_BYTES} bytes, got one of {longest}.")
+    num_bytes, num_rows = len(data), sum(rows for rows, _ in footer.groups)
+    most_rows = MAX_FOLDED_ROWS + num_bytes // 4
+    if not footer.num_rows == num_rows <= most_rows:
+        raise _unfolds(f"at most {most_rows} rows in {num_bytes} bytes", f"{max(num_rows, footer.num_rows)}")
+    room = MAX_FOLDED_BYTES + MAX_UNFOLDING * num_bytes
+    for rows, chunks in footer.groups:
+        for chunk in chunks:
+            if chunk.num_values != rows:
+                raise DatasetError(f"{TABLE_FILE}: expected {rows} values of each column, got {chunk.num_values}.")
+            for page in pages(memoryview(data), chunk):
+                room -= page.num_bytes
+                if page.encoding not in _ENCODINGS:
+                    raise DatasetError(f"{TABLE_FILE}: expected plain pages or dictionaries, got {page.encoding}.")
+                if room < 0:
+                    raise _unfolds(f"at most {MAX_UNFOLDING} bytes for each of its {num_bytes}", "more")
+
+
+def _read_columns(file: pq.ParquetFile, num_bytes: int) -> list[pa.Array]:
+    """The columns of all row groups, one after another; names may be repeated by a dictionary, so they are counted."""
+    kinds = [pa.string(), pa.int64(), pa.binary(32), pa.int64(), pa.int64()]
+    read: list[list[pa.Array]] = [[] for _ in kinds]
+    room = MAX_FOLDED_BYTES + MAX_UNFOLDING * num_bytes
+    for number in range(file.num_row_groups):
+        table = file.read_row_group(number, list(_COLUMNS), use_threads=False)
+        for name, kind, chunks in zip(_COLUMNS, kinds, read):
+            column = table.column(name)
+            if column.null_count:
+                raise DatasetError(f"{TABLE_FILE}: expected no nulls, got {column.null_count} ({name!r}).")
+            for chunk in column.chunks:
+                if pa.types.is_dictionary(chunk.type) and chunk.type.value_type == kind:
+                    chunk.validate(full=True)  # its indexes
+                    chunk.dictionary.validate(full=True)
+                    lengths = _lengths(chunk.dictionary)
+                    if len(lengths) and (longest := int(lengths.max())) > MAX_NAME_BYTES:
+                        raise _unfolds(f"names of at most {MAX_NAME_BYTES} bytes", f"one of {longest}")
+                    room -= int(lengths[chunk.indices.to_numpy()].sum(dtype=np.int64))
+                    if room < 0:
+                        raise _unfolds(f"names that fit the file's {num_bytes} bytes", "longer ones")
+                    chunk = chunk.dictionary_decode()
+                if chunk.type != kind:
+                    raise DatasetError(f"{TABLE_FILE}: expected column {name!r} of {kind}, got {chunk.type}.")
+                chunks.append(chunk)
+    return [pa.concat_arrays(chunks) if chunks else pa.array([], kind) for chunks, kind in zip(read, kinds)]
+
+
+def _lengths(values: pa.StringArray) -> NDArray[np.int32]:
+    """[n] the bytes of each string."""
+    offsets = np.frombuffer(values.buffers()[1] or bytes(4), np.int32)
+    return np.diff(offsets[values.offset : values.offset + len(values) + 1])
+
+
+def _unfolds(expected: str, got: str) -> DatasetError:
+    text = f"{TABLE_FILE}: expected {expected}, got {got}. It would unfold in memory; fetch it from somebody else."
+    return DatasetError(text)
 
 
 def dataset_id(data: bytes) -> str:

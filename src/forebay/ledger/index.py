@@ -180,7 +180,7 @@ def _keep(found: LedgerIndex, fresh: NDArray[Any], num_old: int) -> None:
         "sessions": found.sessions,
         "others": [asdict(entry) for entry in found.others],
     }
-    with os.fdopen(os.open(uses_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b") as file:
+    with os.fdopen(os.open(uses_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if file.seek(0, os.SEEK_END) < num_old * USE.itemsize:
             return  # Made anew since it was read.
@@ -188,4 +188,4 @@ def _keep(found: LedgerIndex, fresh: NDArray[Any], num_old: int) -> None:
         file.write(fresh.tobytes())
         file.flush()
         os.fsync(file.fileno())
-        atomic_write(index_path, json.dumps(body).encode())
+        atomic_write(index_path, json.dumps(body).encode(), 0o600)

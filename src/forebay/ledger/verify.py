@@ -33,7 +33,7 @@ class LedgerReport:
     """What a ledger proves.
 
     Attributes:
-        ok: Intact, and every epoch that was begun used every sample once, but for those set aside.
+        ok: Intact, and every epoch that was begun used every sample once, but for the share that may be set aside.
         intact: The chain, the signatures, the receipts and the recorded roots are right.
         epochs: A dict each: epoch, samples, missing, repeated; set_aside where there is any, dataset where the job
             has several.
@@ -77,7 +77,11 @@ class _Reading:
 
 
 def verify_ledger(
-    path: Path, public_key: bytes | None = None, verify: Verifier | None = None, replay: Replay | None = None
+    path: Path,
+    public_key: bytes | None = None,
+    verify: Verifier | None = None,
+    replay: Replay | None = None,
+    allow_aside: float = 0.0,
 ) -> LedgerReport:
     """Checks the chain, the signatures and that each epoch used each sample exactly once.
 
@@ -86,6 +90,7 @@ def verify_ledger(
         verify: Checks one signature; without it signatures and receipts are left unchecked, hashes are not.
         replay: Computes the sample ids of each use: coverage is then counted by sample too, and the digests of ids
             that workers signed are compared.
+        allow_aside: Share of an epoch's samples, 0 to 1, that may be set aside, which nobody used.
 
     Returns:
         The report; a broken chain is read up to the break, and the rest counts as missing.
@@ -118,7 +123,7 @@ def verify_ledger(
         return LedgerReport(False, False, [], reading.problems, reading.entries)
     if verify is not None:
         _check_signatures(path, last, public_key or job.scheduler, verify, reading)
-    return _report(reading, job, replay)
+    return _report(reading, job, replay, allow_aside)
 
 
 def _check_signatures(path: Path, last: Link, key: bytes, verify: Verifier, reading: _Reading) -> None:
@@ -252,7 +257,7 @@ def coverage_of(job: Job, table: NDArray[Any], aside: dict[tuple[int, int], Any]
     return cover(job.samples[here], mine["slice"] - here.start, mine["start"], mine["stop"], gone)
 
 
-def _report(reading: _Reading, job: Job, replay: Replay | None) -> LedgerReport:
+def _report(reading: _Reading, job: Job, replay: Replay | None, allow_aside: float) -> LedgerReport:
     table = reading.uses.table()
     epochs: list[dict[str, int]] = []
     missing: list[dict[str, int]] = []
@@ -279,10 +284,26 @@ def _report(reading: _Reading, job: Job, replay: Replay | None) -> LedgerReport:
             roots.append(_compare_root(reading, job, found, dataset, epoch))
     if replay is not None:
         _check_samples(reading, job, table, replay)
-    intact = not reading.problems
+    intact, few_aside = not reading.problems, True
+    for e in epochs:
+        aside, total = e.get("set_aside", 0), e["samples"] + e["missing"] + e.get("set_aside", 0)
+        if aside > allow_aside * total:
+            few_aside = False
+            reading.problem(
+                f"epoch {e['epoch']}: {aside:,} of {total:,} samples were set aside and used by nobody, more than the "
+                f"share {allow_aside:g} that is allowed (--allow-aside)"
+            )
     whole = all(e["missing"] == 0 and e["repeated"] == 0 for e in epochs)
     return LedgerReport(
-        intact and whole, intact, epochs, reading.problems, reading.entries, job.body, missing, repeated, roots
+        intact and whole and few_aside,
+        intact,
+        epochs,
+        reading.problems,
+        reading.entries,
+        job.body,
+        missing,
+        repeated,
+        roots,
     )
 
 

@@ -71,7 +71,7 @@ class Ledger:
             LedgerError: If the chain is broken, of another key, or another process has it open.
         """
         path = Path(path)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         ledger = cls(path, fd, signer, now)
         try:
             try:

@@ -113,7 +113,6 @@ class Fetches:
             share=server or False,
             downloads=_DOWNLOADS,
             connections=connections,
-            urgent=True,
         )
 
     def _server(self, dataset: Any, share: bool | str) -> SliceShare | None:

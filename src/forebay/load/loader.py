@@ -103,6 +103,7 @@ class Loader:
         verify: Hash each slice when this loader first opens it, also one whose file did not change since it was last
             hashed. Without it a local slice is hashed at its first use; what is fetched is always verified.
         identity: For `forebay://` URLs, the node's directory.
+        from_urls: For `forebay://` URLs: read also from URLs that data nodes stand for: `public` or `any`.
         prefetch: Batches made ahead by a thread; 0 makes them in the caller's, which is faster for whole tokens
             (a batch costs microseconds): slices are fetched ahead either way.
         lanes, window, head: As in `Order`.
@@ -154,6 +155,7 @@ class Loader:
         share: bool | str = False,
         verify: bool = False,
         identity: str | Path | None = None,
+        from_urls: str = "",
         prefetch: int = 0,
         lanes: int | None = None,
         window: int | None = None,
@@ -178,7 +180,7 @@ class Loader:
                 f"global_batch_size: expected at least a sample for each of {self.world_size} ranks, got {least}. Use "
                 "larger batches, or fewer ranks."
             )
-        self._open(dataset, seq_len, identity)
+        self._open(dataset, seq_len, identity, from_urls)
         chosen: dict[str, Any] = {"packing": packing, "split": split, "validation": validation}
         self._views = [
             plan_samples(one, self.seq_len, **chosen, documents=left_out, remember=user_cache() / "counts")
@@ -215,10 +217,10 @@ class Loader:
         self._source: Generator[Batch, None, None] | None = None
         self._done = {"batches": 0, "samples": 0}
 
-    def _open(self, dataset: Given | Mixture, seq_len: int | None, identity: str | Path | None) -> None:
+    def _open(self, dataset: Given | Mixture, seq_len: int | None, identity: str | Path | None, from_urls: str) -> None:
         self.mixture = read_mixture(dataset)
         given: Mapping[str, Any] = {"": dataset} if self.mixture is None else self.mixture.datasets
-        self.datasets = dict(zip(given, open_all(list(given.values()), identity)))
+        self.datasets = dict(zip(given, open_all(list(given.values()), identity, from_urls)))
         tokens = self.dataset.manifest.layout == "tokens"
         if tokens and seq_len is None:
             raise UsageError("seq_len: needed for a dataset of layout 'tokens'. Say how long a sample is.")

@@ -9,7 +9,6 @@ import logging
 import os
 import queue
 import shutil
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from forebay.dataset.verified import user_cache
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.foreign import ForeignDataset
 from forebay.order.run import Run
+from forebay.threads import Supervised
 
 if TYPE_CHECKING:
     from forebay.load.fetches import Fetches
@@ -397,7 +397,7 @@ class ReadAhead:
 
     def __init__(self) -> None:
         self._paths: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: Supervised | None = None
 
     def request(self, paths: Iterable[Path]) -> None:
         """These will be read soon, in this order."""
@@ -406,8 +406,7 @@ class ReadAhead:
         for path in paths:
             self._paths.put(path)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="forebay-readahead", daemon=True)
-                self._thread.start()
+                self._thread = Supervised(self._run, "readahead").start()
 
     def close(self) -> None:
         """End the thread, after the file that it is at."""

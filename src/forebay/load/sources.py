@@ -92,13 +92,14 @@ class Mixture:
             raise UsageError(f"{path}: expected `step` and `weights` in each [[change]], got {error!r}.") from error
 
 
-def open_dataset(given: Given, identity: Any = None, *, verify: Verify = "once") -> Dataset:
+def open_dataset(given: Given, identity: Any = None, *, verify: Verify = "once", from_urls: Any = "") -> Dataset:
     """A dataset wherever it lies and whoever wrote it. Reads its description, no slice.
 
     Args:
         given: A directory or `file://` URL (Forebay's, or one of `docs/formats.md`), a URL of another scheme, or a
             Dataset, which is given back.
         identity: For `forebay://` URLs: the node's directory.
+        from_urls: For `forebay://` URLs: as of `forebay.store.origins.open_origin`.
         verify: Of a local dataset of Forebay's format, as `forebay.dataset.reader.open_dataset` has it: `once`, `open`
             or `never`. Slices from elsewhere are always hashed.
 
@@ -113,7 +114,7 @@ def open_dataset(given: Given, identity: Any = None, *, verify: Verify = "once")
     if "://" in text and not text.startswith("file://"):
         from forebay.store.remote import open_remote  # Needs no network package unless a URL asks for it.
 
-        return open_remote(text, identity=identity)
+        return open_remote(text, identity=identity, from_urls=from_urls)
     folder = local_path(given)
     if not (folder / MANIFEST_FILE).is_file() and folder.exists():
         from forebay.formats import open_foreign
@@ -129,16 +130,16 @@ def open_dataset(given: Given, identity: Any = None, *, verify: Verify = "once")
     return open_local(given, verify=verify)
 
 
-def open_all(given: Sequence[Given], identity: Any = None) -> list[Dataset]:
+def open_all(given: Sequence[Given], identity: Any = None, from_urls: Any = "") -> list[Dataset]:
     """`open_dataset` of each, several at a time.
 
     Raises:
         DatasetError, UsageError: Also if they differ in layout or in the type of their tokens.
     """
     if len(given) == 1:
-        return [open_dataset(given[0], identity)]
+        return [open_dataset(given[0], identity, from_urls=from_urls)]
     with ThreadPoolExecutor(min(_OPENERS, len(given))) as pool:
-        datasets = list(pool.map(lambda one: open_dataset(one, identity), given))
+        datasets = list(pool.map(lambda one: open_dataset(one, identity, from_urls=from_urls), given))
     first = datasets[0].manifest
     for dataset in datasets[1:]:
         found = (dataset.manifest.layout, dataset.manifest.dtype)

@@ -196,6 +196,7 @@ class _Used:
 
     def __init__(self, path: Path) -> None:
         try:
+            path.touch(mode=0o600)  # SQLite's other files get the mode of this one
             self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=2.0)
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=OFF")  # a killed process loses nothing, a machine a moment
@@ -203,7 +204,7 @@ class _Used:
                 "CREATE TABLE IF NOT EXISTS used (day INTEGER, dataset TEXT, who TEXT, bytes INTEGER, "
                 "PRIMARY KEY (day, dataset, who))"
             )
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:
             raise StateError(
                 f"quotas: cannot keep what is used up in {path}: {error}. Remove it to begin anew."
             ) from error

@@ -8,6 +8,7 @@ again (its answer was lost) gets its certificate again and uses up nothing.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import logging
@@ -21,25 +22,27 @@ from pathlib import Path
 from typing import Any
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.audit import AuditLog
-from forebay.network.certificates import EARLY, Issuer, der_of, issue_server, judge, scope_of
-from forebay.network.exchange import Request, Response, error_response, json_response
-from forebay.network.https import Server
-from forebay.network.limits import Bounds
-from forebay.network.networks import check_name, node_pem, read_cert, read_issuer
-from forebay.network.revocation import Revocations
+from forebay.network.certificates import EARLY, Issuer, der_of, issue_server, judge, peer_of, scope_of
+from forebay.network.limits import Limits
+from forebay.network.messages import AdmitRequest, RenewRequest
+from forebay.network.networks import check_name, node_pem, read_issuer, read_roots
+from forebay.network.peer import Peer
+from forebay.network.revocation import FileStamp, Revocations, file_stamp
+from forebay.network.server import ApiError, JsonResponse, Request, Response, Server, make_app
 from forebay.network.tokens import Token, check_token
 from forebay.peer_id import peer_id_of
 
-MAX_REQUEST_BYTES = 256 << 10
-MAX_CONNECTIONS = 256
 TIMEOUT_S = 10.0
-_BOUNDS = Bounds(per_address=32, busy=8, idle_s=TIMEOUT_S)
+# Nobody has a certificate yet: strangers get little time, and make room for each other by address.
+LIMITS = Limits(
+    connections=1024, connections_per_peer=1024, handshakes_per_address=512, requests_per_peer=64, requests_per_s=200.0,
+    body_bytes=256 << 10, idle_s=3.0, handshake_s=3.0, head_s=3.0, body_s=5.0, send_s=5.0,
+)  # fmt: skip
 USES_NAME = "admissions.jsonl"
 log = logging.getLogger("forebay.network")
 
@@ -59,12 +62,10 @@ class Admissions:
         self, directory: str | Path, audit: AuditLog | None = None, now: Callable[[], float] = time.time
     ) -> None:
         self.directory = Path(directory)
-        self.issuer: Issuer = read_issuer(self.directory)
         self._audit, self._now = audit, now
-        self._root = (self.directory / "root-cert.pem").read_bytes()
-        self._root_der = der_of(read_cert(self.directory / "root-cert.pem"))
-        self._network = json.loads((self.directory / "network.json").read_bytes())
-        self._revocations = Revocations(self.directory, self._root_der)
+        self._stamps: list[FileStamp] = []
+        self._revocations = Revocations(self.directory, read_roots(self.directory))
+        self._refresh()
         self._lock = threading.Lock()
         self._uses = _Uses(self.directory / USES_NAME)
 
@@ -73,51 +74,83 @@ class Admissions:
         """The issuer's, 32 raw bytes."""
         return self.issuer.key.public_key().public_bytes_raw()
 
-    def answer(self, method: str, path: str, body: bytes, sender: str) -> Response:
-        """`POST /v1/admit` {"token", "name", "request"} and `POST /v1/renew` {"certificate", "request"}, both in PEM.
+    def admit(self, message: AdmitRequest, sender: str) -> dict[str, Any]:
+        """A certificate for a token: {"certificate", "root", "network", "crls"}.
 
-        Both answer {"certificate", "root", "network", "revocations"}; each refusal is noted.
+        PEM, the network's description, and the CRLs of the roots and this issuer.
+
+        Args:
+            sender: The address that asks.
+
+        Raises:
+            ProtocolViolation: If it is refused; that is noted.
         """
-        if method != "POST" or path not in ("/v1/admit", "/v1/renew"):
-            return error_response(404, "unknown_path", "nothing is served at this path")
+        return self._issue("/v1/admit", sender, lambda key: self._admit(message, key), message.request)
+
+    def renew(self, message: RenewRequest, sender: str, shown: bytes) -> dict[str, Any]:
+        """Another certificate for a key that has one; answer and errors as of `admit`.
+
+        Args:
+            shown: DER of the certificate that was shown in the handshake: it must be of the same key.
+        """
+
+        def renew(key: Ed25519PublicKey) -> bytes:
+            if not shown or peer_of(shown).public_key != key.public_bytes_raw():
+                raise ProtocolViolation("renew: expected a request by the key of the handshake, got another key")
+            return self._renew(message, key)
+
+        return self._issue("/v1/renew", sender, renew, message.request)
+
+    def _issue(
+        self, route: str, sender: str, issue: Callable[[Ed25519PublicKey], bytes], request: str
+    ) -> dict[str, Any]:
         try:
-            obj = json.loads(body)
-            if not isinstance(obj, dict) or not all(isinstance(value, str) for value in obj.values()):
-                raise ProtocolViolation("body: expected an object of texts")
-            key = _requested_key(obj.get("request", ""))
-            certificate = self._admit(obj, key) if path == "/v1/admit" else self._renew(obj, key)
-        except (ValueError, RecursionError) as error:
-            return error_response(400, "bad_request", f"body: expected JSON, got {error}")
+            key = _requested_key(request)
+            self._refresh()
+            certificate = issue(key)
         except (NetworkError, UsageError) as error:
-            self._note("refused", door=path, address=sender, reason=str(error))
-            return error_response(403, "refused", str(error))
-        revocations = self._revocations.to_json()
+            self._note("refused", route=route, address=sender, reason=str(error))
+            raise ProtocolViolation(str(error)) from error
+        issuers = sorted(self._revocations.root_ids | {self.issuer.peer_id})
+        crls = [pem.decode() for issuer in issuers if (pem := self._revocations.pem(issuer)) is not None]
         answer = {"certificate": certificate.decode(), "root": self._root.decode(), "network": self._network}
-        return json_response({**answer, "revocations": revocations})
+        return {**answer, "crls": crls}
 
     def close(self) -> None:
         """Lets another process admit from this directory. May be repeated."""
         self._uses.close()
 
-    def _admit(self, obj: dict[str, str], key: Ed25519PublicKey) -> bytes:
-        token = check_token(obj.get("token", ""), self.public_key, self._now())
-        name, peer_id = obj.get("name", ""), peer_id_of(key.public_bytes_raw())
+    def _refresh(self) -> None:
+        """Takes up a renewed certificate of the issuer and further roots, without a restart."""
+        stamps = [file_stamp(self.directory / name) for name in ("org-cert.pem", "root-cert.pem", "root-key.pem")]
+        if stamps == self._stamps:
+            return
+        self.issuer: Issuer = read_issuer(self.directory)
+        self._root = (self.directory / "root-cert.pem").read_bytes()
+        self._roots = self._revocations.roots = read_roots(self.directory)
+        self._network = json.loads((self.directory / "network.json").read_bytes())
+        self._stamps = stamps
+
+    def _admit(self, message: AdmitRequest, key: Ed25519PublicKey) -> bytes:
+        token = check_token(message.token, self.public_key, self._now())
+        name, peer_id = message.name, peer_id_of(key.public_bytes_raw())
         check_name("node", name)
         self._check_not_revoked(peer_id)
         with self._lock:
-            self._uses.take(token, peer_id, name, self._now())
-        self._note("admitted", peer=peer_id, name=name, token=token.id[:8], roles=",".join(sorted(token.roles)))
+            is_new = self._uses.take(token, peer_id, name, self._now())
+        # The same key again is counted, not written each time: it must push no admission out of the audit log.
+        kind = "admitted" if is_new else "renewed"
+        self._note(kind, peer=peer_id, name=name, token=token.id[:8], roles=",".join(sorted(token.roles)))
         return node_pem(self.issuer, name, key, token.scope, token.valid_days)
 
-    def _renew(self, obj: dict[str, str], key: Ed25519PublicKey) -> bytes:
+    def _renew(self, message: RenewRequest, key: Ed25519PublicKey) -> bytes:
         try:
-            old = x509.load_pem_x509_certificate(obj.get("certificate", "").encode())
-            old.verify_directly_issued_by(self.issuer.cert)
-        except (ValueError, TypeError, InvalidSignature) as error:
-            raise ProtocolViolation(
-                f"renew: expected a certificate that this issuer signed, got another: {error}"
-            ) from error
-        peer = judge(der_of(old), self._root_der).peer
+            old = x509.load_pem_x509_certificate(message.certificate.encode())
+        except (ValueError, TypeError) as error:
+            raise ProtocolViolation(f"renew: expected a certificate in PEM: {error}") from error
+        peer = judge(der_of(old), self._roots).peer
+        if peer.org != ("" if self.issuer.is_root else self.issuer.peer_id):
+            raise ProtocolViolation(f"renew: {peer.peer_id} was issued by {peer.org or 'the root'}. Ask that issuer.")
         if peer.public_key != key.public_bytes_raw():
             raise ProtocolViolation(f"renew: expected a request by the key of {peer.peer_id}, got one by another key")
         if old.not_valid_after_utc.timestamp() < self._now():
@@ -125,14 +158,14 @@ class Admissions:
         self._check_not_revoked(peer.peer_id)
         self._note("renewed", peer=peer.peer_id, name=peer.name)
         days = (old.not_valid_after_utc - old.not_valid_before_utc - EARLY).total_seconds() / 86400
+        # An issuer's own end may have cut the old one short: that must not shorten all that follow.
+        days = self._uses.valid_days.get(peer.peer_id, days)
         return node_pem(self.issuer, peer.name, key, scope_of(old), days)
 
     def _check_not_revoked(self, peer_id: str) -> None:
-        if self._revocations.reason(peer_id) is not None:
-            raise ProtocolViolation(f"peer {peer_id} is revoked in this network")
-        own = {found.issuer: found.revoked for found in self._revocations.lists()}
-        if peer_id in own.get(self.issuer.peer_id, ()):
-            raise ProtocolViolation(f"peer {peer_id} is revoked by its organisation")
+        own = "" if self.issuer.is_root else self.issuer.peer_id
+        if (reason := self._revocations.reason(Peer(peer_id, b"", "", own))) is not None:
+            raise ProtocolViolation(reason)
 
     def _note(self, kind: str, **facts: Any) -> None:
         log.info("admission: %s %s", kind, facts)
@@ -145,6 +178,7 @@ class _Uses:
 
     def __init__(self, path: Path) -> None:
         self._used: dict[str, set[str]] = {}
+        self.valid_days: dict[str, float] = {}  # by peer id, as its last token said
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         self._file = os.fdopen(descriptor, "r+b")
         try:
@@ -160,20 +194,25 @@ class _Uses:
             try:
                 entry = json.loads(line)
                 self._used.setdefault(entry["token"], set()).add(entry["peer_id"])
+                self.valid_days[entry["peer_id"]] = float(entry["valid_days"])
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(f"admit: cannot read line {number} of {path}: {error}. Restore the file.") from error
 
-    def take(self, token: Token, peer_id: str, name: str, now: float) -> None:
+    def take(self, token: Token, peer_id: str, name: str, now: float) -> bool:
+        """Counts a use on disk; False if this key has used the token before."""
         used = self._used.setdefault(token.id, set())
         if peer_id in used:
-            return
+            return False
         if len(used) >= token.uses:
             raise ProtocolViolation(f"token {token.id[:8]}: used up ({token.uses} of {token.uses}). Ask for another.")
         entry = {"token": token.id, "peer_id": peer_id, "name": name, "at": round(now, 3)}
+        entry["valid_days"] = token.valid_days
         self._file.write(json.dumps(entry).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         used.add(peer_id)
+        self.valid_days[peer_id] = token.valid_days
+        return True
 
     def close(self) -> None:
         self._file.close()
@@ -184,7 +223,11 @@ class AdmissionServer:
 
     def __init__(self, admissions: Admissions, host: str = "127.0.0.1", port: int = 0) -> None:
         self.admissions = admissions
-        self._server = Server(None, host, port, self._answer, MAX_CONNECTIONS, bounds=_BOUNDS, tls=_context(admissions))
+        app = make_app("Forebay admission")
+        app.post("/v1/admit", summary="A certificate for a token.")(self._admit)
+        app.post("/v1/renew", summary="Another certificate for a key that has one.")(self._renew)
+        app.add_exception_handler(ProtocolViolation, _refused)
+        self._server = Server(app, None, host, port, limits=LIMITS, tls=_context(admissions))
 
     @property
     def address(self) -> str:
@@ -202,10 +245,17 @@ class AdmissionServer:
         self._server.close()
         self.admissions.close()
 
-    def _answer(self, request: Request) -> Response:
-        if len(request.body) > MAX_REQUEST_BYTES:
-            return error_response(413, "too_large", f"expected a body of at most {MAX_REQUEST_BYTES} bytes")
-        return self.admissions.answer(request.method, request.path, request.body, request.peer.name)
+    async def _admit(self, request: Request, message: AdmitRequest) -> Response:
+        return JsonResponse(await asyncio.to_thread(self.admissions.admit, message, request.state.peer.name))
+
+    async def _renew(self, request: Request, message: RenewRequest) -> Response:
+        tls = request.state.connection.transport.get_extra_info("ssl_object")
+        shown: bytes = tls.getpeercert(binary_form=True) or b""
+        return JsonResponse(await asyncio.to_thread(self.admissions.renew, message, request.state.peer.name, shown))
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return ApiError(403, "refused", str(error)).response()
 
 
 def _context(admissions: Admissions) -> ssl.SSLContext:
@@ -217,6 +267,10 @@ def _context(admissions: Admissions) -> ssl.SSLContext:
         file.write(issue_server(admissions.issuer).public_bytes(serialization.Encoding.PEM))
         file.flush()
         context.load_cert_chain(file.name, admissions.directory / f"{kind}-key.pem")
+    # Who renews shows its certificate; who joins has none.
+    context.verify_mode = ssl.CERT_OPTIONAL
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(admissions.directory / "root-cert.pem")
     return context
 
 

@@ -42,20 +42,20 @@ def ask_many(addresses: Sequence[Address], ask: Callable[[Address], T | None], d
         deadline: By time.monotonic(). The end comes sooner: when all have answered, or soon after one has.
     """
     few = len(addresses) <= MAX_ASKING
-    with contextlib.closing(_Knocks([] if few else spread(addresses))) as knocks:
+    with contextlib.closing(_Probes([] if few else spread(addresses))) as probes:
         pool = ThreadPoolExecutor(max(1, min(MAX_ASKING, len(addresses))), thread_name_prefix="ask")
         asked = [pool.submit(ask, address) for address in spread(addresses)] if few else []
         good: list[T] = []
         good_at = float("inf")
         try:
-            while asked or knocks.left:
-                asked += [pool.submit(ask, address) for address in knocks.wait(TICK_S)]
-                asked, answers = _collect(asked, 0.0 if knocks.left else TICK_S)
+            while asked or probes.left:
+                asked += [pool.submit(ask, address) for address in probes.wait(TICK_S)]
+                asked, answers = _collect(asked, 0.0 if probes.left else TICK_S)
                 good += answers
                 now = time.monotonic()
                 good_at = min(good_at, now) if good else good_at
                 if now >= good_at + CONNECT_AFTER_GOOD_S:
-                    knocks.close()
+                    probes.close()
                 if now >= min(deadline, good_at + ANSWER_AFTER_GOOD_S):
                     break
         finally:
@@ -72,12 +72,12 @@ def _collect(asked: list[Future[T | None]], wait_s: float) -> tuple[list[Future[
     return [future for future in asked if not future.done()], answers
 
 
-class _Knocks:
+class _Probes:
     """Connections opened to see who is there, without a thread each; closed again at once."""
 
     def __init__(self, addresses: Sequence[Address]) -> None:
         self._waiting = deque(addresses)
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.DefaultSelector() if addresses else None  # a descriptor only where it is needed
         self._open: dict[socket.socket, tuple[Address, float]] = {}
 
     @property
@@ -87,44 +87,46 @@ class _Knocks:
     def wait(self, timeout_s: float) -> list[Address]:
         """Those that have accepted since the last call."""
         while self._waiting and len(self._open) < MAX_CONNECTING:
-            self._knock(self._waiting.popleft())
-        there = []
-        for key, _ in self._selector.select(timeout_s) if self._open else []:
-            door = key.fileobj
-            assert isinstance(door, socket.socket)
-            if door.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
-                there.append(self._open[door][0])
-            self._drop(door)
+            self._connect(self._waiting.popleft())
+        accepted = []
+        for key, _ in self._selector.select(timeout_s) if self._selector is not None and self._open else []:
+            sock = key.fileobj
+            assert isinstance(sock, socket.socket)
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                accepted.append(self._open[sock][0])
+            self._close(sock)
         now = time.monotonic()
-        for door in [door for door, (_, deadline) in self._open.items() if deadline < now]:
-            self._drop(door)
-        return there
+        for sock in [sock for sock, (_, deadline) in self._open.items() if deadline < now]:
+            self._close(sock)
+        return accepted
 
     def close(self) -> None:
         """Wait for nobody any more. May be repeated."""
         self._waiting.clear()
-        for door in list(self._open):
-            self._drop(door)
-        if not self._open:
+        for sock in list(self._open):
+            self._close(sock)
+        if self._selector is not None:
             self._selector.close()
 
-    def _knock(self, address: Address) -> None:
+    def _connect(self, address: Address) -> None:
         try:
-            door = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+            sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
         except OSError:
             return
-        door.setblocking(False)
+        sock.setblocking(False)
         try:
-            code = door.connect_ex(address)
+            code = sock.connect_ex(address)
         except (OSError, OverflowError):  # no address at all
             code = errno.EINVAL
         if code not in (0, errno.EINPROGRESS):
-            door.close()
+            sock.close()
             return
-        self._selector.register(door, selectors.EVENT_WRITE)
-        self._open[door] = (address, time.monotonic() + CONNECT_S)
+        assert self._selector is not None
+        self._selector.register(sock, selectors.EVENT_WRITE)
+        self._open[sock] = (address, time.monotonic() + CONNECT_S)
 
-    def _drop(self, door: socket.socket) -> None:
-        self._selector.unregister(door)
-        del self._open[door]
-        door.close()
+    def _close(self, sock: socket.socket) -> None:
+        assert self._selector is not None
+        self._selector.unregister(sock)
+        del self._open[sock]
+        sock.close()

@@ -4,17 +4,21 @@ The key identifier in a certificate is the 20 bytes behind the peer id of its ke
 issuer whose own is not what the certificate names: so the authority key id of a node *is* its organisation.
 A node's scope stands in a private extension. The node of an organisation also carries the organisation's
 certificate in one: who judges the node reads there, signed by the root, what the organisation was given. No list of
-organisations is fetched or kept. An old network's certificates (root → node, no scope) are judged as before.
+organisations is fetched or kept. The serial number of a certificate derives from its key (`serial_number_of`), so
+that an entry of a CRL revokes the key and all its certificates.
 
-What the choice costs: some 500 bytes in the certificates of organisations' nodes, and one signature check the first
-time that such a certificate is seen.
+While a root is rotated a network has several roots: the first is self-signed, each further one is signed by the one
+before it. Functions here take them as a tuple of DER certificates, the oldest first.
+
+What the choice costs: some 500 bytes in the certificates of organisations' nodes, and one or two signature checks the
+first time that a certificate is seen.
 """
 
-import base64
 import datetime as dt
 import functools
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -24,16 +28,17 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from forebay.errors import ProtocolViolation, UsageError
 from forebay.network.peer import ROLES, Peer, Scope
-from forebay.peer_id import peer_id_of
+from forebay.peer_id import key_id_of, peer_id_of, serial_number_of
 
 ROOT_VALID_DAYS = 3650
 ORG_VALID_DAYS = 1825
-NODE_VALID_DAYS = 825
+NODE_VALID_DAYS = 90  # issued by hand; a node that an admission server renews has some days
 EARLY = dt.timedelta(hours=1)  # members' clocks may differ
 # Arcs under 2.25 are UUIDs, which need nobody's register.
 SCOPE_OID = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529584")
 ORGANISATION_OID = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529585")
 MAX_PATTERNS = 64
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a network, an organisation, a node
 
 
 @dataclass(frozen=True)
@@ -61,19 +66,25 @@ class Issuer:
 
 @dataclass(frozen=True)
 class Judged:
-    """A peer, and until when (unix seconds) each certificate behind it holds."""
+    """A peer, and the time (unix seconds) in which each certificate of its chain is valid."""
 
     peer: Peer
     valid_from: float
     valid_until: float
 
 
-def issue_root(name: str, key: Ed25519PrivateKey, valid_days: float) -> x509.Certificate:
-    """A root's certificate of itself: organisations may stand under it, nothing under their nodes."""
-    builder = _builder(name, name, key.public_key(), valid_days, None)
+def issue_root(name: str, key: Ed25519PrivateKey, valid_days: float, before: Issuer | None = None) -> x509.Certificate:
+    """A root's certificate: signed by itself, or, when roots are rotated, by the root before it.
+
+    Organisations may stand under it, nothing under their nodes.
+    """
+    issuer = before.cert if before is not None else None
+    builder = _builder(name, name if issuer is None else name_of(issuer), key.public_key(), valid_days, None)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=1), critical=True)
     builder = builder.add_extension(_key_usage(is_ca=True), critical=True)
-    return builder.add_extension(_authority(_key_id(key.public_key())), critical=False).sign(key, None)
+    above = _key_id(key.public_key()) if issuer is None else own_key_id(issuer)
+    signer = key if before is None else before.key
+    return builder.add_extension(authority(above), critical=False).sign(signer, None)
 
 
 def issue(
@@ -96,12 +107,11 @@ def issue(
             f"certificate of {name}: this organisation may give {', '.join(sorted(issuer.scope.roles))}, "
             f"got {', '.join(sorted(beyond))}. Ask the root for them."
         )
-    issuer_name = str(issuer.cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
-    builder = _builder(name, issuer_name, key, valid_days, issuer.cert)
+    builder = _builder(name, name_of(issuer.cert), key, valid_days, issuer.cert)
     limits = x509.BasicConstraints(ca=organisation, path_length=0 if organisation else None)
     builder = builder.add_extension(limits, critical=True)
     builder = builder.add_extension(_key_usage(is_ca=organisation), critical=True)
-    builder = builder.add_extension(_authority(_own_key_id(issuer.cert)), critical=False)
+    builder = builder.add_extension(authority(own_key_id(issuer.cert)), critical=False)
     if not organisation:
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         builder = builder.add_extension(usage, critical=False)
@@ -115,10 +125,15 @@ def issue(
 
 def issue_server(issuer: Issuer) -> x509.Certificate:
     """A certificate of an issuer's own key for its admission server: it says the key, and nothing that others trust."""
-    name = str(issuer.cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+    name = name_of(issuer.cert)
     builder = _builder(name, name, issuer.key.public_key(), NODE_VALID_DAYS, None)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     return builder.add_extension(_key_usage(is_ca=False), critical=True).sign(issuer.key, None)
+
+
+def name_of(cert: x509.Certificate) -> str:
+    """The common name of a certificate of ours."""
+    return str(cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
 
 
 def der_of(cert: x509.Certificate) -> bytes:
@@ -149,61 +164,95 @@ def peer_of(der_cert: bytes) -> Peer:
 
 
 @functools.lru_cache(maxsize=4096)
-def judge(der_cert: bytes, root_der: bytes) -> Judged:
-    """The peer of a certificate whose chain the TLS layer has checked up to this root: its organisation, its scope.
+def judge(der_cert: bytes, roots: tuple[bytes, ...]) -> Judged:
+    """The peer of a node's certificate, its organisation and scope, once each signature up to a root is checked.
+
+    Whether the certificates are valid now is for the caller to check: see `Judged`.
 
     Raises:
         ProtocolViolation: If it is no node's, hides who issued it, or exceeds what its organisation was given.
     """
-    cert, root = _parse(der_cert), _parse(root_der)
+    cert = _parse(der_cert)
     peer = _read(cert)
     if _is_ca(cert):
         raise ProtocolViolation(f"peer {peer.peer_id} ({peer.name}): expected a node's certificate, got an issuer's")
-    issuer_key_id = _authority_key_id(cert)
-    if issuer_key_id == _own_key_id(root):
-        return Judged(peer, cert.not_valid_before_utc.timestamp(), cert.not_valid_after_utc.timestamp())
+    issuer_key_id = authority_key_id(cert)
+    if (root := _root_of(issuer_key_id, roots)) is not None:
+        _check_signature(cert, root, f"peer {peer.peer_id} ({peer.name})", "the network's root")
+        return _judged(peer, cert, root)
     carried = _extension(cert, ORGANISATION_OID)
     if carried is None:
         raise ProtocolViolation(
             f"peer {peer.peer_id} ({peer.name}): its issuer is neither our root nor an organisation that it shows. "
             "Both sides need a certificate of the same network: see `forebay network join`."
         )
-    above = organisation_of(carried, root_der)
+    above = organisation_of(carried, roots)
     org = above.peer
-    if _raw_id(org.peer_id) != issuer_key_id:
+    if key_id_of(org.peer_id) != issuer_key_id:
         raise ProtocolViolation(
             f"peer {peer.peer_id} ({peer.name}): expected the certificate of the organisation that issued its own, "
             f"got that of {org.peer_id} ({org.name}). Do not trust it."
         )
+    _check_signature(cert, _parse(carried), f"peer {peer.peer_id} ({peer.name})", "its organisation")
     if beyond := peer.scope.exceeds(org.scope):
         raise ProtocolViolation(
             f"peer {peer.peer_id} ({peer.name}): its organisation {org.peer_id} ({org.name}) may give "
             f"{', '.join(sorted(org.scope.roles))}, got {', '.join(sorted(beyond))}. Do not trust it."
         )
-    bounded = Peer(peer.peer_id, peer.public_key, peer.name, org.peer_id, peer.scope.bounded_by(org.scope))
-    start = max(above.valid_from, cert.not_valid_before_utc.timestamp())
-    return Judged(bounded, start, min(above.valid_until, cert.not_valid_after_utc.timestamp()))
+    bounded = replace(peer, org=org.peer_id, scope=peer.scope.bounded_by(org.scope))
+    return _judged(bounded, cert, _parse(carried), _root_of(authority_key_id(_parse(carried)), roots))
 
 
 @functools.lru_cache(maxsize=256)
-def organisation_of(der_cert: bytes, root_der: bytes) -> Judged:
-    """The organisation that a certificate names, once the root's signature on it is checked.
+def organisation_of(der_cert: bytes, roots: tuple[bytes, ...]) -> Judged:
+    """The organisation that a certificate names, once a root's signature on it is checked.
 
     Raises:
-        ProtocolViolation: If it is no organisation's certificate, or not this root's.
+        ProtocolViolation: If it is no organisation's certificate, or of none of these roots.
     """
-    cert, root = _parse(der_cert), _parse(root_der)
-    org, root_key = _read(cert), root.public_key()
-    assert isinstance(root_key, Ed25519PublicKey)  # _parse saw to it
-    try:
-        root_key.verify(cert.signature, cert.tbs_certificate_bytes)
-    except InvalidSignature as error:
-        raise ProtocolViolation(
-            f"organisation {org.peer_id} ({org.name}): expected a certificate signed by the network's root, got another"
-        ) from error
+    cert = _parse(der_cert)
+    org, root = _read(cert), _root_of(authority_key_id(cert), roots)
+    _check_signature(cert, root, f"organisation {org.peer_id} ({org.name})", "the network's root")
     if not _is_ca(cert):
         raise ProtocolViolation(f"organisation {org.peer_id} ({org.name}): its certificate may not issue others")
-    return Judged(org, cert.not_valid_before_utc.timestamp(), cert.not_valid_after_utc.timestamp())
+    return _judged(org, cert, root)
+
+
+def check_roots(roots: tuple[bytes, ...], network_id: str) -> None:
+    """Checks that the first root has the network's key, and that each further one is signed by the one before it.
+
+    Raises:
+        ProtocolViolation: If not.
+    """
+    first = peer_of(roots[0]).peer_id
+    if first != network_id:
+        raise ProtocolViolation(f"root-cert.pem: expected a root of network {network_id}, got {first}")
+    for older, newer in zip((roots[0], *roots), roots, strict=False):
+        found = peer_of(newer)
+        _check_signature(_parse(newer), _parse(older), f"root {found.peer_id} ({found.name})", "the root before it")
+        if not _is_ca(_parse(newer)):
+            raise ProtocolViolation(f"root {found.peer_id} ({found.name}): its certificate may not issue others")
+
+
+def _judged(peer: Peer, *chain: x509.Certificate | None) -> Judged:
+    starts = [cert.not_valid_before_utc.timestamp() for cert in chain if cert is not None]
+    ends = [cert.not_valid_after_utc.timestamp() for cert in chain if cert is not None]
+    return Judged(replace(peer, valid_until=min(ends)), max(starts), min(ends))
+
+
+def _root_of(key_id: bytes, roots: tuple[bytes, ...]) -> x509.Certificate | None:
+    return next((root for root in map(_parse, roots) if own_key_id(root) == key_id), None)
+
+
+def _check_signature(cert: x509.Certificate, issuer: x509.Certificate | None, what: str, whose: str) -> None:
+    try:
+        if issuer is None:
+            raise InvalidSignature
+        key = issuer.public_key()
+        assert isinstance(key, Ed25519PublicKey)  # _parse saw to it
+        key.verify(cert.signature, cert.tbs_certificate_bytes)
+    except InvalidSignature as error:
+        raise ProtocolViolation(f"{what}: expected a certificate signed by {whose}, got another") from error
 
 
 def scope_of(cert: x509.Certificate) -> Scope:
@@ -254,7 +303,9 @@ def _parse(der_cert: bytes) -> x509.Certificate:
 def _read(cert: x509.Certificate) -> Peer:
     key = cert.public_key()
     assert isinstance(key, Ed25519PublicKey)  # _parse saw to it
-    name = str(cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+    name = name_of(cert)
+    if not NAME.fullmatch(name):  # it is printed and logged
+        raise ProtocolViolation(f"certificate: expected a common name of {NAME.pattern}, got {ascii(name)[:80]}")
     raw = key.public_bytes_raw()
     return Peer(peer_id_of(raw), raw, name, scope=scope_of(cert))
 
@@ -275,17 +326,19 @@ def _is_ca(cert: x509.Certificate) -> bool:
         return False
 
 
-def _authority_key_id(cert: x509.Certificate) -> bytes:
+def authority_key_id(cert: x509.Certificate | x509.CertificateRevocationList) -> bytes:
+    """The key identifier of who issued a certificate or CRL. ProtocolViolation if it names none."""
     try:
         key_id = cert.extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value.key_identifier
     except x509.ExtensionNotFound:
         key_id = None
     if key_id is None:
-        raise ProtocolViolation("peer's certificate: expected the key id of its issuer, got none. Do not trust it.")
+        raise ProtocolViolation("certificate: expected the key id of its issuer, got none. Do not trust it.")
     return key_id
 
 
-def _own_key_id(cert: x509.Certificate) -> bytes:
+def own_key_id(cert: x509.Certificate) -> bytes:
+    """The key identifier of a certificate of an issuer. ProtocolViolation if it has none."""
     try:
         return cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value.digest
     except x509.ExtensionNotFound as error:
@@ -293,14 +346,11 @@ def _own_key_id(cert: x509.Certificate) -> bytes:
 
 
 def _key_id(key: Ed25519PublicKey) -> bytes:
-    return _raw_id(peer_id_of(key.public_bytes_raw()))
+    return key_id_of(peer_id_of(key.public_bytes_raw()))
 
 
-def _raw_id(peer_id: str) -> bytes:
-    return base64.b32decode(peer_id.upper())
-
-
-def _authority(key_id: bytes) -> x509.AuthorityKeyIdentifier:
+def authority(key_id: bytes) -> x509.AuthorityKeyIdentifier:
+    """The extension that names the issuer of a certificate or CRL by the identifier of its key."""
     return x509.AuthorityKeyIdentifier(key_id, None, None)
 
 
@@ -319,7 +369,7 @@ def _builder(
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
         .public_key(key)
-        .serial_number(x509.random_serial_number())
+        .serial_number(serial_number_of(peer_id_of(key.public_bytes_raw())))
         .not_valid_before(now - EARLY)
         .not_valid_after(end if above is None else min(end, above.not_valid_after_utc))
         .add_extension(x509.SubjectKeyIdentifier(_key_id(key)), critical=False)

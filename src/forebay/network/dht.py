@@ -28,6 +28,7 @@ import libtorrent
 from forebay.errors import NetworkError
 from forebay.network.discovery import Address
 from forebay.network.waiting import waiting
+from forebay.threads import Supervised
 
 START_TIMEOUT_S = 10.0
 QUIET_S = 0.4  # how long to wait for another answer where no round trip is known yet
@@ -73,7 +74,7 @@ class LibtorrentDht:
             raise NetworkError(
                 f"DHT: cannot listen at {where} (UDP): {error}. Choose another port (0 takes a free one)."
             ) from error
-        self._pump = threading.Thread(target=self._run, name="dht", daemon=True)
+        self._pump = Supervised(self._run, "dht")
         self._pump.start()
         with self._changed:
             self._changed.wait_for(lambda: self._addresses or self._failure, START_TIMEOUT_S)
@@ -133,6 +134,7 @@ class LibtorrentDht:
                 return
             self._closed = True
             self._changed.notify_all()
+        self._pump.stop()
         self._pump.join()
         del self._session  # returns once the engine's threads have ended
 

@@ -12,13 +12,14 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.errors import NetworkError, ProtocolViolation
+from forebay.network.addresses import check_url
 from forebay.network.ask import ask_many
 from forebay.network.client import Client
 from forebay.network.identity import Identity, Peer, verify
 
-MAX_CLAIMS = 4096
-MAX_CLAIMS_BYTES = 4 << 20
+MAX_CLAIMS = 512
+MAX_CLAIMS_BYTES = 64 << 10
 MAX_CLAIM_S = 86_400.0  # a longer one is no claim: it would outlive its node
 MAX_ADDRESSES = 4096  # asked in one search
 ASK_TIMEOUT_S = 5.0
@@ -83,7 +84,8 @@ def parse_claim(obj: Any, peer: Peer) -> Claim:
     """A claim that this very peer signed.
 
     Raises:
-        ProtocolViolation: If it is malformed, another's, or not signed by the peer's key.
+        ProtocolViolation: If it is malformed, names a URL that no reader may open, is another's, or is not signed by
+            the peer's key.
     """
     try:
         claim = Claim(
@@ -104,6 +106,8 @@ def parse_claim(obj: Any, peer: Peer) -> Claim:
     well_formed = len(claim.dataset_id) == 64 and set(claim.dataset_id) <= set("0123456789abcdef")
     if not well_formed or claim.num_slices < 0:
         raise ProtocolViolation(f"claim of {peer.peer_id}: no dataset id or slice count in {str(obj)[:200]}")
+    if claim.url:
+        check_url(claim.url)
     verify(peer.public_key, claim.signed_bytes(), signature)
     return claim
 
@@ -111,18 +115,27 @@ def parse_claim(obj: Any, peer: Peer) -> Claim:
 def read_claims(client: Client, address: str, timeout_s: float = ASK_TIMEOUT_S) -> list[Claim]:
     """What the peer at an address says it serves now, checked; `address` of each is the one asked.
 
+    A claim that is malformed or forged is left out; the others stand.
+
     Raises:
-        NetworkError: If it cannot be reached or breaks the protocol; one bad claim spoils them all.
+        NetworkError: If the peer cannot be reached, lacks the role data, or answers with something else.
     """
-    body, peer = client.request_json(address, "GET", "/v1/claims", timeout_s=timeout_s, max_bytes=MAX_CLAIMS_BYTES)
-    claims = body.get("claims") if isinstance(body, dict) else None
-    if not isinstance(claims, list) or len(claims) > MAX_CLAIMS:
+    body, peer = client.request_json(
+        address, "GET", "/v1/claims", timeout_s=timeout_s, max_bytes=MAX_CLAIMS_BYTES, role="data"
+    )
+    items = body.get("claims") if isinstance(body, dict) else None
+    if not isinstance(items, list) or len(items) > MAX_CLAIMS:
         raise ProtocolViolation(f"claims of {peer.peer_id} at {address}: expected a list of at most {MAX_CLAIMS}")
-    now = time.time()
-    if not peer.scope.allows("data"):
-        raise ProtocolViolation(f"claims of {peer.peer_id} at {address}: its certificate lacks the role data")
-    checked = [claim for item in claims if peer.scope.covers((claim := parse_claim(item, peer)).name)]
-    return [replace(claim, address=address) for claim in checked if now < claim.expires_at <= now + MAX_CLAIM_S]
+    now, claims = time.time(), []
+    for item in items:
+        try:
+            claim = parse_claim(item, peer)
+        except ProtocolViolation as error:
+            log.info("claims of %s at %s: one is left out: %s", peer.peer_id, address, error)
+            continue
+        if peer.scope.covers(claim.name) and now < claim.expires_at <= now + MAX_CLAIM_S:
+            claims.append(replace(claim, address=address))
+    return claims
 
 
 def find_providers(
@@ -132,6 +145,9 @@ def find_providers(
 
     The list of addresses may be full of dead and forged ones: all are asked at once (see ask), and who does not
     answer, or answers wrongly, is left out and logged. Ends soon after somebody has answered well.
+
+    Raises:
+        NetworkError: If they cannot be asked now.
 
     Args:
         timeout_s: For the DHT, which is asked again while only false addresses are found; the answers to the last
@@ -143,7 +159,7 @@ def find_providers(
         address = f"[{where[0]}]:{where[1]}" if ":" in where[0] else f"{where[0]}:{where[1]}"
         try:
             return [claim for claim in read_claims(client, address) if claim.name == name] or None
-        except (NetworkError, UsageError) as error:
+        except NetworkError as error:
             log.info("providers of %s: %s left out: %s", name, address, error)
             return None
 
@@ -155,6 +171,9 @@ def find_providers(
         if not fresh:
             break
         asked.update(fresh)
-        answers = ask_many(fresh, ask, max(deadline, time.monotonic()) + ASK_TIMEOUT_S)
+        try:
+            answers = ask_many(fresh, ask, max(deadline, time.monotonic()) + ASK_TIMEOUT_S)
+        except (OSError, RuntimeError) as error:  # no file descriptor or thread is left
+            raise NetworkError(f"providers of {name}: cannot ask {len(fresh)} addresses now: {error}") from error
     unique = {(claim.peer_id, claim.dataset_id): claim for claims in reversed(answers) for claim in claims}
     return [unique[key] for key in sorted(unique)]

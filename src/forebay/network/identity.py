@@ -27,19 +27,21 @@ from forebay.errors import ProtocolViolation, UsageError
 from forebay.network.audit import AuditLog
 from forebay.network.certificates import NODE_VALID_DAYS as NODE_VALID_DAYS
 from forebay.network.certificates import ROOT_VALID_DAYS as ROOT_VALID_DAYS
-from forebay.network.certificates import der_of, judge, scope_of
+from forebay.network.certificates import Judged, der_of, judge, scope_of
 from forebay.network.certificates import peer_of as peer_of
 from forebay.network.networks import (
     check_name,
     check_vacant,
     copy_shared,
     key_pem,
+    make_private,
     node_pem,
     peer_in,
     read_cert,
     read_issuer,
     read_key,
     read_network,
+    read_roots,
 )
 from forebay.network.networks import create_network as create_network
 from forebay.network.networks import create_organisation as create_organisation
@@ -71,13 +73,18 @@ def verify(public_key: bytes, message: bytes, signature: bytes) -> None:
 
 
 class Identity:
-    """A member of a network: its key, its certificate, and whom it no longer trusts.
+    """A member of a network: its key, its certificate, and whom it refuses.
 
     Made by `load`; safe to share between threads. Holds no open file.
     """
 
     def __init__(
-        self, node_dir: Path, key: Ed25519PrivateKey, network: dict[str, Any], cert: x509.Certificate, root: bytes
+        self,
+        node_dir: Path,
+        key: Ed25519PrivateKey,
+        network: dict[str, Any],
+        cert: x509.Certificate,
+        roots: tuple[bytes, ...],
     ) -> None:
         self.node_dir = node_dir
         self.audit: AuditLog | None = None
@@ -87,17 +94,19 @@ class Identity:
         self._key = key
         self.public_key: bytes = key.public_key().public_bytes_raw()
         self.peer_id = peer_id_of(self.public_key)
-        self._root_der = root
-        judged = judge(der_of(cert), root)
-        self.as_peer = judged.peer
-        self.name = judged.peer.name
-        self.scope = judged.peer.scope
-        self.org = judged.peer.org
-        self.expires_at = judged.valid_until
-        self._valid_days = (judged.valid_until - judged.valid_from) / 86400
-        self.revocations = Revocations(node_dir, root)
+        self.revocations = Revocations(node_dir, roots)
+        self._use(cert, roots)
         self._cert_stamp = file_stamp(node_dir / "node-cert.pem")
         self._contexts: weakref.WeakSet[ssl.SSLContext] = weakref.WeakSet()
+
+    def _use(self, cert: x509.Certificate, roots: tuple[bytes, ...]) -> None:
+        judged = judge(der_of(cert), roots)
+        self.certificate = cert
+        self.roots = self.revocations.roots = roots
+        self.as_peer = judged.peer
+        self.name, self.org, self.scope = judged.peer.name, judged.peer.org, judged.peer.scope
+        self.expires_at = judged.valid_until
+        self.valid_s = judged.valid_until - judged.valid_from
 
     @classmethod
     def load(cls, node_dir: str | Path) -> Identity:
@@ -110,27 +119,20 @@ class Identity:
         network = read_network(folder)
         key = read_key(folder / "node-key.pem")
         cert = read_cert(folder / "node-cert.pem")
-        root = read_cert(folder / "root-cert.pem")
         peer = peer_in(cert)
         if peer.public_key != key.public_key().public_bytes_raw():
             raise UsageError(
                 f"identity: node-cert.pem is of another key than node-key.pem ({folder}). "
                 "Renew the certificate (forebay network renew), or join anew in another directory."
             )
-        root_peer = peer_in(root)
-        if root_peer.peer_id != network["network_id"]:
-            raise UsageError(
-                f"identity: expected root-cert.pem of network {network['network_id']}, got {root_peer.peer_id} "
-                f"({folder}). Copy both files from the network's directory."
-            )
-        identity = cls(folder, key, network, cert, der_of(root))
+        identity = cls(folder, key, network, cert, read_roots(folder))
         identity.warn_of_expiry(time.time())
         return identity
 
     def warn_of_expiry(self, now: float) -> None:
         """Logs a warning once the certificate has less than a third of its time, or 30 days, left at `now` (unix s)."""
         days = (self.expires_at - now) / 86400
-        if days < min(EXPIRY_WARNING_DAYS, self._valid_days / 3):
+        if days < min(EXPIRY_WARNING_DAYS, self.valid_s / 86400 / 3):
             at = dt.datetime.fromtimestamp(self.expires_at, dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
             state = f"expires in {days:.1f} days" if days > 0 else "has expired: nobody lets this node in"
             log.warning("certificate of %s %s (%s). Renew it with `forebay network renew`.", self.name, state, at)
@@ -139,16 +141,34 @@ class Identity:
         """The peer behind a certificate whose chain the TLS layer checked: its organisation, what it may do.
 
         Raises:
-            ProtocolViolation: If it exceeds what its organisation was given, or a certificate behind it has expired.
+            ProtocolViolation: If it exceeds what its organisation was given, a certificate of its chain is not valid
+                now, or it is revoked.
         """
         try:
-            judged = judge(der_cert, self._root_der)
-            if not judged.valid_from <= time.time() <= judged.valid_until:
-                raise ProtocolViolation(f"peer {judged.peer.peer_id} ({judged.peer.name}): its certificate has expired")
+            judged = judge(der_cert, self.roots)
         except ProtocolViolation as error:
             self.note("refused", reason=str(error))
             raise
+        if (reason := self._invalid(judged) or self.revocations.reason(judged.peer)) is not None:
+            self.note("refused", peer=judged.peer.peer_id, reason=reason)
+            raise ProtocolViolation(reason)
         return judged.peer
+
+    def refusal(self, peer: Peer) -> str | None:
+        """Why an open connection of a peer must not be used any longer; None if it may.
+
+        Its certificate or one above it has expired, or the peer or its organisation is revoked. For each request of a
+        kept connection, on both sides: files are looked at once a second at most.
+        """
+        if time.time() > peer.valid_until:
+            return f"peer {peer.peer_id} ({peer.name}): its certificate has expired"
+        return self.revocations.reason(peer)
+
+    def _invalid(self, judged: Judged) -> str | None:
+        if judged.valid_from <= time.time() <= judged.valid_until:
+            return None
+        what = "has expired" if time.time() > judged.valid_until else "is not valid yet: compare the clocks"
+        return f"peer {judged.peer.peer_id} ({judged.peer.name}): its certificate {what}"
 
     def note(self, kind: str, **facts: Any) -> None:
         """Puts an event (a refusal, ban, revocation, admission, quota, pause) into the audit log, if there is one."""
@@ -178,6 +198,8 @@ class Identity:
     def _finish(self, context: ssl.SSLContext) -> ssl.SSLContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
+        # Each certificate in root-cert.pem is an anchor, also one that the root before it signed.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         try:
             context.load_cert_chain(self.node_dir / "node-cert.pem", self.node_dir / "node-key.pem")
             context.load_verify_locations(self.node_dir / "root-cert.pem")
@@ -203,17 +225,14 @@ class Identity:
             )
         for context in list(self._contexts):
             context.load_cert_chain(self.node_dir / "node-cert.pem", self.node_dir / "node-key.pem")
-        self.as_peer, self.scope, self.expires_at = fresh.as_peer, fresh.scope, fresh.expires_at
+            context.load_verify_locations(self.node_dir / "root-cert.pem")
+        self._use(fresh.certificate, fresh.roots)
         log.info("certificate of %s renewed", self.name)
         return True
 
     def is_revoked(self, peer: Peer | str) -> bool:
-        """Whether a peer, or the organisation it is of, is revoked; one stat of two files a call, no restart.
-
-        Raises:
-            UsageError: If revoked.txt holds a line that is no peer id: a guess would let somebody in.
-        """
-        return self.revocations.reason(peer) is not None
+        """Whether `refusal` says why a peer is refused, or, for an id alone, whether it is revoked."""
+        return (self.revocations.reason(peer) if isinstance(peer, str) else self.refusal(peer)) is not None
 
 
 def join(
@@ -248,7 +267,7 @@ def renew(network_dir: str | Path, node_dir: str | Path, *, valid_days: float = 
 
 def _issue(source: Path, folder: Path, name: str, key: Ed25519PrivateKey, scope: Scope, valid_days: float) -> Identity:
     pem = node_pem(read_issuer(source), name, key.public_key(), scope, valid_days)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     remove_stale(folder)  # A killed run's may hold a key.
     atomic_write(folder / "node-key.pem", key_pem(key), 0o600)
     atomic_write(folder / "node-cert.pem", pem)

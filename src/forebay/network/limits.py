@@ -1,20 +1,22 @@
-"""What one peer may take of a server: connections, and its turn of the upload.
+"""What one member and one organisation may take of a server, and the turns of an upload.
 
 Bytes go out in pieces, and a peer has at most one piece in the queue for the node's upload, however many connections
-it opened: peers that download at once take turns, so their shares are equal. Who reads slowly asks for few pieces
-and holds up nobody; what it leaves goes to the others.
+it opened: peers that download at once take turns, so their shares are equal. A slow reader asks for few pieces and
+delays nobody; what it leaves goes to the others.
 
-What the choice costs: shares are equal while the upload cap is what limits. Without a cap TCP decides, a connection
-a share, and `Bounds.per_peer` is what holds a peer back.
+Costs: shares are equal while the upload limit is what limits. Without one TCP decides, a connection a share, and
+`connections_per_peer` is what bounds a peer.
 """
 
+import asyncio
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
 
 from forebay.errors import UsageError
+from forebay.sizes import parse_size
 
 BURST_S = 0.05  # a bucket saves up this much of its rate while nobody asks
 PIECE_S = 0.1  # the longest turn of a peer
@@ -23,34 +25,63 @@ MAX_PEERS = 4096  # whose turns are kept; the one seen longest ago is forgotten 
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """How much of a server one client can hold; None: as many as the server has.
+class Limits:
+    """Limits of one server. An organisation's hold for all its members together; the root's own members have none such.
 
     Attributes:
-        per_peer: Connections of one peer id. `per_address`: of one IP address.
-        busy: Requests answered at once, a thread each. What waits for news in its handler counts.
+        connections: At once, those in their handshake included.
+        connections_per_peer, connections_per_organisation: Of one certificate's key; of one organisation.
+        handshakes_per_address: Unfinished handshakes of one IP address.
+        requests_per_peer, requests_per_organisation: Being answered at once; what waits for news counts.
+        requests_per_s, organisation_requests_per_s: Rate of requests; twice as many at once after a rest.
+        bytes_per_s, organisation_bytes_per_s: Of slices and files sent; what is beyond waits.
+        body_bytes: Of one request.
         idle_s: How long a connection may rest between requests.
-        handshake_s, head_s: How long it may make the server wait for the handshake, and for a request's head.
-        body_bytes_per_s: Slower bodies are cut; each has `head_s` more.
-        send_s: How long a reader may take nothing at all of an answer.
-        gather_s: Under GATHER_FROM connections or more, requests that come within so long are answered together, by
-            one thread: for handlers that are short, or return Pending.
+        handshake_s, head_s, body_s: How long a client may take for its handshake, a request's head, its body.
+        send_s: How long a client may take to read one piece of an answer (1 MiB at most).
     """
 
-    per_peer: int | None = None
-    per_address: int | None = None
-    busy: int | None = None
+    connections: int = 256
+    connections_per_peer: int = 64
+    connections_per_organisation: int = 192
+    handshakes_per_address: int = 64
+    requests_per_peer: int = 64
+    requests_per_organisation: int = 192
+    requests_per_s: float = 2000.0
+    organisation_requests_per_s: float = 8000.0
+    bytes_per_s: float = 4e9
+    organisation_bytes_per_s: float = 16e9
+    body_bytes: int = 1 << 20
     idle_s: float = 60.0
-    handshake_s: float = 10.0
+    handshake_s: float = 5.0
     head_s: float = 10.0
-    body_bytes_per_s: float = 16384.0
+    body_s: float = 60.0
     send_s: float = 60.0
-    gather_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and not value > 0:
-                raise UsageError(f"bounds: expected {name} > 0, got {value}")
+            if not value > 0:
+                raise UsageError(f"limits: expected {name} > 0, got {value}")
+
+
+def parse_limits(limits: Limits, items: Iterable[str]) -> Limits:
+    """Limits with those of `NAME=NUMBER` in their place.
+
+    Raises:
+        UsageError: If a name is unknown, or a number is none or not above 0.
+    """
+    changes: dict[str, float] = {}
+    for item in items:
+        name, _, text = item.partition("=")
+        if name not in vars(limits):
+            raise UsageError(f"--limit: expected NAME=NUMBER of {', '.join(vars(limits))}, got {item!r}")
+        try:
+            changes[name] = type(vars(limits)[name])(
+                parse_size(text) if name.endswith(("bytes", "bytes_per_s")) else float(text)
+            )
+        except ValueError as error:
+            raise UsageError(f"--limit {name}: expected a number, got {text!r}") from error
+    return replace(limits, **changes)  # type: ignore[arg-type]
 
 
 class TokenBucket:
@@ -89,7 +120,7 @@ class TokenBucket:
 
 
 class Throttle:
-    """The upload limit of a node; may be shared by several servers and all their threads. None: no limit.
+    """The upload limit of a node; may be shared by several servers, each in a loop of its own. None: no limit.
 
     Args:
         upload_bytes_per_s: Of the node to all peers together.
@@ -98,37 +129,34 @@ class Throttle:
     def __init__(self, upload_bytes_per_s: float | None = None) -> None:
         self._upload = TokenBucket(upload_bytes_per_s) if upload_bytes_per_s is not None else None
         self._lock = threading.Lock()
-        # By peer: held by that of its connections whose piece is next.
-        self._turns: OrderedDict[str, threading.Lock] = OrderedDict()
+        # By loop and peer: held by that of its connections whose piece is next.
+        self._turns: OrderedDict[tuple[int, str], asyncio.Lock] = OrderedDict()
 
     def piece_bytes(self, most: int) -> int:
         """How long a piece should be: `most`, or less where a slow limit would make turns long."""
         return most if self._upload is None else max(MIN_PIECE_BYTES, min(most, int(self._upload.rate * PIECE_S)))
 
-    def pace(
+    async def pace(
         self,
         peer: str,
         num_bytes: int,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """Wait until a piece of this length may go to a peer.
-
-        Args:
-            sleep: Given seconds; may come back early where the server is closing.
-        """
+        """Wait until a piece of this length may go to a peer."""
         if self._upload is None:
             return
-        with self._turn(peer):
+        async with self._turn(peer):
             with self._lock:
                 wait_s = self._upload.take(num_bytes, clock())
             if wait_s > 0:
-                sleep(wait_s)
+                await sleep(wait_s)
 
-    def _turn(self, peer: str) -> threading.Lock:
+    def _turn(self, peer: str) -> asyncio.Lock:
+        key = id(asyncio.get_running_loop()), peer
         with self._lock:
-            turn = self._turns.setdefault(peer, threading.Lock())
-            self._turns.move_to_end(peer)
+            turn = self._turns.setdefault(key, asyncio.Lock())
+            self._turns.move_to_end(key)
             if len(self._turns) > MAX_PEERS:
                 self._turns.popitem(last=False)
             return turn

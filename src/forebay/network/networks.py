@@ -2,11 +2,11 @@
 
 A network's directory holds root-key.pem, root-cert.pem and network.json; an organisation's org-key.pem, org-cert.pem
 and copies of the last two; a node's node-key.pem, node-cert.pem (behind it its organisation's) and the same copies.
-Keys have mode 0600; each file is replaced whole.
+root-cert.pem has one certificate, or several if roots were rotated: see `certificates`. Directories have mode 0700,
+keys 0600; each file is replaced whole.
 """
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ from cryptography.exceptions import InternalError, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from forebay.errors import UsageError
+from forebay.errors import ProtocolViolation, UsageError
 from forebay.network.certificates import (
+    NAME,
     ORG_VALID_DAYS,
     ROOT_VALID_DAYS,
     Issuer,
+    check_roots,
     der_of,
     issue,
     issue_root,
@@ -31,9 +33,7 @@ from forebay.peer_id import peer_id_of
 from forebay.storage.atomic import atomic_write, remove_stale
 
 PEM = serialization.Encoding.PEM
-LEARNED = ("revoked.txt", "revocations.json")
-SHARED = ("root-cert.pem", "network.json", *LEARNED)
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+NEXT_ROOT_KEY = "next-root-key.pem"
 
 
 def create_network(
@@ -54,7 +54,7 @@ def create_network(
             f"network: {folder} already holds one (root-key.pem). A new key would lock its members out. "
             "Choose another directory."
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     remove_stale(folder)  # A killed run's may hold a key.
     key = Ed25519PrivateKey.generate()
     network_id = peer_id_of(key.public_key().public_bytes_raw())
@@ -87,7 +87,7 @@ def create_organisation(
         raise UsageError(f"organisation: {folder} already holds one (org-key.pem). Choose another directory.")
     key = Ed25519PrivateKey.generate()
     cert = issue(read_issuer(source), name, key.public_key(), scope, valid_days, organisation=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     remove_stale(folder)  # A killed run's may hold a key.
     atomic_write(folder / "org-key.pem", key_pem(key), 0o600)
     atomic_write(folder / "org-cert.pem", cert.public_bytes(PEM))
@@ -105,10 +105,10 @@ def read_issuer(directory: str | Path) -> Issuer:
     read_network(folder)
     kind = "org" if (folder / "org-key.pem").exists() else "root"
     key = read_key(folder / f"{kind}-key.pem")
-    cert = read_cert(folder / f"{kind}-cert.pem")
-    if peer_in(cert).public_key != key.public_key().public_bytes_raw():
-        raise UsageError(f"key: {kind}-cert.pem is of another key than {kind}-key.pem ({folder}). Restore both.")
-    return Issuer(key, cert, kind == "root")
+    for cert in read_certs(folder / f"{kind}-cert.pem"):
+        if peer_in(cert).public_key == key.public_key().public_bytes_raw():
+            return Issuer(key, cert, kind == "root")
+    raise UsageError(f"key: {kind}-cert.pem is of another key than {kind}-key.pem ({folder}). Restore both.")
 
 
 def renew_organisation(network_dir: str | Path, org_dir: str | Path, *, valid_days: float = ORG_VALID_DAYS) -> str:
@@ -118,7 +118,45 @@ def renew_organisation(network_dir: str | Path, org_dir: str | Path, *, valid_da
     name = peer_in(old.cert).name
     cert = issue(read_issuer(network_dir), name, old.key.public_key(), old.scope, valid_days, organisation=True)
     atomic_write(folder / "org-cert.pem", cert.public_bytes(PEM))
+    copy_shared(Path(network_dir), folder)
     return old.peer_id
+
+
+def rotate_root(network_dir: str | Path, *, valid_days: float = ROOT_VALID_DAYS) -> str:
+    """Begin a rotation: make the next root key and have the root in use sign its certificate. Returns its peer id.
+
+    The key in use goes on signing, while nodes learn of the next root as they renew their certificates.
+    `finish_rotation` then puts the next key in its place. The network's id stays that of its first root.
+
+    Raises:
+        UsageError: If a rotation has begun already, or the directory has no root key.
+    """
+    folder = Path(network_dir)
+    current = read_issuer(folder)
+    if not current.is_root:
+        raise UsageError(f"rotate: expected a network's directory, got an organisation's ({folder})")
+    if peer_in(read_certs(folder / "root-cert.pem")[-1]) != peer_in(current.cert):
+        raise UsageError(f"rotate: a rotation of {folder} has begun. Use --finish once all nodes have renewed.")
+    key = Ed25519PrivateKey.generate()
+    atomic_write(folder / NEXT_ROOT_KEY, key_pem(key), 0o600)
+    cert = issue_root(read_network(folder)["name"], key, valid_days, current)
+    atomic_write(folder / "root-cert.pem", (folder / "root-cert.pem").read_bytes() + cert.public_bytes(PEM))
+    return peer_in(cert).peer_id
+
+
+def finish_rotation(network_dir: str | Path) -> str:
+    """Put the next root key in the place of the one in use, which is deleted. Returns the new root's peer id.
+
+    Raises:
+        UsageError: If no rotation has begun (next-root-key.pem is missing).
+    """
+    folder = Path(network_dir)
+    key = read_key(folder / NEXT_ROOT_KEY)
+    if peer_in(read_certs(folder / "root-cert.pem")[-1]).public_key != key.public_key().public_bytes_raw():
+        raise UsageError(f"rotate: root-cert.pem does not end with the certificate of {NEXT_ROOT_KEY} ({folder})")
+    atomic_write(folder / "root-key.pem", key_pem(key), 0o600)
+    (folder / NEXT_ROOT_KEY).unlink()
+    return peer_id_of(key.public_key().public_bytes_raw())
 
 
 def node_pem(issuer: Issuer, name: str, key: Ed25519PublicKey, scope: Scope, valid_days: float) -> bytes:
@@ -146,7 +184,7 @@ def check_name(what: str, name: str) -> None:
     Raises:
         UsageError: If it is not 1 to 64 letters, digits, dots, underscores and hyphens.
     """
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise UsageError(
             f"{what} name: expected 1 to 64 of A-Z a-z 0-9 . _ - beginning with a letter or digit, got {name!r}"
         )
@@ -210,15 +248,36 @@ def read_key(path: Path) -> Ed25519PrivateKey:
 
 
 def read_cert(path: Path) -> x509.Certificate:
-    """The first certificate in a file.
+    """The first certificate in a file. UsageError if it is missing or malformed."""
+    return read_certs(path)[0]
+
+
+def read_certs(path: Path) -> list[x509.Certificate]:
+    """All certificates in a file, at least one.
 
     Raises:
         UsageError: If it is missing or malformed.
     """
     try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
+        return x509.load_pem_x509_certificates(path.read_bytes())
     except (OSError, ValueError, x509.InvalidVersion) as error:
         raise UsageError(f"certificate: cannot read {path}: {type(error).__name__}: {error}") from error
+
+
+def read_roots(folder: Path) -> tuple[bytes, ...]:
+    """The root certificates of a directory's network, DER, the oldest first.
+
+    Raises:
+        UsageError: If they are missing, or not those of the network in network.json.
+    """
+    roots = tuple(map(der_of, read_certs(folder / "root-cert.pem")))
+    try:
+        check_roots(roots, read_network(folder)["network_id"])
+    except ProtocolViolation as error:
+        raise UsageError(
+            f"{error} ({folder}). Copy root-cert.pem and network.json from the network's directory."
+        ) from error
+    return roots
 
 
 def key_pem(key: Ed25519PrivateKey) -> bytes:
@@ -226,9 +285,16 @@ def key_pem(key: Ed25519PrivateKey) -> bytes:
     return key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 
 
+def make_private(folder: Path) -> None:
+    """Makes a directory for its owner alone, if it is missing."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
 def copy_shared(source: Path, folder: Path) -> None:
-    """What members need to know; what a node learned of revocations by itself stays."""
-    for shared in SHARED:
-        known = shared in LEARNED and (folder / shared).exists()
-        if (source / shared).exists() and not known:
+    """Copies what members need to know. What a node learned of revocations by itself stays."""
+    crls = [path.relative_to(source) for path in source.glob("crls/*.pem")]
+    learned = [path for path in (Path("revoked.txt"), *crls) if not (folder / path).exists()]
+    for shared in (Path("root-cert.pem"), Path("network.json"), *learned):
+        if (source / shared).exists():
+            make_private((folder / shared).parent)
             atomic_write(folder / shared, (source / shared).read_bytes())

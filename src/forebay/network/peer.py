@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 ROLES = frozenset({"worker", "data", "scheduler", "admin"})
@@ -48,6 +49,8 @@ class Peer:
     Attributes:
         org: The peer id of the organisation that signed the certificate; empty: the network's root did.
         scope: What the certificate allows, in the bounds of its organisation's.
+        valid_until: When the first certificate of its chain expires, unix seconds. Not part of equality: a renewed
+            certificate makes no other peer.
     """
 
     peer_id: str
@@ -55,3 +58,4 @@ class Peer:
     name: str
     org: str = ""
     scope: Scope = Scope()
+    valid_until: float = field(default=math.inf, compare=False)

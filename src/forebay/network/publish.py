@@ -1,27 +1,40 @@
-"""Who vouches for a dataset: manifest.sig.json, the publisher's signature over its id and name.
+"""Who vouches for a dataset: manifest.sig.json, the publisher's signature over its name, id, version and origins.
 
-The publisher is its key: whoever demands a publisher by peer id needs nobody's word for it. The signature binds a
-name to a dataset id, so that a data node cannot pass off another dataset under a known name.
+A publication carries the publisher's certificate, so that a reader knows its organisation and whether it is revoked;
+it outlives that certificate and ends at its own expiry. Of several versions that one publisher signed under a name the
+one with the greatest serial counts. A reader remembers that serial in publications.json in its node's directory, and
+refuses an older version, unless its user names the dataset id.
 """
 
+import fcntl
 import hashlib
 import json
+import math
+import os
+import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.network.certificates import der_of, judge
 from forebay.network.client import Client
 from forebay.network.discovery import Claim
 from forebay.network.identity import Identity, verify
-from forebay.peer_id import peer_id_of
 from forebay.storage.atomic import atomic_write
 
 SIGNATURE_NAME = "manifest.sig.json"
-SIGNATURE_FORMAT = 2
+SIGNATURE_FORMAT = 3
+SEEN_NAME = "publications.json"
 MAX_SIGNATURE_BYTES = 64 << 10
+VALID_DAYS = 365.0
+MAX_ORIGINS = 16
+_ORIGIN = re.compile(r"(https|s3|gs|az)://[A-Za-z0-9._-]+(:[0-9]{1,5})?(/[^?#\\\s\x00-\x1f\x7f-\U0010ffff]*)?")
 
 
 @dataclass(frozen=True)
@@ -29,29 +42,60 @@ class Publication:
     """A publisher's word: this dataset id is the dataset of this name.
 
     Attributes:
-        publisher: Its peer id. `key`: 32 raw bytes, in hexadecimal.
-        at: When it signed, unix seconds.
+        publisher: Its peer id.
+        serial: Rises with each version that the publisher signs under the name.
+        expires_at: Unix seconds.
+        origins: URLs that have the dataset, too; none has a query, so none names an endpoint or a credential.
+        certificate: The publisher's, PEM.
         signature: 64 bytes, in hexadecimal.
     """
 
     dataset_id: str
     name: str
     publisher: str
-    key: str
-    at: float
+    serial: int
+    expires_at: float
+    origins: tuple[str, ...]
+    certificate: str
     signature: str = ""
 
     def signed_bytes(self) -> bytes:
         """The canonical bytes that the signature covers."""
         body = {key: value for key, value in asdict(self).items() if key != "signature"}
-        return b"forebay/2 publication\n" + json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+        return b"forebay/3 publication\n" + json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
 
 
-def sign_dataset(identity: Identity, directory: str | Path, name: str, at: float | None = None) -> Publication:
+class Published(NamedTuple):
+    """Claims that publishers vouch for.
+
+    Attributes:
+        claims: On the datasets in `publications`, or, if no publisher was demanded, all.
+        publications: By dataset id.
+        refused: Why other claims are left out.
+    """
+
+    claims: list[Claim]
+    publications: dict[str, Publication]
+    refused: list[str]
+
+
+def sign_dataset(
+    identity: Identity,
+    directory: str | Path,
+    name: str,
+    *,
+    origins: Sequence[str] = (),
+    valid_days: float = VALID_DAYS,
+    serial: int | None = None,
+) -> Publication:
     """Signs the dataset in a directory and writes manifest.sig.json beside its manifest.
 
+    Args:
+        serial: None: the time in unix seconds, or one more than that of this publisher's signature there.
+
     Raises:
-        UsageError: If there is no manifest.
+        UsageError: If there is no manifest, an origin is not a URL that may stand there, or the certificate does not
+            cover the name.
     """
     path = Path(directory) / "manifest.json"
     try:
@@ -60,8 +104,19 @@ def sign_dataset(identity: Identity, directory: str | Path, name: str, at: float
         raise UsageError(
             f"sign: expected a dataset, cannot read {path}: {error}. Prepare or adopt it first."
         ) from error
-    at = time.time() if at is None else at
-    unsigned = Publication(dataset_id, name, identity.peer_id, identity.public_key.hex(), at)
+    if not identity.scope.covers(name):
+        raise UsageError(f"sign: the certificate of {identity.name} does not cover dataset {name!r}")
+    if serial is None:
+        serial = max(int(time.time()), _serial_before(path.with_name(SIGNATURE_NAME), identity) + 1)
+    unsigned = Publication(
+        dataset_id=dataset_id,
+        name=name,
+        publisher=identity.peer_id,
+        serial=serial,
+        expires_at=time.time() + valid_days * 86400,
+        origins=_check_origins(origins),
+        certificate=identity.certificate.public_bytes(serialization.Encoding.PEM).decode(),
+    )
     made = replace(unsigned, signature=identity.sign(unsigned.signed_bytes()).hex())
     atomic_write(
         path.with_name(SIGNATURE_NAME),
@@ -70,47 +125,63 @@ def sign_dataset(identity: Identity, directory: str | Path, name: str, at: float
     return made
 
 
-def read_publication(data: bytes) -> Publication:
-    """A publication whose signature fits its own key.
+def read_publication(data: bytes, identity: Identity) -> Publication:
+    """A publication that a member of this network signed and that has not expired.
 
     Raises:
-        ProtocolViolation: If it is malformed or forged.
+        ProtocolViolation: If it is malformed, forged, of another network, expired, or its publisher is revoked or its
+            certificate does not cover the name.
     """
     try:
         obj: dict[str, Any] = json.loads(data)
-        dataset_id, name, publisher, key_hex, signed = (
-            str(obj[field]) for field in ("dataset_id", "name", "publisher", "key", "signature")
-        )
         if obj.get("format") != SIGNATURE_FORMAT:
             raise ValueError(
-                f"expected format {SIGNATURE_FORMAT}, got {obj.get('format', 'none')!r}. "
-                "Sign it again: forebay network sign"
+                f"expected format {SIGNATURE_FORMAT}, got {str(obj.get('format', 'none'))[:20]!r}. "
+                "Its publisher signs it again: forebay network sign"
             )
-        found = Publication(dataset_id, name, publisher, key_hex, float(obj["at"]), signed)
-        key, signature = bytes.fromhex(found.key), bytes.fromhex(found.signature)
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        texts = {field: str(obj[field]) for field in ("dataset_id", "name", "publisher", "certificate", "signature")}
+        if not isinstance(obj["origins"], list) or type(obj["serial"]) is not int or not 0 <= obj["serial"] < 1 << 63:
+            raise ValueError("expected a list of origins and a serial below 2^63")
+        if not math.isfinite(float(obj["expires_at"])):
+            raise ValueError("expected a time of expiry")
+        origins = _check_origins(obj["origins"])
+        found = Publication(**texts, serial=obj["serial"], expires_at=float(obj["expires_at"]), origins=origins)
+        certificate = x509.load_pem_x509_certificate(found.certificate.encode())
+        signature = bytes.fromhex(found.signature)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, UsageError) as error:
         raise ProtocolViolation(f"publication: malformed: {type(error).__name__}: {error}") from error
-    if peer_id_of(key) != found.publisher:
-        raise ProtocolViolation(f"publication: expected the key of {found.publisher[:40]}, got {peer_id_of(key)}'s")
-    verify(key, found.signed_bytes(), signature)
+    # The publication's own end counts, not the certificate's: it need not be signed anew every few days.
+    peer = judge(der_of(certificate), identity.roots).peer
+    if peer.peer_id != found.publisher:
+        raise ProtocolViolation(
+            f"publication: expected a certificate of {found.publisher[:40]}, got one of {peer.peer_id}"
+        )
+    verify(peer.public_key, found.signed_bytes(), signature)
+    if (reason := identity.revocations.reason(peer)) is not None:
+        raise ProtocolViolation(f"dataset {found.name!r}: its publisher does not count: {reason}")
+    if not peer.scope.covers(found.name):
+        raise ProtocolViolation(f"dataset {found.name!r}: the certificate of its publisher does not cover the name")
+    if not time.time() < found.expires_at:
+        raise ProtocolViolation(
+            f"dataset {found.name!r}: the signature of {found.publisher} expired "
+            f"{(time.time() - found.expires_at) / 86400:,.1f} days ago. Its publisher signs again: forebay network sign"
+        )
     return found
 
 
 def check_publication(
-    data: bytes, name: str, dataset_id: str, publishers: Collection[str], is_revoked: Callable[[str], bool]
+    data: bytes, name: str, dataset_id: str, publishers: Collection[str], identity: Identity
 ) -> Publication:
     """The word of one of the publishers demanded, for this name and dataset id.
 
     Raises:
-        ProtocolViolation: If it is forged, another's, a revoked publisher's, or of another dataset.
+        ProtocolViolation: As `read_publication` does, or if it is another publisher's or of another dataset.
     """
-    found = read_publication(data)
+    found = read_publication(data, identity)
     if found.publisher not in publishers:
         raise ProtocolViolation(
             f"dataset {name!r}: expected a signature of {', '.join(sorted(publishers))}, got one of {found.publisher}"
         )
-    if is_revoked(found.publisher):
-        raise ProtocolViolation(f"dataset {name!r}: its publisher {found.publisher} is revoked in this network")
     if (found.name, found.dataset_id) != (name, dataset_id):
         raise ProtocolViolation(
             f"dataset {name!r}: expected a signature of {dataset_id[:12]}, got one of {found.name!r} "
@@ -119,27 +190,88 @@ def check_publication(
     return found
 
 
-def published(client: Client, claims: Collection[Claim], publishers: Collection[str]) -> tuple[list[Claim], list[str]]:
-    """The claims on datasets that one of the publishers vouches for, and why the others are left out.
+def published(
+    client: Client, claims: Collection[Claim], publishers: Collection[str], dataset_id: str | None = None
+) -> Published:
+    """The claims on datasets that one of the publishers vouches for, each publisher's newest version alone.
 
     Asks each dataset id's claimants in turn until one shows a good signature; it then counts for all of them.
     Without publishers all claims are good.
+
+    Args:
+        dataset_id: The version that the user named, which then may be an older one; empty or None: the newest.
     """
     if not publishers:
-        return list(claims), []
-    identity, good, failures = client.identity, set[str](), list[str]()
+        return Published(list(claims), {}, [])
+    identity, good, refused = client.identity, dict[str, Publication](), list[str]()
     assert identity is not None  # claims come from peers of a network
     for claim in claims:
-        if claim.dataset_id in good:
+        if claim.dataset_id in good or dataset_id not in (None, "", claim.dataset_id):
             continue
         path = f"/v1/datasets/{claim.dataset_id}/{SIGNATURE_NAME}"
         try:
             data = client.get_bytes(claim.address, path, MAX_SIGNATURE_BYTES, expect_peer=claim.peer_id)
-            check_publication(data, claim.name, claim.dataset_id, publishers, identity.is_revoked)
-            good.add(claim.dataset_id)
+            found = check_publication(data, claim.name, claim.dataset_id, publishers, identity)
+            good[claim.dataset_id] = found
         except NetworkError as error:
-            failures.append(f"{claim.address}: {error}")
+            refused.append(f"{claim.address}: {error}")
             identity.note(
-                "unsigned", dataset=claim.name, dataset_id=claim.dataset_id, by=claim.peer_id, reason=str(error)
+                "unsigned", dataset=claim.name, dataset_id=claim.dataset_id, peer=claim.peer_id, reason=str(error)
             )
-    return [claim for claim in claims if claim.dataset_id in good], failures
+    if not dataset_id:
+        newest = _newest(identity, good.values())
+        for found in list(good.values()):
+            if found.serial < (serial := newest[found.name, found.publisher]):
+                refused.append(
+                    f"dataset {found.name!r}: expected version {serial} of {found.publisher} or a later one, got "
+                    f"{found.serial} ({found.dataset_id}). To read this older version name its id (?id= or --id)"
+                )
+                del good[found.dataset_id]
+    return Published([claim for claim in claims if claim.dataset_id in good], good, refused)
+
+
+def _newest(identity: Identity, publications: Collection[Publication]) -> dict[tuple[str, str], int]:
+    """The greatest serial of each name and publisher, here or seen before; remembers it."""
+    path = identity.node_dir / SEEN_NAME
+    newest: dict[tuple[str, str], int] = {}
+    try:
+        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # processes of one node take turns
+            data = path.read_bytes() if path.exists() else b"{}"
+            seen = {str(key): int(serial) for key, serial in json.loads(data).items()}
+            before = dict(seen)
+            for found in publications:
+                key = f"{identity.network_id}/{found.publisher}/{found.name}"
+                newest[found.name, found.publisher] = seen[key] = max(seen.get(key, 0), found.serial)
+            if seen != before:
+                atomic_write(path, json.dumps(seen).encode(), 0o600)
+        finally:
+            os.close(lock)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UsageError(
+            f"publications: cannot use {path}: {type(error).__name__}: {error}. Make the directory writable, "
+            "or remove the file if it is damaged."
+        ) from error
+    return newest
+
+
+def _serial_before(path: Path, identity: Identity) -> int:
+    """The serial of this publisher's signature in a file; 0 if there is none."""
+    try:
+        body = json.loads(path.read_bytes())
+        return int(body["serial"]) if body["publisher"] == identity.peer_id else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def _check_origins(urls: Sequence[Any]) -> tuple[str, ...]:
+    """The URLs, if they may stand in a publication. UsageError if not."""
+    if len(urls) > MAX_ORIGINS:
+        raise UsageError(f"origin: expected at most {MAX_ORIGINS}, got {len(urls)}")
+    for url in urls:
+        if not isinstance(url, str) or len(url) > 2048 or not _ORIGIN.fullmatch(url):
+            raise UsageError(
+                f"origin: expected a URL of https, s3, gs or az without user, query or fragment, got {str(url)[:80]!r}"
+            )
+    return tuple(urls)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
-from forebay.network.avoidance import Avoidance
+from forebay.network.avoidance import Avoidance, node_of
 from forebay.network.members import Download, Holder, Members, Offers, UnderWay
 
 __all__ = ["Assignment", "Holder", "Swarm"]
@@ -54,6 +54,7 @@ class Swarm:
         ttl_s: Who is not heard of for so long is gone.
         slots: Uploads at once of a holder that does not say; `origin_slots` of an origin.
         patience_s: A download is given up for lost after so long, or 8 times the usual duration if that is more.
+        checks: Whether somebody checks who two say gave wrong bytes, before it is banned for all.
 
     Raises:
         UsageError: If a number is not positive.
@@ -67,6 +68,7 @@ class Swarm:
         slots: int = 4,
         origin_slots: int = 8,
         patience_s: float = PATIENCE_S,
+        checks: bool = False,
     ) -> None:
         if num_slices < 0 or not (ttl_s > 0 and slots > 0 and origin_slots > 0 and patience_s > 0):
             raise UsageError(f"swarm: expected positive numbers, got {num_slices=} {ttl_s=} {slots=} {origin_slots=}")
@@ -78,7 +80,7 @@ class Swarm:
         self._members = Members(num_slices)
         self._holders: dict[str, Holder] = {}
         self._under_way = UnderWay(num_slices)
-        self._avoidance = Avoidance()
+        self._avoidance = Avoidance(checks)
         self._cursor: dict[str, int] = {}
         self._passed_over: dict[str, int] = {}
         self._counts = {"from_origins": 0, "from_peers": 0, "finished": 0, "failed": 0, "overdue": 0}
@@ -210,11 +212,11 @@ class Swarm:
                 self._members.owed[self._members.row(asker)] += 1
         self.gained(asker, index, now)
 
-    def failed(self, asker: str, index: int, peer_id: str, now: float, wrong: bool = False) -> None:
+    def failed(self, asker: str, index: int, peer_id: str, now: float, wrong: bool = False, accuser: str = "") -> None:
         """The asker did not get the slice from this holder.
 
         Args:
-            wrong: It gave wrong bytes, or broke the protocol.
+            wrong: It gave wrong bytes, or broke the protocol. `accuser`: the asker's organisation, if it has one.
         """
         done = self._under_way.get((asker, index))
         if done is not None and done.holder == peer_id:
@@ -222,7 +224,7 @@ class Swarm:
         self._counts["failed"] += 1
         if wrong:
             holder = self._holders.get(peer_id)  # None: a report that is read again before anybody has joined
-            return self._avoidance.lied(asker, peer_id, None if holder and not holder.is_origin else index)
+            return self._avoidance.lied(asker, peer_id, index, accuser, holder is None or holder.is_origin)
         self._avoidance.failed(asker, peer_id, now)
         if peer_id in self._holders:
             self._members.failures[self._members.row(peer_id)] += 1
@@ -231,9 +233,22 @@ class Swarm:
         """The asker fetches a slice no longer, and that is nobody's fault."""
         self._end((asker, index))
 
+    def suspects(self) -> list[tuple[Holder, int]]:
+        """Who two say gave wrong bytes, and is here: to fetch a slice from, and then to `ban` or to `pardon`."""
+        found = []
+        for node, index in self._avoidance.suspects():
+            holder = next((one for one in self._holders.values() if node_of(one.peer_id) == node and one.address), None)
+            if holder is not None:
+                found.append((holder, index))
+        return found
+
     def ban(self, peer_id: str) -> None:
-        """Never name a member again, to anybody."""
+        """Name a member to nobody, but for the last origin."""
         self._avoidance.ban(peer_id)
+
+    def pardon(self, peer_id: str) -> None:
+        """Name it again."""
+        self._avoidance.pardon(peer_id)
 
     # What there is to know.
 
@@ -319,8 +334,15 @@ class Swarm:
         """[rows] whom this asker is not to be told of; itself, too."""
         members = self._members
         shunned = members.failures >= _MAX_FAILURES
-        others = (asker, *self._avoidance.of(asker, now))
-        shunned[[members.row(peer_id) for peer_id in others if peer_id in self._holders]] = True
+        banned = [members.row(peer_id) for peer_id in self._avoidance.banned_for(asker) if peer_id in self._holders]
+        if banned:
+            # The last origin is never banned: a lie of it costs a fetch, its loss the dataset.
+            origins = members.is_origin.copy()
+            origins[banned] = False
+            if not origins.any():
+                banned = [row for row in banned if not members.is_origin[row]]
+        others = (asker, *self._avoidance.avoided_by(asker, now))
+        shunned[banned + [members.row(peer_id) for peer_id in others if peer_id in self._holders]] = True
         return shunned
 
     def _candidates(

@@ -48,9 +48,11 @@ class Ask:
         session: One process of a peer; its leases are its own.
         attempt: Rises with each attempt of an exchange; one that comes after a later one was heard is refused, so
             that what was given up on its way cuts and takes back nothing. 0: not numbered.
+        organisation: Of the worker's certificate; "" if the network's root signed it.
         address: host:port where this worker hands on what it cached; "" if it does not.
         held: The lease ids that it knows of; whatever else this session holds is taken back. None: unsaid.
         job_id, uses, receipt: What it used, all of one job, and its signature over them in hex.
+        proofs: Lease id to the proof that its slice is there (`possession`), of the leases in `uses`.
         horizons: Lease id to the sample that it will not go beyond before it hears an answer.
         release: Leases given back.
         failed: Leases given back because their slice could not be had.
@@ -63,11 +65,13 @@ class Ask:
     job: str = ""
     session: str = ""
     attempt: int = 0
+    organisation: str = ""
     address: str = ""
     held: tuple[str, ...] | None = None
     job_id: str = ""
     uses: tuple[Used, ...] = ()
     receipt: str = ""
+    proofs: Mapping[str, str] = field(default_factory=dict)
     horizons: Mapping[str, int] = field(default_factory=dict)
     release: tuple[str, ...] = ()
     failed: tuple[Failed, ...] = ()

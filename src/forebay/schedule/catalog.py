@@ -3,6 +3,7 @@
 Manifests and tables are kept in the state directory, and checked when read back: a restart needs no data node for them.
 """
 
+import hmac
 import logging
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.dataset.manifest import Manifest, SliceTable, dataset_id
+from forebay.dataset.manifest import Manifest, SliceInfo, SliceTable, dataset_id
 from forebay.errors import DatasetError, IntegrityError, LedgerError, NetworkError, UsageError
 from forebay.ledger.chain import read_entries
 from forebay.ledger.job import Job
@@ -26,8 +27,11 @@ from forebay.network.waiting import waiting
 from forebay.order.plan import samples_per_slice
 from forebay.schedule.ask import Bad, BadReport, Grant
 from forebay.schedule.jobs import JobSpec, Source
+from forebay.schedule.possession import proof_of, range_of
 from forebay.schedule.sessions import Session
 from forebay.storage.atomic import atomic_write, remove_stale
+from forebay.store.checking import gives_right_bytes, read_from
+from forebay.store.foreign import FromUrls
 
 DIRECTORY = "datasets"
 
@@ -68,10 +72,10 @@ class Kept:
 
     def put(self, wanted_id: str, manifest: bytes, table: bytes) -> None:
         """Keeps what was checked, the manifest last: where it is, the table is."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         remove_stale(self._directory)
         for suffix, data in ((".parquet", table), (".json", manifest)):
-            atomic_write(self._directory / f"{wanted_id}{suffix}", data)
+            atomic_write(self._directory / f"{wanted_id}{suffix}", data, 0o600)
 
     def get(self, wanted_id: str) -> tuple[Manifest, SliceTable] | None:
         """What was kept of a dataset; None if it is not here, or not as it was."""
@@ -133,7 +137,7 @@ class Finder:
     ) -> None:
         self._network_id = network_id
         self._discovery = discovery
-        self._client = client
+        self.client = client
         self._stopping = stopping
         self.kept = kept
         self._publishers = publishers
@@ -142,9 +146,9 @@ class Finder:
 
     def claims(self, wanted: Wanted, timeout_s: float = ASK_S) -> list[Claim]:
         """Who serves it now."""
-        claims = find_providers(self._discovery, self._client, self._network_id, wanted.name, timeout_s=timeout_s)
+        claims = find_providers(self._discovery, self.client, self._network_id, wanted.name, timeout_s=timeout_s)
         claims = [claim for claim in claims if claim.is_whole and wanted.dataset_id in ("", claim.dataset_id)]
-        good, self._unsigned = published(self._client, claims, self._publishers)
+        good, _, self._unsigned = published(self.client, claims, self._publishers, wanted.dataset_id)
         return good
 
     def still_there(self, claims: Sequence[Claim]) -> list[Claim]:
@@ -152,7 +156,7 @@ class Finder:
         found = []
         for claim in claims:
             try:
-                again = read_claims(self._client, claim.address)
+                again = read_claims(self.client, claim.address)
             except (NetworkError, UsageError):
                 continue
             found += [one for one in again if (one.peer_id, one.dataset_id) == (claim.peer_id, claim.dataset_id)]
@@ -210,12 +214,10 @@ class Finder:
     def _fetch(self, claim: Claim) -> tuple[Manifest, SliceTable]:
         """The manifest and table from one provider, checked against the dataset id."""
         base = f"/v1/datasets/{claim.dataset_id}"
-        data = self._client.get_bytes(
+        data = self.client.get_bytes(
             claim.address, f"{base}/manifest.json", MAX_MANIFEST_BYTES, expect_peer=claim.peer_id
         )
-        raw = self._client.get_bytes(
-            claim.address, f"{base}/slices.parquet", MAX_TABLE_BYTES, expect_peer=claim.peer_id
-        )
+        raw = self.client.get_bytes(claim.address, f"{base}/slices.parquet", MAX_TABLE_BYTES, expect_peer=claim.peer_id)
         found = check(claim.dataset_id, data, raw, f"peer {claim.peer_id}")
         self.kept.put(claim.dataset_id, data, raw)
         return found
@@ -234,7 +236,10 @@ def holders(claims: Sequence[Claim]) -> list[Holder]:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """A job as its user wants it; see JobSpec. `changes`: (samples used, weights of the datasets from there on)."""
+    """A job as its user wants it; see JobSpec. `changes`: (samples used, weights of the datasets from there on).
+
+    `max_tokens_per_s`: of one lease; uses that say more are refused until so much time has passed.
+    """
 
     name: str
     datasets: tuple[Wanted, ...]
@@ -245,6 +250,7 @@ class JobPlan:
     stall_s: float = 600.0
     steal_s: float = 2.0
     max_failures: int = 3
+    max_tokens_per_s: float = 1e8
     priority: int = 0
     weight: float = 1.0
     changes: tuple[tuple[int, tuple[float, ...]], ...] = ()
@@ -253,7 +259,8 @@ class JobPlan:
 class Catalog:
     """The jobs as planned, with the datasets found for them; what leases and doors say of them."""
 
-    def __init__(self, plans: Sequence[JobPlan], finder: Finder) -> None:
+    def __init__(self, plans: Sequence[JobPlan], finder: Finder, from_urls: FromUrls = "") -> None:
+        self._from_urls = from_urls
         self.plans = {plan.name: plan for plan in plans}
         self.specs: dict[str, JobSpec] = {}
         self.claims: dict[str, list[Claim]] = {}
@@ -315,6 +322,11 @@ class Catalog:
         found = next((found for found in self._found.values() if found.dataset_id == dataset_id), None)
         return str(found.describe(index)["sha256"]) if found is not None else ""
 
+    @property
+    def num_slices(self) -> dict[str, int]:
+        """Of each dataset of the jobs, by its id."""
+        return {found.dataset_id: len(found.table) for found in self._found.values()}
+
     def describe_job(self, job: str, job_id: str) -> dict[str, Any]:
         """The answer to `GET /v1/job`."""
         plan, found = self.plans[job], self.of(job)
@@ -350,7 +362,7 @@ class Catalog:
             "job_id": job_id,
             "epoch": grant.epoch,
             "slice": grant.slice_index,
-            "index": grant.index,
+            **({"index": grant.index} if grant.index != grant.slice_index else {}),
             **({"dataset": found.name} if found.name != grant.job else {}),
             **found.describe(grant.index),
             "count": grant.count,
@@ -364,11 +376,46 @@ class Catalog:
             "vocab_size": found.manifest.vocab_size,
             "providers": [
                 {"url": holder.address} if holder.is_url else
-                {"peer_id": holder.peer_id, "address": holder.address, "is_origin": holder.is_origin}
+                {"peer_id": holder.peer_id, "address": holder.address}
+                | ({} if holder.is_origin else {"is_origin": False})
                 for holder in grant.providers
             ],
             "expires_in_s": round(grant.expires_in_s, 3),
         }  # fmt: skip
+
+    def check_slice(self, dataset_id: str, index: int, holder: Holder | None) -> bool | None:
+        """Whether right bytes of a slice come from a holder, or from any origin; None: nobody answers now.
+
+        Of a dataset behind URLs that may not be read here the workers are believed: False.
+        """
+        row, origins = self._row(dataset_id, index), holders(self.claims.get(dataset_id, ()))
+        if holder is None and origins and not self._from_urls and all(origin.is_url for origin in origins):
+            return False
+        asked = origins if holder is None else [holder]
+        answers = [gives_right_bytes(self._finder.client, one, row, self._from_urls) for one in asked]
+        if True in answers:
+            return True
+        return None if None in answers or not answers else False
+
+    def check_proof(self, dataset_id: str, index: int, lease_id: str, peer_id: str, proof: str) -> bool | None:
+        """Whether a proof (see `possession`) is of a slice's bytes, as any origin gives them; None: none does now."""
+        row = self._row(dataset_id, index)
+        start, stop = range_of(lease_id, peer_id, row.bytes)
+        is_any = None
+        for origin in holders(self.claims.get(dataset_id, ())):  # one of them may be damaged, or lie
+            try:
+                pieces = read_from(self._finder.client, origin, row, start, stop, self._from_urls)
+                data = b"".join(bytes(piece) for piece in pieces)
+            except NetworkError as error:
+                log.info("slice %s of %s for a check: %s", row.name, origin.address, error)
+                continue
+            is_any = hmac.compare_digest(proof, proof_of(lease_id, peer_id, data))
+            if is_any:
+                break
+        return is_any
+
+    def _row(self, dataset_id: str, index: int) -> SliceInfo:
+        return next(found for found in self._found.values() if found.dataset_id == dataset_id).table.row(index)
 
     def place_reports(self, session: Session | None, reports: Sequence[BadReport]) -> tuple[Bad, ...]:
         """Reports by slice; only who is, or lately was, leased a slice of that hash is heard."""

@@ -1,61 +1,85 @@
 """The coordinator as a server: gives workers their rank and world size, and what the run does.
 
-HTTP and JSON around `membership.apply` and the roster; the doors are in /openapi.json. A worker waits by long poll,
-so that it hears of a change within milliseconds though it asks twice a minute, and so that the end of its process
+HTTP and JSON around `membership.apply` and the roster; the routes are in /openapi.json. A worker waits by long poll,
+so that it learns of a change within milliseconds though it asks twice a minute, and so that the end of its process
 is noticed by the connection that closes. Weights, data and gradients never come here.
 
-Over mutual TLS a session also belongs to the certificate that began it. Over plain HTTP whoever reaches the port may
-join: the session's random name is all that keeps one worker from speaking for another.
+Over mutual TLS a session also belongs to the certificate that began it, and a member needs the role worker. Over
+plain HTTP whoever reaches the port may join: the session's random name is all that keeps one worker from speaking for
+another.
 
-What it costs: a thread and a connection or two a worker; one fsync for each change and each heartbeat with news.
+Costs: a connection or two and a waiting task a worker; one fsync for each change and each heartbeat with news.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import FastAPI, Query, Request, Response
 
 from forebay.errors import StateError
-from forebay.network.exchange import BadRequestError, Request, Response, error_response, json_response
-from forebay.network.https import Server
-from forebay.network.metrics import Metric, gauge, metrics_response
-from forebay.schedule.doors import ADDRESS, NAME, SESSION, count_of, describe, text_of, wait_of, worker_of
-from forebay.schedule.members import (
-    Agree,
-    Disconnect,
-    Event,
-    Formed,
-    Heartbeat,
-    Join,
-    Leave,
-    Note,
-    Ready,
-    Refuse,
-    Rules,
-    Tick,
-    Waits,
+from forebay.network.limits import Limits, TokenBucket
+from forebay.network.messages import ConfigRequest, JoinRequest, LeaveRequest, MeetReply, MeetRequest, MemberMessage
+from forebay.network.server import (
+    ApiError,
+    JsonResponse,
+    Metric,
+    Server,
+    gauge,
+    make_app,
+    peer_of,
+    role,
+    wait_until,
 )
+from forebay.schedule.member_requests import REQUESTS, config_reply, event_of, generation_reply, is_due, reply
+from forebay.schedule.members import Agree, Disconnect, Event, Formed, Note, Refuse, Rules, Tick, Waits
 from forebay.schedule.membership import apply
 from forebay.schedule.roster import Roster
 
 if TYPE_CHECKING:
+    from forebay.network.discovery import Discovery
     from forebay.network.identity import Identity
 
 MAX_WORKERS = 1024
-MAX_SETTINGS = 64
-# How often a waiting request looks whether its peer is still there.
-LOOK_S = 0.25
+REJOIN_S = 600.0
+MAX_VALUES = 64
 TICK_S = 0.2
 # Ticks that are later than this mean that this process or its machine was stopped, and could hear nobody.
 STOPPED_S = 1.0
 
+_SUMMARIES = {
+    "join": "Join: {generation} once one with it begins, or {waiting}: ask again.",
+    "ready": "Stopped at a boundary: {generation}, {run_to} to catch up, or {waiting}.",
+    "heartbeat": "Alive; {changing} says whether to stop at the next boundary.",
+    "leave": "Not a member any more.",
+}
+Count = Annotated[int | None, Query(ge=0, lt=10**18)]
 log = logging.getLogger(__name__)
+
+
+class JoinRate:
+    """How often workers of one certificate may join: twice as many as it may have at once, then each in 10 minutes."""
+
+    def __init__(self, workers_per_peer: int) -> None:
+        self._burst, self._rate = 2.0 * workers_per_peer, workers_per_peer / REJOIN_S
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+
+    def wait_s(self, peer_id: str, now: float) -> float:
+        """Counts a join, and returns 0; or how long it has to wait. Without certificates nothing is counted."""
+        if not peer_id:
+            return 0.0
+        bucket = self._buckets.setdefault(peer_id, TokenBucket(self._rate, self._burst))
+        self._buckets.move_to_end(peer_id)
+        if len(self._buckets) > 4 * MAX_WORKERS:
+            self._buckets.popitem(last=False)
+        return bucket.try_take(1.0, now)
 
 
 class Coordinator:
@@ -84,27 +108,29 @@ class Coordinator:
         self.told = dict(config or {})
         self.state_dir = state_dir
         self._on_note = on_note or (lambda text: None)
-        self._changed = threading.Condition()
         self._stopping = False
         self._began = self._ran_at = time.monotonic()
         self._stopped_s = 0.0
-        self._server = Server(identity, host, port, self._answer, max_connections=2 * MAX_WORKERS)
         self._roster: Roster | None = None
-        self._unwritten: deque[Event] = deque()  # What must be applied, once the disk takes it.
-        self._ticker = threading.Thread(target=self._run_ticks, name="coordinator-clock", daemon=True)
-        self._doors: dict[tuple[str, str], Callable[[Request, dict[str, Any]], Response]] = {
-            ("GET", "/v1/config"): lambda request, body: json_response(self._config()),
-            ("POST", "/v1/config"): self._agree,
-            ("GET", "/v1/generation"): lambda request, body: json_response(self._generation_now()),
-            ("GET", "/v1/status"): lambda request, body: json_response(self.status()),
-            ("GET", "/v1/log"): self._log_of,
-            ("POST", "/v1/members/join"): self._join,
-            ("POST", "/v1/members/ready"): self._ready,
-            ("POST", "/v1/members/heartbeat"): self._heartbeat,
-            ("POST", "/v1/members/leave"): self._leave,
-            ("GET", "/openapi.json"): lambda request, body: json_response(describe()),
-            ("GET", "/metrics"): lambda request, body: metrics_response(self._metrics()),
-        }
+        # What ranks of a generation tell each other to meet: its number, and (value, session) by key.
+        self._values: tuple[int, dict[str, tuple[str, str]]] | None = None
+        self._unwritten: deque[Event] = deque()  # what must be applied, once the disk takes it
+        self._sessions: dict[asyncio.Future[None], tuple[str, str]] = {}  # who asked last, by connection
+        self._is_open = identity is None
+        self._joins = JoinRate(self.rules.workers_per_peer)
+        most = 4 * MAX_WORKERS
+        limits = Limits(
+            connections=most, connections_per_peer=most if identity is None else 4 * self.rules.workers_per_peer,
+            connections_per_organisation=most // 2, requests_per_organisation=most // 2,
+            requests_per_peer=most if identity is None else 4 * self.rules.workers_per_peer,
+            handshakes_per_address=MAX_WORKERS,
+            # What a member says that is new costs an fsync, for which all wait.
+            requests_per_s=1e6 if identity is None else 8.0 * self.rules.workers_per_peer,
+            organisation_requests_per_s=1e6 if identity is None else 500.0,
+        )  # fmt: skip
+        self._discovery = _discovery_of(identity)
+        self._server = Server(self._app(), identity, host, port, limits=limits, discovery=self._discovery)
+        self._server.add_task("coordinator clock", self._run_ticks)
 
     @property
     def address(self) -> str:
@@ -121,24 +147,22 @@ class Coordinator:
         self._roster = Roster(self.state_dir)
         try:
             self._state, self.run_id = self._roster.load(self.rules, self.told, self._now(), secrets.token_hex(8))
+            self._changed = asyncio.Event()
             self._server.start()
         except BaseException:
             self._roster.close()
             raise
-        self._ticker.start()
 
     def stop(self) -> None:
         """Answers who waits, then closes everything."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+        self._stopping = True
+        self._server.run_soon(self._notify)
         self._server.drain(2.0)
         self._server.close()
-        if self._ticker.ident is not None:
-            self._ticker.join(5.0)
-        with self._changed:
-            if self._roster is not None:
-                self._roster.close()
+        if self._discovery is not None:
+            self._discovery.close()
+        if self._roster is not None:
+            self._roster.close()
 
     def __enter__(self) -> Coordinator:
         self.start()
@@ -150,48 +174,45 @@ class Coordinator:
     @property
     def done(self) -> bool:
         """Whether the last step is done and all workers have left."""
-        with self._changed:
-            return self._state.done
+        return self._state.done
 
     def status(self) -> dict[str, Any]:
         """What the run has reached, and who is in it."""
-        with self._changed:
-            state, now = self._state, self._now()
-            members = [
-                {
-                    "worker_id": member.worker_id,
-                    "rank": state.generation.rank_of(member.session) if state.generation is not None else None,
-                    "step": member.step,
-                    "address": member.address,
-                    "seen_s": 0.0 if member.polling else round(now - member.seen_at, 3),
-                    "ready": member.ready,
-                    "lost": member.lost_at is not None,
-                }
-                for member in sorted(state.members.values(), key=lambda m: m.seat)
-            ]
-            return {
-                "run_id": self.run_id,
-                "up_s": round(now - self._began, 3),
-                "min_workers": self.rules.min_workers,
-                "generation": self._generation_now(),
-                "changing": state.changing,
-                "step": state.reached,
-                "done": state.done,
-                "members": members,
-                "config": dict(state.config),
-                "gaps": self._open().gaps(),
+        state, now = self._state, self._now()
+        members = [
+            {
+                "worker_id": member.worker_id,
+                "rank": state.generation.rank_of(member.session) if state.generation is not None else None,
+                "step": member.step,
+                "address": member.address,
+                "seen_s": 0.0 if member.polling else round(now - member.seen_at, 3),
+                "ready": member.ready,
+                "lost": member.lost_at is not None,
             }
+            for member in sorted(state.members.values(), key=lambda m: m.seat)
+        ]
+        return {
+            "run_id": self.run_id,
+            "up_s": round(now - self._began, 3),
+            "min_workers": self.rules.min_workers,
+            "generation": generation_reply(state, self.run_id),
+            "changing": state.changing,
+            "step": state.reached,
+            "done": state.done,
+            "members": members,
+            "config": dict(state.config),
+            "gaps": self._open().gaps(),
+        }
 
     def _metrics(self) -> list[Metric]:
         state = self._state
         return [
-            *self._server.metrics(),
             gauge("forebay_members", "Workers in the run.", len(state.members)),
             gauge("forebay_step", "The last step that all finished.", state.reached),
             gauge("forebay_generation", "Its number.", state.generation.number if state.generation else 0),
         ]
 
-    # The state and its changes; all under the lock.
+    # The state and its changes, in the server's loop alone; the state is replaced, never changed in place.
 
     def _open(self) -> Roster:
         assert self._roster is not None  # no request comes before start
@@ -210,7 +231,9 @@ class Coordinator:
         before = self._state
         state, actions = apply(before, event, self._now())
         refused = next((action for action in actions if isinstance(action, Refuse)), None)
-        self._open().save(state, [action for action in actions if not isinstance(action, Refuse)], self.run_id)
+        kept = [action for action in actions if not isinstance(action, Refuse)]
+        if kept or not isinstance(event, Waits | Disconnect | Tick) or before.members.keys() != state.members.keys():
+            self._open().save(state, kept, self.run_id)
         self._state = state
         for action in actions:
             if isinstance(action, Note):
@@ -222,9 +245,16 @@ class Coordinator:
                     f"generation {formed.number} from step {formed.start_step}: {len(formed.places)} workers: {names}"
                 )
         old, new = ((s.generation, s.changing, s.broken, s.run_to) for s in (before, state))
-        if old != new:
-            self._changed.notify_all()
+        if old != new or before.members.keys() != state.members.keys():
+            self._notify()
         return refused
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _change(self) -> Awaitable[Any]:
+        return self._changed.wait()
 
     def _tell_surely(self, event: Event) -> None:
         """Applies an event now, or as soon as it can be written."""
@@ -233,200 +263,185 @@ class Coordinator:
         except StateError:
             self._unwritten.append(event)
 
-    def _run_ticks(self) -> None:
+    async def _run_ticks(self) -> None:
         fault = ""
-        with self._changed:
-            while not self._stopping:
-                self._changed.wait(TICK_S)
-                try:
-                    while self._unwritten and not self._stopping:
-                        self._tell(self._unwritten[0])
-                        self._unwritten.popleft()
-                    if not self._stopping:
-                        self._tell(Tick())
-                    fault = ""
-                except StateError as error:  # Repeated until it can be written.
-                    if str(error) != fault:
-                        log.error("%s", error)
-                    fault = str(error)
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                while self._unwritten:
+                    self._tell(self._unwritten[0])
+                    self._unwritten.popleft()
+                self._tell(Tick())
+                fault = ""
+            except StateError as error:  # repeated until it can be written
+                if str(error) != fault:
+                    log.error("%s", error)
+                fault = str(error)
 
-    def _wait(self, request: Request, worker_id: str, session: str, wait_s: float, until: Callable[[], bool]) -> None:
-        """Waits under the lock until something is so, or time is up; notices a peer that hangs up."""
-        deadline = time.monotonic() + wait_s
-        self._tell(Waits(worker_id, session, +1))
+    async def _wait(self, request: Request, message: MemberMessage) -> None:
+        """Waits until the answer is due, or time is up; notices a peer that hangs up, now or after the answer."""
+        worker_id, session = message.worker_id, message.session
+        self._note_connection(request, message)
+        self._tell(Waits(worker_id, session, +1, message.wait_s))
         try:
-            while not until() and not self._stopping and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(min(left, LOOK_S))
-                if request.gone():
-                    self._tell_surely(Disconnect(worker_id, session))
-                    return
+            is_there = await wait_until(
+                request, self._change, lambda: self._stopping or is_due(self._state, message), message.wait_s
+            )
+            if not is_there:
+                self._tell_surely(Disconnect(worker_id, session))
         finally:
             if not self._stopping:
                 self._tell_surely(Waits(worker_id, session, -1))
 
+    def _note_connection(self, request: Request, message: MemberMessage) -> None:
+        lost: asyncio.Future[None] = request.state.connection.lost
+        if lost not in self._sessions:
+            lost.add_done_callback(self._hung_up)
+        self._sessions[lost] = message.worker_id, message.session
+
+    def _hung_up(self, lost: asyncio.Future[None]) -> None:
+        """A connection closed between two requests: its process ended, unless it has another connection."""
+        worker_id, session = self._sessions.pop(lost)
+        member = self._state.members.get(worker_id)
+        if (worker_id, session) in self._sessions.values():
+            return
+        if member is not None and member.session == session and not self._stopping:
+            self._tell_surely(Disconnect(worker_id, session))
+
     # Answers.
 
-    def _answer(self, request: Request) -> Response:
-        door = self._doors.get((request.method, request.path))
-        if door is None:
-            return error_response(
-                404, "not_found", f"{request.method} {request.path}: no such door. See /openapi.json."
-            )
-        body = request.json() if request.method == "POST" else {}
-        if not isinstance(body, dict):
-            raise BadRequestError(f"body: expected a JSON object, got {type(body).__name__}")
-        with self._changed:
-            if self._stopping:
-                return error_response(503, "stopping", "the coordinator is stopping; ask again after its restart.")
-            worker_id = body.get("worker_id")
-            member = self._state.members.get(worker_id) if isinstance(worker_id, str) else None
-            if member is not None and member.session == body.get("session") and member.peer_id != request.peer.peer_id:
-                return error_response(403, "not_yours", f"worker {worker_id!r}: the session is another peer's.")
-            try:
-                return door(request, body)
-            except StateError as error:
-                return error_response(503, "state", str(error))
+    def _app(self) -> FastAPI:
+        app = make_app("Forebay coordinator", self._metrics)
+        get, post = app.get, app.post
+        get("/v1/config", summary="What the run does.")(self._read_config)
+        post("/v1/config", summary="Settle what the coordinator was not told.")(self._agree)
+        get("/v1/generation", summary="The generation now.")(self._read_generation)
+        get("/v1/status", summary="What the run has reached, and who is in it.")(self._read_status)
+        get("/v1/log", summary="Who trained on what: of a step, of a sample, or all generations.")(self._read_log)
+        for path, kind in REQUESTS.items():
+            post(path, openapi_extra=role("worker"), summary=_SUMMARIES[path.rpartition("/")[2]])(self._endpoint(kind))
+        post(
+            "/v1/members/meet", openapi_extra=role("worker"), response_model=MeetReply,
+            summary="Values for the ranks of a generation, by which they find each other.",
+        )(self._meet)  # fmt: skip
+        app.add_exception_handler(StateError, _state_error)
+        return app
 
-    def _config(self) -> dict[str, Any]:
-        rules = self.rules
-        return {
-            "run_id": self.run_id,
-            "config": dict(self._state.config),
-            "told": dict(self._state.told),
-            "min_workers": rules.min_workers,
-            "heartbeat_s": rules.heartbeat_s,
-            "lost_s": rules.lost_s,
-        }
+    def _endpoint(self, kind: type[MemberMessage]) -> Callable[..., Awaitable[Response]]:
+        async def answer(request: Request, message: MemberMessage) -> Response:
+            return await self._answer(request, message)
 
-    def _agree(self, request: Request, body: dict[str, Any]) -> Response:
-        settings = body.get("settings", {})
-        plain = (str, int, float, bool, type(None))
-        if (
-            not isinstance(settings, dict)
-            or len(settings) > MAX_SETTINGS
-            or not all(isinstance(value, plain) and len(str(value)) <= 1000 for value in settings.values())
-        ):
-            raise BadRequestError(f"settings: expected an object of at most {MAX_SETTINGS} plain values")
-        size = settings.get("batch_size", 1)
+        answer.__annotations__ = {"request": Request, "message": kind, "return": Response}
+        return answer
+
+    def _check(self, request: Request, message: MemberMessage) -> None:
+        """Refuses what speaks for another's session, or for a step beyond the run's last."""
+        if self._stopping:
+            raise ApiError(503, "stopping", "the coordinator is stopping; ask again after its restart.", 1.0)
+        member = self._state.members.get(message.worker_id)
+        if member is not None and member.session == message.session and member.peer_id != peer_of(request).peer_id:
+            raise ApiError(403, "not_yours", f"worker {message.worker_id!r}: the session is another peer's.")
+        last, step = self._state.config.get("num_steps"), getattr(message, "step", 0)
+        if isinstance(message, JoinRequest):
+            if member is None:
+                self._check_room(peer_of(request).peer_id)
+        elif type(last) is int and step > last:
+            raise ApiError(409, "bad_step", f"step: expected at most {last}, the run's last, got {step}.")
+
+    def _check_room(self, peer_id: str) -> None:
+        members, most = self._state.members, self.rules.workers_per_peer
+        if len(members) >= MAX_WORKERS:
+            raise ApiError(503, "full", f"the coordinator takes {MAX_WORKERS} workers at a time", 10.0)
+        if peer_id and sum(member.peer_id == peer_id for member in members.values()) >= most:
+            text = f"certificate of {peer_id}: expected at most {most} workers. See --workers-per-member."
+            raise ApiError(429, "too_many_workers", text, 10.0)
+        if (wait_s := self._joins.wait_s(peer_id, time.monotonic())) > 0:
+            text = f"certificate of {peer_id}: joins too often. Each join stops all workers at the end of a step."
+            raise ApiError(429, "joins_too_often", text, wait_s)
+
+    async def _read_config(self, request: Request) -> Response:
+        return JsonResponse(config_reply(self._state, self.run_id))
+
+    async def _read_generation(self, request: Request) -> Response:
+        return JsonResponse(generation_reply(self._state, self.run_id))
+
+    async def _read_status(self, request: Request) -> Response:
+        return JsonResponse(self.status())
+
+    async def _agree(self, request: Request, message: ConfigRequest) -> Response:
+        size = message.settings.get("batch_size", 1)
         if type(size) is not int or size < 1:
-            raise BadRequestError(f"settings: expected batch_size of at least 1, got {size!r}")
-        self._tell(Agree(settings))
-        return json_response(self._config())
+            raise ApiError(400, "bad_request", f"settings: expected batch_size of at least 1, got {size!r}")
+        # What all members train on is not for any one of them to say.
+        if self._is_open or peer_of(request).scope.allows("admin"):
+            self._tell(Agree(message.settings))
+        return JsonResponse(config_reply(self._state, self.run_id))
 
-    def _join(self, request: Request, body: dict[str, Any]) -> Response:
-        worker_id, session = text_of(body, "worker_id", NAME), text_of(body, "session", SESSION)
-        if len(self._state.members) >= MAX_WORKERS and worker_id not in self._state.members:
-            return error_response(503, "full", f"the coordinator takes {MAX_WORKERS} workers at a time")
-        address = text_of({"address": "", **body}, "address", ADDRESS)
-        step, samples = count_of(body, "step"), count_of(body, "samples")
-        refused = self._tell(Join(worker_id, session, address, request.peer.peer_id, step, samples))
-        if refused is not None:
-            return error_response(409, refused.code, refused.message)
+    async def _answer(self, request: Request, message: MemberMessage) -> Response:
+        """Applies a member's request, waits until its answer is due, and answers; see `member_requests`."""
+        self._check(request, message)
+        refused = self._tell(event_of(message, peer_of(request).peer_id))
+        if refused is None:
+            if not isinstance(message, LeaveRequest):
+                await self._wait(request, message)
+            answer = reply(self._state, message, self.run_id)
+            if isinstance(answer, dict):
+                return JsonResponse(answer)
+            refused = answer
+        raise ApiError(409, refused.code, refused.message)
 
-        def settled() -> bool:
-            member = self._state.members.get(worker_id)
-            return member is None or member.session != session or self._place(session) is not None
+    async def _meet(self, request: Request, message: MeetRequest) -> Response:
+        self._check(request, message)
+        state = self._state
+        generation, member = state.generation, state.members.get(message.worker_id)
+        is_member = member is not None and member.session == message.session
+        if (
+            generation is None
+            or generation.number != message.generation
+            or not is_member
+            or generation.rank_of(message.session) is None
+        ):
+            raise ApiError(409, "changed", f"generation {message.generation}: no member of it in this session.")
+        self._note_connection(request, message)
+        number, values = generation.number, self._values
+        if values is None or values[0] != number:
+            values = self._values = (number, {})
+        if message.value is not None and message.key not in values[1]:
+            if sum(session == message.session for _, session in values[1].values()) >= MAX_VALUES:
+                raise ApiError(409, "full", f"generation {number}: expected at most {MAX_VALUES} values a rank")
+            values[1][message.key] = message.value, message.session
+            self._notify()
 
-        self._wait(request, worker_id, session, wait_of(body), settled)
-        return self._told(worker_id, session, 0)
+        def is_over() -> bool:
+            now = self._state
+            is_changed = now.changing or now.generation is None or now.generation.number != number
+            return message.key in values[1] or is_changed or self._stopping
 
-    def _ready(self, request: Request, body: dict[str, Any]) -> Response:
-        worker_id, session, known = worker_of(body)
-        step = count_of(body, "step")
-        held = (count_of(body, "held_step"), count_of(body, "held_samples")) if "held_step" in body else None
-        refused = self._tell(Ready(worker_id, session, known, step, body.get("broken") is True, held))
-        if refused is not None:
-            return error_response(409, refused.code, refused.message)
+        # Not counted as a wait of the member: the heartbeat beside it says that it is alive.
+        await wait_until(request, self._change, is_over, message.wait_s)
+        return JsonResponse({"value": values[1].get(message.key, (None,))[0]})
 
-        def settled() -> bool:
-            member, generation = self._state.members.get(worker_id), self._state.generation
-            if member is None or member.session != session or generation is None:
-                return True
-            return generation.number != known or not self._state.changing or step < self._state.run_to
-
-        self._wait(request, worker_id, session, wait_of(body), settled)
-        return self._told(worker_id, session, known)
-
-    def _heartbeat(self, request: Request, body: dict[str, Any]) -> Response:
-        worker_id, session, known = worker_of(body)
-        refused = self._tell(Heartbeat(worker_id, session, known, count_of(body, "step")))
-        if refused is not None:
-            return error_response(409, refused.code, refused.message)
-        believed = (body.get("changing") is True, body.get("broken") is True)
-
-        def news() -> bool:
-            member, generation = self._state.members.get(worker_id), self._state.generation
-            if member is None or member.session != session or generation is None or generation.number != known:
-                return True
-            return (self._state.changing, self._state.broken) != believed
-
-        self._wait(request, worker_id, session, wait_of(body), news)
-        if (member := self._state.members.get(worker_id)) is None or member.session != session:
-            return error_response(409, "expelled", f"worker {worker_id!r}: given up or replaced. Join again.")
-        return json_response({"changing": self._is_changing(known), "broken": self._is_broken(known)})
-
-    def _leave(self, request: Request, body: dict[str, Any]) -> Response:
-        worker_id, session, known = worker_of(body)
-        self._tell(Leave(worker_id, session, known, count_of(body, "step"), body.get("finished") is True))
-        return json_response({"left": True})
-
-    def _log_of(self, request: Request, body: dict[str, Any]) -> Response:
+    async def _read_log(self, request: Request, step: Count = None, sample: Count = None) -> Response:
         """Who trained on what: of a step, of a sample, or all generations."""
-        for key, ask in (("step", self._open().step), ("sample", self._open().sample)):
-            if key in request.query:
-                text = request.query[key]
-                if not (text.isascii() and text.isdigit() and len(text) < 19):
-                    raise BadRequestError(f"{key}: expected an integer from 0, got {text[:80]!r}")
-                found = ask(int(text))
-                return (
-                    error_response(404, "not_found", f"{key} {text}: not trained yet")
-                    if found is None
-                    else json_response(found)
-                )
-        return json_response(
-            {"run_id": self.run_id, "generations": self._open().generations(), "gaps": self._open().gaps()}
-        )
+        roster = self._open()
+        if step is None and sample is None:
+            log_of_all = {"run_id": self.run_id, "generations": roster.generations(), "gaps": roster.gaps()}
+            return JsonResponse(log_of_all)
+        found = roster.step(step) if step is not None else roster.sample(sample or 0)
+        if found is None:
+            what = f"step {step}" if step is not None else f"sample {sample}"
+            raise ApiError(404, "not_found", f"{what}: not trained yet")
+        return JsonResponse(found)
 
-    def _is_changing(self, known: int) -> bool:
-        """Whether a member of generation `known` should stop at its next boundary."""
-        generation = self._state.generation
-        return self._state.changing or generation is None or generation.number != known
 
-    def _is_broken(self, known: int) -> bool:
-        """Whether the step under way in generation `known` cannot be finished."""
-        generation = self._state.generation
-        return self._state.broken or generation is None or generation.number != known
+def _discovery_of(identity: Identity | None) -> Discovery | None:
+    """The network's DHT, where others are found that know who is revoked; None for a network without one."""
+    if identity is None or not identity.bootstrap:
+        return None
+    from forebay.network.dht import LibtorrentDht
 
-    def _place(self, session: str) -> int | None:
-        return self._state.generation.rank_of(session) if self._state.generation is not None else None
+    return LibtorrentDht("", 0, identity.bootstrap)
 
-    def _told(self, worker_id: str, session: str, known: int) -> Response:
-        """What a member that waits is told: its generation, how far to run on, or to ask again."""
-        state, rank = self._state, self._place(session)
-        member = state.members.get(worker_id)
-        if member is None or member.session != session:
-            return error_response(409, "expelled", f"worker {worker_id!r}: given up or replaced. Join again.")
-        if rank is not None and state.generation is not None:
-            if state.generation.number != known or not state.changing:
-                return json_response({"generation": {**self._generation_now(), "rank": rank}})
-            if member.step < state.run_to:
-                return json_response({"run_to": state.run_to})
-        waits_for = sum(not m.ready for m in state.members.values()) if state.generation else self.rules.min_workers
-        return json_response({"waiting": {"members": len(state.members), "waits_for": waits_for}})
 
-    def _generation_now(self) -> dict[str, Any]:
-        generation = self._state.generation
-        if generation is None:
-            return {"run_id": self.run_id, "number": 0, "world_size": 0, "members": []}
-        return {
-            "run_id": self.run_id,
-            "number": generation.number,
-            "world_size": len(generation.places),
-            "start_step": generation.start_step,
-            "start_sample": generation.start_sample,
-            "source": generation.source,
-            "members": [
-                {"worker_id": place.worker_id, "rank": rank, "address": place.address}
-                for rank, place in enumerate(generation.places)
-            ],
-        }
+async def _state_error(request: Request, error: Exception) -> Response:
+    return ApiError(503, "state", str(error), 1.0).response()

@@ -47,7 +47,7 @@ class Barred:
     def __call__(self, index: int) -> bool:
         """Whether it is not to have a slice of the dataset."""
         of_job = self.job.bases[self.dataset] + index
-        if of_job in self.job.failures and self.avoided.get((*self._who, of_job), self.now) > self.now:
+        if self.avoided and self.avoided.get((*self._who, of_job), self.now) > self.now:
             return True
         if self.offers is None or self.offers.is_all:
             return False
@@ -62,12 +62,48 @@ class Barred:
         return None if self.offers is None or self.offers.is_all else self.offers.copied()
 
 
-__all__ = ["Ask", "Bad", "Desk", "Failed", "JobSpec", "Reply", "Source"]
+@dataclass(frozen=True)
+class Doubt:
+    """What workers say and is to be checked: a slice of a job, or a peer that has slice `index` of a dataset."""
 
-# A session has the lease in use and those it fetches ahead; a peer runs several sessions, but holds no dataset back.
+    dataset_id: str
+    index: int
+    job: str = ""
+    slice_index: int = -1
+    peer: Holder | None = None
+
+
+__all__ = ["Ask", "Bad", "Desk", "Doubt", "Failed", "JobSpec", "Reply", "Source"]
+
+# A session has the lease in use and those it fetches ahead; a peer runs several sessions.
 MAX_LEASES = 16
+FIRST_LEASES_PER_PEER = 32
 MAX_LEASES_PER_PEER = 256
 MAX_PROVIDERS = 4
+
+
+@dataclass(slots=True)
+class Standing:
+    """What a peer used of what it was leased, over all its sessions.
+
+    Attributes:
+        max_leases: It may have so many: 32 at first, one more with each use, 1 after it used none for `stall_s`.
+        unused_since: When it was leased something after it last used anything; None: it has used since.
+        num_stalls: How often it used nothing for `stall_s`. `barred_until`: it is leased nothing until then.
+        has_used: It used something; until then it is a newcomer.
+    """
+
+    max_leases: int = FIRST_LEASES_PER_PEER
+    unused_since: float | None = None
+    num_stalls: int = 0
+    barred_until: float = 0.0
+    has_used: bool = False
+
+    def stall(self, stall_s: float, now: float) -> None:
+        """It held leases for `stall_s` and used nothing of them."""
+        self.max_leases, self.unused_since = 1, None
+        self.num_stalls += 1
+        self.barred_until = now + stall_s * min(64, 2 ** (self.num_stalls - 1))
 
 
 class Desk:
@@ -76,20 +112,28 @@ class Desk:
     Args:
         salt: Begins the ids of leases: another one after each restart, so that no id is given twice.
         ttl_s: How long a holder of slices is believed to be there after it was heard of; at least a lease's term.
+        checks: Whether somebody reads what workers could not, and calls `resolve` for each of `doubts`. Without,
+            workers are believed: a slice is set aside after `max_failures` of them, a peer banned after two.
     """
 
-    def __init__(self, jobs: Sequence[JobSpec], *, salt: str = "", ttl_s: float = 30.0) -> None:
+    def __init__(self, jobs: Sequence[JobSpec], *, salt: str = "", ttl_s: float = 30.0, checks: bool = False) -> None:
         self.jobs = {spec.name: Job(spec) for spec in jobs}
         if len(self.jobs) != len(jobs) or not jobs:
             raise UsageError(f"desk: expected jobs of different names, got {[spec.name for spec in jobs]}.")
         self.salt = salt
+        self.checks = checks
         self.swarms: dict[str, Swarm] = {}
         ttl_s = max(ttl_s, *(spec.lease_s for spec in jobs))
         for spec in jobs:
             for source in spec.sources:
-                self.swarms.setdefault(source.dataset_id, Swarm(len(source.samples), ttl_s=ttl_s))
+                self.swarms.setdefault(source.dataset_id, Swarm(len(source.samples), ttl_s=ttl_s, checks=checks))
         self.sessions = Sessions(self.swarms, 4 * max(spec.lease_s for spec in jobs))
-        self.reports: dict[tuple[str, str, int], dict[str, str]] = {}
+        # (peer, dataset, slice) to who said that it gave wrong bytes: the reason, and the accuser.
+        self.reports: dict[tuple[str, str, int], dict[str, tuple[str, str]]] = {}
+        self.banned: dict[str, dict[str, None]] = {}  # by dataset
+        self._standings: dict[str, Standing] = {}
+        self._newcomers: dict[str, set[str]] = {}  # by organisation
+        self._num_slices = sum(len(source.samples) for spec in jobs for source in spec.sources)
         self._num_ids = 0
         self._served: set[str] = set()
         # (worker, job, slice) to when it may have it again after it failed on it.
@@ -132,7 +176,7 @@ class Desk:
             any(s.dataset_id not in session.have for job in unfinished for s in job.spec.sources),
             sum(job.num_left_out for job in jobs),
         )
-        session.told_done = reply.done
+        session.told_done, session.silent_until = reply.done, now + wait_s
         return reply, done
 
     def _session(self, key: OwnerKey, now: float) -> Session:
@@ -152,7 +196,7 @@ class Desk:
         for dataset_id, indexes in have.items():
             if len(indexes) and not 0 <= indexes[0] <= indexes[-1] < self.swarms[dataset_id].num_slices:
                 raise LeaseError(f"have: expected slices of dataset {dataset_id}, got up to {indexes[-1]}.")
-        self.sessions.tell(session, ask.address, have, now)
+        self.sessions.tell(session, ask.address, have, now, ask.organisation)
         for (job, dataset), (table, owner) in session.owners.items():
             dataset_id = self.jobs[job].spec.sources[dataset].dataset_id
             if dataset_id in have:
@@ -167,6 +211,9 @@ class Desk:
             return list(batch.known.values()), batch.refused + batch.put_off()
         self._note_fetched(peer_id, batch.fresh, now)
         self._do(events.Recorded(batch.job, peer_id, ask.uses, ask.receipt, ask.session), done, now)
+        standing_of_peer = self._standings.setdefault(peer_id, Standing())
+        standing_of_peer.max_leases = min(MAX_LEASES_PER_PEER, standing_of_peer.max_leases + len(ask.uses))
+        standing_of_peer.unused_since, standing_of_peer.num_stalls, standing_of_peer.has_used = None, 0, True
         return [standing(table, lease_id) for lease_id, (_, _, table) in batch.fresh.items()], []
 
     def _note_fetched(self, peer_id: str, fresh: dict[str, tuple[Job, int, LeaseTable]], now: float) -> None:
@@ -189,18 +236,25 @@ class Desk:
         for bad in ask.bad:
             key = (bad.peer_id, bad.dataset_id, bad.index)
             swarm = self.swarms.get(bad.dataset_id)
-            if swarm is not None and not bad.wrong and swarm.knows(bad.peer_id):
+            if swarm is None or swarm.knows(bad.peer_id) is None:
+                continue  # nobody was sent to a peer that is not here; an invented name costs nothing
+            if not bad.wrong:
                 swarm.failed(session.key[0], bad.index, bad.peer_id, now)
-            elif swarm is not None and bad.wrong and session.key[0] not in self.reports.get(key, ()):
-                report = events.Reported(bad.peer_id, bad.dataset_id, bad.index, session.key[0], bad.reason)
+            elif session.key[0] not in self.reports.get(key, ()):
+                accuser = ask.organisation or session.key[0]
+                report = events.Reported(bad.peer_id, bad.dataset_id, bad.index, session.key[0], bad.reason, accuser)
                 self._do(report, done, now)
         for failed in ask.failed:
             self._fail(session, failed, done, now)
         unheld = [] if ask.held is None else [i for i in session.lease_ids() if i not in ask.held]
         for why, lease_ids in (("released", ask.release), ("unheld", unheld)):
             for lease_id in lease_ids:
-                if self._own(session, lease_id) is not None:
+                if (own := self._own(session, lease_id)) is not None:
+                    job, dataset, table = own
+                    index = job.bases[dataset] + table.leases[lease_id].slice_index
                     self._give_back(lease_id, why, done, now)
+                    if why == "released":  # others go first
+                        self._avoided[session.key[0], job.name, index] = now + job.spec.lease_s / 4
 
     def _fail(self, session: Session, failed: Failed, done: list[Event], now: float) -> None:
         own = self._own(session, failed.lease_id)
@@ -212,11 +266,58 @@ class Desk:
         self._do(events.Failure(job.name, index, worker, failed.reason), done, now)
         self._give_back(failed.lease_id, "failed", done, now)
         self._avoided[worker, job.name, index] = now + job.spec.lease_s
-        if len(job.failures.get(index, ())) >= job.spec.max_failures and index not in job.reasons:
-            for event in job.set_aside(index, failed.reason):
-                self.apply(event, now)
-                done.append(event)
-            self._settle(job, done, now)
+        if not self.checks and job.is_doubtful(index):
+            done += self._set_aside(job, index, failed.reason, now)
+
+    def _set_aside(self, job: Job, index: int, reason: str, now: float) -> list[Event]:
+        done = job.set_aside(index, reason)
+        for event in done:
+            self.apply(event, now)
+        self._settle(job, done, now)
+        return done
+
+    # What workers say and nobody has checked yet.
+
+    def doubts(self) -> list[Doubt]:
+        """Slices that several workers could not read, and peers of whom two say that they gave wrong bytes."""
+        found = [
+            Doubt(job.spec.sources[dataset].dataset_id, local, job=job.name, slice_index=index)
+            for job in self.jobs.values()
+            for index in job.failures
+            if job.is_doubtful(index)
+            for dataset, local in [job.place(index)]
+        ]
+        return found + [
+            Doubt(dataset_id, index, peer=holder)
+            for dataset_id, swarm in self.swarms.items()
+            for holder, index in swarm.suspects()
+        ]
+
+    def resolve(self, doubt: Doubt, is_good: bool, now: float) -> list[Event]:
+        """A doubt was checked: whether right bytes were read, of the slice from any origin, or from the peer."""
+        done: list[Event] = []
+        if doubt.peer is not None:
+            kind = events.Pardoned if is_good else events.Banned
+            self._do(kind(doubt.peer.peer_id, doubt.dataset_id), done, now)
+        elif self.jobs[doubt.job].is_doubtful(doubt.slice_index):
+            job = self.jobs[doubt.job]
+            if is_good:
+                for worker in job.failures[doubt.slice_index]:  # reading costs us a slice: not as often as they like
+                    self.bar(worker, now)
+                self._do(events.Cleared(job.name, doubt.slice_index), done, now)
+            else:
+                reason = next(iter(job.failures[doubt.slice_index].values()))
+                done = self._set_aside(job, doubt.slice_index, reason, now)
+        return done
+
+    def pardon(self, peer_id: str) -> list[Event]:
+        """What was said against a peer counts no longer; nothing happens where nothing was said."""
+        done: list[Event] = []
+        said = {key[1] for key in self.reports if key[0] == peer_id}
+        for dataset_id in self.swarms:
+            if dataset_id in said or peer_id in self.banned.get(dataset_id, ()):
+                self._do(events.Pardoned(peer_id, dataset_id), done, 0.0)
+        return done
 
     def _cut(self, session: Session, ask: Ask, done: list[Event], now: float) -> None:
         for lease_id, horizon in ask.horizons.items():
@@ -250,10 +351,12 @@ class Desk:
     def _grant(self, session: Session, ask: Ask, done: list[Event], now: float) -> tuple[list[Grant], float]:
         """Up to `want` leases, and how long to wait for more, seconds."""
         grants: list[Grant] = []
-        of_peer = self.sessions.num_leases(session.key[0])
-        room = min(MAX_LEASES - session.num_leases(), MAX_LEASES_PER_PEER - of_peer)
+        of_peer, own = self.sessions.num_leases(session.key[0]), self._standings.setdefault(session.key[0], Standing())
+        room = min(MAX_LEASES - session.num_leases(), own.max_leases - of_peer if now >= own.barred_until else 0)
         if any(owner.stalled for _, owner in session.owners.values()):
             room = min(room, 1 - session.num_leases())
+        if ask.organisation and not own.has_used:
+            room = min(room, self._room_of_newcomers(ask.organisation, session.key[0]))
         for _ in range(min(ask.want, room)):
             found = self._choose(session, ask.job, now)
             if found is None:
@@ -266,7 +369,8 @@ class Desk:
             self._do(events.Granted(job.name, lease_id, *session.key, epoch, index, *part[1:]), done, now)
             for table, owner in session.owners.values():
                 table.stop_waiting(owner)
-            session.past.append((job.name, dataset, part[0]))
+            session.note_lease((job.name, dataset, part[0]))
+            own.unused_since = now if own.unused_since is None else own.unused_since
             grants.append(self._describe(session, job, dataset, lease_id, now))
             change = job.due_change()
             if change is not None:
@@ -274,6 +378,17 @@ class Desk:
         if len(grants) == ask.want:
             return grants, 0.0
         return grants, self._wait(session, ask.job, now)
+
+    def _room_of_newcomers(self, organisation: str, peer_id: str) -> int:
+        """Leases that an organisation's members which used nothing yet may still get: together half of the slices.
+
+        It issues as many certificates as it likes.
+        """
+        newcomers = self._newcomers.setdefault(organisation, set())
+        newcomers.add(peer_id)
+        gone = {one for one in newcomers if one not in self.sessions.of_peer or self._standings[one].has_used}
+        newcomers -= gone
+        return max(1, self._num_slices // 2) - sum(map(self.sessions.num_leases, newcomers))
 
     def _turns(self, name: str) -> list[Job]:
         """The jobs that a worker may get leases of, whose turn it is first."""
@@ -355,12 +470,28 @@ class Desk:
         Raises:
             LeaseError: If it contradicts the state.
         """
+        if isinstance(event, events.Banned):
+            self.banned.setdefault(event.dataset_id, {})[event.peer_id] = None
+            if event.dataset_id in self.swarms:
+                self.swarms[event.dataset_id].ban(event.peer_id)
+            return
+        if isinstance(event, events.Pardoned):
+            for key in [key for key in self.reports if key[:2] == (event.peer_id, event.dataset_id)]:
+                del self.reports[key]
+            self.banned.get(event.dataset_id, {}).pop(event.peer_id, None)
+            if event.dataset_id in self.swarms:
+                self.swarms[event.dataset_id].pardon(event.peer_id)
+            return
         if not isinstance(event, events.Reported):
             self.jobs[event.job].apply(event, now)
             return
-        self.reports.setdefault((event.peer_id, event.dataset_id, event.index), {})[event.reporter] = event.reason
+        self.reports.setdefault((event.peer_id, event.dataset_id, event.index), {})[event.reporter] = (
+            event.reason,
+            event.accuser,
+        )
         if event.dataset_id in self.swarms:
-            self.swarms[event.dataset_id].failed(event.reporter, event.index, event.peer_id, now, wrong=True)
+            swarm = self.swarms[event.dataset_id]
+            swarm.failed(event.reporter, event.index, event.peer_id, now, wrong=True, accuser=event.accuser)
 
     def expire(self, now: float) -> list[Event]:
         """Takes back what is late; call it every second or so."""
@@ -370,12 +501,32 @@ class Desk:
                 for lease_id, why in table.late(now):
                     if lease_id in table.leases:
                         self._give_back(lease_id, why, done, now)
+        self._end_unused(done, now)
         self.sessions.expire(now)
+        for peer_id in [peer_id for peer_id in self._standings if peer_id not in self.sessions.of_peer]:
+            if self._standings[peer_id].barred_until <= now:
+                del self._standings[peer_id]
         for dataset_id, peer_id in [(i, peer) for i, swarm in self.swarms.items() for peer in swarm.expire(now)]:
             self.sessions.left(dataset_id, peer_id)
         for key in [key for key, until in self._avoided.items() if until <= now]:
             del self._avoided[key]
         return done
+
+    def bar(self, peer_id: str, now: float) -> None:
+        """A peer lied: it is leased nothing for a while, as if it had used nothing of what it was leased."""
+        stall_s = min(job.spec.stall_s for job in self.jobs.values())
+        self._standings.setdefault(peer_id, Standing()).stall(stall_s, now)
+
+    def _end_unused(self, done: list[Event], now: float) -> None:
+        """Takes back all leases of a peer that used nothing for `stall_s`, whichever of its sessions has them."""
+        stall_s = min(job.spec.stall_s for job in self.jobs.values())
+        for peer_id, own in self._standings.items():
+            if own.unused_since is None or now - own.unused_since < stall_s:
+                continue
+            own.stall(stall_s, now)
+            for key in self.sessions.of_peer.get(peer_id, ()):
+                for lease_id in self.sessions.all[key].lease_ids():
+                    self._give_back(lease_id, "stalled", done, now)
 
     def origins(self, dataset_id: str, holders: Sequence[Holder], now: float) -> None:
         """The data nodes that serve a dataset now; call it within the swarm's time to live.
@@ -419,7 +570,7 @@ class Desk:
         """Whether every session that is alive was told of the end, and had `quiet_s` to ask again if that was lost."""
         lease_s = max(job.spec.lease_s for job in self.jobs.values())
         return all(
-            now - session.heard_at >= (quiet_s if session.told_done else lease_s)
+            now >= (session.heard_at + quiet_s if session.told_done else session.silent_until + lease_s)
             for session in self.sessions.all.values()
         )
 
@@ -435,6 +586,7 @@ class Desk:
         return {
             "jobs": {name: job.snapshot() for name, job in self.jobs.items()},
             "reports": [[*key, reporters] for key, reporters in self.reports.items()],
+            "banned": [[dataset_id, peer_id] for dataset_id, peers in self.banned.items() for peer_id in peers],
         }
 
     def restore(self, saved: Mapping[str, Any], now: float = 0.0) -> None:
@@ -442,5 +594,7 @@ class Desk:
         for name, state in saved["jobs"].items():
             self.jobs[name].restore(state, now)
         for peer_id, dataset_id, index, reporters in saved["reports"]:
-            for reporter, reason in reporters.items():
-                self.apply(events.Reported(peer_id, dataset_id, index, reporter, reason), now)
+            for reporter, (reason, accuser) in reporters.items():
+                self.apply(events.Reported(peer_id, dataset_id, index, reporter, reason, accuser), now)
+        for dataset_id, peer_id in saved["banned"]:
+            self.apply(events.Banned(peer_id, dataset_id), now)

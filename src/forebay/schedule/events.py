@@ -132,6 +132,31 @@ class Reported:
     index: int
     reporter: str
     reason: str
+    accuser: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """The scheduler read a slice itself: whoever could not was at fault."""
+
+    job: str
+    slice_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Banned:
+    """The scheduler got wrong bytes of a dataset from a peer itself."""
+
+    peer_id: str
+    dataset_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pardoned:
+    """What was said against a peer counts no longer."""
+
+    peer_id: str
+    dataset_id: str
 
 
 Event = (
@@ -148,6 +173,9 @@ Event = (
     | Resumed
     | Weighted
     | Reported
+    | Cleared
+    | Banned
+    | Pardoned
 )
 _KINDS: tuple[type[Event], ...] = get_args(Event)  # In this order they are numbered on disk.
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}

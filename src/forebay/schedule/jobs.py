@@ -246,6 +246,11 @@ class Job:
             return None
         return events.EpochEnded(self.name, dataset, table.epoch, table.used, table.parts_aside())
 
+    def is_doubtful(self, slice_index: int) -> bool:
+        """Whether so many workers could not read a slice that it should be set aside, and is not."""
+        failures = self.failures.get(slice_index, ())
+        return len(failures) >= self.spec.max_failures and slice_index not in self.reasons
+
     def set_aside(self, slice_index: int, reason: str) -> list[Event]:
         """A slice is poisoned: what of it is to be had is set aside."""
         dataset, local = self.place(slice_index)
@@ -279,6 +284,8 @@ class Job:
                 dataset, local = self.place(index)
                 self.tables[dataset].set_aside(local)
                 self.reasons[index] = reason
+            case events.Cleared(_, index):
+                self.failures.pop(index, None)
             case events.Readmitted(_, index):
                 dataset, local = self.place(index)
                 self.tables[dataset].readmit(local)

@@ -40,7 +40,7 @@ JOURNAL_NAME = "journal.sqlite"
 LOCK_NAME = "lock"
 # Events after which all of the desk is written, and what came before forgotten.
 SNAPSHOT_EVENTS = 20_000
-VERSION = 2
+VERSION = 3
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -102,6 +102,7 @@ class Journal:
         *,
         salt: str = "",
         ttl_s: float = 30.0,
+        checks: bool = False,
         lock: int | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> Journal:
@@ -109,7 +110,7 @@ class Journal:
 
         Args:
             bodies: Of each job, from `job_body`: what makes it this job and no other.
-            salt: See Desk.
+            salt, checks: See Desk.
             lock: From `lock_state`, if the caller has it already; the journal gives it up when it closes.
             now: The clock that deadlines are in; it may start anew with the process.
 
@@ -128,13 +129,13 @@ class Journal:
                 ledgers: dict[str, Ledger] = {}
                 for number, spec in enumerate(specs):
                     path = ledger_path(state_dir, spec.name if number else "")
-                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                     checkpoint = Checkpoint.from_json(known.get(spec.name))
                     ledger = ledgers[spec.name] = Ledger.open(path, signer, checkpoint=checkpoint)
                     stack.callback(ledger.close)
                     first = ledger.first or ledger.append("job", dict(bodies[spec.name]))
                     _check_same_job(first, bodies[spec.name], path)
-                journal = cls(Desk(specs, salt=salt, ttl_s=ttl_s), ledgers, database, lock)
+                journal = cls(Desk(specs, salt=salt, ttl_s=ttl_s, checks=checks), ledgers, database, lock)
                 journal._recover(now())
             except (sqlite3.Error, OSError) as error:
                 raise StateError(f"journal in {state_dir}: cannot be opened: {error}. Is the disk full?") from error
@@ -205,19 +206,36 @@ class Journal:
                     self._pending.snapshot, self._pending.upto = self.desk.snapshot(), len(self._pending.events)
             return self._put
 
-    def wait(self, ticket: int) -> None:
-        """Returns once all that was put up to this ticket is on disk; who comes first writes for all.
+    def is_durable(self, ticket: int) -> bool:
+        """Whether all that was put up to this ticket is on disk.
 
         Raises:
-            LedgerError: If it could not be written. The desk is then ahead of the disk: open the journal again.
+            LedgerError: If it never will be. The desk is then ahead of the disk: open the journal again.
+        """
+        if self._durable >= ticket:
+            return True
+        if self.broken:
+            raise LedgerError(self.broken)
+        return False
+
+    def wait(self, ticket: int) -> None:
+        """Returns once all that was put up to this ticket is on disk; raises as `is_durable`."""
+        while not self.is_durable(ticket):
+            self.write()
+
+    def write(self) -> None:
+        """Writes all that was put until now. From one thread at a time, or several: then one writes for all.
+
+        Raises:
+            LedgerError: If it could not be written.
         """
         with self._commit_lock:
-            if self._durable >= ticket:
-                return
             with self._pending_lock:
                 if self.broken:
                     raise LedgerError(self.broken)
                 batch, self._pending, upto = self._pending, _Batch(), self._put
+            if self._durable >= upto:
+                return
             try:
                 self._write(batch)
             except (LedgerError, sqlite3.Error, OSError) as error:
@@ -316,8 +334,8 @@ def lock_state(state_dir: Path) -> int:
     Raises:
         StateError: If another scheduler has it.
     """
-    state_dir.mkdir(parents=True, exist_ok=True)
-    lock = os.open(state_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = os.open(state_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -334,6 +352,7 @@ def lock_state(state_dir: Path) -> int:
 def _open_database(path: Path) -> sqlite3.Connection:
     """The SQLite file; begun anew where it is missing, damaged or of an older form."""
     for _attempt in range(2):
+        path.touch(mode=0o600)  # SQLite's other files get the mode of this one
         database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
             database.execute("PRAGMA journal_mode=WAL")

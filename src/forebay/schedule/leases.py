@@ -83,8 +83,9 @@ def _choose(victim: Owner, share: float) -> Lease:
 
 # Leases that ended are remembered, so many, to answer what is asked again.
 MAX_REMEMBERED = 32_768
-# How often somebody who waits may ask, over all who wait.
-ASKS_PER_S = 400.0
+# How often owners that wait may ask, over all of them: those for whom a lease is to be cut, and those that only wait.
+STEALING_ASKS_PER_S = 400.0
+IDLE_ASKS_PER_S = 120.0
 SHORT_WAIT_S = 0.2
 LONG_WAIT_S = 1.0
 
@@ -188,8 +189,12 @@ class LeaseTable:
             owner.wish = wish.lease_id if wish is not None else None
             if wish is not None:
                 self.wishes[wish.lease_id] = wish
-        short, others = (SHORT_WAIT_S, self.wishes) if owner.wish is not None else (LONG_WAIT_S, self.waiting)
-        return min(max(min(short, self.lease_s / 4), len(others) / ASKS_PER_S), self.lease_s / 2)
+        if owner.wish is not None:
+            wait_s = max(min(SHORT_WAIT_S, self.lease_s / 4), len(self.wishes) / STEALING_ASKS_PER_S)
+            return min(wait_s, self.lease_s / 2)
+        wait_s = max(min(LONG_WAIT_S, self.lease_s / 4), len(self.waiting) / IDLE_ASKS_PER_S)
+        # Who has leases must be heard of before they expire.
+        return min(wait_s, self.lease_s / 2 if owner.leases else 3 * self.lease_s)
 
     def stop_waiting(self, owner: Owner) -> None:
         """An owner has something to do, or is gone: nobody needs to cut a lease for it."""

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
+ANSWER_S = 5.0
+"""A member takes an answer for lost, and asks again, when none came for so long beyond the time it was to wait."""
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -14,8 +17,10 @@ class Rules:
         min_workers: So many must be there to begin.
         heartbeat_s: The longest that a live member is silent.
         stale_s: A silent member is given up after this long.
-        lost_s: So is one whose connection closed, and one silent while others wait for it, after this.
+        lost_s: So is one whose connection closed, and one silent while others wait for it, after this. Silence counts
+            from when the member must have noticed that an answer was lost: `wait_s` + `ANSWER_S` after its request.
         grace_s: How long the others wait for a live member in the middle of a step.
+        workers_per_peer: Workers of one certificate; over plain HTTP there is no such bound.
     """
 
     min_workers: int = 1
@@ -23,6 +28,7 @@ class Rules:
     stale_s: float = 90.0
     lost_s: float = 5.0
     grace_s: float = 600.0
+    workers_per_peer: int = 8
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Member:
     Args:
         step: The steps it finished, or those of the generation that it is in.
         weights, samples: The steps that its weights have learned, and the samples of those.
+        polling: Its requests that wait for an answer; `returns_at`: when it asks again even if the answer is lost.
     """
 
     worker_id: str
@@ -46,6 +53,7 @@ class Member:
     moved_at: float
     ready: bool = False
     polling: int = 0
+    returns_at: float = 0.0
     lost_at: float | None = None
 
 
@@ -83,17 +91,19 @@ class Generation:
 
 @dataclass(frozen=True)
 class State:
-    """All that the coordinator knows. `members` are the live ones; `seats` are kept for ever.
+    """All that the coordinator knows. `members` are the live ones; `seats` those of workers that finished a step.
 
     Args:
         told, config: What the coordinator was told that workers do; that, with what the first worker added.
-        reached: The highest step finished in this generation by anybody.
+        reached: The highest step finished in this generation: in lockstep as two certificates say, else by anybody.
         floor: The lowest step at which the next generation may begin.
         run_to: Where independent workers catch up to before they stop; 0 for no such place.
         end: The step at which the run ended; None while it goes on.
-        finished: Sessions of this generation that did all steps and left.
+        finished: Sessions of this generation that left and say they did all steps: whose, and the last step.
         gone: Places given up in this generation: rank, and the step it had reached.
         changing_at: Since when another generation is wanted.
+        breakers: Whose members were the first to break a generation before it finished a step, and how often since one
+            did; not kept over a restart.
     """
 
     rules: Rules
@@ -106,10 +116,11 @@ class State:
     floor: int = 0
     run_to: int = 0
     end: int | None = None
-    finished: frozenset[str] = frozenset()
+    finished: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     gone: tuple[tuple[int, int], ...] = ()
     broken: bool = False
     changing_at: float | None = None
+    breakers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def batch_size(self) -> int:
@@ -131,7 +142,7 @@ class State:
         """Whether another generation is wanted."""
         if self.generation is None:
             return bool(self.members)
-        staying = {place.session for place in self.generation.places} - self.finished
+        staying = {place.session for place in self.generation.places} - self.finished.keys()
         return self.broken or {member.session for member in self.members.values()} != staying
 
 
@@ -186,11 +197,12 @@ class Leave:
 
 @dataclass(frozen=True)
 class Waits:
-    """A member's long poll begins (+1) or is answered (-1)."""
+    """A member's long poll of at most `wait_s` begins (+1) or is answered (-1)."""
 
     worker_id: str
     session: str
     change: int
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -3,20 +3,23 @@
 `apply(state, event, now)` gives the next state and what is to be done about it; no clock, disk or network here, so
 that a simulation runs it in virtual time. What it promises, whoever joins, stalls, dies or comes back:
 
-- A generation's ranks are 0 … W-1, each one worker. Ranks follow seats, and a worker id keeps its seat for ever: who
-  restarts gets its rank back, and who stays keeps its order.
+- A generation's ranks are 0 … W-1, each one worker. Ranks follow seats, and a worker id that finished a step keeps its
+  seat: who restarts gets its rank back, and who stays keeps its order.
 - A generation begins only when every live member of the last one stands at a step boundary, and begins at a step
   which the last one finished. So the generations that count never share a step, nor a sample.
 - What comes late, from an old generation or from a session that was given up, changes nothing.
 
 In lockstep (a collective) a step that one member finished had everybody's part; the member furthest on is the
-source of weights. Independent workers first catch up to the furthest, as each of them holds a part of every step;
-of one that died, what it left undone is named as a gap.
+source of weights. Members may lie: a step counts once members of two certificates say that it is finished, and weights
+count that are at most one step further. Where all members are of one certificate, it is believed. Independent workers
+first catch up to the furthest, as each of them holds a part of every step; of one that died, what it left undone is
+named as a gap.
 """
 
 from dataclasses import replace
 
 from forebay.schedule.members import (
+    ANSWER_S,
     Action,
     Agree,
     Disconnect,
@@ -37,6 +40,9 @@ from forebay.schedule.members import (
     Tick,
     Waits,
 )
+
+MAX_BREAKS = 3
+MAX_SEATS = 4096  # kept of workers that are gone, too; those that finished a step longest ago are forgotten first
 
 
 def apply(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
@@ -64,6 +70,10 @@ def _agree(state: State, event: Agree) -> State:
 def _join(state: State, event: Join, now: float, actions: list[Action]) -> State:
     old = state.members.get(event.worker_id)
     rules = state.rules
+    if old is not None and old.peer_id != event.peer_id:
+        text = f"worker {event.worker_id!r}: another member has this id. Give each worker an id of its own."
+        actions.append(Refuse("duplicate", text))
+        return state
     if old is not None and old.session != event.session:
         if old.polling and old.lost_at is None:
             text = f"worker {event.worker_id!r}: another live process has this id. Give each worker an id of its own."
@@ -78,11 +88,12 @@ def _join(state: State, event: Join, now: float, actions: list[Action]) -> State
         state = _drop(state, old, "its process was replaced by another", actions)
     elif old is not None:
         return _put(state, replace(old, seen_at=now, lost_at=None, address=event.address))
-    seat = state.seats.get(event.worker_id, len(state.seats))
+    taken = [*state.seats.values(), *(member.seat for member in state.members.values())]
+    seat = old.seat if old is not None else state.seats.get(event.worker_id, max(taken, default=-1) + 1)
     held = (event.step, event.step, event.samples)
     member = Member(event.worker_id, event.session, seat, event.address, event.peer_id, *held, now, now)
     actions.append(Note(f"worker {event.worker_id!r} joins" + (" again" if event.worker_id in state.seats else "")))
-    return _put(replace(state, seats={**state.seats, event.worker_id: seat}), member)
+    return _put(state, member)
 
 
 def _of_member(
@@ -98,8 +109,10 @@ def _of_member(
     if isinstance(event, Disconnect):
         return _put(state, replace(member, lost_at=now if member.lost_at is None else member.lost_at))
     if isinstance(event, Waits):
-        polling = max(0, member.polling + event.change)
-        return _put(state, replace(member, polling=polling, seen_at=now))
+        polling, returns_at = max(0, member.polling + event.change), member.returns_at
+        if event.change > 0:
+            returns_at = max(returns_at, now + event.wait_s + ANSWER_S)
+        return _put(state, replace(member, polling=polling, seen_at=now, returns_at=returns_at))
     member = replace(member, seen_at=now, lost_at=None)
     generation = state.generation
     if generation is None or event.generation != generation.number or generation.rank_of(member.session) is None:
@@ -115,11 +128,10 @@ def _of_member(
         case Ready():
             held = event.held or (event.step, generation.sample_at(event.step, state.batch_size))
             member = replace(member, ready=True, weights=held[0], samples=held[1])
-            state = replace(_put(state, member), broken=state.broken or event.broken)
+            state = _break(_put(state, member), member, actions) if event.broken else _put(state, member)
         case Leave():
             if event.finished:
-                end = max(state.end or 0, event.step)
-                state = replace(state, finished=state.finished | {member.session}, floor=max(state.floor, end), end=end)
+                state = replace(state, finished={**state.finished, member.session: (_voter(member), event.step)})
             state = _drop(_put(state, member), member, "it has finished" if event.finished else "it leaves", actions)
         case _:
             state = _put(state, member)
@@ -130,14 +142,46 @@ def _advance(
     state: State, generation: Generation, member: Member, step: int, now: float, actions: list[Action]
 ) -> tuple[State, Member]:
     """A member of the generation finished more steps."""
-    if step > state.reached:
-        count = state.batch_size * len(generation.places)
-        first = generation.sample_at(state.reached, state.batch_size)
-        actions.append(Stepped(generation.number, state.reached, step, first, count))
-        state = replace(state, reached=step, floor=state.floor if state.lockstep else max(state.floor, step))
     if step > member.step:
         member = replace(member, step=step, moved_at=now)
+    reached = _confirmed(_put(state, member)) if state.lockstep else step
+    if reached > state.reached:
+        actions.append(_stepped(state, generation, reached))
+        floor = state.floor if state.lockstep else max(state.floor, reached)
+        state = replace(state, reached=reached, floor=floor, breakers={})
     return state, member
+
+
+def _break(state: State, member: Member, actions: list[Action]) -> State:
+    """The step under way cannot be finished, says a member; one that says so again and again before a step is out."""
+    if state.broken or state.generation is None:
+        return state
+    voter = _voter(member)
+    num = state.breakers.get(voter, 0) + (state.reached <= state.generation.start_step)
+    state = replace(state, broken=True, breakers={**state.breakers, voter: num})
+    if num < MAX_BREAKS or all(_voter(other) == voter for other in state.members.values()):
+        return state
+    return _drop(state, member, f"{num} generations broke at its word before a step was finished", actions)
+
+
+def _stepped(state: State, generation: Generation, stop: int) -> Stepped:
+    count = state.batch_size * len(generation.places)
+    first = generation.sample_at(state.reached, state.batch_size)
+    return Stepped(generation.number, state.reached, stop, first, count)
+
+
+def _voter(member: Member) -> str:
+    """Members of one certificate count once; without certificates each session does."""
+    return member.peer_id or member.session
+
+
+def _confirmed(state: State) -> int:
+    """The step that members of two certificates finished in this generation; of one, if there is no second."""
+    generation, best = state.generation, dict[str, int]()
+    in_it = (m for m in state.members.values() if generation is not None and generation.rank_of(m.session) is not None)
+    for voter, step in [*state.finished.values(), *((_voter(member), member.step) for member in in_it)]:
+        best[voter] = max(step, best.get(voter, 0))
+    return sorted([0, *best.values()])[-2 if len(best) > 1 else -1]
 
 
 def _put(state: State, member: Member) -> State:
@@ -153,9 +197,23 @@ def _drop(state: State, member: Member, why: str, actions: list[Action]) -> Stat
     actions.append(Note(f"worker {member.worker_id!r} is out: {why}"))
     state = _without(state, member)
     rank = state.generation.rank_of(member.session) if state.generation is not None else None
-    if rank is not None and member.session not in state.finished:
-        state = replace(state, gone=(*state.gone, (rank, member.step)))
+    if rank is not None:
+        state = _keep_seats(state, [member])
+        if member.session not in state.finished:
+            state = replace(state, gone=(*state.gone, (rank, member.step)))
     return state
+
+
+def _keep_seats(state: State, members: list[Member]) -> State:
+    """The seats of members of this generation that finished a step of it; of others that are gone, none is kept.
+
+    In lockstep all had a part in a step that counts, though not all may have said so yet.
+    """
+    assert state.generation is not None
+    start, all_did = state.generation.start_step, state.lockstep and state.reached > state.generation.start_step
+    new = {m.worker_id: m.seat for m in members if all_did or m.step > start}
+    seats = {**{name: seat for name, seat in state.seats.items() if name not in new}, **new}
+    return replace(state, seats=dict(list(seats.items())[-MAX_SEATS:]))
 
 
 def _settle(state: State, now: float, actions: list[Action]) -> State:
@@ -165,12 +223,20 @@ def _settle(state: State, now: float, actions: list[Action]) -> State:
         why = _late(state, member, now)
         if why is not None:
             state = _drop(state, member, why, actions)
-    state = _mark(state, now)
+    state = _mark(_end(state), now)
     if state.changing:
         return _form(state, now, actions)
     if any(m.ready for m in state.members.values()):
         state = replace(state, members={k: replace(m, ready=False) for k, m in state.members.items()})
     return replace(state, run_to=0)
+
+
+def _end(state: State) -> State:
+    """Ends the run at the last step that a member says is the last, once it counts."""
+    most = _confirmed(state) if state.lockstep else None
+    steps = [step for _, step in state.finished.values() if most is None or step <= most]
+    end = max([*steps, *([] if state.end is None else [state.end])], default=None)
+    return replace(state, end=end, floor=max(state.floor, end)) if end is not None and steps else state
 
 
 def _mark(state: State, now: float) -> State:
@@ -190,7 +256,7 @@ def _late(state: State, member: Member, now: float) -> str | None:
         return f"no sign of it for {silent_s:.0f} s"
     if state.changing_at is None:
         return None
-    waited_s = now - max(state.changing_at, member.seen_at)
+    waited_s = now - max(state.changing_at, member.seen_at, member.returns_at)
     if not member.polling and waited_s > rules.lost_s:
         return f"no sign of it for {silent_s:.1f} s while others wait"
     is_in = state.generation is not None and state.generation.rank_of(member.session) is not None
@@ -205,7 +271,8 @@ def _form(state: State, now: float, actions: list[Action]) -> State:
     survivors = [m for m in state.members.values() if old is not None and old.rank_of(m.session) is not None]
     if any(m.lost_at is not None for m in state.members.values()) or not all(m.ready for m in survivors):
         return state
-    if not state.members or (not survivors and len(state.members) < state.rules.min_workers):
+    too_few = not survivors and state.end is None and len(state.members) < state.rules.min_workers
+    if not state.members or too_few:  # After the run's end one is enough: it learns that all is done.
         return state
     if survivors and not state.lockstep:
         target = max(state.floor, *(m.step for m in survivors))
@@ -217,6 +284,10 @@ def _form(state: State, now: float, actions: list[Action]) -> State:
             return state
     order = sorted(state.members.values(), key=lambda m: m.seat)
     source, step, sample = _beginning(state, survivors, actions)
+    if old is not None:
+        state = _keep_seats(state, survivors)
+        if state.lockstep and source in survivors and step > state.reached:
+            actions.append(_stepped(state, old, step))
     if old is not None and not state.lockstep:
         for rank, reached in state.gone:
             if reached < step:
@@ -228,7 +299,7 @@ def _form(state: State, now: float, actions: list[Action]) -> State:
     members = {m.worker_id: replace(m, ready=False, step=step, moved_at=now) for m in order}
     return replace(
         state, generation=generation, members=members, changing_at=None, broken=False,
-        floor=step, reached=step, run_to=0, finished=frozenset(), gone=(),
+        floor=step, reached=step, run_to=0, finished={}, gone=(),
     )  # fmt: skip
 
 
@@ -236,13 +307,23 @@ def _beginning(state: State, survivors: list[Member], actions: list[Action]) -> 
     """Whose weights the next generation begins with, at which step and sample."""
     old, everybody = state.generation, list(state.members.values())
     if old is not None and (state.end is not None or not state.lockstep):
-        source = max(survivors or everybody, key=lambda m: (m.step, -m.seat))
-        step = max(source.step, state.floor)
+        most = _confirmed(state) + 1 if state.lockstep else None
+        pool = survivors or everybody
+        pool = [m for m in pool if most is None or m.step <= most] or pool
+        source = max(pool, key=lambda m: (m.step, -m.seat))
+        step = max(source.step if most is None else min(source.step, most), state.floor)
         return source, step, old.sample_at(step, state.batch_size)
     # Who could not take over the weights of this generation may still have older ones; a joiner's checkpoint, too.
     alive = old is not None and any(m.weights >= old.start_step for m in survivors)
-    source = max(survivors if alive else everybody, key=lambda m: (m.weights, -m.seat))
-    if old is not None and source.weights < state.reached and not alive:
-        lost = f"steps {source.weights} to {state.reached} are redone" if source.weights else "the run begins again"
+    pool = survivors if alive else everybody
+    if old is None:
+        source = max(pool, key=lambda m: (m.weights, -m.seat))
+        return source, source.weights, source.samples
+    most = max(state.reached, _confirmed(state)) + alive
+    source = max([m for m in pool if m.weights <= most] or pool, key=lambda m: (m.weights, -m.seat))
+    step = min(source.weights, most)
+    sample = old.sample_at(step, state.batch_size) if step >= old.start_step else min(source.samples, old.start_sample)
+    if step < state.reached and not alive:
+        lost = f"steps {step} to {state.reached} are redone" if step else "the run begins again"
         actions.append(Note(f"no worker is left that has the weights of step {state.reached}: {lost}"))
-    return source, source.weights, source.samples
+    return source, step, sample

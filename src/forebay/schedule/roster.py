@@ -35,7 +35,7 @@ CREATE TABLE IF NOT EXISTS gaps (
 CREATE TABLE IF NOT EXISTS notes (at REAL NOT NULL, text TEXT NOT NULL);
 """
 # Kept anew by whoever is alive, so not worth a write.
-_FLEETING = ("seen_at", "moved_at", "ready", "polling", "lost_at")
+_FLEETING = ("seen_at", "moved_at", "ready", "polling", "returns_at", "lost_at")
 
 
 class Roster:
@@ -48,7 +48,8 @@ class Roster:
     def __init__(self, state_dir: str | Path | None) -> None:
         self.path = Path(state_dir) / ROSTER_NAME if state_dir is not None else None
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.path.touch(mode=0o600)  # SQLite's other files get the mode of this one
         try:
             self._database = sqlite3.connect(
                 self.path or ":memory:", isolation_level=None, check_same_thread=False, timeout=2.0
@@ -71,7 +72,7 @@ class Roster:
         """The state as it was, or the beginning of a run under `run_id`; and the run's id.
 
         Raises:
-            StateError: If the run on record was told otherwise.
+            StateError: If the run on record was told otherwise, or is of another version of this program.
         """
         row = self._database.execute("SELECT run_id, body FROM state").fetchone()
         if row is None:
@@ -85,15 +86,22 @@ class Roster:
                     f"coordinator's state: the run in {self.path} has {key} {body['config'].get(key)!r}, "
                     f"this start says {value!r}. Start it as it was, or choose another --state directory."
                 )
-        generation = body["generation"]
-        if generation is not None:
-            generation["places"] = tuple(Place(**place) for place in generation["places"])
-        state = State(
-            rules, body["told"], body["config"], Generation(**generation) if generation else None,
-            {m["worker_id"]: Member(**m, seen_at=now, moved_at=now) for m in body["members"]}, body["seats"],
-            body["reached"], body["floor"], body["run_to"], body["end"], frozenset(body["finished"]),
-            tuple((rank, step) for rank, step in body["gone"]), body["broken"],
-        )  # fmt: skip
+        try:
+            generation = body["generation"]
+            if generation is not None:
+                generation["places"] = tuple(Place(**place) for place in generation["places"])
+            state = State(
+                rules, body["told"], body["config"], Generation(**generation) if generation else None,
+                {m["worker_id"]: Member(**m, seen_at=now, moved_at=now) for m in body["members"]}, body["seats"],
+                body["reached"], body["floor"], body["run_to"], body["end"],
+                {session: (voter, step) for session, (voter, step) in body["finished"].items()},
+                tuple((rank, step) for rank, step in body["gone"]), body["broken"],
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StateError(
+                f"coordinator's state: {self.path} is of another version, or damaged: {type(error).__name__}: {error}. "
+                "End the run with the version that began it, or choose another --state directory."
+            ) from error
         self._written = row[1]
         return state, str(row[0])
 
@@ -201,7 +209,7 @@ def _durable(state: State) -> dict[str, Any]:
         "floor": state.floor,
         "run_to": state.run_to,
         "end": state.end,
-        "finished": sorted(state.finished),
+        "finished": {session: list(said) for session, said in state.finished.items()},
         "gone": [list(place) for place in state.gone],
         "broken": state.broken,
     }

@@ -4,92 +4,53 @@ It carries no payload: a worker gets a slice's hash and the addresses of those w
 certificate says; a lease belongs to the peer that got it, and a receipt counts only with that peer's signature.
 Everything about leases is the desk's; here is what it needs of the world: time, the disk, the network.
 
-An exchange runs under one lock for as long as the desk takes, a fraction of a millisecond; signatures are checked
-before it and the disk is waited for after it, by all who wait at once.
+An exchange runs in the server's loop for as long as the desk takes, a fraction of a millisecond; the disk is waited for
+after it, by all who wait at once.
 """
 
+import asyncio
+import hashlib
 import logging
-import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request, Response
 
 from forebay.errors import LeaseError, LedgerError, NetworkError, ProtocolViolation, StateError, UsageError
 from forebay.ledger.receipts import receipt_message
 from forebay.network.client import Client
 from forebay.network.dialing import Dialer
 from forebay.network.discovery import Discovery, record_key
-from forebay.network.exchange import BadRequestError, Pending, Request, Response, error_response, json_response
-from forebay.network.https import Server
 from forebay.network.identity import Identity, Peer, verify
-from forebay.network.limits import Bounds
-from forebay.network.metrics import Metric, metrics_response
-from forebay.network.openapi import (
-    COUNT,
-    DESCRIPTION_DOOR,
-    METRICS_DOOR,
-    OBJECT,
-    TEXT,
-    Door,
-    array,
-    openapi_response,
-    record,
-)
-from forebay.network.trust import TrustWatch, answer_trust
+from forebay.network.limits import Limits
+from forebay.network.messages import ExchangeReply, ExchangeRequest, ReadmitRequest, WeightsRequest
+from forebay.network.server import ApiError, JsonResponse, Metric, Server, make_app, peer_of, role, source_of
 from forebay.schedule import exchange, status
 from forebay.schedule.ask import Ask
 from forebay.schedule.catalog import Catalog, Finder, JobPlan, Kept, Wanted, begun, holders
 from forebay.schedule.desk import Desk
-from forebay.schedule.events import Enlisted, Event, Recorded, Reported
+from forebay.schedule.events import Banned, Enlisted, Event, Recorded, Reported
 from forebay.schedule.journal import Journal, job_body, ledger_path, lock_state
+from forebay.schedule.possession import is_checked
+from forebay.schedule.sessions import MAX_SESSIONS_PER_PEER
+from forebay.store.foreign import FromUrls
 from forebay.store.tracker import BanNotes
-
-VERB = re.compile(r"/v1/jobs/(?P<name>[^/]{1,200})/(?P<verb>pause|resume|readmit|weights)")
-_NAME = {"name": TEXT}
-_REFUSALS = {404: "There is no job of this name."}
-DOORS = [
-    exchange.DOOR,
-    Door("GET", "/v1/job", "What a job is; without a name the first.", query=_NAME, refusals=_REFUSALS),
-    Door("GET", "/v1/jobs", "How far each job is.", answer=record((), jobs=array(OBJECT))),
-    Door("GET", "/v1/status", "How far each job is, who works on it, who serves it."),
-    Door("POST", "/v1/jobs/{name}/pause", "Lease nothing new of a job.", body=OBJECT, parts=_NAME, refusals=_REFUSALS),
-    Door("POST", "/v1/jobs/{name}/resume", "Go on with a job.", body=OBJECT, parts=_NAME, refusals=_REFUSALS),
-    Door("POST", "/v1/jobs/{name}/readmit", "Lease slices again that were set aside; all, if none are named.",
-         body=record("all", slices=array(COUNT)), parts=_NAME, refusals=_REFUSALS),
-    Door("POST", "/v1/jobs/{name}/weights", "Other weights of datasets by name, now or from a count of samples on.",
-         body=record(("at",), weights={"type": "object", "additionalProperties": {"type": "number", "minimum": 0}},
-                     at=COUNT), parts=_NAME, refusals=_REFUSALS),
-    DESCRIPTION_DOOR,
-    METRICS_DOOR,
-]  # fmt: skip
-
-
-def act(desk: Desk, name: str, verb: str, body: dict[str, Any]) -> list[Event]:
-    """What an administrator says, checked."""
-    if verb in ("pause", "resume"):
-        return desk.pause(name, verb == "pause")
-    if verb == "readmit":
-        slices = body.get("slices")
-        if slices is not None and not (isinstance(slices, list) and all(type(i) is int for i in slices)):
-            raise BadRequestError("slices: expected a list of slice indexes")
-        return desk.readmit(name, slices)
-    weights, at = body.get("weights"), body.get("at")
-    good = isinstance(weights, dict) and all(type(w) in (int, float) for w in weights.values())
-    if not good or not (at is None or (type(at) is int and at >= 0)):
-        raise BadRequestError("weights: expected {weights: {dataset: number}, at: samples or nothing}")
-    assert isinstance(weights, dict)
-    return desk.reweight(name, weights, at)
-
 
 # A peer whose certificate expired is found anew; a node that died stays named for so long.
 ORIGIN_TTL_S = 20.0
-MAX_CONNECTIONS = 16_384
-# A worker asks once a minute or more often, and keeps its connection; no answer takes long.
-BOUNDS = Bounds(busy=64, idle_s=150.0, gather_s=0.04)
+# A worker asks once a minute or more often, and keeps its connection.
+LIMITS = Limits(
+    connections=16_384, connections_per_peer=512, connections_per_organisation=8192, requests_per_organisation=4096,
+    requests_per_s=1000.0, idle_s=150.0,
+)  # fmt: skip
+GATHER_S = 0.005
+"""How long a commit waits for others: an fsync takes about as long, and one for many costs a fraction of the CPU."""
+CHECK_EVERY_S, MAX_CHECK_WAIT_S = 0.5, 600.0
 QUIET_S = 1.0
 """A worker whose connection broke before the answer asks again within this time."""
 END_S = 5.0
@@ -136,6 +97,8 @@ class SchedulerService:
         rediscover_s: float = 5.0,
         standby: bool = False,
         publishers: Collection[str] = (),
+        limits: Limits = LIMITS,
+        from_urls: FromUrls = "",
     ) -> None:
         only = JobPlan(name, (Wanted(name, 1.0, dataset_id or ""),), seq_len, epochs, seed, lease_s, steal_s=steal_s)
         self.identity = identity
@@ -148,28 +111,27 @@ class SchedulerService:
         self._standby = standby
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._threads: list[threading.Thread] = []
         kept = Kept(self.state_dir)
         finder = Finder(identity.network_id, discovery, client, self._stopping, kept, publishers)
-        self._catalog = Catalog(jobs or [only], finder)
+        self._catalog = Catalog(jobs or [only], finder, from_urls)
         self.plans = self._catalog.plans
         self.name = next(iter(self.plans))
-        self._trust: TrustWatch | None = None
         self._bans = BanNotes(identity)
         self._workers: dict[str, status.Seen] = {}
         self._dialer = Dialer(client)
+        # The same after a restart, and nobody else's to know.
+        self._secret = hashlib.sha256(identity.sign(b"forebay/1 checks of leases")).digest()
+        self._proven: dict[str, int] = {}  # by peer: proofs that were checked and right
         self._exchanges, self._desk_s = 0, 0.0
         self._over_from = 0.0
         self._journal: Journal | None = None
-        self._server = Server(identity, host, port, self._answer, MAX_CONNECTIONS, bounds=BOUNDS)
-        self._routes: dict[tuple[str, str], Callable[[Request], Response | Pending]] = {
-            ("GET", "/v1/job"): self._job,
-            ("GET", "/v1/jobs"): lambda request: json_response({"jobs": self.status()["jobs"]}),
-            ("GET", "/v1/status"): lambda request: json_response(self.status()),
-            ("POST", "/v1/exchange"): self._exchange,
-            ("GET", "/openapi.json"): lambda request: openapi_response("Forebay scheduler", DOORS),
-            ("GET", "/metrics"): lambda request: metrics_response(self._metrics()),
-        }
+        self._commit: asyncio.Task[None] | None = None
+        self._server = Server(
+            self._app(), identity, host, port, limits=limits, discovery=discovery, known=self._addresses
+        )
+        self._server.add_task("scheduler expiry", self._run_expiry)
+        self._server.add_task("scheduler discovery", self._run_discovery)
+        self._server.add_task("scheduler checks", self._run_checks)
 
     @property
     def address(self) -> str:
@@ -226,14 +188,7 @@ class SchedulerService:
         except BaseException:
             self.stop()
             raise
-        for target in (self._run_expiry, self._run_discovery):
-            thread = threading.Thread(target=target, name=f"scheduler {target.__name__}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
         log.info("scheduler started: address=%s jobs=%s", self.address, ",".join(self.plans))
-        self._trust = TrustWatch(
-            self.identity, self._client, known=self._addresses, discovery=self._discovery, address=self.address
-        ).start()
 
     def _addresses(self) -> list[str]:
         """Of the data nodes known."""
@@ -257,7 +212,7 @@ class SchedulerService:
         # Leases get ids that no earlier life of this scheduler gave.
         return Journal.open(
             self.state_dir, specs, bodies, self.identity.sign, salt=secrets.token_hex(4), lock=lock,
-            ttl_s=max(ORIGIN_TTL_S, 3 * self._rediscover_s),
+            ttl_s=max(ORIGIN_TTL_S, 3 * self._rediscover_s), checks=True,
         )  # fmt: skip
 
     def stop(self) -> None:
@@ -266,10 +221,6 @@ class SchedulerService:
         self._server.drain(5.0)
         self._server.close()
         self._dialer.close()
-        for thread in self._threads:
-            thread.join(10.0)
-        if self._trust is not None:
-            self._trust.close()
         with self._lock:
             if self._journal is not None:
                 self._journal.close()
@@ -291,36 +242,75 @@ class SchedulerService:
         for dataset_id, claims in self._catalog.claims.items():
             desk.origins(dataset_id, holders(claims), now)
 
-    def _run_discovery(self) -> None:
+    async def _run_discovery(self) -> None:
         often_s = self._rediscover_s
-        while not self._stopping.wait(often_s if all(self._catalog.claims.values()) else min(0.2, often_s)):
+        while True:
+            await asyncio.sleep(often_s if all(self._catalog.claims.values()) else min(0.2, often_s))
             try:
-                self._announce()
-                self._catalog.look_again()
+                await asyncio.to_thread(self._announce)
+                await asyncio.to_thread(self._catalog.look_again)
             except NetworkError as error:
                 log.warning("scheduler %s: looking for providers failed: %s", self.name, error)
             with self._lock:
                 self._name_origins()
 
-    def _run_expiry(self) -> None:
+    async def _run_expiry(self) -> None:
         often_s = min(1.0, min(plan.lease_s for plan in self.plans.values()) / 4)
-        while not self._stopping.wait(often_s):
+        while True:
+            await asyncio.sleep(often_s)
             try:
                 with self._lock:
-                    if self._stopping.is_set():
-                        return
                     journal = self._open_journal()
                     if journal.broken:
                         self._begin_anew(journal)
                         continue
                     happened = journal.desk.expire(time.monotonic())
                     ticket = journal.put(happened)
-                journal.wait(ticket)
+                await self._written(journal, ticket)
             except (LedgerError, StateError) as error:
                 log.error("scheduler %s: %s", self.name, error)
                 continue
             for event in happened:
                 log.info("%s", event)
+
+    async def _run_checks(self) -> None:
+        """Reads what several workers could not, before a slice is set aside or a peer banned."""
+        put_off: dict[tuple[str, int, str], tuple[float, float]] = {}  # until when, and for how long
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S)
+            with self._lock:
+                doubts = [] if self._open_journal().broken else self._open_journal().desk.doubts()
+            keys = [(doubt.dataset_id, doubt.index, doubt.peer.peer_id if doubt.peer else "") for doubt in doubts]
+            put_off = {key: put_off[key] for key in keys if key in put_off}
+            for key, doubt in zip(keys, doubts):
+                until, wait_s = put_off.get(key, (0.0, CHECK_EVERY_S))
+                if time.monotonic() < until:
+                    continue
+                is_good = await asyncio.to_thread(self._catalog.check_slice, doubt.dataset_id, doubt.index, doubt.peer)
+                if is_good is None:
+                    wait_s = min(2 * wait_s, MAX_CHECK_WAIT_S)  # nobody answers now: asked again, less and less often
+                    put_off[key] = time.monotonic() + wait_s, wait_s
+                    continue
+                with self._lock:
+                    journal = self._open_journal()
+                    happened = journal.desk.resolve(doubt, is_good, time.monotonic())
+                    ticket = journal.put(happened)
+                await self._written(journal, ticket)
+                for event in happened:
+                    log.warning("checked: %s", event)
+                    if isinstance(event, Banned):
+                        self._bans.look(event.dataset_id, [event.peer_id], self.identity.peer_id, "wrong bytes")
+
+    async def _written(self, journal: Journal, ticket: int) -> None:
+        """Waits until what was put up to a ticket is on disk: one commit at a time, for all who wait meanwhile.
+
+        Raises:
+            LedgerError: If it could not be written.
+        """
+        while not journal.is_durable(ticket):
+            if self._commit is None or self._commit.done():
+                self._commit = asyncio.create_task(_commit(journal))
+            await asyncio.shield(self._commit)
 
     def _begin_anew(self, journal: Journal) -> None:
         """What could not be written is not true: the desk is read again from the disk."""
@@ -331,55 +321,95 @@ class SchedulerService:
 
     # Answers.
 
-    def _answer(self, request: Request) -> Response | Pending:
-        if (answer := answer_trust(self.identity, request)) is not None:
-            return answer
-        route = self._routes.get((request.method, request.path))
-        verb = VERB.fullmatch(request.path) if request.method == "POST" else None
-        if route is None and verb is None:
-            return error_response(404, "not_found", f"{request.method} {request.path}: the scheduler has no such door.")
+    def _app(self) -> FastAPI:
+        app, admin = make_app("Forebay scheduler", self._metrics), role("admin")
+        about = {"pause": "Lease nothing new of a job.", "resume": "Go on with a job."}
+        app.post(
+            "/v1/exchange",
+            openapi_extra=role("worker"),
+            response_model=ExchangeReply,
+            summary="What a worker used, has and wants; what it has now and gets.",
+        )(self._exchange)
+        app.get("/v1/job", summary="What a job is; without a name the first.")(self._read_job)
+        app.get("/v1/jobs", summary="How far each job is.")(self._read_jobs)
+        app.get("/v1/status", summary="How far each job is, who works on it, who serves it.")(self._read_status)
+        for verb, text in about.items():
+            app.post(f"/v1/jobs/{{name}}/{verb}", openapi_extra=admin, summary=text)(getattr(self, f"_{verb}"))
+        app.post(
+            "/v1/jobs/{name}/readmit",
+            openapi_extra=admin,
+            summary="Lease slices again that were set aside; all, if none are named.",
+        )(self._readmit)
+        app.post(
+            "/v1/jobs/{name}/weights",
+            openapi_extra=admin,
+            summary="Other weights of datasets by name, now or from a count of samples on.",
+        )(self._reweight)
+        app.post("/v1/peers/{peer_id}/pardon", openapi_extra=admin, summary="Drop what workers said against a peer.")(
+            self._pardon
+        )
+        for error in (LeaseError, UsageError, LedgerError):
+            app.add_exception_handler(error, _refused)
+        return app  # fmt: skip
+
+    def _check_running(self) -> None:
         if self._stopping.is_set():
-            return error_response(503, "stopping", "this scheduler is stopping; ask again after its restart.")
-        try:
-            if verb is not None:
-                return self._administer(request, verb["name"], verb["verb"])
-            assert route is not None
-            return route(request)
-        except LeaseError as error:
-            return error_response(409, "refused", str(error))
-        except UsageError as error:
-            return error_response(400, "bad_request", str(error))
-        except LedgerError as error:
-            log.error("scheduler %s: %s", self.name, error)
-            return error_response(503, "ledger", str(error))
+            raise ApiError(503, "stopping", "this scheduler is stopping; ask again after its restart.", 1.0)
 
-    def _job(self, request: Request) -> Response:
-        name = request.query.get("name") or self.name
+    async def _read_job(self, request: Request, name: Annotated[str, Query(max_length=200)] = "") -> Response:
+        name = name or next((n for n in self.plans if self._covers(peer_of(request), n)), self.name)
+        self._plan(peer_of(request), name)
+        return JsonResponse(self._catalog.describe_job(name, self._open_journal().job_ids[name]))
+
+    async def _read_jobs(self, request: Request) -> Response:
+        return JsonResponse({"jobs": self._status_for(peer_of(request))["jobs"]})
+
+    async def _read_status(self, request: Request) -> Response:
+        return JsonResponse(self._status_for(peer_of(request)))
+
+    def _status_for(self, peer: Peer) -> dict[str, Any]:
+        """The status without jobs that a certificate does not cover; other workers are for administrators."""
+        full = self.status()
+        jobs = [job for job in full["jobs"] if self._covers(peer, job["name"])]
+        if not peer.scope.allows("admin"):
+            full |= {"workers": {}, "bad_providers": []}
+        return full if len(jobs) == len(full["jobs"]) else {"jobs": jobs, "done": full["done"], "workers": {}}
+
+    def _covers(self, peer: Peer, job: str) -> bool:
+        return all(peer.scope.covers(wanted.name) for wanted in self.plans[job].datasets)
+
+    def _plan(self, peer: Peer, name: str) -> JobPlan:
+        """A job that a peer may see; others are not there for it."""
         plan = self.plans.get(name)
-        if plan is None:
-            return error_response(404, "not_found", f"job {name[:80]!r}: this scheduler has {', '.join(self.plans)}.")
-        return json_response(self._catalog.describe_job(name, self._open_journal().job_ids[name]))
+        if plan is None or not self._covers(peer, name):
+            names = ", ".join(job for job in self.plans if self._covers(peer, job))
+            raise ApiError(404, "not_found", f"job {name[:80]!r}: this scheduler has {names or 'none for you'}.")
+        return plan
 
-    def _exchange(self, request: Request) -> Response | Pending:
-        ask = exchange.parse_ask(request.json())
-        peer = request.peer
-        refused = self._refuse(peer, ask)
-        if refused is not None:
-            return refused
+    async def _exchange(self, request: Request, message: ExchangeRequest) -> Response:
+        self._check_running()
+        peer = peer_of(request)
+        self._check(peer, message)
+        ask = exchange.ask_of(message, self._catalog.num_slices)
         if ask.uses:
-            # Before the lock: it is most of an exchange's time.
             try:
                 verify(peer.public_key, receipt_message(ask.job_id, ask.uses), bytes.fromhex(ask.receipt))
             except ProtocolViolation as error:
-                raise BadRequestError(f"signature: not this peer's over these uses: {error}") from error
+                raise ApiError(400, "bad_request", f"signature: not this peer's over these uses: {error}") from error
+            await self._check_proofs(peer, ask)
         # Named to others only where it was reached: a worker behind NAT takes slices and gives none.
-        ask = replace(ask, address=ask.address if self._dialer.reached(peer.peer_id, ask.address) else "")
+        is_reached = self._dialer.reached(peer, ask.address, source_of(request))
+        ask = replace(ask, address=ask.address if is_reached else "")
         now = time.monotonic()
         with self._lock:
             journal = self._open_journal()
             begun = time.perf_counter()
-            session = journal.desk.sessions.all.get((peer.peer_id, ask.session))
-            ask = replace(ask, bad=self._catalog.place_reports(session, ask.reports))
+            sessions = journal.desk.sessions
+            session = sessions.all.get((peer.peer_id, ask.session))
+            if session is None and len(sessions.of_peer.get(peer.peer_id, ())) >= MAX_SESSIONS_PER_PEER:
+                text = f"certificate of {peer.peer_id}: expected at most {MAX_SESSIONS_PER_PEER} sessions"
+                raise ApiError(429, "too_many_sessions", text, 10.0)
+            ask = replace(ask, bad=self._catalog.place_reports(session, ask.reports), organisation=peer.org)
             before = self._enlist(journal, peer, ask)
             reply, happened = journal.desk.exchange(peer.peer_id, ask, now)
             for event in before:
@@ -390,30 +420,48 @@ class SchedulerService:
             self._desk_s += time.perf_counter() - begun
         leases = [self._catalog.describe(grant, journal.job_ids[grant.job]) for grant in reply.leases]
         body = exchange.reply_json(reply, leases)
-        return Pending(lambda: self._settle(journal, ticket, body))
+        await self._written(journal, ticket)
+        return JsonResponse(body)
 
-    def _settle(self, journal: Journal, ticket: int, body: dict[str, Any]) -> Response:
-        """The answer, once what it says is on disk."""
-        try:
-            journal.wait(ticket)
-        except LedgerError as error:
-            log.error("scheduler %s: %s", self.name, error)
-            return error_response(503, "ledger", str(error))
-        return json_response(body)
+    async def _check_proofs(self, peer: Peer, ask: Ask) -> None:
+        """Refuses the first use of a lease without proof that the worker has its slice, and uses that came too soon."""
+        now, desk = time.monotonic(), self._open_journal().desk
+        for use in {use.lease: use for use in reversed(ask.uses)}.values():
+            place = desk.find(use.lease)
+            lease = place[2].leases.get(use.lease) if place is not None else None
+            if place is None or lease is None or lease.worker != peer.peer_id or lease.position > lease.start:
+                continue  # the desk says what is wrong with it, or its proof was taken before
+            job, dataset, _ = place
+            plan, what = self.plans[job.name], f"uses of lease {use.lease}"
+            tokens = (use.stop - use.start) * plan.seq_len
+            if (wait_s := tokens / plan.max_tokens_per_s - (now - lease.moved_at)) > 0:
+                raise ApiError(429, "too_fast", f"{what}: {tokens:,} tokens too soon (--max-tokens-per-s)", wait_s)
+            proof, num_proven = ask.proofs.get(use.lease), self._proven.get(peer.peer_id, 0)
+            if proof is None:
+                raise ApiError(400, "no_proof", f"{what}: expected a proof that its slice is there")
+            if not is_checked(self._secret, use.lease, num_proven):
+                continue
+            dataset_id = job.spec.sources[dataset].dataset_id
+            found = await asyncio.to_thread(
+                self._catalog.check_proof, dataset_id, lease.slice_index, use.lease, peer.peer_id, proof
+            )
+            if found is False:
+                with self._lock:
+                    desk.bar(peer.peer_id, time.monotonic())
+                self.identity.note("false_proof", peer=peer.peer_id, lease=use.lease)
+                raise ApiError(403, "false_proof", f"{what}: the proof is not of its slice's bytes")
+            if found:
+                self._proven[peer.peer_id] = num_proven + 1
 
-    def _refuse(self, peer: Peer, ask: Ask) -> Response | None:
-        if not peer.scope.allows("worker"):
-            return error_response(403, "not_a_worker", f"the certificate of {peer.peer_id} is none of a worker's")
-        if ask.job and ask.job not in self.plans:
-            return error_response(404, "not_found", f"job {ask.job!r}: this scheduler has {', '.join(self.plans)}.")
-        for plan in [self.plans[ask.job]] if ask.job else self.plans.values():
-            for wanted in plan.datasets:
-                if not peer.scope.covers(wanted.name):
-                    text = f"the certificate of {peer.peer_id} does not cover {wanted.name!r}"
-                    return error_response(403, "not_covered", text)
-        if ask.uses and ask.job_id not in self._open_journal().job_ids.values():
-            raise BadRequestError("job_id: expected that of one of this scheduler's jobs")
-        return None
+    def _check(self, peer: Peer, message: ExchangeRequest) -> None:
+        if message.job:
+            self._plan(peer, message.job)
+        for name in self.plans if not message.job else ():
+            if not self._covers(peer, name):
+                text = f"the certificate of {peer.peer_id} does not cover the datasets of job {name!r}"
+                raise ApiError(403, "not_covered", text)
+        if message.uses and message.job_id not in self._open_journal().job_ids.values():
+            raise ApiError(400, "bad_request", "job_id: expected that of one of this scheduler's jobs")
 
     def _enlist(self, journal: Journal, peer: Peer, ask: Ask) -> list[Event]:
         """The worker's key goes into the ledger before the first receipt, so that the ledger alone proves it."""
@@ -423,7 +471,8 @@ class SchedulerService:
         job = journal.desk.jobs[name]
         own = all(found is None or found[0] is job for found in map(journal.desk.find, [u.lease for u in ask.uses]))
         if not own:
-            raise BadRequestError("uses: expected all of them under leases of the job that job_id names")
+            text = "uses: expected all of them under leases of the job that job_id names"
+            raise ApiError(400, "bad_request", text)
         if peer.peer_id in job.enlisted:
             return []
         return [Enlisted(name, peer.peer_id, peer.public_key.hex(), peer.name)]
@@ -442,34 +491,51 @@ class SchedulerService:
                 log.warning("%s reports %s for slice %s: %s", event.reporter, event.peer_id, sha256, event.reason)
                 note = {"peer": event.peer_id, "slice": sha256, "by": event.reporter, "reason": event.reason}
                 self.identity.note("bad_provider", **note)
-                banned = self._open_journal().desk.swarms[event.dataset_id].facts()["banned"]
-                self._bans.look(event.dataset_id, banned, event.reporter, event.reason)
 
     # Administration and status.
 
-    def _administer(self, request: Request, name: str, verb: str) -> Response:
-        if not request.peer.scope.allows("admin"):
-            text = (
-                f"the certificate of {request.peer.peer_id} lacks the role admin, without which nobody can {verb} a job"
-            )
-            return error_response(403, "not_an_admin", text)
-        body = request.json() or {}
-        if not isinstance(body, dict):
-            raise BadRequestError(f"body: expected a JSON object, got {type(body).__name__}")
+    async def _pardon(self, request: Request, peer_id: str) -> Response:
+        self._check_running()
         with self._lock:
             journal = self._open_journal()
-            if name not in journal.desk.jobs:
-                return error_response(
-                    404, "not_found", f"job {name[:80]!r}: this scheduler has {', '.join(self.plans)}."
-                )
-            happened = act(journal.desk, name, verb, body)
+            happened = journal.desk.pardon(peer_id)
+            if not happened:
+                raise ApiError(404, "not_found", f"peer {peer_id[:64]!r}: nobody said anything against it here")
             ticket = journal.put(happened)
-        journal.wait(ticket)
-        if self.identity.audit is not None and happened:
-            self.identity.audit.append(verb, job=name, by=request.peer.peer_id)
-        log.warning("job %s: %s by %s", name, verb, request.peer.peer_id)
+        await self._written(journal, ticket)
+        self.identity.note("pardon", peer=peer_id[:64], by=peer_of(request).peer_id)
+        return JsonResponse({"pardoned": peer_id})
+
+    async def _pause(self, request: Request, name: str) -> Response:
+        return await self._administer(request, name, "pause", lambda desk: desk.pause(name, True))
+
+    async def _resume(self, request: Request, name: str) -> Response:
+        return await self._administer(request, name, "resume", lambda desk: desk.pause(name, False))
+
+    async def _readmit(self, request: Request, name: str, message: ReadmitRequest) -> Response:
+        return await self._administer(request, name, "readmit", lambda desk: desk.readmit(name, message.slices))
+
+    async def _reweight(self, request: Request, name: str, message: WeightsRequest) -> Response:
+        return await self._administer(
+            request, name, "weights", lambda desk: desk.reweight(name, message.weights, message.at)
+        )
+
+    async def _administer(
+        self, request: Request, name: str, verb: str, change: Callable[[Desk], list[Event]]
+    ) -> Response:
+        self._check_running()
+        peer = peer_of(request)
+        self._plan(peer, name)
         with self._lock:
-            return json_response(status.job_status(journal.desk.jobs[name]))
+            journal = self._open_journal()
+            happened = change(journal.desk)
+            ticket = journal.put(happened)
+        await self._written(journal, ticket)
+        if happened:
+            self.identity.note(verb, job=name, by=peer.peer_id)
+        log.warning("job %s: %s by %s", name, verb, peer.peer_id)
+        with self._lock:
+            return JsonResponse(status.job_status(journal.desk.jobs[name]))
 
     def status(self) -> dict[str, Any]:
         """What the jobs have reached; samples count over all epochs. The first job's figures stand at the top, too."""
@@ -480,7 +546,7 @@ class SchedulerService:
             workers = status.workers_status(self._workers, desk, now)
             reports = [
                 {"peer_id": peer_id, "sha256": self._catalog.sha256(dataset_id, index), "reports": len(reporters),
-                 "reason": next(iter(reporters.values()))}
+                 "reason": next(iter(reporters.values()))[0]}
                 for (peer_id, dataset_id, index), reporters in desk.reports.items()
             ]  # fmt: skip
         claims = [{"peer_id": claim.peer_id, "address": claim.address} for claim in self._catalog.all_claims()]
@@ -489,5 +555,19 @@ class SchedulerService:
     def _metrics(self) -> list[Metric]:
         with self._lock:
             jobs = [status.job_status(job) for job in self._open_journal().desk.jobs.values()]
-            found = status.metrics(jobs, len(self._workers), self._exchanges, self._desk_s)
-        return [*found, *self._server.metrics()]
+            return status.metrics(jobs, len(self._workers), self._exchanges, self._desk_s)
+
+
+async def _commit(journal: Journal) -> None:
+    await asyncio.sleep(GATHER_S)
+    await asyncio.to_thread(journal.write)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """What the desk or the ledger raises, as an answer."""
+    if isinstance(error, LeaseError):
+        return ApiError(409, "refused", str(error)).response()
+    if isinstance(error, UsageError):
+        return ApiError(400, "bad_request", str(error)).response()
+    log.error("scheduler: %s", error)
+    return ApiError(503, "ledger", str(error), 1.0).response()

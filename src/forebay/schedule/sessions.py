@@ -1,7 +1,7 @@
 """Who talks to the desk: sessions of workers, what they have cached, and whom they hand it on from."""
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -12,6 +12,9 @@ from forebay.network.swarm import Holder, Swarm
 from forebay.schedule.leases import LeaseTable
 from forebay.schedule.owners import Owner, OwnerKey
 
+MAX_SESSIONS_PER_PEER = 256
+# What all sessions of a peer say that they have cached; more is left out, and those slices count as not cached.
+MAX_HAVE_BYTES_PER_PEER, MAX_HAVE_BYTES_PER_ORGANISATION = 16 << 20, 256 << 20
 # Leases that a session is remembered to have had, for what it says of their providers afterwards.
 _PAST = 32
 
@@ -26,7 +29,8 @@ class Session:
         owners: (job, dataset) to the table and its place there.
         announced_at: When the swarms last heard of it.
         past: (job, dataset, slice of it) of its last leases.
-        heard_at: When it spoke last. `told_done`: the last answer said that nothing is left to lease.
+        heard_at: When it spoke last. `silent_until`: when it was told to ask again.
+        told_done: The last answer said that nothing is left to lease.
     """
 
     key: OwnerKey
@@ -36,9 +40,15 @@ class Session:
     have: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     owners: dict[tuple[str, int], tuple[LeaseTable, Owner]] = field(default_factory=dict)
     announced_at: dict[str, float] = field(default_factory=dict)
-    past: deque[tuple[str, int, int]] = field(default_factory=lambda: deque(maxlen=_PAST))
+    past: deque[tuple[str, int, int]] | None = None
     heard_at: float = 0.0
+    silent_until: float = 0.0
     told_done: bool = False
+    organisation: str = ""
+
+    @property
+    def have_bytes(self) -> int:
+        return sum(indexes.nbytes for indexes in self.have.values())
 
     def num_leases(self) -> int:
         return sum(len(owner.leases) for _, owner in self.owners.values())
@@ -48,9 +58,14 @@ class Session:
 
     def leased(self) -> Iterator[tuple[str, int, int]]:
         """(job, dataset, slice of it) of what it is leased, and lately was."""
-        yield from self.past
+        yield from self.past or ()
         for place, (_, owner) in self.owners.items():
             yield from ((*place, lease.slice_index) for lease in owner.leases.values())
+
+    def note_lease(self, place: tuple[str, int, int]) -> None:
+        """It gets a lease."""
+        self.past = deque(maxlen=_PAST) if self.past is None else self.past
+        self.past.append(place)
 
     def place_of(self, lease_id: str) -> tuple[str, int, LeaseTable] | None:
         """The job, dataset and table of one of its live leases."""
@@ -76,6 +91,7 @@ class Sessions:
         self.of_peer: dict[str, set[OwnerKey]] = {}
         self._swarms = swarms
         self._patience_s = patience_s
+        self._have_bytes: Counter[str] = Counter()  # by organisation
         self._due: list[tuple[float, OwnerKey]] = []
         # A peer is in a swarm once: by the session of it that came first.
         self._sharing: dict[tuple[str, str], OwnerKey] = {}
@@ -97,11 +113,24 @@ class Sessions:
         """Leases of all sessions of a peer."""
         return sum(self.all[key].num_leases() for key in self.of_peer.get(peer_id, ()))
 
-    def tell(self, session: Session, address: str, have: dict[str, NDArray[np.int64]], now: float) -> None:
+    def tell(
+        self, session: Session, address: str, have: dict[str, NDArray[np.int64]], now: float, organisation: str = ""
+    ) -> None:
         """What a session says it has and hands on; the swarms hear of it."""
         moved = address != session.address
         session.address = address
-        session.have.update(have)
+        self._have_bytes[session.organisation] -= session.have_bytes
+        session.organisation = organisation
+        of_org = self._have_bytes[organisation] if organisation else 0
+        for dataset_id, indexes in have.items():
+            others = sum(known.nbytes for name, known in session.have.items() if name != dataset_id)
+            others += sum(self.all[key].have_bytes for key in self.of_peer[session.key[0]] if key != session.key)
+            is_room = of_org + others + indexes.nbytes <= MAX_HAVE_BYTES_PER_ORGANISATION
+            if is_room and others + indexes.nbytes <= MAX_HAVE_BYTES_PER_PEER:
+                session.have[dataset_id] = indexes
+            else:
+                session.have[dataset_id] = indexes[:0].copy()
+        self._have_bytes[organisation] += session.have_bytes
         for dataset_id, known in session.have.items():
             at = session.announced_at.get(dataset_id)
             if moved or at is None or dataset_id in have:
@@ -138,6 +167,7 @@ class Sessions:
                 heapq.heappush(self._due, (session.deadline, key))
                 continue
             del self.all[key]
+            self._have_bytes[session.organisation] -= session.have_bytes
             peers = self.of_peer[key[0]]
             peers.discard(key)
             if not peers:

@@ -1,7 +1,8 @@
 """A whole network in virtual time, on the code that runs the real one.
 
-Only time, sockets and disks are simulated. Leases are the scheduler's own `Desk`, who fetches what from whom is the
-`Swarm`'s word, a rank's share is `order.plan`'s, and back-off is the store's.
+Only time, sockets and disks are simulated. Leases are granted by the scheduler's `Desk` to the workers' `LeaseState`,
+ranks follow `schedule.membership` with the workers' `MembershipState`, readers are `SwarmReaderState`s steered by
+`store.tracker.steer`, and a rank's share is `order.plan`'s.
 """
 
 import gc

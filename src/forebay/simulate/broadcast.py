@@ -1,17 +1,19 @@
 """Everybody wants everything: readers of one dataset, steered by the swarm of its data node, pass slices on.
 
-Which slice from whom is the `Swarm`'s word alone. A reader has some downloads at once, tells what came of each and asks
-for more in one exchange with the data node; with nothing to fetch it asks again a little later.
+A reader is production's `SwarmReaderState`, its tracker production's `steer`; here are the requests between them and
+the fetches, in virtual time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
-from forebay.network.swarm import Assignment, Swarm
+from forebay.errors import IntegrityError, NetworkError
+from forebay.network.messages import SwarmRequest
+from forebay.network.swarm import Holder, Swarm
 from forebay.simulate.book import Verdict
 from forebay.simulate.bound import swarm_bound
 from forebay.simulate.clock import Clock, Progress, Trace
@@ -19,114 +21,103 @@ from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.nodes import Fetch, Net, Node
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings
-
-DOWNLOADS = 4
-WAIT_S = 0.5
-_HEARTBEAT_S = 10.0
-
-
-@dataclass(frozen=True)
-class _Word:
-    """What a reader tells: slices that came, (slice, from whom, whether with wrong bytes) that did not, and wishes."""
-
-    finished: tuple[int, ...]
-    failed: tuple[tuple[int, str, bool], ...]
-    num: int
+from forebay.store.swarm_state import Body, SwarmReaderState
+from forebay.store.tracker import steer
+from forebay.store.trackers import ASK_S, TrackerAt
 
 
-@dataclass(eq=False)
 class Reader:
-    """One that wants slices. `wanted` are flags [slices] of those that it lacks.
+    """A process on a node that fetches slices and shares them.
 
     Args:
-        tell: Carries a word to the tracker; it calls `hear` with the assignments, or with None if none came back.
-        on_slice: Told of each slice that came.
+        on_slice: Called with each slice that came.
     """
 
-    net: Net
-    node: Node
-    wanted: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    tell: Callable[[Reader, _Word], object]
-    on_slice: Callable[[Reader, int], object]
-    downloads: int = DOWNLOADS
-    alive: bool = True
-    flying: dict[int, Fetch] = field(default_factory=dict)
-    finished: list[int] = field(default_factory=list)
-    failed: list[tuple[int, str, bool]] = field(default_factory=list)
-    asking: _Word | None = None
-    told_at: float = float("-inf")
-    waits: bool = False
-    must: set[int] = field(default_factory=set)  # Of what it wants, what it cannot go on without: asked for first.
-    wait_s: float = WAIT_S
-    is_late: bool = False  # These are to come from wherever they are.
+    def __init__(self, net: Net, node: Node, tracker: Tracker, on_slice: Callable[[Reader, int], object]) -> None:
+        assert node.machine is not None
+        self.net, self.node, self.machine, self.alive = net, node, node.machine, True
+        self._tracker, self._on_slice = tracker, on_slice
+        self._fetches: dict[int, Fetch] = {}
+        self._body: Body | None = None  # of the request under way
+        self._timer = 0
+        self._state = SwarmReaderState(net.clock.now, address=node.holder.address, patience_s=float("inf"))
 
-    def wishes(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """int64, what it lacks and is not fetching."""
-        wanted = self.wanted.copy()
-        wanted[list(self.flying)] = False
-        return np.flatnonzero(wanted)
+    @property
+    def asked_for(self) -> set[int]:
+        """Slices that are wanted or on their way."""
+        return self._state.wanted.keys() | self._state.running.keys()
 
-    def speak(self) -> None:
-        """Tells what there is to tell, and asks for as much as it has room for."""
-        if not self.alive or self.asking is not None:
+    def want(self, index: int) -> None:
+        """Fetch a slice; `ask` follows."""
+        if index not in self.asked_for:
+            self._state.want(index, self.net.clock.now)
+
+    def need(self, index: int) -> None:
+        """Fetch a slice that somebody waits for; `ask` follows."""
+        self.want(index)
+        self._state.need(index, self.net.clock.now)
+
+    def want_nothing(self) -> None:
+        """What is not on its way is wanted no longer."""
+        for index in list(self._state.wanted):
+            self._state.withdraw(index)
+
+    def drop(self, index: int) -> None:
+        """Make room: a slice is here no longer."""
+        del self.node.cache[index]
+        self._state.lose(index)
+
+    def ask(self) -> None:
+        """Send a request to the tracker, if none is under way."""
+        if not self.alive or self._body is not None:
             return
-        num = self.downloads - len(self.flying)
-        if not (self.finished or self.failed or (num > 0 and self.wanted.any())):
-            return
-        self.asking = _Word(tuple(self.finished), tuple(self.failed), num)
-        self.told_at = self.net.clock.now
+        held = None
+        if self._state.is_have_due(self.net.clock.now):
+            held = np.zeros(self.net.settings.slices, np.bool_)
+            held[list(self.node.cache)] = True
+        self._body = self._state.request(self.net.clock.now, held)
         self.net.counts["exchanges"] += 1
-        self.tell(self, self.asking)
+        self._tracker.send(self, self._body)
 
-    def hear(self, assigned: list[Assignment] | None) -> None:
-        """The answer; None: there was none, and the same is said again."""
-        if not self.alive or self.asking is None:
+    def receive(self, reply: Body | None) -> None:
+        """The tracker's reply; None: there was none."""
+        body, self._body = self._body, None
+        if not self.alive or body is None:
             return
-        word, self.asking = self.asking, None
-        if assigned is None:
-            return self._later()
-        del self.finished[: len(word.finished)], self.failed[: len(word.failed)]
-        for one in assigned:
-            if one.index not in self.flying and self.wanted[one.index]:
-                self._fetch(one)
-        if len(self.flying) < self.downloads and self.wanted.any():
-            self._later()
-        if self.finished or self.failed:
-            self.speak()
+        if reply is None:
+            wait_s = self._state.unanswered(body)
+        else:
+            assigned, _, wait_s = self._state.receive(reply, self.net.clock.now)
+            for index, holder in assigned:
+                self._fetch(index, holder)
+        if self._state.has_news:
+            return self.ask()
+        self._timer += 1
+        number = self._timer
+        self.net.clock.after(wait_s, lambda: self.ask() if number == self._timer else None)
 
     def die(self) -> None:
         """It is killed."""
         self.alive = False
-        for fetch in self.flying.values():
+        for fetch in self._fetches.values():
             fetch.drop()
 
-    def _later(self) -> None:
-        if not self.waits:
-            self.waits = True
-            self.net.clock.after(self.wait_s, self._again)
-
-    def _again(self) -> None:
-        self.waits = False
-        self.speak()
-
-    def _fetch(self, one: Assignment) -> None:
-        blamed: list[str] = []
+    def _fetch(self, index: int, holder: TrackerAt) -> None:
+        wrong: list[str] = []
 
         def end(came: bool) -> None:
-            del self.flying[one.index]
+            del self._fetches[index]
+            error = None if came else IntegrityError("wrong bytes") if "wrong" in wrong else NetworkError("no bytes")
             if came:
-                self.wanted[one.index] = False
-                self.node.cache[one.index] = None
-                self.finished.append(one.index)
-                self.on_slice(self, one.index)
-            else:
-                self.failed.append((one.index, one.holder.peer_id, "wrong" in blamed))
-            self.speak()
+                self.node.cache[index] = None
+            self._state.ended(index, holder, error, self.net.clock.now)
+            if came:
+                self._on_slice(self, index)
+            self.ask()
 
-        def note(_: str, why: str) -> None:
-            blamed.append(why)
-
-        self.flying[one.index] = Fetch(self.net, self.node, one.index, [one.holder], end, note, rounds=1).start()
+        source = Holder(holder.member, holder.address, holder.is_origin)
+        fetch = Fetch(self.net, self.node, index, [source], end, lambda _, why: wrong.append(why), rounds=1)
+        self._fetches[index] = fetch.start()
 
 
 class Tracker:
@@ -135,57 +126,28 @@ class Tracker:
     def __init__(self, net: Net) -> None:
         self.net = net
         self.swarm = Swarm(net.settings.slices)
-        self._meet()
+        self._refresh()
 
-    def _meet(self) -> None:
+    def send(self, reader: Reader, body: Body) -> None:
+        """Carry a reader's request here and the reply back."""
+        latency_s, clock = reader.machine.latency_s, self.net.clock
+
+        def arrive() -> None:
+            if self.net.is_cut(reader.node):
+                return clock.after(ASK_S, lambda: reader.receive(None))
+            message = SwarmRequest.model_validate(body, strict=False)
+            reply = steer(self.swarm, reader.node.holder, message, clock.now)
+            clock.after(latency_s, lambda: reader.receive(reply))
+
+        clock.after(latency_s, arrive)
+
+    def _refresh(self) -> None:
         """Origins are here; who is silent goes."""
         now = self.net.clock.now
         for node in self.net.origins:
             self.swarm.join(node.holder, None, now)
         self.swarm.expire(now)
-        self.net.clock.after(1.0, self._meet)
-
-    def tell(self, reader: Reader, word: _Word) -> None:
-        """Carries a reader's word here and the answer back."""
-        machine = reader.node.machine
-        assert machine is not None
-
-        def arrive() -> None:
-            if self.net.is_cut(reader.node):
-                return self.net.clock.after(5.0, lambda: reader.hear(None))
-            assigned = self._answer(reader, word)
-            self.net.clock.after(machine.latency_s, lambda: reader.hear(assigned))
-
-        self.net.clock.after(machine.latency_s, arrive)
-
-    def heartbeat(self, reader: Reader) -> None:
-        """Says that a reader is here, with what it has."""
-        if reader.alive:
-            if not self.net.is_cut(reader.node):
-                have = np.zeros(self.net.settings.slices, np.bool_)
-                have[list(reader.node.cache)] = True
-                self.swarm.join(reader.node.holder, have, self.net.clock.now)
-            self.net.clock.after(_HEARTBEAT_S, lambda: self.heartbeat(reader))
-
-    def _answer(self, reader: Reader, word: _Word) -> list[Assignment]:
-        now, peer_id = self.net.clock.now, reader.node.holder.peer_id
-        self.swarm.join(reader.node.holder, None, now)
-        for index in word.finished:
-            self.swarm.finished(peer_id, index, now)
-        for index, source, wrong in word.failed:
-            self.swarm.failed(peer_id, index, source, now, wrong)
-        wishes, given = reader.wishes(), list[Assignment]()
-        must = reader.must.intersection(wishes.tolist()) if reader.must else set()
-        if must and reader.is_late:
-            for index in sorted(must)[: word.num]:
-                given += [Assignment(index, holder) for holder in self.swarm.providers(index, peer_id, now, 1)]
-            must.difference_update(one.index for one in given)
-        for some in (np.array(sorted(must), np.int64), wishes):
-            if given:
-                some = some[~np.isin(some, [one.index for one in given])]
-            if word.num > len(given) and len(some):
-                given += self.swarm.assign(peer_id, some, word.num - len(given), now)
-        return given
+        self.net.clock.after(1.0, self._refresh)
 
 
 def run(settings: Settings, progress: Progress | None = None) -> Result:
@@ -197,7 +159,7 @@ def run(settings: Settings, progress: Progress | None = None) -> Result:
     trace = Trace()
     trace.follow(world.clock, calm.seconds / 400, world.look, progress)
     ended = world.clock.run(lambda: world.left == 0, 20 * bound.seconds + 1000.0)
-    missing = sum(int(reader.wanted.sum()) for reader in world.readers.values() if reader.alive)
+    missing = sum(settings.slices - len(one.node.cache) for one in world.readers.values() if one.alive)
     repeated = sum(max(0, count - 1) for count in world.arrivals.values())
     samples = len(world.staying) * settings.slices
     verdict = Verdict(samples, missing, repeated, 0, 0, ())
@@ -231,11 +193,10 @@ class World:
 
     def _plan(self, machine: Machine) -> None:
         def join() -> None:
-            wanted = np.ones(self.net.settings.slices, bool)
-            reader = Reader(self.net, self.net.join(machine), wanted, self.tracker.tell, self._arrived)
-            self.readers[machine.index] = reader
-            self.tracker.heartbeat(reader)
-            reader.speak()
+            self.readers[machine.index] = reader = Reader(self.net, self.net.join(machine), self.tracker, self._arrived)
+            for index in range(self.net.settings.slices):
+                reader.want(index)
+            reader.ask()
 
         def die() -> None:
             reader = self.readers[machine.index]
@@ -248,10 +209,9 @@ class World:
             self.clock.at(machine.dies_at, die)
 
     def _arrived(self, reader: Reader, index: int) -> None:
-        machine = reader.node.machine
-        assert machine is not None
-        self.arrivals[machine.index, index] = self.arrivals.get((machine.index, index), 0) + 1
-        self.left -= machine.index in self.staying
+        key = reader.machine.index, index
+        self.arrivals[key] = self.arrivals.get(key, 0) + 1
+        self.left -= reader.machine.index in self.staying
 
     def look(self) -> dict[str, float]:
         """The curves' values now."""

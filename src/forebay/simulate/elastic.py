@@ -1,30 +1,32 @@
 """One run on machines that come and go: fenced generations of ranks, each with its part of every global batch.
 
-Who is in the run, and where the next generation begins, is `schedule.membership`'s word, event by event; a rank's
-samples are `order.run`'s; slices go round by the `Swarm`. A step is as slow as its slowest rank. The record is the
-lineage of the weights that the run ends with.
+Who is in the run, and where the next generation begins, is decided by `schedule.membership`, and each rank's part in it
+by `worker.membership_state`; a rank's samples are `order.run`'s; slices go round by the `Swarm`. A step is as slow as
+its slowest rank. The record is the lineage of the weights that the run ends with.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from forebay.errors import NetworkError
+from forebay.network.client import RemoteError
 from forebay.order.plan import Order
 from forebay.order.run import BatchSizes, Run
-from forebay.schedule.members import Disconnect, Event, Formed, Generation, Refuse, Rules, State, Tick, Waits
-from forebay.schedule.membership import apply
+from forebay.schedule.members import ANSWER_S, Generation, Rules
 from forebay.simulate.book import Weights, check
 from forebay.simulate.bound import order_bound
 from forebay.simulate.broadcast import Reader, Tracker
 from forebay.simulate.clock import Clock, Progress, Trace
+from forebay.simulate.coordinator import Coordinator
 from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.nodes import Net
-from forebay.simulate.ranks import Group, Rank
+from forebay.simulate.ranks import Answer, Group, Rank
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings
+from forebay.worker.membership_state import Request
 
-_TICK_S = 1.0
 _MAX_TIMES = 20.0
 
 
@@ -67,11 +69,11 @@ class _World:
         self._last: Generation | None = None
         self._chance = self.net.chance("answers")
         first = sum(one.joins_at == 0.0 < 1.0 < one.dies_at for one in faults.machines)
-        self.state = State(Rules(min_workers=max(1, first)), config={"batch_size": settings.batch, "lockstep": True})
+        config = {"batch_size": settings.batch, "lockstep": True}
+        self.coordinator = Coordinator(self.clock, Rules(min_workers=max(1, first)), config, self._form)
         self._ids = _worker_ids(settings, faults)
         for machine in faults.machines:
             self._plan(machine)
-        self._tick()
 
     def _plan(self, machine: Machine) -> None:
         worker_id, caches = self._ids[machine.index]
@@ -80,94 +82,71 @@ class _World:
             node = self.net.join(machine)
             if caches is not None:  # Its disk came back with it.
                 node.cache.update(self.net.nodes[f"worker-{caches}"].cache)
-            wanted = np.zeros(self.settings.slices, np.bool_)
-            reader = Reader(self.net, node, wanted, self.tracker.tell, lambda _, index: rank.came(index))
+            reader = Reader(self.net, node, self.tracker, lambda _, index: rank.came(index))
             rank = self.ranks[worker_id] = Rank(self.net, reader, self.run, self, worker_id)
-            self.tracker.heartbeat(reader)
+            reader.ask()
             rank.join()
-            rank.beat()
 
         def die() -> None:
             rank = self.ranks.pop(worker_id)
             self.killed.append(rank)
             rank.die()
             self.net.kill(rank.reader.node)
-            gone = Disconnect(worker_id, rank.session)
-            self.clock.after(machine.latency_s, lambda: None if self.net.is_cut(rank.reader.node) else self.tell(gone))
+            session = rank.membership.session
+            self.clock.after(machine.latency_s, lambda: None if rank.is_cut else self.coordinator.disconnect(session))
 
         self.clock.at(machine.joins_at, join)
         if machine.dies_at < float("inf"):
             self.clock.at(machine.dies_at, die)
 
-    # The coordinator.
-
-    def _tick(self) -> None:
-        self.tell(Tick())
-        self.clock.after(_TICK_S, self._tick)
-
-    def tell(self, event: Event) -> Refuse | None:
-        """Something happened at the coordinator; who waits there for an answer gets it."""
-        before = self.state
-        self.state, actions = apply(before, event, self.clock.now)
-        for action in actions:
-            if isinstance(action, Formed):
-                self._form(action.generation)
-        generation = self.state.generation
-        if generation is not None and self.state.changing and not (before.changing and before.generation is generation):
-            for place in generation.places:
-                rank = self.ranks.get(place.worker_id)
-                if rank is not None and rank.session == place.session:
-                    self._later(rank, lambda rank=rank: rank.hear_changing(generation.number))  # type: ignore[misc]
-        return next((action for action in actions if isinstance(action, Refuse)), None)
+    # What goes between ranks and the coordinator.
 
     def _form(self, generation: Generation) -> None:
         known = {place.worker_id: i for i, place in enumerate(self._last.places)} if self._last is not None else {}
         stays = [known[place.worker_id] for place in generation.places if place.worker_id in known]
         self.out_of_order += stays != sorted(stays)
         self._last = generation
-        group = Group(self.net, generation.number, len(generation.places))
-        self.groups.append(group)
-        for place in generation.places:
-            self._call_in(generation, group, self.ranks.get(place.worker_id))
+        self.groups.append(Group(self.net, generation.number, len(generation.places)))
 
-    def _call_in(self, generation: Generation, group: Group, rank: Rank | None) -> None:
-        if rank is not None:
-            source = self.ranks.get(generation.places[generation.source].worker_id)
-            self._later(rank, lambda: rank.enter(generation, group, source))
+    def group(self, number: int) -> Group:
+        """As `World.group`; generations are numbered from 1."""
+        return self.groups[number - 1]
 
-    def _later(self, rank: Rank, act: Callable[[], object]) -> None:
-        """An answer on its way to a rank; it may be lost."""
-        if self._chance.random() >= self.settings.lost:
-            self.clock.after(rank.machine.latency_s, lambda: None if rank.is_cut else act())
+    def send(self, rank: Rank, request: Request, answer: Answer) -> None:
+        """As `World.send`: the request, or its answer, may be lost."""
+        latency_s, gives_up_at = rank.machine.latency_s, self.clock.now + request.wait_s + ANSWER_S
+        is_over = False
 
-    def say(self, rank: Rank, event: Event, hear: Callable[[Refuse | None], object] | None = None) -> None:
-        """As `Line.say`."""
+        def end(result: Any = None, error: NetworkError | None = None) -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                answer(result, error)
+
+        def respond(result: dict[str, Any] | RemoteError) -> None:
+            is_lost = self._chance.random() < self.settings.lost
+            if rank.is_cut or (is_lost and self._chance.random() < 0.5):
+                return  # Nothing comes: given up in time.
+            error: NetworkError | None = result if isinstance(result, RemoteError) else None
+            if is_lost:
+                error = NetworkError("the connection closed before the answer")
+            self.clock.after(latency_s, lambda: end(result, error))
 
         def arrive() -> None:
-            if rank.is_cut or not rank.alive:
-                return
-            refused = self.tell(event)
-            member = self.state.members.get(rank.worker_id)
-            if member is not None and member.session == rank.session and not member.polling:
-                self.tell(Waits(rank.worker_id, rank.session, +1))
-            if hear is not None:
-                self._later(rank, lambda: hear(refused))
-            generation, place = self.state.generation, None
-            if generation is not None:
-                place = generation.rank_of(rank.session)
-            if generation is not None and place is not None and self.groups and refused is None:
-                self._call_in(generation, self.groups[-1], rank)
+            if not rank.is_cut and rank.alive:
+                self.coordinator.receive(request, respond)
 
-        self.clock.after(rank.machine.latency_s, arrive)
+        self.clock.after(latency_s, arrive)
+        self.clock.at(gives_up_at, lambda: end(None, NetworkError("no answer")))
 
     def done(self, rank: Rank, learned: Weights) -> None:
-        """As `Line.done`."""
+        """As `World.done`."""
         if learned.step == self.run.num_steps:
             self.ends.append(learned)
 
     def is_over(self) -> bool:
-        """Whether the run has ended, and all who live know it."""
-        return bool(self.ends) and all(rank.done for rank in self.ranks.values())
+        """Whether the run has ended and all who live know it, but for those that come when all others have left."""
+        return bool(self.ends) and all(rank.done or rank.group is None for rank in self.ranks.values())
 
     # What is told.
 

@@ -1,16 +1,18 @@
 """Strangers' machines lease slices of one scheduler: the scheduler's own `Desk`, under churn, lies and restarts.
 
-Here the scheduler is the desk and its journal, which a restart replays; the world carries what workers say to it, late
-or never, and keeps the record that the desk is judged by.
+Here the scheduler is the `Desk` and its journal, which a restart replays. The world carries requests and replies over
+connections that break, and keeps the record by which scheduler and workers are judged.
 """
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from forebay.errors import LeaseError
 from forebay.schedule.ask import Ask, Grant, Reply
 from forebay.schedule.desk import Desk, JobSpec, Source
 from forebay.schedule.events import Cut, Event, Returned, from_row, to_row
@@ -21,11 +23,14 @@ from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.nodes import Net
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings
-from forebay.simulate.worker import STILL_S, Worker
+from forebay.simulate.worker import Worker
+from forebay.worker.control import ANSWER_S
 
 _JOB = "job"
 _DATASET = "dataset"
 _ORIGINS_S = 5.0
+_BREAKS = ("closed", "silent", "late")
+"""How an exchange fails: its connection closes before the reply, no reply comes, or the request comes late."""
 _MAX_TIMES = 20.0
 """A run that takes so many times its bound hangs."""
 
@@ -43,10 +48,7 @@ def run(settings: Settings, progress: Progress | None = None) -> Result:
     world.close()
     verdict = world.book.check(settings.deadline_s)
     counts = {**world.counts(), "events": world.clock.num_events}
-    if not ended:
-        fault = f"after {world.clock.now:,.0f} virtual seconds samples are left: nobody can or will use them."
-    else:
-        fault = world.scheduler.fault()
+    fault = world.fault(ended)
     time_s = world.clock.now if world.ended_at is None else world.ended_at
     return Result(settings, verdict, time_s, bound, world.net.origin_bytes(), counts, fault, trace)
 
@@ -60,11 +62,13 @@ class _Scheduler:
         self.counts: Counter[str] = Counter()
         self.starts = 0
         self.is_up = False
+        self._replies: dict[tuple[str, str], tuple[int, Reply]] = {}
         self.start()
 
     def start(self) -> None:
         """Begins, or goes on from the journal."""
         self.desk = self._replayed()
+        self._replies.clear()
         self.starts += 1
         self.is_up = True
         self.meet_origins()
@@ -91,10 +95,22 @@ class _Scheduler:
             self._keep(self.desk.expire(self._net.clock.now))
 
     def exchange(self, peer_id: str, ask: Ask) -> Reply:
-        """Answers a worker; the events are on record first."""
-        reply, events = self.desk.exchange(peer_id, ask, self._net.clock.now)
-        self._keep(events)
+        """Answers a worker; the events are on record first. An attempt that comes again gets the first reply again.
+
+        Raises:
+            LeaseError: As the desk.
+        """
+        reply = self._repeat(peer_id, ask)
+        if reply is None:
+            reply, events = self.desk.exchange(peer_id, ask, self._net.clock.now)
+            self._keep(events)
+            self._replies[peer_id, ask.session] = ask.attempt, reply
         return reply
+
+    def _repeat(self, peer_id: str, ask: Ask) -> Reply | None:
+        """The first reply to an attempt that was answered last."""
+        attempt, reply = self._replies.get((peer_id, ask.session), (None, None))
+        return reply if attempt == ask.attempt else None
 
     def _keep(self, events: list[Event]) -> None:
         for event in events:
@@ -155,7 +171,7 @@ class _World:
     def _plan(self, machine: Machine) -> None:
         def join() -> None:
             node = self.net.join(machine)
-            self.workers[node.holder.peer_id] = Worker(self.net, node, self.book, _JOB, _DATASET, self._carry)
+            self.workers[node.holder.peer_id] = Worker(self.net, node, self.book, _JOB, _DATASET, self._send)
 
         def die() -> None:
             worker = self.workers.pop(f"worker-{machine.index}")
@@ -169,24 +185,45 @@ class _World:
 
     # What goes between workers and the scheduler.
 
-    def _carry(self, worker: Worker, ask: Ask) -> None:
+    def _send(self, worker: Worker, ask: Ask, is_repeat: bool = False) -> None:
+        """Carries one attempt and its reply over a connection that may break: see `_BREAKS`."""
         latency_s = worker.machine.latency_s
-        lost = self._chance.random() < self.settings.lost
+        breaks = self._chance.choice(_BREAKS) if self._chance.random() < self.settings.lost else ""
+
+        def later(act: Callable[..., object], *args: object, after_s: float = latency_s) -> None:
+            self.clock.after(after_s, lambda: act(*args))
 
         def arrive() -> None:
             if self.net.is_cut(worker.node):
-                self.clock.after(STILL_S, lambda: worker.hear_nothing(ask))
+                later(worker.unanswered, ask, after_s=ANSWER_S)
             elif not self.scheduler.is_up:
-                self.clock.after(latency_s, lambda: worker.hear_nothing(ask))
+                later(worker.unanswered, ask)
+            elif breaks == "late" or (reply := self._answer(worker, ask)) is None:
+                later(worker.unanswered, ask, after_s=ANSWER_S)
+                if breaks == "late":
+                    later(self._answer, worker, ask, False, after_s=2 * ANSWER_S)
+            elif breaks == "silent":
+                later(worker.unanswered, ask, after_s=ANSWER_S)
+            elif breaks == "closed":
+                # The transport sends the same bytes again on another connection, once.
+                later(worker.unanswered, ask) if is_repeat else later(self._send, worker, ask, True)
             else:
-                reply = self.scheduler.exchange(worker.node.holder.peer_id, ask)
-                self._note(worker, reply)
-                if lost:
-                    self.clock.after(STILL_S, lambda: worker.hear_nothing(ask))
-                else:
-                    self.clock.after(latency_s, lambda: worker.apply_reply(ask, reply))
+                later(worker.receive, ask, reply)
 
         self.clock.after(latency_s, arrive)
+
+    def _answer(self, worker: Worker, ask: Ask, is_awaited: bool = True) -> Reply | None:
+        """The scheduler's reply; None for a refusal."""
+        if not self.scheduler.is_up:
+            return None
+        try:
+            reply = self.scheduler.exchange(worker.node.holder.peer_id, ask)
+        except LeaseError as error:
+            if is_awaited:
+                worker.refused(ask, str(error))
+            return None
+        self._note(worker, reply)
+        return reply
 
     def _note(self, worker: Worker, reply: Reply) -> None:
         """Puts on record what the scheduler took, from its answer as it left."""
@@ -209,13 +246,14 @@ class _World:
     def look(self) -> dict[str, float]:
         """The curves' values now."""
         origin, peers = self.net.links.rates(len(self.net.origins))
-        held = [one for worker in self.workers.values() for one in worker.hand.held if not one.is_spent]
+        num_using = sum(worker.is_using for worker in self.workers.values())
+        leases = [one for worker in self.workers.values() for one in worker.state.leases if not one.is_spent]
         return {
             "done": 1 - max(0, self._left) / self._all,
             "workers alive": len(self.workers),
-            "workers using": sum(worker.is_using for worker in self.workers.values()),
-            "leases in use": sum(one.path is not None for one in held),
-            "leases being fetched": sum(one.path is None for one in held),
+            "workers using": num_using,
+            "leases in use": sum(one.path is not None for one in leases),
+            "leases being fetched": sum(one.path is None for one in leases),
             "bytes/s from origins": origin,
             "bytes/s from workers": peers,
         }
@@ -223,15 +261,24 @@ class _World:
     def close(self) -> None:
         """Counts as wasted what was used under a lost lease, whether its worker knows or not, or by a killed worker."""
         for worker in [*self._closed, *self.workers.values()]:
-            for held in worker.all_held.values():
-                offset = self._grants[held.grant.lease_id][1]
-                found = self.scheduler.desk.find(held.grant.lease_id)
-                is_lost = held.over or found is None or held.grant.lease_id not in found[2].leases
-                if held.used > offset and (is_lost or not worker.alive):
-                    grant = held.grant
+            for lease in worker.all_leases:
+                grant = lease.grant
+                offset = self._grants[grant.lease_id][1]
+                found = self.scheduler.desk.find(grant.lease_id)
+                is_lost = lease.over or found is None or grant.lease_id not in found[2].leases
+                if lease.used > offset and (is_lost or not worker.alive):
                     self.book.wasted.append(
-                        Range(grant.epoch, grant.slice_index, offset, held.used, self.clock.now, worker.machine.index)
+                        Range(grant.epoch, grant.slice_index, offset, lease.used, self.clock.now, worker.machine.index)
                     )
+
+    def fault(self, ended: bool) -> str:
+        """What went wrong beside the samples; "" for nothing."""
+        workers = [*self._closed, *self.workers.values()]
+        if errors := [worker.error for worker in workers if worker.error]:
+            return f"{len(errors)} of {len(workers)} workers ended: {errors[0]}"
+        if not ended:
+            return f"after {self.clock.now:,.0f} virtual seconds samples are left: nobody can or will use them."
+        return self.scheduler.fault()
 
     def counts(self) -> dict[str, float]:
         """What happened, by name."""
@@ -241,12 +288,13 @@ class _World:
         return {
             "killed": len(self._closed),
             "joined_later": sum(worker.machine.joins_at > 0 for worker in workers),
-            "wait_share": sum(w.waited_s for w in workers) / max(1e-9, sum(w.lived_s() for w in workers)),
+            "wait_share": sum(w.state.counts.waited_s for w in workers) / max(1e-9, sum(w.lived_s() for w in workers)),
             "exchanges": self.net.counts["exchanges"],
             "steals": self.scheduler.counts["cuts"],
             "expired": self.scheduler.counts["returned expired"],
-            "leases_lost": sum(worker.hand.tally.lost for worker in workers),
+            "leases_lost": sum(worker.state.counts.lost for worker in workers),
             "wasted_by_living": lost,
+            "longest_silence_s": max(worker.silence_s for worker in workers),
             "fetches": self.net.counts["fetches"],
             "wrong_bytes": self.net.counts["wrong"],
             "stalls": self.net.counts["silent"],

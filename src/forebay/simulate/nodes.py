@@ -12,12 +12,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from forebay.network.backoff import backoff_s
 from forebay.network.swarm import Holder
 from forebay.simulate.clock import Clock
 from forebay.simulate.faults import Faults, Machine
 from forebay.simulate.links import Flow, Links
 from forebay.simulate.settings import Settings
-from forebay.store.sources import Backoff
 
 STALL_S = 5.0
 _ROUNDS = 4
@@ -49,7 +49,7 @@ class Net:
         self.faults = faults
         self.nodes: dict[str, Node] = {}
         self.counts: Counter[str] = Counter()
-        self.backoff = Backoff(0.2, 5.0, self.chance("back-off"))
+        self.retry_chance = self.chance("retries")
         self.origins = [self._origin(i) for i in range(settings.origins)]
 
     def _origin(self, number: int) -> Node:
@@ -145,7 +145,7 @@ class Fetch:
         if self._at >= len(self._providers):
             if self._round >= self._rounds or not self._providers:
                 return self._end(False)
-            wait_s = self._net.backoff.after(self._round)
+            wait_s = backoff_s(self._round, 0.2, 5.0, chance=self._net.retry_chance)
             self._round, self._at = self._round + 1, 0
             return self._net.clock.after(wait_s, self._ask)
         self._net.clock.after(self._latency(), self._ask)

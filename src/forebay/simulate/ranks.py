@@ -1,8 +1,9 @@
-"""A simulated rank: joins a run, steps together with the others, and fetches what its next steps read.
+"""A simulated rank: a process of the run on its machine, stepping together with the others.
 
-Which samples are its is `order.run`'s word for the rank and world size that the coordinator gave it; what it will read
-is `store.uses`'s, so it fetches in order of first use and lets go what is read last. It keeps the worker's part of
-membership: at a step's end all stop where any of them heard of a change, and where one is gone none goes on.
+Its membership is production's `MembershipState`; which samples are its is decided by `order.run` for the rank and world
+size that the coordinator gave it; what it will read is `store.uses`'s, so it fetches in order of first use and drops
+what is read last. It does what `worker.together` does: at a step's end all stop where any of them learned of a change,
+and where one is gone none goes on.
 """
 
 from __future__ import annotations
@@ -10,34 +11,42 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-import numpy as np
-
+from forebay.errors import NetworkError
 from forebay.order.run import Run, Steps
-from forebay.schedule.members import Event, Generation, Heartbeat, Join, Leave, Ready, Refuse
 from forebay.simulate.book import I64, Weights
-from forebay.simulate.broadcast import WAIT_S, Reader
+from forebay.simulate.broadcast import Reader
 from forebay.simulate.nodes import STALL_S, Net
 from forebay.store.uses import Uses
+from forebay.worker.membership_state import (
+    DuplicateWorkerError,
+    Generation,
+    MembershipLostError,
+    MembershipState,
+    Operation,
+    Pause,
+    Request,
+    T,
+)
 
 _AHEAD = 8
 """Slices that are fetched before they are read."""
 _BLOCK = 64
-_CALM_S = 2.0
-"""Asks again for what is not needed yet after so long."""
-_MUST_S = 5.0
-"""What a step waits for so long comes from wherever it is, as a loader's reader says."""
-ASK_S = 2.0
-BEAT_S = 20.0
-"""How long a question waits for its answer: that of a joiner or of who stands still, and the heartbeat's."""
+_RESTART_S = 5.0
+"""A process that ended as its worker's id was in use is started again after so long."""
+
+Answer = Callable[[Any, NetworkError | None], object]
 
 
-class Line(Protocol):
-    """What a rank knows of the coordinator."""
+class World(Protocol):
+    """What a rank knows of the others."""
 
-    def say(self, rank: Rank, event: Event, hear: Callable[[Refuse | None], object] | None = None) -> None:
-        """Carries an event there; `hear` is told of a refusal, or None, if the answer comes back."""
+    def send(self, rank: Rank, request: Request, answer: Answer) -> None:
+        """Carries a request to the coordinator; `answer` is called with the answer, or with why there is none."""
+
+    def group(self, number: int) -> Group:
+        """The group of a generation."""
 
     def done(self, rank: Rank, learned: Weights) -> None:
         """The rank has done all steps."""
@@ -55,6 +64,19 @@ class Group:
         self._before: set[Weights] = set()
         self._stop = False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks are here; no step begins before."""
+        return len(self.members) == self.size
+
+    def meet(self, rank: Rank, number: int) -> None:
+        """A rank comes; with the last one they begin."""
+        self.members[number] = rank
+        if self.is_broken:
+            rank.fail(self, holds=rank.holds)
+        elif self.is_whole:
+            self._tell(lambda one: one.begin(self))
+
     def arrive(self, rank: Rank, number: int, read: I64, stop: bool) -> None:
         """A rank has done its part of a step; the last one to come ends it for all."""
         self._read[number] = read
@@ -68,15 +90,17 @@ class Group:
         learned = Weights(rank.learned.step + 1, rank.learned, parts, self.number)
         stop, self._read, self._before, self._stop = self._stop, {}, set(), False
         self.steps_done += 1
-        for one in self.members.values():
-            self.net.clock.after(one.machine.latency_s, lambda one=one: one.finish(self, learned, stop))  # type: ignore[misc]
+        self._tell(lambda one: one.finish(self, learned, stop))
 
     def fall(self) -> None:
         """Somebody's connection is gone: the others learn so, each a little later."""
         if not self.is_broken:
             self.is_broken = True
-            for one in self.members.values():
-                self.net.clock.after(one.machine.latency_s, lambda one=one: one.fail(self))  # type: ignore[misc]
+            self._tell(lambda one: one.fail(self, holds=one.holds))
+
+    def _tell(self, act: Callable[[Rank], object]) -> None:
+        for one in self.members.values():
+            self.net.clock.after(one.machine.latency_s, lambda one=one: act(one))  # type: ignore[misc]
 
 
 @dataclass(eq=False)
@@ -91,18 +115,15 @@ class Rank:
     net: Net
     reader: Reader
     run: Run
-    line: Line
+    world: World
     worker_id: str
     learned: Weights = field(default_factory=Weights)
     alive: bool = True
-    session: str = ""
-    generation: Generation | None = None
     group: Group | None = None
-    changing: bool = False
     done: bool = False
+    holds: bool = False
     waited_s: float = 0.0
     stood_s: float = 0.0
-    _number: int = 0
     _step: int = 0
     _sessions: int = 0
     _stands: bool = True
@@ -113,8 +134,22 @@ class Rank:
     _since: float = 0.0
 
     def __post_init__(self) -> None:
-        assert self.reader.node.machine is not None
-        self.machine = self.reader.node.machine
+        self.machine = self.reader.machine
+        self.membership = MembershipState(
+            self.worker_id,
+            "coordinator",
+            address=self.reader.node.holder.address,
+            settings={},
+            defaults={},
+            lockstep=True,
+            step=0,
+            samples=0,
+            patience_s=float("inf"),
+            on_note=lambda text: None,
+            clock=lambda: self.net.clock.now,
+            new_session=self._new_session,
+            random=self.net.chance(f"rank {self.machine.index}"),
+        )
 
     @property
     def is_in_step(self) -> bool:
@@ -129,69 +164,115 @@ class Rank:
     # Membership.
 
     def join(self) -> None:
-        """Asks to be let in, under a new session."""
+        """Becomes a member, under a new session, and steps with the others."""
         if not self.alive or self.done:
             return
+        self.group, self._stands, self._since = None, True, self.net.clock.now
+
+        def joined(generation: Generation) -> None:
+            self._drive(self.membership.heartbeats(), lambda _: self._look())
+            self._enter(generation)
+
+        self._drive(self.membership.join(), joined)
+
+    def die(self) -> None:
+        """It is killed."""
+        self.alive = False
+        self.reader.die()
+        if self.group is not None and not self._stands:
+            self.group.fall()
+
+    def finish(self, group: Group, learned: Weights, stop: bool) -> None:
+        """A step is done, unless one of its ranks was gone before this one heard so."""
+        if not self.alive or self.group is not group or self._stands or group.is_broken:
+            return
+        if self.is_cut:
+            return self.net.clock.after(STALL_S, lambda: self.fail(group))
+        self.learned, self._step = learned, learned.step
+        self._boundary(stop and learned.step != self.run.num_steps)
+
+    def fail(self, group: Group, holds: bool = True) -> None:
+        """A step cannot be finished: stands where it is, and says so."""
+        if self.alive and self.group is group and not self._stands and not self.done:
+            group.fall()
+            self.holds = holds
+            self._boundary(True, broken=True)
+
+    def _new_session(self) -> str:
         self._sessions += 1
-        self.session = f"{self.machine.index}-{self._sessions}"
-        self.generation, self.group, self._stands, self._since = None, None, True, self.net.clock.now
-        self._ask(self.session, lambda: self._join_event())
+        return f"session-{self.machine.index}-{self._sessions}"
 
-    def _join_event(self) -> Event:
-        address = self.reader.node.holder.address
-        return Join(self.worker_id, self.session, address, "", self.learned.step, self._samples(self.learned.step))
+    def _drive(self, operation: Operation[T], then: Callable[[T], object]) -> None:
+        """Sends what an operation of the membership asks for, until it has its result."""
 
-    def _samples(self, step: int) -> int:
-        return step * self.run.batches.largest
+        def resume(answer: Any = None, error: NetworkError | None = None) -> None:
+            if not self.alive:
+                return
+            try:
+                effect = operation.send(answer) if error is None else operation.throw(error)
+            except StopIteration as end:
+                then(end.value)
+                return
+            except MembershipLostError:
+                self.holds = False
+                return self.join()
+            except DuplicateWorkerError:
+                return self.net.clock.after(_RESTART_S, self.join)
+            self._look()
+            if isinstance(effect, Pause):
+                self.net.clock.after(effect.seconds, resume)
+            else:
+                self.world.send(self, effect, resume)
 
-    def _ask(self, session: str, event: Callable[[], Event]) -> None:
-        """Says the same again and again until a generation begins."""
-        if not self.alive or self.session != session or not self._stands or self.done:
+        resume()
+
+    def _look(self) -> None:
+        """Gives up a group that cannot meet, or a step that another rank says cannot end."""
+        group = self.group
+        if group is None or self._stands:
             return
+        if self.membership.broken or (self.membership.changing and not group.is_whole):
+            self.fail(group, holds=self.holds)
 
-        def hear(refused: Refuse | None) -> None:
-            if refused is not None and refused.code == "expelled" and self.session == session:
-                self.join()
+    def _boundary(self, stop: bool, broken: bool = False) -> None:
+        """Goes on in the generation that holds from here."""
+        self._stands, self._since = stop, self.net.clock.now
+        before, group = self.membership.generation, self.group
+        operation = self.membership.boundary(self._step, stop=stop, broken=broken, holds=self.holds)
 
-        self.line.say(self, event(), hear)
-        self.net.clock.after(ASK_S, lambda: self._ask(session, event))
+        def go_on(generation: Generation) -> None:
+            self._stands = False
+            if generation is not before and generation.number != (group.number if group else 0):
+                self._enter(generation)
+            elif group is not None and group.is_broken:
+                self._boundary(True, broken=True)
+            else:
+                self.stood_s += self.net.clock.now - self._since
+                self._begin_step()
 
-    def beat(self) -> None:
-        """Shows that it lives, for ever."""
-        if self.alive and not self.done:
-            if self.generation is not None and not self._stands:
-                session, step = self.session, self._step
+        self._drive(operation, go_on)
 
-                def hear(refused: Refuse | None) -> None:
-                    if refused is not None and self.session == session and not self._stands:
-                        self.join()
+    def _enter(self, generation: Generation) -> None:
+        """Meets the others of a generation."""
+        self._stands, here, self._step = False, self._step, generation.start_step
+        self.holds = generation.rank == generation.source or (self.holds and here == generation.start_step)
+        self.group = self.world.group(generation.number)
+        self.group.meet(self, generation.rank)
 
-                self.line.say(self, Heartbeat(self.worker_id, session, self.generation.number, step), hear)
-            self.net.clock.after(BEAT_S, self.beat)
+    def begin(self, group: Group) -> None:
+        """All ranks are here: the source's weights go to all."""
+        generation = self.membership.generation
+        if self.alive and self.group is group and not self._stands and generation is not None:
+            if generation.rank == generation.source:
+                return self._begin_at(generation)
+            self.net.clock.after(2 * self.machine.latency_s, lambda: self._take_over(generation, group))
 
-    def enter(self, generation: Generation, group: Group, source: Rank | None) -> None:
-        """A generation begins, or is told of again."""
-        if not self.alive or generation.rank_of(self.session) is None:
-            return
-        if self.generation is not None and self.generation.number >= generation.number:
-            return
-        number = generation.rank_of(self.session)
-        assert number is not None
-        self.generation, self.group, self._number = generation, group, number
-        self.changing, self._stands, self._step = False, False, generation.start_step
-        group.members[number] = self
-        if group.is_broken:
-            return self.fail(group)
-        if number == generation.source:
-            return self._begin_at(generation)
-        latency_s = 2 * self.machine.latency_s
-        self.net.clock.after(latency_s, lambda: self._take_over(generation, group, source))
-
-    def _take_over(self, generation: Generation, group: Group, source: Rank | None) -> None:
+    def _take_over(self, generation: Generation, group: Group) -> None:
         """The source's weights, if it is still there."""
         if not self.alive or self.group is not group or self._stands:
             return
-        if source is None or not source.alive or source.is_cut or self.is_cut or source.group is not group:
+        source = group.members[generation.source]
+        if not source.alive or source.is_cut or self.is_cut or source.group is not group:
             return self.fail(group, holds=False)
         self.learned = source.held_at(generation.start_step)
         self._begin_at(generation)
@@ -203,86 +284,45 @@ class Rank:
             found = found.before
         return found
 
-    def hear_changing(self, number: int) -> None:
-        """Another generation is wanted."""
-        if self.generation is not None and self.generation.number == number:
-            self.changing = True
-
-    def finish(self, group: Group, learned: Weights, stop: bool) -> None:
-        """A step is done, unless one of its ranks was gone before this one heard so."""
-        if not self.alive or self.group is not group or self._stands or group.is_broken:
-            return
-        if self.is_cut:
-            return self.net.clock.after(STALL_S, lambda: self.fail(group))
-        self.learned, self._step = learned, learned.step
-        if stop and learned.step != self.run.num_steps:
-            return self._stand(broken=False)
-        self._begin_step()
-
-    def fail(self, group: Group, holds: bool = True) -> None:
-        """A step cannot be finished: stands where it is, and says so."""
-        if self.alive and self.group is group and not self._stands and not self.done:
-            group.fall()
-            self._stand(broken=True, holds=holds)
-
-    def _stand(self, broken: bool, holds: bool = True) -> None:
-        assert self.generation is not None
-        self._stands, self._since = True, self.net.clock.now
-        held = (self.learned.step, self._samples(self.learned.step))
-        ready = Ready(self.worker_id, self.session, self.generation.number, self._step, broken, held)
-        self._ask(self.session, lambda: ready)
-
-    def die(self) -> None:
-        """It is killed."""
-        self.alive = False
-        self.reader.die()
-        if self.group is not None and not self._stands:
-            self.group.fall()
-
     # Steps.
 
     def _begin_at(self, generation: Generation) -> None:
         self.stood_s += self.net.clock.now - self._since
+        self.holds = True
         step = generation.start_step
         if self.learned.step != step and step != self.run.num_steps:
             self.net.counts["wrong start"] += 1
-        world_size, number = len(generation.places), self._number
+        world_size, number = generation.world_size, generation.rank
         self._uses = Uses(lambda a, b: self.run.uses(a, b, number, world_size)[::2], self.run.num_steps, step)
         self._queue, self._block = deque(), None
-        self.reader.wanted[:] = False
+        self.reader.want_nothing()
         self._begin_step()
 
     def _begin_step(self) -> None:
-        assert self.generation is not None and self._uses is not None and self.run.num_steps is not None
+        generation = self.membership.generation
+        assert generation is not None and self._uses is not None and self.run.num_steps is not None
         if self._step >= self.run.num_steps:
             self.done = True
-            self.line.say(self, Leave(self.worker_id, self.session, self.generation.number, self._step, True))
-            return self.line.done(self, self.learned)
+            self.world.send(self, self.membership.leave(finished=True), lambda answer, error: None)
+            return self.world.done(self, self.learned)
         block, step = self._block, self._step
         if block is None or step >= block.first + len(block.bounds) - 1:
             stop = min(step + _BLOCK, self.run.num_steps)
-            block = self._block = self.run.steps(step, stop, self._number, len(self.generation.places))
+            block = self._block = self.run.steps(step, stop, generation.rank, generation.world_size)
         slices = block.slices[slice(*block.bounds[step - block.first : step - block.first + 2])]
         self._needs = set(slices.tolist()).difference(self.reader.node.cache)
         self._since = self.net.clock.now
         self._look_ahead()
         if not self._needs:
             self._compute()
-        else:
-            self.reader.is_late = False
-            self.net.clock.after(_MUST_S, lambda: self._be_late(step))
-
-    def _be_late(self, step: int) -> None:
-        if self._step == step and self._needs and self.alive:
-            self.reader.is_late = True
-            self.reader.speak()
 
     def _look_ahead(self) -> None:
         """Wants what this step lacks, and the next slices in order of first use."""
-        uses, wanted = self._uses, self.reader.wanted
+        uses, asked_for = self._uses, self.reader.asked_for
         assert uses is not None
-        lacks = [index for index in self._needs if not wanted[index] and index not in self.reader.flying]
-        ahead = int(np.count_nonzero(wanted))
+        lacks, ahead = self._needs - asked_for, len(asked_for)
+        for index in sorted(self._needs):
+            self.reader.need(index)
         while ahead < _AHEAD:
             if not self._queue:
                 if uses.is_full(self._step):
@@ -290,13 +330,11 @@ class Rank:
                 self._queue.extend(uses.extend())
                 continue
             _, index = self._queue.popleft()
-            if index not in self.reader.node.cache and not wanted[index]:
-                wanted[index] = True
+            if index not in self.reader.node.cache and index not in asked_for and index not in lacks:
+                self.reader.want(index)
+                asked_for.add(index)
                 ahead += 1
-        wanted[lacks] = True
-        self.reader.must, self.reader.wait_s = self._needs, WAIT_S if self._needs else _CALM_S
-        if ahead or lacks:
-            self.reader.speak()
+        self.reader.ask()
 
     def came(self, index: int) -> None:
         """A slice is here: makes room, and goes on if it was the last that a step lacked."""
@@ -304,7 +342,7 @@ class Rank:
         if len(cache) > self.net.settings.cache and uses is not None:
             later = {key: uses.next_use(key, self._step) for key in cache}
             out = max(cache, key=lambda key: float("inf") if later[key] is None else float(later[key] or 0))
-            del cache[out]
+            self.reader.drop(out)
         if index in self._needs:
             self._needs.discard(index)
             if not self._needs and self.alive and not self._stands:
@@ -314,7 +352,8 @@ class Rank:
 
     def _compute(self) -> None:
         block, step, group, at = self._block, self._step, self.group, self.net.clock.now
-        assert block is not None and group is not None
+        generation = self.membership.generation
+        assert block is not None and group is not None and generation is not None
         self.waited_s += at - self._since
         part = slice(*block.bounds[step - block.first : step - block.first + 2])
         read = block.slices[part] * self.net.settings.samples + block.samples[part]
@@ -325,6 +364,6 @@ class Rank:
             if self.is_cut:
                 return self.net.clock.after(STALL_S, lambda: self.fail(group))
             if not group.is_broken:
-                group.arrive(self, self._number, read, self.changing)
+                group.arrive(self, generation.rank, read, self.membership.changing)
 
         self.net.clock.after(len(read) / self.machine.speed, end)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from forebay.errors import UsageError
+from forebay.worker.lease_state import MAX_FETCHES
 
 Mode = Literal["lease", "order", "swarm"]
 
@@ -26,8 +27,9 @@ class Settings:
         slow: Share that is ten times as slow at computing and sending.
         restarts: How often the scheduler is killed; it is back `outage_s` later.
         partitions: How often a tenth of the workers is cut off from everybody for `partition_s`.
-        lost: Share of the answers of the scheduler that never arrive.
+        lost: Share of the requests whose connection closes before the reply, that get no reply, or that come late.
         cache: Slices that a worker keeps.
+        fetches: Slices that a worker fetches at once.
         lease_s, exchange_s: How long a lease lives without contact; how often a worker speaks.
         stall_s, steal_s: See `schedule.desk.JobSpec`.
         deadline_s: A sample used later than this is late.
@@ -59,6 +61,7 @@ class Settings:
     partition_s: float = 60.0
     lost: float = 0.0
     cache: int = 64
+    fetches: int = MAX_FETCHES
     lease_s: float = 30.0
     exchange_s: float = 5.0
     stall_s: float = 600.0
@@ -66,7 +69,7 @@ class Settings:
     deadline_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("workers", "slices", "epochs", "samples", "batch", "slice_bytes", "origins", "cache"):
+        for name in ("workers", "slices", "epochs", "samples", "batch", "slice_bytes", "origins", "cache", "fetches"):
             if getattr(self, name) < 1:
                 raise UsageError(f"simulate: expected {name} of at least 1, got {getattr(self, name)}.")
         for name in ("churn", "replace", "liars", "slow", "lost"):

@@ -1,8 +1,8 @@
-"""A simulated worker: the worker's own `Hand` of leases, on a machine that fetches and uses at its speed.
+"""A simulated worker: production's `LeaseState` on a machine that fetches and uses at its own speed, in virtual time.
 
-The hand keeps the worker's part of the protocol: one exchange at a time; while one is under way nothing is used beyond
-the horizons that it declared. Here an exchange that was not answered is repeated, slices are fetched one at a time,
-and samples are used in whole batches, without an event for each.
+All decisions are those of `LeaseState`. This class only does what a worker's threads do: it fetches some slices at
+once, uses one step after the other, and sends a request when one is due, as often as `worker.control` would. Steps
+cost no event: those that ended are entered, with their own moments, before anything else changes.
 """
 
 import logging
@@ -12,21 +12,20 @@ from pathlib import Path
 
 import numpy as np
 
+from forebay.network.backoff import backoff_s
 from forebay.schedule.ask import Ask, Bad, Reply
 from forebay.simulate.book import Book, Range
 from forebay.simulate.nodes import Fetch, Net, Node
 from forebay.worker.answers import Answer, Lease
-from forebay.worker.hand import Hand, Held
+from forebay.worker.control import FIRST_WAIT_S, MOST_WAIT_S
+from forebay.worker.lease_state import ActiveLease, LeaseState
 
-STILL_S = 5.0
-"""An exchange that was not answered for so long is given up."""
 _log = logging.getLogger("forebay.simulate")
-_log.setLevel(logging.ERROR)  # A use that is refused is no news here: it is counted.
-_HERE = Path("slice")  # Stands for the file of a slice that is in the cache.
-
+_log.setLevel(logging.ERROR)  # Refused uses are counted, not logged.
+_PATH = Path("slice")  # Stands for the file of a slice in the cache.
 
 Send = Callable[["Worker", Ask], object]
-"""Carries an exchange; the world calls `hear` or `hear_nothing` some time later."""
+"""Sends one attempt of a request; the world calls `receive`, `unanswered` or `refused` later."""
 
 
 class Worker:
@@ -34,99 +33,227 @@ class Worker:
 
     Args:
         job: The job's name.
-        send: Carries what it says to the scheduler.
+        send: Carries requests to the scheduler.
     """
 
     def __init__(self, net: Net, node: Node, book: Book, job: str, dataset_id: str, send: Send) -> None:
         assert node.machine is not None
         self.net, self.node, self.book, self.machine = net, node, book, node.machine
         self._job, self._dataset_id, self._send = job, dataset_id, send
-        self.session = f"{node.holder.peer_id}-session"
         settings = net.settings
-        self.hand = Hand(
-            settings.batch,
-            None,
-            settings.cache * settings.slice_bytes,
-            2 * settings.exchange_s,
-            lambda lease: None,
-            lambda: net.clock.now,
+        self.state = LeaseState(
+            settings.batch, None, settings.cache * settings.slice_bytes, 2 * settings.exchange_s, lambda lease: None
         )
-        self.hand.log = _log
-        self.hand.samples_per_s = self.machine.speed
-        self.all_held: dict[str, Held] = {}  # Also those let go, for the record.
+        self.state.log = _log
+        self.all_leases: list[ActiveLease] = []  # Ended ones as well, for the record.
         self.alive = True
-        self.waited_s = 0.0
-        self._idle_since = net.clock.now
-        self._current: Held | None = None
-        self._position_at = 0.0  # When the current one's `used` was exact.
-        self._said: Ask | None = None
-        self._news = True  # Something in the cache that the scheduler was not told.
-        self._fetching: tuple[Held, Fetch] | None = None
-        self._misses, self._fetch_at = 0, 0.0
-        self._tries = self._attempt = 0
-        self._spoken = self._foreseen = 0
-        self.speak()
+        self.error = ""
+        self.silence_s = 0.0  # The longest time without a reply.
+        self._replied_at = self._free_at = net.clock.now
+        self._num_steps = 0
+        self._lease: ActiveLease | None = None
+        self._step: tuple[int, int, float] | None = None  # Samples [start, stop), and when they are used.
+        self._request: Ask | None = None
+        self._attempt, self._tried = 0, 0
+        self._is_cache_new = True  # The scheduler has not been told of all that is cached.
+        self._fetches: dict[int, tuple[Fetch, list[ActiveLease]]] = {}
+        self._num_free, self._misses = settings.fetches, 0
+        self._timer = 0
+        self._act()
 
     @property
     def is_using(self) -> bool:
-        """Whether it trains now."""
-        return self._current is not None and self._current.used < self._current.limit
+        """Whether a step is in progress now."""
+        self._use()
+        return self._step is not None
 
     def lived_s(self) -> float:
         """From its beginning to its end, or to now."""
         return min(self.net.clock.now, self.machine.dies_at) - self.machine.joins_at
 
     def die(self) -> None:
-        """It is killed: nothing more is said; what was used to the last whole batch was used."""
-        self._advance()
+        """The process is killed; steps that ended were used."""
+        self._use()
         self.alive = False
-        self._drop_fetch()
+        for fetch, _ in self._fetches.values():
+            fetch.drop()
 
-    # Speaking.
-
-    def speak(self) -> None:
-        """An exchange, unless one is under way."""
-        if self._said is not None or not self.alive or self.hand.done:
+    def _act(self) -> None:
+        """Bring everything up to now, then sleep until something is due."""
+        if not self.alive:
             return
-        self._advance()
-        said = self.hand.state()
-        have = {}
-        if self._news:
-            have = {self._dataset_id: np.array(sorted(self.node.cache), np.int64)}
-        self._news = False
+        self._use()
+        if self._fetch_next():
+            self._use()
+        if self._request is not None or self.state.done:
+            return
+        now = self.net.clock.now
+        due_at = self.state.due_at(now)
+        if due_at <= now:
+            return self._send_request()
+        self._timer += 1
+        number = self._timer
+        self.net.clock.at(min(due_at, self._changes_at()), lambda: self._act() if number == self._timer else None)
+
+    # Use.
+
+    def _use(self) -> None:
+        """Enter the steps that have ended, and begin the next one if it may begin."""
+        if not self.alive:
+            return
+        at = now = self.net.clock.now
+        state, first = self.state, None
+        while True:
+            lease, step = self._lease, self._step
+            if step is not None:
+                assert lease is not None
+                if step[2] > now:
+                    break
+                self._num_steps += 1
+                at = self._free_at = step[2]
+                state.used(lease, self._num_steps, at)
+                first, self._step = step[0] if first is None else first, None
+            elif lease is None:
+                self._lease = state.next_to_use()
+                if self._lease is None:
+                    return
+            elif (taken := state.take(lease, at)) is not None:
+                state.counts.waited_s += at - self._free_at
+                self._step = *taken, at + (taken[1] - taken[0]) / self.machine.speed
+            elif lease.over or lease.taken >= lease.stop:
+                self._record(lease, first)
+                state.finish(lease)
+                self._lease = first = None
+            else:
+                break
+        self._record(lease, first)
+
+    def _record(self, lease: ActiveLease | None, first: int | None) -> None:
+        """Samples from `first` on were used; None for none."""
+        if lease is not None and first is not None:
+            use = lease.grant.epoch, lease.grant.slice_index, first, lease.used, self.net.clock.now
+            self.book.trained.append(Range(*use, self.machine.index))
+
+    def _changes_at(self) -> float:
+        """When use by itself changes what is due: at the first use to acknowledge, or where use has to stop."""
+        lease, step = self._lease, self._step
+        if lease is None or step is None:
+            return float("inf")
+        if not any(one.used > one.acked for one in self.state.leases):
+            return step[2]
+        more = min(lease.stop, lease.limit) - lease.taken
+        if lease.limit < lease.stop:
+            more -= more % self.net.settings.batch
+        return step[2] + max(0, more) / self.machine.speed
+
+    # Fetching.
+
+    def _fetch_next(self) -> bool:
+        """Begin the fetches that are wanted; whether a slice was there already."""
+        is_here = False
+        while self._num_free and (lease := self.state.next_to_fetch()) is not None:
+            index = lease.grant.index
+            if index in self.node.cache:
+                self.node.cache.move_to_end(index)
+                is_here = self.state.fetched(lease, _PATH, 0.0) or is_here
+            elif index in self._fetches:
+                self._fetches[index][1].append(lease)
+            else:
+                self._num_free -= 1
+                self._fetches[index] = self._fetch(lease, self.net.clock.now), [lease]
+        return is_here
+
+    def _fetch(self, lease: ActiveLease, began_at: float) -> Fetch:
+        index, wrong = lease.grant.index, list[str]()
+
+        def end(came: bool) -> None:
+            if not self.alive:
+                return
+            self._use()
+            leases = self._fetches.pop(index)[1]
+            self._misses = 0 if came else self._misses + 1
+            if came:
+                self._cache(index)
+            for one in leases:
+                if came:
+                    self.state.fetched(one, _PATH, self.net.clock.now - began_at)
+                elif wrong:
+                    self.state.fail(one, "all who gave it gave wrong bytes")
+                else:
+                    self.state.release(one)
+            if came:
+                self._num_free += 1
+            else:
+                self.net.counts["failed"] += 1
+                self.net.clock.after(min(2.0, 0.1 * 2 ** min(self._misses, 5)), self._free_fetcher)
+            self._act()
+
+        def bad(peer_id: str, reason: str) -> None:
+            wrong.append(peer_id)
+            self.state.report(peer_id, lease.grant.sha256, reason, wrong=True)
+            self._act()
+
+        return Fetch(self.net, self.node, index, lease.grant.providers, end, bad).start()
+
+    def _free_fetcher(self) -> None:
+        self._num_free += 1
+        self._act()
+
+    def _cache(self, index: int) -> None:
+        """A slice is here; those used longest ago make room, unless they are leased."""
+        cache = self.node.cache
+        cache[index] = None
+        self._is_cache_new = True
+        leased = {lease.grant.index for lease in self.state.leases}
+        for old in list(cache)[: max(0, len(cache) - self.net.settings.cache)]:
+            if old not in leased:
+                del cache[old]
+
+    # Requests.
+
+    def _send_request(self) -> None:
+        have = {self._dataset_id: np.array(sorted(self.node.cache), np.int64)} if self._is_cache_new else {}
+        self._is_cache_new = False
         self.net.counts["exchanges"] += 1
-        self._attempt += 1
-        self._said = replace(
-            said,
+        request = self.state.request(self.net.clock.now)
+        self._attempt, self._tried = self._attempt + 1, 0
+        self._request = replace(
+            request,
             job=self._job,
-            session=self.session,
+            session=f"{self.node.holder.peer_id}-session",
             attempt=self._attempt,
             address=self.node.holder.address,
             have=have,
-            bad=tuple(Bad(r.peer_id, self._dataset_id, int(r.sha256, 16), r.reason, r.wrong) for r in said.reports),
-            speed=self.machine.speed,
+            bad=tuple(Bad(r.peer_id, self._dataset_id, int(r.sha256, 16), r.reason, r.wrong) for r in request.reports),
         )
-        self._foresee()
-        self._send(self, self._said)
+        self._send(self, self._request)
 
-    def hear_nothing(self, said: Ask) -> None:
-        """No answer came: the same is said again, later and later."""
-        if self.alive and said is self._said:
-            self._tries += 1
-            self.net.clock.after(self.net.backoff.after(self._tries), self._repeat)
-
-    def _repeat(self) -> None:
-        if self.alive and self._said is not None:
+    def _send_again(self) -> None:
+        if self.alive and self._request is not None:
             self._attempt += 1
-            self._said = replace(self._said, attempt=self._attempt)
-            self._send(self, self._said)
+            self._request = replace(self._request, attempt=self._attempt)
+            self._send(self, self._request)
 
-    def apply_reply(self, ask: Ask, reply: Reply) -> None:
-        """The scheduler's answer."""
-        if not self.alive or ask is not self._said:
+    def unanswered(self, request: Ask) -> None:
+        """No reply came to this attempt: the same request is sent again, under another number."""
+        if self.alive and request is self._request:
+            self._tried += 1
+            wait_s = backoff_s(self._tried, FIRST_WAIT_S, MOST_WAIT_S, chance=self.net.retry_chance)
+            self.net.clock.after(wait_s, self._send_again)
+
+    def refused(self, request: Ask, error: str) -> None:
+        """The scheduler refused this attempt: that ends a worker."""
+        if self.alive and request is self._request:
+            self.error = error
+            self.die()
+
+    def receive(self, request: Ask, reply: Reply) -> None:
+        """The scheduler's reply to an attempt."""
+        if not self.alive or request is not self._request:
             return
-        self._advance()
-        self._said, self._tries = None, 0
+        self._use()
+        now, self._request = self.net.clock.now, None
+        self.silence_s, self._replied_at = max(self.silence_s, now - self._replied_at), now
         leases = tuple(
             Lease(
                 **vars(grant), job_id=grant.job, dataset=grant.job, name=str(grant.index), sha256=f"{grant.index:064x}",
@@ -135,136 +262,13 @@ class Worker:
             )
             for grant in reply.leases
         )  # fmt: skip
-        self.hand.apply_answer(ask, Answer(**{**vars(reply), "leases": leases}))
-        for lease in leases:
-            held = self.all_held[lease.lease_id] = self.hand[lease.lease_id]
-            if lease.index in self.node.cache:
-                self.node.cache.move_to_end(lease.index)
-                self.hand.note_fetched(held, _HERE, 0.0)
-        self._news = self._news or reply.tell_have
-        if self._fetching is not None and self._fetching[0].over:
-            self._drop_fetch()
-        self._fetch_next()
-        self._foresee()
-        self._schedule()
-
-    def _schedule(self) -> None:
-        """Speaks again when that is due."""
-        if self._said is not None or not self.alive or self.hand.done:
-            return
-        self._spoken += 1
-        number = self._spoken
-        at = self.hand.due_at(self.net.clock.now)
-        self.net.clock.at(at, lambda: self.speak() if number == self._spoken else None)
-
-    # Fetching.
-
-    def _fetch_next(self) -> None:
-        """Fetches the lease granted first that is not here; one at a time, so that the first comes soon."""
-        if self._fetching is not None or not self.alive:
-            return
-        if self.net.clock.now < self._fetch_at:
-            return self.net.clock.at(self._fetch_at, self._fetch_next)
-        held = next((held for held in self.hand.held if held.path is None and not held.is_spent), None)
-        if held is not None:
-            self._fetch(held)
-
-    def _fetch(self, held: Held) -> None:
-        began_at, index = self.net.clock.now, held.grant.index
-        wrong: list[str] = []
-
-        def end(came: bool) -> None:
-            if not self.alive:
-                return
-            self._fetching = None
-            if came:
-                self._keep(index)
-                for other in self.hand.held:
-                    if other.grant.index == index:
-                        self.hand.note_fetched(other, _HERE, self.net.clock.now - began_at)
-                self._foresee()
-                self._misses = 0
-            else:
-                if wrong:
-                    self.hand.fail(held, "all who gave it gave wrong bytes")
-                else:
-                    self.hand.give_back(held)
-                self.net.counts["failed"] += 1
-                self._misses += 1
-                self._fetch_at = self.net.clock.now + min(2.0, 0.1 * 2 ** min(self._misses, 5))
-            self._schedule()
-            self._fetch_next()
-
-        def bad(peer_id: str, reason: str) -> None:
-            wrong.append(peer_id)
-            self.hand.note_bad(peer_id, held.grant.sha256, reason, True)
-            self._schedule()
-
-        self._fetching = held, Fetch(self.net, self.node, index, held.grant.providers, end, bad).start()
-
-    def _drop_fetch(self) -> None:
-        fetching, self._fetching = self._fetching, None
-        if fetching is not None:
-            fetching[1].drop()
-
-    def _keep(self, index: int) -> None:
-        """A slice is here; the one used longest ago makes room, unless it is in hand."""
-        cache = self.node.cache
-        cache[index] = None
-        self._news = True
-        in_hand = {held.grant.index for held in self.hand.held}
-        for old in list(cache)[: max(0, len(cache) - self.net.settings.cache)]:
-            if old not in in_hand:
-                del cache[old]
-
-    # Using.
-
-    def _advance(self) -> None:
-        """Counts the samples used since the last look, in whole batches; the batch under way is taken."""
-        held, now = self._current, self.net.clock.now
-        if held is None or not self.alive:
-            return
-        batch, speed = self.net.settings.batch, self.machine.speed
-        possible = (now - self._position_at) * speed
-        if held.used + possible >= held.limit - 1e-6:
-            used = held.limit
-        else:
-            used = held.used + int(possible / batch + 1e-9) * batch
-        if used > held.used:
-            grant = held.grant
-            self.book.trained.append(Range(grant.epoch, grant.slice_index, held.used, used, now, self.machine.index))
-            self._position_at += (used - held.used) / speed
-            held.used = used
-        held.taken = max(held.used, min(held.limit, held.used + batch))
-
-    def _foresee(self) -> None:
-        """Chooses what to use, and foresees when that comes to its limit."""
-        self._advance()
-        now = self.net.clock.now
-        if self._current is not None and self._current.is_spent:
-            self._current.training = False
-            self._current = None
-        if self._current is None:
-            ready = (held for held in self.hand.held if held.path and not held.is_spent and held.used < held.limit)
-            self._current = next(ready, None)
-            if self._current is None:
-                return
-            self._current.training = True
-            self.waited_s += now - self._idle_since
-            self._position_at = now
-        held = self._current
-        self._foreseen += 1
-        number = self._foreseen
-        if held.used < held.limit:
-            self._position_at = max(self._position_at, now - (held.limit - held.used) / self.machine.speed)
-            at = self._position_at + (held.limit - held.used) / self.machine.speed
-            self.net.clock.at(at, lambda: self._reached() if number == self._foreseen else None)
-
-    def _reached(self) -> None:
-        """The current lease was used up to its limit."""
-        if not self.alive:
-            return
-        self._advance()
-        self._idle_since = self.net.clock.now
-        self._foresee()
-        self._schedule()
+        self.state.receive(request, Answer(**{**vars(reply), "leases": leases}), now)
+        granted = {lease.lease_id for lease in leases}
+        self.all_leases += [lease for lease in self.state.leases if lease.grant.lease_id in granted]
+        self._is_cache_new = self._is_cache_new or reply.tell_have
+        for index, (fetch, wanting) in list(self._fetches.items()):
+            if all(lease.over for lease in wanting):
+                fetch.drop()
+                del self._fetches[index]
+                self._num_free += 1
+        self._act()

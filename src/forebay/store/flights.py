@@ -21,9 +21,11 @@ class Transfer(Protocol):
     Attributes:
         done: Set when it ended, well or not; from then on nothing is written.
         error: Why it failed, or None: then the file is whole, verified, synced, and of exactly the slice's bytes.
+        needed: Set when somebody waits for it.
     """
 
     done: threading.Event
+    needed: bool
     error: Exception | None
 
     @property

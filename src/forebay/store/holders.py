@@ -90,4 +90,6 @@ def told(url: str, error: NetworkError) -> NetworkError:
         return RefusedError(text)
     if isinstance(error, RemoteError) and error.status < 500 and error.status != 429:
         return RefusedError(text)
-    return PassingError(text, throttled=isinstance(error, RemoteError) and error.status in (429, 503))
+    if isinstance(error, RemoteError):
+        return PassingError(text, wait_s=error.wait_s, throttled=error.status in (429, 503))
+    return PassingError(text)

@@ -19,7 +19,7 @@ from forebay.store.remote import RemoteDataset
 from forebay.store.share import Offer, Shelf, SliceShare
 from forebay.store.swarm import SwarmReader, TrackerAt
 
-_MAX_SMALL_BYTES = 1 << 30
+_MAX_SMALL_BYTES = 1 << 30  # of a dataset, all together: they lie in memory
 _FRESH_S = 15.0
 _AGAIN_S = 3.0
 
@@ -54,14 +54,17 @@ class SwarmMember:
         downloads: int = 4,
         uploads: int = 4,
         connections: int = 16,
-        urgent: bool = False,
     ) -> None:
         origin = dataset.origin
         if not isinstance(origin, PeerOrigin):
             raise UsageError(f"share: expected a dataset of forebay://NETWORK/NAME, got {origin.url}. Leave it out.")
         names = {MANIFEST_FILE, TABLE_FILE, *listed_files(dataset.manifest)}
-        # Had now, while somebody has them.
-        self.files = {name: read_small(origin, name, _MAX_SMALL_BYTES) for name in sorted(names) if "/" not in name}
+        self.files: dict[str, bytes] = {}
+        room = _MAX_SMALL_BYTES
+        for name in sorted(names):
+            if "/" not in name:  # had now, while somebody has them
+                self.files[name] = read_small(origin, name, room)
+                room -= len(self.files[name])
         self.share: SliceShare | None = None
         self._owns_share = not isinstance(share, SliceShare)
         if share:
@@ -72,7 +75,8 @@ class SwarmMember:
             self.share.offer(Offer(origin.name, dataset.id, dataset.num_slices, self.files, held))
         self.reader = SwarmReader(
             origin.client, dataset.id, dataset.table, lambda: _trackers(origin), held,
-            share=self.share, downloads=downloads, uploads=uploads, connections=connections, urgent=urgent,
+            share=self.share, downloads=downloads, uploads=uploads, connections=connections,
+            open_url=origin.open_url,
         )  # fmt: skip
 
     def close(self, timeout_s: float = 0.0) -> None:

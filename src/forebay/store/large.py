@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.network.backoff import backoff_s
 from forebay.storage.atomic import commit_files
 from forebay.store.locks import try_take
 from forebay.store.origins import (
@@ -34,7 +35,6 @@ from forebay.store.origins import (
     open_origin,
 )
 from forebay.store.pieces import Check, SizeOnly
-from forebay.store.sources import Backoff
 from forebay.store.transfer import PIECE_BYTES, Transfers
 
 MAX_WORKERS = 32
@@ -236,7 +236,7 @@ def head_of(origin: HeadOrigin, name: str, *, patience_s: float = 300.0, stop: t
         DatasetError: If it is not there, or not for us; its cause is the RefusedError.
         NetworkError: If the origin cannot be reached.
     """
-    backoff, began, tries = Backoff(0.2, min(15.0, patience_s / 4)), time.monotonic(), 0
+    began, tries = time.monotonic(), 0
     stop = stop or threading.Event()
     while True:
         try:
@@ -246,7 +246,7 @@ def head_of(origin: HeadOrigin, name: str, *, patience_s: float = 300.0, stop: t
         except PassingError as error:
             tries += 1
             waited = time.monotonic() - began
-            pause_s = max(error.wait_s, backoff.after(tries))
+            pause_s = backoff_s(tries, 0.2, min(15.0, patience_s / 4), error.wait_s)
             if stop.is_set() or waited + pause_s >= patience_s:
                 raise NetworkError(
                     f"{name} from {origin.url}: no answer after {tries} attempts in {waited:.1f} s; the last: {error}. "

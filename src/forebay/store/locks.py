@@ -82,7 +82,7 @@ def at_fork(holder: Forked) -> None:
 
 def _take(path: Path, operation: int, flags: int) -> Lock | None:
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
         try:
             fcntl.flock(descriptor, operation)
         except BlockingIOError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError
+from forebay.network.backoff import backoff_s
 from forebay.network.waiting import waiting
 
 if TYPE_CHECKING:
     from forebay.network.discovery import Discovery
     from forebay.network.identity import Identity
+    from forebay.store.foreign import FromUrls
 
 log = logging.getLogger("forebay.store")
 STEP_BYTES = 256 << 10  # as much as lies between two looks at the clock; 4 x this is no faster on loopback
@@ -127,8 +128,9 @@ def open_origin(
     dataset_id: str | None = None,
     discovery: Discovery | None = None,
     patience: Patience | None = None,
+    from_urls: FromUrls = "",
 ) -> Origin:
-    """The origin behind a URL. Opens no connection.
+    """The origin behind a URL of the user's own hand, with the environment's credentials. Opens no connection.
 
     Args:
         url: A path or `file://`; `http://`, `https://` (a directory; its query goes with every request); `s3://`
@@ -137,6 +139,7 @@ def open_origin(
         identity: For `forebay://`: a member, or its directory; by default `$FOREBAY_HOME/NETWORK`.
         dataset_id: For `forebay://`: only peers that claim this id.
         discovery: For `forebay://`: how to find peers; by default the network's DHT. Stays the caller's to close.
+        from_urls: For `forebay://`: which URLs that peers name are read, too: none, `public` or `any`.
 
     Raises:
         UsageError: If the URL is of no known kind, or lacks a part.
@@ -163,7 +166,7 @@ def open_origin(
         case "forebay":
             from forebay.store.peers import open_peers
 
-            return open_peers(text, identity, dataset_id, discovery, patience)
+            return open_peers(text, identity, dataset_id, discovery, patience, from_urls)
     raise UsageError(f"open an origin: expected {_SCHEMES}, got {text!r}. Check the URL.")
 
 
@@ -190,8 +193,7 @@ def read_small(origin: Origin, name: str, max_bytes: int, *, sleep: Callable[[fl
                     f"{name} from {origin.url}: no whole answer after {tried} attempts in "
                     f"{time.monotonic() - began:.1f} s; the last: {error}. Check the network and the endpoint."
                 ) from error
-            wait_s = min(_SMALL_MOST_S, _SMALL_WAIT_S * 2 ** (tried - 1)) * random.uniform(0.5, 1.5)
-            sleep(max(error.wait_s, wait_s))
+            sleep(backoff_s(tried, _SMALL_WAIT_S, _SMALL_MOST_S, error.wait_s))
     raise AssertionError
 
 

@@ -5,6 +5,7 @@ requests of 2 MiB over a kept connection, as the client below fills a buffer and
 """
 
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -24,9 +25,11 @@ from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers
 from forebay.network.identity import Identity
 from forebay.network.publish import published
+from forebay.store.foreign import FromUrls, RefusingOrigin, check_from_urls, open_foreign_origin
 from forebay.store.holders import read_by_hash, told
-from forebay.store.origins import Origin, PassingError, Patience, RefusedError, open_origin
+from forebay.store.origins import Origin, PassingError, Patience, RefusedError
 
+log = logging.getLogger("forebay.store")
 _FIND_S = 10.0
 _FRESH_S = 15.0
 _MAX_TABLE_BYTES = 1 << 30
@@ -39,7 +42,11 @@ class PeerOrigin:
         discovery: None: the network's own DHT, joined at the first look-up.
         expected_id: The dataset id; None: whatever all who announce the name agree on.
         publishers: Peer ids; only what one of them signed counts. Without any all does.
+        from_urls: Which URLs that peers claim to stand for are read (see store.foreign).
     """
+
+    signed_urls: Collection[str] = ()
+    """Origins outside the network that a publisher signed for this dataset."""
 
     def __init__(
         self,
@@ -50,11 +57,15 @@ class PeerOrigin:
         discovery: Discovery | None = None,
         patience: Patience | None = None,
         publishers: Collection[str] = (),
+        from_urls: FromUrls = "",
     ) -> None:
         self.url = f"forebay://{urllib.parse.quote(identity.network_name, safe='')}/{urllib.parse.quote(name)}"
         self.name = name
         self.id = expected_id
         self.publishers = publishers
+        check_from_urls(from_urls)
+        self._from_urls = from_urls
+        self._opened: dict[str, Origin] = {}
         self.identity = identity
         self.patience = patience or Patience()
         self.client = Client(identity)
@@ -76,7 +87,9 @@ class PeerOrigin:
                 # Who has all goes first; a web server or bucket that peers stand for, last.
                 whole = sorted(claims, key=lambda claim: not claim.is_whole)
                 self._found = [PeerSource(self, claim) for claim in whole]
-                self._found += [open_origin(url) for url in sorted({claim.url for claim in claims} - {""})]
+                urls = sorted({claim.url for claim in claims} - {""})
+                self._opened = {url: self._open_url(url) for url in urls}
+                self._found += self._opened.values()
                 self._found_of = claims
             return list(self._found)
 
@@ -92,6 +105,33 @@ class PeerOrigin:
                 self._claimed_at = time.monotonic()
             return self._claimed
 
+    def open_url(self, url: str) -> Origin:
+        """The origin behind a URL that a tracker named, if a data node claims to stand for it.
+
+        Raises:
+            ProtocolViolation: If none does.
+            RefusedError: If this reader opens no such URL.
+        """
+        with self._lock:
+            if url not in {claim.url for claim in self._claimed}:
+                raise ProtocolViolation(f"swarm: expected a URL that a data node claims, got {url[:200]!r}")
+            opened = self._open_url(url)
+        if isinstance(opened, RefusingOrigin):
+            raise RefusedError(str(opened.why))
+        return opened
+
+    def _open_url(self, url: str) -> Origin:
+        """With the lock held; an origin that refuses, if it may not be opened."""
+        if url not in self._opened:
+            try:
+                patience = Patience(stall_s=10.0)
+                opened = open_foreign_origin(url, self._from_urls, signed=self.signed_urls, patience=patience)
+            except NetworkError as error:
+                log.info("%s: a URL that peers stand for is not read: %s", self.url, error)
+                opened = RefusingOrigin(url, error)
+            self._opened[url] = opened
+        return self._opened[url]
+
     @property
     def discovery(self) -> Discovery | None:
         """How its peers are found; None before the first look-up."""
@@ -99,7 +139,7 @@ class PeerOrigin:
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         """From the first peer that has it. See Origin; a Transfer asks the peers one by one."""
-        fault: NetworkError = RefusedError(f"{self.url}: no peer has {name}")
+        faults: list[NetworkError] = []
         for source in self.sources():
             try:
                 for data in source.read(name, start, stop):
@@ -107,18 +147,21 @@ class PeerOrigin:
                     yield data
                 return
             except NetworkError as error:
-                fault = error
-        raise fault
+                faults.append(error)
+        raise _worst(faults, f"{self.url}: no peer has {name}")
 
     def get(self, name: str, max_bytes: int) -> bytes:
         """A companion of the dataset; manifest and table are verified. See Origin."""
-        fault: NetworkError = PassingError(f"{self.url}: no peer serves it now")
+        faults: list[NetworkError] = []
         for source in self.sources():
             try:
-                return source.get(name, max_bytes)
+                data = source.get(name, max_bytes)
+                if self.id is not None and not self.fits(name, data, self.id):
+                    raise ProtocolViolation(f"{source.url}: its {name} is not that of the dataset {self.id}")
+                return data
             except NetworkError as error:
-                fault = error
-        raise fault
+                faults.append(error)
+        raise _worst(faults, f"{self.url}: no peer serves it now")
 
     def fits(self, name: str, data: bytes, dataset_id: str) -> bool:
         """Whether a companion is the dataset's: of the manifest by the id, of the table by the manifest."""
@@ -151,7 +194,7 @@ class PeerOrigin:
             weakref.finalize(self, self._discovery.close)
         try:
             found = find_providers(self._discovery, self.client, self.identity.network_id, self.name, _FIND_S)
-            found, unsigned = published(self.client, found, self.publishers)
+            found, _, unsigned = published(self.client, found, self.publishers, self.id)
         except (NetworkError, OSError) as error:
             raise PassingError(f"{self.url}: cannot look for peers: {error}") from error
         ids = sorted({claim.dataset_id for claim in found})
@@ -187,7 +230,7 @@ class PeerSource:
         """See Origin."""
         claim = self.claim
         try:
-            data = self._origin.client.get_bytes(
+            return self._origin.client.get_bytes(
                 claim.address,
                 f"/v1/datasets/{claim.dataset_id}/{urllib.parse.quote(name)}",
                 max_bytes,
@@ -196,13 +239,16 @@ class PeerSource:
             )
         except NetworkError as error:
             raise told(self.url, error) from error
-        if not self._origin.fits(name, data, claim.dataset_id):
-            raise ProtocolViolation(f"{self.url}: its {name} is not that of the dataset which it claims")
-        return data
 
     def sources(self) -> Sequence[Origin]:
         """See Origin."""
         return [self]
+
+
+def _worst(faults: list[NetworkError], none: str) -> NetworkError:
+    """What to raise for the faults of all sources: one that may pass, if there is one, so that they are asked again."""
+    passing = [fault for fault in faults if isinstance(fault, PassingError)]
+    return (passing or faults or [PassingError(none)])[-1]
 
 
 def open_peers(
@@ -211,6 +257,7 @@ def open_peers(
     dataset_id: str | None,
     discovery: Discovery | None,
     patience: Patience,
+    from_urls: FromUrls = "",
 ) -> PeerOrigin:
     """The origin behind `forebay://NETWORK/NAME`.
 
@@ -247,6 +294,7 @@ def open_peers(
         discovery=discovery,
         patience=patience,
         publishers=publishers,
+        from_urls=from_urls,
     )
 
 

@@ -294,6 +294,9 @@ class SliceFeed(Generic[T]):
                             error = self._errors[key]
                             raise named(error, self._sha256s[key], key) from error
                     self._check_open()
+                    for key in keys:
+                        if (flight := self._planner.flights.under_way.get(key)) is not None:
+                            flight.transfer.needed = True
                     lost = [key for key in keys if key in self._planner.here and not self.held(key)]
                     if lost:  # evicted by another process
                         self._lost += lost

@@ -16,11 +16,13 @@ from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FI
 from forebay.dataset.reader import Dataset, VerifyReport, check_totals, listed_files
 from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
+from forebay.network.backoff import backoff_s
 from forebay.store.origins import Origin, PassingError, Patience, RefusedError, open_origin, read_small
 
 if TYPE_CHECKING:
     from forebay.network.discovery import Discovery
     from forebay.network.identity import Identity
+    from forebay.store.foreign import FromUrls
 
 
 MAX_TABLE_BYTES = 1 << 30
@@ -70,11 +72,12 @@ def open_remote(
     identity: str | Path | Identity | None = None,
     discovery: Discovery | None = None,
     patience: Patience | None = None,
+    from_urls: FromUrls = "",
 ) -> RemoteDataset:
     """Open the dataset at a URL: two small reads, kept in memory.
 
     Args:
-        url, identity, discovery, patience: As of `open_origin`.
+        url, identity, discovery, patience, from_urls: As of `open_origin`.
         dataset_id: What it must be; without it the first answer is believed.
 
     Raises:
@@ -82,7 +85,9 @@ def open_remote(
         NetworkError: If it cannot be reached.
         UsageError: If the URL is of no known kind.
     """
-    origin = open_origin(url, identity=identity, dataset_id=dataset_id, discovery=discovery, patience=patience)
+    origin = open_origin(
+        url, identity=identity, dataset_id=dataset_id, discovery=discovery, patience=patience, from_urls=from_urls
+    )
     return read_remote(origin, dataset_id)
 
 
@@ -108,7 +113,7 @@ def read_remote(origin: Origin, expected_id: str | None = None) -> RemoteDataset
 
 
 _TRIES = 5
-_WAIT_S = 0.25
+_WAIT_S, _MAX_WAIT_S = 0.25, 4.0
 State: TypeAlias = Literal["", "changed", "missing"]
 File: TypeAlias = "tuple[str, int | None, str]"  # Name, bytes (None: not known, and small), sha256 in hex.
 _SMALL_BYTES = 1 << 30
@@ -179,7 +184,7 @@ def _state_at(source: Origin, file: File, sleep: Callable[[float], object]) -> S
                     f"{name} from {source.url}: broke off {_TRIES} times at byte {at}; the last: {error}. "
                     "Check the network and the endpoint."
                 ) from error
-            sleep(max(error.wait_s, _WAIT_S * 2 ** (tries - 1)))
+            sleep(backoff_s(tries, _WAIT_S, _MAX_WAIT_S, error.wait_s))
 
 
 def _is_there(source: Origin, name: str) -> bool:

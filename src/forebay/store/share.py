@@ -24,13 +24,14 @@ from forebay.errors import NetworkError
 from forebay.network.avoidance import member_id
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, record_key
-from forebay.network.exchange import BINARY, Request, Response, error_response, file_response, json_response
-from forebay.network.https import Server
 from forebay.network.identity import Identity
-from forebay.network.limits import Throttle
+from forebay.network.limits import Limits, Throttle
 from forebay.network.peer import Peer
+from forebay.network.server import ApiError, Server
 from forebay.network.swarm import Holder
+from forebay.store.slice_app import SliceFile, make_slice_app
 from forebay.store.tracker import Tracker
+from forebay.threads import Supervised
 
 log = logging.getLogger("forebay.share")
 
@@ -120,9 +121,13 @@ class SliceShare:
         self._pid = os.getpid()
         self._stopping = threading.Event()
         self._changed = threading.Event()
-        self._server = Server(identity, host, port, self._handle, max_connections, self._count, throttle=throttle)
+        app = make_slice_app("Forebay worker", self)
+        self._server = Server(
+            app, identity, host, port, limits=Limits(connections=max_connections), throttle=throttle,
+            on_bytes=self._count, discovery=discovery,
+        )  # fmt: skip
         self._server.start()
-        self._announcer = threading.Thread(target=self._keep_announced, name="announce", daemon=True)
+        self._announcer = Supervised(self._keep_announced, "announce", stopping=self._stopping)
         self._announcer.start()
 
     @property
@@ -156,8 +161,7 @@ class SliceShare:
         self._server.close()
         self.tracker.close()
         self._client.close()
-        if self._announcer is not threading.current_thread():
-            self._announcer.join(1.0)
+        self._announcer.join(1.0)
         return drained
 
     def __enter__(self) -> SliceShare:
@@ -166,15 +170,16 @@ class SliceShare:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def claims(self) -> list[dict[str, Any]]:
-        """What it has of each offer, signed, good for `ttl_s` from now."""
-        expires_at, peer_id = time.time() + self.ttl_s, self.identity.peer_id
+    def claims(self, peer: Peer) -> list[dict[str, Any]]:
+        """What it has of each offer that a peer's certificate covers, signed, good for `ttl_s` from now."""
+        expires_at, own_id = time.time() + self.ttl_s, self.identity.peer_id
         return [
             Claim(
-                offer.name, offer.dataset_id, offer.num_slices, peer_id, self.address, expires_at,
+                offer.name, offer.dataset_id, offer.num_slices, own_id, self.address, expires_at,
                 held=int(np.count_nonzero(offer.held())),
             ).to_json(self.identity)
             for offer in list(self._offers.values())
+            if peer.scope.covers(offer.name)
         ]  # fmt: skip
 
     def _keep_announced(self) -> None:
@@ -194,33 +199,22 @@ class SliceShare:
     def _count(self, peer: Peer, num_bytes: int) -> None:
         self._sent += num_bytes
 
-    def _handle(self, request: Request) -> Response:
-        match request.method, request.path.split("/")[1:]:
-            case "GET", ["v1", "slices", sha256]:
-                return self._slice(request, sha256)
-            case "GET", ["v1", "claims"]:
-                return json_response({"claims": self.claims()})
-            case "GET", ["v1", "datasets", dataset_id, name]:
-                offer = self._offers.get(dataset_id)
-                if offer is not None and name in offer.files:
-                    return _uncovered(request, offer.name) or Response(200, offer.files[name], BINARY)
-            case "POST", ["v1", "swarm", dataset_id] if dataset_id in self._offers:
-                return _uncovered(request, self._offers[dataset_id].name) or json_response(
-                    self.tracker.answer(request.peer, dataset_id, request.json())
-                )
-        return error_response(404, "unknown_path", "nothing is served at this path")
-
-    def _slice(self, request: Request, sha256: str) -> Response:
+    def find_slice(self, sha256: str) -> SliceFile | None:
+        """See SliceSource."""
         known = self.hashes.get(sha256)
         path = self.cache.get(sha256) if known is not None else None
-        if known is None or path is None:
-            return error_response(404, "unknown_slice", "this node has no slice of this hash now")
-        size, name = known
-        return _uncovered(request, name) or file_response(request, path, size)
+        return None if known is None or path is None else SliceFile(path, *known)
 
+    def dataset_name(self, dataset_id: str) -> str | None:
+        """See SliceSource."""
+        offer = self._offers.get(dataset_id)
+        return None if offer is None else offer.name
 
-def _uncovered(request: Request, dataset: str) -> Response | None:
-    """The refusal of a peer whose certificate does not cover a dataset."""
-    if request.peer.scope.covers(dataset):
-        return None
-    return error_response(403, "not_covered", f"the certificate of {request.peer.peer_id} does not cover {dataset!r}")
+    def find_file(self, dataset_id: str, name: str) -> bytes | Path | None:
+        """See SliceSource."""
+        return self._offers[dataset_id].files.get(name)
+
+    def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
+        """See SliceSource."""
+        if not peer.scope.covers(dataset):
+            raise ApiError(403, "not_covered", f"the certificate of {peer.peer_id} does not cover {dataset!r}")

@@ -6,22 +6,28 @@ then adds to its limit again. One that fails is asked after the others, for a ti
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from forebay.store.origins import Origin
 
 _NEW_WEIGHT = 0.3
+_LATE = 3.0  # times the usual time between deliveries
+_LATE_UNKNOWN = 5.0  # times the least, of a source that has given nothing yet
 _LEAST_BYTES = 64 << 10  # fewer say nothing of speed
 _REQUEST_S = 0.1  # short enough that slices come one after the other, long enough that asking costs little
 LEAST_SPAN_BYTES = 1 << 20
+Backoff: TypeAlias = Callable[[int], float]
+"""Seconds to wait after so many faults in a row, from 1."""
 
 
 @dataclass(eq=False)
 class Source:
-    """One source, over all transfers. `limit` and `active` count connections; moments are the pool's clock's."""
+    """One source, over all transfers. `limit` and `active` count connections; moments are the pool's clock's.
+
+    `gap_s`: the usual time between a request and its first bytes, and from then on between one delivery and the next.
+    """
 
     origin: Origin
     limit: float
@@ -36,12 +42,21 @@ class Source:
     throttled_at: float = float("-inf")
     wait_until: float = 0.0
     avoid_until: float = 0.0
+    gap_s: float | None = None
 
     def answered(self, num_bytes: int, seconds: float) -> None:
         """It gave bytes, so fast."""
         if num_bytes >= _LEAST_BYTES:
             speed = num_bytes / max(seconds, 1e-6)
             self.speed = speed if self.speed is None else self.speed + _NEW_WEIGHT * (speed - self.speed)
+
+    def delivered(self, gap_s: float) -> None:
+        """Bytes of a request came, so long after those before them."""
+        self.gap_s = gap_s if self.gap_s is None else self.gap_s + _NEW_WEIGHT * (gap_s - self.gap_s)
+
+    def late_s(self, least_s: float) -> float:
+        """A request without a byte for so long is late: `least_s`, or more where this source is always that slow."""
+        return max(least_s, _LATE * self.gap_s) if self.gap_s is not None else _LATE_UNKNOWN * least_s
 
     def finished(self, most: int) -> None:
         """It gave all that was asked for: it may have more connections again."""
@@ -54,7 +69,7 @@ class Source:
             self.throttled += 1
             self.throttled_at = now
             self.limit = max(1.0, self.limit / 2)
-        self.wait_until = max(self.wait_until, now + max(wait_s, backoff.after(self.throttled)))
+        self.wait_until = max(self.wait_until, now + max(wait_s, backoff(self.throttled)))
 
     def failed(self, now: float, backoff: Backoff) -> None:
         """It gave nothing, or broke off: others are asked first for a while, and longer each time.
@@ -62,7 +77,7 @@ class Source:
         A peer that gives one byte a request and then stalls would else be asked again and again.
         """
         self.failing += 1
-        self.avoid_until = now + backoff.after(self.failing)
+        self.avoid_until = now + backoff(self.failing)
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in `Transfers.stats`."""
@@ -74,19 +89,6 @@ class Source:
             "connection_bytes_per_s": round(self.speed or 0.0),
             "limit": round(self.limit, 1),
         }
-
-
-@dataclass(frozen=True)
-class Backoff:
-    """Seconds to wait after the n-th fault: doubling up to a limit, times 0.5 to 1.5 by chance."""
-
-    first_s: float
-    most_s: float
-    chance: random.Random = field(default_factory=random.Random)
-
-    def after(self, times: int) -> float:
-        """Seconds to wait after `times` faults in a row, from 1."""
-        return float(min(self.most_s, self.first_s * 2 ** min(times - 1, 30)) * (0.5 + self.chance.random()))
 
 
 def choose(sources: Iterable[Source], now: float) -> tuple[Source | None, float]:

@@ -6,114 +6,48 @@ address is believed when its TLS server was reached there once, under its own id
 one, it gets and is never named.
 """
 
+import contextlib
 import logging
-import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ProtocolViolation
 from forebay.network.avoidance import member_id, node_of
 from forebay.network.client import Client
 from forebay.network.dialing import Dialer
-from forebay.network.exchange import BadRequestError
 from forebay.network.identity import Identity
 from forebay.network.members import parse_ranges
+from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Peer
 from forebay.network.swarm import Holder, Swarm
+from forebay.store.checking import gives_right_bytes
 
 MAX_AT_ONCE = 64
-MAX_REPORTS = 1024
 _MAX_PEERS = 16  # sharers named in an answer, for when this tracker dies
-_MAX_SESSIONS = 64  # of a node
+_MAX_SESSIONS, _MAX_SESSIONS_PER_ORGANISATION = 64, 2048  # of a node; each costs a bit a slice
 _WAIT_S, _IDLE_S, _MOST_ASKS_PER_S = 0.2, 2.0, 200.0
 Flags = NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class SwarmAsk:
-    """What a member says.
-
-    Attributes:
-        session: Which process of its node it is; "" where there is one only.
-        have: What it holds; None: as before. `lost`: what it holds no longer.
-        want, num: What it lacks and is not fetching; how many it will begin now.
-        must: Those it cannot do without: it is told who has them, whatever that costs.
-        finished: Fetched and verified. `failed`: (slice, member, gave wrong bytes). `dropped`: fetched no longer.
-    """
-
-    address: str = ""
-    slots: int | None = None
-    have: Flags | None = None
-    want: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    num: int = 0
-    must: tuple[int, ...] = ()
-    finished: tuple[int, ...] = ()
-    failed: tuple[tuple[int, str, bool], ...] = ()
-    dropped: tuple[int, ...] = ()
-    lost: tuple[int, ...] = ()
-    session: str = ""
-    leave: bool = False
+def _check_indexes(message: SwarmRequest, num_slices: int) -> None:
+    """Raises ProtocolViolation if a message names a slice that is not there."""
+    named = (*message.must, *message.finished, *message.dropped, *message.lost, *(f.index for f in message.failed))
+    if named and max(named) >= num_slices:
+        raise ProtocolViolation(f"swarm: expected slices in [0, {num_slices}), got {max(named)}")
 
 
-def parse_ask(body: Any, num_slices: int) -> SwarmAsk:
-    """A member's message.
-
-    Raises:
-        BadRequestError: If it is malformed or names a slice that is not there.
-    """
-
-    def index_of(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_slices:
-            raise BadRequestError(f"swarm: expected a slice in [0, {num_slices}), got {str(value)[:40]}")
-        return value
-
-    def listed(name: str) -> list[Any]:
-        value = body.get(name, [])
-        if not isinstance(value, list) or len(value) > MAX_REPORTS:
-            raise BadRequestError(f"swarm: expected `{name}` to be a list of at most {MAX_REPORTS}")
-        return value
-
-    if not isinstance(body, dict):
-        raise BadRequestError("swarm: expected an object")
-    try:
-        have, slots = body.get("have"), body.get("slots")
-        return SwarmAsk(
-            address=str(body.get("address", ""))[:300],
-            slots=None if slots is None else min(MAX_AT_ONCE, max(0, int(slots))),
-            have=None if have is None else _flags(parse_ranges(have, num_slices), num_slices),
-            want=parse_ranges(body.get("want", ""), num_slices),
-            num=min(MAX_AT_ONCE, max(0, int(body.get("num", 0)))),
-            must=tuple(index_of(item) for item in listed("must"))[:MAX_AT_ONCE],
-            finished=tuple(index_of(item) for item in listed("finished")),
-            failed=tuple(
-                (index_of(item["index"]), str(item["member"])[:300], item.get("wrong") is True)
-                for item in listed("failed")
-            ),
-            dropped=tuple(index_of(item) for item in listed("dropped")),
-            lost=tuple(index_of(item) for item in listed("lost")),
-            leave=body.get("leave") is True,
-            session=_session(body.get("session", "")),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError, ProtocolViolation) as error:
-        raise BadRequestError(f"swarm: malformed: {type(error).__name__}: {error}") from error
-
-
-def _flags(indexes: NDArray[np.int64], num_slices: int) -> NDArray[np.bool_]:
+def _flags(text: str, num_slices: int) -> NDArray[np.bool_]:
     flags = np.zeros(num_slices, np.bool_)
-    flags[indexes] = True
+    flags[parse_ranges(text, num_slices)] = True
     return flags
-
-
-def _session(value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{0,32}", value):
-        raise BadRequestError(f"swarm: expected a session of at most 32 hex digits, got {str(value)[:40]!r}")
-    return value
 
 
 @dataclass
@@ -121,7 +55,9 @@ class _Tracked:
     swarm: Swarm
     own: Sequence[Holder]
     held: Callable[[], Flags] | None
+    slice_of: Callable[[int], SliceInfo] | None
     told_at: float = float("-inf")
+    of_org: dict[str, set[str]] = field(default_factory=dict)
 
 
 class Tracker:
@@ -137,8 +73,12 @@ class Tracker:
         self._clock = clock
         self._lock = threading.Lock()
         self._tracked: dict[str, _Tracked] = {}
+        self._client = client
         self._dialer = Dialer(client, clock)
+        self._checks = ThreadPoolExecutor(1, thread_name_prefix="check")
+        self._checking: set[tuple[str, str]] = set()
         self._bans = BanNotes(client.identity)
+        self._client_id = client.identity.peer_id if client.identity is not None else ""
 
     def add(
         self,
@@ -147,6 +87,7 @@ class Tracker:
         own: Sequence[Holder],
         held: Callable[[], Flags] | None = None,
         *,
+        slice_of: Callable[[int], SliceInfo] | None = None,
         slots: int = 4,
         origin_slots: int = 8,
     ) -> None:
@@ -155,58 +96,59 @@ class Tracker:
         Args:
             own: Holders who live as long as this tracker: the node itself, or the origins behind it.
             held: What `own` hold, where they are no origins; asked for every second.
+            slice_of: The table's row of a slice, to check who is said to give wrong bytes; None: two are believed.
         """
-        swarm = Swarm(num_slices, ttl_s=self.ttl_s, slots=slots, origin_slots=origin_slots)
+        swarm = Swarm(num_slices, ttl_s=self.ttl_s, slots=slots, origin_slots=origin_slots, checks=slice_of is not None)
         with self._lock:
-            self._tracked.setdefault(dataset_id, _Tracked(swarm, own, held))
+            self._tracked.setdefault(dataset_id, _Tracked(swarm, own, held, slice_of))
 
     def knows(self, dataset_id: str) -> bool:
         """Whether a dataset is tracked here."""
         return dataset_id in self._tracked
 
-    def answer(self, peer: Peer, dataset_id: str, body: Any) -> dict[str, Any]:
-        """What a member is told.
+    def answer(self, peer: Peer, dataset_id: str, ask: SwarmRequest, source: str = "") -> dict[str, Any]:
+        """The reply to a member's message; see SwarmReply.
+
+        Args:
+            source: The IP address that the message came from.
 
         Raises:
-            BadRequestError: If its message is malformed.
+            ProtocolViolation: If its message names a slice that is not there, or it has too many sessions.
             KeyError: If the dataset is not tracked here.
         """
         tracked = self._tracked[dataset_id]
         swarm = tracked.swarm
-        ask = parse_ask(body, swarm.num_slices)
+        _check_indexes(ask, swarm.num_slices)
+        me = member_id(peer.peer_id, ask.session)
         now = self._clock()
         with self._lock:
             self._refresh(tracked, now)
-            me = member_id(peer.peer_id, ask.session)
             own = next((one for one in tracked.own if one.peer_id == me), None)  # It need not dial itself.
             if ask.leave:
                 if own is None:
                     swarm.leave(me)
-                return _told(swarm, [], {}, 0.0, False, me)
-            known = swarm.knows(me)
-            if known is None and swarm.num_members(peer.peer_id) >= _MAX_SESSIONS:
-                raise BadRequestError(f"swarm: expected at most {_MAX_SESSIONS} processes of {peer.peer_id}")
-            found = own is not None or self._dialer.found(peer.peer_id, ask.address)
-            address, is_checking = ask.address if found else "", found is None
-            is_new = known is None or known.address != address
-            swarm.join(own or Holder(me, address, False), ask.have, now, slots=ask.slots)
-            for index, who, wrong in ask.failed:
-                swarm.failed(me, index, who, now, wrong)
-            if any(wrong for _, _, wrong in ask.failed):
+                return _reply(swarm, me)
+            if swarm.knows(me) is None and swarm.num_members(peer.peer_id) >= _MAX_SESSIONS:
+                raise ProtocolViolation(f"swarm: expected at most {_MAX_SESSIONS} processes of {peer.peer_id}")
+            if swarm.knows(me) is None and peer.org:
+                self._count_session(tracked, peer.org, me)
+            is_reached = True if own is not None else self._dialer.found(peer, ask.address, source)
+            member = own or Holder(me, ask.address if is_reached else "", False)
+            reply = steer(swarm, member, ask, now, organisation=peer.org, may_fetch=is_reached is not None)
+            if any(failed.wrong for failed in ask.failed):
                 self._bans.look(dataset_id, swarm.facts()["banned"], peer.peer_id)
-            for index in ask.dropped:
-                swarm.dropped(me, index)
-            for index in ask.finished:
-                swarm.finished(me, index, now)
-            for index in ask.lost:
-                swarm.lost(me, index)
-            given = [] if is_checking else swarm.assign(me, ask.want, ask.num, now)
-            late = set(ask.must) - {each.index for each in given}
-            must = {index: swarm.providers(index, me, now) for index in sorted(late)}
-            least_s = _WAIT_S if len(ask.want) else _IDLE_S
-            wait_s = min(self.ttl_s / 3, max(least_s, len(swarm) / _MOST_ASKS_PER_S))
-            wait_s = 0.05 if is_checking else wait_s
-            return _told(swarm, given, must, wait_s, is_new and ask.have is None, me)
+                self._check_suspects(dataset_id, tracked)
+            return reply
+
+    def _count_session(self, tracked: _Tracked, org: str, member: str) -> None:
+        """One more member of an organisation. ProtocolViolation if it has too many; with the lock held."""
+        members = tracked.of_org.setdefault(org, set())
+        if len(members) >= _MAX_SESSIONS_PER_ORGANISATION:
+            members.difference_update([one for one in members if tracked.swarm.knows(one) is None])
+        if len(members) >= _MAX_SESSIONS_PER_ORGANISATION:
+            most = _MAX_SESSIONS_PER_ORGANISATION
+            raise ProtocolViolation(f"swarm: expected at most {most} processes of organisation {org}")
+        members.add(member)
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """Of each dataset, by id, for status and metrics."""
@@ -214,8 +156,35 @@ class Tracker:
             return {dataset_id: tracked.swarm.facts() for dataset_id, tracked in self._tracked.items()}
 
     def close(self) -> None:
-        """Dial nobody back any more."""
+        """Dial and check nobody any more."""
         self._dialer.close()
+        self._checks.shutdown(wait=False, cancel_futures=True)
+
+    def _check_suspects(self, dataset_id: str, tracked: _Tracked) -> None:
+        """Have those checked whom two say to give wrong bytes. With the lock held."""
+        for holder, index in tracked.swarm.suspects():
+            pair = dataset_id, holder.peer_id
+            is_own = any(one.peer_id == holder.peer_id for one in tracked.own)
+            if tracked.slice_of is None or is_own or holder.is_url or pair in self._checking:
+                continue
+            self._checking.add(pair)
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._checks.submit(self._check, dataset_id, tracked, holder, index)
+
+    def _check(self, dataset_id: str, tracked: _Tracked, holder: Holder, index: int) -> None:
+        assert tracked.slice_of is not None
+        try:
+            is_right = gives_right_bytes(self._client, holder, tracked.slice_of(index))
+        except Exception:
+            log.exception("check of %s failed", holder.peer_id)
+            is_right = None
+        with self._lock:
+            self._checking.discard((dataset_id, holder.peer_id))
+            if is_right:
+                tracked.swarm.pardon(holder.peer_id)
+            elif is_right is False:
+                tracked.swarm.ban(holder.peer_id)
+                self._bans.look(dataset_id, tracked.swarm.facts()["banned"], self._client_id, "wrong bytes")
 
     def _refresh(self, tracked: _Tracked, now: float) -> None:
         held = None
@@ -227,26 +196,59 @@ class Tracker:
         tracked.swarm.expire(now)
 
 
-def _told(
-    swarm: Swarm,
-    given: Sequence[Any],
-    must: Mapping[int, Sequence[Holder]],
-    wait_s: float,
-    tell_have: bool,
-    asker: str,
+def steer(
+    swarm: Swarm, member: Holder, message: SwarmRequest, now: float, *, organisation: str = "", may_fetch: bool = True
 ) -> dict[str, Any]:
-    def holder(one: Holder) -> dict[str, Any]:
-        peer_id = one.peer_id if one.is_url else node_of(one.peer_id)
-        return {"member": one.peer_id, "peer_id": peer_id, "address": one.address, "is_origin": one.is_origin}
+    """Apply a member's message to its swarm; the reply, a SwarmReply.
 
+    Args:
+        member: By whose name and address the others are told of it; without an address it is never named.
+        organisation: To which its certificate belongs; its members accuse with one voice.
+        may_fetch: False while it is being found out whether others reach it: it is to ask again in a moment.
+
+    Raises:
+        ProtocolViolation: If its ranges are malformed; nothing was applied then.
+    """
+    me, known = member.peer_id, swarm.knows(member.peer_id)
+    have = None if message.have is None else _flags(message.have, swarm.num_slices)
+    want = parse_ranges(message.want, swarm.num_slices)
+    slots = None if message.slots is None else min(MAX_AT_ONCE, message.slots)
+    is_new = known is None or known.address != member.address
+    swarm.join(member, have, now, slots=slots)
+    for failed in message.failed:
+        if swarm.knows(failed.member) is not None:  # it was never sent to a name that is not here
+            swarm.failed(me, failed.index, failed.member, now, failed.wrong, organisation)
+    for index in message.dropped:
+        swarm.dropped(me, index)
+    for index in message.finished:
+        swarm.finished(me, index, now)
+    for index in message.lost:
+        swarm.lost(me, index)
+    assigned = swarm.assign(me, want, min(MAX_AT_ONCE, message.num), now) if may_fetch else []
+    late = set(message.must[:MAX_AT_ONCE]) - {each.index for each in assigned}
+    wait_s = min(swarm.ttl_s / 3, max(_WAIT_S if len(want) else _IDLE_S, len(swarm) / _MOST_ASKS_PER_S))
+    reply = _reply(swarm, me, wait_s if may_fetch else 0.05, is_new and have is None)
+    reply["assignments"] = [{"index": each.index, **_holder(each.holder)} for each in assigned]
+    reply["must"] = [
+        {"index": i, "holders": [_holder(one) for one in swarm.providers(i, me, now)]} for i in sorted(late)
+    ]
+    return reply
+
+
+def _reply(swarm: Swarm, asker: str, wait_s: float = 0.0, tell_have: bool = False) -> dict[str, Any]:
     return {
-        "assignments": [{"index": each.index, **holder(each.holder)} for each in given],
-        "must": [{"index": index, "holders": [holder(one) for one in found]} for index, found in must.items()],
+        "assignments": [],
+        "must": [],
         "wait_s": wait_s,
         "tell_have": tell_have,
         "settled": swarm.is_settled,
-        "sharers": [holder(one) for one in swarm.sharers(_MAX_PEERS) if one.peer_id != asker],
+        "sharers": [_holder(one) for one in swarm.sharers(_MAX_PEERS) if one.peer_id != asker],
     }
+
+
+def _holder(one: Holder) -> dict[str, Any]:
+    peer_id = one.peer_id if one.is_url else node_of(one.peer_id)
+    return {"member": one.peer_id, "peer_id": peer_id, "address": one.address, "is_origin": one.is_origin}
 
 
 log = logging.getLogger("forebay.network")

@@ -1,24 +1,34 @@
 """Whom a reader asks what to fetch: first a dataset's data nodes, then those who share it; when one dies, the next.
 
-All who know the same sharers choose the same, so that one of them steers the swarm and not each its own part of it.
+All who know the same trackers choose the same, so that one of them steers the swarm and not each its own part of it:
+the first by a hash of the dataset, the day and the tracker's id. So a key that steers one dataset today steers neither
+another nor the same tomorrow, while a hash with the reader's own id, which nobody could aim at all readers, would split
+the swarm. What a malicious tracker can do is waste time: it is left for the next on the first malformed answer.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forebay.errors import ForebayError, NetworkError, UsageError
-from forebay.network.client import Client, RemoteError, parse_address
+from forebay.errors import ForebayError, NetworkError
+from forebay.network.addresses import check_url, peer_address
+from forebay.network.client import Client, RemoteError
+from forebay.network.messages import HolderReply
 
-_ASK_S = 10.0
+ASK_S = 10.0
 _HOME_S = 30.0  # so often, who asks a sharer looks whether a data node is back
 _AGAIN_S = 3.0  # so often, who found nobody looks again
 _DEAD_S = 30.0  # a tracker that did not answer is left alone so long
 _BUSY_S = 1.0
+_DAY_S = 86_400.0
+_MAX_SHARERS_AT_ONCE, _MAX_SHARERS = 16, 256  # of one answer, and in all
+_MAX_ANSWER_BYTES = 1 << 20
 log = logging.getLogger("forebay.swarm")
 
 
@@ -36,19 +46,14 @@ class TrackerAt:
     member: str = ""
 
     @classmethod
-    def parse(cls, item: Any) -> TrackerAt:
-        """As an answer names a holder, at `host:port` or a URL.
+    def of(cls, holder: HolderReply) -> TrackerAt:
+        """As a reply names a holder, at `host:port` or a URL.
 
         Raises:
-            KeyError, TypeError, ValueError: If it does not.
+            ProtocolViolation: If its address is none.
         """
-        address = str(item["address"])
-        if "://" not in address:
-            try:
-                parse_address(address)
-            except UsageError as error:
-                raise ValueError(f"a holder's address: {error}") from error
-        return cls(str(item["peer_id"]), address, item["is_origin"] is True, str(item["member"]))
+        (check_url if "://" in holder.address else peer_address)(holder.address)
+        return cls(holder.peer_id[:2048], holder.address, holder.is_origin, holder.member[:2048])
 
 
 class Trackers:
@@ -70,11 +75,13 @@ class Trackers:
         find: Callable[[], Iterable[TrackerAt]],
         own: TrackerAt | None,
         clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self.num_lost = 0
         self.answering: TrackerAt | None = None
         self.since = float("-inf")
         self._client, self._dataset_id, self._find, self._own, self._clock = client, dataset_id, find, own, clock
+        self._now, self._day = now, 0
         self._found_at = float("-inf")
         self._is_new = True  # nobody else was found so far
         self._ranked: list[TrackerAt] = []
@@ -82,8 +89,17 @@ class Trackers:
         self._dead: dict[str, float] = {}  # by address, until when
 
     def met(self, sharers: Iterable[TrackerAt]) -> None:
-        """These can be asked when nobody else is left."""
-        self._sharers.update({one.address: one for one in sharers})
+        """These can be asked when nobody else is left: 16 of an answer, and 256 in all, those named last."""
+        for one in itertools.islice(sharers, _MAX_SHARERS_AT_ONCE):
+            self._sharers.pop(one.address, None)
+            self._sharers[one.address] = one
+        while len(self._sharers) > _MAX_SHARERS:
+            del self._sharers[next(iter(self._sharers))]
+
+    def drop(self) -> None:
+        """Leave the tracker that answered last for the next: its answer made no sense."""
+        if self._ranked and self._ranked[0] == self.answering:
+            self._lose()
 
     def ask(self, body: dict[str, Any], introduce: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
         """The answer of the first that gives one; None if nobody does.
@@ -92,23 +108,28 @@ class Trackers:
             introduce: Adds to the question what one needs that hears of this member for the first time.
         """
         now = self._clock()
-        if not self._ranked or (not self._ranked[0].is_origin and now - self._found_at > _HOME_S):
+        is_home_due = bool(self._ranked) and not self._ranked[0].is_origin and now - self._found_at > _HOME_S
+        if not self._ranked or is_home_due or int(self._now() // _DAY_S) != self._day:
             self._look_up(now)
         elif not self._ranked[0].is_origin:
             self._rank(self._ranked)
         while self._ranked:
-            answer = self._tell(self._ranked[0], body, _ASK_S)
+            answer = self._tell(self._ranked[0], body, ASK_S)
             if answer is not None:
                 if self.answering is None or self.answering.address != self._ranked[0].address:
                     self.since = self._clock()
                 self.answering = self._ranked[0]
                 return answer
-            lost = self._ranked.pop(0)
-            self.num_lost += 1
-            self._sharers.pop(lost.address, None)
-            self._dead[lost.address] = self._clock() + _DEAD_S
+            self._lose()
             introduce(body)
         return None
+
+    def _lose(self) -> None:
+        lost, now = self._ranked.pop(0), self._clock()
+        self.num_lost += 1
+        self._sharers.pop(lost.address, None)
+        self._dead = {address: until for address, until in self._dead.items() if until > now}
+        self._dead[lost.address] = now + _DEAD_S
 
     def leave(self, body: dict[str, Any]) -> None:
         """Tell the tracker that was asked last, if it is there."""
@@ -132,14 +153,21 @@ class Trackers:
     def _rank(self, found: Sequence[TrackerAt]) -> None:
         known = {**self._sharers, **{one.address: one for one in found}}
         alive = [one for one in known.values() if self._dead.get(one.address, 0.0) <= self._clock()]
-        self._ranked = sorted(alive, key=lambda one: (not one.is_origin, one.peer_id, one.address))
+        self._day = int(self._now() // _DAY_S)
+        self._ranked = sorted(alive, key=lambda one: (not one.is_origin, self._place(one.peer_id), one.address))
+
+    def _place(self, peer_id: str) -> bytes:
+        return hashlib.sha256(f"forebay/2 tracker\n{self._dataset_id}\n{self._day}\n{peer_id}".encode()).digest()
 
     def _tell(self, tracker: TrackerAt, body: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
         path = f"/v1/swarm/{self._dataset_id}"
         try:
-            answer, _ = self._client.request_json(tracker.address, "POST", path, body, tracker.peer_id, timeout_s)
+            answer, _ = self._client.request_json(
+                tracker.address, "POST", path, body, tracker.peer_id, timeout_s, _MAX_ANSWER_BYTES
+            )
         except NetworkError as error:
-            is_busy = isinstance(error, RemoteError) and error.status in (429, 503)
             log.info("swarm of %s: tracker %s: %s", self._dataset_id[:12], tracker.address, error)
-            return {"wait_s": _BUSY_S} if is_busy else None
+            if isinstance(error, RemoteError) and error.status in (429, 503):
+                return {"wait_s": max(_BUSY_S, error.wait_s)}
+            return None
         return answer if isinstance(answer, dict) else None

@@ -17,16 +17,19 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.network.backoff import backoff_s
 from forebay.store.origins import Origin, PassingError, RefusedError
 from forebay.store.pieces import Check, PartFile, Span, disk_error
 from forebay.store.sources import Backoff, Source, choose, least_span_bytes
 from forebay.store.work import OnBad, Transfer, TransferCancelledError, Work
+from forebay.threads import Supervised
 
 _AHEAD_BYTES = 1 << 20  # less is not worth waking a thread for
 
@@ -57,12 +60,13 @@ class Hashers(Generic[H]):
         self._whole = whole
         self._failed = failed
         self._queue: SimpleQueue[H | None] = SimpleQueue()
-        self.threads = [threading.Thread(target=self._run, name=f"hash-{i}", daemon=True) for i in range(num_threads)]
+        self.threads = [Supervised(self._run, f"hash-{i}") for i in range(num_threads)]
 
     def start(self) -> None:
-        """Start the threads, once."""
+        """Start those of the threads that have not been started; RuntimeError if there can be none now."""
         for thread in self.threads:
-            thread.start()
+            if not thread.is_alive:
+                thread.start()
 
     def look(self, work: H) -> None:
         """Have a thread hash on, if none does and there is enough, or the end."""
@@ -88,7 +92,8 @@ class Hashers(Generic[H]):
                     self._whole(work)
             except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
                 self._failed(work, error)
-            work.hashing = False
+            finally:
+                work.hashing = False
             if work.file.is_open:
                 self.look(work)
 
@@ -109,8 +114,9 @@ class Transfers:
         connections: Requests under way at once, each a thread.
         piece_bytes: What is resumed after a kill as a whole, and the most asked for in one request; a power of two.
         patience_s, tries: A transfer fails when no byte came for so long and one place was tried so often.
-        backoff_s, max_backoff_s: Before the second try of a place, and at most; times 0.5 to 1.5 by chance.
-        hedge_s: An idle connection takes over from one whose place got no byte for so long, once a place.
+        first_backoff_s, max_backoff_s: Before the second try of a place, and at most; times 0.5 to 1.5 by chance.
+        hedge_s: An idle connection takes over from one that got no byte for so long, and for three times as long as its
+            source usually takes, once a place.
         hashers: Threads that hash, each some 1.5 GB/s; by default one a processor, 2 to 4.
         clock, chance: Time and chance, as arguments.
     """
@@ -122,7 +128,7 @@ class Transfers:
         *,
         patience_s: float = 300.0,
         tries: int = 6,
-        backoff_s: float = 0.2,
+        first_backoff_s: float = 0.2,
         max_backoff_s: float = 15.0,
         hedge_s: float = 5.0,
         hashers: int | None = None,
@@ -141,13 +147,13 @@ class Transfers:
         self._hedge_s = hedge_s
         self._pid = os.getpid()
         self._clock = clock
-        self._backoff = Backoff(backoff_s, max_backoff_s, chance or random.Random())
+        self._backoff: Backoff = partial(backoff_s, first_s=first_backoff_s, max_s=max_backoff_s, chance=chance)
         self._changed = threading.Condition()
         self._active: list[Work] = []
         self._known: dict[str, Source] = {}
         self._hashers = Hashers[Work](hashers, self._judge, self._end)
-        self._threads: list[threading.Thread] = []
-        self._num_workers = self._idle = 0
+        self._threads: list[Supervised] = []
+        self._idle = 0
         self._counts = dict.fromkeys(("bytes", "attempts", "retries", "finished", "failed"), 0)
         self._closed = False
 
@@ -178,7 +184,7 @@ class Transfers:
         file = PartFile(part, info.bytes, self.piece_bytes, self.connections, least, span_bytes=span_bytes, check=check)
         work = Work(info, file, list(origins), on_bad, now, now)
         transfer = Transfer(info, part, work)
-        work.finished = transfer._finish
+        work.finished = transfer.finish
         try:
             file.open()
         except OSError as error:
@@ -190,8 +196,10 @@ class Transfers:
                 file.close()
                 raise UsageError("transfers: closed; no more can be started.")
             self._active.append(work)
-            self._grow(len(work.pending))
+            fault = self._grow(len(work.pending))
             self._changed.notify_all()
+        if fault is not None and not self._threads:  # nobody would ever ask for it
+            self._end(work, NetworkError(f"{info.name}: no thread to fetch it with: {fault}"), fault)
         self._hashers.look(work)
         return transfer
 
@@ -212,8 +220,7 @@ class Transfers:
         self._hashers.stop()
         until = time.monotonic() + _CLOSE_S
         for thread in [*self._threads, *self._hashers.threads]:
-            if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, until - time.monotonic()))
 
     def __enter__(self) -> Transfers:
         return self
@@ -226,15 +233,18 @@ class Transfers:
         with self._changed:
             return {**self._counts, "sources": {url: source.to_json() for url, source in self._known.items()}}
 
-    def _grow(self, wanted: int) -> None:
-        if not self._threads:
-            self._hashers.start()
-        while self._num_workers < min(self.connections, self._num_workers - self._idle + max(wanted, 1)):
-            thread = threading.Thread(target=self._work, name=f"fetch-{self._num_workers}", daemon=True)
-            self._threads.append(thread)
-            self._num_workers += 1
-            self._idle += 1
-            thread.start()
+    def _grow(self, wanted: int) -> RuntimeError | None:
+        """Start threads as they are needed; why there are fewer, if the process cannot have more now."""
+        try:
+            if not self._threads:
+                self._hashers.start()
+            while len(self._threads) < min(self.connections, len(self._threads) - self._idle + max(wanted, 1)):
+                self._threads.append(Supervised(self._work, f"fetch-{len(self._threads)}").start())
+                self._idle += 1
+        except RuntimeError as error:
+            log.warning("transfers: %d of %d connections: %s", len(self._threads), self.connections, error)
+            return error
+        return None
 
     def _work(self) -> None:
         """A worker: takes the first span that may be asked for, and asks."""
@@ -258,10 +268,11 @@ class Transfers:
                     self._ask(work, span, source)
             except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
                 self._end(work, error)
-            with self._changed:
-                self._idle += 1
-                if any(work.pending for work in self._active):
-                    self._changed.notify_all()
+            finally:
+                with self._changed:
+                    self._idle += 1
+                    if any(work.pending for work in self._active):
+                        self._changed.notify_all()
 
     def _next(self, now: float) -> tuple[_Job | None, float]:
         """The next thing to do, or when to look again. With the lock held."""
@@ -290,18 +301,18 @@ class Transfers:
     def _hedge(self, now: float, soonest: float) -> tuple[_Job | None, float]:
         """Nothing else is to do: a span that is stuck, if another request may be sent. With the lock held."""
         for work in self._active:
-            for span in work.flying:
+            for span, source in work.flying.items():
                 if not span.taken_over:
-                    soonest = min(soonest, span.byte_at + self._hedge_s)
-            source, _ = choose(work.allowed(), now)
-            if source is not None and (rest := work.stuck(now - self._hedge_s)) is not None:
-                return self._take(work, rest, source, now), soonest
+                    soonest = min(soonest, span.byte_at + source.late_s(self._hedge_s))
+            other, _ = choose(work.allowed(), now)
+            if other is not None and (rest := work.stuck(now, self._hedge_s)) is not None:
+                return self._take(work, rest, other, now), soonest
         return None, soonest
 
     def _take(self, work: Work, span: Span, source: Source, now: float) -> _Job:
         source.active += 1
         span.byte_at = now
-        work.flying.add(span)
+        work.flying[span] = source
         return work, span, source
 
     def _look_up(self, work: Work) -> None:
@@ -328,7 +339,7 @@ class Transfers:
                 return
             work.lookup.tries += 1
             work.attempts += 1
-            work.lookup.not_before = now + self._backoff.after(work.lookup.tries)
+            work.lookup.not_before = now + self._backoff(work.lookup.tries)
         if self._is_hopeless(work, work.lookup, now):
             self._end(work, work.unreachable(now), fault)
 
@@ -343,7 +354,7 @@ class Transfers:
         now, got = self._clock(), span.at - first
         with self._changed:
             source.active -= 1
-            work.flying.discard(span)
+            work.flying.pop(span, None)
             source.attempts += 1
             source.bytes += got
             self._counts["attempts"] += 1
@@ -376,7 +387,7 @@ class Transfers:
             else:
                 source.failed(now, self._backoff)
                 span.tries += not got
-                not_before = now if got else now + self._backoff.after(span.tries)
+                not_before = now if got else now + self._backoff(span.tries)
             work.put_back(span, not_before)
             left = work.left()
             others = [other.origin.url for other in left if other is not source]

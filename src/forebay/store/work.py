@@ -26,7 +26,7 @@ class Work:
     """One transfer as the pool sees it; under the pool's lock, except `file`, which has one of its own.
 
     Attributes:
-        pending: Spans that nobody fetches now, by start; `flying`: those that somebody does.
+        pending: Spans that nobody fetches now, by start; `flying`: those that somebody does, and from whom.
         found: The origin behind each URL, as this transfer was given it: another's of the same URL may be of another
             slice.
         sources: What is known of each, by URL, shared by all transfers; `refused` and `reasons` say who will not give
@@ -44,7 +44,7 @@ class Work:
     began_at: float
     byte_at: float
     finished: Callable[[Exception | None], object] = lambda error: None
-    flying: set[Span] = field(default_factory=set)
+    flying: dict[Span, Source] = field(default_factory=dict)
     pending: list[Span] = field(default_factory=list)
     found: dict[str, Origin] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)
@@ -76,10 +76,10 @@ class Work:
     def _may_ask(self, url: str) -> bool:
         return url not in self.refused and self.alone in (None, url)
 
-    def stuck(self, before: float) -> Span | None:
-        """A span that nobody else took over yet and of which no byte came since a moment, taken over now."""
-        for span in self.flying:
-            if span.byte_at < before and not span.taken_over:
+    def stuck(self, now: float, least_s: float) -> Span | None:
+        """A span that nobody else took over yet and whose source is late with it, taken over now."""
+        for span, source in self.flying.items():
+            if now - span.byte_at > source.late_s(least_s) and not span.taken_over:
                 span.taken_over = True
                 if (rest := self.file.take_over(span)) is not None:
                     return rest
@@ -107,7 +107,9 @@ class Work:
                 if not self.file.write(span, data, url):
                     return
                 span.tries = 0
-                span.byte_at = self.byte_at = clock()
+                now = clock()
+                source.delivered(now - span.byte_at)
+                span.byte_at = self.byte_at = now
                 look(self)
         finally:
             if isinstance(body, Generator):
@@ -173,81 +175,29 @@ class TransferCancelledError(NetworkError):
         return cls(f"{info.name}: the transfer was cancelled; what was fetched is kept and resumed")
 
 
-class Transfer:
-    """One slice on its way. Made by `Transfers.start`.
+class Pending:
+    """One slice on its way into a partial file.
 
     Attributes:
         done: Set when it ended, well or not; from then on nothing is written to `part`.
         error: Why it failed, or None. Without one, `part` is whole, verified, synced and exactly `info.bytes` long.
+        needed: Set by whoever waits for it.
     """
 
-    def __init__(self, info: SliceInfo, part: Path, work: Work) -> None:
+    def __init__(self, info: SliceInfo, part: Path) -> None:
         self.info = info
         self.part = part
         self.done = threading.Event()
         self.error: Exception | None = None
-        self._work = work
-        self._callbacks: list[Callable[[Transfer], object]] = []
+        self.needed = False
+        self._callbacks: list[Callable[[Any], object]] = []
         self._lock = threading.Lock()
-
-    @property
-    def received(self) -> int:
-        """Bytes on disk so far, those of an earlier run included."""
-        return self._work.file.received
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it ended; whether it did in time."""
         return self.done.wait(timeout)
 
-    def on_done(self, callback: Callable[[Transfer], object]) -> None:
-        """Call back once when it ended, from another thread; at once, from this one, if it has."""
-        with self._lock:
-            if not self.done.is_set():
-                self._callbacks.append(callback)
-                return
-        callback(self)
-
-    def _finish(self, error: Exception | None) -> None:
-        self.error = error
-        with self._lock:
-            self.done.set()
-        for callback in self._callbacks:
-            try:
-                callback(self)
-            except Exception:
-                log.exception("%s: what was to be called when it ended failed", self.info.name)
-
-
-class SteeredTransfer:
-    """One slice that is wanted: waits for its turn, then comes. See `flights.Transfer`.
-
-    Attributes:
-        done: Set when it ended, well or not; from then on nothing is written to `part`.
-        error: Why it failed, or None: then the file is whole, verified, synced and exactly `info.bytes` long.
-    """
-
-    def __init__(self, info: SliceInfo, part: Path, wanted_at: float) -> None:
-        self.info = info
-        self.part = part
-        self.wanted_at = wanted_at
-        self.done = threading.Event()
-        self.error: Exception | None = None
-        self.current: Transfer | None = None
-        self.cancelled = False
-        self._callbacks: list[Callable[[Any], None]] = []
-        self._lock = threading.Lock()
-
-    @property
-    def received(self) -> int:
-        """Bytes there so far."""
-        current = self.current
-        return self.info.bytes if self.done.is_set() and self.error is None else current.received if current else 0
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it ended; whether it did in time."""
-        return self.done.wait(timeout)
-
-    def on_done(self, callback: Callable[[Any], None]) -> None:
+    def on_done(self, callback: Callable[[Any], object]) -> None:
         """Call back once when it ended, from another thread; at once, from this one, if it has."""
         with self._lock:
             if not self.done.is_set():
@@ -263,4 +213,35 @@ class SteeredTransfer:
             self.error = error
             self.done.set()
         for callback in self._callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception:
+                log.exception("%s: what was to be called when it ended failed", self.info.name)
+
+
+class Transfer(Pending):
+    """A slice that a pool of connections fetches. Made by `Transfers.start`."""
+
+    def __init__(self, info: SliceInfo, part: Path, work: Work) -> None:
+        super().__init__(info, part)
+        self._work = work
+
+    @property
+    def received(self) -> int:
+        """Bytes on disk so far, those of an earlier run included."""
+        return self._work.file.received
+
+
+class SteeredTransfer(Pending):
+    """A slice that a swarm brings: waits for its turn, then comes by `current`, or one transfer after the other."""
+
+    def __init__(self, info: SliceInfo, part: Path) -> None:
+        super().__init__(info, part)
+        self.current: Transfer | None = None
+        self.cancelled = False
+
+    @property
+    def received(self) -> int:
+        """Bytes there so far."""
+        current = self.current
+        return self.info.bytes if self.done.is_set() and self.error is None else current.received if current else 0

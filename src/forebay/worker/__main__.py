@@ -46,7 +46,6 @@ _TOGETHER: tuple[_Flag, ...] = (
     ("worker-id", str, "by which the coordinator knows this worker again"),
     ("coordinator", str, "host:port or URL (FOREBAY_COORDINATOR, or 127.0.0.1:8000)"),
     ("network", str, "this node's directory, for a coordinator with --network"),
-    ("host", str, "this machine's address for other workers (the one towards the coordinator)"),
     ("patience-s", float, "how long a coordinator or peer that is away is waited for (60)"),
 )
 _METAVAR = {str: "NAME", int: "N", float: "X"}

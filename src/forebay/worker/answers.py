@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from forebay.errors import ProtocolViolation
+from forebay.network.addresses import check_url, peer_address
 from forebay.network.members import Holder
+from forebay.network.messages import ExchangeReply, LeaseReply, ProviderReply
 from forebay.schedule.ask import Accepted, Grant, Live, Refused, Reply
 
-MAX_PROVIDERS = 64
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_COUNTS = (
-    "epoch", "slice", "index", "bytes", "count", "start", "stop", "sample_base", "seq_len", "vocab_size",
-)  # fmt: skip
-_TEXTS = ("lease_id", "job", "job_id", "dataset_id", "name", "sha256", "layout", "dtype")
+log = logging.getLogger("forebay.worker")
 
 
 @dataclass(frozen=True)
@@ -38,20 +37,19 @@ class Lease(Grant):
     @classmethod
     def from_json(cls, value: Any) -> Lease:
         """A lease as the scheduler must word it; ProtocolViolation if it does not."""
-        whole = isinstance(value, dict) and all(_is_count(value.get(key)) for key in _COUNTS)
-        whole = whole and all(isinstance(value.get(key), str) for key in _TEXTS)
-        whole = whole and all(_SHA256.fullmatch(value[key]) for key in ("sha256", "dataset_id"))
-        whole = whole and type(value.get("seed")) is int
-        whole = whole and value["start"] < value["stop"] <= value["count"] and value["bytes"] > 0
-        providers = value.get("providers") if whole else None
-        if not isinstance(providers, list) or len(providers) > MAX_PROVIDERS:
-            raise ProtocolViolation(f"lease: expected one as /v1/exchange words it, got {value!r:.300}")
-        return cls(
-            **{"slice_index" if key == "slice" else key: value[key] for key in (*_TEXTS, *_COUNTS, "seed")},
-            dataset=str(value.get("dataset", value["job"])),
-            providers=tuple(_provider(provider) for provider in providers),
-            expires_in_s=_seconds(value.get("expires_in_s")),
-        )
+        return cls.of(_parsed(LeaseReply, value))
+
+    @classmethod
+    def of(cls, reply: LeaseReply) -> Lease:
+        """A lease out of its message."""
+        if not reply.start < reply.stop <= reply.count or reply.bytes < 1:
+            raise ProtocolViolation(f"lease: expected samples of a slice, got {reply!r:.300}")
+        fields = dict(reply) | {"slice_index": reply.slice, "dataset": reply.dataset or reply.job}
+        fields["index"] = reply.slice if reply.index is None else reply.index
+        fields["vocab_size"] = reply.vocab_size or 0
+        fields["providers"] = tuple(one for said in reply.providers if (one := _provider(said)) is not None)
+        del fields["slice"]
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
@@ -63,50 +61,37 @@ class Answer(Reply):
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Answer:
         """An answer as the scheduler must word it; ProtocolViolation if it does not."""
-        try:
-            return cls(
-                uses=tuple(
-                    Accepted(str(use["lease_id"]), _count(use["offset"]), _count(use["stop"])) for use in value["uses"]
-                ),
-                refused=tuple(
-                    Refused(str(no["lease_id"]), str(no["code"]), str(no["message"])[:300], _count(no.get("offset", 0)))
-                    for no in value["refused"]
-                ),
-                live={
-                    str(lease_id): Live(_count(told["stop"]), _seconds(told["expires_in_s"]))
-                    for lease_id, told in value["live"].items()
-                },
-                lost=tuple(str(lease_id) for lease_id in value["lost"]),
-                leases=tuple(Lease.from_json(lease) for lease in value["leases"]),
-                wait_s=_seconds(value["wait_s"]),
-                done=bool(value["done"]),
-                paused=bool(value["paused"]),
-                tell_have=bool(value["tell_have"]),
-                num_left_out=_count(value.get("num_left_out", 0)),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ProtocolViolation(f"exchange: expected an answer, got {error!r} in {value!r:.300}") from error
+        reply = _parsed(ExchangeReply, value)
+        fields = dict(reply) | {
+            "uses": tuple(Accepted(use.lease_id, use.offset, use.stop) for use in reply.uses),
+            "refused": tuple(Refused(no.lease_id, no.code, no.message[:300], no.offset) for no in reply.refused),
+            "live": {lease_id: Live(live.stop, live.expires_in_s) for lease_id, live in reply.live.items()},
+            "lost": tuple(reply.lost),
+            "leases": tuple(map(Lease.of, reply.leases)),
+        }
+        return cls(**fields)
 
 
-def _provider(value: Any) -> Holder:
-    if isinstance(value, dict) and isinstance(value.get("url"), str):
-        return Holder("", value["url"], True)
-    if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in ("peer_id", "address")):
-        raise ProtocolViolation(f"provider: expected peer_id and address, or url, got {value!r:.200}")
-    return Holder(value["peer_id"], value["address"], bool(value.get("is_origin", True)))
+T = TypeVar("T", bound=BaseModel)
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
+def _parsed(model: type[T], value: Any) -> T:
+    try:
+        return model.model_validate(value, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.80}"
+        raise ProtocolViolation(f"exchange: expected an answer as /v1/exchange words it: {where}") from error
 
 
-def _count(value: Any) -> int:
-    if not _is_count(value):
-        raise ProtocolViolation(f"exchange: expected a count, got {value!r:.80}")
-    return int(value)
-
-
-def _seconds(value: Any) -> float:
-    if type(value) not in (int, float) or not -1e12 < value < 1e12:
-        raise ProtocolViolation(f"exchange: expected seconds, got {value!r:.80}")
-    return max(0.0, float(value))
+def _provider(said: ProviderReply) -> Holder | None:
+    """Who may have a slice; None if what is said of it makes no sense: the other providers of a lease still count."""
+    try:
+        if said.url:
+            check_url(said.url)
+            return Holder("", said.url, True)
+        peer_address(said.address)
+        return Holder(said.peer_id, said.address, said.is_origin)
+    except ProtocolViolation as error:
+        log.info("a provider is left out: %s", error)
+        return None

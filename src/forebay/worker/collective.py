@@ -1,7 +1,7 @@
 """Steps taken together: gradients averaged over a generation's ranks, by torch.distributed.
 
-A group lives as long as a generation. Its ranks meet at a store of its first rank, under a prefix with the
-generation's number, so that nobody of an old generation comes in between. A step's gradients, its loss and whether
+A group lives as long as a generation. Its ranks find each other by the coordinator, which keeps their addresses for the
+members of the generation alone; nothing listens for that. A step's gradients, its loss and whether
 somebody wants to stop travel in one sum: either a rank has all of it, or it raises and the step is not applied.
 A rank that has it knows that every rank gave its part; so the step is finished, even if others never learn.
 
@@ -15,7 +15,6 @@ import contextlib
 import importlib.util
 import io
 import re
-import socket
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -23,7 +22,6 @@ from typing import Any
 
 from forebay.errors import NetworkError, UsageError
 from forebay.extras import install_command
-from forebay.network.client import parse_address
 from forebay.worker.membership import Generation
 
 if importlib.util.find_spec("torch") is None:
@@ -32,35 +30,61 @@ if importlib.util.find_spec("torch") is None:
 import torch
 import torch.distributed as dist
 
+WAIT_S = 1.0  # how long the coordinator may wait for a value before it is asked again
+MAX_PLACE_BYTES = 64 << 20  # of the place in the data, which travels with it
+MAX_STATE_RATIO = 8  # of an optimizer's state to the model's bytes; Adam's is 2
+Meet = Callable[[str, bytes | None, float], bytes | None]
+
 
 class PeerLostError(NetworkError):
     """A rank did not come or did not answer: the step under way was not applied here."""
 
 
-class Meeting:
-    """A place where the ranks of any generation can meet, kept open by each worker for its whole life.
+class MeetingStore(dist.Store):  # type: ignore[misc]
+    """Where the ranks of a generation find each other: values that the coordinator keeps for its members alone.
 
     Args:
-        host: An address of this machine that its peers reach.
+        meet: Sets a value under a key, or waits for one; see `Membership.meet`.
+        abandon: Asked while a value is missing: whether to stop waiting, as another generation is wanted.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        try:
-            self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
-        except (RuntimeError, ValueError) as error:
-            raise NetworkError(f"collective: cannot listen on {host}:{port}: {error}") from error
-        self.host, self.port = host, int(self._store.port)
+    def __init__(self, meet: Meet, timeout_s: float, abandon: Callable[[], bool]) -> None:
+        super().__init__()
+        self._meet, self._timeout_s, self._abandon = meet, timeout_s, abandon
 
-    @property
-    def address(self) -> str:
-        """`host:port`, for Membership(address=…)."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+    def set(self, key: str, value: str | bytes) -> None:
+        """See torch.distributed.Store."""
+        self._ask(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """See torch.distributed.Store."""
+        deadline = time.monotonic() + self._timeout_s
+        while (value := self._ask(key, None)) is None:
+            if self._abandon() or time.monotonic() > deadline:
+                raise RuntimeError("not all ranks came")
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """See torch.distributed.Store."""
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """See torch.distributed.Store."""
+        return all(self._meet(key, None, 0.0) is not None for key in keys)
+
+    def _ask(self, key: str, value: bytes | None) -> bytes | None:
+        try:
+            return self._meet(key, value, WAIT_S if value is None else 0.0)
+        except NetworkError as error:
+            raise RuntimeError(str(error)) from error
 
 
 class Collective:
     """The ranks of one generation as a group. One at a time in a process; `close` it, or use it in a `with`.
 
     Args:
+        meet: How ranks find each other; see MeetingStore.
         device: Where gradients lie; "cuda" uses NCCL, else Gloo.
         timeout_s: A rank that is silent for longer counts as lost.
         abandon: Asked while ranks are missing: whether to stop waiting, as another generation is wanted.
@@ -73,6 +97,7 @@ class Collective:
     def __init__(
         self,
         generation: Generation,
+        meet: Meet,
         *,
         device: str = "cpu",
         timeout_s: float = 60.0,
@@ -84,18 +109,9 @@ class Collective:
         self.generation = generation
         self._device = torch.device(device)
         self._open = False
-        first = generation.members[0].address
-        if not first:
-            raise UsageError(
-                "collective: the first rank gave no address. Make a Meeting and give Membership its address."
-            )
-        host, port = parse_address(first)
         timeout = timedelta(seconds=timeout_s)
         with self._losing("met"):
-            _reach(host, port, timeout_s, abandon)
-            store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-            store = dist.PrefixStore(f"{generation.run_id}/{generation.number}", store)
-            _gather(store, generation.world_size, timeout_s, abandon)
+            store = MeetingStore(meet, timeout_s, abandon)
             backend = "nccl" if self._device.type == "cuda" else "gloo"
             dist.init_process_group(
                 backend, store=store, rank=generation.rank, world_size=generation.world_size, timeout=timeout
@@ -136,17 +152,27 @@ class Collective:
             for tensor in theirs:
                 dist.broadcast(tensor, source)
             dist.broadcast(size, source)
+            most = MAX_STATE_RATIO * sum(tensor.nbytes for tensor in ours) + MAX_PLACE_BYTES
+            if not 0 <= int(size) <= most:
+                raise RuntimeError(f"the source says {int(size):,} bytes of state, more than {most:,}")
             body = torch.empty(int(size), dtype=torch.uint8, device=self._device)
             if is_source:
                 body.copy_(torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8))
             dist.broadcast(body, source)
             dist.barrier()
-        if not is_source:
-            with torch.no_grad():
-                for mine, new in zip(ours, theirs):
-                    mine.copy_(new)
-            state = torch.load(io.BytesIO(body.cpu().numpy().tobytes()), map_location=self._device, weights_only=True)
-            optimizer.load_state_dict(state)
+        if is_source:
+            return
+        with self._losing("shared weights"):
+            try:  # before anything of ours is replaced
+                state = torch.load(
+                    io.BytesIO(body.cpu().numpy().tobytes()), map_location=self._device, weights_only=True
+                )
+                optimizer.load_state_dict(state)
+            except Exception as error:
+                raise RuntimeError(f"the source's state cannot be read: {type(error).__name__}: {error}") from error
+        with torch.no_grad():
+            for mine, new in zip(ours, theirs):
+                mine.copy_(new)
 
     def average(self, parameters: Iterable[Any], loss: float, *, stop: bool = False) -> tuple[float, bool]:
         """The gradients become their means over the ranks, the same bits on each; a missing one counts as zeros.
@@ -204,36 +230,5 @@ def _words(error: Exception) -> str:
     return re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0])[:200].rstrip(". ")
 
 
-def _reach(host: str, port: int, timeout_s: float, abandon: Callable[[], bool]) -> None:
-    """Waits until the first rank's store takes connections; the store itself could not be told to stop waiting."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=2.0).close()
-            return
-        except OSError as error:
-            if time.monotonic() >= deadline or abandon():
-                raise RuntimeError(f"the first rank's store at {host}:{port} does not answer: {error}") from error
-        time.sleep(0.05)
-
-
-_GONE = 1 << 32
 # Sums that nobody waits for any more, with their groups: let go before their time they would block.
 _left_behind: list[tuple[Any, Any]] = []
-
-
-def _gather(store: Any, world_size: int, timeout_s: float, abandon: Callable[[], bool]) -> None:
-    """Waits until all ranks are at the store; one that gives up takes the others along, unless all had come."""
-    deadline = time.monotonic() + timeout_s
-    come = int(store.add("come", 1))
-    while come != world_size:
-        if come < 0:
-            raise RuntimeError("another rank gave up")
-        if time.monotonic() >= deadline or abandon():
-            come = int(store.add("come", -_GONE))
-            if come + _GONE != world_size:
-                raise RuntimeError("not all ranks came")
-            come = int(store.add("come", _GONE))
-            continue
-        time.sleep(0.01)
-        come = int(store.add("come", 0))

@@ -78,7 +78,6 @@ class WorkerConfig:
         worker_id: By which the coordinator knows this worker again; None makes one up.
         coordinator: "host:port" or an http(s) URL; None is the environment's FOREBAY_COORDINATOR, or 127.0.0.1:8000.
         network: This node's directory (`forebay network join`), for a coordinator with --network; None: plain HTTP.
-        host: The address of this machine that other workers reach; None: the one on the way to the coordinator.
         seed: Of data, dummies and the model's first weights.
         streaming: Whether text is streamed, or kept on this machine first; None: streamed if above 10 GB.
         shuffle_buffer: Documents that are mixed; None: the dataset's own.
@@ -108,7 +107,6 @@ class WorkerConfig:
     worker_id: str | None = None
     coordinator: str | None = None
     network: str | Path | None = None
-    host: str | None = None
     seed: int = 42
     streaming: bool | None = None
     shuffle_buffer: int | None = None

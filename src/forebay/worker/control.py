@@ -4,13 +4,14 @@ Whoever answers as the scheduler must be certified as one, wherever its address 
 """
 
 import logging
-import random
 import threading
 import time
 import urllib.parse
 from typing import Any
 
 from forebay.errors import NetworkError, ProtocolViolation
+from forebay.network.addresses import parse_address
+from forebay.network.backoff import backoff_s
 from forebay.network.client import Client, RemoteError
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.identity import Identity
@@ -21,8 +22,10 @@ log = logging.getLogger("forebay.worker")
 STOP_PATIENCE_S = 3.0
 # An answer takes milliseconds; a scheduler that is stopped, or cut off, is asked anew after this.
 ANSWER_S = 10.0
-MOST_WAIT_S = 1.0
-_DOOR = "/v1/exchange"
+FIRST_WAIT_S, MOST_WAIT_S = 0.05, 1.0
+MOST_ASKED_S = 10.0  # a busy scheduler may ask for a longer wait, up to this
+MAX_JOB_BYTES = 1 << 20
+_DOOR, _ROLE = "/v1/exchange", "scheduler"
 
 
 class SchedulerGone(NetworkError):  # noqa: N818  # it says what happened
@@ -34,6 +37,9 @@ class Control:
 
     The first scheduler that answers for the name is pinned by its peer id: after a restart, at whatever
     address, it must be the same one. Without a fixed address it is found in the DHT.
+
+    Raises:
+        UsageError: If `address` is none.
 
     Args:
         name: The job's; "" takes whatever job the scheduler gives, and needs an address.
@@ -56,6 +62,8 @@ class Control:
         self._client = client
         self._name = name
         self._discovery = discovery
+        if address is not None:
+            parse_address(address)
         self._fixed = address
         self._patience_s = patience_s
         self._stop = stop
@@ -84,8 +92,9 @@ class Control:
         patience_s = self._patience_s if patience_s is None else patience_s
         deadline = time.monotonic() + patience_s
         began_stopping = time.monotonic()
-        wait_s = 0.05
+        tried, is_repeat = 0, False
         while True:
+            tried, asked_s = tried + 1, 0.0
             address = self._find()
             if address is not None:
                 try:
@@ -93,27 +102,29 @@ class Control:
                     self._reason = f"{address} is asked and has not answered yet"
                     body = {**body, "attempt": self._attempt}
                     answer, _ = self._client.request_json(
-                        address, "POST", _DOOR, body, expect_peer=self._peer_id, timeout_s=ANSWER_S
+                        address, "POST", _DOOR, body, expect_peer=self._peer_id, timeout_s=ANSWER_S, role=_ROLE
                     )
                     if not isinstance(answer, dict):
                         raise ProtocolViolation(f"scheduler {address}: expected an object, got {answer!r:.80}")
                     return answer
                 except RemoteError as error:
-                    if error.status != 503:
+                    # 409 once: an earlier copy of this attempt may have been heard, and its answer lost.
+                    if error.status not in (429, 503) and (error.status != 409 or is_repeat):
                         raise
-                    self._reason = str(error)
+                    is_repeat = is_repeat or error.status == 409
+                    self._reason, asked_s = str(error), error.wait_s
                 except NetworkError as error:
                     self._reason = str(error)
                     self._forget(address)
+            wait_s = backoff_s(tried, FIRST_WAIT_S, MOST_WAIT_S, min(asked_s, MOST_ASKED_S))
             if time.monotonic() + wait_s > deadline:
                 break
             if self._stop.is_set():
                 # Told to stop: settle up if the scheduler is there, but do not wait long for it.
                 time.sleep(wait_s)
                 deadline = min(deadline, began_stopping + STOP_PATIENCE_S)
-            elif self._stop.wait(wait_s * random.uniform(0.5, 1.0)):
+            elif self._stop.wait(wait_s):
                 began_stopping = time.monotonic()
-            wait_s = min(MOST_WAIT_S, wait_s * 2)
         raise SchedulerGone(
             f"scheduler of {self._what}: expected an answer within {patience_s:g} s, got none: {self._reason}. "
             "Check the name, and that the scheduler runs (forebay schedule) in this network."
@@ -138,7 +149,10 @@ class Control:
             if self._discovery is not None:
                 key = record_key(self._identity.network_id, "scheduler", self._name)
                 try:
-                    candidates += [f"{host}:{port}" for host, port in self._discovery.find(key, 2.0)]
+                    candidates += [
+                        f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+                        for host, port in self._discovery.find(key, 2.0)
+                    ]
                     self._reason = "the DHT was asked and names none"
                 except NetworkError as error:  # the caller's patience decides
                     self._reason = f"the DHT cannot be asked: {error}"
@@ -153,19 +167,15 @@ class Control:
         self._reason = f"{address} is asked and has not answered yet"
         path = f"/v1/job?name={urllib.parse.quote(self._name, safe='')}" if self._name else "/v1/jobs"
         try:
-            answer, peer = self._client.request_json(address, "GET", path, None, expect_peer=self._peer_id, timeout_s=3)
+            # Whoever gives out leases must be certified to: one that is not may stand in the DHT, but is not asked.
+            answer, peer = self._client.request_json(
+                address, "GET", path, None, self._peer_id, 3.0, MAX_JOB_BYTES, role=_ROLE
+            )
         except NetworkError as error:
             self._reason = str(error)
             return False
         if not isinstance(answer, dict) or (self._name and answer.get("name") != self._name):
             self._reason = f"{address} answers for another job"
-            return False
-        if not peer.scope.allows("scheduler"):
-            # Whoever gives out leases must be certified to: one that is not may stand in the DHT, but is not asked.
-            self._reason = (
-                f"{address}: expected a certificate with the role scheduler, got {peer.peer_id} ({peer.name}) with "
-                + ", ".join(sorted(peer.scope.roles))
-            )
             return False
         if self._name and self._job_id not in (None, answer.get("job_id")):
             self._reason = f"{address} has begun another job of this name"

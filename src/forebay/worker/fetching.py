@@ -5,6 +5,7 @@ the scheduler; a slice is then asked of the others. A source that drips is left 
 A slice that came from somewhere but never with its hash counts as failed; one that nobody gives is given back.
 """
 
+import logging
 import os
 import re
 import threading
@@ -15,17 +16,23 @@ from pathlib import Path
 import numpy as np
 
 from forebay.dataset.manifest import SliceInfo
-from forebay.errors import IntegrityError, NetworkError
+from forebay.errors import ForebayError, IntegrityError, NetworkError
+from forebay.network.backoff import backoff_s
 from forebay.network.client import Client, WrongPeerError
 from forebay.network.members import Holder, format_ranges
+from forebay.schedule.possession import prove
 from forebay.store.cache import Refusal, SliceCache
+from forebay.store.foreign import FromUrls, open_foreign_origin
 from forebay.store.holders import HolderSource
-from forebay.store.origins import Origin, PassingError, open_origin
+from forebay.store.origins import Origin, PassingError
 from forebay.store.room import part_bytes
 from forebay.store.transfer import Transfer, Transfers
+from forebay.threads import Supervised
 from forebay.worker.answers import Lease
-from forebay.worker.hand import Hand, Held
+from forebay.worker.lease_buffer import LeaseBuffer
+from forebay.worker.lease_state import MAX_FETCHES, ActiveLease
 
+log = logging.getLogger("forebay.worker")
 _LINE = re.compile(rb"^(\d{1,10}) (\d{1,18}) ([0-9a-f]{64})$", re.MULTILINE)
 _NAME = re.compile(rb"^= ([^\x00-\x1f]{1,255})$", re.MULTILINE)
 _FILE = re.compile(r"([0-9a-f]{64})\.known")
@@ -91,27 +98,43 @@ _CONNECTIONS = 8
 _STALL_S = 5.0
 _PACE_S, _PACE_BYTES = 10.0, 10 * 32768
 _ROOM_S = 0.05
-_URLS = ("https://", "http://", "s3://", "r2://", "gs://", "az://", "hf://")
+_MAX_URLS = 64
+_URLS_ONLY_S = 10.0  # with nothing but URLs that may not be read, the end comes sooner
+
+
+class _NoSourceError(NetworkError):
+    """Nobody who is said to have a slice can be asked."""
 
 
 class Fetcher:
-    """Fetches what a hand holds, in threads of its own, from `start` to `close`.
+    """Fetches the slices of a worker's leases, in threads of its own, from `start` to `close`.
 
     Args:
         threads: Slices fetched at once.
+        from_urls: Which URLs that data nodes stand for are read (see store.foreign).
         patience_s: A slice that nobody gives for so long, and no other either, is the end of the worker.
     """
 
     def __init__(
-        self, client: Client, cache: SliceCache, shelf: Shelf, hand: Hand, patience_s: float, threads: int = 4
+        self,
+        client: Client,
+        cache: SliceCache,
+        shelf: Shelf,
+        leases: LeaseBuffer,
+        patience_s: float,
+        threads: int = MAX_FETCHES,
+        from_urls: FromUrls = "",
     ) -> None:
         self.bytes = self.slices = self.bytes_from_workers = 0
         self.failure: Exception | None = None
         self._client = client
+        self._peer_id = client.identity.peer_id if client.identity is not None else ""
         self._cache = cache
         self._shelf = shelf
-        self._hand = hand
+        self._leases = leases
         self._patience_s = patience_s
+        self._from_urls = from_urls
+        self._origins: dict[str, Origin] = {}  # by URL
         self._transfers = Transfers(_CONNECTIONS, tries=2, patience_s=1.0, hedge_s=2.0, max_backoff_s=1.0)
         self._lock = threading.Lock()
         self._bad: set[tuple[str, str]] = set()
@@ -119,9 +142,7 @@ class Fetcher:
         self._misses = 0
         self._hit_at = time.monotonic()
         self._closing = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"worker fetch {i}", daemon=True) for i in range(threads)
-        ]
+        self._threads = [Supervised(self._run, f"worker fetch {i}", stopping=self._closing) for i in range(threads)]
 
     def start(self) -> None:
         """Begin."""
@@ -129,23 +150,22 @@ class Fetcher:
             thread.start()
 
     def close(self) -> None:
-        """Give up what is under way and end the threads; what was fetched is kept and resumed. The hand is closed."""
+        """Give up what is under way and end the threads; what was fetched is kept and resumed. The buffer is closed."""
         self._closing.set()
         self._transfers.close()
         for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+            thread.join()
 
     def _run(self) -> None:
-        while (held := self._hand.next_to_fetch()) is not None:
+        while (held := self._leases.next_to_fetch()) is not None:
             try:
                 self._bring(held)
-            except Exception as error:  # noqa: BLE001  # whatever it is, the caller of run_worker gets it
+            except ForebayError as error:  # patience is over, or the cache too small: the caller of run_worker gets it
                 if not self._closing.is_set():
                     self.failure = self.failure or error
-                    self._hand.close()
+                    self._leases.close()
 
-    def _bring(self, held: Held) -> None:
+    def _bring(self, held: ActiveLease) -> None:
         """The slice of one lease, pinned; or the lease is given back or failed."""
         grant, began = held.grant, time.monotonic()
         # Pinned first: another worker on this cache may make room between the fetch and the first step.
@@ -155,28 +175,36 @@ class Fetcher:
             if self._fetch(held):
                 self._shelf.add(grant)
                 path = self._cache.path_of(grant.sha256)
-                wanted = self._hand.note_fetched(held, path, time.monotonic() - began)
+                proof = prove(grant.lease_id, self._peer_id, path, grant.bytes)
+                wanted = self._leases.fetched(held, path, time.monotonic() - began, proof)
             self._misses, self._hit_at = 0, time.monotonic()
         except IntegrityError as error:
-            self._hand.fail(held, str(error))
-        except NetworkError as error:
+            self._leases.fail(held, str(error))
+        except Exception as error:  # a full disk or no descriptor left too: it is tried again
+            if isinstance(error, ForebayError) and not isinstance(error, NetworkError):
+                raise
+            if not isinstance(error, NetworkError):
+                log.exception("slice %s: cannot fetch it; its lease is released", grant.name)
             if not held.over:
-                self._hand.give_back(held)
+                self._leases.release(held)
                 self._missed(grant, error)
         finally:
             if not wanted:
                 self._cache.unpin(grant.sha256)
 
-    def _missed(self, grant: Lease, error: NetworkError) -> None:
+    def _missed(self, grant: Lease, error: Exception) -> None:
         self._misses += 1
-        if self._misses >= 5 and time.monotonic() - self._hit_at > self._patience_s:
+        patience_s = self._patience_s
+        if not self.slices and grant.providers and all(provider.is_url for provider in grant.providers):
+            patience_s = min(patience_s, _URLS_ONLY_S) if isinstance(error, _NoSourceError) else patience_s
+        if self._misses >= 5 and time.monotonic() - self._hit_at > patience_s:
             raise NetworkError(
-                f"worker: no provider gave any slice for {self._patience_s:g} s, "
+                f"worker: no provider gave any slice for {patience_s:g} s, "
                 f"last {grant.name}: {error}. Is a data node running?"
             ) from error
-        self._closing.wait(min(2.0, 0.1 * 2 ** min(self._misses, 5)))
+        self._closing.wait(backoff_s(self._misses, 0.1, 2.0))
 
-    def _fetch(self, held: Held) -> bool:
+    def _fetch(self, held: ActiveLease) -> bool:
         """Waits for room, and for whoever else fetches it; whether the slice is here at the end."""
         grant = held.grant
         while not (held.over or self._closing.is_set()):
@@ -194,7 +222,7 @@ class Fetcher:
             self._closing.wait(_ROOM_S)
         return False
 
-    def _ask_all(self, held: Held) -> None:
+    def _ask_all(self, held: ActiveLease) -> None:
         """Into its partial file: from workers, then from origins, then from whoever is left."""
         grant = held.grant
         left = [p for p in grant.providers if (p.peer_id or p.address, grant.sha256) not in self._bad]
@@ -218,11 +246,11 @@ class Fetcher:
             return
         raise faults[-1] if faults else NetworkError(f"slice {grant.name}: nobody who may have it is known now")
 
-    def _ask(self, held: Held, providers: Sequence[Holder]) -> None:
+    def _ask(self, held: ActiveLease, providers: Sequence[Holder]) -> None:
         """One transfer from all of them at once, as long as it moves."""
         grant = held.grant
         info = SliceInfo(grant.index, grant.name, grant.bytes, grant.sha256, 0, 0)
-        sources = [self._source(grant, provider) for provider in providers]
+        sources = self._sources(grant, providers)
         part = self._cache.path_of(grant.sha256).with_name(f"{grant.sha256}.part")
         transfer = self._transfers.start(info, part, sources, lambda origin, why: self._exclude(grant, origin, why))
         received, since = 0, time.monotonic()
@@ -242,11 +270,31 @@ class Fetcher:
         for source in sources:
             self._exclude(grant, source, f"gave under {_PACE_BYTES} bytes in {_PACE_S:g} s", wrong=False)
 
+    def _sources(self, grant: Lease, providers: Sequence[Holder]) -> list[Origin]:
+        """Those of the providers that can be asked.
+
+        Raises:
+            NetworkError: If there is none, with the last reason.
+        """
+        sources, why = list[Origin](), ""
+        for provider in providers:
+            try:
+                sources.append(self._source(grant, provider))
+            except (ForebayError, ValueError) as error:  # what is said of one provider is no fault of the others
+                why = str(error)
+        if not sources:
+            raise _NoSourceError(f"slice {grant.name}: none of its providers can be asked: {why}")
+        return sources
+
     def _source(self, grant: Lease, provider: Holder) -> Origin:
         if provider.is_url:
-            if not provider.address.startswith(_URLS):
-                raise NetworkError(f"provider {provider.address}: expected one of {', '.join(_URLS)}")
-            return open_origin(provider.address)
+            url = provider.address
+            with self._lock:
+                if url not in self._origins:
+                    if len(self._origins) >= _MAX_URLS:
+                        self._origins.clear()
+                    self._origins[url] = open_foreign_origin(url, self._from_urls)
+                return self._origins[url]
 
         def on_fault(error: NetworkError) -> None:
             if isinstance(error.__cause__, WrongPeerError):
@@ -272,7 +320,7 @@ class Fetcher:
             if (who, grant.sha256) in self._bad:
                 return
             self._bad.add((who, grant.sha256))
-        self._hand.note_bad(who, grant.sha256, reason, wrong)
+        self._leases.report(who, grant.sha256, reason, wrong=wrong)
 
     def _note(self, grant: Lease, who: str, reason: str) -> None:
         """Tells the scheduler, once, of one that did not answer now: others know better who does; it is asked again."""
@@ -280,4 +328,4 @@ class Fetcher:
             if (who, grant.sha256) in self._bad or (who, grant.sha256) in self._away:
                 return
             self._away.add((who, grant.sha256))
-        self._hand.note_away(who, grant.sha256, reason)
+        self._leases.report(who, grant.sha256, reason, wrong=False, rejected=False)

@@ -1,12 +1,12 @@
 """The worker: leases slices, fetches the next while it trains on this one, acknowledges what it used.
 
-The caller's thread trains. Some fetch ahead, into a cache that other workers are served from. One keeps the line to
-the scheduler: an exchange carries receipts under one signature, how far it will go on before it hears the answer,
-what it gives back and what it wants. So a step waits neither for the network nor for the scheduler, except when data
-comes slower than it is used, and that wait is measured.
+The caller's thread trains. Others fetch ahead, into a cache from which other workers are served. One sends requests to
+the scheduler: each carries receipts under one signature, how far the worker will go on before it has the reply, which
+leases it releases and how many it wants. So a step waits neither for the network nor for the scheduler, except when
+data comes slower than it is used, and that wait is measured.
 
-A lease that is lost costs the rest of its slice here, and nothing twice: what was acknowledged is used, what was
-not is somebody else's to use. `wasted` counts those samples: at most what is used in one `receipt_s`, and a step.
+A lost lease repeats nothing: what was acknowledged is used, and the rest of the slice is leased to another worker.
+`wasted` counts the samples that were used here and not acknowledged: at most those of one `receipt_s`, and two steps.
 """
 
 import contextlib
@@ -15,12 +15,13 @@ import os
 import re
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forebay.errors import UsageError
+from forebay.errors import ForebayError, UsageError
 from forebay.ledger.receipts import receipt_message
 from forebay.network.client import Client
 from forebay.network.dialing import named_host
@@ -30,12 +31,15 @@ from forebay.network.limits import Throttle
 from forebay.network.trust import TrustWatch
 from forebay.schedule.ask import Ask
 from forebay.store.cache import SliceCache
+from forebay.store.foreign import FromUrls, check_from_urls
 from forebay.store.locks import Lock, try_take
 from forebay.store.share import SliceShare
+from forebay.threads import Supervised
 from forebay.worker.answers import Answer
 from forebay.worker.control import Control, SchedulerGone
 from forebay.worker.fetching import Fetcher, Shelf
-from forebay.worker.hand import MAX_LEASES, Hand
+from forebay.worker.lease_buffer import LeaseBuffer
+from forebay.worker.lease_state import MAX_FETCHES, MAX_LEASES, LeaseState
 from forebay.worker.trainer import check_trainer
 from forebay.worker.using import Consumer, OnBatch, WorkerReport
 
@@ -82,14 +86,17 @@ class LeaseSettings:
     receipt_s: float = 1.0
     patience_s: float = 60.0
     ahead: int | None = None
+    fetches: int = MAX_FETCHES
     share: str | None = None
     upload_bytes_per_s: float | None = None
+    from_urls: FromUrls = ""
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.cache_bytes < 1:
+        check_from_urls(self.from_urls)
+        if min(self.batch_size, self.cache_bytes, self.fetches) < 1:
             raise UsageError(
-                "worker: expected batch_size and cache_bytes of at least 1, "
-                f"got {self.batch_size} and {self.cache_bytes}."
+                "worker: expected batch_size, cache_bytes and fetches of at least 1, "
+                f"got {self.batch_size}, {self.cache_bytes} and {self.fetches}."
             )
         check_trainer(self.trainer)
         if self.receipt_s <= 0 or self.patience_s <= 0:
@@ -104,7 +111,7 @@ class LeaseSettings:
 
 __all__ = ["WorkerReport", "run_worker"]
 
-# When told to stop: so long for what is still to be said.
+# When told to stop: so long for what is still to be request.
 SETTLE_S = 3.0
 
 
@@ -123,9 +130,11 @@ def run_worker(
     receipt_s: float = 1.0,
     patience_s: float = 60.0,
     ahead: int | None = None,
+    fetches: int = MAX_FETCHES,
     share: str | None = None,
     upload_bytes_per_s: float | None = None,
     on_batch: OnBatch | None = None,
+    from_urls: FromUrls = "",
 ) -> WorkerReport:
     """Works until every sample of the job is used, or until `stop` is set: then it settles up and returns.
 
@@ -137,24 +146,26 @@ def run_worker(
         batch_size: Samples in a step; the last step of a slice may have fewer.
         trainer: auto, count, none, or FILE.py:NAME of a program of one's own.
         on_progress: Called every half second with step, samples, tokens, tokens_per_s, wait_share and loss.
-        receipt_s: A lost lease wastes at most the samples used in this time, and a step; what was used is acknowledged
-            twice as often.
+        receipt_s: A lost lease wastes at most the samples used in this time, and two steps; what was used is
+            acknowledged twice as often.
         patience_s: How long a scheduler, or providers, that do not answer are waited for. After 2.5 s a warning is
             logged that says what for.
-        ahead: Leases in hand beyond the one in use, 1 to 15; None: as many as keep the fetching ahead.
+        ahead: Leases beyond the one in use, 1 to 15; None: as many as keep the fetching ahead.
+        fetches: Slices fetched at once.
         share: `host:port` where other workers get what this one cached, 0 for a free port, `0.0.0.0` or no host for
             every address of this machine; None: nowhere.
         upload_bytes_per_s: What it sends to them at most.
         on_batch: Called after each step with the batch (`inputs` and `labels`, or the tensors of a row layout)
             and its global sample ids, int64 [B].
+        from_urls: Which URLs that data nodes stand for are read: none, `public` or `any` (see store.foreign).
 
     Raises:
         NetworkError: If the scheduler, or all providers, stay away longer than `patience_s`.
         UsageError: If a slice does not fit the cache, or the trainer does not fit the data.
     """
     settings = LeaseSettings(
-        name, Path(cache_dir), cache_bytes, batch_size, scheduler, trainer, receipt_s, patience_s, ahead, share,
-        upload_bytes_per_s,
+        name, Path(cache_dir), cache_bytes, batch_size, scheduler, trainer, receipt_s, patience_s, ahead, fetches,
+        share, upload_bytes_per_s, from_urls,
     )  # fmt: skip
     stop = stop or threading.Event()
     with contextlib.ExitStack() as stack:
@@ -170,7 +181,7 @@ def run_worker(
 
 
 class _Worker:
-    """One run: the line to the scheduler, in a thread, between a hand, a fetcher and a consumer."""
+    """One run: requests to the scheduler, in a thread, for the leases that a fetcher and a consumer work on."""
 
     def __init__(
         self,
@@ -198,17 +209,21 @@ class _Worker:
             stop,
             self.session.first_attempt,
         )
-        self._hand = Hand(
+        state = LeaseState(
             settings.batch_size,
             settings.ahead,
             settings.cache_bytes,
             settings.receipt_s,
             lambda grant: self.cache.unpin(grant.sha256),
         )
-        self._fetcher = Fetcher(client, self.cache, self.shelf, self._hand, settings.patience_s)
+        self._leases = LeaseBuffer(state)
+        self._fetcher = Fetcher(
+            client, self.cache, self.shelf, self._leases, settings.patience_s, settings.fetches, settings.from_urls
+        )
         self._failure: Exception | None = None
-        self._gone = False
-        self._must_tell_all = True
+        self._is_gone = False
+        self._replied_at = time.monotonic()
+        self._sends_all = True
 
     def run(self, on_batch: OnBatch | None, on_progress: Callable[[dict[str, Any]], None] | None) -> WorkerReport:
         """Works in this thread until the job is done or the worker is told to stop."""
@@ -217,23 +232,22 @@ class _Worker:
             if on_progress is not None:
                 on_progress(self._progress())
 
-        settings, hand = self.settings, self._hand
-        consumer = Consumer(hand, self.report, settings.batch_size, settings.trainer, on_batch, progress)
-        threads = [
-            threading.Thread(target=target, name=f"worker {target.__name__}", daemon=True)
-            for target in (self._keep, self._watch)
-        ]
+        settings, leases = self.settings, self._leases
+        consumer = Consumer(leases, self.report, settings.batch_size, settings.trainer, on_batch, progress)
+        threads = [Supervised(self._request, "worker requests"), Supervised(self._watch, "worker stop")]
         for thread in threads:
             thread.start()
         self._fetcher.start()
         try:
             consumer.run()
         finally:
-            hand.close()
+            leases.close()
             self._fetcher.close()
-            threads[0].join()
-            self._settle()
-            hand.empty()
+            for thread in threads:
+                thread.stop()
+                thread.join()
+            self._release_all()
+            leases.clear()
         if (failure := self._failure or self._fetcher.failure) is not None:
             raise failure
         self._tally()
@@ -243,72 +257,79 @@ class _Worker:
 
     def _watch(self) -> None:
         """Ends the work when the worker is told to stop."""
-        while not self._hand.is_closed:
+        while not self._leases.state.closed:
             if self._stop.wait(0.1):
-                self._hand.close()
+                self._leases.close()
 
-    def _keep(self) -> None:
-        """The line to the scheduler: one exchange after the other, whenever there is something to say."""
+    def _request(self) -> None:
+        """One request to the scheduler after the other, whenever one is due.
+
+        A `ForebayError` ends the work; so does any other exception once there was no reply for `patience_s`.
+        """
         try:
-            while self._hand.wait_due():
-                self._exchange(self._hand.state())
+            while self._leases.wait_due():
+                self._exchange(self._leases.request())
         except SchedulerGone as error:
-            self._gone = True
+            self._is_gone = True
             self._failure = None if self._stop.is_set() else error
-        except Exception as error:  # noqa: BLE001  # whatever it is, the caller of run gets it
+        except Exception as error:
+            is_passing = time.monotonic() - self._replied_at < self.settings.patience_s
+            if is_passing and not isinstance(error, ForebayError):
+                raise  # Logged, and run again after a wait: for want of a descriptor no work is given up.
             self._failure = error
-        finally:
-            self._hand.close()
+        self._leases.close()
 
-    def _settle(self) -> None:
-        """What was used is acknowledged, the rest given back; uses of several jobs take an exchange each."""
-        if self._gone:
+    def _release_all(self) -> None:
+        """What was used is acknowledged, the rest released; uses of several jobs take a request each."""
+        if self._is_gone:
             return
         with contextlib.suppress(SchedulerGone):  # the leases expire by themselves
-            while (said := self._hand.state(last=True)).held:
-                self._exchange(said, SETTLE_S)
+            while (request := self._leases.request(last=True)).held:
+                self._exchange(request, SETTLE_S)
 
-    def _exchange(self, said: Ask, patience_s: float | None = None) -> None:
-        news = self.shelf.news(everything=self._must_tell_all) if self.share is not None else {}
-        answer = Answer.from_json(self.control.exchange(self._body(said, news), patience_s))
-        self.shelf.told(news)
-        self._must_tell_all = answer.tell_have
-        self._hand.apply_answer(said, answer)
+    def _exchange(self, request: Ask, patience_s: float | None = None) -> None:
+        have = self.shelf.news(everything=self._sends_all) if self.share is not None else {}
+        reply = Answer.from_json(self.control.exchange(self._body(request, have), patience_s))
+        self.shelf.told(have)
+        self._sends_all = reply.tell_have
+        self._leases.receive(request, reply)
+        self._replied_at = time.monotonic()
 
-    def _body(self, said: Ask, news: dict[str, str]) -> dict[str, Any]:
-        """A statement as the scheduler's door takes it, with one signature over all receipts."""
+    def _body(self, request: Ask, have: dict[str, str]) -> dict[str, Any]:
+        """A request as /v1/exchange takes it, with one signature over all receipts."""
         body: dict[str, Any] = {
             "job": self.settings.name,
             "session": self.session.name,
             "address": self.share.address if self.share is not None else "",
-            "held": list(said.held or ()),
-            "horizons": said.horizons,
-            "release": list(said.release),
-            "failed": [vars(failed) for failed in said.failed],
-            "want": said.want,
-            "have": news,
-            "bad": [vars(report) for report in said.reports],
+            "held": list(request.held or ()),
+            "horizons": request.horizons,
+            "release": list(request.release),
+            "failed": [vars(failed) for failed in request.failed],
+            "want": request.want,
+            "have": have,
+            "bad": [vars(report) for report in request.reports],
         }
-        if said.uses:
-            body["job_id"] = said.job_id
+        if request.uses:
+            body["job_id"] = request.job_id
             body["uses"] = [
                 {
                     "lease_id": use.lease, "epoch": use.epoch, "slice": use.slice,
                     "start": use.start, "stop": use.stop, "step": use.step, "digest": use.digest,
                 }
-                for use in said.uses
+                | ({"proof": request.proofs[use.lease]} if use.lease in request.proofs else {})
+                for use in request.uses
             ]  # fmt: skip
-            body["signature"] = self.identity.sign(receipt_message(said.job_id, said.uses)).hex()
+            body["signature"] = self.identity.sign(receipt_message(request.job_id, request.uses)).hex()
         return {name: value for name, value in body.items() if value or name == "held"}
 
     def _tally(self) -> None:
-        report, tally, fetcher = self.report, self._hand.tally, self._fetcher
-        report.wasted, report.leases_lost, report.done = tally.wasted, tally.lost, self._hand.done
+        report, state, fetcher = self.report, self._leases.state, self._fetcher
+        report.wasted, report.leases_lost, report.done = state.counts.wasted, state.counts.lost, state.done
         report.bytes_fetched, report.slices_fetched = fetcher.bytes, fetcher.slices
         report.bytes_from_workers = fetcher.bytes_from_workers
         report.bytes_shared = self.share.bytes_sent if self.share is not None else 0
-        report.num_left_out = self._hand.num_left_out
-        report.rejected = [vars(bad) for bad in tally.bad]
+        report.num_left_out = state.num_left_out
+        report.rejected = [vars(bad) for bad in state.counts.bad]
 
     def _progress(self) -> dict[str, Any]:
         self._tally()
@@ -321,7 +342,7 @@ class _Worker:
             "wait_share": round(report.wait_share, 4),
             "bytes_fetched": report.bytes_fetched,
             "bytes_shared": report.bytes_shared,
-            "paused": self._hand.paused,
+            "paused": self._leases.state.paused,
             "loss": report.loss_last,
         }
 

@@ -11,7 +11,6 @@ late to a text reads what the others have read, for a place in a text may be meg
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from forebay.errors import MissingPackageError, UsageError
 from forebay.extras import install_command
 from forebay.load.batch import Batch
-from forebay.network.client import parse_address
+from forebay.threads import Supervised
 from forebay.worker.config import WorkerConfig
 from forebay.worker.dummy import DummyDataset
 from forebay.worker.membership import Generation, Membership, MembershipLostError
@@ -69,17 +68,10 @@ class _Together:
         self.generation: Generation | None = None
         self._ended = threading.Event()
         self._holds, self._breaks = False, 0
-        coordinator, self.address, self._meeting = config.resolved_coordinator(), "", None
-        if self.lockstep:
-            from forebay.worker.collective import Meeting
-
-            self._meeting = Meeting(config.host or _host_towards(coordinator))
-            self.address = self._meeting.address
         step, samples = training.checkpointed()
         self.membership = Membership(
-            coordinator,
+            config.resolved_coordinator(),
             config.worker_id,
-            address=self.address,
             settings=shared_settings(config),
             defaults=default_settings(config),
             identity=_identity(config),
@@ -93,7 +85,7 @@ class _Together:
     def run(self) -> TrainingReport:
         training, ended = self.training, self._ended
         with self.membership as membership:
-            threading.Thread(target=self._leave_when_stopped, daemon=True).start()
+            Supervised(self._leave_when_stopped, "leave when stopped", stopping=self._ended).start()
             try:
                 training.adopt(agreed(training.config, membership.agree()))
                 training.resume()
@@ -182,6 +174,7 @@ class _Together:
             trainer = cast(LockstepTrainer, training.trainer)
             self.collective = Collective(
                 generation,
+                membership.meet,
                 device=trainer.device.partition(":")[0],
                 timeout_s=training.config.patience_s,
                 abandon=lambda: membership.changing,
@@ -288,15 +281,3 @@ def _peer_lost(lockstep: bool) -> type[Exception] | tuple[type[Exception], ...]:
     from forebay.worker.collective import PeerLostError
 
     return PeerLostError
-
-
-def _host_towards(coordinator: str) -> str:
-    """The address of this machine on the way to the coordinator: what workers beside us reach."""
-    host, port = parse_address(coordinator.partition("://")[2].rstrip("/") or coordinator)
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))  # No packet is sent.
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise UsageError(f"coordinator {coordinator}: no way there: {error}. Check its address.") from error

@@ -15,7 +15,8 @@ from forebay.load.batch import make_batch
 from forebay.network.waiting import waiting
 from forebay.order.plan import lease_order
 from forebay.worker.answers import Lease
-from forebay.worker.hand import Hand, Held
+from forebay.worker.lease_buffer import LeaseBuffer
+from forebay.worker.lease_state import ActiveLease
 from forebay.worker.trainer import Trainer, make_trainer
 
 log = logging.getLogger("forebay.worker")
@@ -55,7 +56,7 @@ class WorkerReport:
 
 
 class Consumer:
-    """Uses what a hand holds, in the thread that calls `run`.
+    """Uses the samples of leases, in the thread that calls `run`.
 
     Args:
         trainer: As of `make_trainer`; one is made for each job.
@@ -65,14 +66,14 @@ class Consumer:
 
     def __init__(
         self,
-        hand: Hand,
+        leases: LeaseBuffer,
         report: WorkerReport,
         batch_size: int,
         trainer: str,
         on_batch: OnBatch | None,
         on_progress: Callable[[], None],
     ) -> None:
-        self._hand = hand
+        self._leases = leases
         self._report = report
         self._batch_size = batch_size
         self._trainer_name = trainer
@@ -83,30 +84,30 @@ class Consumer:
         self._began = self._progress_at = time.monotonic()
 
     def run(self) -> None:
-        """Uses lease after lease, until the hand is closed."""
-        while (held := self._next()) is not None:
+        """Uses lease after lease, until the buffer is closed."""
+        while (lease := self._next()) is not None:
             try:
-                self._use(held)
+                self._use(lease)
             except DatasetError as error:
                 self._report.slices_failed += 1
-                self._hand.fail(held, str(error))
+                self._leases.fail(lease, str(error))
             finally:
-                self._hand.note_over(held)
+                self._leases.finish(lease)
 
-    def _next(self) -> Held | None:
-        with waiting(log, self._hand.describe_wait):
-            return self._hand.next_ready()
+    def _next(self) -> ActiveLease | None:
+        with waiting(log, self._leases.describe_wait):
+            return self._leases.next_to_use()
 
-    def _use(self, held: Held) -> None:
+    def _use(self, lease: ActiveLease) -> None:
         """A slice's samples up to where the lease ends, in the order that every worker would use."""
-        grant = held.grant
-        assert held.path is not None
-        opened = open_slice(held.path)
+        grant = lease.grant
+        assert lease.path is not None
+        opened = open_slice(lease.path)
         _check_size(opened, grant)
         trainer = self._trainer(grant)
-        held.read = np.empty(grant.stop - grant.start, np.int64)
+        lease.read = np.empty(grant.stop - grant.start, np.int64)
         order = lease_order(grant.seed, grant.epoch, grant.slice_index, grant.count, grant.start, grant.stop)
-        while (taken := self._hand.take(held)) is not None:
+        while (taken := self._leases.take(lease)) is not None:
             start, stop = taken
             indexes = order[start - grant.start : stop - grant.start]
             if grant.layout == "tokens":
@@ -116,11 +117,11 @@ class Consumer:
                     self._losses.append(trainer.step(inputs, labels))
             else:
                 batch = {name: tensor[indexes] for name, tensor in opened.tensors.items()}
-            ids = held.read[start - grant.start : stop - grant.start] = grant.sample_base + indexes
+            ids = lease.read[start - grant.start : stop - grant.start] = grant.sample_base + indexes
             if self._on_batch is not None:
                 self._on_batch(batch, ids)
             self._count(len(indexes), grant.seq_len if grant.layout == "tokens" else 0)
-            self._hand.note_used(held, self._report.steps)
+            self._leases.used(lease, self._report.steps)
 
     def _trainer(self, grant: Lease) -> Trainer | None:
         key = (grant.job_id, grant.layout)
@@ -160,7 +161,7 @@ class Consumer:
         """Brings the rates of the report up to date."""
         elapsed = max(1e-9, time.monotonic() - self._began)
         self._report.tokens_per_s = self._report.tokens / elapsed
-        self._report.wait_share = min(1.0, self._hand.tally.waited_s / elapsed)
+        self._report.wait_share = min(1.0, self._leases.state.counts.waited_s / elapsed)
 
 
 def _check_size(opened: Slice, grant: Lease) -> None:

@@ -167,14 +167,14 @@ def test_x_preset_and_limits(tmp_path: Path, server: Server) -> None:
 def test_failures_keep_what_was_fetched(tmp_path: Path, server: Server) -> None:
     server.faults = {3: ["500"] * 3}
     description = spec(tmp_path, server, "max_attempts = 3\n")
-    with pytest.raises(PrepareError, match=r"failed 3 times; last: HTTP 500.*Run again to resume"):
+    with pytest.raises(PrepareError, match=r"failed 3 times; last: HTTP status 500.*Run again to resume"):
         acquire(description, tmp_path / "out")
     assert len(items(tmp_path / "out/items.jsonl")) == 3 * PER_PAGE
     asked = len(server.asked)
     path = acquire(description, tmp_path / "out")
     assert [item["id"] for item in items(path)] == [f"t3_{n}" for n in range(PER_PAGE * PAGES)]
     assert server.asked[asked][0] == 3
-    for fault, message in (("403", "HTTP 403"), ("loop", "names itself"), ("elsewhere", "HTTP 302")):
+    for fault, message in (("403", "HTTP status 403"), ("loop", "names itself"), ("elsewhere", "HTTP status 302")):
         server.faults = {1: [fault]}
         with pytest.raises(PrepareError, match=message):
             acquire(description, tmp_path / fault)

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import PrepareError
+from forebay.network.backoff import retry_after_s
 from forebay.prepare.documents import Record
 from forebay.prepare.read import ReadOptions, Source, cut, find_sources, read
 from forebay.prepare.read.base import MAX_PIECES, MAX_SOURCE_BYTES
 from forebay.prepare.read.hub import hub_source, parse_url
 from forebay.store.origins import RefusedError
-from forebay.store.web import WebOrigin, retry_after_s
+from forebay.store.web import WebOrigin
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 LINES = b"".join(json.dumps({"id": i, "text": f"document {i} " * 20}).encode() + b"\n" for i in range(3000))

@@ -28,7 +28,7 @@ from forebay.convert.narrow import narrow
 from forebay.convert.table_digest import flatten, is_number, leaf_type, tensor_shape
 from forebay.convert.table_sinks.base import contains, is_beyond_json, refuse_columns, write_parts
 from forebay.convert.table_sources.base import TableSource
-from forebay.convert.table_sources.samples import KEY
+from forebay.convert.table_sources.samples import KEY, leaves_folder
 from forebay.errors import DatasetError, UsageError
 from forebay.prepare.read.tfrecord import crc32c, masked
 
@@ -231,6 +231,9 @@ def _values(name: str, column: pa.Array, first_row: int) -> list[Any]:
         )
     if name == KEY:
         for key in found:
-            if not isinstance(key, str) or not key or "." in key.rpartition("/")[2]:
-                raise DatasetError(f"WebDataset: expected keys without a dot, got {key!r}. Leave out column {KEY}.")
+            if not isinstance(key, str) or not key or "." in key.rpartition("/")[2] or leaves_folder(key):
+                raise DatasetError(
+                    f"WebDataset: expected keys without a dot in their last part, and that lead to no place outside a "
+                    f"folder, got {key!r}. Leave out column {KEY}."
+                )
     return found

@@ -152,7 +152,17 @@ def _batches(paths: Sequence[Path], max_member_bytes: int) -> Iterator[tuple[str
                 yield where, rows, size
 
 
+def leaves_folder(name: str) -> bool:
+    """Whether a member's name leads out of the folder in which somebody unpacks it."""
+    return name.startswith("/") or ".." in name.split("/") or "\\" in name or not name.isprintable()
+
+
 def _row(key: str, members: list[Member], path: Path) -> _Row:
+    if leaves_folder(key):
+        raise DatasetError(
+            f"{path}, sample {key[:200]!r}: expected a name of a place inside a folder. Do not unpack this archive: "
+            "it would write outside of where you unpack it."
+        )
     row: _Row = {KEY: key}
     for member in members:
         if member.problem:

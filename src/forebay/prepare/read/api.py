@@ -17,25 +17,23 @@ A description is a TOML file, `comments.api.toml`:
 import hashlib
 import json
 import os
-import random
 import re
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from forebay.errors import PrepareError, UsageError
+from forebay.network.backoff import backoff_s
 from forebay.prepare.documents import Record
 from forebay.prepare.read.api_spec import ApiSpec, read_spec
 from forebay.prepare.read.base import Format, Piece, ReadOptions
 from forebay.storage.atomic import atomic_write, remove_stale
 from forebay.store.locks import Lock, try_take
-from forebay.store.web import retry_after_s
+from forebay.store.origins import PassingError, Patience, RefusedError
+from forebay.store.web import WebOrigin, asked_wait_s
 
 MAX_PAGE_BYTES = 64 << 20
 MAX_SEEN = 2_000_000
@@ -201,33 +199,16 @@ def _at(value: object, path: str) -> Iterator[object]:
     yield from values
 
 
-class _Same(urllib.request.HTTPRedirectHandler):
-    """Follows redirections within a host only: credentials must not travel to another."""
-
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        if urllib.parse.urlsplit(newurl)[:2] != urllib.parse.urlsplit(req.full_url)[:2]:
-            return None
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-class _Retry(Exception):  # noqa: N818 - never leaves this module
-    """A page may come if asked again; after `wait_s`, if the server says so."""
-
-    def __init__(self, reason: str, wait_s: float | None = None) -> None:
-        super().__init__(reason)
-        self.wait_s = wait_s
-
-
 class _Pages:
     """Asks for pages: not faster than allowed, and again when it may help."""
 
     def __init__(self, spec: ApiSpec) -> None:
         self._spec = spec
         self._next_at = 0.0
-        self._opener = urllib.request.build_opener(_Same())
-        self._random = random.Random()
         self._parameters = {key: _with_variables(value) for key, value in spec.parameters.items()}
-        self._headers = {**_HEADERS, **{key: _with_variables(value) for key, value in spec.headers.items()}}
+        headers = {**_HEADERS, **{key: _with_variables(value) for key, value in spec.headers.items()}}
+        patience = Patience(spec.timeout_s, spec.timeout_s)
+        self._origin = WebOrigin(spec.url, headers=headers, patience=patience, same_host=True)
 
     def get(self, cursor: str) -> object:
         """The page at a cursor; the first one at ""."""
@@ -237,16 +218,13 @@ class _Pages:
             self._next_at = time.time() + 1 / spec.requests_per_s
             try:
                 return self._ask(cursor)
-            except _Retry as failure:
+            except PassingError as failure:
                 if attempt == spec.max_attempts:
                     raise PrepareError(
-                        f"{spec.url}: page at cursor {cursor!r} failed {attempt} times; last: {failure}. What was "
-                        "fetched is kept. Run again to resume there."
+                        f"{spec.url}: page at cursor {cursor!r} failed {attempt} times; last: {self._reason(failure)}. "
+                        "What was fetched is kept. Run again to resume there."
                     ) from failure
-                wait_s = failure.wait_s
-                if wait_s is None:
-                    wait_s = spec.retry_s * 2 ** (attempt - 1) * self._random.uniform(0.5, 1.5)
-                self._wait(min(wait_s, spec.max_wait_s) if failure.wait_s is None else wait_s)
+                self._wait(failure.wait_s or min(spec.max_wait_s, backoff_s(attempt, spec.retry_s, spec.max_wait_s)))
         raise AssertionError("unreachable")
 
     def _wait(self, wait_s: float) -> None:
@@ -262,48 +240,26 @@ class _Pages:
         parameters = {**self._parameters, **({spec.next_parameter: cursor} if cursor else {})}
         query = urllib.parse.urlencode(parameters)
         url = spec.url + ("&" if "?" in spec.url else "?") + query if query else spec.url
-        request = urllib.request.Request(url, headers=self._headers)
         try:
-            with self._opener.open(request, timeout=spec.timeout_s) as answer:
-                body = answer.read(MAX_PAGE_BYTES + 1)
-                self._heed(answer.headers)
-        except urllib.error.HTTPError as error:
-            self._refused(error)
-        except (OSError, HTTPException) as error:
-            raise _Retry(f"{type(error).__name__}: {error}") from error
-        if len(body) > MAX_PAGE_BYTES:
-            raise PrepareError(f"{spec.url}: a page of more than {MAX_PAGE_BYTES} bytes. Ask for fewer items a page.")
+            body, headers = self._origin.ask("", MAX_PAGE_BYTES, url)
+        except RefusedError as error:
+            raise PrepareError(
+                f"{spec.url}: {self._reason(error)}. Check url, parameters and credentials; what was fetched is kept."
+            ) from error
+        self._obey_limit(headers)
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise _Retry(f"a page that is no JSON: {error}") from error
+            raise PassingError(f"a page that is no JSON: {error}") from error
 
-    def _refused(self, error: urllib.error.HTTPError) -> NoReturn:
-        with error:
-            if error.code in (408, 425, 429) or error.code >= 500:
-                raise _Retry(f"HTTP {error.code}", _pause(error.headers)) from error
-            raise PrepareError(
-                f"{self._spec.url}: HTTP {error.code} {error.reason}. Check url, parameters and credentials; what was "
-                "fetched is kept."
-            ) from error
+    def _reason(self, error: Exception) -> str:
+        return str(error).removeprefix(self._origin.url).lstrip("/: ")
 
-    def _heed(self, headers: Any) -> None:
+    def _obey_limit(self, headers: Mapping[str, str]) -> None:
         """Waits with the next request if this was the last that the server allows for now."""
         left = _float(headers.get("X-Ratelimit-Remaining") or headers.get("X-Rate-Limit-Remaining"))
-        if left is not None and left < 1 and (pause := _pause(headers)) is not None:
-            self._next_at = max(self._next_at, time.time() + min(pause, self._spec.max_wait_s))
-
-
-def _pause(headers: Any) -> float | None:
-    """How long the server asks to wait: Retry-After (seconds or a date), else when its rate limit begins anew."""
-    now = time.time()
-    told = retry_after_s(headers.get("Retry-After", ""), now)
-    if told is not None:
-        return told
-    reset = _float(headers.get("X-Ratelimit-Reset") or headers.get("X-Rate-Limit-Reset"))
-    if reset is None:
-        return None
-    return max(0.0, reset - now if reset > 1e9 else reset)  # a moment, or seconds from now
+        if left is not None and left < 1:
+            self._next_at = max(self._next_at, time.time() + min(asked_wait_s(headers), self._spec.max_wait_s))
 
 
 def _float(text: str | None) -> float | None:

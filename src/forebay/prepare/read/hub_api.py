@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from forebay.errors import AccessError, DownloadError, ForebayError, PrepareError, UnknownDatasetError, UsageError
+from forebay.network.backoff import backoff_s
 from forebay.prepare.read.base import MAX_SOURCE_BYTES
 from forebay.store.origins import PassingError, Patience, RefusedError
 from forebay.store.web import WebOrigin, hub_endpoint, hub_headers
@@ -213,7 +214,7 @@ def retried(what: str, attempt: Callable[[], _T], tries: int) -> _T:
 
 def pause(error: PassingError, tried: int = 1) -> None:
     """Wait before the next try: as long as the hub asks for, or longer from try to try."""
-    time.sleep(min(_LONGEST_WAIT_S, max(error.wait_s, _FIRST_WAIT_S * 2 ** (tried - 1))))
+    time.sleep(min(_LONGEST_WAIT_S, backoff_s(tried, _FIRST_WAIT_S, _LONGEST_WAIT_S, error.wait_s)))
 
 
 def refusal(what: str, error: RefusedError) -> ForebayError:

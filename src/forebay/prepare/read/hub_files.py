@@ -132,9 +132,14 @@ class Blocks:
         while len(self._blocks) > _MOST_BLOCKS:
             self._blocks.popitem(last=False)
         start, stop = number * BLOCK, min(size, (number + count) * BLOCK)
-        threading.Thread(
+        thread = threading.Thread(
             target=_fill, args=(asked, url, start, stop, fetch), name="forebay-hub-ahead", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread now: whoever waits for the blocks raises it
+            for block in asked:
+                block.set_exception(error)
         return count
 
 

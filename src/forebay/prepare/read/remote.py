@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar
 
 from forebay.errors import PrepareError
+from forebay.network.backoff import backoff_s
 from forebay.prepare.read.base import MAX_SOURCE_BYTES
 from forebay.prepare.read.opening import Changed
 from forebay.store.buckets import BucketOrigin
@@ -88,7 +89,8 @@ def _retried(url: str, attempt: Callable[[], _T]) -> _T:
                 raise PrepareError(
                     f"{url}: cannot read input after {tries} tries: {_reason(error, url)}. Try again later."
                 ) from error
-            time.sleep(min(_LONGEST_WAIT_S, max(error.wait_s, _FIRST_WAIT_S * 2**tried)))
+            wait_s = backoff_s(tried + 1, _FIRST_WAIT_S, _LONGEST_WAIT_S, error.wait_s)
+            time.sleep(min(_LONGEST_WAIT_S, wait_s))
     raise AssertionError
 
 

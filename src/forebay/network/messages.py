@@ -1,0 +1,366 @@
+"""The messages between Forebay's processes, as pydantic models: what a server accepts, what a client may rely on.
+
+The OpenAPI documents at `/openapi.json` are generated from them. Every list, text and number has a bound, so that a
+message costs no more memory than its own bytes allow; a field that is not known is refused.
+"""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+MAX_HELD = 256
+MAX_USES = 4096
+MAX_REPORTS = 64
+MAX_REASON = 300
+MAX_SWARM_ITEMS = 1024
+MAX_WANT = 16
+
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Seconds = Annotated[float, Field(ge=0, lt=1e9)]
+Text = Annotated[str, StringConstraints(max_length=1000)]
+Address = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x20\x7f]{0,300}$")]
+Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+PeerId = Annotated[str, StringConstraints(pattern="^[a-z2-7]{32}$")]
+LeaseId = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{1,64}$")]
+Session = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{0,64}$")]
+HexSession = Annotated[str, StringConstraints(pattern="^[0-9a-f]{0,32}$")]
+Name = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f/\\]{0,200}$")]
+WorkerId = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{1,200}$")]
+Ranges = Annotated[str, StringConstraints(pattern=r"^(?:[0-9]{1,9}(?:-[0-9]{1,9})?(?:,[0-9]{1,9}(?:-[0-9]{1,9})?)*)?$")]
+"""Rising indexes, ranges with both ends in: `0-15,17`."""
+
+
+class Message(BaseModel):
+    """What a client sends: strict types, no further fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Reply(BaseModel):
+    """What a server answers; a client ignores fields that it does not know."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class ErrorReply(Reply):
+    """Every answer that is not 2xx."""
+
+    error: str
+    message: str
+
+
+# Data nodes and workers that share.
+
+
+class ClaimsReply(Reply):
+    """Signed claims of what a node has; see `network/discovery.py`."""
+
+    claims: Annotated[list[dict[str, object]], Field(max_length=4096)]
+
+
+class FailedFetch(Message):
+    """A slice that a member did not get from another; `wrong`: it got wrong bytes."""
+
+    index: Count
+    member: Annotated[str, StringConstraints(max_length=300)]
+    wrong: bool = False
+
+
+class SwarmRequest(Message):
+    """What a member of a swarm has and wants.
+
+    Attributes:
+        address: Where it serves slices; "" if it does not.
+        slots: How many it serves at once. `session`: which process of its node it is.
+        have: What it has; left out: as before. `lost`: what it has no longer.
+        want, num: What it lacks and is not fetching; how many it will begin now.
+        must: Those that it cannot do without.
+        finished: Fetched and verified. `dropped`: fetched no longer. `failed`: not got.
+    """
+
+    address: Address = ""
+    slots: Count | None = None
+    have: Ranges | None = None
+    want: Ranges = ""
+    num: Count = 0
+    must: Annotated[tuple[Count, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
+    finished: Annotated[tuple[Count, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
+    failed: Annotated[tuple[FailedFetch, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
+    dropped: Annotated[tuple[Count, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
+    lost: Annotated[tuple[Count, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
+    session: HexSession = ""
+    leave: bool = False
+
+
+class HolderReply(Reply):
+    """Who has a slice: a member of the swarm, or a web server or bucket by its URL."""
+
+    member: str
+    peer_id: str
+    address: str
+    is_origin: bool
+
+
+Holders = Annotated[list[HolderReply], Field(max_length=4096)]
+
+
+class AssignmentReply(HolderReply):
+    """Fetch slice `index` from this member."""
+
+    index: Count
+
+
+class MustReply(Reply):
+    """Who has a slice that a member cannot do without."""
+
+    index: Count
+    holders: Holders
+
+
+class SwarmReply(Reply):
+    """What a tracker tells a member: what to fetch from whom, and when to ask again."""
+
+    assignments: Annotated[list[AssignmentReply], Field(max_length=4096)] = []
+    must: Annotated[list[MustReply], Field(max_length=4096)] = []
+    wait_s: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    tell_have: bool = False
+    settled: bool = False
+    sharers: Holders = []
+
+
+# The lease scheduler.
+
+
+class UseMessage(Message):
+    """Samples [start, stop) of a lease's slice were used at a step.
+
+    `digest`: see docs/ledger.md. `proof`: with the first use of a lease, see `schedule/possession.py`.
+    """
+
+    lease_id: LeaseId
+    epoch: Count
+    slice: Count
+    start: Count
+    stop: Count
+    step: Count
+    digest: Annotated[str, StringConstraints(pattern="^([0-9a-f]{32})?$")] = ""
+    proof: Annotated[str, StringConstraints(pattern="^([0-9a-f]{12})?$")] = ""
+
+
+class FailedLease(Message):
+    """A lease given back because its slice could not be had."""
+
+    lease_id: LeaseId
+    reason: Text = ""
+
+
+class BadProvider(Message):
+    """Who gave wrong bytes of a slice (`wrong`), or came late or refused."""
+
+    peer_id: Address
+    sha256: Sha256
+    reason: Text = ""
+    wrong: bool = True
+
+
+class ExchangeRequest(Message):
+    """What a worker used, holds and wants. docs/scheduler.md describes each field."""
+
+    job: Name = ""
+    session: Session = ""
+    attempt: Count = 0
+    address: Address = ""
+    held: Annotated[tuple[LeaseId, ...], Field(max_length=MAX_HELD)] | None = None
+    job_id: Annotated[str, StringConstraints(pattern="^([0-9a-f]{64})?$")] = ""
+    uses: Annotated[tuple[UseMessage, ...], Field(max_length=MAX_USES)] = ()
+    signature: Annotated[str, StringConstraints(pattern="^([0-9a-f]{128})?$")] = ""
+    horizons: Annotated[dict[LeaseId, Count], Field(max_length=MAX_HELD)] = {}
+    release: Annotated[tuple[LeaseId, ...], Field(max_length=MAX_HELD)] = ()
+    failed: Annotated[tuple[FailedLease, ...], Field(max_length=MAX_HELD)] = ()
+    want: Annotated[int, Field(ge=0, le=MAX_WANT)] = 0
+    have: Annotated[dict[Sha256, Ranges], Field(max_length=64)] = {}
+    bad: Annotated[tuple[BadProvider, ...], Field(max_length=MAX_REPORTS)] = ()
+    speed: Annotated[float, Field(ge=0, lt=1e15)] | None = None
+
+
+class UsedReply(Reply):
+    """A use is on record up to `offset`; the lease ends at `stop`."""
+
+    lease_id: str
+    offset: Count
+    stop: Count
+
+
+class RefusedReply(Reply):
+    """A use was not recorded; `code`: lost (drop the lease) or range (go on from `offset`)."""
+
+    lease_id: str
+    code: str
+    message: str
+    offset: Count
+
+
+class LiveReply(Reply):
+    """A lease that the worker still has."""
+
+    stop: Count
+    expires_in_s: Seconds
+
+
+class ProviderReply(Reply):
+    """Who has a slice; `url` instead of an address: a web server or bucket. An origin, unless `is_origin` is there."""
+
+    peer_id: Annotated[str, StringConstraints(max_length=300)] = ""
+    address: Annotated[str, StringConstraints(max_length=300)] = ""
+    is_origin: bool = True
+    url: Annotated[str, StringConstraints(max_length=2048)] = ""
+
+
+class LeaseReply(Reply):
+    """A new lease: samples [start, stop) of the `count` of a slice, in the slice's shuffled order.
+
+    `index`: of the slice in its dataset, where it is not `slice`; `dataset`: its name, where it is not the job's.
+    """
+
+    lease_id: str
+    job: str
+    job_id: str
+    epoch: Count
+    slice: Count
+    index: Count | None = None
+    dataset: str = ""
+    dataset_id: Sha256
+    name: str
+    sha256: Sha256
+    bytes: Count
+    count: Count
+    start: Count
+    stop: Count
+    sample_base: Count
+    seed: int
+    seq_len: Count
+    layout: str
+    dtype: str
+    vocab_size: int | None = None
+    providers: Annotated[list[ProviderReply], Field(max_length=64)]
+    expires_in_s: Seconds
+
+
+class ExchangeReply(Reply):
+    """What a worker has now, and what it got; fields with a default are left out where they have it."""
+
+    uses: list[UsedReply]
+    refused: list[RefusedReply] = []
+    live: dict[str, LiveReply]
+    lost: list[str] = []
+    leases: list[LeaseReply]
+    wait_s: Seconds
+    done: bool
+    paused: bool = False
+    tell_have: bool = False
+    num_left_out: Count = 0
+
+
+class ReadmitRequest(Message):
+    """Slices to lease again; left out: all that were set aside."""
+
+    slices: Annotated[tuple[Count, ...], Field(max_length=100_000)] | None = None
+
+
+class WeightsRequest(Message):
+    """Weights of datasets by name, from `at` samples on; left out: from now on."""
+
+    weights: Annotated[dict[str, Annotated[float, Field(ge=0, lt=1e15)]], Field(max_length=1000)]
+    at: Count | None = None
+
+
+# The coordinator of ranks.
+
+MAX_WAIT_S = 30.0
+CoordinatorSession = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{8,64}$")]
+Plain = Text | Annotated[int, Field(ge=-(2**62), le=2**62)] | Annotated[float, Field(gt=-1e300, lt=1e300)] | bool | None
+
+
+class ConfigRequest(Message):
+    """Settings that the coordinator was not told, from its owner or an administrator."""
+
+    settings: Annotated[dict[Name, Plain], Field(max_length=64)] = {}
+
+
+class MemberMessage(Message):
+    """Who speaks: a worker's process. `session` is random, one a process."""
+
+    worker_id: WorkerId
+    session: CoordinatorSession
+    wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S, description="Seconds to wait for news.")] = 0.0
+
+
+class JoinRequest(MemberMessage):
+    """Join; `step` and `samples` are where the state that it brings stands."""
+
+    address: Address = ""
+    step: Count = 0
+    samples: Count = 0
+
+
+class GenerationMessage(MemberMessage):
+    """A member's generation, and the steps that it finished."""
+
+    generation: Count = 0
+    step: Count = 0
+
+
+class ReadyRequest(GenerationMessage):
+    """Stopped at a boundary; `broken`: in the middle of a step. `held_step`: an older state that it still has."""
+
+    broken: bool = False
+    held_step: Count | None = None
+    held_samples: Count = 0
+
+
+class HeartbeatRequest(GenerationMessage):
+    """Alive; `changing` and `broken` are what it believes: answered when it is otherwise."""
+
+    changing: bool = False
+    broken: bool = False
+
+
+class MeetRequest(MemberMessage):
+    """A value for the ranks of a generation under a key, or without one: what is there, once it is.
+
+    `value` is base64. The first value of a key counts.
+    """
+
+    generation: Count
+    key: Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,300}$")]
+    value: Annotated[str, StringConstraints(pattern="^[A-Za-z0-9+/=]{0,65536}$")] | None = None
+
+
+class MeetReply(Reply):
+    """The value of a key; none yet."""
+
+    value: Annotated[str, StringConstraints(max_length=65536)] | None = None
+
+
+class LeaveRequest(GenerationMessage):
+    """Not a member any more; `finished`: the last step is done."""
+
+    finished: bool = False
+
+
+# Admission.
+
+
+class AdmitRequest(Message):
+    """A token, a name for the node, and a request for a certificate in PEM, signed with the node's new key."""
+
+    token: Annotated[str, StringConstraints(max_length=64 << 10)]
+    name: Annotated[str, StringConstraints(max_length=200)]
+    request: Annotated[str, StringConstraints(max_length=16 << 10)]
+
+
+class RenewRequest(Message):
+    """The certificate held now and a request for another, both in PEM."""
+
+    certificate: Annotated[str, StringConstraints(max_length=64 << 10)]
+    request: Annotated[str, StringConstraints(max_length=16 << 10)]

@@ -1,0 +1,67 @@
+"""Members that attack: a valid certificate, and requests that no client of ours would send."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from forebay.network.client import parse_address
+from forebay.network.identity import Identity, create_organisation, join
+from forebay.network.peer import Scope
+from wire import Answer, read_answers
+
+HOST = "127.0.0.1"
+
+
+def issue(network_dir: Path, name: str, *roles: str, by: Path | None = None) -> Identity:
+    """A member with these roles, all if none are named; `by`: the organisation that admits it."""
+    return join(by or network_dir, network_dir.parent / "nodes" / name, name, scope=Scope(frozenset(roles)))
+
+
+def organisation(network_dir: Path, name: str) -> Path:
+    """The directory of an organisation, which may issue as many certificates as it likes."""
+    create_organisation(network_dir, network_dir.parent / name, name)
+    return network_dir.parent / name
+
+
+@contextlib.contextmanager
+def connection(member: Identity, address: str) -> Iterator[ssl.SSLSocket]:
+    """A TLS connection of a member, its handshake finished."""
+    plain = socket.create_connection(parse_address(address), 20)
+    with member.client_context().wrap_socket(plain) as tls:
+        yield tls
+
+
+def request(method: str, path: str, body: Any = None, **headers: str) -> bytes:
+    """The bytes of a request; a body is sent as JSON."""
+    data = b"" if body is None else json.dumps(body).encode()
+    lines = [f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {len(data)}", "Content-Type: application/json"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + data
+
+
+def answers(sock: ssl.SSLSocket, *requests: bytes) -> list[Answer]:
+    """The answers to requests sent one after another."""
+    found = []
+    for each in requests:
+        sock.sendall(each)
+        found += read_answers(sock)
+    return found
+
+
+def ask(member: Identity, address: str, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    """Status and JSON of one request on a connection of its own."""
+    with connection(member, address) as sock:
+        sock.sendall(request(method, path, body, **headers))
+        answer = http.client.HTTPResponse(sock, method=method)
+        answer.begin()
+        data = answer.read()
+    with contextlib.suppress(ValueError):
+        return answer.status, json.loads(data)
+    return answer.status, data

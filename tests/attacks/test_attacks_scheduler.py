@@ -1,0 +1,138 @@
+"""What a worker does to a scheduler: memory by few bytes, leases that it does not use, false reports."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from attackers import HOST, ask, issue, organisation
+from nodes import NAME, make_dataset
+
+from forebay.network.client import Client
+from forebay.schedule import service, sessions
+from forebay.schedule.ask import Ask
+from forebay.schedule.desk import Desk, Doubt, JobSpec, Source
+from forebay.schedule.service import SchedulerService
+from forebay.serve import DataNode
+from local_discovery import LocalDiscovery
+from wire import until
+
+SLICES = 6
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path, network_dir: Path) -> Iterator[SchedulerService]:
+    table, data = LocalDiscovery(), make_dataset(tmp_path / "data", SLICES, 100)
+    identity = issue(network_dir, "scheduler", "scheduler")
+    with (
+        DataNode(issue(network_dir, "node", "data"), [data], HOST, 0, table),
+        Client(identity) as client,
+        contextlib.closing(table),
+    ):
+        made = SchedulerService(identity, NAME, table, client, tmp_path / "state", seq_len=8, steal_s=0.2)
+        made.start()
+        yield made
+        made.stop()
+
+
+def test_the_role_is_asked_for_before_a_message_is_read(scheduler: SchedulerService, network_dir: Path) -> None:
+    """Finding 3: megabytes of JSON from a member that may not work."""
+    status, said = ask(issue(network_dir, "data", "data"), scheduler.address, "POST", "/v1/exchange", "x" * 1_000_000)
+    assert (status, said["error"]) == (403, "not_worker")
+
+
+def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, network_dir: Path) -> None:
+    """Finding 3: 64 datasets that no job has, each with millions of slices."""
+    evil = issue(network_dir, "evil", "worker")
+    have = {f"{i:064x}": "0-999999999" for i in range(64)}
+    assert ask(evil, scheduler.address, "POST", "/v1/exchange", {"have": have})[0] == 200
+    (session,) = scheduler._open_journal().desk.sessions.all.values()
+    assert session.have_bytes == 0
+    (known,) = scheduler._open_journal().desk.swarms
+    status, said = ask(evil, scheduler.address, "POST", "/v1/exchange", {"have": {known: "0-999999999"}})
+    assert status == 409 and f"[0, {SLICES})" in said["message"]
+
+
+def test_sessions_of_a_certificate_are_bounded(
+    scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finding 19."""
+    monkeypatch.setattr(service, "MAX_SESSIONS_PER_PEER", 4)
+    evil = issue(network_dir, "evil", "worker")
+    statuses = [ask(evil, scheduler.address, "POST", "/v1/exchange", {"session": f"s{i}"})[0] for i in range(6)]
+    assert statuses == [200] * 4 + [429] * 2
+    assert ask(issue(network_dir, "honest", "worker"), scheduler.address, "POST", "/v1/exchange", {})[0] == 200
+
+
+def test_what_an_organisation_says_it_has_is_bounded(
+    scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_HAVE_BYTES_PER_ORGANISATION", 2 * SLICES * 8)
+    (known,) = scheduler._open_journal().desk.swarms
+    org, said = organisation(network_dir, "acme"), {"have": {known: f"0-{SLICES - 1}"}}
+    for number in range(4):
+        assert ask(issue(network_dir, f"m{number}", "worker", by=org), scheduler.address, "POST", "/v1/exchange", said)
+    desk = scheduler._open_journal().desk
+    assert sum(session.have_bytes for session in desk.sessions.all.values()) == 2 * SLICES * 8
+    assert ask(issue(network_dir, "of-root", "worker"), scheduler.address, "POST", "/v1/exchange", said)[0] == 200
+    assert sum(session.have_bytes for session in desk.sessions.all.values()) == 3 * SLICES * 8
+
+
+def test_reports_against_peers_that_are_not_there_are_not_kept(scheduler: SchedulerService, network_dir: Path) -> None:
+    """Each would be a row of the journal, and memory for as long as the job lasts."""
+    evil = issue(network_dir, "evil", "worker")
+    (lease, *_) = ask(evil, scheduler.address, "POST", "/v1/exchange", {"want": 1})[1]["leases"]
+    bad = [{"peer_id": f"nobody{i}", "sha256": lease["sha256"], "reason": "r" * 300} for i in range(64)]
+    for _ in range(3):
+        assert ask(evil, scheduler.address, "POST", "/v1/exchange", {"bad": bad})[0] == 200
+    assert scheduler._open_journal().desk.reports == {}
+    node = lease["providers"][0]["peer_id"]
+    report = {"bad": [{"peer_id": node, "sha256": lease["sha256"]}]}
+    assert ask(evil, scheduler.address, "POST", "/v1/exchange", report)[0] == 200
+    assert [key[0] for key in scheduler._open_journal().desk.reports] == [node]
+
+
+def test_many_certificates_of_one_organisation_starve_nobody(scheduler: SchedulerService, network_dir: Path) -> None:
+    """Members that used nothing yet get half of the slices, however many they are."""
+    org = organisation(network_dir, "acme")
+    held = 0
+    for number in range(4):
+        evil = issue(network_dir, f"m{number}", "worker", by=org)
+        held += len(ask(evil, scheduler.address, "POST", "/v1/exchange", {"want": 16})[1]["leases"])
+    assert held == SLICES // 2
+    for name, by in (("honest", None), ("other", organisation(network_dir, "other-org"))):
+        honest = issue(network_dir, name, "worker", by=by)
+        assert len(ask(honest, scheduler.address, "POST", "/v1/exchange", {"want": 1})[1]["leases"]) == 1
+
+
+def test_who_fails_on_a_slice_that_is_good_is_leased_nothing_for_a_while() -> None:
+    """Otherwise three workers have the scheduler fetch slices for as long as they like."""
+    source = Source("d", "d", np.array([8, 8, 8, 8]), 1.0)
+    desk = Desk([JobSpec("j", (source,), lease_s=10.0, stall_s=40.0)], checks=True)
+    for worker in "abc":
+        desk.jobs["j"].failures.setdefault(0, {})[worker] = "cannot read"
+    (doubt,) = desk.doubts()
+    assert isinstance(doubt, Doubt) and desk.resolve(doubt, True, 1.0)
+    assert desk.doubts() == []
+    for worker, num in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
+        assert len(desk.exchange(worker, Ask(want=1), 2.0)[0].leases) == num
+    assert len(desk.exchange("a", Ask(want=1), 50.0)[0].leases) == 1
+
+
+def test_doubts_that_nobody_answers_are_checked_less_and_less_often(
+    scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "CHECK_EVERY_S", 0.02)
+    checked: list[float] = []
+    monkeypatch.setattr(scheduler._catalog, "check_slice", lambda *_: checked.append(time.monotonic()))
+    (job,) = scheduler._open_journal().desk.jobs.values()
+    with scheduler._lock:
+        job.failures[0] = dict.fromkeys("abc", "cannot read")
+    until(lambda: len(checked) >= 4)
+    gaps = [after - before for before, after in itertools.pairwise(checked)]
+    assert gaps[2] >= 0.15 and gaps[1] >= 0.07

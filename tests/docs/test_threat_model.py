@@ -1,0 +1,25 @@
+"""Every test that docs/threat-model.md names exists, and every threat has one."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from runner import ROOT
+
+PAGE = (ROOT / "docs" / "threat-model.md").read_text()
+
+
+def test_every_test_that_is_named_exists() -> None:
+    named = re.findall(r"`((?:unit|e2e|attacks)/[\w/]+\.py)::(\w+)`", PAGE)
+    assert len(named) > 50
+    there = {
+        path: {node.name for node in ast.parse((ROOT / "tests" / path).read_text()).body if hasattr(node, "name")}
+        for path in {path for path, _ in named}
+    }
+    assert [f"{path}::{name}" for path, name in named if name not in there[path]] == []
+
+
+def test_every_threat_names_a_test() -> None:
+    rows = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| threat |")]
+    assert len(rows) > 30 and [row for row in rows if "::test_" not in row] == []

@@ -1,0 +1,19 @@
+"""Proofs of possession made by hand, from the bytes that a provider of the lease gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forebay.network.client import Client
+from forebay.schedule.possession import proof_of, range_of
+
+
+def proof_by_hand(client: Client, lease: dict[str, Any], providers: list[dict[str, Any]] | None = None) -> str:
+    """The proof that goes with the first use of a lease."""
+    assert client.identity is not None
+    peer_id, (provider, *_) = client.identity.peer_id, providers or lease["providers"]
+    start, stop = range_of(lease["lease_id"], peer_id, lease["bytes"])
+    data = bytearray(stop - start)
+    path = f"/v1/slices/{lease['sha256']}"
+    client.read_range(provider["address"], path, memoryview(data), start, provider["peer_id"])
+    return proof_of(lease["lease_id"], peer_id, bytes(data))

@@ -1,0 +1,123 @@
+"""A member of a network that answers over mutual TLS as a test tells it to: any bytes, at any moment, or none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from forebay.network.identity import Identity
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as it came."""
+
+    method: str
+    path: str
+    headers: dict[str, str] = field(default_factory=dict)  # names in lower case
+    body: bytes = b""
+
+
+Answer = Callable[[Asked], "bytes | None"]
+
+
+def http(status: int, body: bytes | object = b"", **headers: str) -> bytes:
+    """An answer as bytes; an object is sent as JSON."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"HTTP/1.1 {status} X", f"Content-Length: {len(data)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + data
+
+
+class RudePeer:
+    """Listens from `with` to its end.
+
+    Attributes:
+        asked: Each request, in order.
+        connections: How many were accepted.
+
+    Args:
+        answer: What to send for a request; None: close the connection. Bytes may be cut short or be no HTTP: the
+            connection is closed after an answer that `is_last` says to be the last.
+    """
+
+    def __init__(
+        self, identity: Identity, answer: Answer, is_last: Callable[[Asked], bool] = lambda asked: False
+    ) -> None:
+        self.identity = identity
+        self.asked: list[Asked] = []
+        self.connections = 0
+        self._answer, self._is_last = answer, is_last
+        self._context = identity.server_context()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+
+    def __enter__(self) -> RudePeer:
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join(20)
+
+    def cut(self) -> None:
+        """Close all connections that are open now."""
+        with self._lock:
+            for sock in self._open:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                plain, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            thread = threading.Thread(target=self._serve, args=(plain,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, plain: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError), plain:
+            plain.settimeout(20)
+            with self._context.wrap_socket(plain, server_side=True) as tls:
+                with self._lock:
+                    self._open.add(tls)
+                try:
+                    with tls.makefile("rb") as reader:
+                        while (asked := _read(reader)) is not None:
+                            self.asked.append(asked)
+                            data = self._answer(asked)
+                            if data is None:
+                                return
+                            tls.sendall(data)
+                            if self._is_last(asked):
+                                return
+                finally:
+                    with self._lock:
+                        self._open.discard(tls)
+
+
+def _read(reader: Any) -> Asked | None:
+    first = reader.readline().decode("latin-1").split()
+    if len(first) != 3:
+        return None
+    headers: dict[str, str] = {}
+    while line := reader.readline().decode("latin-1").strip():
+        name, _, value = line.partition(":")
+        headers[name.lower()] = value.strip()
+    return Asked(first[0], first[1], headers, reader.read(int(headers.get("content-length", "0"))))

@@ -1,0 +1,317 @@
+"""URLs that peers name: which are opened, with what, and that a wrong one is that peer's fault alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from calibration import scaled
+from forebay.dataset.adopt import adopt
+from forebay.dataset.reader import Dataset
+from forebay.dataset.slices import write_token_slice
+from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.network.addresses import check_url, is_public
+from forebay.network.client import Client
+from forebay.network.discovery import Claim, read_claims, record_key
+from forebay.network.identity import Identity, Scope, join
+from forebay.serve import DataNode
+from forebay.store.foreign import open_foreign_origin
+from forebay.store.mirror import mirror
+from forebay.store.origins import Origin, Patience, RefusedError
+from forebay.store.remote import open_remote
+from forebay.store.swarm_mirror import mirror_by_swarm
+from forebay.store.targets import open_target
+from forebay.store.web import check_redirect
+from leases_by_hand import FetchingWorker
+from local_discovery import LocalDiscovery
+from origin_server import OriginServer
+from rude_peer import Asked, RudePeer, http
+
+Make = Callable[[str], Identity]
+QUICK = Patience(connect_s=2.0, stall_s=2.0)
+BAD_URLS = (
+    "bogus://x/y", "file:///etc/passwd", "hf://datasets/a/b", "r2://bucket/x", "forebay://net/d", "https://",
+    "https:///p",
+    "https://u:p@host/p", "https://host/p?x=1", "https://host/p#x", "s3://b/d?endpoint=http://127.0.0.1:1",
+    "s3://b:80/d",
+    "https://a..b/p", "https://host:port/p", "https://ho st/p", "https://host/\x1b[31m", "https://hößt/p",
+    "/etc/passwd",
+    "host/p", "https:\\\\host\\p", "HTTPS://[::1/p", "https://host/" + "a" * 2048,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+def test_a_url_that_is_none_of_a_web_server_or_bucket_is_a_violation(url: str) -> None:
+    with pytest.raises(ProtocolViolation, match="URL of a peer"):
+        check_url(url)
+    with pytest.raises(ProtocolViolation):
+        open_foreign_origin(url, "any")
+
+
+@given(st.one_of(st.text(max_size=60), st.from_regex(r"(https?|s3|gs|az|file)://[ -~]{0,30}", fullmatch=True)))
+def test_whatever_a_url_is_the_error_is_the_peers(url: str) -> None:
+    try:
+        open_foreign_origin(url, "public")
+    except NetworkError:
+        return
+    parts = check_url(url)
+    assert parts.scheme in ("https", "s3", "gs") and not parts.query and not parts.username
+
+
+def test_urls_are_opened_where_the_reader_or_the_publisher_says_so() -> None:
+    url = "https://data.example/d"
+    with pytest.raises(RefusedError, match=r"--from-urls public"):
+        open_foreign_origin(url, "")
+    assert open_foreign_origin(url, "", signed=[url]).url == url
+    assert open_foreign_origin(url, "public").url == url
+    with pytest.raises(RefusedError, match=r"--from-urls any"):
+        open_foreign_origin("http://data.example/d", "public")
+    with pytest.raises(RefusedError):
+        open_foreign_origin(url + "/other", "", signed=[url])
+    with pytest.raises(RefusedError, match="account"):
+        open_foreign_origin("az://container/d", "any")
+    assert open_foreign_origin("s3://bucket/d", "public").url == "s3://bucket/d"
+
+
+PUBLIC = {"8.8.8.8": True, "2606:4700::1111": True, "::ffff:8.8.8.8": True, "64:ff9b::808:808": True} | dict.fromkeys(
+    ("127.0.0.1", "::1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "fe80::1", "fd00::1", "100.64.0.1",
+     "0.0.0.0", "::", "224.0.0.1", "ff02::1", "240.0.0.1", "192.0.2.1", "::ffff:127.0.0.1", "64:ff9b::7f00:1",
+     "2002:7f00:1::", "fe80::1%eth0"),
+    False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("ip", "public"), PUBLIC.items())
+def test_addresses_of_the_public_internet(ip: str, public: bool) -> None:
+    assert is_public(ip) is public
+
+
+@pytest.fixture
+def sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OriginServer]:
+    """A server of this host, which is also every endpoint and proxy that the environment names."""
+    (tmp_path / "sink").mkdir()
+    with OriginServer(tmp_path / "sink") as server:
+        secrets = {
+            **server.s3_environment, "http_proxy": server.url, "https_proxy": server.url, "no_proxy": "",
+            "AZURE_CLIENT_ID": "id", "AZURE_CLIENT_SECRET": "secret", "AZURE_TENANT_ID": "tenant",
+            "AZURE_STORAGE_ACCOUNT_NAME": "account", "HF_TOKEN": "token", "HF_ENDPOINT": server.url,
+        }  # fmt: skip
+        for name, value in secrets.items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.mark.parametrize("url", ["https://evil.example/d", "s3://bucket/d", "gs://bucket/d", "https://127.0.0.1/d"])
+def test_an_address_inside_is_not_connected_to_whatever_name_leads_there(
+    url: str, sink: OriginServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look-up of the name has another answer: the address that is connected to is the one that counts."""
+    found = [socket.getaddrinfo("127.0.0.1", sink.port, type=socket.SOCK_STREAM)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found[0])
+    origin = open_foreign_origin(url, "public", patience=QUICK)
+    with pytest.raises(RefusedError, match=r"expected a public address, got 127\.0\.0\.1"):
+        origin.get("manifest.json", 100)
+    assert sink.connections == 0
+
+
+def test_a_redirect_of_a_foreign_origin_stays_on_https() -> None:
+    check_redirect("https://8.8.8.8/a", "https://8.8.4.4/b", https_only=True)
+    for target in ("http://8.8.4.4/b", "ftp://8.8.4.4/b", "https://127.0.0.1/b"):
+        with pytest.raises(RefusedError):
+            check_redirect("https://8.8.8.8/a", target, https_only=True)
+
+
+def test_any_opens_an_address_inside_and_shows_it_nothing(sink: OriginServer) -> None:
+    (sink.directory / "x").write_bytes(b"12345")
+    assert open_foreign_origin(sink.url, "any", patience=QUICK).get("x", 10) == b"12345"
+    assert sink.paths == ["/x"] and sink.authorizations == [""]
+
+
+# Claims.
+
+
+def claims_of(peer: Identity, *more: Mapping[str, Any], port: int = 1) -> bytes:
+    now = time.time()
+    base = Claim("corpus", "ab" * 32, 3, peer.peer_id, f"127.0.0.1:{port}", now + 600)
+    return http(200, {"claims": [Claim(**{**vars(base), **one}).to_json(peer) for one in more]})
+
+
+def test_a_bad_claim_is_left_out_and_the_others_stand(make_identity: Make) -> None:
+    peer = make_identity("data")
+    claims = json.loads(claims_of(peer, {}, *({"url": url} for url in BAD_URLS[:3]), {"url": "https://h.example/d"})
+                        .partition(b"\r\n\r\n")[2])["claims"]  # fmt: skip
+    claims += [5, None, {}, {**claims[0], "signature": "00" * 64}, {**claims[0], "expires_at": "soon"}]
+    with RudePeer(peer, lambda asked: http(200, {"claims": claims})) as rude, Client(make_identity("r")) as client:
+        found = read_claims(client, rude.address)
+    assert [(claim.url, claim.address) for claim in found] == [
+        ("", rude.address),
+        ("https://h.example/d", rude.address),
+    ]
+
+
+def test_claims_are_asked_of_data_nodes_alone_and_are_few(make_identity: Make, tmp_path: Path) -> None:
+    bomb = http(200, b'{"claims":[' + b"{}," * 40_000 + b"{}]}")
+    make_identity("data")
+    other = join(tmp_path / "network", tmp_path / "other", "other", scope=Scope(frozenset({"worker"})))
+    with Client(make_identity("r")) as client:
+        with RudePeer(other, lambda asked: bomb) as rude, pytest.raises(NetworkError, match="role data"):
+            read_claims(client, rude.address)
+        assert rude.asked == []
+        with RudePeer(make_identity("d2"), lambda asked: bomb) as rude, pytest.raises(ProtocolViolation, match="65536"):
+            read_claims(client, rude.address)
+
+
+# Readers of a dataset.
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    folder = tmp_path / "web" / "corpus"
+    (folder / "slices").mkdir(parents=True)
+    chance = np.random.default_rng(1)
+    for index in range(3):
+        ids = chance.integers(0, 60, 5000).astype(np.uint16)
+        write_token_slice(folder / "slices" / f"{index:06d}.safetensors", ids, np.array([5000], np.uint64))
+    return adopt(folder, "corpus")
+
+
+@pytest.fixture
+def web(dataset: Dataset) -> Iterator[OriginServer]:
+    with OriginServer(dataset.path.parent) as server:
+        yield server
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_dataset_behind_a_url_is_read_where_the_reader_allows_it(
+    share: bool, dataset: Dataset, web: OriginServer, make_identity: Make, tmp_path: Path
+) -> None:
+    """The data node gives the small files; the slices lie on a web server of this host."""
+    table, url = LocalDiscovery(), "forebay://test-network/corpus"
+    served = open_remote(f"{web.url}/corpus")
+    with DataNode(make_identity("data"), [served], "127.0.0.1", 0, table):
+        web.reset()
+        for leave in ("",) if share else ("", "public"):
+            target = open_target(str(tmp_path / f"copy-{leave}"), tmp_path / "tmp")
+            remote = open_remote(url, identity=make_identity(f"r{leave}"), discovery=table, from_urls=leave)  # type: ignore[arg-type]
+            assert remote.id == dataset.id
+            with pytest.raises(NetworkError, match=r"--from-urls"):
+                if share:
+                    mirror_by_swarm(remote, target, share=False, linger_s=0)
+                else:
+                    mirror(remote, target)
+            assert web.requests.total() == 0
+        remote = open_remote(url, identity=make_identity("willing"), discovery=table, from_urls="any")
+        target = open_target(str(tmp_path / "copy"), tmp_path / "tmp")
+        report = mirror_by_swarm(remote, target, share=False, linger_s=0)[0] if share else mirror(remote, target)
+        assert report.complete and report.copied == 3
+    with pytest.raises(UsageError, match="from_urls"):
+        open_remote(url, identity=make_identity("x"), discovery=table, from_urls="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("leave", ["", "public"])
+def test_a_strangers_url_is_not_asked_and_the_honest_node_is(
+    leave: Any, dataset: Dataset, make_identity: Make, sink: OriginServer, tmp_path: Path
+) -> None:
+    """A claim that stands for a URL of its own comes before the honest node's; it has the files and no slice."""
+    table, stranger = LocalDiscovery(), make_identity("stranger")
+    urls = (f"{sink.url}/d", f"s3://bucket/d?endpoint={sink.url}", "bogus://x", "s3://bucket/d")
+
+    def answer(asked: Asked) -> bytes:
+        if asked.path == "/v1/claims":
+            return claims_of(stranger, *({"dataset_id": dataset.id, "held": 0, "url": url} for url in urls))
+        name = asked.path.rpartition("/")[2]
+        file = dataset.path / name
+        return http(200, file.read_bytes()) if "/v1/datasets/" in asked.path and file.is_file() else http(404, {})
+
+    with RudePeer(stranger, answer) as rude, DataNode(make_identity("data"), [dataset], "127.0.0.1", 0, table):
+        table.announce(record_key(stranger.network_id, "dataset", "corpus"), rude.port)
+        reader = make_identity("reader")
+        remote = open_remote("forebay://test-network/corpus", identity=reader, discovery=table, from_urls=leave)
+        report = mirror(remote, open_target(str(tmp_path / "copy"), tmp_path / "tmp"))
+    assert report.complete
+    assert sink.connections == 0
+
+
+def test_a_small_file_from_a_url_is_checked_as_one_from_a_peer_is(
+    dataset: Dataset, web: OriginServer, make_identity: Make, tmp_path: Path
+) -> None:
+    """A node that gives no file itself stands for a web server with another dataset's manifest."""
+    other = tmp_path / "web" / "other"
+    shutil.copytree(dataset.path / "slices", other / "slices")
+    (other / "slices" / "000002.safetensors").unlink()
+    adopt(other, "corpus")
+    table, stranger = LocalDiscovery(), make_identity("stranger")
+
+    def answer(asked: Asked) -> bytes:
+        if asked.path == "/v1/claims":
+            return claims_of(stranger, {"dataset_id": dataset.id, "held": 0, "url": f"{web.url}/other"})
+        return http(404, {})
+
+    with RudePeer(stranger, answer) as rude:
+        table.announce(record_key(stranger.network_id, "dataset", "corpus"), rude.port)
+        with pytest.raises(NetworkError, match=r"manifest\.json is not that of the dataset"):
+            open_remote(
+                "forebay://test-network/corpus", identity=make_identity("r"), discovery=table, from_urls="any"
+            ).origin.get("manifest.json", 1 << 20)
+
+
+def test_a_url_that_is_not_opened_does_not_make_a_passing_fault_last(
+    dataset: Dataset, make_identity: Make, tmp_path: Path
+) -> None:
+    """The node is busy for a moment, and claims a URL besides: it is asked again."""
+    table, node = LocalDiscovery(), make_identity("node")
+    refusals = [http(503, {"error": "busy", "message": "later"}, Retry_After="0.01")] * 2
+
+    def answer(asked: Asked) -> bytes:
+        if asked.path == "/v1/claims":
+            return claims_of(node, {"dataset_id": dataset.id, "url": "https://data.example/d"})
+        if refusals:
+            return refusals.pop()
+        return http(200, (dataset.path / asked.path.rpartition("/")[2]).read_bytes())
+
+    with RudePeer(node, answer) as busy:
+        table.announce(record_key(node.network_id, "dataset", "corpus"), busy.port)
+        url = "forebay://test-network/corpus"
+        assert open_remote(url, identity=make_identity("r"), discovery=table).id == dataset.id
+    assert not refusals
+
+
+# Workers.
+
+
+def test_a_worker_without_leave_ends_with_the_flags_name(make_identity: Make, tmp_path: Path) -> None:
+    with Client(make_identity("worker")) as client:
+        worker = FetchingWorker(client, tmp_path / "cache", from_urls="")
+        try:
+            deadline, number = time.monotonic() + scaled(60), 0
+            while worker.fetcher.failure is None and time.monotonic() < deadline:
+                number += 1
+                worker.lost(worker.lease("ab" * 32, 100, [{"url": "https://data.example/d"}], str(number)))
+            assert isinstance(worker.fetcher.failure, NetworkError)
+            assert "--from-urls" in str(worker.fetcher.failure)
+        finally:
+            worker.close()
+
+
+def test_sources_of_an_origin_are_bounded_by_its_claims(make_identity: Make, dataset: Dataset) -> None:
+    """A URL that none of the claims names is not opened, whoever names it."""
+    table = LocalDiscovery()
+    with DataNode(make_identity("data"), [dataset], "127.0.0.1", 0, table):
+        remote = open_remote(
+            "forebay://test-network/corpus", identity=make_identity("r"), discovery=table, from_urls="any"
+        )
+        origin: Any = remote.origin
+        with pytest.raises(ProtocolViolation, match="a URL that a data node claims"):
+            origin.open_url("https://data.example/d")
+        found: list[Origin] = list(origin.sources())
+        assert len(found) == 1

@@ -1,0 +1,41 @@
+"""Nothing that a terminal would obey comes out of a command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.cli import main
+from forebay.cli.terminal import filtered_streams, printable
+
+
+@given(st.text())
+def test_control_characters_come_out_as_their_escapes(text: str) -> None:
+    shown = printable(text)
+    assert all(c.isprintable() or c in "\n\t" or not c.isascii() for c in shown)
+    assert not set(shown) & set("\x1b\x9b\r\x07\x7f\x85")
+    assert printable(shown) == shown
+    if text.isprintable():
+        assert shown == text
+
+
+def test_what_escapes_look_like() -> None:
+    assert printable("a\x1b[2J\tb\nc\x9b") == "a\\x1b[2J\tb\nc\\x9b"
+    assert printable("50%\r", allow_return=True) == "50%\r" and printable("50%\r") == "50%\\r"
+    assert printable("naïve – 日本 🙂") == "naïve – 日本 🙂"
+
+
+def test_results_and_errors_of_a_command_are_filtered(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    before = sys.stdout, sys.stderr
+    with filtered_streams():
+        print("result \x1b]0;owned\x07")
+        print("error \x1b[31m", file=sys.stderr)
+    assert (sys.stdout, sys.stderr) == before
+    assert capsys.readouterr() == ("result \\x1b]0;owned\\x07\n", "error \\x1b[31m\n")
+    assert main(["inspect", str(tmp_path / "no\x1b[2Jname")]) != 0
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err and "\\x1b[2J" in said.err

@@ -1,0 +1,115 @@
+"""Supervised threads: an exception is logged, counted and followed by another run; none dies unseen."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import forebay
+from calibration import scaled
+from forebay.network.server import Server, make_app
+from forebay.threads import Supervised, failures
+
+
+@pytest.fixture
+def deaths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """What `threading.excepthook` was called with: threads that died unseen."""
+    seen: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+    yield seen
+    assert seen == []
+
+
+def test_a_body_that_raises_once_runs_again(deaths: list[object], caplog: pytest.LogCaptureFixture) -> None:
+    runs, done = [], threading.Event()
+
+    def body() -> None:
+        runs.append(len(runs))
+        if len(runs) == 1:
+            raise RuntimeError("can't start new thread")
+        done.set()
+
+    before = failures().get("test once", 0)
+    with caplog.at_level(logging.ERROR, "forebay.threads"):
+        thread = Supervised(body, "test once", first_wait_s=0.01).start()
+        assert done.wait(scaled(10)) and thread.join(scaled(10))
+    assert runs == [0, 1] and failures()["test once"] == before + 1
+    assert "name=test once" in caplog.text and "Traceback" in caplog.text and "can't start new thread" in caplog.text
+
+
+def test_the_wait_between_failures_doubles_and_stop_ends_it(deaths: list[object]) -> None:
+    runs = threading.Semaphore(0)
+
+    def body() -> None:
+        runs.release()
+        raise OSError("no space")
+
+    thread = Supervised(body, "test doubling", first_wait_s=0.001).start()
+    for _ in range(5):
+        assert runs.acquire(timeout=scaled(10))
+    assert thread.is_alive
+    thread.stop()
+    assert thread.join(scaled(10)) and failures()["test doubling"] >= 5
+
+
+def test_a_fatal_failure_is_told_to_the_owner_and_ends_the_thread(deaths: list[object]) -> None:
+    told: list[Exception] = []
+
+    def body() -> None:
+        raise ValueError("state is lost")
+
+    thread = Supervised(body, "test fatal", fatal=told.append).start()
+    assert thread.join(scaled(10)) and [str(error) for error in told] == ["state is lost"]
+    assert failures()["test fatal"] == 1
+
+
+def test_join_returns_at_once_for_a_thread_that_never_started_or_joins_itself() -> None:
+    assert Supervised(lambda: None, "test never").join(0.0)
+    joined: list[bool] = []
+    thread = Supervised(lambda: joined.append(thread.join()), "test itself")
+    assert thread.start().join(scaled(10)) and joined == [False]
+
+
+BARE_THREADS = {
+    "threads.py": "Supervised itself",
+    "network/waiting.py": "writes log lines, nothing waits for it",
+    "load/ahead.py": "hands its exception to the iterator",
+    "load/shard_dataset.py": "hands its exception to whoever waits for the shard",
+    "load/shard_helper.py": "ends the process with its parent",
+    "store/prefetch.py": "hands its exception to whoever waits for a slice",
+    "prepare/engines.py": "ends the process with its parent",
+    "prepare/read/hub_files.py": "hands its exception to whoever waits for a block",
+    "prepare/read/stackexchange.py": "hands its exception to the reader",
+}
+"""Modules that may start a thread that is not supervised, each once, and why."""
+
+
+def test_every_other_thread_of_the_package_is_supervised() -> None:
+    source = Path(forebay.__file__).parent
+    sites: list[str] = []
+    for path in source.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("threading.Thread", "Thread"):
+                sites.append(path.relative_to(source).as_posix())
+    assert sorted(sites) == sorted(BARE_THREADS)
+
+
+def test_failures_of_threads_are_metrics() -> None:
+    with Server(make_app("test"), None, "127.0.0.1", 0) as server:
+        failed = threading.Event()
+
+        def fail() -> None:
+            if not failed.is_set():
+                failed.set()
+                raise RuntimeError("once")
+
+        thread = Supervised(fail, "a name of a test", first_wait_s=0.01).start()
+        assert thread.join(scaled(10))
+        with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=scaled(10)) as answer:
+            assert 'forebay_thread_failures_total{thread="a name of a test"} 1.0' in answer.read().decode()

@@ -1,0 +1,250 @@
+"""Certificate revocation lists: signed, carried from node to node, bounded, and refused when they are not right."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.errors import ProtocolViolation, UsageError
+from forebay.network import revocation
+from forebay.network.certificates import Issuer, authority, der_of, issue_root, own_key_id
+from forebay.network.identity import Identity, create_network, create_organisation, join, renew, revoke
+from forebay.network.networks import read_cert, read_issuer, read_key, read_roots
+from forebay.network.revocation import MAX_CRL_BYTES, MAX_REVOKED, Revocations, parse_crl, sign_crl
+from forebay.peer_id import key_id_of, peer_id_of, serial_number_of
+
+Make = Callable[[str], Identity]
+PEM = serialization.Encoding.PEM
+pytestmark = pytest.mark.usefixtures("changes_at_once")
+
+
+@pytest.fixture
+def org_dir(network_dir: Path, tmp_path: Path) -> Path:
+    create_organisation(network_dir, tmp_path / "org", "acme")
+    return tmp_path / "org"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.at = 1000.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_serial_numbers_are_those_that_x509_allows(key: bytes) -> None:
+    peer_id = peer_id_of(key)
+    serial = serial_number_of(peer_id)
+    assert 0 < serial < 1 << 159 and serial == int.from_bytes(key_id_of(peer_id), "big") % (1 << 159)
+
+
+def test_a_certificate_has_its_keys_serial_number_before_and_after_renewal(
+    network_dir: Path, org_dir: Path, make_identity: Make
+) -> None:
+    node = make_identity("n")
+    assert node.certificate.serial_number == serial_number_of(node.peer_id)
+    assert renew(network_dir, node.node_dir, valid_days=9).certificate.serial_number == serial_number_of(node.peer_id)
+    org = read_issuer(org_dir)
+    assert org.cert.serial_number == serial_number_of(org.peer_id)
+
+
+def test_others_read_the_crl(network_dir: Path, make_identity: Make) -> None:
+    """It is X.509: who knows only the standard finds the certificate in it."""
+    a, b = make_identity("a"), make_identity("b")
+    crl = revoke(network_dir, b.peer_id)
+    assert crl is not None
+    standard, root = x509.load_pem_x509_crl(crl.pem), read_cert(network_dir / "root-cert.pem")
+    assert standard.is_signature_valid(root.public_key()) and standard.issuer == root.subject  # type: ignore[arg-type]
+    assert standard.get_revoked_certificate_by_serial_number(b.certificate.serial_number) is not None
+    assert standard.get_revoked_certificate_by_serial_number(a.certificate.serial_number) is None
+    assert standard.next_update_utc is not None and standard.next_update_utc > dt.datetime.now(dt.UTC)
+
+
+def test_a_crl_goes_from_node_to_node(network_dir: Path, make_identity: Make) -> None:
+    a, b, c = make_identity("a"), make_identity("b"), make_identity("c")
+    made = revoke(network_dir, c.peer_id, a.node_dir)
+    assert made is not None and a.is_revoked(c.as_peer) and not b.is_revoked(c.as_peer)
+    stamp, pem = b.revocations.stamp(), a.revocations.pem(made.issuer)
+    assert a.revocations.numbers() == {made.issuer: made.number} and pem == made.pem
+    assert b.revocations.wants(made.issuer, made.number) and b.revocations.accept(pem) == made
+    assert b.is_revoked(c.as_peer) and not b.is_revoked(a.as_peer) and b.revocations.stamp() != stamp
+    assert not b.revocations.wants(made.issuer, made.number) and b.revocations.accept(pem) is None
+    again = Identity.load(b.node_dir)
+    assert again.is_revoked(c.peer_id) and again.revocations.numbers() == {made.issuer: made.number}
+    assert (b.node_dir / "crls" / f"{made.issuer}.pem").stat().st_mode & 0o777 == 0o600
+    assert b.revocations.pem("x" * 32) is None
+
+
+def test_a_handshake_with_the_revoked_is_refused_at_its_end(network_dir: Path, make_identity: Make) -> None:
+    a, b = make_identity("a"), make_identity("b")
+    assert a.peer(der_of(b.certificate)) == b.as_peer
+    revoke(network_dir, b.peer_id, a.node_dir)
+    with pytest.raises(ProtocolViolation, match="is revoked"):
+        a.peer(der_of(b.certificate))
+
+
+def test_older_forged_and_foreign_crls_are_refused(network_dir: Path, tmp_path: Path, make_identity: Make) -> None:
+    a, b = make_identity("a"), make_identity("b")
+    root, revoked = read_issuer(network_dir), [serial_number_of(b.peer_id)]
+    new = sign_crl(root, revoked, 8)
+    assert a.revocations.accept(new) is not None
+    for older in (sign_crl(root, [], 7), sign_crl(root, [], 8)):
+        assert a.revocations.accept(older) is None and a.is_revoked(b.peer_id)
+    create_network(tmp_path / "other", "test-network")
+    create_organisation(tmp_path / "other", tmp_path / "other-org", "acme")
+    by_node = Issuer(read_key(b.node_dir / "node-key.pem"), root.cert, True)
+    for bad, why in [
+        (sign_crl(read_issuer(tmp_path / "other"), [], 99), "expected one by this network's root"),
+        (sign_crl(read_issuer(tmp_path / "other-org"), [], 99), "signed by the network's root"),
+        (sign_crl(by_node, [], 99), "forged"),
+        (b.certificate.public_bytes(PEM) + sign_crl(by_node, [], 99), "may not issue others"),
+        (new.replace(b"M", b"N", 1), "malformed"),
+        (b"", "malformed"),
+        (b.certificate.public_bytes(PEM), "malformed"),
+    ]:
+        with pytest.raises(ProtocolViolation, match=why):
+            a.revocations.accept(bad)
+    assert [crl.number for crl in a.revocations.crls()] == [8] and a.is_revoked(b.peer_id)
+
+
+def test_what_a_crl_may_not_say(network_dir: Path) -> None:
+    root, now = read_issuer(network_dir), dt.datetime.now(dt.UTC)
+    builder = x509.CertificateRevocationListBuilder(root.cert.subject, now, now + dt.timedelta(1))
+    named = builder.add_extension(authority(own_key_id(root.cert)), critical=False)
+    numbered = named.add_extension(x509.CRLNumber(3), critical=False)
+    delta = numbered.add_extension(x509.DeltaCRLIndicator(2), critical=True)
+    huge = named.add_extension(x509.CRLNumber(1 << 63), critical=False)
+    unnamed = builder.add_extension(x509.CRLNumber(3), critical=False)
+    assert parse_crl(numbered.sign(root.key, None).public_bytes(PEM), read_roots(network_dir)).number == 3
+    for bad in (builder, named, delta, huge, unnamed):
+        with pytest.raises(ProtocolViolation, match="CRL: malformed"):
+            parse_crl(bad.sign(root.key, None).public_bytes(PEM), read_roots(network_dir))
+
+
+def test_the_largest_crl_fits_and_a_larger_one_is_refused(network_dir: Path, org_dir: Path) -> None:
+    org, roots = read_issuer(org_dir), read_roots(network_dir)
+    serials = [(1 << 158) + i for i in range(MAX_REVOKED + 1)]
+    largest = sign_crl(org, serials[:-1], (1 << 63) - 1)
+    assert len(largest) <= MAX_CRL_BYTES and len(parse_crl(largest, roots).serials) == MAX_REVOKED
+    with pytest.raises(UsageError, match="at most 19,000"):
+        sign_crl(org, serials, 1)
+    with pytest.raises(ProtocolViolation, match="at most 1,048,576 bytes"):
+        parse_crl(largest + b"x" * (MAX_CRL_BYTES - len(largest) + 1), roots)
+    short, was = sign_crl(org, range(1, 12), 1), revocation.MAX_REVOKED
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ProtocolViolation, match="entries"):
+        patch.setattr(revocation, "MAX_REVOKED", 10)
+        parse_crl(short, roots)
+    assert was == revocation.MAX_REVOKED
+
+
+def test_an_organisation_revokes_its_own_and_no_other(
+    network_dir: Path, org_dir: Path, tmp_path: Path, make_identity: Make
+) -> None:
+    one, node = make_identity("one"), join(org_dir, tmp_path / "n", "n")
+    for peer_id in (node.peer_id, one.peer_id, read_issuer(network_dir).peer_id):
+        revoke(org_dir, peer_id, one.node_dir)
+    assert "by its organisation" in str(one.refusal(node.as_peer))
+    assert one.refusal(one.as_peer) is None and not one.is_revoked(one.peer_id)
+    # A key is revoked, not a certificate; the same key under the root is the root's to judge.
+    renewed = renew(org_dir, node.node_dir, valid_days=9)
+    assert one.is_revoked(renewed.as_peer) and not one.is_revoked(replace(renewed.as_peer, org=""))
+
+
+def test_revoking_an_organisation_revokes_its_nodes(
+    network_dir: Path, org_dir: Path, tmp_path: Path, make_identity: Make
+) -> None:
+    one, node = make_identity("one"), join(org_dir, tmp_path / "n", "n")
+    assert not one.is_revoked(node.as_peer)
+    revoke(network_dir, node.org, one.node_dir)
+    assert "organisation" in str(one.refusal(node.as_peer))
+
+
+def test_a_new_crl_of_an_organisation_waits_a_minute_and_the_roots_never(network_dir: Path, org_dir: Path) -> None:
+    clock, org, root = Clock(), read_issuer(org_dir), read_issuer(network_dir)
+    known = Revocations(org_dir, read_roots(network_dir), clock)
+    assert known.accept(sign_crl(org, [1], 1)) is not None
+    assert known.accept(sign_crl(org, [2], 2)) is None and not known.wants(org.peer_id, 2)
+    for number in (1, 2, 3):
+        assert known.accept(sign_crl(root, [number], number)) is not None
+    clock.at += 61
+    assert known.wants(org.peer_id, 2) and known.accept(sign_crl(org, [2], 2)) is not None
+    assert known.numbers() == {root.peer_id: 3, org.peer_id: 2}
+    assert [crl.issuer for crl in known.crls()] == [root.peer_id, org.peer_id]
+
+
+def test_numbers_rise_though_the_directory_was_restored(network_dir: Path, make_identity: Make) -> None:
+    first = revoke(network_dir, make_identity("a").peer_id)
+    assert first is not None
+    (network_dir / "crls" / f"{first.issuer}.pem").unlink()
+    second = revoke(network_dir, make_identity("b").peer_id)
+    assert second is not None and second.number > first.number and first.serials < second.serials
+
+
+def test_an_unreadable_crl_refuses_everybody_until_it_is_gone(
+    network_dir: Path, make_identity: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = make_identity("a"), make_identity("b")
+    made = revoke(network_dir, b.peer_id, a.node_dir)
+    assert made is not None and a.refusal(a.as_peer) is None
+    stamp, path = a.revocations.stamp(), a.node_dir / "crls" / f"{made.issuer}.pem"
+    path.write_text("garbage")
+    for _ in range(3):
+        assert "see its log" in str(a.refusal(a.as_peer))
+    assert caplog.text.count("Every peer is refused") == 1 and a.revocations.stamp() == stamp
+    path.unlink()
+    assert a.refusal(a.as_peer) is None and a.is_revoked(b.peer_id)
+    (network_dir / "crls" / path.name).write_text("garbage")
+    with pytest.raises(UsageError, match="cannot read"):  # else the next CRL would forget whom it revoked
+        revoke(network_dir, a.peer_id)
+
+
+def test_files_are_looked_at_once_a_second(make_identity: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(revocation, "LOOK_EVERY_S", 1.0)
+    a, b, clock = make_identity("a"), make_identity("b"), Clock()
+    known = Revocations(a.node_dir, a.roots, clock)
+    assert known.reason(b.as_peer) is None
+    revoke(a.node_dir, b.peer_id)
+    clock.at += 0.9
+    assert known.reason(b.as_peer) is None
+    clock.at += 0.2
+    assert known.reason(b.as_peer) is not None
+
+
+def test_a_full_disk_does_not_keep_a_revocation_out_of_force(network_dir: Path, make_identity: Make) -> None:
+    a, b = make_identity("a"), make_identity("b")
+    made = revoke(network_dir, b.peer_id)
+    assert made is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(revocation, "atomic_write", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(OSError, match="No space"):
+            a.revocations.accept(made.pem)
+    assert a.is_revoked(b.as_peer)
+
+
+def test_an_overdue_crl_stays_in_force_and_is_told(network_dir: Path, make_identity: Make) -> None:
+    a, b = make_identity("a"), make_identity("b")
+    a.revocations.accept(sign_crl(read_issuer(network_dir), [serial_number_of(b.peer_id)], 1, valid_days=1))
+    assert a.revocations.overdue(time.time()) == []
+    assert a.revocations.overdue(time.time() + 2 * 86400) == [a.network_id]
+    assert a.is_revoked(b.peer_id)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_no_crl(data: bytes) -> None:
+    for form in (data, b"-----BEGIN X509 CRL-----\n" + data + b"\n-----END X509 CRL-----\n"):
+        with pytest.raises(ProtocolViolation):
+            parse_crl(form, _ROOTS)
+
+
+_ROOTS = (der_of(issue_root("r", Ed25519PrivateKey.generate(), 9)),)

@@ -1,0 +1,116 @@
+"""Keys, state and logs are for their owner alone, under an ordinary umask."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forebay.cli import main
+from forebay.cli.trust import _positive_days
+from forebay.ledger.writer import Ledger
+from forebay.network.access import Access
+from forebay.network.audit import AuditLog
+from forebay.network.identity import Identity, create_network, create_organisation, join, revoke
+from forebay.schedule.journal import _open_database, lock_state
+from forebay.schedule.roster import Roster
+from forebay.store.locks import try_take
+
+Make = Callable[[str], Identity]
+
+
+@pytest.fixture(autouse=True)
+def ordinary_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def open_to_others(folder: Path) -> list[str]:
+    """Files that others could read if the directories above let them."""
+    return sorted(
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and stat.S_IMODE(path.stat().st_mode) & 0o077
+    )
+
+
+def test_state_is_private(tmp_path: Path, make_identity: Make) -> None:
+    state = tmp_path / "state"
+    os.close(lock_state(state))
+    database = _open_database(state / "journal.sqlite")
+    database.execute("CREATE TABLE t (x)")
+    roster = Roster(state / "run")
+    ledger = Ledger.open(state / "ledger.jsonl", make_identity("s").sign)
+    lock = try_take(state / "room")
+    rules = tmp_path / "access.toml"
+    rules.write_text("")
+    access = Access.load(rules)
+    with AuditLog(state / "logs" / "audit.log") as log:
+        log.append("ban", peer="x")
+        assert lock is not None and open_to_others(state) == []
+        assert not [path for path in tmp_path.glob("access.toml.used*") if path.stat().st_mode & 0o077]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (state, state / "run", state / "logs")} == {0o700}
+    lock.release(), ledger.close(), database.close(), access.close()
+    roster._database.close()
+
+
+def test_directories_of_keys_are_private(tmp_path: Path) -> None:
+    create_network(tmp_path / "net", "n")
+    create_organisation(tmp_path / "net", tmp_path / "org", "o")
+    node = join(tmp_path / "org", tmp_path / "deep" / "node", "node")
+    revoke(tmp_path / "org", "a" * 32, node.node_dir)
+    folders = [tmp_path / "net", tmp_path / "org", node.node_dir, node.node_dir / "crls"]
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
+    public = {"root-cert.pem", "network.json", "org-cert.pem", "node-cert.pem"}
+    assert {Path(name).name for name in open_to_others(tmp_path)} <= public
+
+
+def test_a_token_comes_from_a_file_or_standard_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("forebay1.none\n")
+    assert main(["network", "join", str(tmp_path / "n"), "--name", "n", "--token-file", str(tmp_path / "token")]) == 1
+    said = capsys.readouterr().err
+    assert "token: expected" in said and "process list" not in said
+    monkeypatch.setattr("sys.stdin", io.StringIO("forebay1.none\n"))
+    assert main(["network", "join", str(tmp_path / "n"), "--name", "n", "--token-file", "-"]) == 1
+    assert "token: expected" in capsys.readouterr().err
+    assert main(["network", "join", str(tmp_path / "n"), "--name", "n", "--token-file", str(tmp_path / "no")]) == 2
+    assert "cannot read the token" in capsys.readouterr().err
+    assert main(["network", "join", str(tmp_path / "n"), "--name", "n", "--token", "forebay1.none"]) == 1
+    assert "shows in the process list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "x"])
+def test_days_are_above_zero(text: str) -> None:
+    assert _positive_days("0.5") == 0.5
+    with pytest.raises(argparse.ArgumentTypeError, match="days above zero"):
+        _positive_days(text)
+
+
+def test_the_commands_of_a_networks_owner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """init, join, revoke, show, rotate, rotate --finish: as they are typed."""
+    net, node = str(tmp_path / "net"), str(tmp_path / "node")
+    assert main(["network", "init", net]) == 0
+    assert main(["network", "join", net, node, "--name", "n", "--role", "worker", "--days", "0.5"]) == 0
+    assert main(["network", "revoke", "b" * 32, net, node]) == 0
+    assert "is revoked by CRL" in capsys.readouterr().out
+    assert main(["network", "show", node]) == 0
+    assert "1 revoked by" in capsys.readouterr().out
+    assert main(["network", "rotate", net]) == 0
+    assert "--finish" in capsys.readouterr().out
+    assert main(["network", "rotate", net]) == 2
+    assert "has begun" in capsys.readouterr().err
+    assert main(["network", "rotate", "--finish", net]) == 0
+    assert main(["network", "rotate", "--finish", net]) == 2
+    assert main(["network", "renew", net, node]) == 0
+    assert len(Identity.load(node).roots) == 2
+    (Path(node) / "crls" / "x.pem").write_text("garbage")
+    assert main(["network", "show", node]) == 2
+    assert "cannot read" in capsys.readouterr().err

@@ -1,0 +1,225 @@
+"""Publishers: their signatures over name, id, version, expiry and origins, and which version a reader takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.network.client import Client
+from forebay.network.discovery import Claim
+from forebay.network.identity import Identity, create_network, create_organisation, join, renew, revoke
+from forebay.network.networks import read_issuer
+from forebay.network.peer import Scope
+from forebay.network.publish import (
+    SEEN_NAME,
+    SIGNATURE_NAME,
+    Published,
+    check_publication,
+    published,
+    read_publication,
+    sign_dataset,
+)
+
+Make = Callable[[str], Identity]
+ID = "ab" * 32
+pytestmark = pytest.mark.usefixtures("changes_at_once")
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "manifest.json").write_text('{"name": "c4"}')
+    return tmp_path / "d"
+
+
+def test_a_publisher_vouches_for_name_and_id(dataset: Path, make_identity: Make) -> None:
+    anne, bert = make_identity("anne"), make_identity("bert")
+    made = sign_dataset(anne, dataset, "c4", origins=["https://example.org/c4/", "s3://bucket/c4"])
+    data = (dataset / SIGNATURE_NAME).read_bytes()
+    assert check_publication(data, "c4", made.dataset_id, {anne.peer_id}, bert) == made
+    assert made.origins == ("https://example.org/c4/", "s3://bucket/c4")
+    assert made.serial == pytest.approx(time.time(), abs=60)
+    assert made.expires_at == pytest.approx(time.time() + 365 * 86400, abs=60)
+    for name, dataset_id, publishers, why in [
+        ("c4", made.dataset_id, {bert.peer_id}, "expected a signature of"),
+        ("books", made.dataset_id, {anne.peer_id}, "copied from another dataset"),
+        ("c4", ID, {anne.peer_id}, "copied from another dataset"),
+    ]:
+        with pytest.raises(ProtocolViolation, match=why):
+            check_publication(data, name, dataset_id, publishers, bert)
+    revoke(bert.node_dir, anne.peer_id)
+    with pytest.raises(ProtocolViolation, match="revoked"):
+        check_publication(data, "c4", made.dataset_id, {anne.peer_id}, bert)
+
+
+def test_a_publisher_that_its_organisation_revoked_does_not_count(
+    dataset: Path, network_dir: Path, tmp_path: Path, make_identity: Make
+) -> None:
+    create_organisation(network_dir, tmp_path / "org", "acme")
+    anne, bert = join(tmp_path / "org", tmp_path / "anne", "anne"), make_identity("bert")
+    sign_dataset(anne, dataset, "c4")
+    data = (dataset / SIGNATURE_NAME).read_bytes()
+    assert read_publication(data, bert).publisher == anne.peer_id
+    revoke(tmp_path / "org", anne.peer_id, bert.node_dir)
+    with pytest.raises(ProtocolViolation, match="revoked by its organisation"):
+        read_publication(data, bert)
+    assert read_issuer(tmp_path / "org").peer_id == anne.org
+
+
+def test_a_publication_outlives_the_certificate_and_not_itself(
+    dataset: Path, network_dir: Path, tmp_path: Path, make_identity: Make
+) -> None:
+    bert, brief = make_identity("bert"), join(network_dir, tmp_path / "brief", "brief", valid_days=1e-5)
+    sign_dataset(brief, dataset, "c4")
+    while time.time() <= brief.expires_at:
+        time.sleep(0.05)
+    assert read_publication((dataset / SIGNATURE_NAME).read_bytes(), bert).name == "c4"
+    sign_dataset(bert, dataset, "c4", valid_days=-2)
+    with pytest.raises(ProtocolViolation, match=r"expired 2\.0 days ago. Its publisher signs again"):
+        read_publication((dataset / SIGNATURE_NAME).read_bytes(), bert)
+
+
+def test_forged_publications(dataset: Path, make_identity: Make, tmp_path: Path) -> None:
+    anne, bert = make_identity("anne"), make_identity("bert")
+    sign_dataset(anne, dataset, "c4", origins=["gs://b/c"])
+    body = json.loads((dataset / SIGNATURE_NAME).read_bytes())
+    create_network(tmp_path / "other", "test-network")
+    stranger = join(tmp_path / "other", tmp_path / "s", "s")
+    for change in (
+        {"dataset_id": ID},
+        {"name": "books"},
+        {"serial": body["serial"] + 1},
+        {"serial": True},
+        {"serial": -1},
+        {"expires_at": body["expires_at"] + 1},
+        {"expires_at": float("inf")},
+        {"origins": []},
+        {"origins": "gs://b/c"},
+        {"certificate": (bert.node_dir / "node-cert.pem").read_text()},
+        {"certificate": (stranger.node_dir / "node-cert.pem").read_text()},
+        {"certificate": ""},
+        {"publisher": bert.peer_id},
+        {"signature": os.urandom(64).hex()},
+        {"signature": 3},
+    ):
+        with pytest.raises(ProtocolViolation):
+            read_publication(json.dumps({**body, **change}).encode(), anne)
+    with pytest.raises(ProtocolViolation):
+        read_publication(b"[" * 100_000, anne)
+    with pytest.raises(ProtocolViolation, match=r"expected format 3, got '2'\. Its publisher signs it again"):
+        read_publication(json.dumps({**body, "format": 2}).encode(), anne)
+    with pytest.raises(UsageError, match="expected a dataset"):
+        sign_dataset(anne, dataset / "none", "c4")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://example.org/d", "file:///etc", "hf://datasets/x", "https:///d", "https://u:p@example.org/d", "d",
+        "s3://bucket/d?endpoint=http://evil", "https://example.org/d#x", "https://[h/", "https://example.org/\x1b",
+        "s3://bücket/d", "https://example.org/" + "x" * 3000, "https://evil\\example.org/", "",
+    ],
+)  # fmt: skip
+def test_what_is_no_origin(url: str, dataset: Path, make_identity: Make) -> None:
+    anne = make_identity("anne")
+    with pytest.raises(UsageError, match="origin: expected a URL"):
+        sign_dataset(anne, dataset, "c4", origins=[url])
+    made = sign_dataset(anne, dataset, "c4")
+    bad = {**json.loads((dataset / SIGNATURE_NAME).read_bytes()), "origins": [url]}
+    with pytest.raises(ProtocolViolation, match="origin: expected a URL"):
+        read_publication(json.dumps(bad).encode(), anne)
+    assert made.origins == ()
+
+
+def test_a_certificate_covers_what_it_publishes(dataset: Path, network_dir: Path, tmp_path: Path) -> None:
+    narrow = join(network_dir, tmp_path / "n", "n", scope=Scope(datasets=("books",)))
+    with pytest.raises(UsageError, match="does not cover dataset 'c4'"):
+        sign_dataset(narrow, dataset, "c4")
+
+
+def test_signing_again_makes_a_later_version(dataset: Path, make_identity: Make) -> None:
+    anne = make_identity("anne")
+    serials = [sign_dataset(anne, dataset, "c4").serial for _ in range(3)]
+    assert serials[0] < serials[1] < serials[2]
+    assert sign_dataset(anne, dataset, "c4", serial=7).serial == 7
+
+
+# Which version counts.
+
+
+class Served(Client):
+    """A client whose peers hand out what was signed here."""
+
+    def __init__(self, identity: Identity) -> None:
+        super().__init__(identity)
+        self.signed: dict[str, bytes] = {}
+
+    def get_bytes(self, address: str, path: str, *args: Any, **more: Any) -> bytes:
+        try:
+            return self.signed[path.split("/")[3]]
+        except KeyError:
+            raise NetworkError(f"{path}: no such file") from None
+
+
+@pytest.fixture
+def served(make_identity: Make) -> Served:
+    return Served(make_identity("reader"))
+
+
+def version(served: Served, publisher: Identity, folder: Path, number: int) -> Claim:
+    folder.mkdir(exist_ok=True)
+    manifest = json.dumps({"version": number}).encode()
+    (folder / "manifest.json").write_bytes(manifest)
+    sign_dataset(publisher, folder, "d", serial=number)
+    dataset_id = hashlib.sha256(manifest).hexdigest()
+    served.signed[dataset_id] = (folder / SIGNATURE_NAME).read_bytes()
+    return Claim("d", dataset_id, 1, "p" * 32, "h:1", time.time() + 60)
+
+
+def ids(found: Published) -> list[str]:
+    return [claim.dataset_id for claim in found.claims]
+
+
+def test_the_latest_version_counts_and_is_remembered(served: Served, tmp_path: Path, make_identity: Make) -> None:
+    anne = make_identity("anne")
+    old, new = (version(served, anne, tmp_path / f"v{number}", number) for number in (1, 2))
+    only = {anne.peer_id}
+    assert ids(published(served, [old], only)) == [old.dataset_id]
+    both = published(served, [old, new], only)
+    assert ids(both) == [new.dataset_id] and "name its id" in both.refused[0]
+    assert both.publications[new.dataset_id].serial == 2
+    again = Served(served.identity)  # type: ignore[arg-type]  # as in another process
+    again.signed = served.signed
+    alone = published(again, [old], only)
+    assert ids(alone) == [] and "expected version 2" in alone.refused[0]
+    assert ids(published(again, [old, new], only, old.dataset_id)) == [old.dataset_id]
+    assert ids(published(again, [old, new], only)) == [new.dataset_id]
+    assert ids(published(again, [old, new], ())) == [old.dataset_id, new.dataset_id]
+    path = served.identity.node_dir / SEEN_NAME  # type: ignore[union-attr]
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.write_text("{")
+    with pytest.raises(UsageError, match="or remove the file"):
+        published(again, [new], only)
+
+
+def test_versions_are_of_one_publisher(served: Served, tmp_path: Path, make_identity: Make) -> None:
+    anne, bert = make_identity("anne"), make_identity("bert")
+    of_anne, of_bert = version(served, anne, tmp_path / "a", 9), version(served, bert, tmp_path / "b", 1)
+    found = published(served, [of_anne, of_bert], {anne.peer_id, bert.peer_id})
+    assert ids(found) == [of_anne.dataset_id, of_bert.dataset_id] and found.refused == []
+    assert ids(published(served, [of_bert], {bert.peer_id})) == [of_bert.dataset_id]
+
+
+def test_a_renewed_certificate_signs_on(served: Served, tmp_path: Path, make_identity: Make, network_dir: Path) -> None:
+    anne = make_identity("anne")
+    old = version(served, anne, tmp_path / "a", 1)
+    new = version(served, renew(network_dir, anne.node_dir, valid_days=3), tmp_path / "b", 2)
+    assert ids(published(served, [old, new], {anne.peer_id})) == [new.dataset_id]

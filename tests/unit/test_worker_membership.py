@@ -1,0 +1,103 @@
+"""A worker's membership against a real coordinator: heartbeats outlive any exception, operations any lost answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+from calibration import scaled
+from forebay.errors import NetworkError, UsageError
+from forebay.network.client import Client, RemoteError
+from forebay.schedule.coordinator import Coordinator
+from forebay.threads import failures
+from forebay.worker.membership import CoordinatorGoneError, Membership
+from forebay.worker.membership_state import MembershipState, Pause, Request
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    with Coordinator(config={"batch_size": 2}) as coordinator:
+        yield coordinator
+
+
+def test_heartbeats_go_on_after_an_unexpected_exception(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broken line in revoked.txt, a descriptor limit: whatever a request raises, news of a change still arrives."""
+    real, raised, deaths = Client.request_json, list[Exception](), list[object]()
+    monkeypatch.setattr(threading, "excepthook", deaths.append)
+    errors = iter([UsageError("revoked.txt: expected a peer id"), OSError(24, "Too many open files")])
+
+    def request_json(self: Client, at: str, method: str, path: str, *args: Any, **more: Any) -> Any:
+        if path.endswith("/heartbeat") and (error := next(errors, None)) is not None:
+            raised.append(error)
+            raise error
+        return real(self, at, method, path, *args, **more)
+
+    monkeypatch.setattr(Client, "request_json", request_json)
+    before = failures().get("membership heartbeats", 0)
+    with Membership(coordinator.address, "first", lockstep=False) as first:
+        first.join()
+        with Membership(coordinator.address, "second", lockstep=False) as second:
+            joining = threading.Thread(target=second.join)
+            joining.start()
+            deadline = time.monotonic() + scaled(20)
+            while not first.changing and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert first.changing and len(raised) == 2
+            assert first.boundary(1).world_size == 2
+            joining.join(scaled(10))
+            assert second.generation.world_size == 2
+    assert failures()["membership heartbeats"] == before + 2 and deaths == []
+
+
+def _state(**more: Any) -> tuple[MembershipState, list[float]]:
+    """A state and its clock."""
+    now = [0.0]
+    given: dict[str, Any] = {
+        "settings": {}, "defaults": {}, "lockstep": False, "step": 0, "samples": 0, "patience_s": 30.0,
+        "on_note": lambda text: None, "clock": lambda: now[0], "new_session": lambda: "s", "random": Random(1),
+    }  # fmt: skip
+    return MembershipState("w", "host:1", **{**given, **more}), now
+
+
+def test_a_request_without_an_answer_is_repeated_with_longer_pauses_until_patience_ends() -> None:
+    state, now = _state()
+    operation, pauses, effect = state.agree(), list[float](), None
+    with pytest.raises(CoordinatorGoneError, match="no answer for 30 s"):
+        effect = next(operation)
+        while True:
+            assert isinstance(effect, Request) and effect.path == "/v1/config"
+            effect = operation.throw(NetworkError("refused"))
+            assert isinstance(effect, Pause)
+            pauses.append(effect.seconds)
+            now[0] += effect.seconds
+            effect = operation.send(None)
+    assert 25 < now[0] <= 30 and len(pauses) > 10 and max(pauses) <= 2.0
+
+
+def test_an_expelled_worker_learns_it_by_its_heartbeat_and_joins_under_another_session() -> None:
+    sessions = iter("ab")
+    state, _ = _state(new_session=lambda: next(sessions))
+    joining = state.join()
+    assert next(joining).path == "/v1/config"  # type: ignore[union-attr]
+    request = joining.send({"heartbeat_s": 30, "lost_s": 5, "config": {"batch_size": 2}})
+    assert isinstance(request, Request) and request.body is not None and request.body["session"] == "a"
+    generation = {
+        "number": 1, "rank": 0, "world_size": 1, "start_step": 0, "start_sample": 0, "source": 0, "run_id": "r",
+        "members": [{"worker_id": "w", "rank": 0, "address": ""}],
+    }  # fmt: skip
+    with pytest.raises(StopIteration):
+        joining.send({"generation": generation})
+    beats = state.heartbeats()
+    next(beats)
+    with pytest.raises(StopIteration):
+        beats.throw(RemoteError("given up", 409, "expelled"))
+    assert state.changing and state.broken
+    assert next(state.join()).body["session"] == "b"  # type: ignore[union-attr,index]
+    assert not state.changing

@@ -1,0 +1,86 @@
+"""A lease worker with a real scheduler and data node: what a request raises ends no work before patience does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forebay.dataset.adopt import adopt
+from forebay.dataset.slices import write_token_slice
+from forebay.network.client import Client
+from forebay.network.identity import create_network, join
+from forebay.schedule.service import SchedulerService
+from forebay.serve import DataNode
+from forebay.threads import failures
+from forebay.worker.control import Control
+from forebay.worker.leasing import run_worker
+from forebay.worker.using import WorkerReport
+from local_discovery import LocalDiscovery
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Iterator[Callable[..., WorkerReport]]:
+    """Runs a worker on a job of four slices of ten samples."""
+    (tmp_path / "data" / "slices").mkdir(parents=True)
+    for index in range(4):
+        tokens = np.arange(80, dtype=np.uint16)
+        write_token_slice(tmp_path / "data" / "slices" / f"{index}.safetensors", tokens, np.array([80], np.uint64))
+    dataset = adopt(tmp_path / "data", "data")
+    create_network(tmp_path / "network", "test")
+    one, two, three = (join(tmp_path / "network", tmp_path / name, name) for name in ("node", "scheduler", "worker"))
+    with ExitStack() as stack:
+        discovery = LocalDiscovery()
+        node = DataNode(one, [dataset], "127.0.0.1", 0, discovery, ttl_s=30)
+        node.start()
+        stack.callback(node.stop)
+        client = stack.enter_context(Client(two))
+        service = SchedulerService(two, "data", discovery, client, tmp_path / "state", seq_len=8)
+        service.start()
+        stack.callback(service.stop)
+
+        def run(**more: Any) -> WorkerReport:
+            return run_worker(
+                three, "data", scheduler=service.address, cache_dir=tmp_path / "cache", cache_bytes=1 << 20,
+                batch_size=2, trainer="count", receipt_s=0.2, **more,
+            )  # fmt: skip
+
+        yield run
+
+
+def test_requests_go_on_after_an_unexpected_exception(
+    work: Callable[..., WorkerReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls, deaths = Control.exchange, list[int](), list[object]()
+    monkeypatch.setattr(threading, "excepthook", deaths.append)
+
+    def exchange(self: Control, *args: Any) -> dict[str, Any]:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise OSError(24, "Too many open files")
+        answer = real(self, *args)
+        if len(calls) == 3:
+            raise RuntimeError("can't start new thread")  # The scheduler has heard it, and its reply is lost.
+        return answer
+
+    monkeypatch.setattr(Control, "exchange", exchange)
+    before = failures().get("worker requests", 0)
+    report = work()
+    assert report.done and report.samples == 40 and report.wasted == report.leases_lost == 0
+    assert failures()["worker requests"] == before + 2 and deaths == []
+
+
+def test_without_a_reply_for_patience_s_the_exception_ends_the_work(
+    work: Callable[..., WorkerReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exchange(self: Control, *args: Any) -> dict[str, Any]:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(Control, "exchange", exchange)
+    with pytest.raises(OSError, match="Too many open files"):
+        work(patience_s=0.5)
