@@ -36,6 +36,7 @@ CONTENT = random.Random(7).randbytes(3_500_001)
 UNHEDGED = {
     "hedge_s": 600.0
 }  # A machine that stands still for 5 s would else have a piece fetched twice, as it should.
+PATIENT = Patience(60.0, 60.0)  # A request given up on a machine that stands still is one more request.
 QUICK = {"piece_bytes": 1 << 18, "first_backoff_s": 0.005, "max_backoff_s": 0.05}
 
 
@@ -68,12 +69,17 @@ def server(make_server: Callable[..., OriginServer]) -> OriginServer:
 
 
 def fetch(
-    transfers: Transfers, part: Path, *urls: str, info: SliceInfo = INFO, bad: list[str] | None = None
+    transfers: Transfers,
+    part: Path,
+    *urls: str,
+    info: SliceInfo = INFO,
+    bad: list[str] | None = None,
+    patience: Patience = PATIENT,
 ) -> Transfer:
     moved = transfers.start(
         info,
         part,
-        [open_origin(url, patience=Patience(0.5, 0.5)) for url in urls],
+        [open_origin(url, patience=patience) for url in urls],
         None if bad is None else lambda origin, reason: bad.append(origin.url),
     )
     assert moved.wait(60)
@@ -165,7 +171,7 @@ def test_more_connections_are_faster(make_server: Callable[..., OriginServer], t
 def test_a_black_hole_is_named(server: OriginServer, tmp_path: Path) -> None:
     server.faults.black_hole = True
     with Transfers(connections=2, patience_s=0.8, tries=2, **QUICK) as transfers:
-        error = fetch(transfers, tmp_path / "part", server.url).error
+        error = fetch(transfers, tmp_path / "part", server.url, patience=Patience(0.5, 0.5)).error
     assert type(error) is NetworkError
     for word in (f"127.0.0.1:{server.port}", "failed attempts in", "no answer", "0.5 s", "Check the network"):
         assert word in str(error)
