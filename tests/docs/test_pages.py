@@ -136,6 +136,11 @@ def operating(page: Page, made: Corpora) -> None:
     page.replace |= {r"(forebay work .*(worker-\d))": r"\1 --trainer count --cache-dir cache-\2"}
 
 
+def http_api(page: Page, made: Corpora) -> None:
+    members(page, made, "scheduler")
+    page.shell(f"forebay schedule books --network scheduler --listen {page.address('10.0.0.2:7420')} &", "setup")
+
+
 def trust(page: Page, made: Corpora) -> None:
     made.copy(page.directory / "acme-web")
     page.replace |= {"PEER_ID": "$(forebay network join net lost --name lost --role data | grep -o '[a-z2-7]\\{32\\}')"}
@@ -162,6 +167,7 @@ SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "docs/doctor.md": doctor,
     "docs/formats.md": formats,
     "docs/getting-started.md": getting_started,
+    "docs/http-api.md": http_api,
     "docs/ledger.md": ledger,
     "docs/loading.md": loading,
     "docs/mirroring.md": mirroring,
