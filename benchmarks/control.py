@@ -30,11 +30,12 @@ from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.ledger.receipts import Used, receipt_message
+from forebay.network.app import JsonResponse, Request, Response, make_app
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.identity import Identity, create_network, join
 from forebay.network.limits import Limits
-from forebay.network.server import JsonResponse, Request, Response, Server, make_app
+from forebay.network.server import Server
 from forebay.schedule.possession import prove
 from forebay.schedule.service import SchedulerService
 from forebay.serve import DataNode

@@ -21,10 +21,11 @@ import psutil
 
 from benchmarks.measure import Figure, cpu_s, median, process_cpu_s, show
 from forebay.errors import NetworkError
+from forebay.network.app import Request, Response, file_response, make_app
 from forebay.network.client import CHUNK_BYTES, Client
 from forebay.network.identity import Identity, create_network, join
 from forebay.network.limits import Limits
-from forebay.network.server import Request, Response, Server, file_response, make_app
+from forebay.network.server import Server
 from forebay.store.holders import read_by_hash
 
 NUM_BYTES = 200 << 20

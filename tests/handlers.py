@@ -12,9 +12,10 @@ from fastapi import Request as HttpRequest
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from forebay.network.app import ApiError, make_app, peer_of
 from forebay.network.identity import Identity
 from forebay.network.peer import Peer
-from forebay.network.server import ApiError, Server, make_app, peer_of
+from forebay.network.server import Server
 
 
 @dataclass(frozen=True)

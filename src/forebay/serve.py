@@ -25,12 +25,13 @@ from forebay.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE, MAX_MANIFEST
 from forebay.dataset.reader import Dataset, listed_files
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.network.access import Access
+from forebay.network.app import ApiError, JsonResponse, Metric, Request, Response, counter, gauge, peer_of
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, record_key
 from forebay.network.identity import Identity, Peer
 from forebay.network.limits import Limits, Throttle
 from forebay.network.publish import SIGNATURE_NAME
-from forebay.network.server import ApiError, JsonResponse, Metric, Request, Response, Server, counter, gauge, peer_of
+from forebay.network.server import Server
 from forebay.network.swarm import Holder
 from forebay.store.origins import Origin, read_small
 from forebay.store.remote import RemoteDataset

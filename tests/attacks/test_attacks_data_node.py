@@ -16,7 +16,7 @@ from nodes import make_dataset
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.errors import NetworkError
-from forebay.network import dialing, usage
+from forebay.network import connections, dialing
 from forebay.network.client import Client, RemoteError
 from forebay.network.dialing import Dialer, may_dial
 from forebay.network.identity import Identity
@@ -253,7 +253,7 @@ def test_figures_of_peers_are_for_administrators(node: DataNode, network_dir: Pa
 
 def test_slow_readers_make_room(dataset: Dataset, network_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Members that hold all places by answers which they do not read; finding 4."""
-    monkeypatch.setattr(usage, "SLOW_S", 0.05)
+    monkeypatch.setattr(connections, "SLOW_S", 0.05)
     limits = Limits(connections=8, connections_per_peer=4)
     with sharing(issue(network_dir, "sharer"), dataset) as share, contextlib.ExitStack() as stack:
         share.offer(Offer("d", "ab" * 32, 1, {"manifest.json": bytes(16 << 20)}, lambda: np.zeros(1, np.bool_)))

@@ -23,6 +23,7 @@ from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.network.access import Access
 from forebay.network.admission import Admissions, AdmissionServer
+from forebay.network.app import Response, make_app
 from forebay.network.audit import AuditLog
 from forebay.network.client import Client, RemoteError, WrongPeerError, parse_address
 from forebay.network.discovery import find_providers, read_claims, record_key
@@ -32,7 +33,7 @@ from forebay.network.networks import finish_rotation, read_issuer, rotate_root
 from forebay.network.peer import Scope
 from forebay.network.publish import sign_dataset
 from forebay.network.revocation import MAX_REVOKED, sign_crl
-from forebay.network.server import Response, Server, make_app
+from forebay.network.server import Server
 from forebay.network.tokens import Token, sign_token
 from forebay.network.trust import TrustWatch, send_crl
 from forebay.schedule.service import SchedulerService
@@ -207,9 +208,8 @@ def test_a_revoked_organisation_is_out_with_all_its_nodes(node: DataNode, networ
 
         until(is_refused)
         assert node.identity.refusal(theirs.identity.as_peer) and is_refused()
-    with Client(join(tmp_path / "org", tmp_path / "m", "m")) as another:
-        with pytest.raises(NetworkError):
-            another.request_json(node.address, "GET", "/v1/status")
+    with Client(join(tmp_path / "org", tmp_path / "m", "m")) as another, pytest.raises(NetworkError):
+        another.request_json(node.address, "GET", "/v1/status")
 
 
 def test_two_rogue_organisations_do_not_keep_the_roots_word_out(

@@ -45,6 +45,7 @@ from forebay.formats.compression import sniff_compression
 from forebay.ledger.receipts import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
+from forebay.network.app import file_response
 from forebay.network.certificates import Issuer, judge
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
@@ -56,7 +57,6 @@ from forebay.network.networks import read_cert, read_key
 from forebay.network.peer import Peer
 from forebay.network.publish import read_publication
 from forebay.network.revocation import parse_crl, read_revoked, sign_crl
-from forebay.network.server import file_response
 from forebay.network.swarm import Holder
 from forebay.network.tokens import read_token
 from forebay.prepare.extract import HtmlError, extract_html

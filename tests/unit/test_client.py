@@ -11,9 +11,9 @@ import pytest
 
 from calibration import scaled
 from forebay.errors import NetworkError, ProtocolViolation
+from forebay.network.app import JsonResponse
 from forebay.network.client import BrokenOffError, Client
 from forebay.network.identity import Identity
-from forebay.network.server import JsonResponse
 from handlers import Request, serve
 
 Make = Callable[[str], Identity]

@@ -13,9 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field
 from starlette.responses import Response
 
+from forebay.network.app import ApiError, JsonResponse, counter, exposition, gauge, make_app, role
 from forebay.network.client import Client, RemoteError
 from forebay.network.messages import Message, Reply
-from forebay.network.server import ApiError, JsonResponse, Server, counter, exposition, gauge, make_app, role
+from forebay.network.server import Server
 from wire import connect, read_answers
 
 

@@ -14,10 +14,10 @@ from starlette.responses import Response
 
 from calibration import scaled
 from forebay.errors import NetworkError
+from forebay.network.app import JsonResponse, file_response
 from forebay.network.client import Client
 from forebay.network.identity import Identity
 from forebay.network.limits import Limits, Throttle
-from forebay.network.server import JsonResponse, file_response
 from handlers import Request, serve
 from wire import connect, read_answers, send_all, until
 

@@ -13,7 +13,8 @@ import pytest
 
 import forebay
 from calibration import scaled
-from forebay.network.server import Server, make_app
+from forebay.network.app import make_app
+from forebay.network.server import Server
 from forebay.threads import Supervised, failures
 
 

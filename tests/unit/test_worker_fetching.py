@@ -16,9 +16,9 @@ from starlette.responses import Response
 
 from calibration import scaled
 from forebay.errors import NetworkError, UsageError
+from forebay.network.app import ApiError, file_response
 from forebay.network.client import Client
 from forebay.network.identity import Identity
-from forebay.network.server import ApiError, file_response
 from forebay.store.room import part_bytes
 from forebay.worker import fetching
 from forebay.worker.fetching import Shelf

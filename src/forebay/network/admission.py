@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.network.app import ApiError, JsonResponse, Request, Response, make_app
 from forebay.network.audit import AuditLog
 from forebay.network.certificates import EARLY, Issuer, der_of, issue_server, judge, peer_of, scope_of
 from forebay.network.limits import Limits
@@ -33,7 +34,7 @@ from forebay.network.messages import AdmitRequest, RenewRequest
 from forebay.network.networks import check_name, node_pem, read_issuer, read_roots
 from forebay.network.peer import Peer
 from forebay.network.revocation import FileStamp, Revocations, file_stamp
-from forebay.network.server import ApiError, JsonResponse, Request, Response, Server, make_app
+from forebay.network.server import Server
 from forebay.network.tokens import Token, check_token
 from forebay.peer_id import peer_id_of
 

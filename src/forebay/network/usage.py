@@ -1,4 +1,4 @@
-"""What each member and each organisation uses of a server now: connections, requests, answers kept for repeats.
+"""What each member and each organisation uses of a server now: requests, bytes, answers kept for repeats.
 
 No sockets here and no lock: everything is called in the server's loop.
 """
@@ -7,120 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forebay.network.limits import Limits, TokenBucket
 from forebay.network.peer import Peer
 
-if TYPE_CHECKING:
-    from forebay.network.server import PeerProtocol
-
 MAX_BUCKETS = 16_384  # members whose request rate is known; the one seen longest ago is forgotten first
-SLOW_S = 2.0
 REPLY_TTL_S = 120.0
 MAX_REPLY_BYTES = 256 << 10
 MAX_REPLIES_BYTES = 64 << 20
 MAX_REPLIES_PER_PEER = 64
-
-
-class ConnectionTable:
-    """The open connections of a server, and who makes room for another.
-
-    Before its handshake is finished a connection counts for its address, afterwards for its peer and organisation.
-    """
-
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.num_refused = self.num_added = 0
-        self._handshakes: dict[asyncio.Task[None], str] = {}  # the oldest first
-        self._connections: dict[PeerProtocol, None] = {}
-        self._by_peer: Counter[str] = Counter()
-        self._by_org: Counter[str] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._handshakes) + len(self._connections)
-
-    def all(self) -> list[PeerProtocol]:
-        """Those whose handshake is finished."""
-        return list(self._connections)
-
-    def has_room(self, address: str) -> bool:
-        """Whether one more may begin its handshake; makes room for it where that is fair.
-
-        A handshake makes room first, the oldest one of the address that has most; then a connection that rests, or
-        whose client has read nothing for SLOW_S, of the peer that has most. Who only opens connections takes no place
-        from a member.
-        """
-        by_address = Counter(self._handshakes.values())
-        is_crowded = by_address[address] >= self.limits.handshakes_per_address
-        if not is_crowded and len(self) < self.limits.connections:
-            return True
-        busiest = address if is_crowded else max(by_address, key=by_address.__getitem__, default="")
-        oldest = next((task for task, host in self._handshakes.items() if host == busiest), None)
-        if oldest is not None:
-            del self._handshakes[oldest]
-            oldest.cancel()
-            self.num_refused += 1
-            return True
-        if self._end_idle(self._largest_peer()):
-            return True
-        self.num_refused += 1
-        return False
-
-    def add_handshake(self, task: asyncio.Task[None], address: str) -> None:
-        """A connection begins its handshake in this task."""
-        self._handshakes[task] = address
-        task.add_done_callback(lambda done: self._handshakes.pop(done, None))
-
-    def cancel_handshakes(self) -> None:
-        """Ends all connections that are in their handshake."""
-        for task in list(self._handshakes):
-            task.cancel()
-
-    def add(self, connection: PeerProtocol) -> bool:
-        """A handshake is finished: whether the peer may have one more connection. Its own idle one makes room."""
-        peer, limits = connection.peer, self.limits
-        if peer.peer_id and self._by_peer[peer.peer_id] >= limits.connections_per_peer and not self._end_idle(peer):
-            self.num_refused += 1
-            return False
-        if peer.org and self._by_org[peer.org] >= limits.connections_per_organisation:
-            self.num_refused += 1
-            return False
-        self._connections[connection] = None
-        self.num_added += 1
-        self._by_peer[peer.peer_id] += 1
-        self._by_org[peer.org] += 1
-        return True
-
-    def remove(self, connection: PeerProtocol) -> None:
-        """It has ended. May be repeated."""
-        if connection in self._connections:
-            del self._connections[connection]
-            _decrease(self._by_peer, connection.peer.peer_id)
-            _decrease(self._by_org, connection.peer.org)
-
-    def _largest_peer(self) -> Peer | None:
-        # Members that have one connection each owe nobody a place.
-        peer_id, num = max(self._by_peer.items(), key=lambda item: item[1], default=("", 0))
-        return next((c.peer for c in self._connections if c.peer.peer_id == peer_id), None) if num > 1 else None
-
-    def _end_idle(self, peer: Peer | None) -> bool:
-        """Ends the connection of a peer that rests for longest, or does not read its answer; whether there was one."""
-        if peer is None:
-            return False
-        own = [c for c in self._connections if c.peer.peer_id == peer.peer_id]
-        idle = [c for c in own if not c.num_active]
-        slow = [c for c in own if c.num_active and c.flow.write_paused]
-        if not idle and not slow:
-            return False
-        oldest = min(idle, key=lambda c: c.since) if idle else min(slow, key=lambda c: c.sent_at)
-        if not idle and oldest.core.loop.time() - oldest.sent_at < SLOW_S:
-            return False
-        oldest.abort()
-        self.remove(oldest)
-        return True
 
 
 class RequestTable:
@@ -156,8 +53,8 @@ class RequestTable:
     def finish(self, peer: Peer) -> None:
         """A request that `begin` counted is answered."""
         self.num_active -= 1
-        _decrease(self._by_peer, peer.peer_id)
-        _decrease(self._by_org, peer.org)
+        decrease(self._by_peer, peer.peer_id)
+        decrease(self._by_org, peer.org)
 
     def wait_for_bytes(self, peer: Peer, num_bytes: int, now: float) -> float:
         """Count bytes that go to a peer; how long to wait before they may, seconds."""
@@ -248,12 +145,12 @@ class ReplyCache:
     def _drop(self, key: tuple[str, str], reply: _Reply) -> None:
         if self._replies.get(key) is reply:
             del self._replies[key]
-            _decrease(self._by_peer, key[0])
+            decrease(self._by_peer, key[0])
             if reply.done.done() and reply.done.result():
                 self._num_bytes -= reply.num_bytes
 
 
-def _decrease(counts: Counter[str], key: str) -> None:
+def decrease(counts: Counter[str], key: str) -> None:
     counts[key] -= 1
     if counts[key] <= 0:
         del counts[key]

@@ -25,19 +25,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import FastAPI, Query, Request, Response
 
 from forebay.errors import StateError
+from forebay.network.app import ApiError, JsonResponse, Metric, gauge, make_app, peer_of, role, wait_until
 from forebay.network.limits import Limits, TokenBucket
 from forebay.network.messages import ConfigRequest, JoinRequest, LeaveRequest, MeetReply, MeetRequest, MemberMessage
-from forebay.network.server import (
-    ApiError,
-    JsonResponse,
-    Metric,
-    Server,
-    gauge,
-    make_app,
-    peer_of,
-    role,
-    wait_until,
-)
+from forebay.network.server import Server
 from forebay.schedule.member_requests import REQUESTS, config_reply, event_of, generation_reply, is_due, reply
 from forebay.schedule.members import Agree, Disconnect, Event, Formed, Note, Refuse, Rules, Tick, Waits
 from forebay.schedule.membership import apply

@@ -351,15 +351,18 @@ class Desk:
     def _grant(self, session: Session, ask: Ask, done: list[Event], now: float) -> tuple[list[Grant], float]:
         """Up to `want` leases, and how long to wait for more, seconds."""
         grants: list[Grant] = []
-        of_peer, own = self.sessions.num_leases(session.key[0]), self._standings.setdefault(session.key[0], Standing())
-        room = min(MAX_LEASES - session.num_leases(), own.max_leases - of_peer if now >= own.barred_until else 0)
+        own = self._standings.setdefault(session.key[0], Standing())
+        room = MAX_LEASES - session.num_leases() if now >= own.barred_until else 0
         if any(owner.stalled for _, owner in session.owners.values()):
             room = min(room, 1 - session.num_leases())
-        if ask.organisation and not own.has_used:
-            room = min(room, self._room_of_newcomers(ask.organisation, session.key[0]))
+        room_of_peer = None  # counted only where there is something to lease: that takes all its sessions
         for _ in range(min(ask.want, room)):
             found = self._choose(session, ask.job, now)
             if found is None:
+                break
+            if room_of_peer is None:
+                room_of_peer = self._room_of_peer(session.key[0], own, ask.organisation)
+            if len(grants) >= room_of_peer:
                 break
             job, dataset, part = found
             lease_id = f"{self.salt}{self._num_ids:x}"
@@ -378,6 +381,11 @@ class Desk:
         if len(grants) == ask.want:
             return grants, 0.0
         return grants, self._wait(session, ask.job, now)
+
+    def _room_of_peer(self, peer_id: str, own: Standing, organisation: str) -> int:
+        """How many more leases a peer may get, in all its sessions together."""
+        room = own.max_leases - self.sessions.num_leases(peer_id)
+        return room if own.has_used or not organisation else min(room, self._room_of_newcomers(organisation, peer_id))
 
     def _room_of_newcomers(self, organisation: str, peer_id: str) -> int:
         """Leases that an organisation's members which used nothing yet may still get: together half of the slices.

@@ -23,13 +23,14 @@ from fastapi import FastAPI, Query, Request, Response
 
 from forebay.errors import LeaseError, LedgerError, NetworkError, ProtocolViolation, StateError, UsageError
 from forebay.ledger.receipts import receipt_message
+from forebay.network.app import ApiError, JsonResponse, Metric, make_app, peer_of, role, source_of
 from forebay.network.client import Client
 from forebay.network.dialing import Dialer
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.identity import Identity, Peer, verify
 from forebay.network.limits import Limits
 from forebay.network.messages import ExchangeReply, ExchangeRequest, ReadmitRequest, WeightsRequest
-from forebay.network.server import ApiError, JsonResponse, Metric, Server, make_app, peer_of, role, source_of
+from forebay.network.server import Server
 from forebay.schedule import exchange, status
 from forebay.schedule.ask import Ask
 from forebay.schedule.catalog import Catalog, Finder, JobPlan, Kept, Wanted, begun, holders

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from forebay.network.server import Metric, counter, gauge
+from forebay.network.app import Metric, counter, gauge
 from forebay.schedule.desk import Desk
 from forebay.schedule.jobs import Job
 

@@ -21,13 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import NetworkError
+from forebay.network.app import ApiError
 from forebay.network.avoidance import member_id
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, record_key
 from forebay.network.identity import Identity
 from forebay.network.limits import Limits, Throttle
 from forebay.network.peer import Peer
-from forebay.network.server import ApiError, Server
+from forebay.network.server import Server
 from forebay.network.swarm import Holder
 from forebay.store.slice_app import SliceFile, make_slice_app
 from forebay.store.tracker import Tracker

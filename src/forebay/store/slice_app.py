@@ -12,9 +12,7 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client.core import Metric
 
 from forebay.errors import ProtocolViolation
-from forebay.network.messages import ClaimsReply, SwarmReply, SwarmRequest
-from forebay.network.peer import Peer
-from forebay.network.server import (
+from forebay.network.app import (
     BINARY,
     ApiError,
     JsonResponse,
@@ -24,6 +22,8 @@ from forebay.network.server import (
     peer_of,
     source_of,
 )
+from forebay.network.messages import ClaimsReply, SwarmReply, SwarmRequest
+from forebay.network.peer import Peer
 from forebay.store.tracker import Tracker
 
 
