@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import uvicorn
 from starlette.exceptions import HTTPException
@@ -170,6 +171,13 @@ class _Flow:
             self._writable = None
 
 
+class _Pipeline(list[Any]):
+    """What uvicorn uses a deque for, in a tenth of its memory."""
+
+    def appendleft(self, item: Any) -> None:
+        self.insert(0, item)
+
+
 class PeerProtocol(HttpToolsProtocol):
     """One connection. TLS is finished before it begins, so that its peer is known.
 
@@ -179,14 +187,20 @@ class PeerProtocol(HttpToolsProtocol):
         sent_at: When the client last took a piece of an answer.
     """
 
+    # Beside uvicorn's own in one dictionary they would take 1.3 KiB more of a connection that rests.
+    __slots__ = (
+        "address", "core", "head_bytes", "lost", "num_active", "num_messages", "number", "peer", "phase", "sent_at",
+        "since", "unfinished_bytes",
+    )  # fmt: skip
+
     def __init__(self, core: Core, address: str) -> None:
         super().__init__(core.config, core.state, {}, core.loop)
+        self.pipeline = _Pipeline()  # type: ignore[assignment]
         self.core = core
         self.address = address
         self.peer = Peer("", b"", address)
         self.phase = "idle"
         self.since = self.sent_at = core.loop.time()
-        self.body_s = 0.0
         self.head_bytes = self.unfinished_bytes = 0
         self.num_messages = 0  # begun and complete
         self.num_active = self.number = 0
