@@ -31,7 +31,8 @@ from forebay.network.peer import Peer
 
 # It would log what the other side sent in place of headers, as it came; who reads the headers notices what is missing.
 logging.getLogger("urllib3.connection").addFilter(lambda record: "Failed to parse headers" not in str(record.msg))
-KEEP_IDLE_S = 45.0  # our servers close at 60
+# Schedulers close at 150, other servers at 60. What was closed meanwhile is noticed before it is used again.
+KEEP_IDLE_S = 140.0
 MAX_IDLE_PER_KEY = 64
 CHUNK_BYTES = 1 << 16  # stays in the processor's cache: 2.3 s of CPU a GB with hashing, where 1 MiB took 3.0
 _BUFFER_BYTES = io.DEFAULT_BUFFER_SIZE
