@@ -301,21 +301,27 @@ def measure_waiting(workers: int, seconds: float) -> list[Figure]:
                 head = f"POST /v1/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
                 return float(json.loads(ask(socks[number], head.encode() + body))["wait_s"])
 
+            def say_due() -> int:
+                """Those whose time has come ask; how many."""
+                asks = 0
+                while due and due[0][0] <= time.perf_counter():
+                    number = due[0][1]
+                    heapq.heapreplace(due, (time.perf_counter() + say(number), number))
+                    asks += 1
+                return asks
+
             leased = 0  # the first get all there is
             for number in range(workers):
+                say_due()
                 socks += connect(members[2 + number // 250], port, 1)
                 wait_s = say(number)
                 leased += wait_s == 0.0
                 if wait_s > 0:
                     heapq.heappush(due, (time.perf_counter() + wait_s, number))
             cpu, began, asks = process_cpu_s(process.pid), time.perf_counter(), 0
-            while (now := time.perf_counter()) < began + seconds:
-                at, number = due[0]
-                if at > now:
-                    time.sleep(min(at - now, 0.05))
-                    continue
-                heapq.heapreplace(due, (time.perf_counter() + say(number), number))
-                asks += 1
+            while time.perf_counter() < began + seconds:
+                asks += say_due()
+                time.sleep(min(max(due[0][0] - time.perf_counter(), 0.0), 0.05))
             cpu, rss, threads = process_cpu_s(process.pid) - cpu, seen.memory_info().rss, seen.num_threads()
             process.terminate()
             process.wait(60)
