@@ -61,12 +61,6 @@ class Worker:
         self._timer = 0
         self._act()
 
-    @property
-    def is_using(self) -> bool:
-        """Whether a step is in progress now."""
-        self._use()
-        return self._step is not None
-
     def lived_s(self) -> float:
         """From its beginning to its end, or to now."""
         return min(self.net.clock.now, self.machine.dies_at) - self.machine.joins_at
