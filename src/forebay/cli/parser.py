@@ -10,7 +10,7 @@ PANELS = {
         "prepare", "recipe", "report", "acquire", "extract", "lm", "inspect", "verify", "adopt", "convert", "doctor",
         "mirror",
     ),
-    "Training": ("plan", "coordinate", "work", "schedule", "ledger", "job"),
+    "Training": ("plan", "coordinate", "work", "schedule", "ledger"),
     "Network": ("network", "dht", "serve", "find"),
     "Operate": ("status", "probe", "simulate", "bench", "demo", "completion"),
 }  # fmt: skip
