@@ -1,4 +1,4 @@
-"""`forebay plan` and `bench`: what a run will need, and what this machine reaches."""
+"""`forebay plan`: what a run will need."""
 
 from __future__ import annotations
 
@@ -127,18 +127,8 @@ def _memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _bench_loader(args: argparse.Namespace) -> int:
-    from forebay.load.sources import open_dataset
-    from forebay.observe.bench import bench_loader, table
-
-    report = bench_loader(
-        open_dataset(args.dataset), args.seq_len, args.batch_size, rounds=args.rounds, max_steps=args.steps
-    )
-    print(json.dumps(report.to_json()) if args.json else table(report))
-    return 0
-
-
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    del group
     p = verb("plan", _plan, "disk, time and memory that a run will need, before it starts; exit 1 if it cannot be")
     p.add_argument("dataset", nargs="?", help="a directory or URL; only its description is read")
     p.add_argument("--bytes", type=size, help="of a dataset to come, instead: 2TB")
@@ -173,12 +163,4 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--chunk-bytes", type=size, default=8 << 20, help="the most that one request asks for")
     p.add_argument("--prefetch", type=int, default=0, help="batches made ahead")
     p.add_argument("--network", metavar="DIR", help="for forebay:// URLs: the node's directory")
-    p.add_argument("--json", action="store_true")
-    benches = group("bench", "measure on this machine")
-    p = verb("loader", _bench_loader, "this machine's limits, and what the loader reaches of them", benches)
-    p.add_argument("dataset", help="a local dataset")
-    p.add_argument("--seq-len", type=positive, default=2048, help="tokens a sample")
-    p.add_argument("--batch-size", type=positive, default=8, help="samples a step")
-    p.add_argument("--steps", type=positive, default=2000, help="steps of a round (default: 2000)")
-    p.add_argument("--rounds", type=positive, default=3, help="the median counts")
     p.add_argument("--json", action="store_true")
