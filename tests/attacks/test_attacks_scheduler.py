@@ -15,8 +15,8 @@ from nodes import NAME, make_dataset
 
 from forebay.network.client import Client
 from forebay.schedule import service, sessions
-from forebay.schedule.ask import Ask
 from forebay.schedule.desk import Desk, Doubt, JobSpec, Source
+from forebay.schedule.exchange import Ask
 from forebay.schedule.service import SchedulerService
 from forebay.serve import DataNode
 from local_discovery import LocalDiscovery

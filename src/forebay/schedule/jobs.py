@@ -358,4 +358,4 @@ class Job:
 
 def at_index(used: Used, local: int) -> Used:
     """A use with the slice's index within its dataset."""
-    return Used(used.lease, used.epoch, local, used.start, used.stop, used.step, used.digest)
+    return Used(used.lease_id, used.epoch, local, used.start, used.stop, used.step, used.digest)

@@ -28,13 +28,13 @@ from forebay.network.dialing import Dialer
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.identity import Identity, Peer, verify
 from forebay.network.limits import Limits
-from forebay.network.messages import ExchangeReply, ExchangeRequest, ReadmitRequest, WeightsRequest
+from forebay.network.messages import ReadmitRequest, WeightsRequest
 from forebay.network.server import ApiError, JsonResponse, Metric, Server, make_app, peer_of, role, source_of
-from forebay.schedule import exchange, status
-from forebay.schedule.ask import Ask
+from forebay.schedule import status
 from forebay.schedule.catalog import Catalog, Finder, JobPlan, Kept, Wanted, begun, holders
 from forebay.schedule.desk import Desk
 from forebay.schedule.events import Banned, Enlisted, Event, Recorded, Reported
+from forebay.schedule.exchange import Answer, Ask
 from forebay.schedule.journal import Journal, job_body, ledger_path, lock_state
 from forebay.schedule.possession import is_checked
 from forebay.schedule.sessions import MAX_SESSIONS_PER_PEER
@@ -327,7 +327,7 @@ class SchedulerService:
         app.post(
             "/v1/exchange",
             openapi_extra=role("worker"),
-            response_model=ExchangeReply,
+            response_model=Answer,
             summary="What a worker used, has and wants; what it has now and gets.",
         )(self._exchange)
         app.get("/v1/job", summary="What a job is; without a name the first.")(self._read_job)
@@ -386,14 +386,13 @@ class SchedulerService:
             raise ApiError(404, "not_found", f"job {name[:80]!r}: this scheduler has {names or 'none for you'}.")
         return plan
 
-    async def _exchange(self, request: Request, message: ExchangeRequest) -> Response:
+    async def _exchange(self, request: Request, message: Ask) -> Response:
         self._check_running()
-        peer = peer_of(request)
-        self._check(peer, message)
-        ask = exchange.ask_of(message, self._catalog.num_slices)
+        peer, ask = peer_of(request), message
+        self._check(peer, ask)
         if ask.uses:
             try:
-                verify(peer.public_key, receipt_message(ask.job_id, ask.uses), bytes.fromhex(ask.receipt))
+                verify(peer.public_key, receipt_message(ask.job_id, ask.uses), bytes.fromhex(ask.signature))
             except ProtocolViolation as error:
                 raise ApiError(400, "bad_request", f"signature: not this peer's over these uses: {error}") from error
             await self._check_proofs(peer, ask)
@@ -409,51 +408,50 @@ class SchedulerService:
             if session is None and len(sessions.of_peer.get(peer.peer_id, ())) >= MAX_SESSIONS_PER_PEER:
                 text = f"certificate of {peer.peer_id}: expected at most {MAX_SESSIONS_PER_PEER} sessions"
                 raise ApiError(429, "too_many_sessions", text, 10.0)
-            ask = replace(ask, bad=self._catalog.place_reports(session, ask.reports), organisation=peer.org)
+            bad = self._catalog.place_reports(session, ask.bad)
             before = self._enlist(journal, peer, ask)
-            reply, happened = journal.desk.exchange(peer.peer_id, ask, now)
+            reply, happened = journal.desk.exchange(peer.peer_id, ask, now, organisation=peer.org, bad=bad)
             for event in before:
                 journal.desk.apply(event)
             ticket = journal.put([*before, *happened])
             self._see(peer, ask, happened, now)
             self._exchanges += 1
             self._desk_s += time.perf_counter() - begun
-        leases = [self._catalog.describe(grant, journal.job_ids[grant.job]) for grant in reply.leases]
-        body = exchange.reply_json(reply, leases)
+        leases = tuple(self._catalog.describe(grant, journal.job_ids[grant.job]) for grant in reply.leases)
         await self._written(journal, ticket)
-        return JsonResponse(body)
+        return JsonResponse(replace(reply, leases=leases))
 
     async def _check_proofs(self, peer: Peer, ask: Ask) -> None:
         """Refuses the first use of a lease without proof that the worker has its slice, and uses that came too soon."""
         now, desk = time.monotonic(), self._open_journal().desk
-        for use in {use.lease: use for use in reversed(ask.uses)}.values():
-            place = desk.find(use.lease)
-            lease = place[2].leases.get(use.lease) if place is not None else None
+        for use in {use.lease_id: use for use in reversed(ask.uses)}.values():
+            place = desk.find(use.lease_id)
+            lease = place[2].leases.get(use.lease_id) if place is not None else None
             if place is None or lease is None or lease.worker != peer.peer_id or lease.position > lease.start:
                 continue  # the desk says what is wrong with it, or its proof was taken before
             job, dataset, _ = place
-            plan, what = self.plans[job.name], f"uses of lease {use.lease}"
+            plan, what = self.plans[job.name], f"uses of lease {use.lease_id}"
             tokens = (use.stop - use.start) * plan.seq_len
             if (wait_s := tokens / plan.max_tokens_per_s - (now - lease.moved_at)) > 0:
                 raise ApiError(429, "too_fast", f"{what}: {tokens:,} tokens too soon (--max-tokens-per-s)", wait_s)
-            proof, num_proven = ask.proofs.get(use.lease), self._proven.get(peer.peer_id, 0)
-            if proof is None:
+            num_proven = self._proven.get(peer.peer_id, 0)
+            if not use.proof:
                 raise ApiError(400, "no_proof", f"{what}: expected a proof that its slice is there")
-            if not is_checked(self._secret, use.lease, num_proven):
+            if not is_checked(self._secret, use.lease_id, num_proven):
                 continue
             dataset_id = job.spec.sources[dataset].dataset_id
             found = await asyncio.to_thread(
-                self._catalog.check_proof, dataset_id, lease.slice_index, use.lease, peer.peer_id, proof
+                self._catalog.check_proof, dataset_id, lease.slice_index, use.lease_id, peer.peer_id, use.proof
             )
             if found is False:
                 with self._lock:
                     desk.bar(peer.peer_id, time.monotonic())
-                self.identity.note("false_proof", peer=peer.peer_id, lease=use.lease)
+                self.identity.note("false_proof", peer=peer.peer_id, lease=use.lease_id)
                 raise ApiError(403, "false_proof", f"{what}: the proof is not of its slice's bytes")
             if found:
                 self._proven[peer.peer_id] = num_proven + 1
 
-    def _check(self, peer: Peer, message: ExchangeRequest) -> None:
+    def _check(self, peer: Peer, message: Ask) -> None:
         if message.job:
             self._plan(peer, message.job)
         for name in self.plans if not message.job else ():
@@ -469,7 +467,7 @@ class SchedulerService:
             return []
         name = next(name for name, job_id in journal.job_ids.items() if job_id == ask.job_id)
         job = journal.desk.jobs[name]
-        own = all(found is None or found[0] is job for found in map(journal.desk.find, [u.lease for u in ask.uses]))
+        own = all(found is None or found[0] is job for found in map(journal.desk.find, [u.lease_id for u in ask.uses]))
         if not own:
             text = "uses: expected all of them under leases of the job that job_id names"
             raise ApiError(400, "bad_request", text)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import LeaseError
-from forebay.schedule.ask import Ask, Grant, Reply
-from forebay.schedule.desk import Desk, JobSpec, Source
+from forebay.schedule.desk import Bad, Desk, JobSpec, Source
 from forebay.schedule.events import Cut, Event, Returned, from_row, to_row
+from forebay.schedule.exchange import Ask, Grant, Reply
 from forebay.simulate.book import Book, Range
 from forebay.simulate.bound import lease_bound
 from forebay.simulate.clock import Clock
@@ -117,7 +117,8 @@ class _Scheduler:
         """
         reply = self._repeat(peer_id, ask)
         if reply is None:
-            reply, events = self.desk.exchange(peer_id, ask, self._net.clock.now)
+            bad = [Bad(one.peer_id, _DATASET, int(one.sha256, 16), one.reason, one.wrong) for one in ask.bad]
+            reply, events = self.desk.exchange(peer_id, ask, self._net.clock.now, bad=bad)
             self._keep(events)
             self._replies[peer_id, ask.session] = ask.attempt, reply
         return reply
@@ -252,7 +253,7 @@ class _World:
                 continue
             self._grants[use.lease_id] = (grant, use.offset)
             self.book.acknowledged.append(
-                Range(grant.epoch, grant.slice_index, offset, use.offset, self.clock.now, worker.machine.index)
+                Range(grant.epoch, grant.slice, offset, use.offset, self.clock.now, worker.machine.index)
             )
             self._left -= use.offset - offset
         if self._left <= 0 and self.ended_at is None:
@@ -274,7 +275,7 @@ class _World:
                 is_lost = lease.over or found is None or grant.lease_id not in found[2].leases
                 if lease.used > offset and (is_lost or not worker.alive):
                     self.book.wasted.append(
-                        Range(grant.epoch, grant.slice_index, offset, lease.used, self.clock.now, worker.machine.index)
+                        Range(grant.epoch, grant.slice, offset, lease.used, self.clock.now, worker.machine.index)
                     )
 
     def fault(self, ended: bool) -> str:
