@@ -267,6 +267,11 @@ class Answer(Reply):
 
     leases: Annotated[tuple[Lease, ...], AfterValidator(_usable)]
 
+    def to_json(self) -> dict[str, Any]:
+        """The body of the response: what is not as by default."""
+        body: dict[str, Any] = _ANSWER.dump_python(self, mode="json", exclude_defaults=True)
+        return body
+
     @classmethod
     def from_json(cls, value: Any) -> Answer:
         """An answer as the scheduler must word it; ProtocolViolation if it does not."""

@@ -419,7 +419,7 @@ class SchedulerService:
             self._desk_s += time.perf_counter() - begun
         leases = tuple(self._catalog.describe(grant, journal.job_ids[grant.job]) for grant in reply.leases)
         await self._written(journal, ticket)
-        return JsonResponse(replace(reply, leases=leases))
+        return JsonResponse(Answer(**{**vars(reply), "leases": leases}).to_json())
 
     async def _check_proofs(self, peer: Peer, ask: Ask) -> None:
         """Refuses the first use of a lease without proof that the worker has its slice, and uses that came too soon."""
