@@ -317,8 +317,7 @@ class Desk:
         """A doubt was checked: whether right bytes were read, of the slice from any origin, or from the peer."""
         done: list[Event] = []
         if doubt.peer is not None:
-            kind = events.Pardoned if is_good else events.Banned
-            self._do(kind(doubt.peer.peer_id, doubt.dataset_id), done, now)
+            self._do(events.Banned(doubt.peer.peer_id, doubt.dataset_id, not is_good), done, now)
         elif self.jobs[doubt.job].is_doubtful(doubt.slice_index):
             job = self.jobs[doubt.job]
             if is_good:
@@ -336,7 +335,7 @@ class Desk:
         said = {key[1] for key in self.reports if key[0] == peer_id}
         for dataset_id in self.swarms:
             if dataset_id in said or peer_id in self.banned.get(dataset_id, ()):
-                self._do(events.Pardoned(peer_id, dataset_id), done, 0.0)
+                self._do(events.Banned(peer_id, dataset_id, False), done, 0.0)
         return done
 
     def _cut(self, session: Session, ask: Ask, done: list[Event], now: float) -> None:
@@ -492,28 +491,21 @@ class Desk:
         Raises:
             LeaseError: If it contradicts the state.
         """
-        if isinstance(event, events.Banned):
-            self.banned.setdefault(event.dataset_id, {})[event.peer_id] = None
-            if event.dataset_id in self.swarms:
-                self.swarms[event.dataset_id].ban(event.peer_id)
-            return
-        if isinstance(event, events.Pardoned):
-            for key in [key for key in self.reports if key[:2] == (event.peer_id, event.dataset_id)]:
-                del self.reports[key]
-            self.banned.get(event.dataset_id, {}).pop(event.peer_id, None)
-            if event.dataset_id in self.swarms:
-                self.swarms[event.dataset_id].pardon(event.peer_id)
-            return
-        if not isinstance(event, events.Reported):
-            self.jobs[event.job].apply(event, now)
-            return
-        self.reports.setdefault((event.peer_id, event.dataset_id, event.index), {})[event.reporter] = (
-            event.reason,
-            event.accuser,
-        )
-        if event.dataset_id in self.swarms:
-            swarm = self.swarms[event.dataset_id]
-            swarm.failed(event.reporter, event.index, event.peer_id, now, wrong=True, accuser=event.accuser)
+        match event:
+            case events.Banned(peer_id, dataset_id, banned):
+                if banned:
+                    self.banned.setdefault(dataset_id, {})[peer_id] = None
+                else:
+                    self.banned.get(dataset_id, {}).pop(peer_id, None)
+                    self.reports = {key: said for key, said in self.reports.items() if key[:2] != (peer_id, dataset_id)}
+                if (swarm := self.swarms.get(dataset_id)) is not None:
+                    (swarm.ban if banned else swarm.pardon)(peer_id)
+            case events.Reported(peer_id, dataset_id, index, reporter, reason, accuser):
+                self.reports.setdefault((peer_id, dataset_id, index), {})[reporter] = reason, accuser
+                if (swarm := self.swarms.get(dataset_id)) is not None:
+                    swarm.failed(reporter, index, peer_id, now, wrong=True, accuser=accuser)
+            case _:
+                self.jobs[event.job].apply(event, now)
 
     def expire(self, now: float) -> list[Event]:
         """Takes back what is late; call it every second or so."""

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -264,9 +265,7 @@ class SchedulerService:
                     if journal.broken:
                         self._begin_anew(journal)
                         continue
-                    happened = journal.desk.expire(time.monotonic())
-                    ticket = journal.put(happened)
-                await self._written(journal, ticket)
+                happened = await self._change(lambda desk: desk.expire(time.monotonic()))
             except (LedgerError, StateError) as error:
                 log.error("scheduler %s: %s", self.name, error)
                 continue
@@ -291,14 +290,11 @@ class SchedulerService:
                     wait_s = min(2 * wait_s, MAX_CHECK_WAIT_S)  # nobody answers now: asked again, less and less often
                     put_off[key] = time.monotonic() + wait_s, wait_s
                     continue
-                with self._lock:
-                    journal = self._open_journal()
-                    happened = journal.desk.resolve(doubt, is_good, time.monotonic())
-                    ticket = journal.put(happened)
-                await self._written(journal, ticket)
-                for event in happened:
+                for event in await self._change(
+                    partial(Desk.resolve, doubt=doubt, is_good=is_good, now=time.monotonic())
+                ):
                     log.warning("checked: %s", event)
-                    if isinstance(event, Banned):
+                    if isinstance(event, Banned) and event.banned:
                         self._bans.look(event.dataset_id, [event.peer_id], self.identity.peer_id, "wrong bytes")
 
     async def _written(self, journal: Journal, ticket: int) -> None:
@@ -322,35 +318,23 @@ class SchedulerService:
     # Answers.
 
     def _app(self) -> FastAPI:
-        app, admin = make_app("Forebay scheduler", self._metrics), role("admin")
-        about = {"pause": "Lease nothing new of a job.", "resume": "Go on with a job."}
-        app.post(
-            "/v1/exchange",
-            openapi_extra=role("worker"),
-            response_model=Answer,
-            summary="What a worker used, has and wants; what it has now and gets.",
-        )(self._exchange)
-        app.get("/v1/job", summary="What a job is; without a name the first.")(self._read_job)
-        app.get("/v1/jobs", summary="How far each job is.")(self._read_jobs)
-        app.get("/v1/status", summary="How far each job is, who works on it, who serves it.")(self._read_status)
-        for verb, text in about.items():
-            app.post(f"/v1/jobs/{{name}}/{verb}", openapi_extra=admin, summary=text)(getattr(self, f"_{verb}"))
-        app.post(
-            "/v1/jobs/{name}/readmit",
-            openapi_extra=admin,
-            summary="Lease slices again that were set aside; all, if none are named.",
-        )(self._readmit)
-        app.post(
-            "/v1/jobs/{name}/weights",
-            openapi_extra=admin,
-            summary="Other weights of datasets by name, now or from a count of samples on.",
-        )(self._reweight)
-        app.post("/v1/peers/{peer_id}/pardon", openapi_extra=admin, summary="Drop what workers said against a peer.")(
-            self._pardon
-        )
+        app = make_app("Forebay scheduler", self._metrics)
+        get, post, steer = app.get, app.post, partial(app.post, openapi_extra=role("admin"))
+        summary = "What a worker used, has and wants; what it has now and gets."
+        post("/v1/exchange", openapi_extra=role("worker"), response_model=Answer, summary=summary)(self._exchange)
+        get("/v1/job", summary="What a job is; without a name the first.")(self._read_job)
+        get("/v1/jobs", summary="How far each job is.")(self._read_jobs)
+        get("/v1/status", summary="How far each job is, who works on it, who serves it.")(self._read_status)
+        steer("/v1/jobs/{name}/pause", summary="Lease nothing new of a job.")(self._pause)
+        steer("/v1/jobs/{name}/resume", summary="Go on with a job.")(self._resume)
+        summary = "Lease slices again that were set aside; all, if none are named."
+        steer("/v1/jobs/{name}/readmit", summary=summary)(self._readmit)
+        summary = "Other weights of datasets by name, now or from a count of samples on."
+        steer("/v1/jobs/{name}/weights", summary=summary)(self._reweight)
+        steer("/v1/peers/{peer_id}/pardon", summary="Drop what workers said against a peer.")(self._pardon)
         for error in (LeaseError, UsageError, LedgerError):
             app.add_exception_handler(error, _refused)
-        return app  # fmt: skip
+        return app
 
     def _check_running(self) -> None:
         if self._stopping.is_set():
@@ -494,46 +478,42 @@ class SchedulerService:
 
     async def _pardon(self, request: Request, peer_id: str) -> Response:
         self._check_running()
-        with self._lock:
-            journal = self._open_journal()
-            happened = journal.desk.pardon(peer_id)
-            if not happened:
-                raise ApiError(404, "not_found", f"peer {peer_id[:64]!r}: nobody said anything against it here")
-            ticket = journal.put(happened)
-        await self._written(journal, ticket)
+        if not await self._change(lambda desk: desk.pardon(peer_id)):
+            raise ApiError(404, "not_found", f"peer {peer_id[:64]!r}: nobody said anything against it here")
         self.identity.note("pardon", peer=peer_id[:64], by=peer_of(request).peer_id)
         return JsonResponse({"pardoned": peer_id})
 
     async def _pause(self, request: Request, name: str) -> Response:
-        return await self._administer(request, name, "pause", lambda desk: desk.pause(name, True))
+        return await self._steer(request, name, "pause", lambda desk: desk.pause(name, True))
 
     async def _resume(self, request: Request, name: str) -> Response:
-        return await self._administer(request, name, "resume", lambda desk: desk.pause(name, False))
+        return await self._steer(request, name, "resume", lambda desk: desk.pause(name, False))
 
     async def _readmit(self, request: Request, name: str, message: ReadmitRequest) -> Response:
-        return await self._administer(request, name, "readmit", lambda desk: desk.readmit(name, message.slices))
+        return await self._steer(request, name, "readmit", lambda desk: desk.readmit(name, message.slices))
 
     async def _reweight(self, request: Request, name: str, message: WeightsRequest) -> Response:
-        return await self._administer(
-            request, name, "weights", lambda desk: desk.reweight(name, message.weights, message.at)
-        )
+        change = partial(Desk.reweight, name=name, weights=message.weights, at=message.at)
+        return await self._steer(request, name, "weights", change)
 
-    async def _administer(
-        self, request: Request, name: str, verb: str, change: Callable[[Desk], list[Event]]
-    ) -> Response:
+    async def _steer(self, request: Request, name: str, verb: str, change: Callable[[Desk], list[Event]]) -> Response:
         self._check_running()
         peer = peer_of(request)
         self._plan(peer, name)
+        if await self._change(change):
+            self.identity.note(verb, job=name, by=peer.peer_id)
+        log.warning("job %s: %s by %s", name, verb, peer.peer_id)
+        with self._lock:
+            return JsonResponse(status.job_status(self._open_journal().desk.jobs[name]))
+
+    async def _change(self, change: Callable[[Desk], list[Event]]) -> list[Event]:
+        """Changes the desk; what happened is on disk when this returns."""
         with self._lock:
             journal = self._open_journal()
             happened = change(journal.desk)
             ticket = journal.put(happened)
         await self._written(journal, ticket)
-        if happened:
-            self.identity.note(verb, job=name, by=peer.peer_id)
-        log.warning("job %s: %s by %s", name, verb, peer.peer_id)
-        with self._lock:
-            return JsonResponse(status.job_status(journal.desk.jobs[name]))
+        return happened
 
     def status(self) -> dict[str, Any]:
         """What the jobs have reached; samples count over all epochs. The first job's figures stand at the top, too."""
