@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from forebay.ledger.receipts import Used
 from forebay.network.swarm import Holder
-from forebay.schedule.ask import Ask, Grant
 from forebay.schedule.desk import JobSpec, Source
+from forebay.schedule.exchange import Ask, Grant
 from forebay.schedule.journal import Journal, job_body
 
 SAMPLES = 32
@@ -67,7 +67,7 @@ def first_leases(journal: Journal, workers: int) -> list[Grant]:
     """Every worker says what it has cached, and gets two leases."""
     held = []
     for number in range(workers):
-        ask = Ask(session="s", want=2, address=f"10.0.0.2:{number}", have={"1" * 64: np.empty(0, np.int64)})
+        ask = Ask(session="s", want=2, address=f"10.0.0.2:{number}", have={"1" * 64: ""})
         reply, happened = journal.desk.exchange(f"worker{number:05d}", ask, 0.0)
         journal.wait(journal.put(happened))
         held.append(reply.leases[0])
@@ -82,9 +82,9 @@ def run(journal: Journal, held: list[Grant], args: argparse.Namespace) -> None:
     longest = 0.0
     for number, worker in enumerate(who):
         grant = held[worker]
-        used = Used(grant.lease_id, grant.epoch, grant.slice_index, grant.start, grant.stop, number)
+        used = Used(grant.lease_id, grant.epoch, grant.slice, grant.start, grant.stop, number)
         at = f"10.0.0.2:{worker}"
-        ask = Ask(session="s", address=at, job_id="x", uses=(used,), receipt=receipt, want=1)
+        ask = Ask(session="s", address=at, job_id="x", uses=(used,), signature=receipt, want=1)
         now += 60.0 / len(held)
         begun = time.perf_counter()
         reply, happened = journal.desk.exchange(f"worker{worker:05d}", ask, now)

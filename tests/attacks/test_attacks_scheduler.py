@@ -13,10 +13,11 @@ import pytest
 from attackers import HOST, ask, issue, organisation
 from nodes import NAME, make_dataset
 
+from forebay.cli import main
 from forebay.network.client import Client
 from forebay.schedule import service, sessions
-from forebay.schedule.ask import Ask
 from forebay.schedule.desk import Desk, Doubt, JobSpec, Source
+from forebay.schedule.exchange import Ask
 from forebay.schedule.service import SchedulerService
 from forebay.serve import DataNode
 from local_discovery import LocalDiscovery
@@ -95,6 +96,24 @@ def test_reports_against_peers_that_are_not_there_are_not_kept(scheduler: Schedu
     report = {"bad": [{"peer_id": node, "sha256": lease["sha256"]}]}
     assert ask(evil, scheduler.address, "POST", "/v1/exchange", report)[0] == 200
     assert [key[0] for key in scheduler._open_journal().desk.reports] == [node]
+
+
+def test_only_who_is_accused_can_be_pardoned(
+    scheduler: SchedulerService, network_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker, home = issue(network_dir, "w", "worker"), network_dir.parent / "nodes" / "boss"
+    boss = issue(network_dir, "boss", "admin")
+    (lease, *_) = ask(worker, scheduler.address, "POST", "/v1/exchange", {"want": 1})[1]["leases"]
+    node = lease["providers"][0]["peer_id"]
+    pardon = ["schedule", "pardon", node, "--at", scheduler.address, "--network", str(home)]
+    status, said = ask(boss, scheduler.address, "POST", f"/v1/peers/{node}/pardon")
+    assert (status, said["error"]) == (404, "not_found")
+    assert main(pardon) == 1
+    assert "nobody said anything against it here" in capsys.readouterr().err
+    report = {"bad": [{"peer_id": node, "sha256": lease["sha256"]}]}
+    assert ask(worker, scheduler.address, "POST", "/v1/exchange", report)[0] == 200
+    assert main(pardon) == 0 and capsys.readouterr().out == f"pardoned {node}\n"
+    assert scheduler._open_journal().desk.reports == {}
 
 
 def test_many_certificates_of_one_organisation_starve_nobody(scheduler: SchedulerService, network_dir: Path) -> None:

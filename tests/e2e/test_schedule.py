@@ -87,11 +87,7 @@ class Hand:
         if leases:
             uses = [Used(x["lease_id"], x["epoch"], x["slice"], x["start"], x["stop"], 1) for x in leases]
             job_id = leases[0]["job_id"]
-            rows = [
-                {"lease_id": u.lease, "epoch": u.epoch, "slice": u.slice, "start": u.start, "stop": u.stop, "step": 1,
-                 "proof": proof_by_hand(self.client, x)}
-                for u, x in zip(uses, leases)
-            ]  # fmt: skip
+            rows = [{**vars(used), "proof": proof_by_hand(self.client, lease)} for used, lease in zip(uses, leases)]
             signature = self.identity.sign(receipt_message(job_id, uses)).hex()
             body |= {"job_id": job_id, "uses": rows, "signature": signature}
         answer, _ = self.client.request_json(address, "POST", "/v1/exchange", body, timeout_s=5)

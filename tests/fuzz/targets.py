@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 from cryptography.hazmat.primitives import serialization
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
 from forebay.convert.content import Options, TokenSource
@@ -52,7 +52,7 @@ from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import Claim, parse_claim
 from forebay.network.identity import Identity, create_network, join, verify
 from forebay.network.members import MAX_RANGES, parse_ranges
-from forebay.network.messages import ExchangeRequest, Message, SwarmRequest
+from forebay.network.messages import SwarmRequest
 from forebay.network.networks import read_cert, read_key
 from forebay.network.peer import Peer
 from forebay.network.publish import read_publication
@@ -61,9 +61,10 @@ from forebay.network.swarm import Holder
 from forebay.network.tokens import read_token
 from forebay.prepare.extract import HtmlError, extract_html
 from forebay.prepare.read import ReadOptions, Source, cut, read
-from forebay.schedule.exchange import ask_of
+from forebay.schedule import jobs
+from forebay.schedule.desk import Desk
+from forebay.schedule.exchange import Answer, Ask
 from forebay.store.tracker import Tracker
-from forebay.worker.answers import Answer
 from handlers import Request, serve
 
 from .engine import Target
@@ -94,10 +95,10 @@ def _json(parse: Callable[[Any], object], *seeds: object) -> Target:
     return Target(run, [json.dumps(seed).encode() for seed in seeds])
 
 
-def _message(model: type[Message], use: Callable[[Any], object], *seeds: object) -> Target:
+def _message(model: type, use: Callable[[Any], object], *seeds: object) -> Target:
     """A message as a server takes it: what the model refuses is a 400 there."""
     data = [json.dumps(seed).encode() for seed in seeds]
-    return Target(lambda given: use(model.model_validate_json(given)), data, (ForebayError, ValidationError))
+    return Target(lambda given: use(TypeAdapter(model).validate_json(given)), data, (ForebayError, ValidationError))
 
 
 @target
@@ -198,8 +199,8 @@ def exchange(directory: Path, identity: Identity) -> Target:
         "horizons": {"l1": 16}, "release": ["l2"], "failed": [{"lease_id": "l3", "reason": "r"}], "want": 2,
         "have": {"0" * 64: "0-15,17"}, "bad": [{"peer_id": "a" * 32, "sha256": "0" * 64, "reason": "r"}], "speed": 1.5,
     }  # fmt: skip
-    num_slices = {"0" * 64: 18}
-    return _message(ExchangeRequest, lambda message: ask_of(message, num_slices), seed, {})
+    spec = jobs.JobSpec("j", (jobs.Source("d", "0" * 64, np.full(18, 8, np.int64)),))
+    return _message(Ask, lambda message: Desk([spec]).exchange("w", message, 0.0), seed, {})
 
 
 @target
@@ -218,7 +219,10 @@ def answers(directory: Path, identity: Identity) -> Target:
         "dataset_id": "0" * 64,
         "name": "slices/000003.safetensors", "sha256": "0" * 64, "bytes": 99, "count": 16, "start": 0, "stop": 16,
         "sample_base": 48, "seed": 1, "seq_len": 8, "layout": "tokens", "dtype": "U16", "vocab_size": 60,
-        "providers": [{"peer_id": "a" * 32, "address": "127.0.0.1:1", "is_origin": True}, {"url": "https://x/y"}],
+        "providers": [
+            {"peer_id": "a" * 32, "address": "127.0.0.1:1", "is_origin": True},
+            {"peer_id": "", "address": "https://x/y", "is_origin": True},
+        ],
         "expires_in_s": 30.0,
     }  # fmt: skip
     seed = {

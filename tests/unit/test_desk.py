@@ -18,9 +18,9 @@ from forebay.errors import LeaseError, UsageError
 from forebay.ledger.receipts import Used
 from forebay.network.swarm import Holder
 from forebay.schedule import events
-from forebay.schedule.ask import Ask, Bad, Failed, Grant, Reply
-from forebay.schedule.desk import Desk, JobSpec, Source
+from forebay.schedule.desk import Bad, Desk, JobSpec, Source
 from forebay.schedule.events import Event, from_row, to_row
+from forebay.schedule.exchange import Ask, Failed, Grant, Reply
 
 EXAMPLES = int(os.environ.get("FOREBAY_DESK_EXAMPLES", "30"))
 WORKERS = ("a", "b", "c", "d")
@@ -61,13 +61,13 @@ class Worker:
         for lease_id, hand in self.hands.items():
             if hand.position > hand.recorded and hand.grant.job == first:
                 grant = hand.grant
-                uses.append(Used(lease_id, grant.epoch, grant.slice_index, hand.recorded, hand.position, 1))
+                uses.append(Used(lease_id, grant.epoch, grant.slice, hand.recorded, hand.position, 1))
             if self.heard:
                 hand.horizon = max(hand.horizon, min(hand.stop, hand.position + more))
         self.heard = False
         horizons = {lease_id: hand.horizon for lease_id, hand in self.hands.items()}
         return Ask(
-            job, str(self.session), held=tuple(self.hands), job_id=first, uses=tuple(uses), receipt="ab",
+            job, str(self.session), held=tuple(self.hands), job_id=first, uses=tuple(uses), signature="ab",
             horizons=horizons, want=want,
         )  # fmt: skip
 
@@ -269,7 +269,7 @@ def finish(desk: Desk, worker: str, job: str = "", now: float = 0.0, most: int =
             break
         (grant,) = reply.leases
         taken.append((grant.job, grant.dataset_id, grant.stop - grant.start))
-        used = Used(grant.lease_id, grant.epoch, grant.slice_index, grant.start, grant.stop, 1)
+        used = Used(grant.lease_id, grant.epoch, grant.slice, grant.start, grant.stop, 1)
         desk.exchange(worker, Ask(job, uses=(used,)), now)
     return taken
 
@@ -327,7 +327,7 @@ def test_where_slices_are_checked_what_workers_say_sets_none_aside() -> None:
     assert [type(event) for event in happened] == [events.SetAside]
     assert desk.doubts() == [] and not desk.done() and desk.resolve(doubts[1], False, 1.0) == []
     (grant,) = desk.exchange("d", Ask(want=2), 20.0)[0].leases
-    assert grant.slice_index == doubts[0].slice_index
+    assert grant.slice == doubts[0].slice_index
     again = Desk([spec("x", [3, 3], max_failures=2)], checks=True)
     again.restore(desk.snapshot())
     assert again.snapshot() == desk.snapshot()
@@ -339,7 +339,7 @@ def test_who_two_organisations_accuse_is_checked_and_can_be_pardoned() -> None:
     for worker, organisation in (("a", "o"), ("b", "o"), ("c", "p")):
         assert desk.doubts() == []
         bad = tuple(Bad("origin", "x0", index, "wrong") for index in (0, 1))
-        desk.exchange(worker, Ask(bad=bad, organisation=organisation), 0.0)
+        desk.exchange(worker, Ask(), 0.0, organisation=organisation, bad=bad)
     (doubt,) = desk.doubts()
     assert doubt.peer == Holder("origin", "h:1", True)
     (banned,) = desk.resolve(doubt, False, 1.0)
@@ -381,8 +381,8 @@ def test_leases_of_a_peer_grow_with_its_uses() -> None:
                 break
         numbers.append(len(grants))
         for session, grant in grants:
-            used = Used(grant.lease_id, 0, grant.slice_index, grant.start, grant.stop, 1)
-            desk.exchange("p", Ask(session=session, job_id="j", uses=(used,), receipt="ab"), now + 5)
+            used = Used(grant.lease_id, 0, grant.slice, grant.start, grant.stop, 1)
+            desk.exchange("p", Ask(session=session, job_id="j", uses=(used,), signature="ab"), now + 5)
     assert numbers == [32, 64, 128, 176]
 
 
@@ -390,26 +390,26 @@ def test_a_worker_that_failed_on_a_slice_gets_others_first_and_it_again_later() 
     desk = Desk([spec("x", [3, 3], max_failures=2)])
     first = desk.exchange("a", Ask(want=1), 0.0)[0].leases[0]
     reply, _ = desk.exchange("a", Ask(want=2, failed=(Failed(first.lease_id, "torn"),)), 0.0)
-    assert [grant.slice_index for grant in reply.leases] == [1 - first.slice_index]
+    assert [grant.slice for grant in reply.leases] == [1 - first.slice]
     reply, _ = desk.exchange("a", Ask(want=2), 10.0)
-    assert [grant.slice_index for grant in reply.leases] == [first.slice_index]
+    assert [grant.slice for grant in reply.leases] == [first.slice]
 
 
 def test_providers_come_from_the_swarm_and_one_liar_bans_nobody_for_all() -> None:
     desk = Desk([spec("x", [3] * 8)])
     desk.origins("x0", [Holder("origin", "h:1", True)], 0.0)
-    have = {"x0": np.arange(8, dtype=np.int64)}
+    have = {"x0": "0-7"}
     desk.exchange("a", Ask(address="h:2", have=have), 0.0)
     grant = desk.exchange("b", Ask(want=1), 0.0)[0].leases[0]
     assert [holder.peer_id for holder in grant.providers] == ["a", "origin"]
     bad = Bad("a", "x0", grant.index, "wrong bytes")
-    _, happened = desk.exchange("b", Ask(bad=(bad,)), 0.0)
+    _, happened = desk.exchange("b", Ask(), 0.0, bad=[bad])
     assert [type(event) for event in happened] == [events.Reported]
-    assert not desk.exchange("b", Ask(bad=(bad,)), 0.0)[1]
+    assert not desk.exchange("b", Ask(), 0.0, bad=[bad])[1]
     for asker, expected in (("b", {"origin"}), ("c", {"a", "origin"})):
         grant = desk.exchange(asker, Ask(want=1), 0.0)[0].leases[0]
         assert {holder.peer_id for holder in grant.providers} == expected
-    desk.exchange("c", Ask(bad=(replace(bad, index=grant.index),)), 0.0)
+    desk.exchange("c", Ask(), 0.0, bad=[replace(bad, index=grant.index)])
     grant = desk.exchange("d", Ask(want=1), 0.0)[0].leases[0]
     assert {holder.peer_id for holder in grant.providers} == {"origin"}
 
@@ -421,8 +421,12 @@ def test_what_the_desk_refuses() -> None:
     desk = Desk([spec("x", [3])])
     with pytest.raises(LeaseError, match="none of that name"):
         desk.exchange("w", Ask("y"), 0.0)
-    with pytest.raises(LeaseError, match="have"):
-        desk.exchange("w", Ask(have={"x0": np.array([7])}), 0.0)
+    for ranges in ("7", "0-1", "2-1", "0,0", "0-999999999"):
+        with pytest.raises(LeaseError, match="have"):
+            desk.exchange("w", Ask(have={"x0": ranges}), 0.0)
+    # A few bytes of ranges take no memory for an id that is none of its datasets'.
+    desk.exchange("w", Ask(have={"x9": "0-999999999"}), 0.0)
+    assert desk.sessions.all["w", ""].have == {}
     with pytest.raises(UsageError, match="weights"):
         desk.reweight("x", {"nobody": 1.0})
     with pytest.raises(UsageError):

@@ -6,8 +6,8 @@ import numpy as np
 
 from forebay.ledger.receipts import Used
 from forebay.network.swarm import Holder
-from forebay.schedule.ask import Bad, Failed, Grant
-from forebay.schedule.desk import Ask, Desk, JobSpec, Source
+from forebay.schedule.desk import Bad, Desk, JobSpec, Source
+from forebay.schedule.exchange import Ask, Failed, Grant
 
 SLICES = 600
 ORIGIN = Holder("origin", "h:1", True)
@@ -23,15 +23,15 @@ def make_desk(num_slices: int = SLICES) -> Desk:
 def ask(desk: Desk, worker: str, now: float, want: int = 1, **said: object) -> list[int]:
     """The slices that a worker gets, which it uses at once."""
     reply, _ = desk.exchange(worker, Ask(want=want, **said), now)  # type: ignore[arg-type]
-    uses = tuple(Used(g.lease_id, g.epoch, g.slice_index, g.start, g.stop, 1) for g in reply.leases)
+    uses = tuple(Used(g.lease_id, g.epoch, g.slice, g.start, g.stop, 1) for g in reply.leases)
     desk.exchange(worker, Ask(uses=uses), now)
-    return [grant.slice_index for grant in reply.leases]
+    return [grant.slice for grant in reply.leases]
 
 
 def test_while_no_data_node_is_there_only_what_workers_can_give_is_leased() -> None:
     desk = make_desk()
     assert len(ask(desk, "b", 0.0)) == 1
-    have = {"x0": np.array([7, 300, 599])}
+    have = {"x0": "7,300,599"}
     for now in (10.0, 35.0):  # the origin is gone by then
         desk.exchange("a", Ask(address="h:2", have=have), now)
         desk.expire(now)
@@ -42,7 +42,7 @@ def test_while_no_data_node_is_there_only_what_workers_can_give_is_leased() -> N
     reply, _ = desk.exchange("b", Ask(want=1), 36.0)
     assert not reply.leases and 0 < reply.wait_s <= 15 and not reply.done and not desk.jobs["x"].reasons
     # What it has itself needs nobody.
-    assert ask(desk, "c", 37.0, have={"x0": np.array([8, 9])}) + ask(desk, "c", 37.0) == [8, 9]
+    assert ask(desk, "c", 37.0, have={"x0": "8-9"}) + ask(desk, "c", 37.0) == [8, 9]
     desk.origins("x0", [ORIGIN], 38.0)
     assert len(ask(desk, "b", 38.0, want=4)) == 4
 
@@ -60,7 +60,7 @@ def test_slices_outlive_an_outage_of_all_their_providers() -> None:
             for grant in reply.leases:
                 assert grant.providers
                 if turn % 100 < 30 and turn % 3:
-                    use = Used(grant.lease_id, grant.epoch, grant.slice_index, grant.start, grant.stop, 1)
+                    use = Used(grant.lease_id, grant.epoch, grant.slice, grant.start, grant.stop, 1)
                     desk.exchange(worker, Ask(uses=(use,)), now)
                     used += 3
                 else:  # it is not there, though it was thought to be
@@ -80,13 +80,13 @@ def test_who_was_only_late_is_avoided_for_a_while_and_banned_for_nobody() -> Non
     desk.origins("x0", [ORIGIN, Holder("other", "h:2", True)], 0.0)
     late = [Bad("origin", "x0", index, "no bytes in 5 s", wrong=False) for index in (1, 2)]
     for worker, bad in (("a", late[0]), ("b", late[1])):
-        _, happened = desk.exchange(worker, Ask(bad=(bad,)), 0.0)
+        _, happened = desk.exchange(worker, Ask(), 0.0, bad=[bad])
         assert not happened
         assert [holder.peer_id for holder in grant_of(desk, worker, 0.0).providers] == ["other"]
     assert {holder.peer_id for holder in grant_of(desk, "c", 0.0).providers} == {"origin", "other"}
     assert {holder.peer_id for holder in grant_of(desk, "a", 5.0).providers} == {"origin", "other"}
     assert desk.swarms["x0"].facts()["banned"] == [] and not desk.reports
-    desk.exchange("a", Ask(bad=(Bad("nobody", "x0", 1, "late", wrong=False),)), 5.0)
+    desk.exchange("a", Ask(), 5.0, bad=[Bad("nobody", "x0", 1, "late", wrong=False)])
 
 
 def test_a_session_is_remembered_to_have_had_what_it_gave_back() -> None:

@@ -296,7 +296,7 @@ def test_a_worker_without_leave_ends_with_the_flags_name(make_identity: Make, tm
             deadline, number = time.monotonic() + scaled(60), 0
             while worker.fetcher.failure is None and time.monotonic() < deadline:
                 number += 1
-                worker.lost(worker.lease("ab" * 32, 100, [{"url": "https://data.example/d"}], str(number)))
+                worker.lost(worker.lease("ab" * 32, 100, [{"address": "https://data.example/d"}], str(number)))
             assert isinstance(worker.fetcher.failure, NetworkError)
             assert "--from-urls" in str(worker.fetcher.failure)
         finally:

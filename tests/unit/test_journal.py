@@ -25,9 +25,9 @@ from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
 from forebay.peer_id import peer_id_of
 from forebay.schedule import journal as journals
-from forebay.schedule.ask import Ask, Failed, Grant, Reply
 from forebay.schedule.desk import JobSpec, Source
 from forebay.schedule.events import Enlisted
+from forebay.schedule.exchange import Ask, Failed, Grant, Reply
 from forebay.schedule.journal import JOURNAL_NAME, LEDGER_NAME, Journal, job_body
 
 WORKER = peer_id_of(b"k" * 32)
@@ -63,8 +63,8 @@ def lease(journal: Journal, worker: str) -> Grant:
 
 
 def use(journal: Journal, worker: str, grant: Grant, start: int, stop: int) -> Reply:
-    used = Used(grant.lease_id, grant.epoch, grant.slice_index, start, stop, 1)
-    return say(journal, worker, Ask(session="s", uses=(used,), receipt="ab"))
+    used = Used(grant.lease_id, grant.epoch, grant.slice, start, stop, 1)
+    return say(journal, worker, Ask(session="s", uses=(used,), signature="ab"))
 
 
 def kill(journal: Journal) -> None:
@@ -83,8 +83,8 @@ def finish(journal: Journal) -> None:
         now += 1e3
         journal.wait(journal.put(journal.desk.expire(now)))
         for grant in say(journal, "last", Ask(session=str(now), want=1), now).leases:
-            used = Used(grant.lease_id, grant.epoch, grant.slice_index, grant.start, grant.stop, 1)
-            say(journal, "last", Ask(session=str(now), uses=(used,), receipt="ab"), now)
+            used = Used(grant.lease_id, grant.epoch, grant.slice, grant.start, grant.stop, 1)
+            say(journal, "last", Ask(session=str(now), uses=(used,), signature="ab"), now)
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_slice_set_aside_is_in_the_ledger_and_stays_so(tmp_path: Path) -> None
     for path in tmp_path.glob(JOURNAL_NAME + "*"):
         path.unlink()
     with open_journal(tmp_path) as journal:
-        assert journal.desk.jobs["d"].reasons == {grant.slice_index: "torn"}
+        assert journal.desk.jobs["d"].reasons == {grant.slice: "torn"}
         finish(journal)
     assert (
         not verify_ledger(tmp_path / LEDGER_NAME).ok and not verify_ledger(tmp_path / LEDGER_NAME, allow_aside=0.01).ok
@@ -229,8 +229,8 @@ def test_who_waits_together_shares_one_fsync(tmp_path: Path, monkeypatch: pytest
         tickets = []
         for number in range(20):
             grant = journal.desk.exchange(f"w{number}", Ask(session="s", want=1), 0.0)[0].leases[0]
-            used = Used(grant.lease_id, 0, grant.slice_index, 0, 1, 1)
-            _, happened = journal.desk.exchange(f"w{number}", Ask(session="s", uses=(used,), receipt="ab"), 0.0)
+            used = Used(grant.lease_id, 0, grant.slice, 0, 1, 1)
+            _, happened = journal.desk.exchange(f"w{number}", Ask(session="s", uses=(used,), signature="ab"), 0.0)
             tickets.append(journal.put(happened))
         syncs, sync = [], os.fsync
         monkeypatch.setattr(os, "fsync", lambda fd: (syncs.append(fd), sync(fd)))
@@ -280,8 +280,8 @@ def test_a_restart_does_not_read_the_whole_ledger(tmp_path: Path) -> None:
             (grant,) = reply.leases
             happened = list(granted)
             for start in range(0, 8, 2):
-                used = Used(grant.lease_id, grant.epoch, grant.slice_index, start, start + 2, 1)
-                happened += journal.desk.exchange("w", Ask(session="s", uses=(used,), receipt="ab" * 64), 0.0)[1]
+                used = Used(grant.lease_id, grant.epoch, grant.slice, start, start + 2, 1)
+                happened += journal.desk.exchange("w", Ask(session="s", uses=(used,), signature="ab" * 64), 0.0)[1]
             ticket = journal.put(happened)
             if number % 500 == 0:
                 journal.wait(ticket)

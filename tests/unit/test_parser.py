@@ -127,3 +127,10 @@ def test_a_recipe_and_the_table_of_its_name_are_both_shown(name: str, capsys: py
     shown = capsys.readouterr().out
     assert shown.startswith(recipe_text(name)) and f"# [{name}]" in shown
     assert tomllib.loads(shown) == tomllib.loads(recipe_text(name))
+
+
+def test_a_wrong_limit_is_refused_before_a_network_is_joined(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["schedule", "d", "--network", str(tmp_path / "none"), "--limit", "nothing=1"]) == 2
+    assert "--limit: expected NAME=NUMBER" in capsys.readouterr().err

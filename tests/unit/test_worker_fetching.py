@@ -137,7 +137,7 @@ def test_a_web_server_gives_it_by_its_name(worker: FetchingWorker, tmp_path: Pat
     (tmp_path / "web" / "slices").mkdir(parents=True)
     (tmp_path / "web" / "slices" / "3").write_bytes(CONTENT)
     with OriginServer(tmp_path / "web") as server:
-        held = worker.lease(SHA256, len(CONTENT), [{"url": server.url}])
+        held = worker.lease(SHA256, len(CONTENT), [{"address": server.url}])
         assert worker.fetched(held) == CONTENT and not worker.bad
 
 

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from forebay.network.swarm import Holder
-from forebay.schedule.ask import Ask, Reply
 from forebay.schedule.desk import Desk, JobSpec, Source
-from forebay.worker.answers import Answer, Lease
+from forebay.schedule.exchange import Answer, Ask, Lease, Reply
 from forebay.worker.lease_state import ActiveLease, LeaseState
 from leases_by_hand import answer
 
@@ -32,8 +31,9 @@ def answer_of(reply: Reply) -> Answer:
             "lost": list(reply.lost),
             "leases": [
                 {
-                    "lease_id": g.lease_id, "job": g.job, "job_id": g.job, "epoch": g.epoch, "slice": g.slice_index,
-                    "index": g.index, "dataset_id": g.dataset_id, "name": f"{g.index}", "sha256": f"{g.index:064x}",
+                    "lease_id": g.lease_id, "job": g.job, "job_id": g.job, "epoch": g.epoch, "slice": g.slice,
+                    "index": g.index, "dataset": g.job, "dataset_id": g.dataset_id, "name": f"{g.index}",
+                    "sha256": f"{g.index:064x}",
                     "bytes": 100, "count": g.count, "start": g.start, "stop": g.stop, "sample_base": 0, "seed": 0,
                     "seq_len": 1, "layout": "tokens", "dtype": "U16", "vocab_size": 1,
                     "providers": [vars_of(holder) for holder in g.providers], "expires_in_s": g.expires_in_s,
@@ -81,7 +81,7 @@ class Worker:
             self.world.now += self.step_s
             self.steps += 1
             self.leases.used(lease, self.steps, self.world.now)
-            self.used += [(lease.grant.epoch, lease.grant.slice_index, sample) for sample in range(start, stop)]
+            self.used += [(lease.grant.epoch, lease.grant.slice, sample) for sample in range(start, stop)]
         if lease.taken >= lease.stop or lease.over:
             self.leases.finish(lease)
             self.lease = None
@@ -91,7 +91,7 @@ class Worker:
         if self.request is None or self.world.chance.random() < self.world.anew:
             self.request = self.leases.request(self.world.now)
         self.attempt += 1
-        return replace(self.request, job="job", session=self.name, attempt=self.attempt, receipt="00")
+        return replace(self.request, job="job", session=self.name, attempt=self.attempt, signature="00")
 
     def receive(self, reply: Reply) -> None:
         assert self.request is not None
@@ -195,7 +195,8 @@ def _wasted(chance: random.Random, batch: int, receipt_s: float, step_s: float, 
     def grant() -> dict[str, Any]:
         return {
             "lease_id": f"{granted}", "job": "j", "job_id": "j", "epoch": 0, "slice": granted, "index": granted,
-            "dataset_id": DATASET, "name": "s", "sha256": DATASET, "bytes": 9, "count": count, "start": 0,
+            "dataset": "j", "dataset_id": DATASET, "name": "s", "sha256": DATASET, "bytes": 9, "count": count,
+            "start": 0,
             "stop": count, "sample_base": 0, "seed": 0, "seq_len": 1, "layout": "tokens", "dtype": "U16",
             "vocab_size": 1, "providers": [], "expires_in_s": 30.0,
         }  # fmt: skip
@@ -232,7 +233,7 @@ def _wasted(chance: random.Random, batch: int, receipt_s: float, step_s: float, 
                 for _ in range(request.want if ahead is not None else granted == 0):
                     grants.append(grant())
                     granted += 1
-                uses = [{"lease_id": use.lease, "offset": use.stop, "stop": count} for use in request.uses]
+                uses = [{"lease_id": use.lease_id, "offset": use.stop, "stop": count} for use in request.uses]
                 live = {i: {"stop": count, "expires_in_s": 30.0} for i in request.held or ()}
                 leases.receive(request, answer(uses=uses, live=live, leases=grants), now)
     leases.clear()

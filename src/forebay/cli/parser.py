@@ -10,9 +10,9 @@ PANELS = {
         "prepare", "recipe", "report", "acquire", "extract", "lm", "inspect", "verify", "adopt", "convert", "doctor",
         "mirror",
     ),
-    "Training": ("plan", "coordinate", "work", "schedule", "ledger", "job"),
+    "Training": ("plan", "coordinate", "work", "schedule", "ledger"),
     "Network": ("network", "dht", "serve", "find"),
-    "Operate": ("status", "probe", "simulate", "bench", "demo", "completion"),
+    "Operate": ("status", "probe", "simulate", "demo", "completion"),
 }  # fmt: skip
 _HELP = {"--json": "print JSON", "--quiet": "show no progress"}
 """Of options that mean the same in every command, where it says nothing else."""

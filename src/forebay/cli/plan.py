@@ -1,4 +1,4 @@
-"""`forebay plan`, `job` and `bench`: what a run will need, its job file, and what this machine reaches."""
+"""`forebay plan`: what a run will need."""
 
 from __future__ import annotations
 
@@ -127,28 +127,8 @@ def _memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _job_file(args: argparse.Namespace) -> int:
-    from forebay.observe.jobs import TrainingJob, kubernetes_manifest, slurm_script
-
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    given = {name: value for name, value in vars(args).items() if name in TrainingJob.__dataclass_fields__}
-    job = TrainingJob(**{**given, "command": tuple(command)})
-    print(slurm_script(job) if args.cluster == "slurm" else kubernetes_manifest(job), end="")
-    return 0
-
-
-def _bench_loader(args: argparse.Namespace) -> int:
-    from forebay.load.sources import open_dataset
-    from forebay.observe.bench import bench_loader, table
-
-    report = bench_loader(
-        open_dataset(args.dataset), args.seq_len, args.batch_size, rounds=args.rounds, max_steps=args.steps
-    )
-    print(json.dumps(report.to_json()) if args.json else table(report))
-    return 0
-
-
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    del group
     p = verb("plan", _plan, "disk, time and memory that a run will need, before it starts; exit 1 if it cannot be")
     p.add_argument("dataset", nargs="?", help="a directory or URL; only its description is read")
     p.add_argument("--bytes", type=size, help="of a dataset to come, instead: 2TB")
@@ -183,32 +163,4 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--chunk-bytes", type=size, default=8 << 20, help="the most that one request asks for")
     p.add_argument("--prefetch", type=int, default=0, help="batches made ahead")
     p.add_argument("--network", metavar="DIR", help="for forebay:// URLs: the node's directory")
-    p.add_argument("--json", action="store_true")
-    kinds = group("job", "a training command as a job file: on every rank, its cache on the node's own disk")
-    for cluster, about in (("slurm", "a batch script for sbatch"), ("kubernetes", "an indexed Job for kubectl")):
-        p = verb(cluster, _job_file, about, kinds)
-        p.set_defaults(cluster=cluster)
-        p.add_argument("--name", default="train", help="the job's")
-        p.add_argument("--nodes", type=positive, default=1, help="machines")
-        p.add_argument("--ranks-per-node", type=positive, default=1, metavar="N", help="processes of a machine")
-        p.add_argument("--cpus", type=positive, default=8, help="of a rank (default: 8)")
-        p.add_argument("--gpus", type=int, default=0, help="of a rank (0)")
-        p.add_argument("--memory", default="64Gi", help="of a node (default: 64Gi)")
-        p.add_argument("--cache", metavar="DIR", help="on the node's own disk, kept between jobs")
-        if cluster == "slurm":
-            p.add_argument("--time", default="24:00:00", help="[D-]HH:MM:SS")
-            p.add_argument("--partition", default="", help="Slurm's partition")
-            p.add_argument("--account", default="", help="whose hours it takes")
-        else:
-            p.add_argument("--image", default="", help="with your program, Forebay and PyTorch in it")
-            p.add_argument("--namespace", default="", help="where the Job is made")
-            p.add_argument("--cache-bytes", type=size, help="of a pod's own cache, where no --cache is given")
-        p.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="python train.py --steps 1000")
-    benches = group("bench", "measure on this machine")
-    p = verb("loader", _bench_loader, "this machine's limits, and what the loader reaches of them", benches)
-    p.add_argument("dataset", help="a local dataset")
-    p.add_argument("--seq-len", type=positive, default=2048, help="tokens a sample")
-    p.add_argument("--batch-size", type=positive, default=8, help="samples a step")
-    p.add_argument("--steps", type=positive, default=2000, help="steps of a round (default: 2000)")
-    p.add_argument("--rounds", type=positive, default=3, help="the median counts")
     p.add_argument("--json", action="store_true")

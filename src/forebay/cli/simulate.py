@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from forebay.cli.arguments import positive, rate, seconds, size
@@ -14,7 +13,6 @@ from forebay.cli.arguments import positive, rate, seconds, size
 def _simulate(args: argparse.Namespace) -> int:
     from forebay.observe.progress import bar
     from forebay.simulate import Settings, simulate
-    from forebay.simulate.plots import write_page
 
     given = {field.name: getattr(args, field.name, None) for field in fields(Settings)}
     settings = Settings(**{name: value for name, value in given.items() if value is not None})
@@ -22,15 +20,12 @@ def _simulate(args: argparse.Namespace) -> int:
 
     with bar("simulate", 100, "%", enabled=not args.json) as advance:
 
-        def progress(done: float, now: float) -> None:
+        def progress(done: float) -> None:
             nonlocal shown
-            del now
             advance(int(100 * done) - shown)
             shown = int(100 * done)
 
         result = simulate(settings, progress)
-    if args.plot is not None:
-        print(f"wrote {write_page(result, args.plot)}", file=sys.stderr)
     if not result.ok or not args.json:
         print(result.words(), file=sys.stderr if args.json else sys.stdout)
     if args.json:
@@ -77,8 +72,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     """Adds the verbs of this module."""
     del group
     p = verb("simulate", _simulate, "a whole network in virtual time, on the real code; exit 1 if a sample is lost")
-    p.add_argument("--mode", choices=["lease", "order", "swarm"], default="lease", help="default: lease")
     for flag, (kind, about) in _OPTIONS.items():
         p.add_argument(f"--{flag}", type=kind, help=about)
-    p.add_argument("--plot", type=Path, metavar="DIR|FILE.html", help="a page of what happened, with plots")
     p.add_argument("--json", action="store_true")

@@ -23,7 +23,7 @@ class Used:
     digits): it says that the worker's order is the job's, not only that it counted so far.
     """
 
-    lease: str
+    lease_id: str
     epoch: int
     slice: int
     start: int
@@ -33,7 +33,7 @@ class Used:
 
     def to_row(self) -> list[Any]:
         """As it stands in a `uses` entry and under the worker's signature: 6 values, 7 with a digest."""
-        row = [self.lease, self.epoch, self.slice, self.start, self.stop, self.step]
+        row = [self.lease_id, self.epoch, self.slice, self.start, self.stop, self.step]
         return [*row, self.digest] if self.digest else row
 
     @classmethod
@@ -41,13 +41,13 @@ class Used:
         """What `to_row` gave. Raises LedgerError for anything else."""
         if not isinstance(row, list) or len(row) not in (6, 7):
             raise LedgerError(f"expected a use of 6 or 7 values, got {str(row)[:100]}")
-        lease, counts = row[0], row[1:6]
+        lease_id, counts = row[0], row[1:6]
         digest = row[6] if len(row) == 7 else ""
-        if not (isinstance(lease, str) and isinstance(digest, str) and (len(digest) == 32 or len(row) == 6)):
+        if not (isinstance(lease_id, str) and isinstance(digest, str) and (len(digest) == 32 or len(row) == 6)):
             raise LedgerError(f"expected a lease and a digest of 32 hex digits, got {str(row)[:100]}")
         if not all(type(n) is int and 0 <= n < MAX_COUNT for n in counts):
             raise LedgerError(f"expected counts from 0, got {str(counts)[:100]}")
-        return cls(lease, counts[0], counts[1], counts[2], counts[3], counts[4], digest)
+        return cls(lease_id, counts[0], counts[1], counts[2], counts[3], counts[4], digest)
 
 
 def receipt_message(job_id: str, uses: Sequence[Used]) -> bytes:

@@ -187,11 +187,11 @@ def _read_uses(entry: Entry, reading: _Reading) -> None:
                 f"epoch {use.epoch}: samples [{use.start}, {use.stop}) of slice {use.slice} are not in the dataset"
             )
             continue
-        lease = (use.lease, use.epoch, use.slice)
+        lease = (use.lease_id, use.epoch, use.slice)
         low, high = reading.reached.get(lease, (use.start, use.start))
         if use.start > high or use.stop <= low:  # What overlaps is counted as repeated.
             reading.problem(
-                f"entry {entry.seq} (uses): out of order: lease {use.lease} of slice {use.slice} goes on at "
+                f"entry {entry.seq} (uses): out of order: lease {use.lease_id} of slice {use.slice} goes on at "
                 f"{use.start}, expected {high}"
             )
         reading.reached[lease] = (low, max(high, use.stop))

@@ -21,7 +21,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
@@ -266,6 +266,8 @@ class _MemberRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         needed = (self.openapi_extra or {}).get("x-role")
         handle = super().get_route_handler() if self.body_field is None else self._handle_message
+        model: Any = self.body_field.field_info.annotation if self.body_field is not None else None
+        self._adapter = TypeAdapter(model)
 
         async def authorized(request: Request) -> Response:
             peer = peer_of(request)
@@ -277,11 +279,8 @@ class _MemberRoute(APIRoute):
         return authorized
 
     async def _handle_message(self, request: Request) -> Response:
-        assert self.body_field is not None
-        model = self.body_field.field_info.annotation
-        assert isinstance(model, type) and issubclass(model, BaseModel)
         try:
-            message = model.model_validate_json(await request.body() or b"{}")
+            message = self._adapter.validate_json(await request.body() or b"{}")
         except ValidationError as error:
             raise ApiError(400, "bad_request", _describe(error.errors(include_url=False))) from error
         response = await self.endpoint(request=request, message=message, **request.path_params)

@@ -8,12 +8,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-MAX_HELD = 256
-MAX_USES = 4096
-MAX_REPORTS = 64
-MAX_REASON = 300
 MAX_SWARM_ITEMS = 1024
-MAX_WANT = 16
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]
@@ -128,137 +123,7 @@ class SwarmReply(Reply):
     sharers: Holders = []
 
 
-# The lease scheduler.
-
-
-class UseMessage(Message):
-    """Samples [start, stop) of a lease's slice were used at a step.
-
-    `digest`: see docs/ledger.md. `proof`: with the first use of a lease, see `schedule/possession.py`.
-    """
-
-    lease_id: LeaseId
-    epoch: Count
-    slice: Count
-    start: Count
-    stop: Count
-    step: Count
-    digest: Annotated[str, StringConstraints(pattern="^([0-9a-f]{32})?$")] = ""
-    proof: Annotated[str, StringConstraints(pattern="^([0-9a-f]{12})?$")] = ""
-
-
-class FailedLease(Message):
-    """A lease given back because its slice could not be had."""
-
-    lease_id: LeaseId
-    reason: Text = ""
-
-
-class BadProvider(Message):
-    """Who gave wrong bytes of a slice (`wrong`), or came late or refused."""
-
-    peer_id: Address
-    sha256: Sha256
-    reason: Text = ""
-    wrong: bool = True
-
-
-class ExchangeRequest(Message):
-    """What a worker used, holds and wants. docs/scheduler.md describes each field."""
-
-    job: Name = ""
-    session: Session = ""
-    attempt: Count = 0
-    address: Address = ""
-    held: Annotated[tuple[LeaseId, ...], Field(max_length=MAX_HELD)] | None = None
-    job_id: Annotated[str, StringConstraints(pattern="^([0-9a-f]{64})?$")] = ""
-    uses: Annotated[tuple[UseMessage, ...], Field(max_length=MAX_USES)] = ()
-    signature: Annotated[str, StringConstraints(pattern="^([0-9a-f]{128})?$")] = ""
-    horizons: Annotated[dict[LeaseId, Count], Field(max_length=MAX_HELD)] = {}
-    release: Annotated[tuple[LeaseId, ...], Field(max_length=MAX_HELD)] = ()
-    failed: Annotated[tuple[FailedLease, ...], Field(max_length=MAX_HELD)] = ()
-    want: Annotated[int, Field(ge=0, le=MAX_WANT)] = 0
-    have: Annotated[dict[Sha256, Ranges], Field(max_length=64)] = {}
-    bad: Annotated[tuple[BadProvider, ...], Field(max_length=MAX_REPORTS)] = ()
-    speed: Annotated[float, Field(ge=0, lt=1e15)] | None = None
-
-
-class UsedReply(Reply):
-    """A use is on record up to `offset`; the lease ends at `stop`."""
-
-    lease_id: str
-    offset: Count
-    stop: Count
-
-
-class RefusedReply(Reply):
-    """A use was not recorded; `code`: lost (drop the lease) or range (go on from `offset`)."""
-
-    lease_id: str
-    code: str
-    message: str
-    offset: Count
-
-
-class LiveReply(Reply):
-    """A lease that the worker still has."""
-
-    stop: Count
-    expires_in_s: Seconds
-
-
-class ProviderReply(Reply):
-    """Who has a slice; `url` instead of an address: a web server or bucket. An origin, unless `is_origin` is there."""
-
-    peer_id: Annotated[str, StringConstraints(max_length=300)] = ""
-    address: Annotated[str, StringConstraints(max_length=300)] = ""
-    is_origin: bool = True
-    url: Annotated[str, StringConstraints(max_length=2048)] = ""
-
-
-class LeaseReply(Reply):
-    """A new lease: samples [start, stop) of the `count` of a slice, in the slice's shuffled order.
-
-    `index`: of the slice in its dataset, where it is not `slice`; `dataset`: its name, where it is not the job's.
-    """
-
-    lease_id: str
-    job: str
-    job_id: str
-    epoch: Count
-    slice: Count
-    index: Count | None = None
-    dataset: str = ""
-    dataset_id: Sha256
-    name: str
-    sha256: Sha256
-    bytes: Count
-    count: Count
-    start: Count
-    stop: Count
-    sample_base: Count
-    seed: int
-    seq_len: Count
-    layout: str
-    dtype: str
-    vocab_size: int | None = None
-    providers: Annotated[list[ProviderReply], Field(max_length=64)]
-    expires_in_s: Seconds
-
-
-class ExchangeReply(Reply):
-    """What a worker has now, and what it got; fields with a default are left out where they have it."""
-
-    uses: list[UsedReply]
-    refused: list[RefusedReply] = []
-    live: dict[str, LiveReply]
-    lost: list[str] = []
-    leases: list[LeaseReply]
-    wait_s: Seconds
-    done: bool
-    paused: bool = False
-    tell_have: bool = False
-    num_left_out: Count = 0
+# The lease scheduler; schedule/exchange.py has its exchange with workers.
 
 
 class ReadmitRequest(Message):

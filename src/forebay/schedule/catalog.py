@@ -25,7 +25,8 @@ from forebay.network.publish import published
 from forebay.network.swarm import Holder
 from forebay.network.waiting import waiting
 from forebay.order.plan import samples_per_slice
-from forebay.schedule.ask import Bad, BadReport, Grant
+from forebay.schedule.desk import Bad
+from forebay.schedule.exchange import BadReport, Grant, Lease
 from forebay.schedule.jobs import JobSpec, Source
 from forebay.schedule.possession import proof_of, range_of
 from forebay.schedule.sessions import Session
@@ -111,11 +112,6 @@ class Found:
     table: SliceTable
     samples: NDArray[np.int64]
     bases: NDArray[np.int64]
-
-    def describe(self, index: int) -> dict[str, Any]:
-        """What a lease says of a slice."""
-        row = self.table.row(index)
-        return {"dataset_id": self.dataset_id, "name": row.name, "sha256": row.sha256, "bytes": row.bytes}
 
 
 class Finder:
@@ -320,12 +316,7 @@ class Catalog:
     def sha256(self, dataset_id: str, index: int) -> str:
         """The hash of a slice; "" if the dataset is not here."""
         found = next((found for found in self._found.values() if found.dataset_id == dataset_id), None)
-        return str(found.describe(index)["sha256"]) if found is not None else ""
-
-    @property
-    def num_slices(self) -> dict[str, int]:
-        """Of each dataset of the jobs, by its id."""
-        return {found.dataset_id: len(found.table) for found in self._found.values()}
+        return found.table.row(index).sha256 if found is not None else ""
 
     def describe_job(self, job: str, job_id: str) -> dict[str, Any]:
         """The answer to `GET /v1/job`."""
@@ -351,37 +342,17 @@ class Catalog:
             "jobs": list(self.plans),
         }
 
-    def describe(self, grant: Grant, job_id: str) -> dict[str, Any]:
+    def describe(self, grant: Grant, job_id: str) -> Lease:
         """A lease as a worker hears of it."""
         plan, found = self.plans[grant.job], self._found[grant.job, grant.dataset_id]
         ids = [source.dataset_id for source in self.specs[grant.job].sources]
         before = sum(int(one.samples.sum()) for one in self.of(grant.job)[: ids.index(grant.dataset_id)])
-        return {
-            "lease_id": grant.lease_id,
-            "job": grant.job,
-            "job_id": job_id,
-            "epoch": grant.epoch,
-            "slice": grant.slice_index,
-            **({"index": grant.index} if grant.index != grant.slice_index else {}),
-            **({"dataset": found.name} if found.name != grant.job else {}),
-            **found.describe(grant.index),
-            "count": grant.count,
-            "start": grant.start,
-            "stop": grant.stop,
-            "sample_base": before + int(found.bases[grant.index]),
-            "seed": plan.seed,
-            "seq_len": plan.seq_len,
-            "layout": found.manifest.layout,
-            "dtype": found.manifest.dtype,
-            "vocab_size": found.manifest.vocab_size,
-            "providers": [
-                {"url": holder.address} if holder.is_url else
-                {"peer_id": holder.peer_id, "address": holder.address}
-                | ({} if holder.is_origin else {"is_origin": False})
-                for holder in grant.providers
-            ],
-            "expires_in_s": round(grant.expires_in_s, 3),
-        }  # fmt: skip
+        row, manifest = found.table.row(grant.index), found.manifest
+        return Lease(
+            **vars(grant), job_id=job_id, dataset=found.name, name=row.name, sha256=row.sha256, bytes=row.bytes,
+            sample_base=before + int(found.bases[grant.index]), seed=plan.seed, seq_len=plan.seq_len,
+            layout=manifest.layout, dtype=manifest.dtype, vocab_size=manifest.vocab_size,
+        )  # fmt: skip
 
     def check_slice(self, dataset_id: str, index: int, holder: Holder | None) -> bool | None:
         """Whether right bytes of a slice come from a holder, or from any origin; None: nobody answers now.
@@ -424,5 +395,5 @@ class Catalog:
         leased = {}
         for job, dataset, index in session.leased():
             found = self.of(job)[dataset]
-            leased[found.describe(index)["sha256"]] = (found.dataset_id, index)
+            leased[found.table.row(index).sha256] = (found.dataset_id, index)
         return tuple(Bad(r.peer_id, *leased[r.sha256], r.reason, r.wrong) for r in reports if r.sha256 in leased)

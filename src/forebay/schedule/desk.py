@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.errors import LeaseError, UsageError
-from forebay.network.members import Offers
+from forebay.errors import LeaseError, ProtocolViolation, UsageError
+from forebay.network.members import Offers, parse_ranges
 from forebay.network.swarm import Holder, Swarm
 from forebay.schedule import events
-from forebay.schedule.ask import Accepted, Ask, Bad, Failed, Grant, Refused, Reply
 from forebay.schedule.events import Event
+from forebay.schedule.exchange import Accepted, Ask, Failed, Grant, Refused, Reply
 from forebay.schedule.jobs import Job, JobSpec, Source
 from forebay.schedule.leases import LeaseTable
 from forebay.schedule.owners import Owner, OwnerKey
@@ -63,6 +63,17 @@ class Barred:
 
 
 @dataclass(frozen=True)
+class Bad:
+    """As `exchange.BadReport`, of slice `index` of a dataset."""
+
+    peer_id: str
+    dataset_id: str
+    index: int
+    reason: str
+    wrong: bool = True
+
+
+@dataclass(frozen=True)
 class Doubt:
     """What workers say and is to be checked: a slice of a job, or a peer that has slice `index` of a dataset."""
 
@@ -73,7 +84,7 @@ class Doubt:
     peer: Holder | None = None
 
 
-__all__ = ["Ask", "Bad", "Desk", "Doubt", "Failed", "JobSpec", "Reply", "Source"]
+__all__ = ["Bad", "Desk", "Doubt", "JobSpec", "Source"]
 
 # A session has the lease in use and those it fetches ahead; a peer runs several sessions.
 MAX_LEASES = 16
@@ -141,11 +152,18 @@ class Desk:
 
     # What a worker says.
 
-    def exchange(self, peer_id: str, ask: Ask, now: float) -> tuple[Reply, list[Event]]:
+    def exchange(
+        self, peer_id: str, ask: Ask, now: float, *, organisation: str = "", bad: Sequence[Bad] = ()
+    ) -> tuple[Reply, list[Event]]:
         """Takes what a session of a worker says and answers it; the events belong on disk before the reply goes out.
 
+        Args:
+            organisation: Of the worker's certificate; "" if the network's root signed it.
+            bad: What `ask.bad` comes to, of slices that are or lately were leased to it.
+
         Raises:
-            LeaseError: If it names a job that is not here, or comes after a later attempt.
+            LeaseError: If it names a job that is not here, has slices that a dataset does not have, or comes after a
+                later attempt.
         """
         if ask.job and ask.job not in self.jobs:
             raise LeaseError(f"job {ask.job}: this scheduler has none of that name, but {', '.join(self.jobs)}.")
@@ -154,24 +172,24 @@ class Desk:
         if 0 < ask.attempt <= session.attempt:
             raise LeaseError(f"exchange: attempt {ask.attempt} came after {session.attempt}. It was given up; drop it.")
         session.attempt = max(session.attempt, ask.attempt)
-        self._hear(session, ask, now)
+        self._hear(session, ask, organisation, now)
         accepted, refused = self._take_uses(peer_id, ask, done, now)
-        self._take_back(session, ask, done, now)
+        self._take_back(session, ask, organisation, bad, done, now)
         self._cut(session, ask, done, now)
         for job in self.jobs.values():
             self._settle(job, done, now)
-        grants, wait_s = self._grant(session, ask, done, now)
+        grants, wait_s = self._grant(session, ask, organisation, done, now)
         live, lost = tell(session, session.lease_ids() if ask.held is None else ask.held, self.find, now)
         jobs = [self.jobs[ask.job]] if ask.job else list(self.jobs.values())
         unfinished = [job for job in jobs if not job.done]
         reply = Reply(
             tuple(accepted),
-            tuple(refused),
             live,
-            tuple(lost),
             tuple(grants),
             wait_s,
             not unfinished,
+            tuple(refused),
+            tuple(lost),
             bool(unfinished) and all(job.paused for job in unfinished),
             any(s.dataset_id not in session.have for job in unfinished for s in job.spec.sources),
             sum(job.num_left_out for job in jobs),
@@ -190,13 +208,14 @@ class Desk:
                         session.owners[job.name, dataset] = table, table.touch(key, now)
         return session
 
-    def _hear(self, session: Session, ask: Ask, now: float) -> None:
-        """What it has and hands on, and how fast it says it is."""
-        have = {i: indexes for i, indexes in ask.have.items() if i in self.swarms}
-        for dataset_id, indexes in have.items():
-            if len(indexes) and not 0 <= indexes[0] <= indexes[-1] < self.swarms[dataset_id].num_slices:
-                raise LeaseError(f"have: expected slices of dataset {dataset_id}, got up to {indexes[-1]}.")
-        self.sessions.tell(session, ask.address, have, now, ask.organisation)
+    def _hear(self, session: Session, ask: Ask, organisation: str, now: float) -> None:
+        """What it has and hands on, and how fast it says it is; slices of other datasets do not count."""
+        swarms = self.swarms
+        try:
+            have = {i: parse_ranges(text, swarms[i].num_slices) for i, text in ask.have.items() if i in swarms}
+        except ProtocolViolation as error:
+            raise LeaseError(f"have: {error}") from error
+        self.sessions.tell(session, ask.address, have, now, organisation)
         for (job, dataset), (table, owner) in session.owners.items():
             dataset_id = self.jobs[job].spec.sources[dataset].dataset_id
             if dataset_id in have:
@@ -210,7 +229,7 @@ class Desk:
         if not batch.is_whole:
             return list(batch.known.values()), batch.refused + batch.put_off()
         self._note_fetched(peer_id, batch.fresh, now)
-        self._do(events.Recorded(batch.job, peer_id, ask.uses, ask.receipt, ask.session), done, now)
+        self._do(events.Recorded(batch.job, peer_id, ask.uses, ask.signature, ask.session), done, now)
         standing_of_peer = self._standings.setdefault(peer_id, Standing())
         standing_of_peer.max_leases = min(MAX_LEASES_PER_PEER, standing_of_peer.max_leases + len(ask.uses))
         standing_of_peer.unused_since, standing_of_peer.num_stalls, standing_of_peer.has_used = None, 0, True
@@ -231,19 +250,20 @@ class Desk:
                 return job, *found
         return None
 
-    def _take_back(self, session: Session, ask: Ask, done: list[Event], now: float) -> None:
+    def _take_back(
+        self, session: Session, ask: Ask, organisation: str, bad: Sequence[Bad], done: list[Event], now: float
+    ) -> None:
         """Failed and released leases, those that it never heard of, and its reports of bad providers."""
-        for bad in ask.bad:
-            key = (bad.peer_id, bad.dataset_id, bad.index)
-            swarm = self.swarms.get(bad.dataset_id)
-            if swarm is None or swarm.knows(bad.peer_id) is None:
+        for one in bad:
+            key = (one.peer_id, one.dataset_id, one.index)
+            swarm = self.swarms.get(one.dataset_id)
+            if swarm is None or swarm.knows(one.peer_id) is None:
                 continue  # nobody was sent to a peer that is not here; an invented name costs nothing
-            if not bad.wrong:
-                swarm.failed(session.key[0], bad.index, bad.peer_id, now)
+            if not one.wrong:
+                swarm.failed(session.key[0], one.index, one.peer_id, now)
             elif session.key[0] not in self.reports.get(key, ()):
-                accuser = ask.organisation or session.key[0]
-                report = events.Reported(bad.peer_id, bad.dataset_id, bad.index, session.key[0], bad.reason, accuser)
-                self._do(report, done, now)
+                accuser = organisation or session.key[0]
+                self._do(events.Reported(*key, session.key[0], one.reason, accuser), done, now)
         for failed in ask.failed:
             self._fail(session, failed, done, now)
         unheld = [] if ask.held is None else [i for i in session.lease_ids() if i not in ask.held]
@@ -297,8 +317,7 @@ class Desk:
         """A doubt was checked: whether right bytes were read, of the slice from any origin, or from the peer."""
         done: list[Event] = []
         if doubt.peer is not None:
-            kind = events.Pardoned if is_good else events.Banned
-            self._do(kind(doubt.peer.peer_id, doubt.dataset_id), done, now)
+            self._do(events.Banned(doubt.peer.peer_id, doubt.dataset_id, not is_good), done, now)
         elif self.jobs[doubt.job].is_doubtful(doubt.slice_index):
             job = self.jobs[doubt.job]
             if is_good:
@@ -316,7 +335,7 @@ class Desk:
         said = {key[1] for key in self.reports if key[0] == peer_id}
         for dataset_id in self.swarms:
             if dataset_id in said or peer_id in self.banned.get(dataset_id, ()):
-                self._do(events.Pardoned(peer_id, dataset_id), done, 0.0)
+                self._do(events.Banned(peer_id, dataset_id, False), done, 0.0)
         return done
 
     def _cut(self, session: Session, ask: Ask, done: list[Event], now: float) -> None:
@@ -348,7 +367,9 @@ class Desk:
 
     # What it gets.
 
-    def _grant(self, session: Session, ask: Ask, done: list[Event], now: float) -> tuple[list[Grant], float]:
+    def _grant(
+        self, session: Session, ask: Ask, organisation: str, done: list[Event], now: float
+    ) -> tuple[list[Grant], float]:
         """Up to `want` leases, and how long to wait for more, seconds."""
         grants: list[Grant] = []
         own = self._standings.setdefault(session.key[0], Standing())
@@ -361,7 +382,7 @@ class Desk:
             if found is None:
                 break
             if room_of_peer is None:
-                room_of_peer = self._room_of_peer(session.key[0], own, ask.organisation)
+                room_of_peer = self._room_of_peer(session.key[0], own, organisation)
             if len(grants) >= room_of_peer:
                 break
             job, dataset, part = found
@@ -478,28 +499,21 @@ class Desk:
         Raises:
             LeaseError: If it contradicts the state.
         """
-        if isinstance(event, events.Banned):
-            self.banned.setdefault(event.dataset_id, {})[event.peer_id] = None
-            if event.dataset_id in self.swarms:
-                self.swarms[event.dataset_id].ban(event.peer_id)
-            return
-        if isinstance(event, events.Pardoned):
-            for key in [key for key in self.reports if key[:2] == (event.peer_id, event.dataset_id)]:
-                del self.reports[key]
-            self.banned.get(event.dataset_id, {}).pop(event.peer_id, None)
-            if event.dataset_id in self.swarms:
-                self.swarms[event.dataset_id].pardon(event.peer_id)
-            return
-        if not isinstance(event, events.Reported):
-            self.jobs[event.job].apply(event, now)
-            return
-        self.reports.setdefault((event.peer_id, event.dataset_id, event.index), {})[event.reporter] = (
-            event.reason,
-            event.accuser,
-        )
-        if event.dataset_id in self.swarms:
-            swarm = self.swarms[event.dataset_id]
-            swarm.failed(event.reporter, event.index, event.peer_id, now, wrong=True, accuser=event.accuser)
+        match event:
+            case events.Banned(peer_id, dataset_id, banned):
+                if banned:
+                    self.banned.setdefault(dataset_id, {})[peer_id] = None
+                else:
+                    self.banned.get(dataset_id, {}).pop(peer_id, None)
+                    self.reports = {key: said for key, said in self.reports.items() if key[:2] != (peer_id, dataset_id)}
+                if (swarm := self.swarms.get(dataset_id)) is not None:
+                    (swarm.ban if banned else swarm.pardon)(peer_id)
+            case events.Reported(peer_id, dataset_id, index, reporter, reason, accuser):
+                self.reports.setdefault((peer_id, dataset_id, index), {})[reporter] = reason, accuser
+                if (swarm := self.swarms.get(dataset_id)) is not None:
+                    swarm.failed(reporter, index, peer_id, now, wrong=True, accuser=accuser)
+            case _:
+                self.jobs[event.job].apply(event, now)
 
     def expire(self, now: float) -> list[Event]:
         """Takes back what is late; call it every second or so."""

@@ -102,16 +102,10 @@ class EpochEnded:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """Nothing new is leased of a job."""
+    """Nothing new is leased of a job; or, if it is not `paused`, it goes on."""
 
     job: str
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """A paused job goes on."""
-
-    job: str
+    paused: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +139,11 @@ class Cleared:
 
 @dataclass(frozen=True, slots=True)
 class Banned:
-    """The scheduler got wrong bytes of a dataset from a peer itself."""
+    """The scheduler got wrong bytes of a dataset from a peer itself; not `banned`: what was said against it is void."""
 
     peer_id: str
     dataset_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Pardoned:
-    """What was said against a peer counts no longer."""
-
-    peer_id: str
-    dataset_id: str
+    banned: bool = True
 
 
 Event = (
@@ -170,12 +157,10 @@ Event = (
     | Readmitted
     | EpochEnded
     | Paused
-    | Resumed
     | Weighted
     | Reported
     | Cleared
     | Banned
-    | Pardoned
 )
 _KINDS: tuple[type[Event], ...] = get_args(Event)  # In this order they are numbered on disk.
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
@@ -193,12 +178,8 @@ def from_row(row: list[Any]) -> Event:
     """The event that `to_row` gave."""
     kind, *values = row
     if _KINDS[kind] is Recorded:
-        job, worker, rows, *rest = values
-        return Recorded(job, worker, tuple(Used(*used) for used in rows), *rest)
-    if _KINDS[kind] is EpochEnded:
-        job, dataset, epoch, samples, aside = values
-        return EpochEnded(job, dataset, epoch, samples, tuple((index, start, stop) for index, start, stop in aside))
-    if _KINDS[kind] is Weighted:
-        return Weighted(values[0], values[1], tuple(values[2]))
-    event: Event = _KINDS[kind](*values)
+        values[2] = (Used(*used) for used in values[2])
+    elif _KINDS[kind] is EpochEnded:
+        values[4] = map(tuple, values[4])
+    event: Event = _KINDS[kind](*(value if isinstance(value, str | int) else tuple(value) for value in values))
     return event

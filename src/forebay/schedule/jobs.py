@@ -221,9 +221,7 @@ class Job:
 
     def pausing(self, paused: bool) -> list[Event]:
         """What pauses or resumes it; nothing, if it is so."""
-        if self.paused == paused:
-            return []
-        return [events.Paused(self.name) if paused else events.Resumed(self.name)]
+        return [] if self.paused == paused else [events.Paused(self.name, paused)]
 
     def readmitting(self, slices: Sequence[int] | None) -> list[Event]:
         """What readmits slices, of those set aside; None: all."""
@@ -293,8 +291,8 @@ class Job:
                 self.reasons.pop(index, None)
             case events.EpochEnded(_, dataset, _, _, _):
                 self.tables[dataset].end_epoch()
-            case events.Paused() | events.Resumed():
-                self.paused = isinstance(event, events.Paused)
+            case events.Paused(_, paused):
+                self.paused = paused
             case events.Weighted(_, at, weights):
                 self._reweight(at, weights)
 
@@ -358,4 +356,4 @@ class Job:
 
 def at_index(used: Used, local: int) -> Used:
     """A use with the slice's index within its dataset."""
-    return Used(used.lease, used.epoch, local, used.start, used.stop, used.step, used.digest)
+    return Used(used.lease_id, used.epoch, local, used.start, used.stop, used.step, used.digest)

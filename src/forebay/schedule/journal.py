@@ -40,7 +40,7 @@ JOURNAL_NAME = "journal.sqlite"
 LOCK_NAME = "lock"
 # Events after which all of the desk is written, and what came before forgotten.
 SNAPSHOT_EVENTS = 20_000
-VERSION = 3
+VERSION = 4
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -286,10 +286,8 @@ class Journal:
                 yield "set_aside", {**place, "reason": reason[:300]}
             case events.Readmitted(_, index):
                 yield "readmitted", {"slice": index}
-            case events.Paused():
-                yield "paused", {}
-            case events.Resumed():
-                yield "resumed", {}
+            case events.Paused(_, paused):
+                yield "paused" if paused else "resumed", {}
             case events.Weighted(_, at, weights):
                 yield "weights", {"at": at, "weights": list(weights)}
 
@@ -406,9 +404,7 @@ def _events_of(job: str, entry: Entry) -> Iterator[Event]:
             yield events.SetAside(job, epoch, index, start, stop, str(body["reason"]))
         case "readmitted":
             yield events.Readmitted(job, int(body["slice"]))
-        case "paused":
-            yield events.Paused(job)
-        case "resumed":
-            yield events.Resumed(job)
+        case "paused" | "resumed":
+            yield events.Paused(job, entry.kind == "paused")
         case "weights":
             yield events.Weighted(job, int(body["at"]), tuple(float(w) for w in body["weights"]))

@@ -223,13 +223,13 @@ class LeaseTable:
             LeaseLostError: If the lease is not live and not this worker's.
             LeaseError: If the range does not continue the lease.
         """
-        lease = self.leases.get(used.lease)
+        lease = self.leases.get(used.lease_id)
         if lease is None or lease.worker != worker:
-            ended = self.remembered.get(used.lease)
+            ended = self.remembered.get(used.lease_id)
             if ended is not None and ended.worker == worker and _inside(used, ended.start, ended.reached, ended):
                 return False
             raise LeaseLostError(
-                f"lease {used.lease}: it is not live for worker {worker}; it expired or was released. "
+                f"lease {used.lease_id}: it is not live for worker {worker}; it expired or was released. "
                 "Drop the rest of its slice and ask for another lease."
             )
         if _inside(used, lease.start, lease.position, lease):
@@ -238,8 +238,8 @@ class LeaseTable:
         same = (used.epoch, used.slice) == (lease.epoch, lease.slice_index)
         if not same or used.start != position or not used.start < used.stop <= lease.stop:
             raise LeaseError(
-                f"use under lease {used.lease}: expected samples of slice {lease.slice_index} in epoch {lease.epoch} "
-                f"from {position} to at most {lease.stop}, got [{used.start}, {used.stop}) of slice "
+                f"use under lease {used.lease_id}: expected samples of slice {lease.slice_index} in epoch "
+                f"{lease.epoch} from {position} to at most {lease.stop}, got [{used.start}, {used.stop}) of slice "
                 f"{used.slice} in epoch {used.epoch}. Continue from {position}."
             )
         return True
@@ -271,7 +271,7 @@ class LeaseTable:
         """
         moved: dict[OwnerKey, int] = {}
         for used in uses:
-            lease = self.leases.get(used.lease)
+            lease = self.leases.get(used.lease_id)
             if lease is None:
                 self._record_unknown(worker, used)
                 continue
@@ -302,9 +302,9 @@ class LeaseTable:
         if not self._take_aside(used):
             self.parts.take(used.slice, used.start, used.stop)
         self._count(used)
-        before = self.remembered.get(used.lease)
+        before = self.remembered.get(used.lease_id)
         start = before.start if before is not None else used.start
-        self._remember(used.lease, Ended(worker, used.epoch, used.slice, start, used.stop, whole=False))
+        self._remember(used.lease_id, Ended(worker, used.epoch, used.slice, start, used.stop, whole=False))
 
     def _take_aside(self, used: Used) -> bool:
         """Takes samples out of a slice set aside, as they were used after all; False if they are not there."""

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,13 +30,13 @@ from forebay.network.dialing import Dialer
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.identity import Identity, Peer, verify
 from forebay.network.limits import Limits
-from forebay.network.messages import ExchangeReply, ExchangeRequest, ReadmitRequest, WeightsRequest
+from forebay.network.messages import ReadmitRequest, WeightsRequest
 from forebay.network.server import Server
-from forebay.schedule import exchange, status
-from forebay.schedule.ask import Ask
+from forebay.schedule import status
 from forebay.schedule.catalog import Catalog, Finder, JobPlan, Kept, Wanted, begun, holders
 from forebay.schedule.desk import Desk
 from forebay.schedule.events import Banned, Enlisted, Event, Recorded, Reported
+from forebay.schedule.exchange import Answer, Ask
 from forebay.schedule.journal import Journal, job_body, ledger_path, lock_state
 from forebay.schedule.possession import is_checked
 from forebay.schedule.sessions import MAX_SESSIONS_PER_PEER
@@ -265,9 +266,7 @@ class SchedulerService:
                     if journal.broken:
                         self._begin_anew(journal)
                         continue
-                    happened = journal.desk.expire(time.monotonic())
-                    ticket = journal.put(happened)
-                await self._written(journal, ticket)
+                happened = await self._change(lambda desk: desk.expire(time.monotonic()))
             except (LedgerError, StateError) as error:
                 log.error("scheduler %s: %s", self.name, error)
                 continue
@@ -292,14 +291,11 @@ class SchedulerService:
                     wait_s = min(2 * wait_s, MAX_CHECK_WAIT_S)  # nobody answers now: asked again, less and less often
                     put_off[key] = time.monotonic() + wait_s, wait_s
                     continue
-                with self._lock:
-                    journal = self._open_journal()
-                    happened = journal.desk.resolve(doubt, is_good, time.monotonic())
-                    ticket = journal.put(happened)
-                await self._written(journal, ticket)
-                for event in happened:
+                for event in await self._change(
+                    partial(Desk.resolve, doubt=doubt, is_good=is_good, now=time.monotonic())
+                ):
                     log.warning("checked: %s", event)
-                    if isinstance(event, Banned):
+                    if isinstance(event, Banned) and event.banned:
                         self._bans.look(event.dataset_id, [event.peer_id], self.identity.peer_id, "wrong bytes")
 
     async def _written(self, journal: Journal, ticket: int) -> None:
@@ -323,35 +319,23 @@ class SchedulerService:
     # Answers.
 
     def _app(self) -> FastAPI:
-        app, admin = make_app("Forebay scheduler", self._metrics), role("admin")
-        about = {"pause": "Lease nothing new of a job.", "resume": "Go on with a job."}
-        app.post(
-            "/v1/exchange",
-            openapi_extra=role("worker"),
-            response_model=ExchangeReply,
-            summary="What a worker used, has and wants; what it has now and gets.",
-        )(self._exchange)
-        app.get("/v1/job", summary="What a job is; without a name the first.")(self._read_job)
-        app.get("/v1/jobs", summary="How far each job is.")(self._read_jobs)
-        app.get("/v1/status", summary="How far each job is, who works on it, who serves it.")(self._read_status)
-        for verb, text in about.items():
-            app.post(f"/v1/jobs/{{name}}/{verb}", openapi_extra=admin, summary=text)(getattr(self, f"_{verb}"))
-        app.post(
-            "/v1/jobs/{name}/readmit",
-            openapi_extra=admin,
-            summary="Lease slices again that were set aside; all, if none are named.",
-        )(self._readmit)
-        app.post(
-            "/v1/jobs/{name}/weights",
-            openapi_extra=admin,
-            summary="Other weights of datasets by name, now or from a count of samples on.",
-        )(self._reweight)
-        app.post("/v1/peers/{peer_id}/pardon", openapi_extra=admin, summary="Drop what workers said against a peer.")(
-            self._pardon
-        )
+        app = make_app("Forebay scheduler", self._metrics)
+        get, post, steer = app.get, app.post, partial(app.post, openapi_extra=role("admin"))
+        summary = "What a worker used, has and wants; what it has now and gets."
+        post("/v1/exchange", openapi_extra=role("worker"), response_model=Answer, summary=summary)(self._exchange)
+        get("/v1/job", summary="What a job is; without a name the first.")(self._read_job)
+        get("/v1/jobs", summary="How far each job is.")(self._read_jobs)
+        get("/v1/status", summary="How far each job is, who works on it, who serves it.")(self._read_status)
+        steer("/v1/jobs/{name}/pause", summary="Lease nothing new of a job.")(self._pause)
+        steer("/v1/jobs/{name}/resume", summary="Go on with a job.")(self._resume)
+        summary = "Lease slices again that were set aside; all, if none are named."
+        steer("/v1/jobs/{name}/readmit", summary=summary)(self._readmit)
+        summary = "Other weights of datasets by name, now or from a count of samples on."
+        steer("/v1/jobs/{name}/weights", summary=summary)(self._reweight)
+        steer("/v1/peers/{peer_id}/pardon", summary="Drop what workers said against a peer.")(self._pardon)
         for error in (LeaseError, UsageError, LedgerError):
             app.add_exception_handler(error, _refused)
-        return app  # fmt: skip
+        return app
 
     def _check_running(self) -> None:
         if self._stopping.is_set():
@@ -387,14 +371,13 @@ class SchedulerService:
             raise ApiError(404, "not_found", f"job {name[:80]!r}: this scheduler has {names or 'none for you'}.")
         return plan
 
-    async def _exchange(self, request: Request, message: ExchangeRequest) -> Response:
+    async def _exchange(self, request: Request, message: Ask) -> Response:
         self._check_running()
-        peer = peer_of(request)
-        self._check(peer, message)
-        ask = exchange.ask_of(message, self._catalog.num_slices)
+        peer, ask = peer_of(request), message
+        self._check(peer, ask)
         if ask.uses:
             try:
-                verify(peer.public_key, receipt_message(ask.job_id, ask.uses), bytes.fromhex(ask.receipt))
+                verify(peer.public_key, receipt_message(ask.job_id, ask.uses), bytes.fromhex(ask.signature))
             except ProtocolViolation as error:
                 raise ApiError(400, "bad_request", f"signature: not this peer's over these uses: {error}") from error
             await self._check_proofs(peer, ask)
@@ -410,51 +393,50 @@ class SchedulerService:
             if session is None and len(sessions.of_peer.get(peer.peer_id, ())) >= MAX_SESSIONS_PER_PEER:
                 text = f"certificate of {peer.peer_id}: expected at most {MAX_SESSIONS_PER_PEER} sessions"
                 raise ApiError(429, "too_many_sessions", text, 10.0)
-            ask = replace(ask, bad=self._catalog.place_reports(session, ask.reports), organisation=peer.org)
+            bad = self._catalog.place_reports(session, ask.bad)
             before = self._enlist(journal, peer, ask)
-            reply, happened = journal.desk.exchange(peer.peer_id, ask, now)
+            reply, happened = journal.desk.exchange(peer.peer_id, ask, now, organisation=peer.org, bad=bad)
             for event in before:
                 journal.desk.apply(event)
             ticket = journal.put([*before, *happened])
             self._see(peer, ask, happened, now)
             self._exchanges += 1
             self._desk_s += time.perf_counter() - begun
-        leases = [self._catalog.describe(grant, journal.job_ids[grant.job]) for grant in reply.leases]
-        body = exchange.reply_json(reply, leases)
+        leases = tuple(self._catalog.describe(grant, journal.job_ids[grant.job]) for grant in reply.leases)
         await self._written(journal, ticket)
-        return JsonResponse(body)
+        return JsonResponse(Answer(**{**vars(reply), "leases": leases}).to_json())
 
     async def _check_proofs(self, peer: Peer, ask: Ask) -> None:
         """Refuses the first use of a lease without proof that the worker has its slice, and uses that came too soon."""
         now, desk = time.monotonic(), self._open_journal().desk
-        for use in {use.lease: use for use in reversed(ask.uses)}.values():
-            place = desk.find(use.lease)
-            lease = place[2].leases.get(use.lease) if place is not None else None
+        for use in {use.lease_id: use for use in reversed(ask.uses)}.values():
+            place = desk.find(use.lease_id)
+            lease = place[2].leases.get(use.lease_id) if place is not None else None
             if place is None or lease is None or lease.worker != peer.peer_id or lease.position > lease.start:
                 continue  # the desk says what is wrong with it, or its proof was taken before
             job, dataset, _ = place
-            plan, what = self.plans[job.name], f"uses of lease {use.lease}"
+            plan, what = self.plans[job.name], f"uses of lease {use.lease_id}"
             tokens = (use.stop - use.start) * plan.seq_len
             if (wait_s := tokens / plan.max_tokens_per_s - (now - lease.moved_at)) > 0:
                 raise ApiError(429, "too_fast", f"{what}: {tokens:,} tokens too soon (--max-tokens-per-s)", wait_s)
-            proof, num_proven = ask.proofs.get(use.lease), self._proven.get(peer.peer_id, 0)
-            if proof is None:
+            num_proven = self._proven.get(peer.peer_id, 0)
+            if not use.proof:
                 raise ApiError(400, "no_proof", f"{what}: expected a proof that its slice is there")
-            if not is_checked(self._secret, use.lease, num_proven):
+            if not is_checked(self._secret, use.lease_id, num_proven):
                 continue
             dataset_id = job.spec.sources[dataset].dataset_id
             found = await asyncio.to_thread(
-                self._catalog.check_proof, dataset_id, lease.slice_index, use.lease, peer.peer_id, proof
+                self._catalog.check_proof, dataset_id, lease.slice_index, use.lease_id, peer.peer_id, use.proof
             )
             if found is False:
                 with self._lock:
                     desk.bar(peer.peer_id, time.monotonic())
-                self.identity.note("false_proof", peer=peer.peer_id, lease=use.lease)
+                self.identity.note("false_proof", peer=peer.peer_id, lease=use.lease_id)
                 raise ApiError(403, "false_proof", f"{what}: the proof is not of its slice's bytes")
             if found:
                 self._proven[peer.peer_id] = num_proven + 1
 
-    def _check(self, peer: Peer, message: ExchangeRequest) -> None:
+    def _check(self, peer: Peer, message: Ask) -> None:
         if message.job:
             self._plan(peer, message.job)
         for name in self.plans if not message.job else ():
@@ -470,7 +452,7 @@ class SchedulerService:
             return []
         name = next(name for name, job_id in journal.job_ids.items() if job_id == ask.job_id)
         job = journal.desk.jobs[name]
-        own = all(found is None or found[0] is job for found in map(journal.desk.find, [u.lease for u in ask.uses]))
+        own = all(found is None or found[0] is job for found in map(journal.desk.find, [u.lease_id for u in ask.uses]))
         if not own:
             text = "uses: expected all of them under leases of the job that job_id names"
             raise ApiError(400, "bad_request", text)
@@ -497,46 +479,42 @@ class SchedulerService:
 
     async def _pardon(self, request: Request, peer_id: str) -> Response:
         self._check_running()
-        with self._lock:
-            journal = self._open_journal()
-            happened = journal.desk.pardon(peer_id)
-            if not happened:
-                raise ApiError(404, "not_found", f"peer {peer_id[:64]!r}: nobody said anything against it here")
-            ticket = journal.put(happened)
-        await self._written(journal, ticket)
+        if not await self._change(lambda desk: desk.pardon(peer_id)):
+            raise ApiError(404, "not_found", f"peer {peer_id[:64]!r}: nobody said anything against it here")
         self.identity.note("pardon", peer=peer_id[:64], by=peer_of(request).peer_id)
         return JsonResponse({"pardoned": peer_id})
 
     async def _pause(self, request: Request, name: str) -> Response:
-        return await self._administer(request, name, "pause", lambda desk: desk.pause(name, True))
+        return await self._steer(request, name, "pause", lambda desk: desk.pause(name, True))
 
     async def _resume(self, request: Request, name: str) -> Response:
-        return await self._administer(request, name, "resume", lambda desk: desk.pause(name, False))
+        return await self._steer(request, name, "resume", lambda desk: desk.pause(name, False))
 
     async def _readmit(self, request: Request, name: str, message: ReadmitRequest) -> Response:
-        return await self._administer(request, name, "readmit", lambda desk: desk.readmit(name, message.slices))
+        return await self._steer(request, name, "readmit", lambda desk: desk.readmit(name, message.slices))
 
     async def _reweight(self, request: Request, name: str, message: WeightsRequest) -> Response:
-        return await self._administer(
-            request, name, "weights", lambda desk: desk.reweight(name, message.weights, message.at)
-        )
+        change = partial(Desk.reweight, name=name, weights=message.weights, at=message.at)
+        return await self._steer(request, name, "weights", change)
 
-    async def _administer(
-        self, request: Request, name: str, verb: str, change: Callable[[Desk], list[Event]]
-    ) -> Response:
+    async def _steer(self, request: Request, name: str, verb: str, change: Callable[[Desk], list[Event]]) -> Response:
         self._check_running()
         peer = peer_of(request)
         self._plan(peer, name)
+        if await self._change(change):
+            self.identity.note(verb, job=name, by=peer.peer_id)
+        log.warning("job %s: %s by %s", name, verb, peer.peer_id)
+        with self._lock:
+            return JsonResponse(status.job_status(self._open_journal().desk.jobs[name]))
+
+    async def _change(self, change: Callable[[Desk], list[Event]]) -> list[Event]:
+        """Changes the desk; what happened is on disk when this returns."""
         with self._lock:
             journal = self._open_journal()
             happened = change(journal.desk)
             ticket = journal.put(happened)
         await self._written(journal, ticket)
-        if happened:
-            self.identity.note(verb, job=name, by=peer.peer_id)
-        log.warning("job %s: %s by %s", name, verb, peer.peer_id)
-        with self._lock:
-            return JsonResponse(status.job_status(journal.desk.jobs[name]))
+        return happened
 
     def status(self) -> dict[str, Any]:
         """What the jobs have reached; samples count over all epochs. The first job's figures stand at the top, too."""

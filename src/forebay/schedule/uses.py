@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from forebay.errors import LeaseError
 from forebay.ledger.receipts import Used
-from forebay.schedule.ask import Accepted, Live, Refused
+from forebay.schedule.exchange import Accepted, Live, Refused
 from forebay.schedule.jobs import Job, at_index
 from forebay.schedule.leases import LeaseLostError, LeaseTable
 from forebay.schedule.sessions import Session
@@ -47,21 +47,21 @@ def judge(find: Callable[[str], Place | None], worker: str, uses: Sequence[Used]
     batch = Batch()
     reached: dict[str, int] = {}
     for used in uses:
-        place = find(used.lease)
+        place = find(used.lease_id)
         try:
             if place is None:
-                raise LeaseLostError(f"lease {used.lease}: it is not live. Drop it and ask for another.")
+                raise LeaseLostError(f"lease {used.lease_id}: it is not live. Drop it and ask for another.")
             job, dataset, table = place
-            if table.check_use(worker, at_index(used, used.slice - job.bases[dataset]), reached.get(used.lease)):
-                batch.fresh[used.lease], reached[used.lease] = place, used.stop
+            if table.check_use(worker, at_index(used, used.slice - job.bases[dataset]), reached.get(used.lease_id)):
+                batch.fresh[used.lease_id], reached[used.lease_id] = place, used.stop
             else:
-                batch.known[used.lease] = standing(table, used.lease)
+                batch.known[used.lease_id] = standing(table, used.lease_id)
         except LeaseLostError as error:
-            batch.refused.append(Refused(used.lease, "lost", str(error), 0))
+            batch.refused.append(Refused(used.lease_id, "lost", str(error), 0))
         except LeaseError as error:
             assert place is not None
-            position = place[2].leases[used.lease].position
-            batch.refused.append(Refused(used.lease, "range", str(error), position))
+            position = place[2].leases[used.lease_id].position
+            batch.refused.append(Refused(used.lease_id, "range", str(error), position))
     return batch
 
 

@@ -3,12 +3,10 @@
 It is kept by the worlds themselves, not by the code under test, and compared with nothing but itself: each sample of
 each epoch must have been acknowledged once, used once beside what was wasted, and in time. What a worker used and
 could not acknowledge, because it was killed or had lost the lease, is wasted: the work of others, and no repetition.
-Of an elastic run, the ancestors of its last weights count: a step done twice has two records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,18 +61,15 @@ class Book:
     acknowledged: list[Range] = field(default_factory=list)
     wasted: list[Range] = field(default_factory=list)
 
-    def check(self, deadline: float | None = None, set_aside: frozenset[tuple[int, int]] = frozenset()) -> Verdict:
-        """Compares. `set_aside` are (epoch, slice) that need not have been used."""
+    def check(self, deadline: float | None = None) -> Verdict:
+        """Compares what was acknowledged and used with what there was."""
         total = int(self.samples.sum())
         missing = repeated = 0
         examples: list[str] = []
         for epoch in range(self.epochs):
             acknowledged = self._counts(self.acknowledged, epoch)
             used = self._counts(self.trained, epoch) - self._counts(self.wasted, epoch)
-            wanted = np.ones(total, np.int64)
-            for _, index in sorted(pair for pair in set_aside if pair[0] == epoch):
-                wanted[self._base(index) : self._base(index + 1)] = 0
-            lost = (np.minimum(acknowledged, used) < 1) & (wanted == 1)
+            lost = np.minimum(acknowledged, used) < 1
             twice = np.maximum(acknowledged, used) > 1
             missing += int(lost.sum())
             repeated += int((np.maximum(acknowledged, used)[twice] - 1).sum())
@@ -84,9 +79,6 @@ class Book:
             late = sum(use.stop - use.start for use in self.acknowledged if use.at > deadline)
         wasted = sum(use.stop - use.start for use in self.wasted)
         return Verdict(total * self.epochs, missing, repeated, late, wasted, tuple(examples[:5]))
-
-    def _base(self, index: int) -> int:
-        return int(self.samples[:index].sum())
 
     def _counts(self, ranges: list[Range], epoch: int) -> I64:
         """How often each sample of an epoch lies in a range: int64 [samples]."""
@@ -114,54 +106,3 @@ class Book:
             ]
             found.append(f"epoch {epoch}, slice {index}, sample {at} {what} ({', '.join(who) or 'nobody'})")
         return found
-
-
-@dataclass(frozen=True, eq=False)
-class Weights:
-    """What a model has learned after so many steps.
-
-    Args:
-        before: Those that the last step began with; None where nothing was learned yet.
-        read: Global sample ids of each rank in that step, int64.
-        generation: In which it was done.
-    """
-
-    step: int = 0
-    before: Weights | None = None
-    read: tuple[I64, ...] = ()
-    generation: int = 0
-
-
-def ancestors(weights: Weights) -> Iterator[Weights]:
-    """These, and all that they were made of, the latest first, but for those that have learned nothing."""
-    at: Weights | None = weights
-    while at is not None and at.before is not None:
-        yield at
-        at = at.before
-
-
-def check(end: Weights, num_samples: int, epoch_of: I64, steps_done: int) -> tuple[Verdict, str]:
-    """Counts the samples along a lineage; and says where it is torn, "" for nowhere.
-
-    Args:
-        num_samples: Of an epoch.
-        epoch_of: int64 [steps], the epoch of each step.
-        steps_done: Counting those done in vain too: what these read is `wasted`.
-    """
-    epochs = int(epoch_of.max()) + 1
-    counts = np.zeros((epochs, num_samples), np.int64)
-    torn, expected, length = "", end.step, 0
-    for one in ancestors(end):
-        if one.step != expected:
-            torn = f"step {expected} of the lineage is missing before generation {one.generation}."
-        expected, length = one.step - 1, length + 1
-        counts[epoch_of[one.step - 1]] += np.bincount(np.concatenate(one.read), minlength=num_samples)
-    examples = [
-        f"epoch {epoch}, sample {sample} read {counts[epoch, sample]} times"
-        for epoch, sample in np.argwhere(counts != 1)[:5].tolist()
-    ]
-    missing, repeated = int((counts == 0).sum()), int(np.maximum(counts - 1, 0).sum())
-    wasted = (steps_done - length) * (num_samples * epochs // len(epoch_of))
-    if expected != 0:
-        torn = f"the lineage begins at step {expected}."
-    return Verdict(counts.size, missing, repeated, 0, wasted, tuple(examples)), torn

@@ -5,8 +5,7 @@ Nothing sleeps and nothing asks a real clock, so that a run depends on its argum
 
 import heapq
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 Act = Callable[[], object]
 
@@ -37,35 +36,3 @@ class Clock:
             self.num_events += 1
             act()
         return True
-
-
-Progress = Callable[[float, float], object]
-"""Told the part of the work that is done, 0 to 1, and the virtual seconds passed."""
-
-
-@dataclass
-class Trace:
-    """Curves by name; all have a value at each of `moments`."""
-
-    moments: list[float] = field(default_factory=list)
-    curves: dict[str, list[float]] = field(default_factory=dict)
-
-    def follow(
-        self,
-        clock: Clock,
-        every_s: float,
-        look: Callable[[], Mapping[str, float]],
-        progress: Progress | None,
-    ) -> None:
-        """Looks now and then for ever; `look` gives each curve's value, and the part done as `done`."""
-
-        def again() -> None:
-            values = dict(look())
-            if progress is not None:
-                progress(values["done"], clock.now)
-            self.moments.append(clock.now)
-            for name, value in values.items():
-                self.curves.setdefault(name, []).append(value)
-            clock.after(every_s, again)
-
-        again()

@@ -5,7 +5,7 @@ kind's. Python's `random.Random` gives the same numbers for the same seed on eve
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from forebay.simulate.settings import Settings
@@ -63,7 +63,7 @@ def draw(settings: Settings, about_s: float) -> Faults:
     num_killed = round(settings.churn * settings.workers)
     moments = {i: chance["churn"].uniform(0, about_s) for i in chance["churn"].sample(range(len(machines)), num_killed)}
     for i, at in sorted(moments.items()):
-        machines[i] = _machine_dying(machines[i], at)
+        machines[i] = replace(machines[i], dies_at=at)
         if chance["churn"].random() < settings.replace:
             machines.append(_machine(settings, len(machines), at + settings.replace_s, chance["machines"]))
     restarts = sorted(chance["faults"].uniform(0, about_s) for _ in range(settings.restarts))
@@ -87,10 +87,4 @@ def _machine(settings: Settings, index: int, joins_at: float, chance: random.Ran
         settings.latency_s * latency,
         _LIES[which] if lies else "",
         joins_at,
-    )
-
-
-def _machine_dying(machine: Machine, at: float) -> Machine:
-    return Machine(
-        machine.index, machine.speed, machine.up, machine.down, machine.latency_s, machine.lie, machine.joins_at, at
     )

@@ -4,6 +4,7 @@ Here the scheduler is the `Desk` and its journal, which a restart replays. The w
 connections that break, and keeps the record by which scheduler and workers are judged.
 """
 
+import gc
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -13,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import LeaseError
-from forebay.schedule.ask import Ask, Grant, Reply
-from forebay.schedule.desk import Desk, JobSpec, Source
+from forebay.schedule.desk import Bad, Desk, JobSpec, Source
 from forebay.schedule.events import Cut, Event, Returned, from_row, to_row
+from forebay.schedule.exchange import Ask, Grant, Reply
 from forebay.simulate.book import Book, Range
 from forebay.simulate.bound import lease_bound
-from forebay.simulate.clock import Clock, Progress, Trace
+from forebay.simulate.clock import Clock
 from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.nodes import Net
 from forebay.simulate.result import Result
@@ -35,22 +36,36 @@ _MAX_TIMES = 20.0
 """A run that takes so many times its bound hangs."""
 
 
-def run(settings: Settings, progress: Progress | None = None) -> Result:
-    """Runs until every sample is acknowledged, or it is clear that this will never be."""
-    calm = lease_bound(settings, draw(replace(settings, churn=0.0), 1.0).machines)
-    faults = draw(settings, calm.seconds if calm.seconds < float("inf") else 1000.0)
+def simulate(settings: Settings, on_progress: Callable[[float], object] = lambda done: None) -> Result:
+    """Runs a world until every sample is acknowledged, or it is clear that this will never be.
+
+    Equal settings give equal results.
+
+    Args:
+        on_progress: Told now and then the part of the work that is done, 0 to 1.
+    """
+    collects = gc.isenabled()
+    gc.disable()  # It would look at all that is kept, again and again: a quarter of the time, for next to nothing.
+    try:
+        return _run(settings, on_progress)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _run(settings: Settings, on_progress: Callable[[float], object]) -> Result:
+    calm_s = lease_bound(settings, draw(replace(settings, churn=0.0), 1.0).machines).seconds
+    faults = draw(settings, calm_s)
     bound = lease_bound(settings, faults.machines)
     world = _World(settings, faults)
-    trace = Trace()
-    trace.follow(world.clock, calm.seconds / 400, world.look, progress)
-    until = _MAX_TIMES * (bound.seconds if bound.seconds < float("inf") else calm.seconds) + 1000.0
+    world.every(calm_s / 400, lambda: on_progress(world.share_done))
+    until = _MAX_TIMES * (bound.seconds if bound.seconds < float("inf") else calm_s) + 1000.0
     ended = world.clock.run(lambda: world.ended_at is not None, until)
     world.close()
-    verdict = world.book.check(settings.deadline_s)
     counts = {**world.counts(), "events": world.clock.num_events}
-    fault = world.fault(ended)
     time_s = world.clock.now if world.ended_at is None else world.ended_at
-    return Result(settings, verdict, time_s, bound, world.net.origin_bytes(), counts, fault, trace)
+    verdict = world.book.check(settings.deadline_s)
+    return Result(settings, verdict, time_s, bound, world.net.origin_bytes(), counts, world.fault(ended))
 
 
 class _Scheduler:
@@ -102,7 +117,8 @@ class _Scheduler:
         """
         reply = self._repeat(peer_id, ask)
         if reply is None:
-            reply, events = self.desk.exchange(peer_id, ask, self._net.clock.now)
+            bad = [Bad(one.peer_id, _DATASET, int(one.sha256, 16), one.reason, one.wrong) for one in ask.bad]
+            reply, events = self.desk.exchange(peer_id, ask, self._net.clock.now, bad=bad)
             self._keep(events)
             self._replies[peer_id, ask.session] = ask.attempt, reply
         return reply
@@ -149,15 +165,17 @@ class _World:
             stall_s=settings.stall_s, steal_s=settings.steal_s,
         )  # fmt: skip
         self.scheduler = _Scheduler(spec, self.net)
-        self._every(1.0, self.scheduler.expire)
-        self._every(_ORIGINS_S, self.scheduler.meet_origins)
+        self.every(1.0, self.scheduler.expire)
+        self.every(_ORIGINS_S, self.scheduler.meet_origins)
         for machine in faults.machines:
             self._plan(machine)
         for at in faults.restarts:
             self.clock.at(at, self.scheduler.kill)
             self.clock.at(at + settings.outage_s, self._restart)
 
-    def _every(self, seconds: float, act: Any) -> None:
+    def every(self, seconds: float, act: Callable[[], object]) -> None:
+        """Does something again and again."""
+
         def again() -> None:
             act()
             self.clock.after(seconds, again)
@@ -235,7 +253,7 @@ class _World:
                 continue
             self._grants[use.lease_id] = (grant, use.offset)
             self.book.acknowledged.append(
-                Range(grant.epoch, grant.slice_index, offset, use.offset, self.clock.now, worker.machine.index)
+                Range(grant.epoch, grant.slice, offset, use.offset, self.clock.now, worker.machine.index)
             )
             self._left -= use.offset - offset
         if self._left <= 0 and self.ended_at is None:
@@ -243,20 +261,9 @@ class _World:
 
     # What is told.
 
-    def look(self) -> dict[str, float]:
-        """The curves' values now."""
-        origin, peers = self.net.links.rates(len(self.net.origins))
-        num_using = sum(worker.is_using for worker in self.workers.values())
-        leases = [one for worker in self.workers.values() for one in worker.state.leases if not one.is_spent]
-        return {
-            "done": 1 - max(0, self._left) / self._all,
-            "workers alive": len(self.workers),
-            "workers using": num_using,
-            "leases in use": sum(one.path is not None for one in leases),
-            "leases being fetched": sum(one.path is None for one in leases),
-            "bytes/s from origins": origin,
-            "bytes/s from workers": peers,
-        }
+    @property
+    def share_done(self) -> float:
+        return 1 - max(0, self._left) / self._all
 
     def close(self) -> None:
         """Counts as wasted what was used under a lost lease, whether its worker knows or not, or by a killed worker."""
@@ -268,7 +275,7 @@ class _World:
                 is_lost = lease.over or found is None or grant.lease_id not in found[2].leases
                 if lease.used > offset and (is_lost or not worker.alive):
                     self.book.wasted.append(
-                        Range(grant.epoch, grant.slice_index, offset, lease.used, self.clock.now, worker.machine.index)
+                        Range(grant.epoch, grant.slice, offset, lease.used, self.clock.now, worker.machine.index)
                     )
 
     def fault(self, ended: bool) -> str:

@@ -59,7 +59,6 @@ class Flow:
     source: int
     target: int
     num_bytes: float
-    began_at: float
     done: Callable[[], object]
     place: int = -1
 
@@ -90,7 +89,7 @@ class Links:
 
     def start(self, source: int, target: int, num_bytes: float, done: Callable[[], object]) -> Flow:
         """A transfer; `done` is called when its last byte is there."""
-        flow = Flow(source, target, float(num_bytes), self._clock.now, done)
+        flow = Flow(source, target, float(num_bytes), done)
         self._pass()
         if len(self._flows) == len(self._left):
             self._sources, self._targets = np.tile(self._sources, 2), np.tile(self._targets, 2)
@@ -111,16 +110,6 @@ class Links:
         self._remove(flow, moved)
         self._change()
         return moved
-
-    def of(self, node: int) -> list[Flow]:
-        """The transfers under way from or to a node."""
-        return [flow for flow in self._flows if node in (flow.source, flow.target)]
-
-    def rates(self, origins: int) -> tuple[float, float]:
-        """Bytes/s now: from the first `origins` nodes, and from all others."""
-        n = len(self._flows)
-        from_origin = float(self._rates[:n][self._sources[:n] < origins].sum())
-        return from_origin, float(self._rates[:n].sum()) - from_origin
 
     def _pass(self) -> None:
         """Moves the bytes of the time since the last look."""

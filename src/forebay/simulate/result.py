@@ -6,7 +6,6 @@ from typing import Any
 
 from forebay.simulate.book import Verdict
 from forebay.simulate.bound import Bound
-from forebay.simulate.clock import Trace
 from forebay.simulate.settings import Settings
 
 
@@ -15,7 +14,7 @@ class Result:
     """A run's end.
 
     Attributes:
-        time_s: When the last sample was acknowledged (or the last slice arrived), in virtual seconds.
+        time_s: When the last sample was acknowledged, in virtual seconds.
         origin_bytes: What origins sent, all together.
         counts: Of what happened: waits, steals, bans and so on, by name.
         fault: Why the run is not ok beside the verdict; "" if nothing.
@@ -28,7 +27,6 @@ class Result:
     origin_bytes: float
     counts: Mapping[str, float] = field(default_factory=dict)
     fault: str = ""
-    trace: Trace | None = None
 
     @property
     def ok(self) -> bool:
@@ -46,7 +44,7 @@ class Result:
         return self.time_s / self.bound.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """All of it but the trace, as plain values: equal for equal settings and code."""
+        """All of it as plain values: equal for equal settings and code."""
         return {
             "ok": self.ok,
             "missing": self.verdict.missing,
@@ -55,7 +53,6 @@ class Result:
             "wasted": self.verdict.wasted,
             "origin_ratio": round(self.origin_ratio, 4),
             "time_ratio": round(self.time_ratio, 4),
-            "mode": self.settings.mode,
             "workers": self.settings.workers,
             "slices": self.settings.slices,
             "samples": self.verdict.samples,
@@ -75,7 +72,7 @@ class Result:
         coverage = 1 - verdict.missing / max(1, verdict.samples)
         others = [f"; by {name} {value:,.1f} s" for name, value in self.bound.parts.items() if name != self.bound.why]
         lines = [
-            f"{settings.mode}: {settings.workers} workers, {settings.slices} slices, seed {settings.seed}",
+            f"{settings.workers} workers, {settings.slices} slices, seed {settings.seed}",
             f"  coverage           {100 * coverage:.4g} % of {verdict.samples:,} samples; missing {verdict.missing}, "
             f"repeated {verdict.repeated}, late {verdict.late}, wasted by the killed {verdict.wasted}",
             f"  origin             {self.origin_ratio:.3f} times the dataset",

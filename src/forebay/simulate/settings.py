@@ -1,12 +1,10 @@
 """What a simulated world is like: sizes, machines, faults. Everything that happens follows from this and the code."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any
 
 from forebay.errors import UsageError
 from forebay.worker.lease_state import MAX_FETCHES
-
-Mode = Literal["lease", "order", "swarm"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +12,6 @@ class Settings:
     """A world.
 
     Args:
-        mode: lease (strangers), order (ranks of a run), swarm (all want everything).
         samples: Of each slice.
         batch: Samples of a step of one worker.
         speed: Samples a second of the median worker; `spread` is sigma of their logarithms.
@@ -35,7 +32,6 @@ class Settings:
         deadline_s: A sample used later than this is late.
     """
 
-    mode: Mode = "lease"
     workers: int = 1000
     slices: int = 10_000
     seed: int = 0
@@ -80,8 +76,6 @@ class Settings:
                 raise UsageError(f"simulate: expected {name} above 0, got {getattr(self, name)}.")
         if self.liars == 1 or self.lost == 1:
             raise UsageError("simulate: expected liars and lost below 1. Nothing could ever be done.")
-        if self.mode not in get_args(Mode):
-            raise UsageError(f"simulate: expected mode {', '.join(get_args(Mode))}, got {self.mode!r}.")
 
     def command(self) -> str:
         """The command that runs this world again: what differs from the defaults, and the seed."""

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from forebay.network.backoff import backoff_s
-from forebay.schedule.ask import Ask, Bad, Reply
+from forebay.network.members import format_ranges
+from forebay.schedule.exchange import Answer, Ask, Lease, Reply
 from forebay.simulate.book import Book, Range
 from forebay.simulate.nodes import Fetch, Net, Node
-from forebay.worker.answers import Answer, Lease
 from forebay.worker.control import FIRST_WAIT_S, MOST_WAIT_S
 from forebay.worker.lease_state import ActiveLease, LeaseState
 
@@ -60,12 +60,6 @@ class Worker:
         self._num_free, self._misses = settings.fetches, 0
         self._timer = 0
         self._act()
-
-    @property
-    def is_using(self) -> bool:
-        """Whether a step is in progress now."""
-        self._use()
-        return self._step is not None
 
     def lived_s(self) -> float:
         """From its beginning to its end, or to now."""
@@ -131,7 +125,7 @@ class Worker:
     def _record(self, lease: ActiveLease | None, first: int | None) -> None:
         """Samples from `first` on were used; None for none."""
         if lease is not None and first is not None:
-            use = lease.grant.epoch, lease.grant.slice_index, first, lease.used, self.net.clock.now
+            use = lease.grant.epoch, lease.grant.slice, first, lease.used, self.net.clock.now
             self.book.trained.append(Range(*use, self.machine.index))
 
     def _changes_at(self) -> float:
@@ -212,7 +206,8 @@ class Worker:
     # Requests.
 
     def _send_request(self) -> None:
-        have = {self._dataset_id: np.array(sorted(self.node.cache), np.int64)} if self._is_cache_new else {}
+        cached = np.array(sorted(self.node.cache), np.int64)
+        have = {self._dataset_id: format_ranges(cached)} if self._is_cache_new else {}
         self._is_cache_new = False
         self.net.counts["exchanges"] += 1
         request = self.state.request(self.net.clock.now)
@@ -224,7 +219,6 @@ class Worker:
             attempt=self._attempt,
             address=self.node.holder.address,
             have=have,
-            bad=tuple(Bad(r.peer_id, self._dataset_id, int(r.sha256, 16), r.reason, r.wrong) for r in request.reports),
         )
         self._send(self, self._request)
 

@@ -1,6 +1,6 @@
 """A reader's part in a swarm as a state machine: what to say to the tracker, and what follows from its replies.
 
-Pure: no socket, thread or clock. `SwarmReader` drives it from threads, `forebay simulate` in virtual time. One request
+Pure: no socket, thread or clock. `SwarmReader` drives it from threads, `tests/sim` in virtual time. One request
 is under way at a time: `request`, then `receive` or `unanswered`; a driver calls one method at a time. The tracker says
 who may give what; whether bytes are right is found out by whoever fetches them, and said with `ended`.
 """

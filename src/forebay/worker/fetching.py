@@ -20,6 +20,7 @@ from forebay.errors import ForebayError, IntegrityError, NetworkError
 from forebay.network.backoff import backoff_s
 from forebay.network.client import Client, WrongPeerError
 from forebay.network.members import Holder, format_ranges
+from forebay.schedule.exchange import Lease
 from forebay.schedule.possession import prove
 from forebay.store.cache import Refusal, SliceCache
 from forebay.store.foreign import FromUrls, open_foreign_origin
@@ -28,7 +29,6 @@ from forebay.store.origins import Origin, PassingError
 from forebay.store.room import part_bytes
 from forebay.store.transfer import Transfer, Transfers
 from forebay.threads import Supervised
-from forebay.worker.answers import Lease
 from forebay.worker.lease_buffer import LeaseBuffer
 from forebay.worker.lease_state import MAX_FETCHES, ActiveLease
 

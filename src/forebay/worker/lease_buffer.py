@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from forebay.schedule.ask import Ask
-from forebay.worker.answers import Answer
+from forebay.schedule.exchange import Answer, Ask
 from forebay.worker.lease_state import ActiveLease, LeaseState
 
 T = TypeVar("T")

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from forebay.ledger.receipts import Used
 from forebay.order.shard_windows import receipt
-from forebay.schedule.ask import Ask, BadReport, Failed, Refused
-from forebay.worker.answers import Answer, Lease
+from forebay.schedule.exchange import Answer, Ask, BadReport, Failed, Lease, Refused, UseMessage
 
 
 @dataclass(eq=False)
@@ -61,13 +60,14 @@ class ActiveLease:
         """Whether no further sample of it will be used."""
         return self.over or self.used >= self.stop
 
-    def unacknowledged(self) -> Used:
+    def unacknowledged(self) -> UseMessage:
         """What was used and is not on record; the digest covers the samples that were read, not those expected."""
         start, stop, grant = self.acked, min(self.used, self.stop), self.grant
         digest = ""
         if self.read is not None:
             digest = receipt(self.read[start - grant.start : stop - grant.start].view(np.uint64))[0]
-        return Used(grant.lease_id, grant.epoch, grant.slice_index, start, stop, self.step, digest)
+        proof = self.proof if start == grant.start else ""
+        return UseMessage(grant.lease_id, grant.epoch, grant.slice, start, stop, self.step, digest, proof)
 
 
 @dataclass
@@ -234,7 +234,7 @@ class LeaseState:
             for lease in self._leases.values():
                 lease.over = lease.over or lease.used < lease.stop
         job_id, uses = self._uses()
-        reported = {use.lease: use.stop for use in uses}
+        reported = {use.lease_id: use.stop for use in uses}
         # Uses of a lease are acknowledged before it is released; of another job that takes another request.
         ended = {
             lease_id: lease
@@ -247,17 +247,12 @@ class LeaseState:
             held=tuple(self._leases),
             job_id=job_id,
             uses=uses,
-            proofs={use.lease: self._leases[use.lease].proof for use in uses if self._is_first(use)},
             horizons=horizons,
             release=tuple(lease_id for lease_id, lease in ended.items() if not lease.reason),
             failed=tuple(Failed(lease_id, lease.reason) for lease_id, lease in ended.items() if lease.reason),
-            reports=tuple(self._reports),
+            bad=tuple(self._reports),
             want=0 if last else self._num_wanted(),
         )
-
-    def _is_first(self, use: Used) -> bool:
-        lease = self._leases[use.lease]
-        return bool(lease.proof) and use.start == lease.grant.start
 
     def receive(self, request: Ask, reply: Answer, now: float) -> None:
         """Apply the scheduler's reply to the latest request."""
@@ -266,11 +261,11 @@ class LeaseState:
         recorded = {use.lease_id: use for use in reply.uses}
         refused = {use.lease_id: use for use in reply.refused}
         for use in request.uses:
-            lease = self._leases[use.lease]
-            if use.lease in recorded:
-                lease.acked, lease.stop, lease.refusals = recorded[use.lease].offset, recorded[use.lease].stop, 0
+            lease = self._leases[use.lease_id]
+            if use.lease_id in recorded:
+                lease.acked, lease.stop, lease.refusals = recorded[use.lease_id].offset, recorded[use.lease_id].stop, 0
             else:
-                self._refused(lease, use, refused.get(use.lease))
+                self._refused(lease, use, refused.get(use.lease_id))
         for lease_id in request.held or ():
             lease = self._leases[lease_id]
             if lease_id in reply.live:
@@ -279,7 +274,7 @@ class LeaseState:
                 self._lose(lease)
             if lease.acked >= lease.stop or lease_id in released or lease_id not in reply.live:
                 self._drop(lease)
-        del self._reports[: len(request.reports)]
+        del self._reports[: len(request.bad)]
         for grant in reply.leases:
             if grant.lease_id not in self._leases:
                 self._leases[grant.lease_id] = ActiveLease.of(grant)
@@ -332,7 +327,7 @@ class LeaseState:
             fits = (self._max_bytes - sum(lease.grant.bytes for lease in unspent)) // size
         return max(0 if unspent else 1, min(MAX_LEASES, self._capacity() - len(unspent), fits))
 
-    def _uses(self) -> tuple[str, tuple[Used, ...]]:
+    def _uses(self) -> tuple[str, tuple[UseMessage, ...]]:
         """What is used and not on record, of one job, and that job's id: a receipt is one signature of one job."""
         job_id, uses = "", []
         for lease in self._leases.values():
@@ -362,10 +357,10 @@ class LeaseState:
 
     def _refused(self, lease: ActiveLease, use: Used, refused: Refused | None) -> None:
         """A use is not on record; `refused` says why, None if the reply did not mention it."""
-        refused = refused or Refused(use.lease, "unanswered", "the reply does not mention it", use.start)
+        refused = refused or Refused(use.lease_id, "unanswered", "the reply does not mention it", use.start)
         self.log.warning(
             "use refused: lease=%s samples=[%d, %d) code=%s: %s",
-            use.lease, use.start, use.stop, refused.code, refused.message,
+            use.lease_id, use.start, use.stop, refused.code, refused.message,
         )  # fmt: skip
         lease.refusals += 1
         is_lost = refused.code == "lost" or not use.start <= refused.offset <= lease.used

@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,12 @@ from forebay.network.discovery import Discovery
 from forebay.network.identity import Identity
 from forebay.network.limits import Throttle
 from forebay.network.trust import TrustWatch
-from forebay.schedule.ask import Ask
+from forebay.schedule.exchange import Answer, Ask
 from forebay.store.cache import SliceCache
 from forebay.store.foreign import FromUrls, check_from_urls
 from forebay.store.locks import Lock, try_take
 from forebay.store.share import SliceShare
 from forebay.threads import Supervised
-from forebay.worker.answers import Answer
 from forebay.worker.control import Control, SchedulerGone
 from forebay.worker.fetching import Fetcher, Shelf
 from forebay.worker.lease_buffer import LeaseBuffer
@@ -297,30 +296,11 @@ class _Worker:
 
     def _body(self, request: Ask, have: dict[str, str]) -> dict[str, Any]:
         """A request as /v1/exchange takes it, with one signature over all receipts."""
-        body: dict[str, Any] = {
-            "job": self.settings.name,
-            "session": self.session.name,
-            "address": self.share.address if self.share is not None else "",
-            "held": list(request.held or ()),
-            "horizons": request.horizons,
-            "release": list(request.release),
-            "failed": [vars(failed) for failed in request.failed],
-            "want": request.want,
-            "have": have,
-            "bad": [vars(report) for report in request.reports],
-        }
-        if request.uses:
-            body["job_id"] = request.job_id
-            body["uses"] = [
-                {
-                    "lease_id": use.lease, "epoch": use.epoch, "slice": use.slice,
-                    "start": use.start, "stop": use.stop, "step": use.step, "digest": use.digest,
-                }
-                | ({"proof": request.proofs[use.lease]} if use.lease in request.proofs else {})
-                for use in request.uses
-            ]  # fmt: skip
-            body["signature"] = self.identity.sign(receipt_message(request.job_id, request.uses)).hex()
-        return {name: value for name, value in body.items() if value or name == "held"}
+        signature = self.identity.sign(receipt_message(request.job_id, request.uses)).hex() if request.uses else ""
+        return replace(
+            request, job=self.settings.name, session=self.session.name, have=have, signature=signature,
+            address=self.share.address if self.share is not None else "",
+        ).to_json()  # fmt: skip
 
     def _tally(self) -> None:
         report, state, fetcher = self.report, self._leases.state, self._fetcher

@@ -2,7 +2,7 @@
 
 Pure: no socket, thread or sleep. Each operation is a generator: it yields a `Request` to send or a `Pause` to wait, is
 resumed with the answer's JSON object, and returns its result. A refusal (`RemoteError`) or a request without an answer
-(any other `NetworkError`) is thrown into it. `Membership` drives these from threads, `forebay simulate` in virtual
+(any other `NetworkError`) is thrown into it. `Membership` drives these from threads, `tests/sim` in virtual
 time. Two may be under way at once: `heartbeats`, and one of the others; a driver resumes one at a time.
 """
 

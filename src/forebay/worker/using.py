@@ -14,7 +14,7 @@ from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import make_batch
 from forebay.network.waiting import waiting
 from forebay.order.plan import lease_order
-from forebay.worker.answers import Lease
+from forebay.schedule.exchange import Lease
 from forebay.worker.lease_buffer import LeaseBuffer
 from forebay.worker.lease_state import ActiveLease
 from forebay.worker.trainer import Trainer, make_trainer
@@ -106,7 +106,7 @@ class Consumer:
         _check_size(opened, grant)
         trainer = self._trainer(grant)
         lease.read = np.empty(grant.stop - grant.start, np.int64)
-        order = lease_order(grant.seed, grant.epoch, grant.slice_index, grant.count, grant.start, grant.stop)
+        order = lease_order(grant.seed, grant.epoch, grant.slice, grant.count, grant.start, grant.stop)
         while (taken := self._leases.take(lease)) is not None:
             start, stop = taken
             indexes = order[start - grant.start : stop - grant.start]

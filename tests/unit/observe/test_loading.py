@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks import machine
 
 from calibration import scaled
-from forebay.cli import main
 from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
@@ -104,11 +104,10 @@ def test_little_waiting_is_no_bottleneck() -> None:
     assert found is not None and found.cause == "disk"
 
 
-def test_bench_loader(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    arguments = ["bench", "loader", str(folder), "--seq-len", "10", "--batch-size", "7", "--rounds", "1"]
-    assert main([*arguments, "--json"]) == 0
+def test_what_a_loader_reaches_of_this_machine(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    arguments = [str(folder), "--seq-len", "10", "--batch-size", "7", "--rounds", "1"]
+    machine.main([*arguments, "--json"])
     report = json.loads(capsys.readouterr().out)
     assert report["loader_tokens_per_s"] > 0 and report["of_bare"] > 0 and report["resume_s"] > 0
-    assert main(arguments) == 0
+    machine.main(arguments)
     assert "of the bare gather" in capsys.readouterr().out
-    assert main(["bench", "loader", str(folder / "none")]) == 1

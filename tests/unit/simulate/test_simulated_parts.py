@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forebay.errors import UsageError
 from forebay.simulate.book import Book, Range
-from forebay.simulate.bound import lease_bound, swarm_bound
+from forebay.simulate.bound import lease_bound
 from forebay.simulate.clock import Clock
 from forebay.simulate.faults import draw
 from forebay.simulate.links import Links, fair_rates
@@ -80,7 +80,6 @@ def test_bounds_hold_for_worlds_that_can_be_computed_by_hand() -> None:
     )  # fmt: skip
     machines = draw(world, 1.0).machines
     assert lease_bound(world, machines).seconds == pytest.approx(1 + 20, rel=0.01)  # a slice's download, then 20 each
-    assert swarm_bound(world, machines).seconds == pytest.approx(8.0, rel=0.01)  # the link down
 
 
 def test_settings_that_cannot_be_are_refused_and_the_rest_say_how_to_run_them_again() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -12,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forebay.cli import main
-from forebay.simulate import Result, Settings, leasing, simulate
-from forebay.simulate.plots import charts
+from forebay.simulate import Settings, leasing, simulate
+from forebay.simulate.faults import draw
 
 _NUM_WORLDS = int(os.environ.get("FOREBAY_WORLDS", "6"))
 _SMALL = {"workers": 8, "slices": 24, "samples": 64, "speed": 4.0, "exchange_s": 3.0, "lease_s": 10.0}
@@ -58,15 +57,15 @@ def test_a_request_that_comes_twice_is_answered_twice(seed: int, monkeypatch: py
 def test_as_many_slices_are_fetched_at_once_as_told() -> None:
     """A slow link: with one fetch at a time the first slice is here sooner than with four that share the link."""
     world = {**_SMALL, "workers": 1, "slices": 8, "spread": 0.0, "down": 1e6, "slice_bytes": 16_000_000}
-    one, four = (simulate(Settings(**world, fetches=fetches)) for fetches in (1, 4))  # type: ignore[arg-type]
-    assert one.ok and four.ok
-    assert 16 < _first_use(one) < 20 and 32 < _first_use(four) < 36  # It asks for two leases before it knows its speed.
+    one, four = (_first_use(Settings(**world, fetches=fetches)) for fetches in (1, 4))  # type: ignore[arg-type]
+    assert 16 < one < 20 and 32 < four < 36  # It asks for two leases before it knows its speed.
 
 
-def _first_use(result: Result) -> float:
-    assert result.trace is not None
-    using = result.trace.curves["workers using"]
-    return next(at for at, num in zip(result.trace.moments, using) if num)
+def _first_use(settings: Settings) -> float:
+    assert simulate(settings).ok
+    world = leasing._World(settings, draw(settings, 1.0))
+    assert world.clock.run(lambda: any(worker._step for worker in world.workers.values()), 100.0)
+    return world.clock.now
 
 
 def test_without_faults_nothing_is_wasted_and_the_bound_is_near() -> None:
@@ -83,16 +82,6 @@ def test_the_same_seed_gives_the_same_bytes() -> None:
     world = Settings(**_SMALL, churn=0.5, seed=3)
     one, two = simulate(world), simulate(world)
     assert json.dumps(one.to_json()) == json.dumps(two.to_json())
-    assert charts(one) == charts(two)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_broadcast_reaches_all_and_the_origin_sends_again_only_what_was_given_up_for_lost(seed: int) -> None:
-    """A download of more than a minute, over a slow link, is taken for lost: its slice may be sent again."""
-    result = simulate(Settings(mode="swarm", workers=8, slices=20, churn=0.0, seed=seed))
-    assert result.ok
-    assert 1.0 - 1e-9 <= result.origin_ratio <= 1.0 + result.counts["overdue"] / 20 + 1e-9
-    assert seed == 0 or result.counts["overdue"] == 0
 
 
 def test_a_scheduler_that_loses_uses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,14 +96,11 @@ def test_a_scheduler_that_loses_uses_is_caught(monkeypatch: pytest.MonkeyPatch) 
     assert not result.ok
 
 
-def test_the_command_prints_one_line_of_json_and_writes_a_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["simulate", "--workers", "6", "--slices", "12", "--samples", "32", "--churn", "0.2", "--json"]
-    assert main([*args, "--plot", str(tmp_path / "plots")]) == 0
+    assert main(args) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["ok"] and said["missing"] == said["repeated"] == 0
-    assert (tmp_path / "plots" / "index.html").read_text().count("<svg") == 4
 
 
 def test_a_sample_after_the_deadline_fails_the_run_and_tells_how_to_see_it_again(

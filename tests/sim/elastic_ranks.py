@@ -9,14 +9,16 @@ and where one is gone none goes on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+from swarm_readers import Reader
+
 from forebay.errors import NetworkError
 from forebay.order.run import Run, Steps
-from forebay.simulate.book import I64, Weights
-from forebay.simulate.broadcast import Reader
+from forebay.simulate.book import I64, Verdict
 from forebay.simulate.nodes import STALL_S, Net
 from forebay.store.uses import Uses
 from forebay.worker.membership_state import (
@@ -37,6 +39,57 @@ _RESTART_S = 5.0
 """A process that ended as its worker's id was in use is started again after so long."""
 
 Answer = Callable[[Any, NetworkError | None], object]
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """What a model has learned after so many steps.
+
+    Args:
+        before: Those that the last step began with; None where nothing was learned yet.
+        read: Global sample ids of each rank in that step, int64.
+        generation: In which it was done.
+    """
+
+    step: int = 0
+    before: Weights | None = None
+    read: tuple[I64, ...] = ()
+    generation: int = 0
+
+
+def ancestors(weights: Weights) -> Iterator[Weights]:
+    """These, and all that they were made of, the latest first, but for those that have learned nothing."""
+    at: Weights | None = weights
+    while at is not None and at.before is not None:
+        yield at
+        at = at.before
+
+
+def check(end: Weights, num_samples: int, epoch_of: I64, steps_done: int) -> tuple[Verdict, str]:
+    """Counts the samples along a lineage; and says where it is torn, "" for nowhere.
+
+    Args:
+        num_samples: Of an epoch.
+        epoch_of: int64 [steps], the epoch of each step.
+        steps_done: Counting those done in vain too: what these read is `wasted`.
+    """
+    epochs = int(epoch_of.max()) + 1
+    counts = np.zeros((epochs, num_samples), np.int64)
+    torn, expected, length = "", end.step, 0
+    for one in ancestors(end):
+        if one.step != expected:
+            torn = f"step {expected} of the lineage is missing before generation {one.generation}."
+        expected, length = one.step - 1, length + 1
+        counts[epoch_of[one.step - 1]] += np.bincount(np.concatenate(one.read), minlength=num_samples)
+    examples = [
+        f"epoch {epoch}, sample {sample} read {counts[epoch, sample]} times"
+        for epoch, sample in np.argwhere(counts != 1)[:5].tolist()
+    ]
+    missing, repeated = int((counts == 0).sum()), int(np.maximum(counts - 1, 0).sum())
+    wasted = (steps_done - length) * (num_samples * epochs // len(epoch_of))
+    if expected != 0:
+        torn = f"the lineage begins at step {expected}."
+    return Verdict(counts.size, missing, repeated, 0, wasted, tuple(examples)), torn
 
 
 class World(Protocol):
@@ -122,8 +175,6 @@ class Rank:
     group: Group | None = None
     done: bool = False
     holds: bool = False
-    waited_s: float = 0.0
-    stood_s: float = 0.0
     _step: int = 0
     _sessions: int = 0
     _stands: bool = True
@@ -131,7 +182,6 @@ class Rank:
     _queue: deque[tuple[int, int]] = field(default_factory=deque)
     _block: Steps | None = None
     _needs: set[int] = field(default_factory=set)
-    _since: float = 0.0
 
     def __post_init__(self) -> None:
         self.machine = self.reader.machine
@@ -152,11 +202,6 @@ class Rank:
         )
 
     @property
-    def is_in_step(self) -> bool:
-        """Whether it computes, or waits for others that do; not for a slice or a generation."""
-        return not (self._stands or self._needs or self.done)
-
-    @property
     def is_cut(self) -> bool:
         """Whether nobody hears it now."""
         return self.net.is_cut(self.reader.node)
@@ -167,7 +212,7 @@ class Rank:
         """Becomes a member, under a new session, and steps with the others."""
         if not self.alive or self.done:
             return
-        self.group, self._stands, self._since = None, True, self.net.clock.now
+        self.group, self._stands = None, True
 
         def joined(generation: Generation) -> None:
             self._drive(self.membership.heartbeats(), lambda _: self._look())
@@ -236,7 +281,7 @@ class Rank:
 
     def _boundary(self, stop: bool, broken: bool = False) -> None:
         """Goes on in the generation that holds from here."""
-        self._stands, self._since = stop, self.net.clock.now
+        self._stands = stop
         before, group = self.membership.generation, self.group
         operation = self.membership.boundary(self._step, stop=stop, broken=broken, holds=self.holds)
 
@@ -247,7 +292,6 @@ class Rank:
             elif group is not None and group.is_broken:
                 self._boundary(True, broken=True)
             else:
-                self.stood_s += self.net.clock.now - self._since
                 self._begin_step()
 
         self._drive(operation, go_on)
@@ -287,7 +331,6 @@ class Rank:
     # Steps.
 
     def _begin_at(self, generation: Generation) -> None:
-        self.stood_s += self.net.clock.now - self._since
         self.holds = True
         step = generation.start_step
         if self.learned.step != step and step != self.run.num_steps:
@@ -311,7 +354,6 @@ class Rank:
             block = self._block = self.run.steps(step, stop, generation.rank, generation.world_size)
         slices = block.slices[slice(*block.bounds[step - block.first : step - block.first + 2])]
         self._needs = set(slices.tolist()).difference(self.reader.node.cache)
-        self._since = self.net.clock.now
         self._look_ahead()
         if not self._needs:
             self._compute()
@@ -351,10 +393,9 @@ class Rank:
             self._look_ahead()
 
     def _compute(self) -> None:
-        block, step, group, at = self._block, self._step, self.group, self.net.clock.now
+        block, step, group = self._block, self._step, self.group
         generation = self.membership.generation
         assert block is not None and group is not None and generation is not None
-        self.waited_s += at - self._since
         part = slice(*block.bounds[step - block.first : step - block.first + 2])
         read = block.slices[part] * self.net.settings.samples + block.samples[part]
 

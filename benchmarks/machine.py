@@ -1,17 +1,19 @@
-"""What this machine can do, and what a loader reaches of it: `forebay bench loader`.
+"""What this machine can do, and what a loader reaches of it: `python -m benchmarks.machine DATASET`.
 
 Limits are measured in the same seconds as the loader, in turns, so that a busy machine slows both: copying memory,
 hashing, reading the dataset's own files from the disk, and a bare NumPy gather-and-cast of the same samples in the
 same order into one buffer, which is the least that any loader must do.
 """
 
+import argparse
 import hashlib
+import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
+from forebay.load.sources import open_dataset
 
 _COPY_BYTES = 64 << 20
 _READ_BYTES = 8 << 20
@@ -89,7 +92,7 @@ def bench_loader(
         UsageError: If the dataset is not local, or of another layout.
     """
     if dataset.manifest.layout != "tokens" or getattr(dataset, "origin", None) is not None:
-        raise UsageError(f"bench loader: expected a local dataset of tokens, got {dataset!r}.")
+        raise UsageError(f"benchmarks.machine: expected a local dataset of tokens, got {dataset!r}.")
     plan = Loader(dataset, seq_len=seq_len, batch_size=batch_size, steps=max_steps, rank=0, world_size=1)
     steps = min(max_steps, len(plan))
     bare = _bare(plan, steps)
@@ -232,3 +235,21 @@ def _disk(dataset: Dataset) -> float:
             while got := file.readinto(buffer):
                 total += got
     return total / (time.perf_counter() - began)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dataset", help="a local dataset")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens a sample (2048)")
+    parser.add_argument("--batch-size", type=int, default=8, help="samples a step (8)")
+    parser.add_argument("--steps", type=int, default=2000, help="steps of a round (2000)")
+    parser.add_argument("--rounds", type=int, default=3, help="the median counts (3)")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(arguments)
+    dataset = open_dataset(args.dataset)
+    report = bench_loader(dataset, args.seq_len, args.batch_size, rounds=args.rounds, max_steps=args.steps)
+    print(json.dumps(report.to_json()) if args.json else table(report))
+
+
+if __name__ == "__main__":
+    main()

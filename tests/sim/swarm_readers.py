@@ -6,7 +6,7 @@ the fetches, in virtual time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +15,8 @@ from forebay.errors import IntegrityError, NetworkError
 from forebay.network.messages import SwarmRequest
 from forebay.network.swarm import Holder, Swarm
 from forebay.simulate.book import Verdict
-from forebay.simulate.bound import swarm_bound
-from forebay.simulate.clock import Clock, Progress, Trace
+from forebay.simulate.bound import Bound
+from forebay.simulate.clock import Clock
 from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.nodes import Fetch, Net, Node
 from forebay.simulate.result import Result
@@ -150,28 +150,33 @@ class Tracker:
         self.net.clock.after(1.0, self._refresh)
 
 
-def run(settings: Settings, progress: Progress | None = None) -> Result:
+def swarm_bound(settings: Settings, machines: Sequence[Machine]) -> Bound:
+    """The least time in which every machine that lives to the end can have every slice.
+
+    Source: Kumar and Ross 2006, Peer-assisted file distribution, theorem 1.
+    """
+    staying = [one for one in machines if one.dies_at == float("inf")]
+    everything = float(settings.slices * settings.slice_bytes)
+    origin_up = settings.origin_up * settings.origins
+    all_up = origin_up + sum(one.up for one in machines)
+    narrowest_s = max((one.joins_at + everything / one.down for one in staying), default=0.0)
+    all_s = len(staying) * everything / all_up
+    return Bound({"origin": everything / origin_up, "narrowest link": narrowest_s, "all links": all_s})
+
+
+def broadcast(settings: Settings) -> Result:
     """Runs until every reader that lives has every slice."""
     calm = swarm_bound(settings, draw(replace(settings, churn=0.0), 1.0).machines)
     faults = draw(settings, calm.seconds)
     bound = swarm_bound(settings, faults.machines)
     world = World(settings, faults)
-    trace = Trace()
-    trace.follow(world.clock, calm.seconds / 400, world.look, progress)
     ended = world.clock.run(lambda: world.left == 0, 20 * bound.seconds + 1000.0)
     missing = sum(settings.slices - len(one.node.cache) for one in world.readers.values() if one.alive)
     repeated = sum(max(0, count - 1) for count in world.arrivals.values())
-    samples = len(world.staying) * settings.slices
-    verdict = Verdict(samples, missing, repeated, 0, 0, ())
-    facts = world.tracker.swarm.facts()
-    counts = {
-        "killed": len(world.killed), "exchanges": world.net.counts["exchanges"],
-        "fetches": world.net.counts["fetches"], "failed": facts["failed"], "overdue": facts["overdue"],
-        "wrong_bytes": world.net.counts["wrong"], "stalls": world.net.counts["silent"], "bans": len(facts["banned"]),
-        "events": world.clock.num_events,
-    }  # fmt: skip
+    verdict = Verdict(len(world.staying) * settings.slices, missing, repeated, 0, 0, ())
+    counts = {"overdue": world.tracker.swarm.facts()["overdue"]}
     fault = "" if ended else f"after {world.clock.now:,.0f} virtual seconds slices are missing."
-    return Result(settings, verdict, world.clock.now, bound, world.net.origin_bytes(), counts, fault, trace)
+    return Result(settings, verdict, world.clock.now, bound, world.net.origin_bytes(), counts, fault)
 
 
 class World:
@@ -180,14 +185,11 @@ class World:
     def __init__(self, settings: Settings, faults: Faults) -> None:
         self.clock = Clock()
         self.net = Net(settings, self.clock, faults)
-        self.machines = faults.machines
         self.tracker = Tracker(self.net)
         self.readers: dict[int, Reader] = {}
         self.arrivals: dict[tuple[int, int], int] = {}
         self.staying = {machine.index for machine in faults.machines if machine.dies_at == float("inf")}
-        self.killed: list[int] = []
         self.left = len(self.staying) * settings.slices
-        self._all = self.left
         for machine in faults.machines:
             self._plan(machine)
 
@@ -202,7 +204,6 @@ class World:
             reader = self.readers[machine.index]
             reader.die()
             self.net.kill(reader.node)
-            self.killed.append(machine.index)
 
         self.clock.at(machine.joins_at, join)
         if machine.dies_at < float("inf"):
@@ -212,13 +213,3 @@ class World:
         key = reader.machine.index, index
         self.arrivals[key] = self.arrivals.get(key, 0) + 1
         self.left -= reader.machine.index in self.staying
-
-    def look(self) -> dict[str, float]:
-        """The curves' values now."""
-        origin, peers = self.net.links.rates(len(self.net.origins))
-        return {
-            "done": 1 - self.left / max(1, self._all),
-            "workers alive": sum(reader.alive for reader in self.readers.values()),
-            "bytes/s from origins": origin,
-            "bytes/s from workers": peers,
-        }

@@ -5,24 +5,24 @@ by `worker.membership_state`; a rank's samples are `order.run`'s; slices go roun
 its slowest rank. The record is the lineage of the weights that the run ends with.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from elastic_coordinator import Coordinator
+from elastic_ranks import Answer, Group, Rank, Weights, check
+from swarm_readers import Reader, Tracker
 
 from forebay.errors import NetworkError
 from forebay.network.client import RemoteError
 from forebay.order.plan import Order
 from forebay.order.run import BatchSizes, Run
 from forebay.schedule.members import ANSWER_S, Generation, Rules
-from forebay.simulate.book import Weights, check
-from forebay.simulate.bound import order_bound
-from forebay.simulate.broadcast import Reader, Tracker
-from forebay.simulate.clock import Clock, Progress, Trace
-from forebay.simulate.coordinator import Coordinator
+from forebay.simulate.bound import Bound, filling, work_done_s
+from forebay.simulate.clock import Clock
 from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.nodes import Net
-from forebay.simulate.ranks import Answer, Group, Rank
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings
 from forebay.worker.membership_state import Request
@@ -30,14 +30,36 @@ from forebay.worker.membership_state import Request
 _MAX_TIMES = 20.0
 
 
-def run(settings: Settings, progress: Progress | None = None) -> Result:
+def order_bound(settings: Settings, machines: Sequence[Machine]) -> Bound:
+    """The least time for all steps, where everybody alive has a part of each and parts differ by one sample at most."""
+    size, origin_up = settings.slice_bytes, settings.origin_up * settings.origins
+    batch = settings.workers * settings.batch
+    first = [one for one in machines if one.joins_at == 0.0]
+    begins_at = max(filling(settings, first)[-1], *(4 * one.latency_s + size / one.down for one in first))
+    moments = sorted({begins_at, *(at for one in machines for at in (one.joins_at, one.dies_at) if at < float("inf"))})
+    supply = [(0.0, 0.0)]
+    for moment in moments:
+        speeds = [one.speed for one in machines if one.joins_at <= moment < one.dies_at]
+        if speeds and moment >= begins_at:
+            supply.append((moment, batch / _step_s(batch, speeds)))
+    work = float(settings.slices * settings.samples * settings.epochs)
+    sending_s = settings.slices * size / origin_up + 2 * settings.latency_s
+    return Bound({"slowest rank": work_done_s(work, supply), "origin": sending_s})
+
+
+def _step_s(batch: int, speeds: Sequence[float]) -> float:
+    """A step of all, if the larger parts are those of the fastest."""
+    least, more = divmod(batch, len(speeds))
+    ordered = sorted(speeds, reverse=True)
+    return max(least / ordered[-1], (least + 1) / ordered[more - 1] if more else 0.0)
+
+
+def elastic(settings: Settings) -> Result:
     """Runs until all who live have done the last step, or it is clear that they never will."""
     calm = order_bound(settings, draw(replace(settings, churn=0.0), 1.0).machines)
     faults = draw(settings, calm.seconds)
     bound = order_bound(settings, faults.machines)
     world = _World(settings, faults)
-    trace = Trace()
-    trace.follow(world.clock, calm.seconds / 400, world.look, progress)
     until = _MAX_TIMES * (bound.seconds if bound.seconds < float("inf") else calm.seconds) + 1000.0
     ended = world.clock.run(world.is_over, until)
     end = max(world.ends or [rank.learned for rank in world.ranks.values()], key=lambda one: one.step)
@@ -47,7 +69,8 @@ def run(settings: Settings, progress: Progress | None = None) -> Result:
     fault = torn or world.fault()
     if not ended:
         fault = f"after {world.clock.now:,.0f} virtual seconds the run stands at step {end.step} of {steps}."
-    return Result(settings, verdict, world.clock.now, bound, world.net.origin_bytes(), world.counts(), fault, trace)
+    counts = {"generations": len(world.groups), "events": world.clock.num_events}
+    return Result(settings, verdict, world.clock.now, bound, world.net.origin_bytes(), counts, fault)
 
 
 class _World:
@@ -64,7 +87,6 @@ class _World:
         self.ranks: dict[str, Rank] = {}  # Who lives, by worker id.
         self.groups: list[Group] = []
         self.ends: list[Weights] = []
-        self.killed: list[Rank] = []
         self.out_of_order = 0
         self._last: Generation | None = None
         self._chance = self.net.chance("answers")
@@ -89,7 +111,6 @@ class _World:
 
         def die() -> None:
             rank = self.ranks.pop(worker_id)
-            self.killed.append(rank)
             rank.die()
             self.net.kill(rank.reader.node)
             session = rank.membership.session
@@ -164,36 +185,6 @@ class _World:
             if self.net.counts[name]:
                 return f"{name}, {self.net.counts[name]} times: a generation's ranks did not begin alike."
         return ""
-
-    def look(self) -> dict[str, float]:
-        """The curves' values now."""
-        origin, peers = self.net.links.rates(len(self.net.origins))
-        reached = max((rank.learned.step for rank in self.ranks.values()), default=0)
-        return {
-            "done": reached / (self.run.num_steps or 1),
-            "workers alive": len(self.ranks),
-            "workers using": sum(rank.is_in_step for rank in self.ranks.values()),
-            "bytes/s from origins": origin,
-            "bytes/s from workers": peers,
-        }
-
-    def counts(self) -> dict[str, float]:
-        """What happened, by name."""
-        ranks = [*self.killed, *self.ranks.values()]
-        lived = sum(min(self.clock.now, rank.machine.dies_at) - rank.machine.joins_at for rank in ranks)
-        return {
-            "steps": self.run.num_steps or 0,
-            "steps_redone": self.steps_done() - (self.run.num_steps or 0) if self.ends else 0,
-            "generations": len(self.groups),
-            "broken_generations": sum(group.is_broken for group in self.groups),
-            "killed": len(self.killed),
-            "returned": sum(caches is not None for _, caches in self._ids.values()),
-            "data_wait_share": sum(rank.waited_s for rank in ranks) / max(1e-9, lived),
-            "standing_share": sum(rank.stood_s for rank in ranks) / max(1e-9, lived),
-            "fetches": self.net.counts["fetches"],
-            "wrong_bytes": self.net.counts["wrong"],
-            "events": self.clock.num_events,
-        }
 
 
 def _worker_ids(settings: Settings, faults: Faults) -> dict[int, tuple[str, int | None]]:
