@@ -4,7 +4,6 @@ Hides: which examiner looks at which kind, and how much is read: 256 MiB of each
 there are many (1 GiB of all, at least 4 MiB of each).
 """
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,22 +12,19 @@ from itertools import takewhile
 from pathlib import Path
 
 from forebay.doctor import datasets, streams, tables, vectors
-from forebay.doctor.mend import mend_megatron, mend_vector
 from forebay.doctor.passages import Held, shared
 from forebay.doctor.report import CERTAIN, LIKELY, POSSIBLE, Finding, Options, Report, unique
 from forebay.doctor.sniff import EXAMINED, IDS_PREFIX, Subject, subjects, total_bytes
 from forebay.doctor.tokens import TokenCounts
 from forebay.doctor.verdicts import Look
-from forebay.errors import DatasetError, UsageError
-from forebay.formats import npy
-from forebay.formats.detect import detect, promised
+from forebay.errors import DatasetError
+from forebay.formats.detect import RAW_TOKENS, detect, promised
 
 _ALL_BYTES = 1 << 30
 _FEWEST_BYTES = 4 << 20
 _MOST_COMPARED = 64
 _FEWEST_SHARED = 16
 _HELD_OUT = ("val", "test", "eval", "dev", "heldout")
-_VECTORS = ("npy", "llm.c", "raw tokens")
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ def examine_one(subject: Subject, options: Options) -> tuple[Report, TokenCounts
 
 
 _EXAMINERS: dict[str, Callable[[Path, Options], Look]] = {
-    **dict.fromkeys(_VECTORS, vectors.survey),
+    **dict.fromkeys(("npy", "llm.c", RAW_TOKENS), vectors.survey),
     **{kind: partial(streams.walk, kind) for kind in streams.WALKERS},
     "parquet": tables.examine_parquet,
     "arrow": tables.examine_arrow,
@@ -108,11 +104,10 @@ def _unknown(path: Path) -> list[Finding]:
         return []  # Examined with their tokens.
     found = detect(path)
     if found.problem:
-        evidence, _, advice = found.problem.partition(". ")
-        return [Finding("not-the-data", CERTAIN, str(path), "byte 0", evidence, advice.rstrip("."))]
+        return [Finding("not-the-data", CERTAIN, str(path), "byte 0", found.problem)]
     if not found.format and promised(path.name) in EXAMINED:
         evidence = f"expected {promised(path.name)}, as its name says, got {found.why}"
-        return [Finding("not-the-data", CERTAIN, str(path), "byte 0", evidence, "fetch or write it again")]
+        return [Finding("not-the-data", CERTAIN, str(path), "byte 0", evidence)]
     return []
 
 
@@ -147,12 +142,11 @@ def _overlap(first: _Case, second: _Case) -> Finding | None:
     share = same / total
     name, where = str(second.report.path), str(first.report.path)
     evidence = f"{share:.0%} of its {what} occur in {where}"
-    mend = "prepare both again from texts of which each is in one: forebay prepare TEXT --dedup exact,minhash --out DIR"
     if held[0] != held[1] or first.argument != second.argument:
         if share >= 0.01:
-            return Finding("overlap", LIKELY if share >= 0.1 else POSSIBLE, name, what, evidence, mend)
+            return Finding("overlap", LIKELY if share >= 0.1 else POSSIBLE, name, what, evidence)
     elif share >= 0.9:
-        return Finding("same-data", LIKELY, name, what, evidence, f"leave out one of the two: {where}, {name}")
+        return Finding("same-data", LIKELY, name, what, evidence)
     return None
 
 
@@ -166,57 +160,3 @@ def _apart(first: Path, second: Path) -> tuple[str, str]:
 def _is_held_out(name: str) -> bool:
     words = "".join(c if c.isalnum() else " " for c in name.lower()).split()
     return any(word.startswith(_HELD_OUT) for word in words)
-
-
-def mend(path: Path, out: Path, options: Options) -> list[Path]:
-    """Write mended copies of what lies at `path` to the new directory `out`; what is sound is copied as it is.
-
-    Nothing is changed in place. All is read, whatever `options.full` says.
-
-    Raises:
-        UsageError: If `out` is not empty, or what is wrong cannot be mended mechanically.
-        DatasetError: If there is nothing at `path`, or what is there cannot be read.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"mend: expected a new or empty directory, got {out}. Name another.")
-    options = replace(options, full=True)
-    found = [(subject, examine_one(subject, options)[0]) for subject in subjects(path, options)]
-    for _, report in found:
-        stuck = [one for one in report.findings if one.is_wrong and "--mend OUT" not in one.mend]
-        if stuck:
-            raise UsageError(
-                f"{stuck[0].path}: {stuck[0].fault}: {stuck[0].evidence}. No copy mends it: {stuck[0].mend}."
-            )
-    written: list[Path] = []
-    for subject, report in found:
-        folder = out
-        if path.is_dir() and subject.path != path:
-            folder = out / subject.path.parent.relative_to(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        written += _mend_one(subject, report, folder, options) if report.is_wrong else _copy(subject, folder)
-    return written
-
-
-def _mend_one(subject: Subject, report: Report, out: Path, options: Options) -> list[Path]:
-    path, kind = subject.path, subject.kind
-    if kind in _VECTORS:
-        return mend_vector(path, out, options)
-    if kind in streams.WALKERS:
-        return streams.mend_stream(path, kind, out, options)
-    if kind in ("parquet", "arrow"):
-        return tables.mend_table(path, kind, out, options)
-    if kind == "megatron":
-        return mend_megatron(path.with_suffix(".idx"), path.with_suffix(".bin"), out)
-    raise UsageError(f"{path}: expected something that a copy mends, got {kind}. {report.findings[0].mend}.")
-
-
-def _copy(subject: Subject, out: Path) -> list[Path]:
-    path = subject.path
-    if path.is_dir():
-        shutil.copytree(path, out, dirs_exist_ok=True)
-        return [out]
-    beside = [path.with_suffix(".bin")] if subject.kind == "megatron" else []
-    if subject.kind in _VECTORS:
-        ids = npy.ids_of(path)
-        beside = [ids.path] if ids is not None else []
-    return [Path(shutil.copyfile(one, out / one.name)) for one in dict.fromkeys([path, *beside])]

@@ -170,7 +170,7 @@ def test_a_failed_download_is_an_error_that_says_so(suffix: str, data: bytes, sa
         open_source(tmp_path, ConvertOptions())
     for given in (path, tmp_path):
         report = next(one for one in examine([given], Options()) if one.path == path)
-        assert [(one.fault, says in f"{one.evidence} {one.mend}") for one in report.findings] == [
+        assert [(one.fault, says in f"{one.evidence} {one.advice}") for one in report.findings] == [
             ("not-the-data", True)
         ]
 
