@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from forebay.convert.content import Options
+from forebay.convert.content import Options, TableSource
 from forebay.convert.convert import convert
 from forebay.convert.narrow import DTYPES, Largest, dtype_name, narrow, narrow_bf16, quantize, widen_bf16
-from forebay.convert.table_sources.base import TableSource
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import open_slice, write_rows_slice

@@ -25,6 +25,7 @@ import pyarrow as pa
 from forebay.convert.content import (
     Digest,
     Options,
+    TableSource,
     TokenSource,
     Written,
     table_of_tokens,
@@ -32,11 +33,10 @@ from forebay.convert.content import (
     tokens_of_table,
 )
 from forebay.convert.streams import settle
-from forebay.convert.table_digest import is_number, leaf_type
-from forebay.convert.table_sources.base import TableSource
 from forebay.convert.tables import TABLE_SINKS, open_table, verify_table
 from forebay.convert.token_sinks import TOKEN_SINKS
 from forebay.convert.token_sources import open_tokens
+from forebay.convert.values import is_number, leaf_type
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, ForebayError, UsageError
 from forebay.formats import ForeignDataset, litdata, mds

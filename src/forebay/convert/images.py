@@ -22,14 +22,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from forebay.convert.content import Options
-from forebay.convert.table_sources.base import (
-    BATCH_BYTES,
-    TableSource,
-    column_of,
-    field_of,
-    rows_at_once,
-)
+from forebay.convert.content import Options, TableSource
+from forebay.convert.table import BATCH_BYTES, column_of, field_of, rows_at_once
 from forebay.errors import DatasetError, MissingPackageError, UsageError
 from forebay.extras import install_command
 from forebay.formats.detect import is_image

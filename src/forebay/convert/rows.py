@@ -19,11 +19,11 @@ import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from forebay.convert.content import Options, Written
+from forebay.convert.content import Options, TableSource, Written
 from forebay.convert.images import Aside, with_images
 from forebay.convert.narrow import QUANTIZED, SCALE_SUFFIX, Largest, dtype_name, name_of_dtype, narrow
-from forebay.convert.table_digest import TableDigest, flatten, is_number, leaf_type
-from forebay.convert.table_sources.base import DTYPE_KEY, TableSource, batch_of, field_of
+from forebay.convert.table import DTYPE_KEY, batch_of, field_of
+from forebay.convert.values import TableDigest, flatten, is_number, leaf_type
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.slices import open_slice, write_rows_slice
 from forebay.errors import DatasetError, UsageError

@@ -23,11 +23,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from forebay.convert.table_sources.base import (
+from forebay.convert.content import TableSource
+from forebay.convert.table import (
     BATCH_BYTES,
     DTYPE_KEY,
     Array,
-    TableSource,
     batch_of,
     column_of,
     field_of,
