@@ -9,8 +9,6 @@ BF16 has no NumPy type: its values travel as their bits, uint16. Cost: about 1 n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,32 +26,6 @@ SCALE_SUFFIX = ".scale"
 DTYPES = {name: kind for name, kind in slices.DTYPES.items() if not name.startswith("F8")}
 """Types that values are narrowed to; 8-bit floats are only carried."""
 _LEVELS = 127  # Of q8, to either side of zero.
-
-
-@dataclass(frozen=True)
-class Narrowed:
-    """A tensor in its new type.
-
-    Attributes:
-        tensors: By name: the values [N, …] and, if they are quantized, `<name>.scale` F32 [N].
-        dtypes: SafeTensors' names of their types.
-    """
-
-    tensors: Mapping[str, Array]
-    dtypes: Mapping[str, str]
-
-
-@dataclass
-class Largest:
-    """The largest magnitude of a tensor that is read in parts, for `q8-tensor`."""
-
-    value: float = 0.0
-    _rows: int = field(default=0, repr=False)
-
-    def add(self, values: Array, name: str) -> None:
-        """The next rows. Raises DatasetError if one is not finite."""
-        self.value = max(self.value, float(_magnitudes(values, name, self._rows).max(initial=0.0)))
-        self._rows += len(values)
 
 
 def dtype_name(text: str) -> str:
@@ -92,8 +64,8 @@ def narrow(
     first_row: int = 0,
     lossy: bool = False,
     largest: float | None = None,
-) -> Narrowed:
-    """A tensor's rows in another type.
+) -> dict[str, Array]:
+    """A tensor's rows in another type, by name: the values [N, …] and, if they are quantized, `<name>.scale` F32 [N].
 
     Args:
         values: [N, …]; BF16 as its bits.
@@ -110,16 +82,16 @@ def narrow(
     """
     kind = source or name_of_dtype(values.dtype)
     if kind == to:
-        return Narrowed({name: values}, {name: to})
+        return {name: values}
     if kind == "BF16":
         values, kind = widen_bf16(values), "F32"
     if to in QUANTIZED:
         if to == "q8-tensor" and largest is None:
             raise UsageError(f"tensor {name!r}: expected the largest magnitude of the whole tensor for q8-tensor.")
         quantized, scale = quantize(values, name, first_row=first_row, largest=largest if to == "q8-tensor" else None)
-        return Narrowed({name: quantized, name + SCALE_SUFFIX: scale}, {name: "I8", name + SCALE_SUFFIX: "F32"})
+        return {name: quantized, name + SCALE_SUFFIX: scale}
     change = _between_floats if kind[0] == "F" and "F" in to else _exactly
-    return Narrowed({name: change(values, to, name, first_row, lossy)}, {name: to})
+    return {name: change(values, to, name, first_row, lossy)}
 
 
 def _exactly(values: Array, to: str, name: str, first_row: int, lossy: bool) -> Array:
@@ -202,7 +174,7 @@ def quantize(
         DatasetError: If a value is not finite, or a scale is beyond F32.
     """
     rows = values.reshape(len(values), -1).astype(np.float64)
-    most = _magnitudes(values, name, first_row)
+    most = magnitudes(values, name, first_row)
     if largest is not None:
         most = np.full(len(values), largest, np.float64)
     with np.errstate(over="ignore"):
@@ -219,8 +191,8 @@ def quantize(
     return quantized.astype(np.int8).reshape(values.shape), scale
 
 
-def _magnitudes(values: Array, name: str, first_row: int) -> NDArray[np.float64]:
-    """The largest magnitude of each row [N]; 0 for rows without values."""
+def magnitudes(values: Array, name: str, first_row: int) -> NDArray[np.float64]:
+    """The largest magnitude of each row [N]; 0 for rows without values. Raises DatasetError if one is not finite."""
     bad = ~np.isfinite(values)
     if bad.any():
         raise _refused(values, bad, "q8", name, first_row, "Only finite values can be quantized.")

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from forebay.convert.content import Options, TableSource, Written
 from forebay.convert.images import Aside, with_images
-from forebay.convert.narrow import QUANTIZED, SCALE_SUFFIX, Largest, dtype_name, name_of_dtype, narrow
+from forebay.convert.narrow import QUANTIZED, SCALE_SUFFIX, dtype_name, magnitudes, name_of_dtype, narrow
 from forebay.convert.table import DTYPE_KEY, batch_of, field_of
 from forebay.convert.values import TableDigest, flatten, is_number, leaf_type
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
@@ -55,8 +55,7 @@ class _Writer:
     out: Path
     options: Options
     kinds: dict[str, str]
-    folder: str
-    stem: str
+    prefix: str
     infos: list[SliceInfo] = field(default_factory=list)
     digest: TableDigest = field(default_factory=TableDigest)
     _waiting: list[dict[str, Array]] = field(default_factory=list)
@@ -80,10 +79,10 @@ class _Writer:
         if not self._waiting:
             return
         tensors = {name: np.concatenate([part[name] for part in self._waiting]) for name in self._waiting[0]}
-        name = f"{self.folder}{self.stem}{len(self.infos):06d}.safetensors"
+        name = f"{self.prefix}{len(self.infos):06d}.safetensors"
         size, sha256 = write_rows_slice(self.out / name, tensors, self.kinds)
         self.infos.append(SliceInfo(len(self.infos), name, size, sha256, self._rows, 0))
-        fields = [field_of(n, a.dtype, a.shape[1:], self.kinds[n]) for n, a in sorted(tensors.items())]
+        fields = [field_of(n, a.dtype, a.shape[1:], self.kinds.get(n, "")) for n, a in sorted(tensors.items())]
         self.digest.add(batch_of(tensors, pa.schema(fields)))
         self._waiting, self._rows = [], 0
 
@@ -102,11 +101,11 @@ def write_rows(source: TableSource, out: Path, options: Options) -> Written:
         if column.to == "q8-tensor":
             column.largest = _largest(table, column)
     flat = bool(options.more.get("flat"))
-    stem = f"{options.name or 'rows'}-" if flat else ""
     (out / ("" if flat else "slices")).mkdir(parents=True)
-    writer = _Writer(out, options, {}, "" if flat else "slices/", stem)
+    kinds = {column.name: "I8" if column.to in QUANTIZED else column.to for column in columns}
+    writer = _Writer(out, options, kinds, f"{options.name or 'rows'}-" if flat else "slices/")
     for batch, first_row in _numbered(table):
-        tensors = _tensors(batch, columns, first_row, options, writer.kinds)
+        tensors = _tensors(batch, columns, first_row, options.lossy)
         if batch.num_rows:
             writer.add(tensors)
             options.advance(batch.num_rows)
@@ -162,31 +161,23 @@ def _numbered(table: TableSource) -> Iterator[tuple[pa.RecordBatch, int]]:
 
 
 def _largest(table: TableSource, column: _Column) -> float:
-    found = Largest()
+    """The largest magnitude of a whole column."""
+    found = 0.0
     for batch, first_row in _numbered(table):
-        found.add(_array(batch.column(column.name), column, first_row)[0], column.name)
-    return found.value
+        values = _array(batch.column(column.name), column, first_row)[0]
+        found = max(found, float(magnitudes(values, column.name, first_row).max(initial=0.0)))
+    return found
 
 
-def _tensors(
-    batch: pa.RecordBatch, columns: Sequence[_Column], first_row: int, options: Options, kinds: dict[str, str]
-) -> dict[str, Array]:
+def _tensors(batch: pa.RecordBatch, columns: Sequence[_Column], first_row: int, lossy: bool) -> dict[str, Array]:
     found: dict[str, Array] = {}
     for column in columns:
         array, mask = _array(batch.column(column.name), column, first_row)
-        narrowed = narrow(
-            array,
-            column.to,
-            column.name,
-            source=column.kind,
-            first_row=first_row,
-            lossy=options.lossy,
-            largest=column.largest,
+        found |= narrow(
+            array, column.to, column.name, source=column.kind, first_row=first_row, lossy=lossy, largest=column.largest
         )
-        found |= narrowed.tensors
-        kinds |= narrowed.dtypes
         if column.name == "input_ids" and mask is not None and all(c.name != "attention_mask" for c in columns):
-            found["attention_mask"], kinds["attention_mask"] = mask, "U8"
+            found["attention_mask"] = mask
     return found
 
 
@@ -261,17 +252,18 @@ def _ragged(column: _Column, wanted: tuple[int, ...], got: tuple[int, ...], row:
 def _lineage(
     table: TableSource, columns: Sequence[_Column], writer: _Writer, left_out: list[str], aside: int, options: Options
 ) -> dict[str, Any]:
-    first = open_slice(writer.out / writer.infos[0].name).tensors
-    tensors = {name: [writer.kinds[name], *array.shape[1:]] for name, array in sorted(first.items())}
-    told: dict[str, Any] = {"format": table.kind, "tensors": tensors}
-    changed = {c.name: {"from": c.kind, "to": writer.kinds[c.name]} for c in columns if c.kind != c.to}
+    first = open_slice(writer.out / writer.infos[0].name)
+    changed = {c.name: {"from": c.kind, "to": first.dtypes[c.name]} for c in columns if c.kind != c.to}
     for column in columns:
         if column.to in QUANTIZED:
             per = "tensor" if column.to == "q8-tensor" else "row"
             changed[column.name] |= {"scale": column.name + SCALE_SUFFIX, "per": per, "error": "at most scale / 2"}
-    more = {"changed": changed, "left_out": left_out, "aside": aside, "lossy": options.lossy and bool(changed)}
-    return {
-        "converted": told
-        | {k: v for k, v in more.items() if v}
-        | {k: table.facts[k] for k in ("classes",) if k in table.facts}
+    told = {
+        "changed": changed,
+        "left_out": left_out,
+        "aside": aside,
+        "lossy": options.lossy and bool(changed),
+        "classes": table.facts.get("classes"),
     }
+    tensors = {name: [first.dtypes[name], *array.shape[1:]] for name, array in sorted(first.tensors.items())}
+    return {"converted": {"format": table.kind, "tensors": tensors, **{k: v for k, v in told.items() if v}}}

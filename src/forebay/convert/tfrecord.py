@@ -231,7 +231,7 @@ def _features(name: str, column: pa.Array, first_row: int, lossy: bool) -> list[
     if pa.types.is_floating(kind):
         rows = split(_singles(values, name, first_row, lossy).astype("<f4"), counts)
         return [None if row is None else _field(2, _packed(row.tobytes())) for row in rows]
-    data, ends = varints(narrow(values, "I64", name, first_row=first_row).tensors[name])
+    data, ends = varints(narrow(values, "I64", name, first_row=first_row)[name])
     edges = np.concatenate([[0], ends])
     stops = np.cumsum(np.maximum(counts, 0))
     sizes = np.where(counts < 0, -1, edges[stops] - edges[stops - np.maximum(counts, 0)])
