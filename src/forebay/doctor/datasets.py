@@ -19,6 +19,7 @@ from forebay.doctor.tokens import WINDOW_TOKENS, TokenCounts, Window
 from forebay.doctor.verdicts import Look, judge, true_dtype
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import litdata, open_foreign
+from forebay.formats.blocks import INDEX_FILE
 from forebay.formats.foreign import TOKEN_COLUMNS, ForeignDataset, map_file
 
 _GUESSES = ("int64", "uint32", "uint16")
@@ -82,13 +83,13 @@ def examine_litdata(path: Path, options: Options) -> Look:
     try:
         layout, chunks = litdata.read_index(path, needs_tokens=False)
     except DatasetError as error:
-        look.say("index-mismatch", litdata.INDEX_FILE, str(error))
+        look.say("index-mismatch", INDEX_FILE, str(error))
         return look
     look.facts.update(chunks=len(chunks), items=sum(one.items for one in chunks))
     look.is_structure = layout is None
     look.facts["format"] = ", ".join(layout.formats) if layout is not None else "no tokens"
     if not chunks:
-        look.say("empty", litdata.INDEX_FILE, "expected chunks, got none")
+        look.say("empty", INDEX_FILE, "expected chunks, got none")
     sizes = {one: one.path.stat().st_size for one in chunks if one.path.is_file()}
     for one in chunks:
         if one not in sizes:
