@@ -9,7 +9,7 @@ Padding of `input_ids` is `eos_id` or 0, of `labels` -100, of all else 0; an `at
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from forebay.convert.content import Options, TableSource, Written
 from forebay.convert.images import Aside, with_images
-from forebay.convert.narrow import QUANTIZED, SCALE_SUFFIX, dtype_name, magnitudes, name_of_dtype, narrow
+from forebay.convert.narrow import QUANTIZED, SCALE_SUFFIX, dtype_name, name_of_dtype, narrow
 from forebay.convert.table import DTYPE_KEY, batch_of, field_of
 from forebay.convert.values import TableDigest, flatten, is_number, leaf_type
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
@@ -45,7 +45,6 @@ class _Column:
     shape: tuple[int, ...] | None = None
     width: int | None = None
     pad: int = 0
-    largest: float | None = None
 
 
 @dataclass
@@ -97,15 +96,14 @@ def write_rows(source: TableSource, out: Path, options: Options) -> Written:
     aside: list[Aside] = []
     table = with_images(source, options, aside)
     columns, left_out = _columns(table.schema, options)
-    for column in columns:
-        if column.to == "q8-tensor":
-            column.largest = _largest(table, column)
     flat = bool(options.more.get("flat"))
     (out / ("" if flat else "slices")).mkdir(parents=True)
-    kinds = {column.name: "I8" if column.to in QUANTIZED else column.to for column in columns}
+    kinds = {column.name: "I8" if column.to == QUANTIZED else column.to for column in columns}
     writer = _Writer(out, options, kinds, f"{options.name or 'rows'}-" if flat else "slices/")
-    for batch, first_row in _numbered(table):
+    first_row = 0
+    for batch in table.batches():
         tensors = _tensors(batch, columns, first_row, options.lossy)
+        first_row += batch.num_rows
         if batch.num_rows:
             writer.add(tensors)
             options.advance(batch.num_rows)
@@ -153,29 +151,11 @@ def _columns(schema: pa.Schema, options: Options) -> tuple[list[_Column], list[s
     return columns, left_out
 
 
-def _numbered(table: TableSource) -> Iterator[tuple[pa.RecordBatch, int]]:
-    first_row = 0
-    for batch in table.batches():
-        yield batch, first_row
-        first_row += batch.num_rows
-
-
-def _largest(table: TableSource, column: _Column) -> float:
-    """The largest magnitude of a whole column."""
-    found = 0.0
-    for batch, first_row in _numbered(table):
-        values = _array(batch.column(column.name), column, first_row)[0]
-        found = max(found, float(magnitudes(values, column.name, first_row).max(initial=0.0)))
-    return found
-
-
 def _tensors(batch: pa.RecordBatch, columns: Sequence[_Column], first_row: int, lossy: bool) -> dict[str, Array]:
     found: dict[str, Array] = {}
     for column in columns:
         array, mask = _array(batch.column(column.name), column, first_row)
-        found |= narrow(
-            array, column.to, column.name, source=column.kind, first_row=first_row, lossy=lossy, largest=column.largest
-        )
+        found |= narrow(array, column.to, column.name, source=column.kind, first_row=first_row, lossy=lossy)
         if column.name == "input_ids" and mask is not None and all(c.name != "attention_mask" for c in columns):
             found["attention_mask"] = mask
     return found
@@ -255,9 +235,8 @@ def _lineage(
     first = open_slice(writer.out / writer.infos[0].name)
     changed = {c.name: {"from": c.kind, "to": first.dtypes[c.name]} for c in columns if c.kind != c.to}
     for column in columns:
-        if column.to in QUANTIZED:
-            per = "tensor" if column.to == "q8-tensor" else "row"
-            changed[column.name] |= {"scale": column.name + SCALE_SUFFIX, "per": per, "error": "at most scale / 2"}
+        if column.to == QUANTIZED:
+            changed[column.name] |= {"scale": column.name + SCALE_SUFFIX, "per": "row", "error": "at most scale / 2"}
     told = {
         "changed": changed,
         "left_out": left_out,
