@@ -8,7 +8,7 @@ inferred from the first 64 MiB; and when a part ends: `out` with a suffix is one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias
@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.convert.content import Options, TableSource, Written
-from forebay.convert.values import TableDigest
+from forebay.convert.values import TableDigest, is_number
 from forebay.errors import DatasetError, UsageError
 from forebay.prepare.documents import batched
 from forebay.prepare.read.opening import open_plain
@@ -75,6 +75,18 @@ def _values(flat: Array, kind: Any) -> pa.Array:
 def batch_of(arrays: Mapping[str, Array], schema: pa.Schema) -> pa.RecordBatch:
     """Rows of several arrays, in the schema's order."""
     return pa.record_batch([column_of(arrays[one.name], one) for one in schema], schema=schema)
+
+
+def list_column(vectors: Sequence[Any], kind: Any) -> pa.Array:
+    """Vectors of numbers or lists of bytes, None where one is missing, as a column of lists."""
+    offsets = pa.array(np.cumsum([0, *(0 if one is None else len(one) for one in vectors)], dtype=np.int32))
+    there = [one for one in vectors if one is not None]
+    if is_number(kind.value_type):
+        leaves = pa.array(np.concatenate([np.empty(0, kind.value_type.to_pandas_dtype()), *there]))
+    else:
+        leaves = pa.array([value for one in there for value in one], pa.binary()).cast(kind.value_type)
+    mask = pa.array([one is None for one in vectors]) if len(there) < len(vectors) else None
+    return pa.ListArray.from_arrays(offsets, leaves, type=kind, mask=mask)
 
 
 # Columns by inference.

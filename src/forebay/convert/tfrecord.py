@@ -27,6 +27,7 @@ from forebay.convert.table import (
     BATCH_ROWS,
     INFERRED_BYTES,
     Encoded,
+    list_column,
     open_bytes,
     refuse_columns,
     write_parts,
@@ -164,20 +165,10 @@ def _batch(rows: list[_Row], schema: pa.Schema, where: str) -> pa.RecordBatch:
 
 def _column(rows: list[_Row], field: pa.Field) -> pa.Array:
     found = [row[field.name][1] if field.name in row else None for row in rows]
-    is_list = pa.types.is_list(field.type)
-    kind = field.type.value_type if is_list else field.type
-    offsets = np.cumsum([0, *(0 if values is None else len(values) for values in found)], dtype=np.int32)
-    there = [values for values in found if values is not None]
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        leaves = pa.array(np.concatenate([np.empty(0, kind.to_pandas_dtype()), *there]), kind)
-    else:
-        leaves = pa.array([value for values in there for value in values], pa.binary()).cast(kind)
-    missing = np.array([values is None for values in found])
-    if is_list:
-        mask = pa.array(missing) if missing.any() else None
-        return pa.ListArray.from_arrays(pa.array(offsets), leaves, type=field.type, mask=mask)
-    places = pa.array(np.cumsum(~missing) - 1, mask=missing)
-    return leaves.take(places)
+    if pa.types.is_list(field.type):
+        return list_column(found, field.type)
+    values = [None if one is None else one[0] for one in found]
+    return pa.array(values, field.type if is_number(field.type) else pa.binary()).cast(field.type)
 
 
 def write_tfrecord(source: TableSource, out: Path, options: Options) -> Written:

@@ -33,6 +33,7 @@ from forebay.convert.table import (
     column_of,
     field_of,
     inferred,
+    list_column,
     open_bytes,
     refuse_columns,
     rows_batch,
@@ -110,8 +111,7 @@ def _read(
 
 
 def _array_column(values: list[Any], field: pa.Field, where: str) -> pa.Array:
-    missing = np.array([value is None for value in values])
-    if missing.any() and not pa.types.is_list(field.type):
+    if any(value is None for value in values) and not pa.types.is_list(field.type):
         raise DatasetError(f"{where} and after: expected an array {field.name!r} in every sample, got none in some.")
     try:
         if not pa.types.is_list(field.type):
@@ -119,11 +119,7 @@ def _array_column(values: list[Any], field: pa.Field, where: str) -> pa.Array:
             if field_of(field.name, found.dtype.newbyteorder("="), found.shape[1:]).type != field.type:
                 raise ValueError(f"{found.dtype} {list(found.shape[1:])}")
             return column_of(found.astype(found.dtype.newbyteorder("="), copy=False), field)
-        there = [value for value in values if value is not None]
-        offsets = pa.array(np.cumsum([0, *(0 if value is None else len(value) for value in values)], dtype=np.int32))
-        leaves = pa.array(np.concatenate([np.empty(0, field.type.value_type.to_pandas_dtype()), *there]))
-        mask = pa.array(missing) if missing.any() else None
-        return pa.ListArray.from_arrays(offsets, leaves, type=field.type, mask=mask)
+        return list_column(values, field.type)
     except (ValueError, TypeError, pa.ArrowException) as error:
         raise DatasetError(
             f"{where} and after: expected arrays {field.name!r} of {field.type}, got: {error}."

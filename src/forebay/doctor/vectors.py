@@ -195,16 +195,13 @@ def _open_llmc(path: Path, memory: Bytes8) -> Survey:
     code, _, count = (int(n) for n in np.frombuffer(head_of(path, 12), "<i4"))
     dtype = np.dtype(LLMC_TYPES[code][1])
     wanted = _LLMC_BYTES + count * dtype.itemsize
-    stop = min(len(memory), wanted) if count > 0 else len(memory)
-    stop -= (stop - _LLMC_BYTES) % dtype.itemsize if stop > _LLMC_BYTES else 0
-    found = _survey(path, "llm.c", memory, min(_LLMC_BYTES, len(memory)), max(stop, _LLMC_BYTES), dtype)
+    start, stop = min(_LLMC_BYTES, len(memory)), min(len(memory), wanted) if count > 0 else len(memory)
+    found = _survey(path, "llm.c", memory, start, stop - (stop - start) % dtype.itemsize, dtype)
     found.facts["dtype"] = str(dtype)
     if len(memory) != wanted:
         fault = "truncated" if len(memory) < wanted else "appended"
-        found.say(
-            fault, f"byte {min(len(memory), wanted)}", f"expected {wanted} bytes by its header, got {len(memory)}"
-        )
-        found.stop = max(found.start, min(found.stop, len(memory)))
+        evidence = f"expected {wanted} bytes by its header, got {len(memory)}"
+        found.say(fault, f"byte {min(len(memory), wanted)}", evidence)
     return found
 
 

@@ -21,7 +21,7 @@ import zstandard
 from forebay.convert.content import Options as ConvertOptions
 from forebay.convert.convert import open_source
 from forebay.doctor import Options, examine
-from forebay.doctor.sniff import kind_of
+from forebay.doctor.examine import kind_of
 from forebay.errors import DatasetError, PrepareError, UsageError
 from forebay.formats.detect import FORMATS, detect
 from forebay.prepare.read import FORMATS as READ
