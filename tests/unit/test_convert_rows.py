@@ -212,10 +212,9 @@ def test_a_slice_made_with_plain_safetensors_code(tmp_path: Path) -> None:
     assert numpy.load_file(one.path)["labels"].tolist() == [*range(5), *range(5)]
 
 
-def test_flat_files_and_rows_of_a_slice(tmp_path: Path) -> None:
-    more = {"flat": True, "slice_rows": 40}
-    convert(a_table({"x": list(range(100))}), tmp_path / "f", "safetensors", Options(more=more))
-    sizes = [open_slice(path).num_rows for path in sorted((tmp_path / "f").iterdir())]
+def test_rows_of_a_slice(tmp_path: Path) -> None:
+    convert(a_table({"x": list(range(100))}), tmp_path / "f", "safetensors", Options(more={"slice_rows": 40}))
+    sizes = [open_slice(path).num_rows for path in sorted((tmp_path / "f" / "slices").iterdir())]
     assert sizes == [40, 40, 20]
 
 

@@ -73,7 +73,7 @@ def _options(args: argparse.Namespace) -> Options:
     from forebay.convert.content import Options
 
     given = {name: value for name, value in vars(args).items() if name in Options.__dataclass_fields__}
-    more = {name: getattr(args, name) for name in ("flat", "header", "generation", "items", "slice_rows")}
+    more = {name: getattr(args, name) for name in ("header", "generation", "items", "slice_rows")}
     given["more"] = {key: value for key, value in more.items() if value}
     given |= {"dtype": _DTYPES.get(args.dtype), "compress": args.compress or "", "tensors": dict(args.tensor)}
     return Options(**given)
@@ -113,7 +113,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         help="zstd: most formats; snappy: Parquet; gzip: lines",
     )
     p.add_argument("--slice-rows", type=positive, metavar="N", help="rows of a slice, in place of --slice-bytes")
-    p.add_argument("--flat", action="store_true", help="safetensors: files alone, without a manifest")
     p.add_argument("--header", action="store_true", help="bin: with llm.c's header")
     p.add_argument("--generation", choices=["npy", "bin"], help="npy: of the sample ids (default: npy)")
     p.add_argument("--items", choices=["tokens", "dict", "tuple"], help="litdata: what an item is (default: tokens)")

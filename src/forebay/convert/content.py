@@ -133,7 +133,7 @@ class Options:
         lossy: Take values that their new type cannot hold.
         resize, crop: (height, width) of images.
         max_member_bytes: Of a tar, unpacked: what is larger is refused.
-        more: Settings of one format alone (`generation` of npy, `header` of bin, `flat` of safetensors …).
+        more: Settings of one format alone (`generation` of npy, `header` of bin, `slice_rows` of rows …).
         follow_links: Also read what links in a directory lead to elsewhere.
         strict: A file that would be left out is an error.
         on_progress: Called with tokens or rows written since the last call.

@@ -45,7 +45,6 @@ from forebay.storage.atomic import sync_directory, sync_file
 from forebay.store.locks import try_take
 
 FORMATS = tuple(sorted({*TOKEN_SINKS, *TABLE_SINKS}))
-_BOTH = ("arrow", "safetensors files")  # Where a table may hold more than the tokens.
 _COMPRESSED = ("litdata", "mds")
 _HELD = 1.02  # Bytes written for one of the tokens', at most, besides document ends.
 
@@ -102,7 +101,7 @@ def open_source(path: str | Path, options: Options, to: str | None = None) -> To
     table: TableSource | None = None
     with _naming(path):
         tokens, problem = _try_tokens(path, options)
-        if tokens is None or (wants_table and tokens.kind in _BOTH):
+        if tokens is None or (wants_table and tokens.kind == "arrow"):
             table = open_table(path, options)
     if wants_table and table is not None:
         return table

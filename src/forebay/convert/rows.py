@@ -54,7 +54,6 @@ class _Writer:
     out: Path
     options: Options
     kinds: dict[str, str]
-    prefix: str
     infos: list[SliceInfo] = field(default_factory=list)
     digest: TableDigest = field(default_factory=TableDigest)
     _waiting: list[dict[str, Array]] = field(default_factory=list)
@@ -78,7 +77,7 @@ class _Writer:
         if not self._waiting:
             return
         tensors = {name: np.concatenate([part[name] for part in self._waiting]) for name in self._waiting[0]}
-        name = f"{self.prefix}{len(self.infos):06d}.safetensors"
+        name = f"slices/{len(self.infos):06d}.safetensors"
         size, sha256 = write_rows_slice(self.out / name, tensors, self.kinds)
         self.infos.append(SliceInfo(len(self.infos), name, size, sha256, self._rows, 0))
         fields = [field_of(n, a.dtype, a.shape[1:], self.kinds.get(n, "")) for n, a in sorted(tensors.items())]
@@ -87,7 +86,7 @@ class _Writer:
 
 
 def write_rows(source: TableSource, out: Path, options: Options) -> Written:
-    """A dataset of layout `rows`; with `more["flat"]`, its files without a manifest.
+    """A dataset of layout `rows`.
 
     Raises:
         UsageError: If no column is of numbers, or `tensors` names one that is not there.
@@ -96,10 +95,9 @@ def write_rows(source: TableSource, out: Path, options: Options) -> Written:
     aside: list[Aside] = []
     table = with_images(source, options, aside)
     columns, left_out = _columns(table.schema, options)
-    flat = bool(options.more.get("flat"))
-    (out / ("" if flat else "slices")).mkdir(parents=True)
+    (out / "slices").mkdir(parents=True)
     kinds = {column.name: "I8" if column.to == QUANTIZED else column.to for column in columns}
-    writer = _Writer(out, options, kinds, f"{options.name or 'rows'}-" if flat else "slices/")
+    writer = _Writer(out, options, kinds)
     first_row = 0
     for batch in table.batches():
         tensors = _tensors(batch, columns, first_row, options.lossy)
@@ -119,13 +117,12 @@ def write_rows(source: TableSource, out: Path, options: Options) -> Written:
             f"{len(aside)} images kept aside, with the reasons in {REJECTS_FILE}; the first: {aside[0].reason}"
         )
         files.append(Path(REJECTS_FILE))
-    if not flat:
-        lineage = _lineage(table, columns, writer, left_out, len(aside), options)
-        slices = SliceTable.from_rows(writer.infos)
-        atomic_write(out / TABLE_FILE, slices.to_parquet())
-        manifest = Manifest.of(slices, lineage, name=options.name or out.name, layout="rows", eos_id=options.eos_id)
-        atomic_write(out / MANIFEST_FILE, manifest.to_json())
-        files += [Path(TABLE_FILE), Path(MANIFEST_FILE)]
+    lineage = _lineage(table, columns, writer, left_out, len(aside), options)
+    slices = SliceTable.from_rows(writer.infos)
+    atomic_write(out / TABLE_FILE, slices.to_parquet())
+    manifest = Manifest.of(slices, lineage, name=options.name or out.name, layout="rows", eos_id=options.eos_id)
+    atomic_write(out / MANIFEST_FILE, manifest.to_json())
+    files += [Path(TABLE_FILE), Path(MANIFEST_FILE)]
     return Written(tuple(files), None, writer.digest.num_rows, 0, writer.digest.text(), tuple(notes))
 
 

@@ -26,7 +26,7 @@ from forebay.convert.content import Options, TokenSource, Written
 from forebay.convert.streams import Stream, settle, shards_of, slices_of
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, TOKEN_DTYPES, Manifest, SliceInfo, SliceTable
 from forebay.dataset.reader import listed_files
-from forebay.dataset.slices import hash_file, write_rows_slice, write_token_slice
+from forebay.dataset.slices import hash_file, write_token_slice
 from forebay.errors import UsageError
 from forebay.formats.detect import MEGATRON_MAGIC
 from forebay.formats.shard_writer import write_unlisted
@@ -49,10 +49,7 @@ _LEAF: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
 
 
 def write_safetensors(source: TokenSource, out: Path, options: Options) -> Written:
-    """A dataset of layout `tokens`; with `more["flat"]`, files alone: `tokens` and `document_ends`, or with `seq_len`
-    `input_ids` [N, seq_len]."""
-    if options.more.get("flat"):
-        return _write_flat(source, out, options)
+    """A dataset of layout `tokens`."""
     stream = settle(source, options, "keep")
     (out / "slices").mkdir(parents=True)
     rows: list[SliceInfo] = []
@@ -94,23 +91,6 @@ def _copy_tokenizer(source: TokenSource, out: Path) -> dict[str, str]:
         return {}
     shutil.copyfile(dataset.path / _TOKENIZER_FILE, out / _TOKENIZER_FILE)
     return {_TOKENIZER_FILE: hash_file(out / _TOKENIZER_FILE)}
-
-
-def _write_flat(source: TokenSource, out: Path, options: Options) -> Written:
-    seq_len = options.seq_len
-    stream = settle(source, options, "rows" if seq_len else "keep", whole=seq_len or 1)
-    out.mkdir()
-    names: list[Path] = []
-    most = options.shard_tokens
-    if seq_len:
-        most = max(1, (most or options.slice_bytes // stream.itemsize) // seq_len) * seq_len
-    for part in slices_of(stream, options.slice_bytes, most):
-        names.append(Path(f"{options.name or 'tokens'}-{len(names):05d}.safetensors"))
-        if seq_len:
-            write_rows_slice(out / names[-1], {"input_ids": part.tokens.reshape(-1, seq_len)})
-        else:
-            write_token_slice(out / names[-1], part.tokens, part.ends)
-    return stream.written(names)
 
 
 def write_bin(source: TokenSource, out: Path, options: Options, suffix: str = ".bin") -> Written:
