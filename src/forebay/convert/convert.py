@@ -154,30 +154,6 @@ def _try_tokens(path: str | Path, options: Options) -> tuple[TokenSource | None,
         return None, error
 
 
-def describe(path: str | Path, options: Options) -> dict[str, Any]:
-    """What lies at a path: its format, counts, and what it begins with."""
-    source = open_source(path, options)
-    if isinstance(source, TokenSource):
-        part = next(iter(source.parts()), None)
-        return {
-            "format": source.kind,
-            "holds": "tokens",
-            "dtype": source.dtype,
-            "tokens": source.num_tokens,
-            "documents": source.num_documents,
-            "seq_len": source.seq_len,
-            **source.facts,
-            "first": part.tokens[:16].tolist() if part is not None else [],
-        }
-    return {
-        "format": source.kind,
-        "holds": "rows",
-        "rows": source.num_rows,
-        "columns": {field.name: str(field.type) for field in source.schema},
-        "tokens_in": token_column(source.schema, options.column),
-    }
-
-
 def convert(
     path: str | Path | TokenSource | TableSource,
     out: str | Path,
