@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.doctor import Finding, Options, Report, examine, mend
+from forebay.doctor import Finding, Options, Report, examine
 
 EOS = 50256
 
@@ -40,15 +40,3 @@ def only(fault: str, *paths: Path, **known: Any) -> Finding:
     found = findings(*paths, **known)
     assert {one.fault for one in found} == {fault}, found
     return found[0]
-
-
-def mended(path: Path, **known: Any) -> Path:
-    """A mended copy, in which nothing is found any more; the command in the findings is the one that makes it."""
-    commands = [one.mend for one in findings(path, **known) if one.is_wrong]
-    assert commands and all(one.startswith("forebay doctor ") and "--mend OUT" in one for one in commands)
-    out = path.parent / f"{path.name}.mended"
-    before = path.read_bytes() if path.is_file() else b""
-    mend(path, out, Options(**known))
-    assert (path.read_bytes() if path.is_file() else b"") == before
-    assert faults(out, **known) == set()
-    return out

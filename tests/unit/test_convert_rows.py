@@ -19,13 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.cli import main
-from forebay.convert.content import Options
+from forebay.convert.content import Options, TableSource
 from forebay.convert.convert import convert
-from forebay.convert.table_digest import TableDigest
-from forebay.convert.table_sinks.records import varints
-from forebay.convert.table_sources.base import TableSource
-from forebay.convert.table_sources.records import integers
 from forebay.convert.tables import TABLE_SINKS, open_table, verify_table
+from forebay.convert.tfrecord import integers, varints
+from forebay.convert.values import TableDigest
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import open_slice
 from forebay.errors import DatasetError, UsageError
@@ -214,10 +212,9 @@ def test_a_slice_made_with_plain_safetensors_code(tmp_path: Path) -> None:
     assert numpy.load_file(one.path)["labels"].tolist() == [*range(5), *range(5)]
 
 
-def test_flat_files_and_rows_of_a_slice(tmp_path: Path) -> None:
-    more = {"flat": True, "slice_rows": 40}
-    convert(a_table({"x": list(range(100))}), tmp_path / "f", "safetensors", Options(more=more))
-    sizes = [open_slice(path).num_rows for path in sorted((tmp_path / "f").iterdir())]
+def test_rows_of_a_slice(tmp_path: Path) -> None:
+    convert(a_table({"x": list(range(100))}), tmp_path / "f", "safetensors", Options(more={"slice_rows": 40}))
+    sizes = [open_slice(path).num_rows for path in sorted((tmp_path / "f" / "slices").iterdir())]
     assert sizes == [40, 40, 20]
 
 
@@ -332,7 +329,7 @@ def test_lines_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_a_column_that_comes_late_is_no_silent_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.convert.table_sources.lines._INFERRED_BYTES", 1000)
+    monkeypatch.setattr("forebay.convert.table.INFERRED_BYTES", 1000)
     lines = [{"a": i} for i in range(5000)] + [{"a": 1, "b": 2}]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(DatasetError, match=r"line 4097 and after: expected columns a, .* got b: int64"):

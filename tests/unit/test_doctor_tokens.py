@@ -1,4 +1,4 @@
-"""Each fault of token files, made in a file and found; after the mend, gone."""
+"""Each fault of token files, made in a file and found."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from doctor_cases import EOS, faults, findings, look, mended, only, text_tokens
+from doctor_cases import EOS, faults, findings, look, only, text_tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from calibration import scaled
-from forebay.doctor import Options, examine, mend
+from forebay.cli import main
+from forebay.doctor import Options, examine
 from forebay.doctor.sample_ids import EMPTY
-from forebay.errors import UsageError
 from forebay.formats import open_foreign
 from forebay.formats.npy import sample_id
 from token_shards import write_shard
@@ -58,7 +58,8 @@ def test_a_npy_named_bin_is_read_as_64_tokens_too_many(tmp_path: Path) -> None:
     path = saved(tmp_path / "train.bin", tokens)
     found = only("header-as-tokens", path)
     assert found.place == "byte 0" and "64 tokens" in found.evidence and found.confidence == "certain"
-    assert (mended(path) / "train.bin").read_bytes() == tokens.tobytes()
+    assert main(["convert", str(path), str(tmp_path / "out.bin"), "--to", "bin"]) == 0  # As the advice says.
+    assert "convert" in found.advice and (tmp_path / "out.bin").read_bytes() == tokens.tobytes()
 
 
 def test_npy_files_put_one_after_the_other(tmp_path: Path) -> None:
@@ -72,7 +73,6 @@ def test_npy_files_put_one_after_the_other(tmp_path: Path) -> None:
         ("header-as-tokens", "byte 10128"),
         ("header-as-tokens", "byte 20256"),
     ]
-    assert np.array_equal(np.load(mended(path) / "all.npy"), np.concatenate(parts))
 
 
 def test_headers_inside_headerless_files(tmp_path: Path) -> None:
@@ -82,7 +82,6 @@ def test_headers_inside_headerless_files(tmp_path: Path) -> None:
     path = tmp_path / "all.bin"
     path.write_bytes(parts[0].tobytes() + (tmp_path / "1.part").read_bytes())
     assert only("header-as-tokens", path, dtype=np.dtype("<u2")).place == "token 5001"
-    assert (mended(path) / "all.bin").read_bytes() == np.concatenate(parts).tobytes()
 
 
 def test_a_header_that_was_written_again_as_wider_tokens(tmp_path: Path) -> None:
@@ -92,32 +91,32 @@ def test_a_header_that_was_written_again_as_wider_tokens(tmp_path: Path) -> None
     folder.mkdir()
     path = saved(folder / "wide.npy", whole)
     assert only("header-as-tokens", path).place == "token 0"
-    assert np.array_equal(np.load(mended(path) / "wide.npy"), tokens.astype(np.uint32))
 
 
 def test_a_npy_without_a_header(tmp_path: Path) -> None:
     tokens = text_tokens(N)
     path = raw(tmp_path / "train_000000.npy", tokens)
-    assert only("no-header", path).mend == f"forebay doctor {path} --mend OUT"
-    assert np.array_equal(np.load(mended(path) / path.name), tokens)
+    told = ["--to", "npy", "--input-dtype", "uint16", "--seq-len", "100"]
+    assert "--to npy --input-dtype TYPE --seq-len N" in only("no-header", path).advice
+    assert main(["convert", str(path), str(tmp_path / "out"), *told]) == 0
+    assert np.array_equal(np.load(tmp_path / "out" / path.name), tokens) and not faults(tmp_path / "out")
 
 
 @pytest.mark.parametrize("lost", [1, 1001])
-def test_truncated_files_are_cut_to_whole_tokens(tmp_path: Path, lost: int) -> None:
+def test_truncated_files(tmp_path: Path, lost: int) -> None:
     tokens = text_tokens(N)
     path = saved(tmp_path / "a.npy", tokens)
     os.truncate(path, path.stat().st_size - lost)
-    only("truncated", path)
-    kept = np.load(mended(path) / "a.npy")
-    assert len(kept) == N - (lost + 1) // 2 and np.array_equal(kept, tokens[: len(kept)])
+    assert f"got {path.stat().st_size}" in only("truncated", path).evidence
+    assert look(path)[0].facts["tokens"] == N - (lost + 1) // 2
 
 
-def test_what_was_appended_to_a_npy_goes(tmp_path: Path) -> None:
+def test_what_was_appended_to_a_npy(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.npy", text_tokens(N))
     with path.open("ab") as file:
         file.write(b"\x05" * 999)
-    only("appended", path)
-    assert len(np.load(mended(path) / "a.npy")) == N
+    found = only("appended", path)
+    assert found.place == f"byte {128 + 2 * N}" and "truncate" in found.advice
 
 
 @pytest.mark.parametrize("name", ["a.bin", "a.npy"])
@@ -126,8 +125,6 @@ def test_the_other_byte_order(tmp_path: Path, name: str, kind: str) -> None:
     tokens = text_tokens(N, vocab=50257 if kind == ">u2" else 128_000, dtype=kind)
     path = (saved if name.endswith("npy") else raw)(tmp_path / name, tokens)
     only("byte-order", path)
-    data = (mended(path) / name).read_bytes()
-    assert data[-tokens.nbytes :] == tokens.astype("<" + kind[1:]).tobytes()
 
 
 def test_bytes_in_the_upper_half(tmp_path: Path) -> None:
@@ -137,28 +134,22 @@ def test_bytes_in_the_upper_half(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told", "wanted"),
-    [("<u4", "<u2", "<u4"), ("<i8", "<u2", "<u4"), ("<i8", "<u4", "<u4"), ("<u2", "<u4", "<u2")],
+    ("kind", "told"),
+    [("<u4", "<u2"), ("<i8", "<u2"), ("<i8", "<u4"), ("<u2", "<u4")],
 )
-def test_one_type_read_as_another(tmp_path: Path, kind: str, told: str, wanted: str) -> None:
+def test_one_type_read_as_another(tmp_path: Path, kind: str, told: str) -> None:
     tokens = text_tokens(N, dtype=kind)
     path = raw(tmp_path / "a.bin", tokens)
     found = only("wrong-dtype", path, dtype=np.dtype(told))
     assert f"The tokens are {np.dtype(kind)}" in found.evidence
-    mend(path, tmp_path / "out", Options(dtype=np.dtype(told)))
-    assert (tmp_path / "out" / "a.bin").read_bytes() == tokens.astype(wanted).tobytes()
-    assert faults(tmp_path / "out", dtype=np.dtype(wanted)) == set()
+    out = tmp_path / "out.bin"
+    assert main(["convert", str(path), str(out), "--to", "bin", "--input-dtype", np.dtype(kind).name]) == 0
+    assert out.read_bytes() == tokens.astype("<u2" if kind == "<u2" else "<u4").tobytes() and not faults(out)
 
 
-def test_int64_npy_is_narrowed(tmp_path: Path) -> None:
-    tokens = text_tokens(N, dtype=np.int64)
-    path = saved(tmp_path / "a.npy", tokens)
-    only("wrong-dtype", path)
-    kept = np.load(mended(path) / "a.npy")
-    assert kept.dtype == np.uint32 and np.array_equal(kept, tokens)
-    saved(tmp_path / "f.npy", tokens.astype(np.float32))
-    with pytest.raises(UsageError, match="wrong-dtype"):
-        mend(tmp_path / "f.npy", tmp_path / "none", Options())
+@pytest.mark.parametrize("kind", [np.int64, np.float32])
+def test_npy_of_a_type_that_loaders_refuse(tmp_path: Path, kind: type) -> None:
+    only("wrong-dtype", saved(tmp_path / "a.npy", text_tokens(N).astype(kind)))
 
 
 def test_vocabulary_overflow_says_where(tmp_path: Path) -> None:
@@ -191,13 +182,13 @@ def test_a_long_run_without_eos_is_only_told(tmp_path: Path) -> None:
     assert report.ok and (found.fault, found.confidence, found.place) == ("missing-eos", "possible", "token 298")
 
 
-def test_zeros_that_were_set_aside_are_cut(tmp_path: Path) -> None:
+def test_zeros_that_were_set_aside(tmp_path: Path) -> None:
     tokens = text_tokens(N)
     path = raw(tmp_path / "a.bin", tokens)
     os.truncate(path, 200_000)
     found = only("trailing-zeros", path)
     assert found.place == f"byte {2 * N}" and "on disk" in found.evidence
-    assert (mended(path) / "a.bin").read_bytes() == tokens.tobytes()
+    assert look(path)[0].facts["tokens"] == N
 
 
 def test_terabytes_that_were_set_aside_take_no_time(tmp_path: Path) -> None:
@@ -215,7 +206,7 @@ def test_pieces_of_a_download_that_never_came(tmp_path: Path) -> None:
     tokens = text_tokens(5 * N)
     tokens[30_000:50_000] = 0
     found = only("zero-blocks", raw(tmp_path / "a.bin", tokens))
-    assert found.place == "token 30720" and "fetch" in found.mend
+    assert found.place == "token 30720" and "fetch" in found.advice
 
 
 def test_padding(tmp_path: Path) -> None:
@@ -255,9 +246,13 @@ def pair(folder: Path, tokens: np.ndarray, ids: np.ndarray, length: int = 256) -
     return path
 
 
-def is_whole(folder: Path, tokens: np.ndarray) -> bool:
-    """Whether what reads Templar's shards takes the mended pair, and every id fits."""
-    dataset = open_foreign(folder)
+def is_whole(path: Path, tokens: np.ndarray) -> bool:
+    """Whether a pair whose ids were computed anew, as the advice says, reads as Templar's, and every id fits."""
+    out = path.parent.with_name("out")
+    assert all("--to npy --seq-len N" in one.advice for one in findings(path))
+    path.with_name("sample_ids_000000.bin").unlink()
+    assert main(["convert", str(path), str(out), "--to", "npy", "--seq-len", "256"]) == 0
+    dataset = open_foreign(out)
     assert dataset is not None
     return dataset.verify().ok and np.array_equal(dataset.open_slice(0).tokens, tokens)
 
@@ -274,7 +269,7 @@ def test_ids_of_the_same_tokens_in_another_type(tmp_path: Path, kind: type) -> N
     other = tokens.astype(np.uint32 if kind is np.uint16 else np.uint16)
     path = pair(tmp_path / "s", tokens, ids_of(other, 256))
     only("ids-of-another-view", path)
-    assert is_whole(mended(path), tokens)
+    assert is_whole(path, tokens)
 
 
 def test_ids_of_four_bytes_a_token_in_a_file_of_two(tmp_path: Path) -> None:
@@ -285,7 +280,7 @@ def test_ids_of_four_bytes_a_token_in_a_file_of_two(tmp_path: Path) -> None:
     assert int(ids[20]) == int(ids[39]) == EMPTY == 13020603013274838756
     path = pair(tmp_path / "s", tokens, ids)
     assert faults(path) == {"phantom-ids", "ids-of-another-view"}
-    assert is_whole(mended(path), tokens)
+    assert is_whole(path, tokens)
 
 
 def test_ids_of_the_file_with_its_header(tmp_path: Path) -> None:
@@ -294,7 +289,7 @@ def test_ids_of_the_file_with_its_header(tmp_path: Path) -> None:
     ids_path = path.with_name("sample_ids_000000.bin")
     ids_path.write_bytes(ids_of(np.memmap(path, np.uint16, "r"), 256).tobytes())
     assert "header" in only("ids-of-another-view", path).evidence
-    assert is_whole(mended(path), tokens)
+    assert is_whole(path, tokens)
 
 
 def test_phantom_ids_beyond_the_tokens(tmp_path: Path) -> None:
@@ -302,25 +297,24 @@ def test_phantom_ids_beyond_the_tokens(tmp_path: Path) -> None:
     short = np.frombuffer(hashlib.blake2b(tokens[:100].tobytes(), digest_size=8).digest(), "<u8")
     path = pair(tmp_path / "s", tokens, np.concatenate([ids_of(tokens, 256), short]))
     assert only("phantom-ids", path).place == "sample 40"
-    assert is_whole(mended(path), tokens)
+    assert is_whole(path, tokens)
 
 
 def test_all_ids_equal(tmp_path: Path) -> None:
     tokens = text_tokens(40 * 256)
     path = pair(tmp_path / "s", tokens, np.full(40, 7, "<u8"))
     assert "all 40 ids are 7" in only("phantom-ids", path).evidence
-    assert is_whole(mended(path), tokens)
+    assert is_whole(path, tokens)
 
 
 def test_too_few_ids_and_a_tail(tmp_path: Path) -> None:
     tokens = text_tokens(40 * 256)
     path = pair(tmp_path / "s", tokens, ids_of(tokens, 256)[:-3])
     only("ids-count", path)
-    assert is_whole(mended(path), tokens)
+    assert is_whole(path, tokens)
     tail = saved(tmp_path / "t.npy", tokens[:-10])
     tail.with_name("sample_ids_t.bin").write_bytes(ids_of(tokens[:-10], 256).tobytes())
     only("ids-count", tail)
-    assert len(np.load(mended(tail) / "t.npy")) == 39 * 256
 
 
 def test_tokens_that_changed_are_not_given_new_ids(tmp_path: Path) -> None:
@@ -329,20 +323,7 @@ def test_tokens_that_changed_are_not_given_new_ids(tmp_path: Path) -> None:
     tokens[256 * 5] ^= 1
     path = pair(tmp_path / "s", tokens, ids)
     found = only("ids-mismatch", path)
-    assert found.place == "sample 5" and "fetch" in found.mend
-    with pytest.raises(UsageError, match="ids-mismatch"):
-        mend(path, tmp_path / "out", Options())
-
-
-def test_a_directory_is_mended_whole(tmp_path: Path) -> None:
-    folder, tokens = tmp_path / "shards", text_tokens(40 * 256)
-    pair(folder, tokens, ids_of(tokens, 256))
-    saved(folder / "extra.bin", text_tokens(N, 4))
-    assert faults(mended(folder)) == set()
-    names = sorted(p.name for p in (tmp_path / "shards.mended").iterdir())
-    assert names == ["extra.bin", "sample_ids_000000.bin", "train_000000.npy"]
-    with pytest.raises(UsageError, match="new or empty"):
-        mend(folder, folder, Options())
+    assert found.place == "sample 5" and "fetch" in found.advice
 
 
 def test_a_large_file_is_read_in_part(tmp_path: Path) -> None:

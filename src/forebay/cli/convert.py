@@ -20,16 +20,13 @@ _DTYPES = {"uint16": "U16", "uint32": "U32"}
 
 def _convert(args: argparse.Namespace) -> int:
     from forebay.convert.content import TokenSource
-    from forebay.convert.convert import FORMATS, check_place, convert, describe, format_named, open_source
+    from forebay.convert.convert import FORMATS, check_place, convert, format_named, open_source
     from forebay.observe.progress import PrepareBar
     from forebay.prepare.read.listing import Skipped, count_reasons, describe_skipped
 
     options = _options(args)
-    if args.describe:
-        show(describe(args.source, options), args.json)
-        return 0
-    if args.out is None or args.to is None:
-        raise UsageError(f"convert: expected OUT and --to (one of {', '.join(FORMATS)}), or --describe alone.")
+    if args.to is None:
+        raise UsageError(f"convert: expected --to (one of {', '.join(FORMATS)}), got none.")
     check_place(args.source, args.out, args.force)
     to = format_named(args.to)
     skipped: list[Skipped] = []
@@ -73,7 +70,7 @@ def _options(args: argparse.Namespace) -> Options:
     from forebay.convert.content import Options
 
     given = {name: value for name, value in vars(args).items() if name in Options.__dataclass_fields__}
-    more = {name: getattr(args, name) for name in ("flat", "header", "generation", "items", "slice_rows")}
+    more = {name: getattr(args, name) for name in ("header", "generation", "items", "slice_rows")}
     given["more"] = {key: value for key, value in more.items() if value}
     given |= {"dtype": _DTYPES.get(args.dtype), "compress": args.compress or "", "tensors": dict(args.tensor)}
     return Options(**given)
@@ -96,9 +93,8 @@ def _height_width(text: str) -> tuple[int, int]:
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     p = verb("convert", _convert, "from one format of training data to another, verified")
     p.add_argument("source", metavar="SRC", help="a file, a directory, or a pattern in quotes")
-    p.add_argument("out", metavar="OUT", nargs="?", type=Path, help="where to write; must be free")
+    p.add_argument("out", metavar="OUT", type=Path, help="where to write; must be free")
     p.add_argument("--to", metavar="FORMAT", help="safetensors, npy, bin, ds, megatron, mds, litdata, arrow, parquet …")
-    p.add_argument("--describe", action="store_true", help="say what SRC is, and write nothing")
     p.add_argument("--dtype", choices=sorted(_DTYPES), help="of the tokens written (default: as they are)")
     p.add_argument("--input-dtype", metavar="T", help="of tokens that no header tells")
     p.add_argument("--column", metavar="NAME", help="the column of tokens (default: input_ids or tokens)")
@@ -113,7 +109,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         help="zstd: most formats; snappy: Parquet; gzip: lines",
     )
     p.add_argument("--slice-rows", type=positive, metavar="N", help="rows of a slice, in place of --slice-bytes")
-    p.add_argument("--flat", action="store_true", help="safetensors: files alone, without a manifest")
     p.add_argument("--header", action="store_true", help="bin: with llm.c's header")
     p.add_argument("--generation", choices=["npy", "bin"], help="npy: of the sample ids (default: npy)")
     p.add_argument("--items", choices=["tokens", "dict", "tuple"], help="litdata: what an item is (default: tokens)")

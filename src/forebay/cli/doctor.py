@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,18 +15,9 @@ if TYPE_CHECKING:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from forebay.doctor import examine, mend
-    from forebay.errors import UsageError
+    from forebay.doctor import examine
 
-    options = _options(args)
-    paths = args.paths
-    if args.mend is not None:
-        if len(paths) != 1:
-            raise UsageError(f"--mend: expected one path, got {len(paths)}. Mend one after the other.")
-        for written in mend(paths[0], args.mend, options):
-            print(f"wrote {written}", file=sys.stderr)
-        paths = [args.mend]
-    reports = examine(paths, options)
+    reports = examine(args.paths, _options(args))
     ok = all(one.ok for one in reports)
     if args.json:
         print(json.dumps({"ok": ok, "reports": [one.to_json() for one in reports]}))
@@ -62,7 +52,6 @@ def _options(args: argparse.Namespace) -> Options:
         eos_id=eos,
         seq_len=args.seq_len or 0,
         tokenizer=tokenizer,
-        spec=args.tokenizer or "",
         full=args.full,
     )
 
@@ -77,12 +66,12 @@ def _show(report: Report) -> None:
     for one in report.findings:
         print(f"  {'WRONG' if one.is_wrong else 'maybe'} {one.fault} ({one.confidence}) at {one.place} of {one.path}")
         print(f"      {one.evidence}")
-        print(f"      mend: {one.mend}")
+        print(f"      {one.advice}")
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     del group
-    p = verb("doctor", _doctor, "what a training-data file is, what is wrong with it, and what mends it")
+    p = verb("doctor", _doctor, "what a training-data file is, what is wrong with it, and what to do")
     p.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, directories, or a pattern in quotes")
     p.add_argument("--dtype", metavar="TYPE", help="of tokens that no header tells: uint16, uint32, int64")
     p.add_argument("--vocab-size", type=positive, metavar="N", help="every id is below it")
@@ -90,5 +79,4 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--seq-len", type=positive, metavar="N", help="tokens of a sample: finds samples that occur twice")
     p.add_argument("--eos-id", type=whole_number, metavar="N", help="ends each document")
     p.add_argument("--full", action="store_true", help="read every byte (default: 256 MiB of each, 1 GiB of all)")
-    p.add_argument("--mend", type=Path, metavar="OUT", help="write a mended copy to this new directory, and examine it")
     p.add_argument("--json", action="store_true")

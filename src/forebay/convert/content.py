@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from forebay.convert.table_digest import flatten
-from forebay.convert.table_sources.base import TableSource
+from forebay.convert.values import flatten
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, UsageError
@@ -83,6 +82,40 @@ class TokenSource:
 
 
 @dataclass(frozen=True)
+class TableSource:
+    """Rows to be read from the start, any number of times: text as strings, tensors as `pa.fixed_shape_tensor` or
+    list columns.
+
+    Attributes:
+        kind: The format's name.
+        schema: Of every batch.
+        num_rows: None where only reading tells.
+        read: What reads the batches.
+        facts: What else is known: `classes`, the names behind integer labels.
+        dataset: Whose rows they are, if they are of a dataset of Forebay's.
+    """
+
+    kind: str
+    schema: pa.Schema
+    num_rows: int | None
+    read: Callable[[], Iterator[pa.RecordBatch]]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    dataset: Dataset | None = None
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """The rows, in order. Raises DatasetError where they are damaged."""
+        return self.read()
+
+    def changed(self, schema: pa.Schema, columns: Callable[[pa.RecordBatch], list[pa.Array]]) -> TableSource:
+        """The table with other columns, made of each batch's."""
+
+        def read() -> Iterator[pa.RecordBatch]:
+            return (pa.record_batch(columns(batch), schema=schema) for batch in self.batches())
+
+        return replace(self, schema=schema, read=read)
+
+
+@dataclass(frozen=True)
 class Options:
     """What a conversion was told. Each reader and sink takes what concerns it.
 
@@ -100,7 +133,7 @@ class Options:
         lossy: Take values that their new type cannot hold.
         resize, crop: (height, width) of images.
         max_member_bytes: Of a tar, unpacked: what is larger is refused.
-        more: Settings of one format alone (`generation` of npy, `header` of bin, `flat` of safetensors …).
+        more: Settings of one format alone (`generation` of npy, `header` of bin, `slice_rows` of rows …).
         follow_links: Also read what links in a directory lead to elsewhere.
         strict: A file that would be left out is an error.
         on_progress: Called with tokens or rows written since the last call.

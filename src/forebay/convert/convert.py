@@ -25,6 +25,7 @@ import pyarrow as pa
 from forebay.convert.content import (
     Digest,
     Options,
+    TableSource,
     TokenSource,
     Written,
     table_of_tokens,
@@ -32,11 +33,10 @@ from forebay.convert.content import (
     tokens_of_table,
 )
 from forebay.convert.streams import settle
-from forebay.convert.table_digest import is_number, leaf_type
-from forebay.convert.table_sources.base import TableSource
 from forebay.convert.tables import TABLE_SINKS, open_table, verify_table
 from forebay.convert.token_sinks import TOKEN_SINKS
 from forebay.convert.token_sources import open_tokens
+from forebay.convert.values import is_number, leaf_type
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, ForebayError, UsageError
 from forebay.formats import ForeignDataset, litdata, mds
@@ -45,7 +45,6 @@ from forebay.storage.atomic import sync_directory, sync_file
 from forebay.store.locks import try_take
 
 FORMATS = tuple(sorted({*TOKEN_SINKS, *TABLE_SINKS}))
-_BOTH = ("arrow", "safetensors files")  # Where a table may hold more than the tokens.
 _COMPRESSED = ("litdata", "mds")
 _HELD = 1.02  # Bytes written for one of the tokens', at most, besides document ends.
 
@@ -102,7 +101,7 @@ def open_source(path: str | Path, options: Options, to: str | None = None) -> To
     table: TableSource | None = None
     with _naming(path):
         tokens, problem = _try_tokens(path, options)
-        if tokens is None or (wants_table and tokens.kind in _BOTH):
+        if tokens is None or (wants_table and tokens.kind == "arrow"):
             table = open_table(path, options)
     if wants_table and table is not None:
         return table
@@ -153,30 +152,6 @@ def _try_tokens(path: str | Path, options: Options) -> tuple[TokenSource | None,
         if place.is_dir() and (mds.is_index(place) or litdata.is_index(place)):
             raise  # Their index is no table of rows.
         return None, error
-
-
-def describe(path: str | Path, options: Options) -> dict[str, Any]:
-    """What lies at a path: its format, counts, and what it begins with."""
-    source = open_source(path, options)
-    if isinstance(source, TokenSource):
-        part = next(iter(source.parts()), None)
-        return {
-            "format": source.kind,
-            "holds": "tokens",
-            "dtype": source.dtype,
-            "tokens": source.num_tokens,
-            "documents": source.num_documents,
-            "seq_len": source.seq_len,
-            **source.facts,
-            "first": part.tokens[:16].tolist() if part is not None else [],
-        }
-    return {
-        "format": source.kind,
-        "holds": "rows",
-        "rows": source.num_rows,
-        "columns": {field.name: str(field.type) for field in source.schema},
-        "tokens_in": token_column(source.schema, options.column),
-    }
 
 
 def convert(

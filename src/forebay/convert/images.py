@@ -22,14 +22,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from forebay.convert.content import Options
-from forebay.convert.table_sources.base import (
-    BATCH_BYTES,
-    TableSource,
-    column_of,
-    field_of,
-    rows_at_once,
-)
+from forebay.convert.content import Options, TableSource
+from forebay.convert.table import BATCH_BYTES, column_of, field_of, rows_at_once
+from forebay.convert.values import is_bytes
 from forebay.errors import DatasetError, MissingPackageError, UsageError
 from forebay.extras import install_command
 from forebay.formats.detect import is_image
@@ -100,26 +95,47 @@ def with_images(source: TableSource, options: Options, aside: list[Aside]) -> Ta
     column = image_column(source)
     if column is None:
         return source
-    channels, reason, size = 0, "", (0, 0)
-    for batch in source.batches():
-        for blob in batch.column(column).to_pylist():
-            image = decode(blob, None, options)
-            if not isinstance(image, str):
-                channels, size = image.shape[0], (int(image.shape[1]), int(image.shape[2]))
-                break
-            reason = reason or image
-        if channels:
+    tried = (decode(blob, None, options) for batch in source.batches() for blob in batch.column(column).to_pylist())
+    reason = ""
+    for image in tried:
+        if not isinstance(image, str):
             break
-    if not channels:
+        reason = reason or image
+    else:
         raise DatasetError(f"column {column!r}: expected images, got none that can be decoded: {reason}.")
-    shape = (channels, *size)
-    fields = [
-        field_of(renamed(one.name, column), np.dtype(np.uint8), shape)
-        if one.name == column
-        else pa.field(renamed(one.name, column), one.type)
-        for one in source.schema
-    ]
-    schema = pa.schema(fields)
+    shape = image.shape
+    schema = pa.schema(
+        [
+            field_of("images", np.dtype(np.uint8), shape)
+            if one.name == column
+            else pa.field(_NAMES.get(one.name, one.name), one.type)
+            for one in source.schema
+        ]
+    )
+
+    def decoded(pool: ThreadPoolExecutor, batch: pa.RecordBatch, first: int) -> pa.RecordBatch:
+        """A batch with images in place of the column; those that are none go `aside`."""
+        found = list(pool.map(lambda blob: decode(blob, shape[0], options), batch.column(column).to_pylist()))
+        names = batch.column("path").to_pylist() if "path" in batch.schema.names else [None] * len(found)
+        kept = []
+        for i, image in enumerate(found):
+            name = names[i] or f"row {first + i}"
+            if isinstance(image, str):
+                aside.append(Aside(first + i, name, image))
+            elif image.shape != shape:
+                raise DatasetError(
+                    f"{name}: expected an image of {shape[1]} x {shape[2]} (height x width) as the first, got "
+                    f"{image.shape[1]} x {image.shape[2]}. Make them alike with --resize HxW or --crop HxW."
+                )
+            else:
+                kept.append(i)
+        rest = batch.take(pa.array(kept, pa.int64()))
+        stacked = np.stack([found[i] for i in kept]) if kept else np.empty((0, *shape), np.uint8)
+        columns = [
+            column_of(stacked, one) if old == column else rest.column(old)
+            for one, old in zip(schema, batch.schema.names)
+        ]
+        return pa.record_batch(columns, schema=schema)
 
     def read() -> Iterator[pa.RecordBatch]:
         aside.clear()
@@ -128,56 +144,15 @@ def with_images(source: TableSource, options: Options, aside: list[Aside]) -> Ta
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             for batch in source.batches():
                 for start in range(0, batch.num_rows, step):
-                    some = batch.slice(start, step)
-                    found = list(
-                        pool.map(lambda blob: decode(blob, channels, options), some.column(column).to_pylist())
-                    )
-                    yield _decoded(some, found, first + start, column, shape, schema, aside)
+                    yield decoded(pool, batch.slice(start, step), first + start)
                 first += batch.num_rows
 
     return replace(source, schema=schema, num_rows=None, read=read)
 
 
-def _decoded(
-    batch: pa.RecordBatch,
-    found: list[NDArray[np.uint8] | str],
-    first: int,
-    column: str,
-    shape: tuple[int, int, int],
-    schema: pa.Schema,
-    aside: list[Aside],
-) -> pa.RecordBatch:
-    """A batch with these images in place of the column; those that are none go `aside`."""
-    names = batch.column("path").to_pylist() if "path" in batch.schema.names else [None] * len(found)
-    kept = []
-    for i, image in enumerate(found):
-        if isinstance(image, str):
-            aside.append(Aside(first + i, names[i] or f"row {first + i}", image))
-            continue
-        if image.shape != shape:
-            raise DatasetError(
-                f"{names[i] or f'row {first + i}'}: expected an image of {shape[1]} x {shape[2]} "
-                f"(height x width) as the first, got {image.shape[1]} x {image.shape[2]}. Make them alike with "
-                "--resize HxW or --crop HxW."
-            )
-        kept.append(i)
-    rest = batch.take(pa.array(kept, pa.int64()))
-    stacked = np.stack([found[i] for i in kept]) if kept else np.empty((0, *shape), np.uint8)
-    columns = []
-    for one in schema:
-        old = next(n for n in batch.schema.names if renamed(n, column) == one.name)
-        columns.append(column_of(stacked, one) if old == column else rest.column(old))
-    return pa.record_batch(columns, schema=schema)
-
-
-def renamed(name: str, column: str) -> str:
-    """What a column is called once its images are arrays."""
-    return "images" if name == column else _NAMES.get(name, name)
-
-
 def image_column(source: TableSource) -> str | None:
     """The first column of bytes whose first value begins as an image does."""
-    blobs: list[str] = [f.name for f in source.schema if pa.types.is_binary(f.type) or pa.types.is_large_binary(f.type)]
+    blobs: list[str] = [one.name for one in source.schema if is_bytes(one.type)]
     if not blobs:
         return None
     for batch in source.batches():
@@ -208,7 +183,7 @@ def bare_images(source: TableSource) -> TableSource:
 def _is_wrapped(kind: Any) -> bool:
     if not pa.types.is_struct(kind) or {kind.field(i).name for i in range(kind.num_fields)} != {"bytes", "path"}:
         return False
-    return bool(pa.types.is_binary(kind.field("bytes").type) or pa.types.is_large_binary(kind.field("bytes").type))
+    return is_bytes(kind.field("bytes").type)
 
 
 def decode(blob: bytes | None, channels: int | None, options: Options) -> NDArray[np.uint8] | str:

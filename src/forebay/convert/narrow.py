@@ -1,7 +1,7 @@
 """Values of one type as another, checked: an integer that does not fit is refused, with its tensor, row and value.
 
 Integers and booleans change only without loss; floats round to the nearest, ties to even, and are refused where a
-finite value would become infinite. `q8` is eight bits with a scale of the row's (`q8-tensor`: of the whole tensor's)
+finite value would become infinite. `q8` is eight bits with a scale of the row's
 own: x is about q * scale, |x - q * scale| <= scale / 2, a quarter of the bytes of F32.
 
 BF16 has no NumPy type: its values travel as their bits, uint16. Cost: about 1 ns a value, 4 ns for `q8`.
@@ -9,8 +9,6 @@ BF16 has no NumPy type: its values travel as their bits, uint16. Cost: about 1 n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,7 +19,7 @@ from forebay.errors import DatasetError, UsageError
 
 Array: TypeAlias = NDArray[Any]
 
-QUANTIZED = ("q8", "q8-tensor")
+QUANTIZED = "q8"
 SCALE_SUFFIX = ".scale"
 """Of the tensor, F32 [N], that holds the scales of the rows of another."""
 
@@ -30,46 +28,20 @@ DTYPES = {name: kind for name, kind in slices.DTYPES.items() if not name.startsw
 _LEVELS = 127  # Of q8, to either side of zero.
 
 
-@dataclass(frozen=True)
-class Narrowed:
-    """A tensor in its new type.
-
-    Attributes:
-        tensors: By name: the values [N, …] and, if they are quantized, `<name>.scale` F32 [N].
-        dtypes: SafeTensors' names of their types.
-    """
-
-    tensors: Mapping[str, Array]
-    dtypes: Mapping[str, str]
-
-
-@dataclass
-class Largest:
-    """The largest magnitude of a tensor that is read in parts, for `q8-tensor`."""
-
-    value: float = 0.0
-    _rows: int = field(default=0, repr=False)
-
-    def add(self, values: Array, name: str) -> None:
-        """The next rows. Raises DatasetError if one is not finite."""
-        self.value = max(self.value, float(_magnitudes(values, name, self._rows).max(initial=0.0)))
-        self._rows += len(values)
-
-
 def dtype_name(text: str) -> str:
-    """`F16` of `f16`, `float16` or `FP16`; `q8` and `q8-tensor` as they are.
+    """`F16` of `f16`, `float16` or `FP16`; `q8` as it is.
 
     Raises:
         UsageError: If there is no such type.
     """
     lowered = text.strip().lower()
-    if lowered in QUANTIZED:
+    if lowered == QUANTIZED:
         return lowered
     short = lowered.replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "i")
     name = short.replace("fp", "f").upper()
     if name not in DTYPES:
         raise UsageError(
-            f"type of a tensor: expected one of {', '.join(n.lower() for n in DTYPES)}, {', '.join(QUANTIZED)}, got "
+            f"type of a tensor: expected one of {', '.join(n.lower() for n in DTYPES)}, {QUANTIZED}, got "
             f"{text!r}. Say --tensor NAME=TYPE."
         )
     return name
@@ -91,9 +63,8 @@ def narrow(
     source: str | None = None,
     first_row: int = 0,
     lossy: bool = False,
-    largest: float | None = None,
-) -> Narrowed:
-    """A tensor's rows in another type.
+) -> dict[str, Array]:
+    """A tensor's rows in another type, by name: the values [N, …] and, if they are quantized, `<name>.scale` F32 [N].
 
     Args:
         values: [N, …]; BF16 as its bits.
@@ -102,24 +73,20 @@ def narrow(
         source: The values' type, SafeTensors' name; by default that of the array.
         first_row: The number of the first row, for messages.
         lossy: Let finite floats become infinite, and integers round as they become floats.
-        largest: For `q8-tensor`: the magnitude of the whole tensor's largest value.
 
     Raises:
         DatasetError: If a value does not fit: names tensor, row and value.
-        UsageError: If `to` is `q8-tensor` and `largest` is missing.
     """
     kind = source or name_of_dtype(values.dtype)
     if kind == to:
-        return Narrowed({name: values}, {name: to})
+        return {name: values}
     if kind == "BF16":
         values, kind = widen_bf16(values), "F32"
-    if to in QUANTIZED:
-        if to == "q8-tensor" and largest is None:
-            raise UsageError(f"tensor {name!r}: expected the largest magnitude of the whole tensor for q8-tensor.")
-        quantized, scale = quantize(values, name, first_row=first_row, largest=largest if to == "q8-tensor" else None)
-        return Narrowed({name: quantized, name + SCALE_SUFFIX: scale}, {name: "I8", name + SCALE_SUFFIX: "F32"})
+    if to == QUANTIZED:
+        quantized, scale = quantize(values, name, first_row=first_row)
+        return {name: quantized, name + SCALE_SUFFIX: scale}
     change = _between_floats if kind[0] == "F" and "F" in to else _exactly
-    return Narrowed({name: change(values, to, name, first_row, lossy)}, {name: to})
+    return {name: change(values, to, name, first_row, lossy)}
 
 
 def _exactly(values: Array, to: str, name: str, first_row: int, lossy: bool) -> Array:
@@ -187,13 +154,12 @@ def widen_bf16(bits: Array) -> NDArray[np.float32]:
 
 
 def quantize(
-    values: Array, name: str = "values", *, first_row: int = 0, largest: float | None = None
+    values: Array, name: str = "values", *, first_row: int = 0
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Eight bits and a scale for each row: |x - q * scale| <= scale / 2.
 
     Args:
         values: Numbers [N, …], finite.
-        largest: The magnitude that 127 stands for in every row; by default that of each row.
 
     Returns:
         I8 [N, …] in [-127, 127] and F32 [N]; a row of zeros has scale 0.
@@ -203,8 +169,6 @@ def quantize(
     """
     rows = values.reshape(len(values), -1).astype(np.float64)
     most = _magnitudes(values, name, first_row)
-    if largest is not None:
-        most = np.full(len(values), largest, np.float64)
     with np.errstate(over="ignore"):
         scale = (most / _LEVELS).astype(np.float32)
         if np.isinf(scale).any():
@@ -220,7 +184,7 @@ def quantize(
 
 
 def _magnitudes(values: Array, name: str, first_row: int) -> NDArray[np.float64]:
-    """The largest magnitude of each row [N]; 0 for rows without values."""
+    """The largest magnitude of each row [N]; 0 for rows without values. Raises DatasetError if one is not finite."""
     bad = ~np.isfinite(values)
     if bad.any():
         raise _refused(values, bad, "q8", name, first_row, "Only finite values can be quantized.")

@@ -9,7 +9,7 @@ Padding of `input_ids` is `eos_id` or 0, of `labels` -100, of all else 0; an `at
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,11 +19,11 @@ import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from forebay.convert.content import Options, Written
+from forebay.convert.content import Options, TableSource, Written
 from forebay.convert.images import Aside, with_images
-from forebay.convert.narrow import QUANTIZED, SCALE_SUFFIX, Largest, dtype_name, name_of_dtype, narrow
-from forebay.convert.table_digest import TableDigest, flatten, is_number, leaf_type
-from forebay.convert.table_sources.base import DTYPE_KEY, TableSource, batch_of, field_of
+from forebay.convert.narrow import QUANTIZED, SCALE_SUFFIX, dtype_name, name_of_dtype, narrow
+from forebay.convert.table import DTYPE_KEY, batch_of, field_of
+from forebay.convert.values import TableDigest, flatten, is_number, leaf_type
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.slices import open_slice, write_rows_slice
 from forebay.errors import DatasetError, UsageError
@@ -45,7 +45,6 @@ class _Column:
     shape: tuple[int, ...] | None = None
     width: int | None = None
     pad: int = 0
-    largest: float | None = None
 
 
 @dataclass
@@ -55,8 +54,6 @@ class _Writer:
     out: Path
     options: Options
     kinds: dict[str, str]
-    folder: str
-    stem: str
     infos: list[SliceInfo] = field(default_factory=list)
     digest: TableDigest = field(default_factory=TableDigest)
     _waiting: list[dict[str, Array]] = field(default_factory=list)
@@ -80,16 +77,16 @@ class _Writer:
         if not self._waiting:
             return
         tensors = {name: np.concatenate([part[name] for part in self._waiting]) for name in self._waiting[0]}
-        name = f"{self.folder}{self.stem}{len(self.infos):06d}.safetensors"
+        name = f"slices/{len(self.infos):06d}.safetensors"
         size, sha256 = write_rows_slice(self.out / name, tensors, self.kinds)
         self.infos.append(SliceInfo(len(self.infos), name, size, sha256, self._rows, 0))
-        fields = [field_of(n, a.dtype, a.shape[1:], self.kinds[n]) for n, a in sorted(tensors.items())]
+        fields = [field_of(n, a.dtype, a.shape[1:], self.kinds.get(n, "")) for n, a in sorted(tensors.items())]
         self.digest.add(batch_of(tensors, pa.schema(fields)))
         self._waiting, self._rows = [], 0
 
 
 def write_rows(source: TableSource, out: Path, options: Options) -> Written:
-    """A dataset of layout `rows`; with `more["flat"]`, its files without a manifest.
+    """A dataset of layout `rows`.
 
     Raises:
         UsageError: If no column is of numbers, or `tensors` names one that is not there.
@@ -98,15 +95,13 @@ def write_rows(source: TableSource, out: Path, options: Options) -> Written:
     aside: list[Aside] = []
     table = with_images(source, options, aside)
     columns, left_out = _columns(table.schema, options)
-    for column in columns:
-        if column.to == "q8-tensor":
-            column.largest = _largest(table, column)
-    flat = bool(options.more.get("flat"))
-    stem = f"{options.name or 'rows'}-" if flat else ""
-    (out / ("" if flat else "slices")).mkdir(parents=True)
-    writer = _Writer(out, options, {}, "" if flat else "slices/", stem)
-    for batch, first_row in _numbered(table):
-        tensors = _tensors(batch, columns, first_row, options, writer.kinds)
+    (out / "slices").mkdir(parents=True)
+    kinds = {column.name: "I8" if column.to == QUANTIZED else column.to for column in columns}
+    writer = _Writer(out, options, kinds)
+    first_row = 0
+    for batch in table.batches():
+        tensors = _tensors(batch, columns, first_row, options.lossy)
+        first_row += batch.num_rows
         if batch.num_rows:
             writer.add(tensors)
             options.advance(batch.num_rows)
@@ -122,13 +117,12 @@ def write_rows(source: TableSource, out: Path, options: Options) -> Written:
             f"{len(aside)} images kept aside, with the reasons in {REJECTS_FILE}; the first: {aside[0].reason}"
         )
         files.append(Path(REJECTS_FILE))
-    if not flat:
-        lineage = _lineage(table, columns, writer, left_out, len(aside), options)
-        slices = SliceTable.from_rows(writer.infos)
-        atomic_write(out / TABLE_FILE, slices.to_parquet())
-        manifest = Manifest.of(slices, lineage, name=options.name or out.name, layout="rows", eos_id=options.eos_id)
-        atomic_write(out / MANIFEST_FILE, manifest.to_json())
-        files += [Path(TABLE_FILE), Path(MANIFEST_FILE)]
+    lineage = _lineage(table, columns, writer, left_out, len(aside), options)
+    slices = SliceTable.from_rows(writer.infos)
+    atomic_write(out / TABLE_FILE, slices.to_parquet())
+    manifest = Manifest.of(slices, lineage, name=options.name or out.name, layout="rows", eos_id=options.eos_id)
+    atomic_write(out / MANIFEST_FILE, manifest.to_json())
+    files += [Path(TABLE_FILE), Path(MANIFEST_FILE)]
     return Written(tuple(files), None, writer.digest.num_rows, 0, writer.digest.text(), tuple(notes))
 
 
@@ -154,39 +148,13 @@ def _columns(schema: pa.Schema, options: Options) -> tuple[list[_Column], list[s
     return columns, left_out
 
 
-def _numbered(table: TableSource) -> Iterator[tuple[pa.RecordBatch, int]]:
-    first_row = 0
-    for batch in table.batches():
-        yield batch, first_row
-        first_row += batch.num_rows
-
-
-def _largest(table: TableSource, column: _Column) -> float:
-    found = Largest()
-    for batch, first_row in _numbered(table):
-        found.add(_array(batch.column(column.name), column, first_row)[0], column.name)
-    return found.value
-
-
-def _tensors(
-    batch: pa.RecordBatch, columns: Sequence[_Column], first_row: int, options: Options, kinds: dict[str, str]
-) -> dict[str, Array]:
+def _tensors(batch: pa.RecordBatch, columns: Sequence[_Column], first_row: int, lossy: bool) -> dict[str, Array]:
     found: dict[str, Array] = {}
     for column in columns:
         array, mask = _array(batch.column(column.name), column, first_row)
-        narrowed = narrow(
-            array,
-            column.to,
-            column.name,
-            source=column.kind,
-            first_row=first_row,
-            lossy=options.lossy,
-            largest=column.largest,
-        )
-        found |= narrowed.tensors
-        kinds |= narrowed.dtypes
+        found |= narrow(array, column.to, column.name, source=column.kind, first_row=first_row, lossy=lossy)
         if column.name == "input_ids" and mask is not None and all(c.name != "attention_mask" for c in columns):
-            found["attention_mask"], kinds["attention_mask"] = mask, "U8"
+            found["attention_mask"] = mask
     return found
 
 
@@ -261,17 +229,17 @@ def _ragged(column: _Column, wanted: tuple[int, ...], got: tuple[int, ...], row:
 def _lineage(
     table: TableSource, columns: Sequence[_Column], writer: _Writer, left_out: list[str], aside: int, options: Options
 ) -> dict[str, Any]:
-    first = open_slice(writer.out / writer.infos[0].name).tensors
-    tensors = {name: [writer.kinds[name], *array.shape[1:]] for name, array in sorted(first.items())}
-    told: dict[str, Any] = {"format": table.kind, "tensors": tensors}
-    changed = {c.name: {"from": c.kind, "to": writer.kinds[c.name]} for c in columns if c.kind != c.to}
+    first = open_slice(writer.out / writer.infos[0].name)
+    changed = {c.name: {"from": c.kind, "to": first.dtypes[c.name]} for c in columns if c.kind != c.to}
     for column in columns:
-        if column.to in QUANTIZED:
-            per = "tensor" if column.to == "q8-tensor" else "row"
-            changed[column.name] |= {"scale": column.name + SCALE_SUFFIX, "per": per, "error": "at most scale / 2"}
-    more = {"changed": changed, "left_out": left_out, "aside": aside, "lossy": options.lossy and bool(changed)}
-    return {
-        "converted": told
-        | {k: v for k, v in more.items() if v}
-        | {k: table.facts[k] for k in ("classes",) if k in table.facts}
+        if column.to == QUANTIZED:
+            changed[column.name] |= {"scale": column.name + SCALE_SUFFIX, "per": "row", "error": "at most scale / 2"}
+    told = {
+        "changed": changed,
+        "left_out": left_out,
+        "aside": aside,
+        "lossy": options.lossy and bool(changed),
+        "classes": table.facts.get("classes"),
     }
+    tensors = {name: [first.dtypes[name], *array.shape[1:]] for name, array in sorted(first.tensors.items())}
+    return {"converted": {"format": table.kind, "tensors": tensors, **{k: v for k, v in told.items() if v}}}

@@ -14,19 +14,15 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from forebay.convert.content import Options, Written
+from forebay.convert.arrays import open_idx, open_npy, open_npz, open_rows
+from forebay.convert.columns import open_arrow, open_parquet, write_feather, write_parquet
+from forebay.convert.content import Options, TableSource, Written
 from forebay.convert.images import open_pictures
+from forebay.convert.lines import open_csv, open_jsonl, write_csv, write_jsonl
 from forebay.convert.rows import write_rows
-from forebay.convert.table_digest import TableDigest
-from forebay.convert.table_sinks.columns import write_feather, write_parquet
-from forebay.convert.table_sinks.lines import write_csv, write_jsonl
-from forebay.convert.table_sinks.records import write_tfrecord, write_webdataset
-from forebay.convert.table_sources.arrays import open_idx, open_npy, open_npz, open_rows
-from forebay.convert.table_sources.base import TableSource
-from forebay.convert.table_sources.columns import open_arrow, open_parquet
-from forebay.convert.table_sources.lines import open_csv, open_jsonl
-from forebay.convert.table_sources.records import open_tfrecord
-from forebay.convert.table_sources.samples import open_samples
+from forebay.convert.tfrecord import open_tfrecord, write_tfrecord
+from forebay.convert.values import TableDigest
+from forebay.convert.webdataset import open_samples, write_webdataset
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, UsageError

@@ -13,13 +13,13 @@ import numpy as np
 
 from forebay.dataset.reader import Dataset, open_dataset, verify_dataset
 from forebay.dataset.slices import Slice, check_document_ends, open_slice
-from forebay.doctor.mend import can_mend
 from forebay.doctor.passages import row_hashes
 from forebay.doctor.report import LIKELY, POSSIBLE, Options
 from forebay.doctor.tokens import WINDOW_TOKENS, TokenCounts, Window
-from forebay.doctor.verdicts import FETCH, PREPARE_AGAIN, Look, judge, true_dtype
+from forebay.doctor.verdicts import Look, judge, true_dtype
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import litdata, open_foreign
+from forebay.formats.blocks import INDEX_FILE
 from forebay.formats.foreign import TOKEN_COLUMNS, ForeignDataset, map_file
 
 _GUESSES = ("int64", "uint32", "uint16")
@@ -31,18 +31,17 @@ def examine_ours(path: Path, options: Options) -> Look:
     try:
         dataset = open_dataset(path, verify="never")
     except DatasetError as error:
-        look.say("damaged", "manifest", str(error), "fetch or prepare it again")
+        look.say("damaged", "manifest", str(error))
         return look
     m = dataset.manifest
     look.total_bytes = m.bytes
     look.facts.update({k: v for k, v in dataset.describe().items() if v not in ("", None)})
-    mend = f"fetch the files again (forebay mirror), or {PREPARE_AGAIN}"
     if options.full or m.bytes <= options.most_bytes:
         report = verify_dataset(path)
         look.read_bytes = m.bytes
         for name in report.bad:
             state = "is missing" if name in report.missing else "is listed nowhere" if name in report.extra else ""
-            look.say("damaged", name, state or "does not match its hash", mend)
+            look.say("damaged", name, state or "does not match its hash")
         if report.bad:
             return look
     options = replace(
@@ -50,23 +49,20 @@ def examine_ours(path: Path, options: Options) -> Look:
         vocab_size=options.vocab_size or m.vocab_size,
         eos_id=m.eos_id if options.eos_id is None else options.eos_id,
     )
-    _look_into(look, dataset, options, mend)
+    _look_into(look, dataset, options)
     return look
 
 
 def examine_foreign(path: Path, options: Options) -> Look:
     """Megatron, MDS or a saved Hugging Face dataset: whatever contradicts its index, then its tokens."""
     look = Look(path)
-    mend = FETCH
     try:
-        if can_mend(path.with_suffix(".idx"), path.with_suffix(".bin")):
-            mend = f"forebay doctor {path} --mend OUT (which keeps the sequences that are whole), or {FETCH}"
         dataset, guessed = _open(path, options)
     except UsageError as error:
-        look.say("unclear", "index", str(error), "say --dtype, or name one of the files", POSSIBLE)
+        look.say("unclear", "index", str(error), POSSIBLE)
         return look
     except DatasetError as error:
-        look.say("index-mismatch", "index", str(error), mend)
+        look.say("index-mismatch", "index", str(error))
         return look
     m = dataset.manifest
     look.total_bytes = m.bytes
@@ -77,7 +73,7 @@ def examine_foreign(path: Path, options: Options) -> Look:
         for name in dataset.verify().bad:
             look.say("damaged", name, "its tokens are not what the index, its hashes or 31-bit ids allow")
     if not look.findings:
-        _look_into(look, dataset, options, mend)
+        _look_into(look, dataset, options)
     return look
 
 
@@ -87,13 +83,13 @@ def examine_litdata(path: Path, options: Options) -> Look:
     try:
         layout, chunks = litdata.read_index(path, needs_tokens=False)
     except DatasetError as error:
-        look.say("index-mismatch", litdata.INDEX_FILE, str(error))
+        look.say("index-mismatch", INDEX_FILE, str(error))
         return look
     look.facts.update(chunks=len(chunks), items=sum(one.items for one in chunks))
     look.is_structure = layout is None
     look.facts["format"] = ", ".join(layout.formats) if layout is not None else "no tokens"
     if not chunks:
-        look.say("empty", litdata.INDEX_FILE, "expected chunks, got none")
+        look.say("empty", INDEX_FILE, "expected chunks, got none")
     sizes = {one: one.path.stat().st_size for one in chunks if one.path.is_file()}
     for one in chunks:
         if one not in sizes:
@@ -119,8 +115,8 @@ def examine_litdata(path: Path, options: Options) -> Look:
         _slice(look, Slice(one.path, {"tokens": tokens, "document_ends": ends}, kinds), counts, False)
     listed = {one.path.name for one in chunks}
     for extra in sorted(p.name for p in path.glob("chunk-*.bin*") if p.name not in listed):
-        look.say("index-mismatch", extra, "a chunk that the index does not list", "merge the index again, or remove it")
-    look.findings += judge(counts, str(path), PREPARE_AGAIN)
+        look.say("index-mismatch", extra, "a chunk that the index does not list")
+    look.findings += judge(counts, str(path))
     return look
 
 
@@ -165,29 +161,29 @@ def examine_safetensors(path: Path, options: Options) -> Look:
         return look
     look.counts = TokenCounts(options, rows=one.layout == "rows")
     _slice(look, one, look.counts, None)
-    look.findings += judge(look.counts, str(path), PREPARE_AGAIN)
+    look.findings += judge(look.counts, str(path))
     return look
 
 
-def _look_into(look: Look, dataset: Dataset, options: Options, mend: str) -> None:
+def _look_into(look: Look, dataset: Dataset, options: Options) -> None:
     layout = dataset.manifest.layout
     look.counts = counts = TokenCounts(options, rows=layout == "rows")
     look.read_bytes = 0
     if not dataset.num_slices:
-        look.say("empty", "manifest", "expected slices, got none", PREPARE_AGAIN)
+        look.say("empty", "manifest", "expected slices, got none")
     for index in _chosen(dataset.num_slices, int(dataset.table.bytes.sum()), options):
         look.read_bytes += int(dataset.table.bytes[index])
         if int(dataset.table.count[index]) == 0:
-            look.say("empty", dataset.table.row(index).name, "a slice without a token or row", PREPARE_AGAIN, LIKELY)
+            look.say("empty", dataset.table.row(index).name, "a slice without a token or row", LIKELY)
             continue
         try:
             one = dataset.open_slice(index)
         except DatasetError as error:
-            look.say("damaged", dataset.table.row(index).name, str(error), mend)
+            look.say("damaged", dataset.table.row(index).name, str(error))
             continue
         start = dataset.parts[index].start if isinstance(dataset, ForeignDataset) else 0
         _slice(look, one, counts, None if dataset.manifest.documents else False, start)
-    found = list(judge(counts, str(look.path), PREPARE_AGAIN))
+    found = list(judge(counts, str(look.path)))
     if isinstance(dataset, ForeignDataset) and not dataset.manifest.tokens:
         look.say("empty", "index", "expected tokens, got none")
     look.findings += found
@@ -215,7 +211,7 @@ def _slice(look: Look, one: Slice, counts: TokenCounts, with_ends: bool | None, 
     if problem:
         where = np.flatnonzero(ends[1:] < ends[:-1]) if len(ends) > 1 else np.empty(0)
         place = f"document {int(where[0]) + 1}" if len(where) else "document ends"
-        look.say("document-ends", f"{one.path.name}, {place}", problem, PREPARE_AGAIN)
+        look.say("document-ends", f"{one.path.name}, {place}", problem)
         with_ends = False
     for first in range(0, len(tokens), WINDOW_TOKENS):
         last = min(first + WINDOW_TOKENS, len(tokens))

@@ -4,38 +4,38 @@ Hides: which examiner looks at which kind, and how much is read: 256 MiB of each
 there are many (1 GiB of all, at least 4 MiB of each).
 """
 
-import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
+from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.doctor import datasets, streams, tables, vectors
-from forebay.doctor.mend import mend_megatron, mend_vector
 from forebay.doctor.passages import Held, shared
 from forebay.doctor.report import CERTAIN, LIKELY, POSSIBLE, Finding, Options, Report, unique
-from forebay.doctor.sniff import EXAMINED, IDS_PREFIX, Subject, subjects, total_bytes
 from forebay.doctor.tokens import TokenCounts
 from forebay.doctor.verdicts import Look
-from forebay.errors import DatasetError, UsageError
-from forebay.formats import npy
-from forebay.formats.detect import detect, promised
+from forebay.errors import DatasetError
+from forebay.formats import arrow, litdata, mds, megatron, npy
+from forebay.formats.detect import RAW_TOKENS, detect, promised
+from forebay.formats.foreign import size_of
 
 _ALL_BYTES = 1 << 30
 _FEWEST_BYTES = 4 << 20
 _MOST_COMPARED = 64
 _FEWEST_SHARED = 16
+_IDS_PREFIX = "sample_ids"
+_ZIPPED = "a ZIP archive"  # As `detect` says: a model, more likely than damaged data.
+_MOST_FILES = 100_000  # Of a directory.
 _HELD_OUT = ("val", "test", "eval", "dev", "heldout")
-_VECTORS = ("npy", "llm.c", "raw tokens")
 
 
 @dataclass(frozen=True)
 class _Case:
-    """A subject with its report, its counts of tokens and which argument it came from."""
+    """A report, the counts of its tokens and which argument it came from."""
 
-    subject: Subject
     report: Report
     counts: TokenCounts | None
     argument: int
@@ -50,7 +50,7 @@ def examine(paths: Sequence[Path], options: Options, on_report: Callable[[Report
     Raises:
         DatasetError: If there is nothing at a path.
     """
-    chosen = [(i, one) for i, path in enumerate(paths) for one in subjects(path, options)]
+    chosen = [(i, *one) for i, path in enumerate(paths) for one in _subjects(path, options)]
     if not chosen:
         raise DatasetError(
             f"{', '.join(map(str, paths))}: expected training data, got no file of a kind known here. Name a file."
@@ -59,21 +59,91 @@ def examine(paths: Sequence[Path], options: Options, on_report: Callable[[Report
         most = max(_FEWEST_BYTES, min(options.most_bytes, _ALL_BYTES // len(chosen)))
         options = replace(options, most_bytes=most)
     cases = []
-    for argument, subject in chosen:
-        report, counts = examine_one(subject, options)
-        cases.append(_Case(subject, report, counts, argument))
+    for argument, path, kind in chosen:
+        report, counts = _examine_one(path, kind, options)
+        cases.append(_Case(report, counts, argument))
         if on_report is not None:
             on_report(report)
     return _compared(cases)
 
 
-def examine_one(subject: Subject, options: Options) -> tuple[Report, TokenCounts | None]:
+def _subjects(path: Path, options: Options) -> list[tuple[Path, str]]:
+    """What lies at a path, and of which kind, in the order of names; of a directory without files of no known kind.
+
+    Raises:
+        DatasetError: If there is nothing at the path, or it cannot be read.
+    """
+    if path.is_dir():
+        return list(_in_directory(path, options))
+    if path.is_file():
+        return [(path, kind_of(path, options))]
+    if "*" in path.name or "?" in path.name:
+        return [(p, kind_of(p, options)) for p in sorted(path.parent.glob(path.name)) if p.is_file()]
+    if path.with_name(path.name + ".idx").is_file():
+        return [(path.with_name(path.name + ".idx"), "megatron")]
+    raise DatasetError(f"{path}: expected a file or directory, got nothing there. Check the path.")
+
+
+def _in_directory(path: Path, options: Options) -> Iterator[tuple[Path, str]]:
+    whole = _dataset_kind(path)
+    if whole:
+        yield path, whole
+        return
+    entries = sorted(p for p in path.iterdir() if not p.name.startswith("."))
+    files = [p for p in entries if p.is_file()][:_MOST_FILES]
+    for file in files:
+        if file.name.startswith(_IDS_PREFIX):
+            continue
+        if file.with_suffix(".idx") in files and file.suffix == ".bin" and megatron.is_index(file.with_suffix(".idx")):
+            continue  # Examined with its index.
+        kind = kind_of(file, options)
+        if kind in _EXAMINERS or (kind == "unknown" and _unknown(file) and detect(file).why != _ZIPPED):
+            yield file, kind
+    for folder in entries:
+        if folder.is_dir():
+            yield from _in_directory(folder, options)
+
+
+def _dataset_kind(folder: Path) -> str:
+    """The kind of dataset that a directory is as a whole; empty if it is none."""
+    if (folder / MANIFEST_FILE).is_file():
+        return "forebay"
+    if litdata.is_index(folder):
+        return "litdata"
+    if mds.is_index(folder):
+        return "mds"
+    return "saved arrow" if arrow.is_saved(folder) else ""
+
+
+def kind_of(path: Path, options: Options) -> str:
+    """What a file is; where it says nothing itself, what stands beside it or the type given for tokens decides."""
+    if path.name.startswith(_IDS_PREFIX):
+        return "sample ids"
+    if path.suffix == ".bin" and path.with_suffix(".idx").is_file() and megatron.is_index(path.with_suffix(".idx")):
+        return "megatron"
+    found = detect(path)
+    if not found.format and not found.problem and found.why != _ZIPPED and not found.compression:
+        try:
+            is_tokens = options.dtype is not None or npy.ids_of(path) is not None
+        except DatasetError:
+            is_tokens = True
+        return RAW_TOKENS if is_tokens else "unknown"
+    return found.format or "unknown"
+
+
+def _total_bytes(path: Path) -> int:
+    """Of a file, or of all files below a directory."""
+    if path.is_file():
+        return size_of(path)
+    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+
+
+def _examine_one(path: Path, kind: str, options: Options) -> tuple[Report, TokenCounts | None]:
     """One file or dataset: its report, and the counts of its tokens if it holds some."""
     began = time.perf_counter()
-    path, kind = subject.path, subject.kind
     examiner = _EXAMINERS.get(kind)
     look = examiner(path, options) if examiner is not None else Look(path, findings=_unknown(path))
-    facts, counts, read, total = look.facts, look.counts, look.read_bytes, look.total_bytes or total_bytes(path)
+    facts, counts, read, total = look.facts, look.counts, look.read_bytes, look.total_bytes or _total_bytes(path)
     depth = "none" if examiner is None else "structure" if look.is_structure else "all"
     if counts is not None and len(counts.first):
         facts["first_tokens"] = " ".join(map(str, counts.first[:16].tolist()))
@@ -89,7 +159,7 @@ def examine_one(subject: Subject, options: Options) -> tuple[Report, TokenCounts
 
 
 _EXAMINERS: dict[str, Callable[[Path, Options], Look]] = {
-    **dict.fromkeys(_VECTORS, vectors.survey),
+    **dict.fromkeys(("npy", "llm.c", RAW_TOKENS), vectors.survey),
     **{kind: partial(streams.walk, kind) for kind in streams.WALKERS},
     "parquet": tables.examine_parquet,
     "arrow": tables.examine_arrow,
@@ -104,15 +174,14 @@ _EXAMINERS: dict[str, Callable[[Path, Options], Look]] = {
 
 def _unknown(path: Path) -> list[Finding]:
     """A file that is not what its name says, or nothing to find."""
-    if path.name.startswith(IDS_PREFIX):
+    if path.name.startswith(_IDS_PREFIX):
         return []  # Examined with their tokens.
     found = detect(path)
     if found.problem:
-        evidence, _, advice = found.problem.partition(". ")
-        return [Finding("not-the-data", CERTAIN, str(path), "byte 0", evidence, advice.rstrip("."))]
-    if not found.format and promised(path.name) in EXAMINED:
+        return [Finding("not-the-data", CERTAIN, str(path), "byte 0", found.problem)]
+    if not found.format and promised(path.name) in _EXAMINERS:
         evidence = f"expected {promised(path.name)}, as its name says, got {found.why}"
-        return [Finding("not-the-data", CERTAIN, str(path), "byte 0", evidence, "fetch or write it again")]
+        return [Finding("not-the-data", CERTAIN, str(path), "byte 0", evidence)]
     return []
 
 
@@ -132,7 +201,7 @@ def _compared(cases: list[_Case]) -> list[Report]:
 
 def _overlap(first: _Case, second: _Case) -> Finding | None:
     """What of `second` occurs in `first`; of a held-out and a training set, what of the former."""
-    names = _apart(first.subject.path, second.subject.path)
+    names = _apart(first.report.path, second.report.path)
     held = [_is_held_out(name) for name in names]
     if held == [True, False]:
         first, second = second, first
@@ -147,12 +216,11 @@ def _overlap(first: _Case, second: _Case) -> Finding | None:
     share = same / total
     name, where = str(second.report.path), str(first.report.path)
     evidence = f"{share:.0%} of its {what} occur in {where}"
-    mend = "prepare both again from texts of which each is in one: forebay prepare TEXT --dedup exact,minhash --out DIR"
     if held[0] != held[1] or first.argument != second.argument:
         if share >= 0.01:
-            return Finding("overlap", LIKELY if share >= 0.1 else POSSIBLE, name, what, evidence, mend)
+            return Finding("overlap", LIKELY if share >= 0.1 else POSSIBLE, name, what, evidence)
     elif share >= 0.9:
-        return Finding("same-data", LIKELY, name, what, evidence, f"leave out one of the two: {where}, {name}")
+        return Finding("same-data", LIKELY, name, what, evidence)
     return None
 
 
@@ -166,57 +234,3 @@ def _apart(first: Path, second: Path) -> tuple[str, str]:
 def _is_held_out(name: str) -> bool:
     words = "".join(c if c.isalnum() else " " for c in name.lower()).split()
     return any(word.startswith(_HELD_OUT) for word in words)
-
-
-def mend(path: Path, out: Path, options: Options) -> list[Path]:
-    """Write mended copies of what lies at `path` to the new directory `out`; what is sound is copied as it is.
-
-    Nothing is changed in place. All is read, whatever `options.full` says.
-
-    Raises:
-        UsageError: If `out` is not empty, or what is wrong cannot be mended mechanically.
-        DatasetError: If there is nothing at `path`, or what is there cannot be read.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"mend: expected a new or empty directory, got {out}. Name another.")
-    options = replace(options, full=True)
-    found = [(subject, examine_one(subject, options)[0]) for subject in subjects(path, options)]
-    for _, report in found:
-        stuck = [one for one in report.findings if one.is_wrong and "--mend OUT" not in one.mend]
-        if stuck:
-            raise UsageError(
-                f"{stuck[0].path}: {stuck[0].fault}: {stuck[0].evidence}. No copy mends it: {stuck[0].mend}."
-            )
-    written: list[Path] = []
-    for subject, report in found:
-        folder = out
-        if path.is_dir() and subject.path != path:
-            folder = out / subject.path.parent.relative_to(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        written += _mend_one(subject, report, folder, options) if report.is_wrong else _copy(subject, folder)
-    return written
-
-
-def _mend_one(subject: Subject, report: Report, out: Path, options: Options) -> list[Path]:
-    path, kind = subject.path, subject.kind
-    if kind in _VECTORS:
-        return mend_vector(path, out, options)
-    if kind in streams.WALKERS:
-        return streams.mend_stream(path, kind, out, options)
-    if kind in ("parquet", "arrow"):
-        return tables.mend_table(path, kind, out, options)
-    if kind == "megatron":
-        return mend_megatron(path.with_suffix(".idx"), path.with_suffix(".bin"), out)
-    raise UsageError(f"{path}: expected something that a copy mends, got {kind}. {report.findings[0].mend}.")
-
-
-def _copy(subject: Subject, out: Path) -> list[Path]:
-    path = subject.path
-    if path.is_dir():
-        shutil.copytree(path, out, dirs_exist_ok=True)
-        return [out]
-    beside = [path.with_suffix(".bin")] if subject.kind == "megatron" else []
-    if subject.kind in _VECTORS:
-        ids = npy.ids_of(path)
-        beside = [ids.path] if ids is not None else []
-    return [Path(shutil.copyfile(one, out / one.name)) for one in dict.fromkeys([path, *beside])]

@@ -17,6 +17,36 @@ if TYPE_CHECKING:
 CERTAIN, LIKELY, POSSIBLE = "certain", "likely", "possible"
 MOST_BYTES = 256 << 20
 """Read of one file or dataset unless all of it is asked for."""
+_FETCH = "fetch or write it again"
+_TOKENIZE = "tokenize the text again, as with: forebay prepare TEXT --tokenizer TOKENIZER --out DIR"
+_OTHERS = f"{_TOKENIZE} --dedup exact,minhash"
+_IDS = "move the ids away, and forebay convert TOKENS OUT --to npy --seq-len N computes others"
+_CUT = "cut it there with truncate --size BYTES, or fetch it again"
+_ADVICE = {
+    "header-as-tokens": "forebay convert FILE OUT --to bin, which goes by content; join arrays, not their files",
+    "no-header": "forebay convert FILE OUT --to npy --input-dtype TYPE --seq-len N writes one",
+    "appended": _CUT,
+    "trailing-zeros": _CUT,
+    "byte-order": "save it again as little-endian: tokens.astype('<u2') or '<u4'",
+    "wrong-dtype": "forebay convert FILE OUT --to bin --input-dtype TYPE, or save it again as uint16 or uint32",
+    "shape": "save it again as a vector: tokens.reshape(-1)",
+    "phantom-ids": _IDS,
+    "ids-of-another-view": _IDS,
+    "ids-count": _IDS,
+    "ids-mismatch": "fetch the tokens and their ids again",
+    "byte-order-mark": "remove its first three bytes: tail -c +4 FILE",
+    "document-ends": _TOKENIZE,
+    "missing-eos": _TOKENIZE,
+    "padding": _TOKENIZE,
+    "vocabulary-overflow": _TOKENIZE,
+    "wrap-16": _TOKENIZE,
+    "duplicate-lines": _OTHERS,
+    "duplicate-samples": _OTHERS,
+    "repeated-passages": _OTHERS,
+    "overlap": f"prepare both again from texts of which each is in one: {_OTHERS}",
+    "same-data": "leave out one of the two",
+    "unclear": "say --dtype, or name one of the files",
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +59,6 @@ class Finding:
         path: The file.
         place: Where in it: `byte 128`, `token 4096`, `sample 7`, `row group 2` …
         evidence: What was expected and what was found.
-        mend: The command that mends it, or that makes the data anew.
     """
 
     fault: str
@@ -37,7 +66,11 @@ class Finding:
     path: str
     place: str
     evidence: str
-    mend: str
+
+    @property
+    def advice(self) -> str:
+        """What to do, as words or a command."""
+        return _ADVICE.get(self.fault, _FETCH)
 
     @property
     def is_wrong(self) -> bool:
@@ -55,7 +88,6 @@ class Options:
         eos_id: Ends each document; None if unknown.
         seq_len: Tokens of a sample; 0 if unknown.
         tokenizer: Decodes the first tokens; None if unknown.
-        spec: How the tokenizer was named, for commands that name it again.
         full: Read every byte.
         most_bytes: Read of one file or dataset where `full` is False.
     """
@@ -65,7 +97,6 @@ class Options:
     eos_id: int | None = None
     seq_len: int = 0
     tokenizer: Tokenizer | None = None
-    spec: str = ""
     full: bool = False
     most_bytes: int = MOST_BYTES
 
@@ -112,7 +143,7 @@ class Report:
             "ok": self.ok,
             "depth": self.depth,
             "facts": self.facts,
-            "findings": [asdict(one) for one in self.findings],
+            "findings": [{**asdict(one), "advice": one.advice} for one in self.findings],
             "read_bytes": self.read_bytes,
             "total_bytes": self.total_bytes,
             "seconds": round(self.seconds, 3),

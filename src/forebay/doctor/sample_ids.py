@@ -25,14 +25,14 @@ Sample = Callable[[int, int], bytes]
 
 @dataclass
 class IdCheck:
-    """What came of it: `seq_len` 0 if none fits; faults as (fault, place, evidence, whether re-hashing mends it)."""
+    """What came of it: `seq_len` 0 if none fits; faults as (fault, place, evidence)."""
 
     seq_len: int = 0
     view: str = ""
-    faults: list[tuple[str, str, str, bool]] = field(default_factory=list)
+    faults: list[tuple[str, str, str]] = field(default_factory=list)
 
-    def say(self, fault: str, place: str, evidence: str, can_mend: bool = True) -> None:
-        self.faults.append((fault, place, evidence, can_mend))
+    def say(self, fault: str, place: str, evidence: str) -> None:
+        self.faults.append((fault, place, evidence))
 
 
 def check(
@@ -58,7 +58,7 @@ def check(
         result.seq_len = options.seq_len or (count // len(ids) if count and count % len(ids) == 0 else 0)
         if not result.faults:
             evidence = f"the ids of {len(ids)} samples fit the {count} tokens {dtype} under no known reading"
-            result.say("ids-mismatch", "sample 0", evidence, can_mend=bool(result.seq_len))
+            result.say("ids-mismatch", "sample 0", evidence)
         return result
     whole = count // length
     if len(ids) > whole:
@@ -136,7 +136,7 @@ def _compare(
             f"{len(wrong)} of {len(chosen)} samples are not what their ids say, the others are: their tokens were "
             f"changed, such as by a damaged download (samples {', '.join(map(str, wrong[:8]))})"
         )
-        result.say("ids-mismatch", f"sample {wrong[0]}", evidence, can_mend=False)
+        result.say("ids-mismatch", f"sample {wrong[0]}", evidence)
 
 
 def _id(data: bytes) -> int:

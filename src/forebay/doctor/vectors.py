@@ -1,7 +1,7 @@
 """One file of tokens: .npy, llm.c's .bin, or no header at all; with its sample ids, where it has some.
 
 Hides: where the tokens lie once every mistake is taken into account. `survey` finds that (a `Survey`: bytes, type,
-parts to leave out), the findings come of it, and the mend writes what it says.
+parts to leave out), and the findings come of it.
 """
 
 import errno
@@ -24,7 +24,7 @@ from forebay.formats import npy
 from forebay.formats.detect import LLMC_TYPES, NPY_MAGIC, detect
 from forebay.formats.foreign import Bytes8, head_of, map_file
 
-LLMC_BYTES = 1024
+_LLMC_BYTES = 1024
 _MOST_HEADER = 10_000
 _MOST_EXTENTS = 100_000
 
@@ -53,7 +53,6 @@ class Survey(Look):
         memory: Its map.
         start, stop: Bytes of the tokens.
         dtype: As a reader takes them: little endian unless a header says otherwise.
-        true: As they seem to be; the same where nothing is wrong.
         skips: Bytes [a, b) between that are no tokens.
         ids: The sample ids beside it.
         seq_len: Tokens of a sample, where told or found.
@@ -64,7 +63,6 @@ class Survey(Look):
     start: int
     stop: int
     dtype: np.dtype[Any]
-    true: np.dtype[Any]
     skips: list[tuple[int, int]] = field(default_factory=list)
     ids: npy.Vector | None = None
     seq_len: int = 0
@@ -73,11 +71,6 @@ class Survey(Look):
     def count(self) -> int:
         """Whole tokens as a reader takes them."""
         return (self.stop - self.start) // self.dtype.itemsize
-
-    @property
-    def mend(self) -> str:
-        """The command that mends it."""
-        return f"forebay doctor {self.path} --mend OUT"
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens [start, stop), a view."""
@@ -125,7 +118,7 @@ def _open(path: Path, memory: Bytes8, options: Options) -> Survey:
     found = _survey(path, "raw tokens", memory, 0, len(memory), dtype)
     found.facts["dtype"] = f"{dtype} ({'told' if options.dtype else 'guessed'})"
     if not len(memory):
-        found.say("empty", "byte 0", "expected tokens, got no byte", mend="fetch or write it again")
+        found.say("empty", "byte 0", "expected tokens, got no byte")
     elif path.suffix == ".npy":
         first = memory[:6].tobytes()
         found.say(
@@ -139,7 +132,7 @@ def _open(path: Path, memory: Bytes8, options: Options) -> Survey:
 
 
 def _survey(path: Path, kind: str, memory: Bytes8, start: int, stop: int, dtype: np.dtype[Any]) -> Survey:
-    return Survey(path, kind=kind, memory=memory, start=start, stop=stop, dtype=dtype, true=dtype)
+    return Survey(path, kind=kind, memory=memory, start=start, stop=stop, dtype=dtype)
 
 
 def _open_npy(path: Path, memory: Bytes8) -> Survey:
@@ -147,7 +140,7 @@ def _open_npy(path: Path, memory: Bytes8) -> Survey:
     if header is None:
         found = _survey(path, "npy", memory, len(memory), len(memory), np.dtype("<u2"))
         evidence = f"expected NumPy's header, got its magic and then {memory[6:40].tobytes()!r}"
-        found.say("damaged-header", "byte 0", evidence, mend="fetch or write it again")
+        found.say("damaged-header", "byte 0", evidence)
         return found
     kind = header.dtype.newbyteorder("<")
     stop = min(len(memory), header.num_bytes + header.data_bytes)
@@ -161,10 +154,9 @@ def _open_npy(path: Path, memory: Bytes8) -> Survey:
         found.say("header-as-tokens", "byte 0", evidence)
     if kind.kind not in "iu" or kind.itemsize not in (2, 4, 8):
         evidence = f"expected token ids of uint16 or uint32, got {header.dtype}"
-        found.say("wrong-dtype", "byte 0", evidence, mend="write it again as np.uint16 or np.uint32")
+        found.say("wrong-dtype", "byte 0", evidence)
         return found
     if header.dtype.byteorder == ">":
-        found.true = header.dtype
         found.say("byte-order", "byte 0", f"the header says {header.dtype.str}: big endian, which loaders refuse")
     elif kind.kind == "i" or kind.itemsize == 8:
         found.say("wrong-dtype", "byte 0", f"expected uint16 or uint32, got {kind}: loaders of tokens refuse it")
@@ -202,17 +194,14 @@ def _join(found: Survey, at: int, header: Header | None) -> None:
 def _open_llmc(path: Path, memory: Bytes8) -> Survey:
     code, _, count = (int(n) for n in np.frombuffer(head_of(path, 12), "<i4"))
     dtype = np.dtype(LLMC_TYPES[code][1])
-    wanted = LLMC_BYTES + count * dtype.itemsize
-    stop = min(len(memory), wanted) if count > 0 else len(memory)
-    stop -= (stop - LLMC_BYTES) % dtype.itemsize if stop > LLMC_BYTES else 0
-    found = _survey(path, "llm.c", memory, min(LLMC_BYTES, len(memory)), max(stop, LLMC_BYTES), dtype)
+    wanted = _LLMC_BYTES + count * dtype.itemsize
+    start, stop = min(_LLMC_BYTES, len(memory)), min(len(memory), wanted) if count > 0 else len(memory)
+    found = _survey(path, "llm.c", memory, start, stop - (stop - start) % dtype.itemsize, dtype)
     found.facts["dtype"] = str(dtype)
     if len(memory) != wanted:
         fault = "truncated" if len(memory) < wanted else "appended"
-        found.say(
-            fault, f"byte {min(len(memory), wanted)}", f"expected {wanted} bytes by its header, got {len(memory)}"
-        )
-        found.stop = max(found.start, min(found.stop, len(memory)))
+        evidence = f"expected {wanted} bytes by its header, got {len(memory)}"
+        found.say(fault, f"byte {min(len(memory), wanted)}", evidence)
     return found
 
 
@@ -282,10 +271,8 @@ def _samples(found: Survey, options: Options) -> None:
     found.seq_len = result.seq_len
     found.facts["sample_ids"] = len(ids)
     found.facts["sample_tokens"] = result.seq_len or None
-    said = f" --seq-len {result.seq_len}" if result.seq_len else ""
-    for fault, place, evidence, can_mend in result.faults:
-        mend = f"forebay doctor {found.path}{said} --mend OUT" if can_mend else "fetch the tokens and their ids again"
-        found.findings.append(Finding(fault, CERTAIN, str(found.ids.path), place, evidence, mend))
+    for fault, place, evidence in result.faults:
+        found.findings.append(Finding(fault, CERTAIN, str(found.ids.path), place, evidence))
 
 
 def _tokens(found: Survey, options: Options) -> None:
@@ -296,15 +283,8 @@ def _tokens(found: Survey, options: Options) -> None:
         tokens = found.tokens(start, stop)
         counts.feed(Window(str(found.path), start, tokens))
         found.read_bytes += tokens.nbytes
-    for one in judge(counts, str(found.path), found.mend):
-        if one.fault == "header-as-tokens":
-            _inner_header(found, int(one.place.split()[1]))
-        if one.fault == "byte-order" and found.true.byteorder == ">":
-            continue  # The header has said so.
-        found.findings.append(one)
-    true = true_dtype(counts)
-    if true and found.true == found.dtype:
-        found.true = np.dtype(true)
+    said = {one.fault for one in found.findings} & {"byte-order"}  # By the header.
+    found.findings += [one for one in judge(counts, str(found.path)) if one.fault not in said]
 
 
 def _windows(found: Survey, options: Options) -> Iterator[tuple[int, int]]:
@@ -315,20 +295,3 @@ def _windows(found: Survey, options: Options) -> Iterator[tuple[int, int]]:
         for start, stop in spans((a - reached) // width, width, options):
             yield first + start, first + stop
         reached = b
-
-
-def _inner_header(found: Survey, token: int) -> None:
-    """A header among the tokens: what to leave out, in the type that the bytes have."""
-    at = found.start + token * found.dtype.itemsize
-    around = found.memory[at : at + 8].tobytes()
-    at += max(0, around.find(NPY_MAGIC[:2]))
-    header = header_at(found.memory, at)
-    if header is not None:
-        found.skips.append((at, at + header.num_bytes))
-        return
-    # Written again in wider integers: two bytes of the header a token.
-    wide = found.memory[at : at + found.dtype.itemsize * (_MOST_HEADER // 2)]
-    values = wide[: len(wide) - len(wide) % found.dtype.itemsize].view(found.dtype).astype("<u2").view(np.uint8)
-    header = header_at(values, 0)
-    if header is not None:
-        found.skips.append((at, at + header.num_bytes // 2 * found.dtype.itemsize))

@@ -17,9 +17,7 @@ _FEWEST = 1024  # Tokens, below which statistics say nothing.
 _FEWEST_FOR_EOS = 100_000
 _LONG_GAP = 4 << 20  # Tokens: the longest novels have about one million.
 _NUMPY = {2: "uint16", 4: "uint32", 8: "int64"}
-
-FETCH = "fetch or write it again"
-PREPARE_AGAIN = "forebay prepare TEXT --tokenizer TOKENIZER --out DIR"
+_MOST_FINDINGS = 1000  # Of one file or dataset.
 
 
 @dataclass
@@ -39,34 +37,26 @@ class Look:
     total_bytes: int = 0
     is_structure: bool = False
 
-    @property
-    def mend(self) -> str:
-        """The advice of a finding that gives none."""
-        return FETCH
-
-    def say(self, fault: str, place: str, evidence: str, mend: str = "", sure: str = CERTAIN) -> None:
-        """Add a finding."""
-        self.findings.append(Finding(fault, sure, str(self.path), place, evidence, mend or self.mend))
+    def say(self, fault: str, place: str, evidence: str, sure: str = CERTAIN) -> None:
+        """Add a finding, of at most 1000."""
+        if len(self.findings) < _MOST_FINDINGS:
+            self.findings.append(Finding(fault, sure, str(self.path), place, evidence))
 
 
-def judge(counts: TokenCounts, path: str, mend: str, again: str = PREPARE_AGAIN) -> Iterator[Finding]:
-    """The findings of one file or dataset.
-
-    Args:
-        mend: The command for what can be mended mechanically; `again` where it cannot.
-    """
+def judge(counts: TokenCounts, path: str) -> Iterator[Finding]:
+    """The findings of one file or dataset."""
     if not counts.tokens:
         return
-    misread = list(_types(counts, path, mend))
+    misread = list(_types(counts, path))
     yield from misread
-    yield from _header(counts, mend)
+    yield from _header(counts)
     if misread:
         return  # Whatever else the numbers say, they are not the tokens.
-    yield from _vocabulary(counts, path, again)
+    yield from _vocabulary(counts, path)
     if not counts.rows:
-        yield from _runs(counts, path, again)
-        yield from _documents(counts, path, again)
-        yield from _repeats(counts, path, again)
+        yield from _runs(counts, path)
+        yield from _documents(counts, path)
+        yield from _repeats(counts, path)
 
 
 def true_dtype(counts: TokenCounts) -> str:
@@ -115,7 +105,7 @@ def _looks_swapped(counts: TokenCounts) -> bool:
     return swapped > total // 5 and swapped > 3 * straight
 
 
-def _types(counts: TokenCounts, path: str, mend: str) -> Iterator[Finding]:
+def _types(counts: TokenCounts, path: str) -> Iterator[Finding]:
     found = true_dtype(counts)
     if not found:
         return
@@ -125,7 +115,7 @@ def _types(counts: TokenCounts, path: str, mend: str) -> Iterator[Finding]:
             f"read as little-endian {_NUMPY[width]} the ids are those of no text; with the bytes of each swapped most "
             "are small, as in text: the file is big endian"
         )
-        yield Finding("byte-order", LIKELY, path, "every token", evidence, mend)
+        yield Finding("byte-order", LIKELY, path, "every token", evidence)
         return
     why = {
         ("uint16", "<u4"): "every second number is below 16: the upper half of a 4-byte id",
@@ -134,23 +124,23 @@ def _types(counts: TokenCounts, path: str, mend: str) -> Iterator[Finding]:
         ("uint32", "<u2"): "most numbers are 1048576 and more: two 2-byte ids in one",
     }[read_as, found]
     evidence = f"read as {read_as}, {why}. The tokens are {_NUMPY[width]}"
-    yield Finding("wrong-dtype", LIKELY, path, "every token", evidence, mend)
+    yield Finding("wrong-dtype", LIKELY, path, "every token", evidence)
 
 
-def _header(counts: TokenCounts, mend: str) -> Iterator[Finding]:
+def _header(counts: TokenCounts) -> Iterator[Finding]:
     for place in counts.headers[:8]:
         evidence = (
             "expected tokens, got NumPy's header (20115 19797 20569 …): a .npy file was read or appended as raw tokens"
         )
-        yield Finding("header-as-tokens", CERTAIN, place.path, f"token {place.token}", evidence, mend)
+        yield Finding("header-as-tokens", CERTAIN, place.path, f"token {place.token}", evidence)
 
 
-def _vocabulary(counts: TokenCounts, path: str, again: str) -> Iterator[Finding]:
+def _vocabulary(counts: TokenCounts, path: str) -> Iterator[Finding]:
     options = counts.options
     if counts.over is not None:
         bound = f"below {options.vocab_size}" if options.vocab_size else "from 0 to 2147483647"
         evidence = f"expected ids {bound}, got {counts.over.value}, and {counts.num_over} such in all"
-        yield Finding("vocabulary-overflow", CERTAIN, counts.over.path, f"token {counts.over.token}", evidence, again)
+        yield Finding("vocabulary-overflow", CERTAIN, counts.over.path, f"token {counts.over.token}", evidence)
     if options.vocab_size <= 1 << 16 or counts.maximum >= 1 << 16:
         return
     eos = options.eos_id
@@ -162,17 +152,17 @@ def _vocabulary(counts: TokenCounts, path: str, again: str) -> Iterator[Finding]
             evidence += ", as uint16 holds none"
         if often and eos is not None:
             evidence += f"; {eos & 0xFFFF}, which is EOS {eos} less 65536, stands {wrapped} times"
-        yield Finding("wrap-16", CERTAIN if often else LIKELY, path, "every token", evidence, again)
+        yield Finding("wrap-16", CERTAIN if often else LIKELY, path, "every token", evidence)
 
 
-def _runs(counts: TokenCounts, path: str, again: str) -> Iterator[Finding]:
+def _runs(counts: TokenCounts, path: str) -> Iterator[Finding]:
     if counts.num_zero_blocks:
         first = counts.zero_blocks[0]
         evidence = (
             f"expected tokens, got {counts.num_zero_blocks} blocks of 4096 zero bytes: parts that were never written, "
             "as by a download whose pieces did not all arrive"
         )
-        yield Finding("zero-blocks", LIKELY, first.path, f"token {first.token}", evidence, "fetch or write it again")
+        yield Finding("zero-blocks", LIKELY, first.path, f"token {first.token}", evidence)
     for token, in_runs in sorted(counts.runs.items(), key=lambda one: -one[1])[:3]:
         if token == 0 and counts.num_zero_blocks:
             continue
@@ -185,10 +175,10 @@ def _runs(counts: TokenCounts, path: str, again: str) -> Iterator[Finding]:
             "A model trains on padding"
         )
         sure = LIKELY if share >= 0.05 else POSSIBLE
-        yield Finding("padding", sure, where.path or path, f"token {where.token}", evidence, again)
+        yield Finding("padding", sure, where.path or path, f"token {where.token}", evidence)
 
 
-def _documents(counts: TokenCounts, path: str, again: str) -> Iterator[Finding]:
+def _documents(counts: TokenCounts, path: str) -> Iterator[Finding]:
     eos = counts.options.eos_id
     if eos is None:
         return
@@ -198,25 +188,24 @@ def _documents(counts: TokenCounts, path: str, again: str) -> Iterator[Finding]:
             f"expected {eos} (EOS) at each document's end, got {counts.bare.value}; {counts.num_ends_bare} of "
             f"{counts.num_ends} ends are without"
         )
-        yield Finding("missing-eos", CERTAIN, counts.bare.path, f"token {counts.bare.token}", evidence, again)
+        yield Finding("missing-eos", CERTAIN, counts.bare.path, f"token {counts.bare.token}", evidence)
     elif counts.num_eos == 0 and counts.tokens >= _FEWEST_FOR_EOS and not wrapped:
         evidence = f"expected {eos} (EOS) between documents, got none in {counts.tokens:,} tokens"
-        yield Finding("missing-eos", LIKELY, path, "every token", evidence, again)
+        yield Finding("missing-eos", LIKELY, path, "every token", evidence)
     elif counts.longest_gap > _LONG_GAP:
         where = counts.longest_gap_at
         evidence = f"{counts.longest_gap:,} tokens without {eos} (EOS), while {counts.num_eos:,} stand elsewhere"
-        yield Finding("missing-eos", POSSIBLE, where.path, f"token {where.token}", evidence, again)
+        yield Finding("missing-eos", POSSIBLE, where.path, f"token {where.token}", evidence)
 
 
-def _repeats(counts: TokenCounts, path: str, again: str) -> Iterator[Finding]:
-    again = f"{again} (which leaves duplicates out: --dedup)" if again == PREPARE_AGAIN else again
+def _repeats(counts: TokenCounts, path: str) -> Iterator[Finding]:
     same, total = counts.samples.repeated()
     if same:
         evidence = f"{same} of {total} samples of {counts.options.seq_len} tokens stand there before, token for token"
         sure = CERTAIN if same * 1000 >= total else POSSIBLE
-        yield Finding("duplicate-samples", sure, path, "samples", evidence, again)
+        yield Finding("duplicate-samples", sure, path, "samples", evidence)
     same, total = counts.passages.repeated()
     if total >= 64 and same >= total // 20:
         evidence = f"{same / total:.0%} of the passages of 64 tokens stand there before, wherever they begin"
         sure = LIKELY if same >= total // 5 else POSSIBLE
-        yield Finding("repeated-passages", sure, path, "passages", evidence, again)
+        yield Finding("repeated-passages", sure, path, "passages", evidence)

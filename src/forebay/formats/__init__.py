@@ -14,6 +14,7 @@ from typing import Any
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import arrow, litdata, mds, megatron, npy
+from forebay.formats.blocks import INDEX_FILE
 from forebay.formats.detect import RAW_SUFFIXES, detect
 from forebay.formats.foreign import ForeignDataset
 
@@ -45,7 +46,7 @@ def open_foreign(path: str | Path, *, dtype: Any = None, column: str | None = No
     if pair is not None:
         return megatron.MegatronDataset(path.parent, [pair])
     if path.is_file():
-        if path.name in (mds.INDEX_FILE, arrow.STATE_FILE):
+        if path.name in (INDEX_FILE, arrow.STATE_FILE):
             return open_foreign(path.parent, dtype=dtype, column=column)
         return _open_file(path, dtype)
     if not path.is_dir() or (path / MANIFEST_FILE).is_file():

@@ -28,8 +28,8 @@ from forebay.formats.foreign import (
     as_tokens,
     fingerprints,
     head_of,
+    one_kind,
     relative,
-    stored_as,
     unreadable,
 )
 
@@ -53,7 +53,7 @@ class ArrowDataset(ForeignDataset):
         self._batches = [_batches_of(file, column) for file in files]
         self._runs: dict[tuple[int, int], _Run] = {}
         parts: list[Part] = []
-        kinds: set[str] = set()
+        kinds: set[np.dtype[Any]] = set()
         for i, (file, batches) in enumerate(zip(files, self._batches)):
             start = 0
             for k, run in enumerate(_join([int(_span(one)[1] - _span(one)[0]) for one in batches])):
@@ -61,13 +61,11 @@ class ArrowDataset(ForeignDataset):
                 count = sum(int(_span(one)[1] - _span(one)[0]) for one in chosen)
                 rows = sum(len(one) for one in chosen)
                 width = _kind_of(file, chosen[0]).itemsize
-                kinds.add(stored_as(_kind_of(file, chosen[0])))
+                kinds.add(_kind_of(file, chosen[0]))
                 self._runs[i, start] = run
                 parts.append(Part(i, f"{relative(path, file)}#{k:05d}", start, count, rows, count * width))
                 start += count
-        if len(kinds) > 1:
-            raise DatasetError(f"{path}: expected files of one type of token, got {sorted(kinds)}.")
-        super().__init__(path, "arrow", kinds.pop() if kinds else "U32", files, fingerprints(files), parts)
+        super().__init__(path, "arrow", one_kind(path, kinds) if kinds else "U32", files, fingerprints(files), parts)
 
     def _read(self, part: Part) -> tuple[NDArray[Any], U64]:
         run = self._runs[part.file, part.start]

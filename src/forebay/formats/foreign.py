@@ -15,7 +15,7 @@ import mmap
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -358,6 +358,18 @@ def token_kind(dtype: Any) -> np.dtype[Any]:
 def stored_as(kind: np.dtype[Any]) -> str:
     """`U16` or `U32`: what tokens of an integer type are given as."""
     return "U16" if kind.itemsize <= 2 else "U32"
+
+
+def one_kind(path: Path, kinds: Iterable[np.dtype[Any]]) -> str:
+    """`U16` or `U32` of the files of a dataset. Raises DatasetError if they differ, or there are none."""
+    found = set(kinds)
+    names = {stored_as(kind) for kind in found}
+    if len(names) != 1:
+        told = ", ".join(sorted(map(str, found))) or "none"
+        raise DatasetError(
+            f"{path}: expected files of one type of token, got {told}. Open them as datasets of their own."
+        )
+    return names.pop()
 
 
 def as_tokens(array: NDArray[Any], where: object) -> NDArray[Any]:

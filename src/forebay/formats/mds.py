@@ -1,15 +1,13 @@
 """MosaicML's MDS, version 2: index.json and shards, raw or compressed, of which one column is tokens.
 
-A shard, little endian: u32 n samples, u32 offsets [n + 1] from the file's first byte, the writer's settings as JSON,
-the samples. A sample: u32 size of each column that has no fixed size, then the columns. An `ndarray` column: u8 type
-unless said in the encoding, u8 (dimensions << 2 | log2 of a size's bytes) and the sizes unless said, the values.
+A shard is a block (see `formats.blocks`) whose settings are JSON. An `ndarray` column: u8 type unless said in the
+encoding, u8 (dimensions << 2 | log2 of a size's bytes) and the sizes unless said, the values.
 Source: mosaicml-streaming 0.10, streaming/base/format/mds.
 
 Hides: how tokens are found without reading the samples (where one column alone has no fixed size, the offsets tell all:
 4 bytes a sample are read when opening), and the making of one stream of them. One sample is one document; one shard one
 slice. A raw shard whose only column is an `ndarray` of fixed type and shape is a view of the map; any other is copied
-when its slice opens (and decompressed, and its hash checked), about the size of its tokens in memory. Every offset and
-size is checked against the file before anything is read by it.
+when its slice opens (and decompressed, and its hash checked), about the size of its tokens in memory.
 """
 
 import hashlib
@@ -21,29 +19,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError, UsageError
+from forebay.formats import blocks
+from forebay.formats.blocks import I64, INDEX_FILE, MOST_BLOCK_BYTES, Block, damaged, inflate, is_size, read_offsets
 from forebay.formats.compression import bounded_unpack, check_unpacked, one_large
 from forebay.formats.foreign import (
     U64,
-    Bytes8,
     ForeignDataset,
     Part,
     as_tokens,
     fingerprint,
     head_of,
     map_file,
+    one_kind,
     relative,
     size_of,
-    stored_as,
     token_kind,
 )
 
-INDEX_FILE = "index.json"
-_MOST_INDEX_BYTES = 1 << 30
-_MOST_SHARD_BYTES = (1 << 32) - 1  # Offsets are u32.
 _NAMES = ("tokens", "input_ids")
 _VALUES = {
     "uint8": "u1",
@@ -55,7 +50,6 @@ _VALUES = {
     "int64": "<i8",
 }
 _VALUE_CODES = {8: "u1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
-I64 = NDArray[np.int64]
 _MOST_SAMPLES = 1 << 20  # Of a compressed shard of few bytes.
 
 
@@ -103,68 +97,55 @@ class Shard:
     compression: str
     column: Column
 
+    @property
+    def files(self) -> tuple[Stored | None, ...]:
+        """Where its samples may be."""
+        return self.raw, self.zipped
+
 
 class MdsDataset(ForeignDataset):
     """The shards of one directory, in the index's order."""
 
     def __init__(self, path: Path, dtype: Any = None, column: str | None = None) -> None:
-        self._shards = read_index(path, dtype, column)
-        if not self._shards:
+        self._shards = shards = read_index(path, dtype, column)
+        if not shards:
             raise DatasetError(f"{path / INDEX_FILE}: expected at least one shard, got none.")
         with ThreadPoolExecutor(16) as pool:
-            counts = list(pool.map(count_tokens, self._shards))
+            counts = list(pool.map(_count, shards))
+            marks = list(pool.map(lambda shard: _mark_of(shard, len(shards)), shards))
         self._kinds = [kind for kind, _ in counts]
-        kinds = {stored_as(kind) for kind in self._kinds}
-        if len(kinds) != 1:
-            raise DatasetError(
-                f"{path}: expected shards of one type of token, got {sorted(map(str, set(self._kinds)))}."
-            )
         parts = [
-            Part(i, relative(path, shard.raw.path), 0, count, shard.samples, (file_of(shard) or shard.raw).num_bytes)
-            for i, (shard, (_, count)) in enumerate(zip(self._shards, counts))
+            Part(i, relative(path, shard.raw.path), 0, count, shard.samples, file_of(shard).num_bytes)
+            for i, (shard, (_, count)) in enumerate(zip(shards, counts))
         ]
-        files = [shard.raw.path for shard in self._shards]
-        with ThreadPoolExecutor(16) as pool:
-            marks = list(pool.map(lambda shard: _mark_of(shard, len(files)), self._shards))
-        first = self._shards[0].column
-        facts = {"column": first.name, "encodings": sorted({shard.column.encoding for shard in self._shards})}
-        super().__init__(path, "mds", kinds.pop(), files, marks, parts, facts)
+        encodings = sorted({shard.column.encoding for shard in shards})
+        facts = {"column": shards[0].column.name, "encodings": encodings}
+        files = [shard.raw.path for shard in shards]
+        super().__init__(path, "mds", one_kind(path, self._kinds), files, marks, parts, facts)
 
     def _is_there(self, file: int) -> bool:
-        return file_of(self._shards[file]) is not None
+        return any(stored is not None and stored.path.is_file() for stored in self._shards[file].files)
 
     def _mark(self, file: int) -> bytes:
-        shard = self._shards[file]
-        stored = file_of(shard)
-        if stored is not None and stored.hashes:
-            check_hashes(stored, hash_all=True)
-        return _mark_of(shard, len(self.files))
+        check_hashes(file_of(self._shards[file]), hash_all=True)
+        return _mark_of(self._shards[file], len(self.files))
 
     def _hash_checks(self) -> tuple[str, ...]:
-        files = [stored for shard in self._shards if (stored := file_of(shard)) is not None]
-        names = [next((name for name in stored.hashes if can_hash(name)), "") for stored in files]
+        files = [file_of(shard) for i, shard in enumerate(self._shards) if self._is_there(i)]
+        names = [next((name for name in stored.hashes if _hasher(name) is not None), "") for stored in files]
         return (f"{' and '.join(sorted(set(names)))} of every shard",) if names and all(names) else ()
 
     def _read(self, part: Part) -> tuple[NDArray[Any], U64]:
         shard, kind = self._shards[part.file], self._kinds[part.file]
-        column, stored = shard.column, file_of(shard)
-        if stored is None:
-            raise DatasetError(f"{shard.raw.path}: expected it, or its compressed form, got neither. Fetch it again.")
-        plain = stored is shard.raw
-        if plain:
-            memory = self._map(stored.path, stored.num_bytes)
-        else:
-            memory = np.frombuffer(decompress(shard), np.uint8)
-        offsets = offsets_of(shard, memory.data, len(memory))
-        begins, ends = places(shard, memory, offsets, kind)
-        documents = np.cumsum((ends - begins) // kind.itemsize).astype(np.uint64)
-        if plain and len(column.sizes) == 1 and column.length is not None:
-            raw = memory[int(begins[0]) : int(ends[-1])] if len(begins) else memory[:0]
-        else:
+        stored = file_of(shard)
+        is_raw = stored is shard.raw
+        memory = self._map(stored.path, stored.num_bytes) if is_raw else np.frombuffer(decompress(shard), np.uint8)
+        block = _block(shard, memory)
+        begins, ends = _places(shard, block, kind)
+        if not is_raw or len(shard.column.sizes) > 1 or shard.column.length is None:
             check_hashes(stored)
-            pieces = [memory[a:b] for a, b in zip(begins.tolist(), ends.tolist())]
-            raw = np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
-        return as_tokens(raw.view(kind), shard.raw.path), documents
+        documents = np.cumsum((ends - begins) // kind.itemsize).astype(np.uint64)
+        return as_tokens(block.values(begins, ends).view(kind), shard.raw.path), documents
 
 
 def read_index(folder: Path, dtype: Any = None, column: str | None = None) -> list[Shard]:
@@ -174,14 +155,8 @@ def read_index(folder: Path, dtype: Any = None, column: str | None = None) -> li
         DatasetError: If it is no such index, names files outside its directory, or has no column of tokens.
         UsageError: If the type of the tokens must be said.
     """
-    path = folder / INDEX_FILE
-    if size_of(path) > _MOST_INDEX_BYTES:
-        raise DatasetError(f"{path}: expected at most {_MOST_INDEX_BYTES} bytes, got {size_of(path)}.")
-    try:
-        index = orjson.loads(head_of(path, _MOST_INDEX_BYTES))
-    except ValueError as error:
-        raise DatasetError(f"{path}: expected JSON, got {error}. Fetch it again.") from error
-    if not isinstance(index, dict) or index.get("version") != 2 or not isinstance(index.get("shards"), list):
+    path, index = folder / INDEX_FILE, blocks.read_index(folder)
+    if index.get("version") != 2 or not isinstance(index.get("shards"), list):
         raise DatasetError(f"{path}: expected MosaicML's index of version 2, with shards, got another. Write it again.")
     shards = [_shard(path, i, entry, dtype, column) for i, entry in enumerate(index["shards"])]
     if len({shard.column.name for shard in shards}) > 1:
@@ -190,12 +165,8 @@ def read_index(folder: Path, dtype: Any = None, column: str | None = None) -> li
 
 
 def is_index(path: Path) -> bool:
-    """Whether a directory's index.json may be MosaicML's, by its first 4 KiB and last bytes."""
-    index = path / INDEX_FILE
-    if not index.is_file():
-        return False
-    head = head_of(index, 4096).lstrip()
-    return head[:1] == b"{" and b'"shards"' in head + head_of(index, 4096, max(0, size_of(index) - 4096))
+    """Whether a directory's index.json may be MosaicML's."""
+    return blocks.is_index(path, b'"shards"')
 
 
 def _shard(path: Path, i: int, entry: Any, dtype: Any, column: str | None) -> Shard:
@@ -211,10 +182,10 @@ def _shard(path: Path, i: int, entry: Any, dtype: Any, column: str | None) -> Sh
     assert names is not None and encodings is not None and sizes is not None
     if not all(isinstance(one, str) for one in [*names, *encodings]):
         raise bad("column_names and _encodings of strings", columns)
-    if not all(one is None or _is_size(one, _MOST_SHARD_BYTES) for one in sizes):
+    if not all(one is None or is_size(one) for one in sizes):
         raise bad("column_sizes of numbers or null", sizes)
     samples, compression = entry.get("samples"), entry.get("compression")
-    if not isinstance(samples, int) or not _is_size(samples, _MOST_SHARD_BYTES // 4):
+    if not isinstance(samples, int) or not is_size(samples, MOST_BLOCK_BYTES // 4):
         raise bad("samples: a number", samples)
     raw, zipped = (_stored(path.parent, entry.get(key)) for key in ("raw_data", "zip_data"))
     if raw is None or (entry.get("zip_data") is not None and zipped is None):
@@ -229,15 +200,14 @@ def _shard(path: Path, i: int, entry: Any, dtype: Any, column: str | None) -> Sh
 def _stored(folder: Path, entry: Any) -> Stored | None:
     if not isinstance(entry, dict):
         return None
-    name, num_bytes, hashes = entry.get("basename"), entry.get("bytes"), entry.get("hashes") or {}
-    if not isinstance(name, str) or not isinstance(hashes, dict):
+    path, num_bytes, hashes = (
+        blocks.path_inside(folder, entry.get("basename")),
+        entry.get("bytes"),
+        entry.get("hashes") or {},
+    )
+    if path is None or not isinstance(num_bytes, int) or not is_size(num_bytes) or not isinstance(hashes, dict):
         return None
-    if not isinstance(num_bytes, int) or not _is_size(num_bytes, _MOST_SHARD_BYTES):
-        return None
-    parts = name.split("/")
-    if any(part in ("", ".", "..") for part in parts) or "\\" in name or not name.isprintable():
-        return None
-    return Stored(folder.joinpath(*parts), num_bytes, {str(k): str(v) for k, v in hashes.items()})
+    return Stored(path, num_bytes, {str(k): str(v) for k, v in hashes.items()})
 
 
 def _column(
@@ -281,15 +251,10 @@ def _encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[np.dtyp
 
 def _mark_of(shard: Shard, num_files: int) -> bytes:
     """Of the raw bytes' hashes where the index has some, so that it is the same for raw and compressed shards."""
-    stored = file_of(shard)
     if shard.raw.hashes:
         text = repr((shard.raw.num_bytes, shard.samples, sorted(shard.raw.hashes.items())))
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    return fingerprint((stored or shard.raw).path, num_files)
-
-
-def _is_size(value: object, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+    return fingerprint(file_of(shard).path, num_files)
 
 
 def decompress(shard: Shard) -> bytes:
@@ -307,13 +272,7 @@ def decompress(shard: Shard) -> bytes:
         raise DatasetError(
             f"{shard.zipped.path}: expected {shard.zipped.num_bytes} bytes, got {len(data)}. Fetch it again."
         )
-    raw = _unpack(shard, data, shard.raw.num_bytes + 1)
-    if len(raw) != shard.raw.num_bytes:
-        raise DatasetError(
-            f"{shard.zipped.path}: expected {shard.raw.num_bytes} bytes once decompressed, got {len(raw)} or more. "
-            "Fetch it again."
-        )
-    return raw
+    return inflate(shard.zipped.path, data, shard.compression, shard.raw.num_bytes)
 
 
 def check_hashes(stored: Stored, hash_all: bool = False) -> None:
@@ -328,8 +287,7 @@ def check_hashes(stored: Stored, hash_all: bool = False) -> None:
             continue
         try:
             with stored.path.open("rb") as file:
-                while chunk := file.read(1 << 20):
-                    digest.update(chunk)
+                hashlib.file_digest(file, lambda made=digest: made)  # type: ignore[misc]
         except OSError as error:
             raise DatasetError(f"{stored.path}: cannot be read: {error.strerror or error}.") from error
         if digest.hexdigest() != wanted:
@@ -338,12 +296,8 @@ def check_hashes(stored: Stored, hash_all: bool = False) -> None:
             return
 
 
-def can_hash(name: str) -> bool:
-    """Whether a hash of this name can be computed here."""
-    return _hasher(name) is not None
-
-
 def _hasher(name: str) -> Any:
+    """What computes a hash of this name; None if nothing here can."""
     if name in hashlib.algorithms_available and not name.startswith("shake"):
         return hashlib.new(name)
     if name in ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"):
@@ -354,43 +308,47 @@ def _hasher(name: str) -> Any:
     return None
 
 
-def file_of(shard: Shard) -> Stored | None:
-    if shard.raw.path.is_file():
-        return shard.raw
-    return shard.zipped if shard.zipped is not None and shard.zipped.path.is_file() else None
+def file_of(shard: Shard) -> Stored:
+    """The file of a shard that is there, raw before compressed. Raises DatasetError if neither is."""
+    for stored in shard.files:
+        if stored is not None and stored.path.is_file():
+            return stored
+    raise DatasetError(f"{shard.raw.path}: expected it, or its compressed form, got neither. Fetch it again.")
 
 
-def count_tokens(shard: Shard) -> tuple[np.dtype[Any], int]:
+def _count(shard: Shard) -> tuple[np.dtype[Any], int]:
     """The type of a shard's tokens and how many they are, from its offsets where these tell, else from its samples."""
     column, stored = shard.column, file_of(shard)
-    if stored is None:
-        raise DatasetError(f"{shard.raw.path}: expected it, or its compressed form, got neither. Fetch it again.")
     if size_of(stored.path) != stored.num_bytes:
         raise DatasetError(
             f"{stored.path}: expected {stored.num_bytes} bytes, got {size_of(stored.path)}. Fetch it again."
         )
     if column.kind is not None and column.length is not None:
         return column.kind, shard.samples * column.length
-    open_sizes = [i for i, size in enumerate(column.sizes) if size is None]
-    if column.kind is None or open_sizes != [column.index]:
+    said = [i for i, size in enumerate(column.sizes) if size is None]
+    if column.kind is None or said != [column.index]:
         with one_large(0 if stored is shard.raw else shard.raw.num_bytes):
             memory = map_file(stored.path) if stored is shard.raw else np.frombuffer(decompress(shard), np.uint8)
-            offsets = offsets_of(shard, memory.data, len(memory))
-            kind = column.kind or _kind_said(shard, memory, offsets)
-            begins, ends = places(shard, memory, offsets, kind)
+            block = _block(shard, memory)
+            kind = column.kind or _kind_said(shard, block)
+            begins, ends = _places(shard, block, kind)
             return kind, int((ends - begins).sum()) // kind.itemsize
     head_bytes = 4 * (shard.samples + 2)
-    if stored is shard.raw:
-        head = head_of(stored.path, head_bytes)
-    else:
-        head = _unpack(shard, head_of(stored.path, stored.num_bytes), head_bytes)
-    offsets = offsets_of(shard, head, shard.raw.num_bytes)
+    head = head_of(stored.path, head_bytes if stored is shard.raw else stored.num_bytes)
+    if stored is not shard.raw:
+        head = bounded_unpack(head, shard.compression, head_bytes, stored.path)
+    offsets = read_offsets(shard.raw.path, head, shard.samples, shard.raw.num_bytes, has_settings=True)
     values = np.diff(offsets) - 4 - sum(size or 0 for size in column.sizes)
     if column.has_header:
         values = _without_header(values, column.kind.itemsize)
     if len(values) and (int(values.min()) < 0 or bool((values % column.kind.itemsize).any())):
-        raise DatasetError(f"{stored.path}: expected whole tokens {column.kind} in every sample, got others.")
+        raise damaged(stored.path, f"whole tokens {column.kind} in every sample", "others")
     return column.kind, int(values.sum()) // column.kind.itemsize
+
+
+def _block(shard: Shard, memory: Any) -> Block:
+    path = shard.raw.path
+    return Block(path, memory, read_offsets(path, memory, shard.samples, len(memory), has_settings=True))
 
 
 def _without_header(values: I64, width: int) -> I64:
@@ -408,84 +366,32 @@ def _without_header(values: I64, width: int) -> I64:
     return found
 
 
-def offsets_of(shard: Shard, head: Any, num_bytes: int) -> I64:
-    """Where each sample begins, and the end: int64 [n + 1], checked against the shard's size."""
-    count = shard.samples
-    if len(head) < 4 * (count + 2):
-        raise DatasetError(
-            f"{shard.raw.path}: expected offsets of {count} samples, got {len(head)} bytes. Fetch it again."
-        )
-    numbers = np.frombuffer(head, "<u4", count + 2).astype(np.int64)
-    offsets = numbers[1:]
-    if numbers[0] != count or offsets[0] < 4 * (count + 2) or offsets[-1] != num_bytes or (np.diff(offsets) < 0).any():
-        raise DatasetError(
-            f"{shard.raw.path}: expected {count} samples within its {num_bytes} bytes, got {numbers[0]} from byte "
-            f"{offsets[0]} to {offsets[-1]}. It is damaged; fetch it again."
-        )
-    return offsets
-
-
-def _values(shard: Shard, memory: Bytes8, offsets: I64) -> tuple[I64, I64]:
-    """Where the token column of each sample begins and ends, both within the sample."""
-    column = shard.column
-    open_sizes = [i for i, size in enumerate(column.sizes) if size is None]
-    begins, sizes = offsets[:-1] + 4 * len(open_sizes), np.zeros(len(offsets) - 1, np.int64)
-    for i in range(column.index + 1):
-        begins = begins + sizes
-        fixed = column.sizes[i]
-        if fixed is not None:
-            sizes = np.full(len(sizes), fixed, np.int64)
-        else:
-            sizes = _numbers(shard, memory, offsets[:-1] + 4 * open_sizes.index(i), 4, offsets[1:])
-    ends = begins + sizes
-    if (ends > offsets[1:]).any():
-        raise DatasetError(
-            f"{shard.raw.path}: expected column {column.name} inside its sample, got one beyond. Fetch it again."
-        )
-    return begins, ends
-
-
-def places(shard: Shard, memory: Bytes8, offsets: I64, kind: np.dtype[Any]) -> tuple[I64, I64]:
+def _places(shard: Shard, block: Block, kind: np.dtype[Any]) -> tuple[I64, I64]:
     """Where the tokens of each sample begin and end."""
     column = shard.column
-    begins, ends = _values(shard, memory, offsets)
+    begins, ends = block.column(column.index, column.sizes, column.name)
     if column.encoding.startswith("ndarray"):
         if column.kind is None:
-            codes = _numbers(shard, memory, begins, 1, ends)
-            if any(np.dtype(_VALUE_CODES.get(code, "?")) != kind for code in np.unique(codes).tolist()):
-                raise DatasetError(f"{shard.raw.path}: expected tokens {kind} in every sample, got another type.")
+            codes = np.unique(block.numbers(begins, 1, ends)).tolist()
+            if any(np.dtype(_VALUE_CODES.get(code, "?")) != kind for code in codes):
+                raise damaged(block.path, f"tokens {kind} in every sample", "another type")
             begins = begins + 1
         if column.length is None:
-            shapes = _numbers(shard, memory, begins, 1, ends)
+            shapes = block.numbers(begins, 1, ends)
             if (shapes >> 2 != 1).any():
-                raise DatasetError(
-                    f"{shard.raw.path}: expected vectors of tokens, got {int(shapes.max()) >> 2} dimensions."
-                )
+                raise damaged(block.path, "vectors of tokens", f"{int(shapes.max()) >> 2} dimensions")
             begins = begins + 1 + (1 << (shapes & 3))
     if (begins > ends).any() or ((ends - begins) % kind.itemsize).any():
-        raise DatasetError(f"{shard.raw.path}: expected whole tokens {kind} in every sample, got others.")
+        raise damaged(block.path, f"whole tokens {kind} in every sample", "others")
     return begins, ends
 
 
-def _kind_said(shard: Shard, memory: Bytes8, offsets: I64) -> np.dtype[Any]:
+def _kind_said(shard: Shard, block: Block) -> np.dtype[Any]:
     """The type that the first sample says; every other must say the same."""
-    begins, ends = _values(shard, memory, offsets)
+    begins, ends = block.column(shard.column.index, shard.column.sizes, shard.column.name)
     if not len(begins):
         return np.dtype("<u2")
-    code = int(_numbers(shard, memory, begins[:1], 1, ends[:1])[0])
+    code = int(block.numbers(begins[:1], 1, ends[:1])[0])
     if code not in _VALUE_CODES:
-        raise DatasetError(f"{shard.raw.path}: expected tokens of an integer type, got type {code} of ndarray.")
+        raise damaged(block.path, "tokens of an integer type", f"type {code} of ndarray")
     return np.dtype(_VALUE_CODES[code])
-
-
-def _numbers(shard: Shard, memory: Bytes8, at: I64, width: int, ends: I64) -> I64:
-    """The unsigned number of `width` bytes at each place, which must end by `ends`."""
-    if (at + width > ends).any():
-        raise DatasetError(f"{shard.raw.path}: expected {width} bytes more in a sample, got its end. Fetch it again.")
-    return np.asarray(sum(memory[at + k].astype(np.int64) << 8 * k for k in range(width)))
-
-
-def _unpack(shard: Shard, data: bytes, most: int) -> bytes:
-    """At most `most` bytes of a compressed shard, from its start."""
-    assert shard.zipped is not None
-    return bounded_unpack(data, shard.compression, most, shard.zipped.path)

@@ -36,13 +36,13 @@ from forebay.formats.foreign import (
     hash_of,
     head_of,
     map_file,
+    one_kind,
     relative,
     size_of,
-    stored_as,
 )
 
-HEADER_BYTES = 34
-KINDS: dict[int, np.dtype[Any]] = {
+_HEADER_BYTES = 34
+_KINDS: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     3: np.dtype("<i2"),
     4: np.dtype("<i4"),
@@ -110,12 +110,7 @@ class MegatronDataset(ForeignDataset):
 
     def __init__(self, path: Path, pairs: Sequence[tuple[Path, Path]]) -> None:
         self._indexes = [read_index(idx, data) for idx, data in pairs]
-        kinds = {stored_as(one.kind) for one in self._indexes}
-        if len(kinds) != 1:
-            found = ", ".join(f"{one.idx.name} {one.kind}" for one in self._indexes[:8])
-            raise DatasetError(
-                f"{path}: expected pairs of one type of token, got {found}. Open them as datasets of their own."
-            )
+        dtype = one_kind(path, (one.kind for one in self._indexes))
         # The first document that ends in each slice: a slice's documents are those up to the next slice's.
         self._first: dict[tuple[int, int], int] = {}
         parts: list[Part] = []
@@ -126,7 +121,7 @@ class MegatronDataset(ForeignDataset):
                 num_bytes = (stop - start) * one.kind.itemsize
                 parts.append(Part(file, f"{name}#{k:05d}", start, stop - start, last - first, num_bytes))
         marks = [self._mark(file) for file in range(len(pairs))]
-        super().__init__(path, "megatron", kinds.pop(), [one.data for one in self._indexes], marks, parts)
+        super().__init__(path, "megatron", dtype, [one.data for one in self._indexes], marks, parts)
 
     def _mark(self, file: int) -> bytes:
         one = self._indexes[file]
@@ -176,7 +171,9 @@ def read_index(idx: Path, data: Path) -> Index:
     """
     data_bytes, memory = size_of(data), map_file(idx)
     kind, sequences, bounds = _header(idx, memory)
-    lengths, pointers, documents = columns_of(memory, sequences, bounds)
+    edges = np.cumsum([_HEADER_BYTES, 4 * sequences, 8 * sequences, 8 * bounds]).tolist()
+    columns = zip(pairwise(edges), ("<i4", "<i8", "<i8"))
+    lengths, pointers, documents = (memory[start:stop].view(kind) for (start, stop), kind in columns)
     total, straight = _check_sequences(idx, data, data_bytes, kind, lengths, pointers)
     _check_bounds(idx, documents, sequences)
     starts = None
@@ -191,33 +188,26 @@ def read_index(idx: Path, data: Path) -> Index:
     return Index(idx, data, data_bytes, kind, lengths, pointers, documents, starts, total)
 
 
-def columns_of(memory: Bytes8, sequences: int, bounds: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """(lengths, pointers, document bounds) in an index, views."""
-    edges = np.cumsum([HEADER_BYTES, 4 * sequences, 8 * sequences, 8 * bounds]).tolist()
-    lengths, pointers, documents = (memory[a:b] for a, b in pairwise(edges))
-    return lengths.view("<i4"), pointers.view("<i8"), documents.view("<i8")
-
-
 def _header(idx: Path, memory: Bytes8) -> tuple[np.dtype[Any], int, int]:
-    head = memory[:HEADER_BYTES].tobytes()
-    if len(head) < HEADER_BYTES or head[:9] != MEGATRON_MAGIC:
+    head = memory[:_HEADER_BYTES].tobytes()
+    if len(head) < _HEADER_BYTES or head[:9] != MEGATRON_MAGIC:
         raise DatasetError(f"{idx}: expected Megatron's index, got {head[:9]!r} in {len(memory)} bytes.")
     version, code = int.from_bytes(head[9:17], "little"), head[17]
     if version != 1:
         raise DatasetError(f"{idx}: expected version 1 of Megatron's index, got {version}.")
-    if code not in KINDS:
+    if code not in _KINDS:
         raise DatasetError(
-            f"{idx}: expected an integer type of token ({', '.join(f'{c}: {k}' for c, k in KINDS.items())}), got "
+            f"{idx}: expected an integer type of token ({', '.join(f'{c}: {k}' for c, k in _KINDS.items())}), got "
             f"{code}. Write it again."
         )
     sequences, bounds = int.from_bytes(head[18:26], "little"), int.from_bytes(head[26:34], "little")
-    wanted = HEADER_BYTES + 12 * sequences + 8 * bounds
+    wanted = _HEADER_BYTES + 12 * sequences + 8 * bounds
     if len(memory) not in (wanted, wanted + sequences):  # With modes.
         raise DatasetError(
             f"{idx}: expected {wanted} bytes for {sequences} sequences and {bounds} document bounds, got "
             f"{len(memory)}. It is truncated or damaged; fetch it again."
         )
-    return KINDS[code], sequences, bounds
+    return _KINDS[code], sequences, bounds
 
 
 def _check_sequences(

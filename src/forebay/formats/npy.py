@@ -34,9 +34,9 @@ from forebay.formats.foreign import (
     as_tokens,
     fingerprints,
     head_of,
+    one_kind,
     relative,
     size_of,
-    stored_as,
     token_kind,
 )
 
@@ -78,11 +78,11 @@ class VectorDataset(ForeignDataset):
         self._ids = [ids_of(file) for file in files]
         self._vectors = [_tokens_of(file, ids, dtype) for file, ids in zip(files, self._ids)]
         lengths = {_sample_tokens(one, ids) for one, ids in zip(self._vectors, self._ids)}
-        kinds = {stored_as(one.kind) for one in self._vectors}
-        if len(kinds) != 1 or len(lengths) != 1:
+        stored = one_kind(path, (one.kind for one in self._vectors))
+        if len(lengths) != 1:
+            told = ", ".join(sorted(map(str, lengths)))
             raise DatasetError(
-                f"{path}: expected files of one type of token and one length of sample, got {sorted(kinds)} and "
-                f"{sorted(str(n) for n in lengths)}. Open them as datasets of their own."
+                f"{path}: expected files of one length of sample, got {told}. Open them as datasets of their own."
             )
         self.seq_len = lengths.pop()
         parts: list[Part] = []
@@ -94,7 +94,7 @@ class VectorDataset(ForeignDataset):
                 name = f"{relative(path, one.path)}#{k:05d}"
                 parts.append(Part(file, name, start, count, 0, count * one.kind.itemsize))
         marks = fingerprints(files)
-        super().__init__(path, "vector", kinds.pop(), list(files), marks, parts, {"seq_len": self.seq_len})
+        super().__init__(path, "vector", stored, list(files), marks, parts, {"seq_len": self.seq_len})
         for one, ids in zip(self._vectors, self._ids):
             if ids is not None and self.seq_len:
                 self._check_spots(one, ids, self.seq_len)

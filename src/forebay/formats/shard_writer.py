@@ -113,62 +113,28 @@ def write_unlisted(
     prefix: str = "",
 ) -> list[Shard]:
     """Write vectors of tokens as shards of so many samples, without `shards.json`; the directory is there."""
-    samples = _Blocks(_samples(pieces, kind, seq_len, out))
+    blocks = _samples(pieces, kind, seq_len, out)
+    block = next(blocks, None)
     shards: list[Shard] = []
-    for block in samples:
-        shards.append(_write_one(out, len(shards), block, samples, shard_samples, kind, generation, header, prefix))
+    while block is not None:
+        tokens, ids = (out / name for name in shard_names(len(shards), generation, prefix))
+        found: list[NDArray[np.uint64]] = []
+        count = 0
+        with open_atomic(tokens) as file:
+            file.write(npy_head(kind, 0) if header else b"")
+            while block is not None and count < shard_samples:
+                here, block = block[: shard_samples - count], block[shard_samples - count :]
+                file.write(here.view(np.uint8).data)
+                found.append(np.array([sample_id(row) for row in here], "<u8"))
+                count += len(here)
+                block = block if len(block) else next(blocks, None)
+            if header:
+                file.seek(0)
+                file.write(npy_head(kind, count * seq_len))
+            raw = np.concatenate(found).view(np.uint8).data
+            atomic_write(ids, [npy_head(np.dtype("<u8"), count), raw] if generation == "npy" else [raw])
+        shards.append(Shard(len(shards), tokens, ids, count))
     return shards
-
-
-def _write_one(
-    out: Path,
-    index: int,
-    block: NDArray[Any],
-    blocks: _Blocks,
-    most: int,
-    kind: np.dtype[Any],
-    generation: Generation,
-    header: bool,
-    prefix: str,
-) -> Shard:
-    """One shard of `most` samples, or what is left."""
-    tokens, ids = (out / name for name in shard_names(index, generation, prefix))
-    found: list[NDArray[np.uint64]] = []
-    count = 0
-    with open_atomic(tokens) as file:
-        file.write(npy_head(kind, 0) if header else b"")
-        while True:
-            here, rest = block[: most - count], block[most - count :]
-            file.write(here.view(np.uint8).data)
-            found.append(np.array([sample_id(row) for row in here], "<u8"))
-            count += len(here)
-            if len(rest):
-                blocks.put_back(rest)
-            if count == most or (following := next(blocks, None)) is None:
-                break
-            block = following
-        if header:
-            file.seek(0)
-            file.write(npy_head(kind, count * block.shape[1]))
-        raw = np.concatenate(found).view(np.uint8).data
-        atomic_write(ids, [npy_head(np.dtype("<u8"), count), raw] if generation == "npy" else [raw])
-    return Shard(index, tokens, ids, count)
-
-
-class _Blocks(Iterator["NDArray[Any]"]):
-    """Blocks of samples [n, seq_len], of which one may be put back."""
-
-    def __init__(self, blocks: Iterator[NDArray[Any]]) -> None:
-        self._blocks = blocks
-        self._back: NDArray[Any] | None = None
-
-    def __next__(self) -> NDArray[Any]:
-        back, self._back = self._back, None
-        return next(self._blocks) if back is None else back
-
-    def put_back(self, block: NDArray[Any]) -> None:
-        """Give it again next."""
-        self._back = block
 
 
 def _samples(pieces: Iterable[NDArray[Any]], kind: np.dtype[Any], seq_len: int, out: Path) -> Iterator[NDArray[Any]]:

@@ -21,7 +21,7 @@ import zstandard
 from forebay.convert.content import Options as ConvertOptions
 from forebay.convert.convert import open_source
 from forebay.doctor import Options, examine
-from forebay.doctor.sniff import kind_of
+from forebay.doctor.examine import kind_of
 from forebay.errors import DatasetError, PrepareError, UsageError
 from forebay.formats.detect import FORMATS, detect
 from forebay.prepare.read import FORMATS as READ
@@ -170,7 +170,7 @@ def test_a_failed_download_is_an_error_that_says_so(suffix: str, data: bytes, sa
         open_source(tmp_path, ConvertOptions())
     for given in (path, tmp_path):
         report = next(one for one in examine([given], Options()) if one.path == path)
-        assert [(one.fault, says in f"{one.evidence} {one.mend}") for one in report.findings] == [
+        assert [(one.fault, says in f"{one.evidence} {one.advice}") for one in report.findings] == [
             ("not-the-data", True)
         ]
 

@@ -4,7 +4,9 @@ A member's column is what stands between that dot and the last: `0001.depth.npy`
 has the name that is usual: `txt` is `text`, `cls` is `label`, an image is `image`, the fields of `json` are columns of
 their own, any other suffix is the column's name. `__key__` is the sample's name.
 
-Types of columns are inferred from the first 64 MiB, as for lines.
+Written, text is `<column>.txt`, an image or other bytes `<column>.jpg` and the like by what it begins with (else
+`.bin`), lists and tensors of numbers `<column>.npy`, a `label` is `cls`, all else stands in `json`. Columns `text` and
+`image` are `txt` and `jpg` alone. The sample's name is that of column `__key__`, else the row's number.
 """
 
 from __future__ import annotations
@@ -12,17 +14,33 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import tarfile
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO
 
 import numpy as np
 import orjson
 import pyarrow as pa
 
-from forebay.convert.table_sources.base import BATCH_BYTES, Array, TableSource, column_of, field_of, open_bytes
-from forebay.convert.table_sources.lines import infer, merge, rows_batch
-from forebay.errors import DatasetError
+from forebay.convert.content import Options, TableSource, Written
+from forebay.convert.images import bare_images
+from forebay.convert.table import (
+    BATCH_BYTES,
+    BATCH_ROWS,
+    Array,
+    Rows,
+    column_of,
+    field_of,
+    inferred,
+    list_column,
+    open_bytes,
+    refuse_columns,
+    rows_batch,
+    write_parts,
+)
+from forebay.convert.values import contains, flatten, is_beyond_json, is_number, split, tensor_shape
+from forebay.errors import DatasetError, UsageError
 from forebay.formats.npy import read_header
 from forebay.prepare.read.base import ReadOptions
 from forebay.prepare.read.opening import Damaged
@@ -32,10 +50,8 @@ KEY = "__key__"
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "ppm", "pgm", "tif", "tiff")
 _TEXTS = ("txt", "text", "transcript")
 _NUMBERS = ("cls", "cls2", "index", "inx", "id")
-_INFERRED_BYTES = 64 << 20
-_BATCH_ROWS = 4096
+_KINDS = ((b"\x89PNG", "png"), (b"\xff\xd8\xff", "jpg"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"RIFF", "webp"))
 _MEMBERS_IN_ALL = 2  # Of the largest size, in one sample.
-_Row: TypeAlias = dict[str, Any]
 
 
 def open_samples(paths: Sequence[Path], max_member_bytes: int) -> TableSource:
@@ -47,19 +63,16 @@ def open_samples(paths: Sequence[Path], max_member_bytes: int) -> TableSource:
     Raises:
         DatasetError: If one is damaged, or a member is too large or not what it is called.
     """
-    plain: pa.Schema | None = None
     arrays: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
-    seen = 0
-    for where, rows, size in _batches(paths, max_member_bytes):
-        for row in rows:
-            for name, value in row.items():
+
+    def without_arrays() -> Iterator[tuple[str, Rows, int]]:
+        for where, rows, size in _batches(paths, max_member_bytes):
+            for name, value in itertools.chain.from_iterable(row.items() for row in rows):
                 if isinstance(value, np.ndarray):
                     arrays.setdefault(name, set()).add((value.dtype.str, value.shape))
-        found = infer([_plain(row) for row in rows], where)
-        plain = found if plain is None else merge(plain, found, where)
-        seen += size
-        if seen >= _INFERRED_BYTES:
-            break
+            yield where, [_plain(row) for row in rows], size
+
+    plain = inferred(without_arrays())
     if plain is None:
         raise DatasetError(f"{paths[0]}: expected samples, got none.")
     known = pa.schema([one for one in plain if one.name not in arrays])
@@ -69,7 +82,7 @@ def open_samples(paths: Sequence[Path], max_member_bytes: int) -> TableSource:
     )
 
 
-def _plain(row: _Row, arrays: Container[str] = ()) -> _Row:
+def _plain(row: dict[str, Any], arrays: Container[str] = ()) -> dict[str, Any]:
     """What is no array, nor missing where others have one."""
     return {name: value for name, value in row.items() if not isinstance(value, np.ndarray) and name not in arrays}
 
@@ -98,8 +111,7 @@ def _read(
 
 
 def _array_column(values: list[Any], field: pa.Field, where: str) -> pa.Array:
-    missing = np.array([value is None for value in values])
-    if missing.any() and not pa.types.is_list(field.type):
+    if any(value is None for value in values) and not pa.types.is_list(field.type):
         raise DatasetError(f"{where} and after: expected an array {field.name!r} in every sample, got none in some.")
     try:
         if not pa.types.is_list(field.type):
@@ -107,24 +119,20 @@ def _array_column(values: list[Any], field: pa.Field, where: str) -> pa.Array:
             if field_of(field.name, found.dtype.newbyteorder("="), found.shape[1:]).type != field.type:
                 raise ValueError(f"{found.dtype} {list(found.shape[1:])}")
             return column_of(found.astype(found.dtype.newbyteorder("="), copy=False), field)
-        there = [value for value in values if value is not None]
-        offsets = pa.array(np.cumsum([0, *(0 if value is None else len(value) for value in values)], dtype=np.int32))
-        leaves = pa.array(np.concatenate([np.empty(0, field.type.value_type.to_pandas_dtype()), *there]))
-        mask = pa.array(missing) if missing.any() else None
-        return pa.ListArray.from_arrays(offsets, leaves, type=field.type, mask=mask)
+        return list_column(values, field.type)
     except (ValueError, TypeError, pa.ArrowException) as error:
         raise DatasetError(
             f"{where} and after: expected arrays {field.name!r} of {field.type}, got: {error}."
         ) from error
 
 
-def _batches(paths: Sequence[Path], max_member_bytes: int) -> Iterator[tuple[str, list[_Row], int]]:
+def _batches(paths: Sequence[Path], max_member_bytes: int) -> Iterator[tuple[str, Rows, int]]:
     options = ReadOptions(max_document_bytes=max_member_bytes)
     for path in paths:
         with open_bytes(path) as file:
             archive = Members(file, options, kinds=None)
             members = itertools.groupby(archive.all(), lambda member: member.key)
-            rows: list[_Row] = []
+            rows: Rows = []
             size, where = 0, ""
             for key, group in members:
                 sample: list[Member] = []
@@ -140,7 +148,7 @@ def _batches(paths: Sequence[Path], max_member_bytes: int) -> Iterator[tuple[str
                 rows.append(_row(key, sample, path))
                 where = where or f"{path}, sample {key}"
                 size += held
-                if size >= BATCH_BYTES or len(rows) >= _BATCH_ROWS:
+                if size >= BATCH_BYTES or len(rows) >= BATCH_ROWS:
                     yield where, rows, size
                     rows, size, where = [], 0, ""
             if not archive.has_end:
@@ -157,13 +165,13 @@ def leaves_folder(name: str) -> bool:
     return name.startswith("/") or ".." in name.split("/") or "\\" in name or not name.isprintable()
 
 
-def _row(key: str, members: list[Member], path: Path) -> _Row:
+def _row(key: str, members: list[Member], path: Path) -> dict[str, Any]:
     if leaves_folder(key):
         raise DatasetError(
             f"{path}, sample {key[:200]!r}: expected a name of a place inside a folder. Do not unpack this archive: "
             "it would write outside of where you unpack it."
         )
-    row: _Row = {KEY: key}
+    row: dict[str, Any] = {KEY: key}
     for member in members:
         if member.problem:
             problem = member.problem.replace("max_document_bytes", "--max-member-bytes")
@@ -202,3 +210,97 @@ def _array(data: bytes) -> Array:
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != there:
         raise ValueError(f"a header that says {dtype} {list(shape)} before {there} bytes")
     return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
+
+
+class _Samples:
+    def __init__(self, file: BinaryIO, first_row: int) -> None:
+        self._row = first_row
+        self._tar = tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT, bufsize=1 << 20)  # noqa: SIM115
+
+    def write(self, table: pa.Table) -> None:
+        for batch in table.to_batches():
+            self._write(batch, self._row)
+            self._row += batch.num_rows
+
+    def _write(self, batch: pa.RecordBatch, first_row: int) -> None:
+        columns = {name: _values(name, column, first_row) for name, column in zip(batch.schema.names, batch.columns)}
+        keys = columns.pop(KEY, None) or [f"{first_row + i:09d}" for i in range(batch.num_rows)]
+        for i, key in enumerate(keys):
+            told: dict[str, Any] = {}
+            for name, values in columns.items():
+                member = _member(name, values[i])
+                if member is None:
+                    told[name] = values[i]
+                else:
+                    self._add(f"{key}.{member[0]}", member[1])
+            if told or not columns:
+                self._add(f"{key}.json", orjson.dumps(told))
+
+    def close(self) -> None:
+        self._tar.close()
+
+    def _add(self, name: str, data: bytes) -> None:
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        self._tar.addfile(info, io.BytesIO(data))
+
+
+def write_webdataset(source: TableSource, out: Path, options: Options) -> Written:
+    """Tar files of samples.
+
+    Raises:
+        UsageError: If a column's name cannot be part of a file's, or its type is none of JSON's.
+        DatasetError: If a key has a dot in its last part, arrays have gaps, or a number is not finite.
+    """
+    source = bare_images(source)
+    bad = [name for name in source.schema.names if "/" in name or not name.isprintable() or name == "json"]
+    if bad:
+        raise UsageError(f"WebDataset: expected names of columns that can be in a file's name, got {bad}. Rename them.")
+    refuse_columns(
+        source.schema, lambda kind: not contains(kind, is_beyond_json), "WebDataset", "Write --to parquet instead."
+    )
+    return write_parts(source, out, options, ".tar", _Samples)
+
+
+def _member(name: str, value: Any) -> tuple[str, bytes] | None:
+    """Suffixes and data; None for what stands in the JSON."""
+    match value:
+        case str():
+            return "txt" if name == "text" else f"{name}.txt", value.encode()
+        case bytes():
+            kind = next((kind for magic, kind in _KINDS if value.startswith(magic)), "bin")
+            return kind if name == "image" and kind != "bin" else f"{name}.{kind}", value
+        case np.ndarray():
+            file = io.BytesIO()
+            np.lib.format.write_array(file, value, allow_pickle=False)
+            return f"{name}.npy", file.getvalue()
+        case int() if name == "label" and not isinstance(value, bool):
+            return "cls", str(value).encode()
+    return None
+
+
+def _values(name: str, column: pa.Array, first_row: int) -> list[Any]:
+    """Lists and tensors of numbers as arrays; all else as Python has it."""
+    counts, leaves = flatten(column)
+    kind = leaves.type
+    shape = tensor_shape(column.type)
+    inner = getattr(column.type, "value_type", None)
+    if is_number(kind) and (shape is not None or (inner is not None and inner == kind)):
+        if leaves.null_count:
+            raise DatasetError(f"WebDataset: expected no gaps in {name!r}, got some (row {first_row} or after).")
+        rows = split(leaves.to_numpy(zero_copy_only=False), counts)
+        return [row if row is None or shape is None else row.reshape(shape) for row in rows]
+    found: list[Any] = (column.cast(pa.float32()) if pa.types.is_float16(column.type) else column).to_pylist()
+    if pa.types.is_floating(kind) and not np.isfinite(leaves.drop_null().to_numpy(zero_copy_only=False)).all():
+        raise DatasetError(
+            f"WebDataset: expected finite numbers in {name!r}, which stands in JSON, got others (row {first_row} or "
+            "after). Write --to parquet, or leave the column out."
+        )
+    if name == KEY:
+        for key in found:
+            if not isinstance(key, str) or not key or "." in key.rpartition("/")[2] or leaves_folder(key):
+                raise DatasetError(
+                    f"WebDataset: expected keys without a dot in their last part, and that lead to no place outside a "
+                    f"folder, got {key!r}. Leave out column {KEY}."
+                )
+    return found

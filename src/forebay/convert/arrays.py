@@ -23,11 +23,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from forebay.convert.table_sources.base import (
+from forebay.convert.content import TableSource
+from forebay.convert.table import (
     BATCH_BYTES,
     DTYPE_KEY,
     Array,
-    TableSource,
     batch_of,
     column_of,
     field_of,
@@ -198,6 +198,11 @@ def open_rows(paths: Sequence[Path], facts: Mapping[str, Any] | None = None) -> 
     rows = 0
     for path in paths:
         one = open_slice(path)
+        if one.layout == "tokens":
+            raise DatasetError(
+                f"{path}: expected rows, or tokens with a manifest, got tokens alone. Give their directory a manifest "
+                "first: forebay adopt DIR."
+            )
         rows += one.num_rows
         found = {name: _slice_field(one, name) for name in sorted(one.tensors)}
         fields = fields or found
