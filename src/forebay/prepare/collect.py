@@ -21,11 +21,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
+from forebay.prepare.documents import part_batches
 from forebay.prepare.read import Found, Skipped
 from forebay.prepare.read.base import Piece
 from forebay.prepare.read.listing import count_reasons, shown_path
 from forebay.prepare.stats import CLUSTER, EDGES, SAMPLE_CHARACTERS, SAMPLES, Sample, Tally
-from forebay.prepare.text import TextResult, bases, mix, place_name
+from forebay.prepare.text import TextResult, bases, mix, row_place
 from forebay.storage.atomic import atomic_write, open_atomic
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def collect(run: Run, corpus: Corpus, tally: Tally) -> None:
         for index, (piece, text, base) in enumerate(zip(corpus.pieces, corpus.texts, corpus.bases)):
             drop = corpus.dedup.drop[index].load() if corpus.dedup else np.zeros(text.documents_out, np.uint8)
             _choose(chosen, text.key, index, drop)
-            for start, batch in _batches(f"{corpus.folder}/{text.name}.arrow", text.documents_out):
+            for start, batch in part_batches(f"{corpus.folder}/{text.name}.arrow", _COLUMNS):
                 marks = drop[start : start + batch.num_rows]
                 kept = batch.filter(pa.array(marks == 0))
                 tally.see("kept", kept)
@@ -224,7 +225,7 @@ def write_ids(run: Run, corpus: Corpus, left_out: Sequence[Path]) -> None:
         for index, (piece, text, base) in enumerate(zip(corpus.pieces, corpus.texts, corpus.bases)):
             drop = corpus.dedup.drop[index].load() if corpus.dedup else np.zeros(text.documents_out, np.uint8)
             drop[np.fromfile(left_out[index], "<u4")] = 1
-            for start, batch in _batches(f"{corpus.folder}/{text.name}.arrow", text.documents_out):
+            for start, batch in part_batches(f"{corpus.folder}/{text.name}.arrow", _COLUMNS):
                 kept = np.flatnonzero(drop[start : start + batch.num_rows] == 0)
                 found = (id_of(piece, batch, row, base).replace("\n", " ") for row in kept.tolist())
                 ids.writelines(id.encode("utf-8", "backslashreplace") + b"\n" for id in found)
@@ -254,44 +255,18 @@ def _samples(corpus: Corpus, chosen: Sequence[_Chosen]) -> Iterator[Sample]:
     starts = corpus.bases
     for one in chosen:
         piece, text = corpus.pieces[one.part], corpus.texts[one.part]
-        with pa.OSFile(f"{corpus.folder}/{text.name}.arrow", "rb") as source:
-            reader = pa.ipc.open_file(source)
-            start = 0
-            for number in range(reader.num_record_batches):
-                batch = reader.get_batch(number)
-                if one.row < start + batch.num_rows:
-                    row = one.row - start
-                    where = place_name(
-                        piece, batch.column("place")[row].as_py(), batch.column("where")[row].as_py(), starts[one.part]
-                    )
-                    text_of = batch.column("text")[row].as_py()[:SAMPLE_CHARACTERS]
-                    yield Sample(one.key, where, batch.column("url")[row].as_py(), text_of)
-                    break
-                start += batch.num_rows
-
-
-def _batches(path: str, documents: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The small columns of a part, with the row at which each batch begins."""
-    if not documents:
-        return
-    with pa.OSFile(path, "rb") as source:
-        schema = pa.ipc.open_file(source).schema
-        wanted = [schema.get_field_index(name) for name in _COLUMNS if name in schema.names]
-        source.seek(0)
-        reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=sorted(wanted)))
-        start = 0
-        for number in range(reader.num_record_batches):
-            batch = reader.get_batch(number)
-            yield start, batch
-            start += batch.num_rows
+        for start, batch in part_batches(f"{corpus.folder}/{text.name}.arrow"):
+            if one.row < start + batch.num_rows:
+                row = one.row - start
+                where = row_place(piece, batch, row, starts[one.part])
+                text_of = batch.column("text")[row].as_py()[:SAMPLE_CHARACTERS]
+                yield Sample(one.key, where, batch.column("url")[row].as_py(), text_of)
+                break
 
 
 def id_of(piece: Piece, batch: pa.RecordBatch, row: int, base: int) -> str:
     """The source id of a document: the input's own, or where it stands."""
-    given: str = batch.column("id")[row].as_py()
-    if given:
-        return given
-    return place_name(piece, batch.column("place")[row].as_py(), batch.column("where")[row].as_py(), base)
+    return batch.column("id")[row].as_py() or row_place(piece, batch, row, base)
 
 
 class _Clusters:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from forebay.dataset.slices import hash_file
 from forebay.prepare.collect import Corpus, collect, id_of, write_ids
-from forebay.prepare.documents import OWN_COLUMNS
+from forebay.prepare.documents import OWN_COLUMNS, part_batches
 from forebay.prepare.read import Piece
 from forebay.prepare.read.listing import count_reasons
 from forebay.prepare.report import write_report
@@ -83,17 +83,13 @@ def export(task: ExportTask, scale: int = 0) -> Exported:
     documents = 0
     left_out = [np.empty(0, np.int64)]
     with ExitStack() as stack:
-        reader = pa.ipc.open_file(stack.enter_context(pa.OSFile(task.arrow, "rb")))
         writer: pq.ParquetWriter | None = None
-        start = 0
-        for number in range(reader.num_record_batches if task.documents else 0):
-            batch = reader.get_batch(number)
+        for start, batch in part_batches(task.arrow):
             ids = [id_of(task.piece, batch, row, task.base) for row in range(batch.num_rows)]
             texts = task.cut.cut(batch.column("text"), start) if task.cut is not None else batch.column("text")
             kept = drop[start : start + batch.num_rows] == 0
             empty = pc.equal(texts, "").to_numpy(zero_copy_only=False)  # all of whose lines stood elsewhere
             left_out.append(start + np.flatnonzero(kept & empty))
-            start += batch.num_rows
             columns = {"id": pa.array(ids, pa.large_string())}
             others = [name for name in batch.schema.names if name not in OWN_COLUMNS]
             columns |= {name: batch.column(name) for name in (*_COLUMNS, *others) if name in batch.schema.names}
