@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -25,6 +26,7 @@ from forebay.prepare.documents import part_batches
 from forebay.prepare.read import Found, Skipped
 from forebay.prepare.read.base import Piece
 from forebay.prepare.read.listing import count_reasons, shown_path
+from forebay.prepare.report import write_report
 from forebay.prepare.stats import CLUSTER, EDGES, SAMPLE_CHARACTERS, SAMPLES, Sample, Tally
 from forebay.prepare.text import TextResult, bases, mix, row_place
 from forebay.storage.atomic import atomic_write, open_atomic
@@ -32,12 +34,12 @@ from forebay.storage.atomic import atomic_write, open_atomic
 if TYPE_CHECKING:
     from forebay.prepare.dedup.config import Dedup
     from forebay.prepare.dedup.corpus import Cutter, DedupResult, Flags, Part
-    from forebay.prepare.pipeline import Run
+    from forebay.prepare.pipeline import PrepareSummary, Run
 
 _COLUMNS = ("place", "id", "where", "text_bytes", "language", "perplexity")
 EXACT, NEAR = "exact_duplicate", "near_duplicate"
 _MAX_REJECTS, _MAX_SKIPPED = 50, 200
-SKIPPED_FILE = "skipped.jsonl"
+SKIPPED_FILE, REPORT_FILE = "skipped.jsonl", "report.html"
 CLUSTERS = pa.schema([("cluster", pa.int64()), ("id", pa.large_string()), ("kept", pa.bool_()), ("near", pa.bool_())])
 
 
@@ -57,6 +59,11 @@ class Corpus:
         from forebay.prepare.dedup.corpus import Part
 
         return [Part(f"{self.folder}/{text.name}", text.documents_out) for text in self.texts]
+
+    @property
+    def documents_in(self) -> int:
+        """How many were read."""
+        return sum(text.documents_in for text in self.texts)
 
     @property
     def bases(self) -> list[int]:
@@ -109,11 +116,6 @@ class Corpus:
             "rejects": list(self._rejects(run)),
         }
 
-    def empty_report(self, run: Run, tally: Tally) -> dict[str, Any]:
-        """The report of a run that made nothing."""
-        counts = {"documents_in": sum(text.documents_in for text in self.texts)}
-        return self.report(run, tally, "", {**counts, "documents_out": 0, "tokens": 0, "slices": 0}, {})
-
     def _inputs(self) -> list[dict[str, Any]]:
         read = {(s.path, s.sha256): [0, 0] for s in self.found.sources}
         for piece, text in zip(self.pieces, self.texts):
@@ -161,24 +163,41 @@ def read_skipped(out: Path) -> list[Skipped]:
 
 def write_empty_report(run: Run, corpus: Corpus, tally: Tally) -> None:
     """Write the report of a run that stops before there is a dataset: what was read, and why it was dropped."""
-    from forebay.prepare.report import write_report
+    counts = {"documents_in": corpus.documents_in, "documents_out": 0, "tokens": 0, "slices": 0}
+    write_report(run.out / REPORT_FILE, corpus.report(run, tally, "", counts, {}))
 
-    write_report(run.out / "report.html", corpus.empty_report(run, tally))
+
+def conclude(
+    run: Run,
+    corpus: Corpus,
+    tally: Tally,
+    id: str,
+    counts: dict[str, Any],
+    subsets: dict[str, dict[str, Any]],
+    commit: Callable[[], object],
+) -> PrepareSummary:
+    """Write the report, `commit` the output, which is complete then, and remove what only an unfinished run needs."""
+    from forebay.prepare.pipeline import PrepareSummary
+
+    write_report(run.out / REPORT_FILE, corpus.report(run, tally, id, counts, subsets))
+    commit()
+    shutil.rmtree(run.work)
+    skipped = count_reasons(corpus.found.skipped)
+    return PrepareSummary(run.recipe.name, id, **counts, subsets=subsets, skipped=skipped)
 
 
 def nothing_left(run: Run, corpus: Corpus, tally: Tally) -> PrepareError:
     """Write the report; the error that names what dropped the documents."""
     write_empty_report(run, corpus, tally)
-    whole = sum(text.documents_in for text in corpus.texts)
     stages = []
     for name, count in tally.funnel.items():
         reasons = sorted(count.dropped.items(), key=lambda item: -item[1])[:3]
         stages += [f"{name} ({', '.join(f'{reason} {n:,}' for reason, n in reasons)})"] if reasons else []
     if stages:
-        why = f"dropped by {'; '.join(stages)}. See {run.out / 'report.html'}, and loosen these stages."
+        why = f"dropped by {'; '.join(stages)}. See {run.out / REPORT_FILE}, and loosen these stages."
     else:
-        why = f"the inputs hold no documents. See {run.out / 'report.html'}."
-    return PrepareError(f"prepare: expected documents with text, got none: {whole:,} read, {why}")
+        why = f"the inputs hold no documents. See {run.out / REPORT_FILE}."
+    return PrepareError(f"prepare: expected documents with text, got none: {corpus.documents_in:,} read, {why}")
 
 
 @dataclass(frozen=True, order=True)
