@@ -214,9 +214,8 @@ class _LocalEngine(Engine):
             worker.end()
 
     def _map(self, run: Any, tasks: Sequence[Any], on_done: Callable[[int, Any], None], attempts: Attempts) -> None:
-        if (
-            min(self._num_workers, len(tasks)) <= 1 and not self._workers
-        ):  # one that is warm has what the task needs loaded
+        # A process that is warm has loaded what the task needs.
+        if min(self._num_workers, len(tasks)) <= 1 and not self._workers:
             while (pair := attempts.next(0)) is not None:
                 trouble, result = _run_here(run, tasks[pair[0]], pair[1])
                 if trouble:

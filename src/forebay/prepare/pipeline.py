@@ -557,8 +557,8 @@ def _check(run: Run, corpus: Corpus, tally: Tally) -> None:
         write_empty_report(run, corpus, tally)
         told = "; ".join(f"{r['where']}: {r['reason'].rstrip('.')}" for r in first)
         raise PrepareError(
-            f"prepare: expected at most {run.recipe.max_bad:.1%} malformed documents, got {malformed} of {corpus.documents_in}: "
-            f"{told}. They are listed in {path}. Mend them, or raise --max-bad."
+            f"prepare: expected at most {run.recipe.max_bad:.1%} malformed documents, got {malformed} of "
+            f"{corpus.documents_in}: {told}. They are listed in {path}. Mend them, or raise --max-bad."
         )
     if not sum(result.documents_out for result in texts):
         raise nothing_left(run, corpus, tally)

@@ -37,7 +37,7 @@ Cutter = Callable[["Ends", int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class SliceTask:
-    """Slice `index` of the plan at `plan` (a path without its ending), to `out/slices/`; of rows if `shape` is given."""
+    """Slice `index` of the plan at `plan` (a path without its ending), to `out/slices/`; of rows with a `shape`."""
 
     plan: str
     index: int
