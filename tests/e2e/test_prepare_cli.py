@@ -282,19 +282,6 @@ def test_a_sample_is_a_tenth_and_always_the_same(tmp_path: Path) -> None:
     assert open_dataset(tmp_path / "a").manifest.lineage["recipe"]["sample"] == 0.1
 
 
-def test_extract(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    page.write_text("<html><body><nav>Home</nav><article><p>" + "Käse und Brot. " * 40 + "</p></article></body></html>")
-    archive = data("warc/dolma/sample-0000.warc.gz")
-    found = [json.loads(line) for line in run("extract", page, archive, "--json").stdout.splitlines()]
-    assert all(set(one) == {"url", "text"} for one in found) and len(found) == 23
-    assert found[0]["url"] == str(page)
-    assert found[0]["text"].startswith("Käse und Brot.") and "Home" not in found[0]["text"]
-    assert all(one["url"].startswith("http") for one in found[1:])
-    assert "Käse" in run("extract", page).stdout
-    assert "none.html" in run("extract", tmp_path / "none.html", page, code=1).stderr
-
-
 def test_report(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", [words(i, 80) for i in range(30)] + ["short"] * 10)
     summary = prepare(tmp_path / "d", path, "--tokenizer", "bytes", "--set", "length.min_chars=100")

@@ -1,4 +1,4 @@
-"""Commands that make datasets of raw text: prepare, report, extract, acquire, lm."""
+"""Commands that make datasets of raw text: prepare, recipe, report, acquire, lm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import positive, show, size
-from forebay.errors import ForebayError, UsageError
+from forebay.errors import UsageError
 
 if TYPE_CHECKING:
     from forebay.prepare.read import api
@@ -126,20 +126,6 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _extract(args: argparse.Namespace) -> int:
-    from forebay.prepare.extract import extract_file
-
-    failed = 0
-    for file in args.files:
-        try:
-            for url, text in extract_file(file):
-                print(json.dumps({"url": url, "text": text}, ensure_ascii=False) if args.json else text + "\n")
-        except ForebayError as error:
-            print(f"forebay: {error}", file=sys.stderr)
-            failed = 1
-    return failed
-
-
 def _acquire(args: argparse.Namespace) -> int:
     from forebay.prepare.read.api import acquire
 
@@ -241,10 +227,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p = verb("report", _report, "what preparation kept and dropped, and why")
     p.add_argument("dataset", help="a dataset, or its report.html")
     p.add_argument("--json", action="store_true")
-
-    p = verb("extract", _extract, "main text of HTML files and WARC records")
-    p.add_argument("files", nargs="+", type=Path, metavar="FILE", help="HTML or WARC")
-    p.add_argument("--json", action="store_true", help='a line each: {"url", "text"}')
 
     p = verb("acquire", _acquire, "fetch a paged JSON API to JSONL, resumably")
     p.epilog = _API_FILE

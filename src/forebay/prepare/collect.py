@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -21,22 +22,24 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
+from forebay.prepare.documents import part_batches
 from forebay.prepare.read import Found, Skipped
 from forebay.prepare.read.base import Piece
 from forebay.prepare.read.listing import count_reasons, shown_path
+from forebay.prepare.report import write_report
 from forebay.prepare.stats import CLUSTER, EDGES, SAMPLE_CHARACTERS, SAMPLES, Sample, Tally
-from forebay.prepare.text import TextResult, bases, mix, place_name
+from forebay.prepare.text import TextResult, bases, mix, row_place
 from forebay.storage.atomic import atomic_write, open_atomic
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.config import Dedup
     from forebay.prepare.dedup.corpus import Cutter, DedupResult, Flags, Part
-    from forebay.prepare.pipeline import Run
+    from forebay.prepare.pipeline import PrepareSummary, Run
 
 _COLUMNS = ("place", "id", "where", "text_bytes", "language", "perplexity")
 EXACT, NEAR = "exact_duplicate", "near_duplicate"
 _MAX_REJECTS, _MAX_SKIPPED = 50, 200
-SKIPPED_FILE = "skipped.jsonl"
+SKIPPED_FILE, REPORT_FILE = "skipped.jsonl", "report.html"
 CLUSTERS = pa.schema([("cluster", pa.int64()), ("id", pa.large_string()), ("kept", pa.bool_()), ("near", pa.bool_())])
 
 
@@ -56,6 +59,11 @@ class Corpus:
         from forebay.prepare.dedup.corpus import Part
 
         return [Part(f"{self.folder}/{text.name}", text.documents_out) for text in self.texts]
+
+    @property
+    def documents_in(self) -> int:
+        """How many were read."""
+        return sum(text.documents_in for text in self.texts)
 
     @property
     def bases(self) -> list[int]:
@@ -108,11 +116,6 @@ class Corpus:
             "rejects": list(self._rejects(run)),
         }
 
-    def empty_report(self, run: Run, tally: Tally) -> dict[str, Any]:
-        """The report of a run that made nothing."""
-        counts = {"documents_in": sum(text.documents_in for text in self.texts)}
-        return self.report(run, tally, "", {**counts, "documents_out": 0, "tokens": 0, "slices": 0}, {})
-
     def _inputs(self) -> list[dict[str, Any]]:
         read = {(s.path, s.sha256): [0, 0] for s in self.found.sources}
         for piece, text in zip(self.pieces, self.texts):
@@ -160,24 +163,41 @@ def read_skipped(out: Path) -> list[Skipped]:
 
 def write_empty_report(run: Run, corpus: Corpus, tally: Tally) -> None:
     """Write the report of a run that stops before there is a dataset: what was read, and why it was dropped."""
-    from forebay.prepare.report import write_report
+    counts = {"documents_in": corpus.documents_in, "documents_out": 0, "tokens": 0, "slices": 0}
+    write_report(run.out / REPORT_FILE, corpus.report(run, tally, "", counts, {}))
 
-    write_report(run.out / "report.html", corpus.empty_report(run, tally))
+
+def conclude(
+    run: Run,
+    corpus: Corpus,
+    tally: Tally,
+    id: str,
+    counts: dict[str, Any],
+    subsets: dict[str, dict[str, Any]],
+    commit: Callable[[], object],
+) -> PrepareSummary:
+    """Write the report, `commit` the output, which is complete then, and remove what only an unfinished run needs."""
+    from forebay.prepare.pipeline import PrepareSummary
+
+    write_report(run.out / REPORT_FILE, corpus.report(run, tally, id, counts, subsets))
+    commit()
+    shutil.rmtree(run.work)
+    skipped = count_reasons(corpus.found.skipped)
+    return PrepareSummary(run.recipe.name, id, **counts, subsets=subsets, skipped=skipped)
 
 
 def nothing_left(run: Run, corpus: Corpus, tally: Tally) -> PrepareError:
     """Write the report; the error that names what dropped the documents."""
     write_empty_report(run, corpus, tally)
-    whole = sum(text.documents_in for text in corpus.texts)
     stages = []
     for name, count in tally.funnel.items():
         reasons = sorted(count.dropped.items(), key=lambda item: -item[1])[:3]
         stages += [f"{name} ({', '.join(f'{reason} {n:,}' for reason, n in reasons)})"] if reasons else []
     if stages:
-        why = f"dropped by {'; '.join(stages)}. See {run.out / 'report.html'}, and loosen these stages."
+        why = f"dropped by {'; '.join(stages)}. See {run.out / REPORT_FILE}, and loosen these stages."
     else:
-        why = f"the inputs hold no documents. See {run.out / 'report.html'}."
-    return PrepareError(f"prepare: expected documents with text, got none: {whole:,} read, {why}")
+        why = f"the inputs hold no documents. See {run.out / REPORT_FILE}."
+    return PrepareError(f"prepare: expected documents with text, got none: {corpus.documents_in:,} read, {why}")
 
 
 @dataclass(frozen=True, order=True)
@@ -198,7 +218,7 @@ def collect(run: Run, corpus: Corpus, tally: Tally) -> None:
         for index, (piece, text, base) in enumerate(zip(corpus.pieces, corpus.texts, corpus.bases)):
             drop = corpus.dedup.drop[index].load() if corpus.dedup else np.zeros(text.documents_out, np.uint8)
             _choose(chosen, text.key, index, drop)
-            for start, batch in _batches(f"{corpus.folder}/{text.name}.arrow", text.documents_out):
+            for start, batch in part_batches(f"{corpus.folder}/{text.name}.arrow", _COLUMNS):
                 marks = drop[start : start + batch.num_rows]
                 kept = batch.filter(pa.array(marks == 0))
                 tally.see("kept", kept)
@@ -224,7 +244,7 @@ def write_ids(run: Run, corpus: Corpus, left_out: Sequence[Path]) -> None:
         for index, (piece, text, base) in enumerate(zip(corpus.pieces, corpus.texts, corpus.bases)):
             drop = corpus.dedup.drop[index].load() if corpus.dedup else np.zeros(text.documents_out, np.uint8)
             drop[np.fromfile(left_out[index], "<u4")] = 1
-            for start, batch in _batches(f"{corpus.folder}/{text.name}.arrow", text.documents_out):
+            for start, batch in part_batches(f"{corpus.folder}/{text.name}.arrow", _COLUMNS):
                 kept = np.flatnonzero(drop[start : start + batch.num_rows] == 0)
                 found = (id_of(piece, batch, row, base).replace("\n", " ") for row in kept.tolist())
                 ids.writelines(id.encode("utf-8", "backslashreplace") + b"\n" for id in found)
@@ -254,44 +274,18 @@ def _samples(corpus: Corpus, chosen: Sequence[_Chosen]) -> Iterator[Sample]:
     starts = corpus.bases
     for one in chosen:
         piece, text = corpus.pieces[one.part], corpus.texts[one.part]
-        with pa.OSFile(f"{corpus.folder}/{text.name}.arrow", "rb") as source:
-            reader = pa.ipc.open_file(source)
-            start = 0
-            for number in range(reader.num_record_batches):
-                batch = reader.get_batch(number)
-                if one.row < start + batch.num_rows:
-                    row = one.row - start
-                    where = place_name(
-                        piece, batch.column("place")[row].as_py(), batch.column("where")[row].as_py(), starts[one.part]
-                    )
-                    text_of = batch.column("text")[row].as_py()[:SAMPLE_CHARACTERS]
-                    yield Sample(one.key, where, batch.column("url")[row].as_py(), text_of)
-                    break
-                start += batch.num_rows
-
-
-def _batches(path: str, documents: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The small columns of a part, with the row at which each batch begins."""
-    if not documents:
-        return
-    with pa.OSFile(path, "rb") as source:
-        schema = pa.ipc.open_file(source).schema
-        wanted = [schema.get_field_index(name) for name in _COLUMNS if name in schema.names]
-        source.seek(0)
-        reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=sorted(wanted)))
-        start = 0
-        for number in range(reader.num_record_batches):
-            batch = reader.get_batch(number)
-            yield start, batch
-            start += batch.num_rows
+        for start, batch in part_batches(f"{corpus.folder}/{text.name}.arrow"):
+            if one.row < start + batch.num_rows:
+                row = one.row - start
+                where = row_place(piece, batch, row, starts[one.part])
+                text_of = batch.column("text")[row].as_py()[:SAMPLE_CHARACTERS]
+                yield Sample(one.key, where, batch.column("url")[row].as_py(), text_of)
+                break
 
 
 def id_of(piece: Piece, batch: pa.RecordBatch, row: int, base: int) -> str:
     """The source id of a document: the input's own, or where it stands."""
-    given: str = batch.column("id")[row].as_py()
-    if given:
-        return given
-    return place_name(piece, batch.column("place")[row].as_py(), batch.column("where")[row].as_py(), base)
+    return batch.column("id")[row].as_py() or row_place(piece, batch, row, base)
 
 
 class _Clusters:

@@ -19,8 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
+from numpy.typing import NDArray
 
 config: Any = numba.config
+
+Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
 
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -18,6 +18,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from forebay.errors import PrepareError
+
 T = TypeVar("T")
 
 SCHEMA = pa.schema(
@@ -163,6 +165,33 @@ def batched(items: Iterable[T], weigh: Callable[[T], int], most: int, most_items
             held, weight = [], 0
     if held:
         yield held
+
+
+def part_batches(path: str, columns: Iterable[str] = ()) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The batches of documents that a task wrote, each with the row at which it begins.
+
+    Args:
+        columns: Read only those of these that are there; all columns if empty.
+
+    Raises:
+        PrepareError: If they cannot be read.
+    """
+    try:
+        with pa.OSFile(path, "rb") as source:
+            reader = pa.ipc.open_file(source)
+            if columns:
+                wanted = sorted(reader.schema.names.index(name) for name in columns if name in reader.schema.names)
+                source.seek(0)
+                reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=wanted))
+            start = 0
+            for number in range(reader.num_record_batches):
+                batch = reader.get_batch(number)
+                yield start, batch
+                start += batch.num_rows
+    except (OSError, pa.ArrowException) as error:
+        raise PrepareError(
+            f"{path}: cannot read the documents of an earlier run: {error}. Remove .work and run again."
+        ) from error
 
 
 def text_buffers(column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:

@@ -11,7 +11,6 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import resource
 import signal
 import sys
 import threading
@@ -84,24 +83,22 @@ class Engine(ABC):
         self.close()
 
 
-def local_engine(workers: int, *, on_trouble: Trouble | None = None, memory_bytes: int | None = None) -> Engine:
+def local_engine(workers: int, *, on_trouble: Trouble | None = None) -> Engine:
     """Processes of this machine, started when a map first needs them and used for all maps until closed.
 
     With one worker, or for one task before any process was started, all runs in this process (where libraries may use
-    all their threads), unless `memory_bytes` is given.
+    all their threads).
 
     Args:
         workers: How many tasks run at once.
         on_trouble: Told of each death of a worker, and what is done about it.
-        memory_bytes: What a worker may allocate (its private writable memory, RLIMIT_DATA; files that it maps do not
-            count). Beyond that an allocation fails, which is retried smaller like a death.
 
     Raises:
         UsageError: If `workers` is less than 1.
     """
     if workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
-    return _LocalEngine(workers, on_trouble, memory_bytes)
+    return _LocalEngine(workers, on_trouble)
 
 
 class Attempts:
@@ -168,10 +165,10 @@ def _run_here(run: Callable[[T, int], R], task: T, scale: int) -> tuple[str, R |
 class _Worker:
     """A process, our end of the pipe to it, and the attempt that it has; `ready` once it has said so."""
 
-    def __init__(self, memory_bytes: int | None) -> None:
+    def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, memory_bytes), daemon=True, name="forebay-prepare")
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True, name="forebay-prepare")
         with _no_interrupt():
             self.process.start()
         theirs.close()
@@ -203,10 +200,9 @@ class _Worker:
 
 
 class _LocalEngine(Engine):
-    def __init__(self, workers: int, on_trouble: Trouble | None, memory_bytes: int | None) -> None:
+    def __init__(self, workers: int, on_trouble: Trouble | None) -> None:
         super().__init__(on_trouble)
         self._num_workers = workers
-        self._memory_bytes = memory_bytes
         self._workers: list[_Worker] = []
 
     def close(self) -> None:
@@ -218,8 +214,8 @@ class _LocalEngine(Engine):
             worker.end()
 
     def _map(self, run: Any, tasks: Sequence[Any], on_done: Callable[[int, Any], None], attempts: Attempts) -> None:
-        here = self._memory_bytes is None and min(self._num_workers, len(tasks)) <= 1
-        if here and not self._workers:  # one that is warm has what the task needs loaded
+        # A process that is warm has loaded what the task needs.
+        if min(self._num_workers, len(tasks)) <= 1 and not self._workers:
             while (pair := attempts.next(0)) is not None:
                 trouble, result = _run_here(run, tasks[pair[0]], pair[1])
                 if trouble:
@@ -238,7 +234,8 @@ class _LocalEngine(Engine):
     ) -> None:
         while True:
             running = sum(worker.has is not None for worker in self._workers)
-            self._start(min(self._num_workers, running + attempts.startable))
+            while len(self._workers) < min(self._num_workers, running + attempts.startable):
+                self._workers.append(_Worker())
             for worker in self._workers:
                 if worker.ready and worker.has is None and (pair := attempts.next(running)) is not None:
                     worker.give(run, tasks[pair[0]], *pair)
@@ -247,10 +244,6 @@ class _LocalEngine(Engine):
                 return
             for worker in self._heard():
                 self._hear(worker, on_done, attempts)
-
-    def _start(self, wanted: int) -> None:
-        while len(self._workers) < wanted:
-            self._workers.append(_Worker(self._memory_bytes))
 
     def _heard(self) -> list[_Worker]:
         """Wait for some worker that sent something or died."""
@@ -304,9 +297,9 @@ def _no_interrupt() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(pipe: Any, memory_bytes: int | None) -> None:
+def _serve(pipe: Any) -> None:
     """The life of a worker: attempts, one by one, until the pipe is closed."""
-    _begin(memory_bytes)
+    _begin()
     pipe.send(("done", b""))
     while True:
         try:
@@ -321,12 +314,10 @@ def _serve(pipe: Any, memory_bytes: int | None) -> None:
         pipe.send(outcome)
 
 
-def _begin(memory_bytes: int | None) -> None:
+def _begin() -> None:
     use_one_core()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    if memory_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # where memory runs out, the kernel is to take a worker, not its parent
             Path("/proc/self/oom_score_adj").write_text("500")

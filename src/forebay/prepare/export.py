@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from forebay.dataset.slices import hash_file
-from forebay.prepare.collect import Corpus, collect, id_of, write_ids
-from forebay.prepare.documents import OWN_COLUMNS
+from forebay.prepare.collect import Corpus, collect, conclude, id_of, write_ids
+from forebay.prepare.documents import OWN_COLUMNS, part_batches
 from forebay.prepare.read import Piece
-from forebay.prepare.read.listing import count_reasons
-from forebay.prepare.report import write_report
 from forebay.prepare.stats import Tally
 from forebay.storage.atomic import atomic_write, open_atomic
 
@@ -83,17 +81,13 @@ def export(task: ExportTask, scale: int = 0) -> Exported:
     documents = 0
     left_out = [np.empty(0, np.int64)]
     with ExitStack() as stack:
-        reader = pa.ipc.open_file(stack.enter_context(pa.OSFile(task.arrow, "rb")))
         writer: pq.ParquetWriter | None = None
-        start = 0
-        for number in range(reader.num_record_batches if task.documents else 0):
-            batch = reader.get_batch(number)
+        for start, batch in part_batches(task.arrow):
             ids = [id_of(task.piece, batch, row, task.base) for row in range(batch.num_rows)]
             texts = task.cut.cut(batch.column("text"), start) if task.cut is not None else batch.column("text")
             kept = drop[start : start + batch.num_rows] == 0
             empty = pc.equal(texts, "").to_numpy(zero_copy_only=False)  # all of whose lines stood elsewhere
             left_out.append(start + np.flatnonzero(kept & empty))
-            start += batch.num_rows
             columns = {"id": pa.array(ids, pa.large_string())}
             others = [name for name in batch.schema.names if name not in OWN_COLUMNS]
             columns |= {name: batch.column(name) for name in (*_COLUMNS, *others) if name in batch.schema.names}
@@ -110,8 +104,6 @@ def export(task: ExportTask, scale: int = 0) -> Exported:
 
 def finish_text(run: Run, corpus: Corpus, tally: Tally, lineage: dict[str, Any]) -> PrepareSummary:
     """Write the text of all that is kept, the report, and `text.json` last."""
-    from forebay.prepare.pipeline import PrepareSummary
-
     collect(run, corpus, tally)
     (run.out / "text").mkdir(exist_ok=True)
     tasks = list(_tasks(run, corpus))
@@ -128,7 +120,7 @@ def finish_text(run: Run, corpus: Corpus, tally: Tally, lineage: dict[str, Any])
         count.documents_in, count.documents_out = before, documents_out
         count.dropped = {"empty": before - documents_out}
     counts: dict[str, Any] = {
-        "documents_in": sum(text.documents_in for text in corpus.texts),
+        "documents_in": corpus.documents_in,
         "documents_out": documents_out,
         "tokens": 0,
         "slices": 0,
@@ -140,11 +132,8 @@ def finish_text(run: Run, corpus: Corpus, tally: Tally, lineage: dict[str, Any])
         "lineage": {**lineage, "counts": counts},
     }
     whole = json.dumps(facts, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
-    found = hashlib.sha256(whole).hexdigest()
-    write_report(run.out / "report.html", corpus.report(run, tally, found, counts, {}))
-    atomic_write(run.out / TEXT_FILE, whole)
-    shutil.rmtree(run.work)
-    return PrepareSummary(run.recipe.name, found, **counts, skipped=count_reasons(corpus.found.skipped))
+    commit = partial(atomic_write, run.out / TEXT_FILE, whole)
+    return conclude(run, corpus, tally, hashlib.sha256(whole).hexdigest(), counts, {}, commit)
 
 
 def _tasks(run: Run, corpus: Corpus) -> Iterator[ExportTask]:

@@ -11,9 +11,7 @@ itself: lists of links in plain tables, as pages before 2010 have them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -165,43 +163,3 @@ def _plain(html: str, page: Any, skipped: list[str] | None) -> str:
     if len(text) > _MAX_GROWTH * len(html) + 1000:
         raise HtmlError(f"malformed HTML: {len(html)} characters become {len(text)} of text.")
     return _BLANK_LINES.sub("\n\n", without_turns(text)).strip()
-
-
-def extract_file(path: str | Path) -> Iterator[tuple[str, str]]:
-    """Address and main text of each page in an HTML file, or in a WARC, WET or ARC file, packed or not.
-
-    The address of an HTML file is its path.
-
-    Raises:
-        PrepareError: If the file cannot be read; of a damaged archive, what can be read comes first.
-    """
-    from forebay.formats.detect import detect
-    from forebay.prepare.read import warc
-    from forebay.prepare.read.base import Piece, ReadOptions, Source
-    from forebay.prepare.read.http_message import body_text
-    from forebay.prepare.read.opening import Damaged, open_local, open_source
-
-    with open_local(path) as stream:
-        found = detect(stream, Path(path).name)
-    options = ReadOptions()
-    size = Path(path).stat().st_size if "://" not in str(path) else 0
-    source = Source(str(path), Path(path).name, "warc", found.compression, size, "")
-    try:
-        if found.format != "warc":
-            with open_source(source, options.max_unpacked_ratio, options.max_window_bytes) as stream:
-                body = stream.read(options.max_document_bytes)
-                yield str(path), extract_html(body_text(body, "", True))
-                return
-    except Damaged as error:
-        raise PrepareError(f"{path}: {error}") from error
-    damages = []
-    for record in warc.read(Piece((source,)), options):
-        if record.problem:
-            damages.append(f"{record.where}: {record.problem}")
-        else:
-            try:
-                yield record.url or record.id, extract_html(record.text) if record.html else record.text
-            except HtmlError as error:
-                damages.append(f"{record.where}: {error}")
-    if damages:
-        raise PrepareError(f"{path}: {len(damages)} damaged records were left out; the first at {damages[0]}.")

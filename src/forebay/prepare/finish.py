@@ -6,9 +6,9 @@ Hides: that each named subset is a dataset of its own, and that fine-tuning has 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,15 +25,14 @@ from forebay.dataset.manifest import (
     dataset_id,
 )
 from forebay.dataset.slices import hash_file
-from forebay.prepare.collect import Corpus, collect, nothing_left, write_ids
+from forebay.prepare.collect import Corpus, collect, conclude, nothing_left, write_ids
 from forebay.prepare.read.base import Piece
-from forebay.prepare.read.listing import count_reasons, shown_path
-from forebay.prepare.report import write_report
+from forebay.prepare.read.listing import shown_path
 from forebay.prepare.stats import Tally
 from forebay.prepare.text import place_name
 from forebay.prepare.tokens.coders import CoderSpec
 from forebay.prepare.tokens.encode import Encoded, EncodeTask, encode, finished, left_out_file
-from forebay.prepare.tokens.rows import RowShape, RowSliceTask, plan_row_slices, write_row_slice
+from forebay.prepare.tokens.rows import RowShape, plan_row_slices
 from forebay.prepare.tokens.shuffle import Shuffle, TokenPart, finished_shuffle, plan_shuffle, shuffle
 from forebay.prepare.tokens.slicing import finished_slice, plan_slices, write_slice
 from forebay.prepare.tokens.subsets import TRAIN
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from forebay.prepare.pipeline import PrepareSummary, Run
 
 
-TOKENIZER_FILE, REPORT_FILE, SIGNATURES = "tokenizer.json", "report.html", "signatures"
+TOKENIZER_FILE, SIGNATURES = "tokenizer.json", "signatures"
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,6 @@ class Made:
 
 def finish(run: Run, corpus: Corpus, used: TokenizerFile, tally: Tally, lineage: dict[str, Any]) -> PrepareSummary:
     """Write all datasets of the run, and what people look at; the main manifest makes it final."""
-    from forebay.prepare.pipeline import PrepareSummary
-
     collect(run, corpus, tally)
     encoded = _encode(run, corpus, used)
     _count(tally, encoded)
@@ -79,9 +76,8 @@ def finish(run: Run, corpus: Corpus, used: TokenizerFile, tally: Tally, lineage:
         from forebay.prepare.dedup.corpus import store_signatures
 
         store_signatures(corpus.signed, corpus.dedup, run.recipe.dedup, run.out / SIGNATURES)
-    documents_in = sum(text.documents_in for text in corpus.texts)
     counts: dict[str, Any] = {
-        "documents_in": documents_in,
+        "documents_in": corpus.documents_in,
         "documents_out": sum(one.documents for one in made),
         "tokens": sum(one.tokens for one in made),
         "slices": sum(len(one.table) for one in made),
@@ -92,19 +88,8 @@ def finish(run: Run, corpus: Corpus, used: TokenizerFile, tally: Tally, lineage:
     whole = _manifest(run, main, used, lineage).to_json()
     if subsets:
         subsets = {TRAIN: main.facts(whole), **subsets}
-    report = corpus.report(run, tally, dataset_id(whole), counts, subsets)
-    write_report(run.out / REPORT_FILE, report)
-    _write_manifest(run, main, used, lineage)
-    shutil.rmtree(run.work)
-    summary = {key: value for key, value in counts.items() if key != "dropped"}
-    return PrepareSummary(
-        run.recipe.name,
-        dataset_id(whole),
-        **summary,
-        dropped=counts["dropped"],
-        subsets=subsets,
-        skipped=count_reasons(corpus.found.skipped),
-    )
+    commit = partial(_write_manifest, run, main, used, lineage)
+    return conclude(run, corpus, tally, dataset_id(whole), counts, subsets, commit)
 
 
 def _encode(run: Run, corpus: Corpus, used: TokenizerFile) -> list[Encoded]:
@@ -171,13 +156,7 @@ def _slice(run: Run, corpus: Corpus, encoded: Sequence[Encoded], used: Tokenizer
     else:
         plan = plan_slices(parts, plans, slice_bytes=size.bytes, slice_tokens=size.tokens or 0)
     note = run.counted("slice", plan.slices, " slices")
-    tasks = plan.tasks(folder)
-    if shape is None:
-        infos = run.map(write_slice, tasks, finished_slice, note)
-    else:
-        infos = run.map(
-            write_row_slice, [RowSliceTask(task, shape) for task in tasks], lambda t: finished_slice(t.task), note
-        )
+    infos = run.map(write_slice, plan.tasks(folder, shape), finished_slice, note)
     sync_directory(folder / "slices")
     _forget_other_slices(folder, len(infos))
     files = {DOCUMENTS_FILE: write_documents(folder / DOCUMENTS_FILE, corpus, parts)} if run.document_ids else {}

@@ -10,7 +10,7 @@ start of a sentence, the discounts and the unknown word, as KenLM's `lmplz` has 
 """
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -132,7 +132,6 @@ def train_lm(
     out: Path,
     *,
     order: int = 3,
-    prune: Sequence[int] = (),
     vocab_limit: int = 500_000,
     chunk: int = 1 << 21,
 ) -> LmSummary:
@@ -143,8 +142,6 @@ def train_lm(
     Args:
         texts: Documents; each line is a sentence.
         order: 1 to 8, or fewer if no line has so many words; KenLM as it is usually built reads 2 to 6.
-        prune: By order, n-grams seen at most so often are left out (`(0, 0, 1)`); the last value holds for the orders
-            after it. Must not fall, and not begin above 0.
         vocab_limit: The most frequent words are known, up to this; the others are `<unk>`. At most 2 000 000.
         chunk: Words held in memory at once.
 
@@ -152,7 +149,11 @@ def train_lm(
         UsageError: If an argument is out of range.
         PrepareError: If there is no word in the texts.
     """
-    limits = _check(order, prune, vocab_limit, chunk)
+    for name, value, most in (("order", order, 8), ("vocab_limit", vocab_limit, 2_000_000)):
+        if not 1 <= value <= most:
+            raise UsageError(f"{name}: expected 1 to {most}, got {value}")
+    if chunk < 16:
+        raise UsageError(f"chunk: expected at least 16 words, got {chunk}")
     out = Path(out)
     remove_stale(out.parent)
     with temporary_directory(out) as work:
@@ -162,27 +163,13 @@ def train_lm(
         unknown = number_words(work / "hashes", work / "rank1", vocabulary, chunk)
         levels = _levels(work, order, len(vocabulary) + 3, chunk)
         order = len(levels)
-        limits = limits[:order]
         if order == 1:
             levels[0].adjusted[:] = _raw_unigrams(work / "rank1", len(vocabulary) + 3, chunk)
-        discounts = [_estimate(work, levels, n, limits, chunk) for n in range(1, order + 1)]
+        discounts = [_estimate(work, levels, n, chunk) for n in range(1, order + 1)]
         words = ["<unk>", "<s>", "</s>", *(word.decode() for word, _ in vocabulary)]
-        ngrams = _write(out, levels, limits, words, chunk)
+        ngrams = _write(out, levels, words, chunk)
     share = unknown / max(total, 1)
     return LmSummary(order, lines, total, len(vocabulary), share, ngrams, tuple(discounts))
-
-
-def _check(order: int, prune: Sequence[int], vocab_limit: int, chunk: int) -> tuple[int, ...]:
-    if not 1 <= order <= 8:
-        raise UsageError(f"order: expected 1 to 8, got {order}")
-    if not 1 <= vocab_limit <= 2_000_000:
-        raise UsageError(f"vocab_limit: expected 1 to 2000000, got {vocab_limit}")
-    if chunk < 16:
-        raise UsageError(f"chunk: expected at least 16 words, got {chunk}")
-    limits = (*prune, *[prune[-1] if prune else 0] * order)[:order]
-    if len(prune) > order or limits[0] != 0 or list(limits) != sorted(limits):
-        raise UsageError(f"prune: expected up to {order} counts from 0 that do not fall, got {tuple(prune)}")
-    return limits
 
 
 # Counting
@@ -344,9 +331,7 @@ def _discounts(adjusted: Ints, skip: Callable[[int, int], NDArray[np.bool_]], ch
     return found[0], found[1], found[2]
 
 
-def _estimate(
-    work: Path, levels: list[_Level], n: int, limits: tuple[int, ...], chunk: int
-) -> tuple[float, float, float]:
+def _estimate(work: Path, levels: list[_Level], n: int, chunk: int) -> tuple[float, float, float]:
     """Fill in the probabilities of order n, and the backoffs of its contexts."""
     level = levels[n - 1]
     if n == 1:
@@ -364,9 +349,8 @@ def _estimate(
     for start, keys in _parts(level.keys, chunk):
         part = slice(start, start + len(keys))
         counts = np.asarray(level.adjusted[part])
-        kept = level.counts[part] > limits[n - 1]
         np.add.at(totals, keys >> _WORD_BITS, counts)
-        np.add.at(spare, keys >> _WORD_BITS, np.where(kept, steps[np.minimum(counts, 3)], counts))
+        np.add.at(spare, keys >> _WORD_BITS, steps[np.minimum(counts, 3)])
     for start in range(0, len(totals), chunk):
         part = slice(start, start + chunk)
         seen = totals[part] > 0
@@ -382,14 +366,14 @@ def _estimate(
 # Writing
 
 
-def _write(out: Path, levels: list[_Level], limits: tuple[int, ...], words: list[str], chunk: int) -> tuple[int, ...]:
-    sizes = tuple(int((level.counts > limit).sum()) for level, limit in zip(levels, limits, strict=True))
+def _write(out: Path, levels: list[_Level], words: list[str], chunk: int) -> tuple[int, ...]:
+    sizes = tuple(len(level.counts) for level in levels)
     with open_atomic(out) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="\n") as file:
         file.write("\\data\\\n" + "".join(f"ngram {n}={size}\n" for n, size in enumerate(sizes, 1)))
-        for level, limit in zip(levels, limits, strict=True):
+        for level in levels:
             file.write(f"\n\\{level.order}-grams:\n")
-            for start, counts in _parts(level.counts, min(chunk, 1 << 17)):
-                numbers = start + np.flatnonzero(counts > limit)
+            for start in range(0, len(level.counts), step := min(chunk, 1 << 17)):
+                numbers = np.arange(start, min(start + step, len(level.counts)))
                 file.writelines(_lines(levels, level, numbers, words))
         file.write("\n\\end\\\n")
     return sizes

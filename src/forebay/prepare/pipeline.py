@@ -334,20 +334,16 @@ def _load_tokenizer(recipe: Recipe, spec: str = "") -> TokenizerFile:
     return load_tokenizer(spec or policy.tokenizer, eos=policy.eos, bos=policy.bos)
 
 
-@contextmanager
 def _engine(
     name: str, workers: int | None, address: str | None, on_trouble: Callable[[str], None], out: Path
-) -> Iterator[Engine]:
+) -> Engine:
     if name == "local":
-        with local_engine(workers or cores(), on_trouble=on_trouble) as engine:
-            yield engine
-    elif name == "ray":
+        return local_engine(workers or cores(), on_trouble=on_trouble)
+    if name == "ray":
         from forebay.prepare.ray_engine import ray_engine
 
-        with ray_engine(address, workers, shared=out, on_trouble=on_trouble) as engine:
-            yield engine
-    else:
-        raise UsageError(f"engine: expected local or ray, got {name!r}.")
+        return ray_engine(address, workers, shared=out, on_trouble=on_trouble)
+    raise UsageError(f"engine: expected local or ray, got {name!r}.")
 
 
 def _lineage(run: Run, found: Found, known: TokenizerFile | None, against: Sequence[str]) -> dict[str, Any]:
@@ -557,13 +553,12 @@ def _check(run: Run, corpus: Corpus, tally: Tally) -> None:
     path, texts = run.out / REJECTS_FILE, corpus.texts
     first = write_rejects(path, corpus.pieces, texts, str(run.tasks))
     malformed = sum(result.malformed for result in texts)
-    documents = sum(result.documents_in for result in texts)
-    if malformed > run.recipe.max_bad * documents:
+    if malformed > run.recipe.max_bad * corpus.documents_in:
         write_empty_report(run, corpus, tally)
         told = "; ".join(f"{r['where']}: {r['reason'].rstrip('.')}" for r in first)
         raise PrepareError(
-            f"prepare: expected at most {run.recipe.max_bad:.1%} malformed documents, got {malformed} of {documents}: "
-            f"{told}. They are listed in {path}. Mend them, or raise --max-bad."
+            f"prepare: expected at most {run.recipe.max_bad:.1%} malformed documents, got {malformed} of "
+            f"{corpus.documents_in}: {told}. They are listed in {path}. Mend them, or raise --max-bad."
         )
     if not sum(result.documents_out for result in texts):
         raise nothing_left(run, corpus, tally)

@@ -22,6 +22,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from forebay.errors import ForebayError, UsageError
 from forebay.extras import install_command
 from forebay.prepare.dedup.config import Dedup
@@ -356,80 +358,43 @@ def _field_types(cls: Any) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
 
 
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+}
+"""What a kind of error of pydantic's wanted, where it does not say it in our words."""
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
+
+
 def _fit(kind: Any, value: Any, path: Keys) -> Any:
     """`value` as TOML or the command line gave it, as the field's type wants it."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        for choice in arguments:
-            if dataclasses.is_dataclass(choice) and isinstance(value, dict):
-                return _build(choice, value, path)
-            try:
-                return _fit(choice, value, path)
-            except _Problem:
-                continue
-        raise _Problem(path, f"expected {_say(kind)}, got {value!r}")
-    if dataclasses.is_dataclass(kind):
-        return _build(kind, value, path)
-    if kind is Any or kind is object:
-        return value
-    if kind is type(None):
-        if value is None:
-            return None
-    elif origin in (tuple, list, frozenset, Sequence) or origin is typing.get_origin(Sequence[int]):
-        member = arguments[0] if arguments else Any
-        if isinstance(value, dict) and typing.get_origin(member) is tuple:
-            value = list(value.items())
-        if isinstance(value, (list, tuple)):
-            if origin is tuple and len(arguments) > 1 and arguments[1] is not Ellipsis:
-                if len(value) != len(arguments):
-                    raise _Problem(path, f"expected {len(arguments)} values, got {value!r}")
-                return tuple(_fit(a, v, path) for a, v in zip(arguments, value))
-            made = [_fit(member, v, path) for v in value]
-            return frozenset(made) if origin is frozenset else tuple(made)
-    elif origin is not None and isinstance(value, dict):
-        member = arguments[1] if len(arguments) > 1 else Any
-        return {str(k): _fit(member, v, (*path, str(k))) for k, v in value.items()}
-    elif origin is typing.Literal:
-        if value in arguments:
-            return value
-    elif kind is bool:
-        if isinstance(value, bool):
-            return value
-    elif kind is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if isinstance(value, str) and "bytes" in str(path[-1]):
-            try:
-                return parse_size(value)
-            except UsageError as error:
-                raise _Problem(path, f"expected a size such as 64MiB, got {value!r}") from error
-    elif kind is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        if value in ("inf", "-inf"):
-            return float(value)
-        if isinstance(value, str) and (percent := re.fullmatch(r"([\d.]+)%", value)):
-            return float(percent.group(1)) / 100
-    elif kind is str:
-        if isinstance(value, str):
-            return value
-    elif kind is Path and isinstance(value, str):
-        return Path(value)
-    raise _Problem(path, f"expected {_say(kind)}, got {value!r}")
-
-
-def _say(kind: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "nothing"}
-    if kind in names:
-        return names[kind]
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_say(a) for a in arguments if a is not type(None))
-    if origin is typing.Literal:
-        return "one of " + ", ".join(json.dumps(a) for a in arguments)
-    if origin in (tuple, list, frozenset):
-        return "a list"
-    return "a table" if origin is not None or dataclasses.is_dataclass(kind) else str(kind)
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    for choice in typing.get_args(kind) if is_union else (kind,):
+        if dataclasses.is_dataclass(choice):
+            return _build(choice, value, path)
+    if typing.get_origin(kind) is tuple and isinstance(value, dict):
+        value = list(value.items())
+    if kind is int and isinstance(value, str) and "bytes" in str(path[-1]):
+        try:
+            value = parse_size(value)
+        except UsageError as error:
+            raise _Problem(path, f"expected a size such as 64MiB, got {value!r}") from error
+    if kind is float and isinstance(value, str) and (number := re.fullmatch(r"-?inf|([\d.]+)%", value)):
+        value = float(number[1]) / 100 if number[1] else float(value)
+    try:  # As JSON, whose lists may be tuples.
+        return _adapter(kind).validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        wrong = error.errors()
+        expected = (_EXPECTED.get(e["type"], e["msg"].removeprefix("Input should be ")) for e in wrong)
+        raise _Problem(path, f"expected {' or '.join(dict.fromkeys(expected))}, got {wrong[0]['input']!r}") from error
 
 
 def describe(name: str) -> str:

@@ -90,8 +90,9 @@ class Tally:
 
     def observe(self, name: str, side: str, values: ArrayLike, times: int = 1) -> None:
         """Add values, each so many times, to the histogram of that name."""
-        counts, _ = np.histogram(np.asarray(values, np.float64), bins=_bins(name))
-        self._histogram(name, side)[:] += (counts[1:-1] + _ends(counts)) * times
+        edges = EDGES[name]  # What lies beyond them is counted in the first and last bin.
+        counts, _ = np.histogram(np.clip(np.asarray(values, np.float64), edges[0], edges[-1]), bins=edges)
+        self._histogram(name, side)[:] += counts * times
 
     def _histogram(self, name: str, side: str) -> NDArray[np.int64]:
         sides = self.histograms.setdefault(name, {})
@@ -198,18 +199,6 @@ Where = Callable[[int], str]
 def text_bytes(batch: pa.RecordBatch) -> NDArray[np.int64]:
     """UTF-8 bytes of each row's text, int64 [rows]."""
     return np.diff(text_buffers(batch.column("text"))[0])
-
-
-def _bins(name: str) -> NDArray[np.float64]:
-    return np.concatenate([[-np.inf], EDGES[name], [np.inf]])
-
-
-def _ends(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What lies below the first edge and above the last, to be counted in the first and last bin."""
-    ends = np.zeros(len(counts) - 2, np.int64)
-    ends[0] += counts[0]
-    ends[-1] += counts[-1]
-    return ends
 
 
 def percentile_threshold(counts: NDArray[np.int64], percentile: float) -> float:

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -403,10 +403,7 @@ def _through(
             break
         shared = shares
         say(f"stage {name} ")
-
-        def where(row: int, batch: pa.RecordBatch = batch) -> str:
-            return places.where(batch.column("place")[row].as_py(), batch.column("where")[row].as_py())
-
+        where = partial(row_place, places.piece, batch)
         verdict = _verdict(stage, batch, where)
         tally.judge(name, stage.reasons, batch, verdict, keys, where, alive)
         rejects.extend(_reject(batch, row, why) for row, why in verdict.problems.items())
@@ -419,11 +416,8 @@ def _through(
     if not alive.all():
         batch, keys = batch.filter(pa.array(alive)), keys[alive]
     if batch.num_rows:
-
-        def place(row: int) -> str:
-            return places.where(batch.column("place")[row].as_py(), batch.column("where")[row].as_py())
-
-        tally.sample("", "kept", batch, np.arange(batch.num_rows), keys, place)
+        where = partial(row_place, places.piece, batch)
+        tally.sample("", "kept", batch, np.arange(batch.num_rows), keys, where)
         batch = batch.append_column("text_bytes", pa.array(text_bytes(batch)))
     return batch, rejects
 
@@ -472,10 +466,6 @@ class _Places:
     def keys(self, batch: pa.RecordBatch) -> NDArray[np.uint64]:
         """A hash of each row's place, by which samples are chosen."""
         return mix(batch.column("place").to_numpy().astype(np.uint64), self.seed + np.uint64(1))
-
-    def where(self, place: int, inner: str) -> str:
-        """Where a document is, for people. The line of a later piece of a file is counted from that piece."""
-        return place_name(self.piece, place, inner, 0)
 
 
 class _Reader:
@@ -574,6 +564,11 @@ def place_name(piece: Piece, place: int, inner: str, base: int) -> str:
     if inner and not (piece.format in _LINE_FORMATS and inner.startswith("byte ")):
         return f"{path} ({inner})"
     return f"{path}:{base + place + 1}" if base or not piece.start else f"{path}: {place + 1} after {piece.start}"
+
+
+def row_place(piece: Piece, batch: pa.RecordBatch, row: int, base: int = 0) -> str:
+    """`place_name` of a row; without a base, the line in a later piece of a file is counted from that piece."""
+    return place_name(piece, batch.column("place")[row].as_py(), batch.column("where")[row].as_py(), base)
 
 
 def _batch(records: list[Record], options: ReadOptions) -> pa.RecordBatch:

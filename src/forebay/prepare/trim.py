@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.prepare.dedup.config import Dedup
-from forebay.prepare.documents import Verdict
+from forebay.prepare.documents import Verdict, part_batches
 from forebay.prepare.stats import Tally
 from forebay.prepare.text import TextResult, commit_text, finished_text, keeping, mix
 from forebay.prepare.tokens.encode import TextPart
@@ -61,10 +61,8 @@ def trim(task: TrimTask, scale: int) -> TextResult:
     if done is not None:
         return done
     tally = Tally()
-    with keeping(task.prefix, task.dedup if task.sign else None) as out, pa.memory_map(task.part.arrow) as source:
-        reader = pa.ipc.open_file(source)
-        for index in range(reader.num_record_batches if task.part.documents else 0):
-            batch = reader.get_batch(index)
+    with keeping(task.prefix, task.dedup if task.sign else None) as out:
+        for _, batch in part_batches(task.part.arrow):
             values = batch.column("perplexity").to_numpy(zero_copy_only=False)
             drop = np.where(values < task.low, 0, np.where(values >= task.high, 1, -1)).astype(np.int16)
             keys = mix(batch.column("place").to_numpy().astype(np.uint64), np.uint64(2))

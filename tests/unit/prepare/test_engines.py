@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
@@ -78,11 +77,6 @@ def alone_when_smaller(piece: Piece, scale: int) -> tuple[float, float, int]:
         raise MemoryError
     time.sleep(0.05)
     return begin, time.time(), scale
-
-
-def allocate(piece: Piece, scale: int) -> int:
-    rows = piece.number >> (2 * scale)
-    return int(np.ones(rows, np.uint8)[-1]) + scale
 
 
 def fail(piece: Piece, scale: int) -> int:
@@ -223,13 +217,6 @@ def test_what_is_tried_again_runs_alone(two: Engine) -> None:
     for begin, end, _ in smaller:  # type: ignore[misc]
         others = [(b, e) for b, e, _ in spans if (b, e) != (begin, end)]  # type: ignore[misc]
         assert all(e <= begin or b >= end for b, e in others)
-
-
-def test_a_ceiling_of_memory_is_kept() -> None:
-    said: list[str] = []
-    with local_engine(2, on_trouble=said.append, memory_bytes=1 << 30) as engine:
-        assert collect(engine, allocate, [Piece(100 << 20), Piece(3 << 30)]) == [1, 2]
-    assert len(said) == 1 and "task 1" in said[0]
 
 
 @pytest.mark.parametrize(("run", "kind", "text"), [(fail, DatasetError, "line 7"), (fail_key, KeyError, "text")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import time
 from pathlib import Path
@@ -10,9 +9,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from forebay.errors import PrepareError
 from forebay.prepare.documents import SCHEMA
-from forebay.prepare.extract import Extract, HtmlError, all_text, extract_file, extract_html
+from forebay.prepare.extract import Extract, HtmlError, all_text, extract_html
+from forebay.prepare.read import warc
+from forebay.prepare.read.base import Piece, ReadOptions, Source
 
 PAGE = """<html><head><title>T</title><style>x{}</style></head><body class="has-sidebar">
 <header>Site name</header><nav><a href=/>Home</a></nav><div class="cookie-notice">We use cookies</div>
@@ -50,7 +50,9 @@ def test_real_pages() -> None:
     folder = real("warc")
     pages: dict[str, str] = {}
     for name in ("dolma/sample-0000", "pywb/iana", "jwarc/cc", "whirlwind/whirlwind", "fastwarc/warcfile"):
-        pages.update((url.partition("://")[2], text) for url, text in extract_file(folder / f"{name}.warc.gz"))
+        source = Source(str(folder / f"{name}.warc.gz"), name, "warc", "gz", 0, "")
+        for record in warc.read(Piece((source,)), ReadOptions()):
+            pages[record.url.partition("://")[2]] = extract_html(record.text) if record.html else record.text
     for url, (wanted, unwanted) in EXPECTED.items():
         assert wanted in pages[url], url
         assert unwanted not in pages[url], url
@@ -146,15 +148,3 @@ def test_stage() -> None:
     assert verdict.batch.column("html").to_pylist() == [False] * 4
     plain = batch.slice(1, 1)
     assert Extract().apply(plain).batch.equals(plain)
-
-
-def test_files(tmp_path: Path) -> None:
-    page = tmp_path / "a.html"
-    page.write_bytes(PAGE.encode("utf-16"))
-    ((url, text),) = extract_file(page)
-    assert (url, text[:9]) == (str(page), "The title")
-    page.write_bytes(gzip.compress(PAGE.encode()))
-    ((_, packed),) = extract_file(page)
-    assert packed == text
-    with pytest.raises(PrepareError, match="cannot read"):
-        list(extract_file(tmp_path / "missing.html"))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import DatasetError
-from forebay.prepare.report import charts, figures, load_report, render, render_text, write_report
+from forebay.prepare.report import figures, load_report, page, render, render_text, write_report
 
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=alert(1)> \0 \x1b[31m &amp; ' \" \u202eRTL\u202d "
@@ -295,17 +295,17 @@ def test_figures() -> None:
     ]
     assert figures.share(1, 0) == "–"
     assert [figures.short(n) for n in (9_999, 12_345, 999_600, 1.5e12)] == ["9,999", "12.3 k", "1.00 M", "1.50 T"]
-    assert [figures.size(n) for n in (999, 4_560_000)] == ["999 B", "4.56 MB"]
     assert figures.bar(0.5, 3) == "█▌ " and figures.bar(1e-9, 2) == "▏ " and figures.bar(2, 2) == "██"
 
 
 def test_histograms() -> None:
-    svg = charts.histogram("n", {"edges": [0, 1, 2, 3, 4], "read": [0, 4, 2, 0], "kept": [0, 1, 2, 0]})
-    assert svg.count('class="read"') == 2 and svg.count('class="kept"') == 2  # bins without documents are cut off
-    assert "kept: 3, median about 2.25" in svg
-    assert charts.median([0, 10], [4]) == 5
+    chart = page.histogram({"edges": [0, 1, 2, 3, 4], "read": [0, 4, 2, 0], "kept": [0, 1, 2, 0]})
+    assert [bar[0] for bar in chart["bars"]] == ["read"] * 2 + ["kept"] * 2  # bins without documents are cut off
+    assert "kept 3, median about 2.25" in chart["told"] and [label for _, label in chart["ticks"]] == ["1", "2"]
+    assert page.median([0, 10], [4]) == 5
     for data in ({}, {"edges": [1], "read": []}, {"edges": [1, 2], "read": [0]}, {"edges": [1, 2], "read": [1, 2]}):
-        assert "Nothing was counted" in charts.histogram("n", data)
+        assert page.histogram(data) == {}
+        assert "Nothing was counted" in render({"histograms": {"n": data}})
 
 
 def test_the_example_is_json() -> None:

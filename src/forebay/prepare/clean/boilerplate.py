@@ -7,6 +7,7 @@ extractor that sees the markup does better, and this then finds little.
 
 import functools
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,138 +19,37 @@ from numpy.typing import NDArray
 from forebay.errors import UsageError
 from forebay.prepare.clean.phrases import Automaton, apart, build, word_table
 from forebay.prepare.clean.spans import frozen_buffers, splice
-from forebay.prepare.compiled import jit
+from forebay.prepare.compiled import Bytes, Ints, jit
 from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column
+from forebay.prepare.filters.fields import need_count, need_flag
 
-ENGLISH = """
-we use cookies
-uses cookies
-use of cookies
-accept cookies
-accept all cookies
-cookie policy
-cookie settings
-cookie preferences
-enable javascript
-enable cookies
-javascript is disabled
-javascript is required
-javascript must be enabled
-requires javascript
-turn on javascript
-your browser does not support
-your browser is out of date
-please upgrade your browser
-all rights reserved
-terms of use
-terms of service
-privacy policy
-lorem ipsum
-skip to content
-skip to main content
-skip to navigation
-back to top
-share on facebook
-share on twitter
-share on linkedin
-share on whatsapp
-share on pinterest
-click to share on
-share this:
-follow us on
-like us on facebook
-subscribe to our newsletter
-sign up for our newsletter
-powered by wordpress
-proudly powered by
-this entry was posted in
-bookmark the permalink
-your email address will not be published
-required fields are marked
-^copyright ©
-^copyright (c)
-^©
-^posted in
-^filed under:
-^tagged with:
-^you are here:
-=home
-=menu
-=search
-=share
-=tweet
-=print
-=log in
-=login
-=sign in
-=sign up
-=register
-=subscribe
-=contact
-=contact us
-=about us
-=next
-=previous
-=older posts
-=newer posts
-=read more
-=more
-=close
-=loading
-=loading...
-=advertisement
-=sponsored
-=related posts
-=related articles
-=leave a reply
-=leave a comment
-=cancel reply
-=no comments
-=reply
-=copyright
-=sitemap
-=site map
-=terms and conditions
-=faq
-"""
-"""Found anywhere in a line; after `^` at its beginning; after `=` if it is the whole line. Our own list."""
+_ENGLISH = resources.files("forebay.prepare.clean") / "english.txt"
 ANYWHERE, BEGINNING, WHOLE = 0, 1, 2
 PHRASE, MENU = 0, 1
 KINDS = ("phrase_lines", "menu_lines")
 
 
 @jit()
-def _listed(
-    data: NDArray[np.uint8],
-    a: int,
-    b: int,
-    columns: NDArray[np.uint8],
-    steps: NDArray[np.int32],
-    phrase: NDArray[np.int32],
-    shorter: NDArray[np.int32],
-    lengths: NDArray[np.int64],
-    where: NDArray[np.uint8],
-    table: NDArray[np.bool_],
-) -> bool:
+def _listed(data: Bytes, a: int, b: int, automaton: Automaton, where: Bytes, table: NDArray[np.bool_]) -> bool:
     """Whether the line `[a, b)`, without space around it, holds a phrase where that must stand."""
     state = 0
     for i in range(a, b):
-        state = steps[state, columns[data[i]]]
+        state = automaton.steps[state, automaton.columns[data[i]]]
         at = state
-        while phrase[at] >= 0:
-            found = phrase[at]
-            first = i + 1 - lengths[found]
+        while automaton.phrase[at] >= 0:
+            found = automaton.phrase[at]
+            first = i + 1 - automaton.lengths[found]
             fits = where[found] == ANYWHERE or (first == a and (where[found] == BEGINNING or i + 1 == b))
             if fits and apart(data, a, b, first, i + 1, table):
                 return True
-            at = shorter[at]
+            at = automaton.shorter[at]
             if at == 0:
                 break
     return False
 
 
 @jit()
-def _short(data: NDArray[np.uint8], a: int, b: int, max_words: int) -> bool:
+def _short(data: Bytes, a: int, b: int, max_words: int) -> bool:
     """Whether the line `[a, b)` has up to `max_words` words and no punctuation that ends a sentence."""
     last = data[b - 1]
     if last in (33, 34, 46, 58, 59, 63, 44):  # ! " . : ; ? ,
@@ -168,20 +68,20 @@ def _short(data: NDArray[np.uint8], a: int, b: int, max_words: int) -> bool:
 
 @jit()
 def _lines(
-    offsets: NDArray[np.int64],
-    data: NDArray[np.uint8],
-    automaton: tuple[Any, ...],
+    offsets: Ints,
+    data: Bytes,
+    automaton: Automaton,
+    where: Bytes,
     table: NDArray[np.bool_],
     limits: tuple[int, int, int],
     starts: NDArray[Any],
     stops: NDArray[Any],
     kinds: NDArray[np.int8],
     left: NDArray[np.bool_],
-    counts: NDArray[np.int64],
+    counts: Ints,
 ) -> int:
     """Writes the lines to take out, for each row how many of each kind (int64 [rows, 2]), and whether any other is
     `left` that is not blank; returns how many lines."""
-    columns, steps, phrase, shorter, lengths, where = automaton
     max_line, min_run, max_words = limits
     n = 0
     for row in range(len(offsets) - 1):
@@ -200,7 +100,7 @@ def _lines(
             if a == b:
                 continue
             kind, lines_left = -1, lines_left + 1
-            if b - a <= max_line and _listed(data, a, b, columns, steps, phrase, shorter, lengths, where, table):
+            if b - a <= max_line and _listed(data, a, b, automaton, where, table):
                 kind = PHRASE
             elif min_run > 0 and _short(data, a, b, max_words):
                 kind = MENU
@@ -246,7 +146,7 @@ class Boilerplate(Stage):
     """Takes lines out, and drops a document of which nothing is left.
 
     Args:
-        english: Use the list ENGLISH.
+        english: Use our list, `english.txt`.
         patterns: A file of more phrases, one a line in the same form; lines that begin with `#` are comments. Letters
             of ASCII are compared without case.
         max_line_bytes: In a longer line no phrase is looked for: it has other text too.
@@ -267,12 +167,9 @@ class Boilerplate(Stage):
     menu_words: int = 3
 
     def __post_init__(self) -> None:
-        if not isinstance(self.english, bool):
-            raise UsageError(f"english: expected true or false, got {self.english!r}")
-        for key, least in (("max_line_bytes", 1), ("menu_lines", 0), ("menu_words", 1)):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UsageError(f"{key}: expected {least} or more, got {value!r}")
+        need_flag(self, "english")
+        need_count(self, "max_line_bytes", "menu_words", low=1)
+        need_count(self, "menu_lines")
         if not isinstance(self.patterns, str) or (self.patterns and not Path(self.patterns).is_file()):
             raise UsageError(f"patterns: expected a file of phrases, got {self.patterns!r}, which is no file")
 
@@ -290,9 +187,8 @@ class Boilerplate(Stage):
         starts, stops, kinds = np.empty(rows, place), np.empty(rows, place), np.empty(rows, np.int8)
         left, counts = np.zeros(len(batch), bool), np.zeros((len(batch), len(KINDS)), np.int64)
         automaton, where = _automaton(self.english, self.patterns)
-        tables = (automaton.columns, automaton.steps, automaton.phrase, automaton.shorter, automaton.lengths, where)
         limits = (self.max_line_bytes, self.menu_lines, self.menu_words)
-        n = _lines(offsets, data, tables, word_table(), limits, starts, stops, kinds, left, counts)
+        n = _lines(offsets, data, automaton, where, word_table(), limits, starts, stops, kinds, left, counts)
         drop = keep_all(len(batch))
         drop[~left] = 0
         first, after = _spans(offsets, starts[:n], stops[:n])
@@ -304,9 +200,7 @@ class Boilerplate(Stage):
         )
 
 
-def _spans(
-    offsets: NDArray[np.int64], starts: NDArray[Any], stops: NDArray[Any]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _spans(offsets: Ints, starts: NDArray[Any], stops: NDArray[Any]) -> tuple[Ints, Ints]:
     """Where runs of lines without another between them begin and end; none reaches from one row into the next."""
     opens = np.ones(len(starts), bool)
     opens[1:] = starts[1:] != stops[:-1]
@@ -316,13 +210,12 @@ def _spans(
 
 
 @functools.lru_cache(maxsize=16)
-def _automaton(english: bool, patterns: str) -> tuple[Automaton, NDArray[np.uint8]]:
-    lines = ENGLISH.splitlines() if english else []
-    if patterns:
-        try:
-            lines += Path(patterns).read_text(encoding="utf-8-sig").splitlines()
-        except UnicodeDecodeError as error:
-            raise UsageError(f"patterns: expected UTF-8, got {error} ({patterns})") from error
+def _automaton(english: bool, patterns: str) -> tuple[Automaton, Bytes]:
+    try:
+        sources = [_ENGLISH] * english + [Path(patterns)] * bool(patterns)
+        lines = [line for source in sources for line in source.read_text("utf-8-sig").splitlines()]
+    except UnicodeDecodeError as error:
+        raise UsageError(f"patterns: expected UTF-8, got {error} ({patterns})") from error
     phrases: dict[str, int] = {}
     for line in lines:
         rule = {"^": BEGINNING, "=": WHOLE}.get(line.strip()[:1], ANYWHERE)

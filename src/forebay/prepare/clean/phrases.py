@@ -9,23 +9,22 @@ words of Indic scripts).
 import functools
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from forebay.prepare.compiled import jit
+from forebay.prepare.compiled import Bytes, Ints, jit
 from forebay.prepare.filters.words import next_point
 
 WORD_TABLE = 0x20000
 """Characters from here on are ideographs (words), but for a few that no text has."""
 
 
-@dataclass(frozen=True, eq=False)
-class Automaton:
-    """The phrases as a table.
+class Automaton(NamedTuple):
+    """The phrases as a table, which compiled functions take.
 
     Args:
         columns: uint8 [256]: the column of each byte; 0 for those in no phrase.
@@ -35,11 +34,11 @@ class Automaton:
         lengths: int64 [phrases]: in bytes.
     """
 
-    columns: NDArray[np.uint8]
+    columns: Bytes
     steps: NDArray[np.int32]
     phrase: NDArray[np.int32]
     shorter: NDArray[np.int32]
-    lengths: NDArray[np.int64]
+    lengths: Ints
 
 
 def fold(texts: pa.Array) -> pa.LargeStringArray:
@@ -95,14 +94,14 @@ def word_table() -> NDArray[np.bool_]:
 
 
 @jit()
-def word_at(data: NDArray[np.uint8], i: int, table: NDArray[np.bool_]) -> bool:
+def word_at(data: Bytes, i: int, table: NDArray[np.bool_]) -> bool:
     """Whether the character that begins at byte i is part of a word."""
     code, _ = next_point(data, i)
     return code >= len(table) or bool(table[code])
 
 
 @jit()
-def apart(data: NDArray[np.uint8], start: int, stop: int, a: int, b: int, table: NDArray[np.bool_]) -> bool:
+def apart(data: Bytes, start: int, stop: int, a: int, b: int, table: NDArray[np.bool_]) -> bool:
     """Whether `[a, b)` in the row `[start, stop)` touches no word character on either side."""
     if b < stop and word_at(data, b, table):
         return False

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 import re2
-from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.prepare.clean.pii_scan import (
@@ -32,6 +31,7 @@ from forebay.prepare.clean.pii_scan import (
     scan,
 )
 from forebay.prepare.clean.spans import frozen_buffers, splice
+from forebay.prepare.compiled import Ints
 from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column
 
 KINDS = ("email", "ipv4", "ipv6", "iban", "card", "phone", "key")
@@ -85,7 +85,7 @@ base64 cannot be met by 16 characters)."""
 PEM = r"-----BEGIN (?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----"
 MAX_PEM_BYTES = 1 << 14
 
-Spans = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+Spans = tuple[Ints, Ints, Ints]
 
 
 @functools.cache
@@ -188,7 +188,7 @@ class Pii(Stage):
         return [{**usual, **(FINEWEB_MASKS if self.style == "fineweb" else {}), **given}[kind] for kind in KINDS]
 
 
-def _in_turn(numbers: NDArray[np.int64]) -> Iterator[int]:
+def _in_turn(numbers: Ints) -> Iterator[int]:
     """As Python's numbers, of which millions together would take hundreds of MB."""
     for at in range(0, len(numbers), 4096):
         yield from numbers[at : at + 4096].tolist()

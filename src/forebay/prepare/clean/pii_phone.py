@@ -5,15 +5,10 @@ prefix in brackets, a trunk 0 and 9 to 11 digits. The rest of 7 to 12 digits is 
 such as `call` before it. What has neither shape nor word is missed: the tests say how many.
 """
 
-import numpy as np
-from numpy.typing import NDArray
-
-from forebay.prepare.compiled import jit
+from forebay.prepare.compiled import Bytes, Ints, jit
 
 SURE, MAYBE = 1, 2
 LENGTH, SEPARATOR, END = range(3)
-
-Bytes = NDArray[np.uint8]
 
 
 @jit()
@@ -62,7 +57,7 @@ def _separated(data: Bytes, stop: int, at: int) -> tuple[int, int]:
 
 
 @jit()
-def _groups(data: Bytes, stop: int, at: int, groups: NDArray[np.int64]) -> int:
+def _groups(data: Bytes, stop: int, at: int, groups: Ints) -> int:
     """Writes up to 8 groups of digits from `at`, of 15 digits together: LENGTH, the SEPARATOR before, END."""
     n, total, sep = 0, 0, 0
     while n < 8:
@@ -87,7 +82,7 @@ def _groups(data: Bytes, stop: int, at: int, groups: NDArray[np.int64]) -> int:
 
 
 @jit()
-def _shape(data: Bytes, i: int, n: int, total: int, groups: NDArray[np.int64]) -> int:
+def _shape(data: Bytes, i: int, n: int, total: int, groups: Ints) -> int:
     """Whether the first n groups, of `total` digits, that begin at i make a number: 0, SURE or MAYBE."""
     lengths, bracket = groups[LENGTH], data[i] == 40
     first = i + 1 if bracket else i
@@ -121,7 +116,7 @@ def _shape(data: Bytes, i: int, n: int, total: int, groups: NDArray[np.int64]) -
 
 
 @jit()
-def _years(data: Bytes, n: int, groups: NDArray[np.int64]) -> bool:
+def _years(data: Bytes, n: int, groups: Ints) -> bool:
     """Whether two groups are years: 1914-1918, 2000/2018."""
     if n != 2 or groups[LENGTH, 0] != 4 or groups[LENGTH, 1] != 4 or groups[SEPARATOR, 1] == 32:
         return False
@@ -134,7 +129,7 @@ def _years(data: Bytes, n: int, groups: NDArray[np.int64]) -> bool:
 
 
 @jit()
-def _thousands(data: Bytes, n: int, groups: NDArray[np.int64]) -> bool:
+def _thousands(data: Bytes, n: int, groups: Ints) -> bool:
     """Whether blanks only group the digits of a round number: 10 000 000."""
     if n < 3 or groups[LENGTH, 0] > 3:
         return False
@@ -146,7 +141,7 @@ def _thousands(data: Bytes, n: int, groups: NDArray[np.int64]) -> bool:
 
 
 @jit()
-def phone(data: Bytes, start: int, stop: int, i: int, groups: NDArray[np.int64]) -> tuple[int, int]:
+def phone(data: Bytes, start: int, stop: int, i: int, groups: Ints) -> tuple[int, int]:
     """SURE, MAYBE or 0 for the number whose first digit, `+` or `(` is at i, and where it ends.
 
     Args:

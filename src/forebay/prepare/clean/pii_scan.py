@@ -6,18 +6,15 @@ linear in any text. Figures: `benchmarks/prepare/clean.py`.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forebay.prepare.clean.pii_phone import MAYBE, alnum, digit, ends, letter, phone
-from forebay.prepare.compiled import jit
+from forebay.prepare.compiled import Bytes, Ints, jit
 
 EMAIL, IPV4, IPV6, IBAN, CARD, PHONE, MAYBE_PHONE = range(7)
 PUBLIC_ONLY = 1 << 8
 """Among the wanted kinds: leave private, loopback, documentation and multicast addresses."""
 MIN_SPAN_BYTES = 6
 """No span is shorter: `a@b.co`."""
-
-Bytes = NDArray[np.uint8]
 
 IBAN_COUNTRIES = {
     15: "NO",
@@ -289,7 +286,7 @@ def _card(data: Bytes, start: int, stop: int, i: int) -> int:
 
 @jit()
 def _number(
-    data: Bytes, start: int, free: int, stop: int, i: int, wanted: int, lengths: Bytes, groups: NDArray[np.int64]
+    data: Bytes, start: int, free: int, stop: int, i: int, wanted: int, lengths: Bytes, groups: Ints
 ) -> tuple[int, int, int]:
     """The kind, start and end of the number at i, its first digit, `+` or `(`; an empty span if it is none."""
     if digit(data[i]):
@@ -314,13 +311,13 @@ def _number(
 
 @jit()
 def scan(
-    offsets: NDArray[np.int64],
+    offsets: Ints,
     data: Bytes,
     wanted: int,
     lengths: Bytes,
-    starts: NDArray[np.int64],
-    stops: NDArray[np.int64],
-    kinds: NDArray[np.uint8],
+    starts: Ints,
+    stops: Ints,
+    kinds: Bytes,
 ) -> int:
     """Writes the spans of all rows, ascending and not overlapping; how many they are.
 

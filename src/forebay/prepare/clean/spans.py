@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from forebay.prepare.compiled import jit
+from forebay.prepare.compiled import Bytes, Ints, jit
 from forebay.prepare.documents import text_buffers, text_column
 
 
-def frozen_buffers(column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+def frozen_buffers(column: pa.LargeStringArray) -> tuple[Ints, Bytes]:
     """`text_buffers`, never writable: numba compiles a kernel anew for arrays that are, and columns come as both."""
     offsets, data = text_buffers(column)
     offsets.flags.writeable = data.flags.writeable = False
@@ -22,15 +21,15 @@ def frozen_buffers(column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDAr
 
 @jit()
 def _splice(
-    offsets: NDArray[np.int64],
-    data: NDArray[np.uint8],
-    starts: NDArray[np.int64],
-    stops: NDArray[np.int64],
-    which: NDArray[np.int64],
-    puts: NDArray[np.uint8],
-    put_offsets: NDArray[np.int64],
-    out: NDArray[np.uint8],
-    out_offsets: NDArray[np.int64],
+    offsets: Ints,
+    data: Bytes,
+    starts: Ints,
+    stops: Ints,
+    which: Ints,
+    puts: Bytes,
+    put_offsets: Ints,
+    out: Bytes,
+    out_offsets: Ints,
 ) -> None:
     """Writes the rows with `puts[which[i]]` in place of span i."""
     at, span = 0, 0
@@ -53,10 +52,10 @@ def _splice(
 
 def splice(
     column: pa.LargeStringArray,
-    starts: NDArray[np.int64],
-    stops: NDArray[np.int64],
+    starts: Ints,
+    stops: Ints,
     puts: Sequence[bytes],
-    which: NDArray[np.int64],
+    which: Ints,
 ) -> pa.LargeStringArray:
     """The column with `puts[which[i]]` in place of its bytes `[starts[i], stops[i])`.
 

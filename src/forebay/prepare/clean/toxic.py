@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from forebay.errors import UsageError
 from forebay.prepare.clean.phrases import Automaton, apart, build, fold, word_table
 from forebay.prepare.clean.spans import frozen_buffers
-from forebay.prepare.compiled import jit
+from forebay.prepare.compiled import Bytes, Ints, jit
 from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column
 from forebay.prepare.filters.fields import need_flag, need_number
 
@@ -35,34 +35,25 @@ WORDS, SCORE = 0, 1
 
 @jit()
 def _count(
-    offsets: NDArray[np.int64],
-    data: NDArray[np.uint8],
-    columns: NDArray[np.uint8],
-    steps: NDArray[np.int32],
-    phrase: NDArray[np.int32],
-    shorter: NDArray[np.int32],
-    lengths: NDArray[np.int64],
-    table: NDArray[np.bool_],
-    bounded: bool,
-    found: NDArray[np.int64],
+    offsets: Ints, data: Bytes, automaton: Automaton, table: NDArray[np.bool_], bounded: bool, found: Ints
 ) -> None:
     """Writes how many phrases a row has, of those that overlap the first to end, and their bytes: int64 [rows, 2]."""
     for row in range(len(offsets) - 1):
         start, stop = offsets[row], offsets[row + 1]
         state, free = 0, start
         for i in range(start, stop):
-            state = steps[state, columns[data[i]]]
-            if phrase[state] < 0:
+            state = automaton.steps[state, automaton.columns[data[i]]]
+            if automaton.phrase[state] < 0:
                 continue
             at = state
             while True:
-                first = i + 1 - lengths[phrase[at]]
+                first = i + 1 - automaton.lengths[automaton.phrase[at]]
                 if first >= free and (not bounded or apart(data, start, stop, first, i + 1, table)):
                     found[row, 0] += 1
                     found[row, 1] += i + 1 - first
                     free = i + 1
                     break
-                at = shorter[at]
+                at = automaton.shorter[at]
                 if at == 0:
                     break
 
@@ -178,9 +169,9 @@ class Toxic(Stage):
             rows = np.flatnonzero(np.array([language == other for other in languages]))
             some = folded if len(rows) == len(batch) else folded.take(pa.array(rows))
             offsets, data = frozen_buffers(some)
-            a, here = automaton, np.zeros((len(rows), 2), np.int64)
+            here = np.zeros((len(rows), 2), np.int64)
             bounded = language not in UNSPACED
-            _count(offsets, data, a.columns, a.steps, a.phrase, a.shorter, a.lengths, word_table(), bounded, here)
+            _count(offsets, data, automaton, word_table(), bounded, here)
             found[rows], listed[rows] = here, True
         return found[:, 0], found[:, 1], listed
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.prepare.clean.spans import frozen_buffers, replace_rows
-from forebay.prepare.compiled import jit
+from forebay.prepare.compiled import Bytes, Ints, jit
 from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_column
 from forebay.prepare.filters.fields import need_flag
 from forebay.prepare.filters.words import next_point
@@ -81,9 +81,7 @@ def _marks() -> NDArray[np.bool_]:
 
 
 @jit()
-def _gate(
-    offsets: NDArray[np.int64], data: NDArray[np.uint8], pairs: NDArray[np.uint16], flags: NDArray[np.uint8]
-) -> None:
+def _gate(offsets: Ints, data: Bytes, pairs: NDArray[np.uint16], flags: Bytes) -> None:
     """Sets SUSPECT, MAYBE_DENORMAL and NOT_ASCII for each row."""
     for row in range(len(offsets) - 1):
         start, stop = offsets[row], offsets[row + 1]
@@ -112,7 +110,7 @@ def _gate(
 
 
 @jit()
-def _end_line(data: NDArray[np.uint8], line: int, at: int, count: NDArray[np.int64]) -> int:
+def _end_line(data: Bytes, line: int, at: int, count: Ints) -> int:
     """Takes spaces and tabs off the end of the line `[line, at)`; where it ends now."""
     while at > line and (data[at - 1] == 32 or data[at - 1] == 9):
         at -= 1
@@ -136,13 +134,13 @@ def _invisible(code: int, controls: bool, zero_width: bool, soft_hyphens: bool, 
 
 @jit()
 def _tidy(
-    offsets: NDArray[np.int64],
-    data: NDArray[np.uint8],
+    offsets: Ints,
+    data: Bytes,
     options: tuple[bool, bool, bool, bool, bool, int],
     marks: NDArray[np.bool_],
-    out: NDArray[np.uint8],
-    out_offsets: NDArray[np.int64],
-    counts: NDArray[np.int64],
+    out: Bytes,
+    out_offsets: Ints,
+    counts: Ints,
 ) -> None:
     """Writes the rows without what KINDS names; counts int64 [rows, len(KINDS)]."""
     controls, zero_width, soft_hyphens, bidi, trailing, max_blank = options
@@ -243,9 +241,7 @@ class Unicode(Stage):
         counts = Counter({kind: count for kind, count in counts.items() if count})
         return Verdict(replace_column(batch, "text", column), keep_all(len(batch)), counts)
 
-    def _round(
-        self, column: pa.LargeStringArray, counts: Counter[str]
-    ) -> tuple[pa.LargeStringArray, NDArray[np.int64], NDArray[np.int64]]:
+    def _round(self, column: pa.LargeStringArray, counts: Counter[str]) -> tuple[pa.LargeStringArray, Ints, Ints]:
         """Every step once; the rows that were changed; and those of them that need another round.
 
         Those were not ASCII before, and are not empty now.
@@ -269,7 +265,7 @@ class Unicode(Stage):
     def _edit(
         self,
         column: pa.LargeStringArray,
-        rows: NDArray[np.int64],
+        rows: Ints,
         repair: Any,
         kind: str,
         changed: NDArray[np.bool_],

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import DatasetError
-from forebay.prepare.report.figures import bar, count, share, short, size
-from forebay.prepare.report.page import JSON_OPENING, page, sums
+from forebay.prepare.report.figures import bar, count, share, short
+from forebay.prepare.report.page import JSON_OPENING, render, sums
+from forebay.sizes import words_of_bytes
 from forebay.storage.atomic import atomic_write
 
 _WIDTH = 80
@@ -22,11 +23,6 @@ _NAME, _COUNT = 20, 13
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
     """Write the page, whole or not at all."""
     atomic_write(path, render(report).encode("utf-8"))
-
-
-def render(report: Mapping[str, Any]) -> str:
-    """The page: a pure function of the report."""
-    return page(report)
 
 
 def load_report(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -63,7 +59,7 @@ def render_text(report: Mapping[str, Any]) -> str:
     lines = [
         _cut(_plain(report.get("name") or "dataset"), _WIDTH),
         f"{count(kept)} of {count(whole)} documents kept ({share(kept, whole)})",
-        f"{size(totals.get('bytes_out', 0))} of text, {short(totals.get('tokens', 0))} tokens, "
+        f"{words_of_bytes(totals.get('bytes_out', 0))} of text, {short(totals.get('tokens', 0))} tokens, "
         f"{count(totals.get('slices', 0))} slices, {count(totals.get('malformed', 0))} malformed",
         "",
     ]

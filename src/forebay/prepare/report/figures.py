@@ -16,16 +16,7 @@ def short(value: float) -> str:
     """Three significant digits: `12.3 k`, `4.56 M`; all of it below 10 000."""
     if abs(value) < 10_000:
         return count(value)
-    return _scaled(value, ("", " k", " M", " G", " T", " P"))
-
-
-def size(value: float) -> str:
-    """Bytes in decimal units: `812 B`, `4.56 MB`."""
-    return f"{value:.0f} B" if abs(value) < 1000 else _scaled(value, (" B", " kB", " MB", " GB", " TB", " PB"))
-
-
-def _scaled(value: float, units: tuple[str, ...]) -> str:
-    step = 0
+    units, step = ("", " k", " M", " G", " T", " P"), 0
     while abs(value) >= 999.5 and step < len(units) - 1:
         value /= 1000
         step += 1

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError
+from forebay.prepare.documents import part_batches
 from forebay.prepare.tokens.coders import LONG_CHARS, CoderSpec, encode_column, encode_long
 from forebay.prepare.tokens.shuffle import Shuffle, TokenPart, document_keys, sort_part
 from forebay.prepare.tokens.subsets import Subsets
@@ -172,24 +173,14 @@ def _mark(task: EncodeTask) -> Path:
 
 def _batches(task: EncodeTask, batch_bytes: int) -> Iterator[tuple[pa.RecordBatch, int]]:
     """The part's rows in runs of about `batch_bytes` of text."""
-    row = 0
-    try:
-        with pa.OSFile(task.part.arrow, "rb") as source:
-            reader = pa.ipc.open_file(source)
-            for number in range(reader.num_record_batches):
-                batch = reader.get_batch(number)
-                sizes = np.cumsum(pc.binary_length(batch.column("text")).to_numpy(zero_copy_only=False))
-                start = 0
-                while start < len(batch):
-                    reached = int(sizes[start - 1]) if start else 0
-                    stop = max(start + 1, int(np.searchsorted(sizes, reached + batch_bytes, "right")))
-                    yield batch.slice(start, stop - start), row + start
-                    start = stop
-                row += len(batch)
-    except (OSError, pa.ArrowException) as error:
-        raise PrepareError(
-            f"{task.part.arrow}: cannot read the documents of an earlier run: {error}. Remove .work and run again."
-        ) from error
+    for row, batch in part_batches(task.part.arrow):
+        sizes = np.cumsum(pc.binary_length(batch.column("text")).to_numpy(zero_copy_only=False))
+        start = 0
+        while start < len(batch):
+            reached = int(sizes[start - 1]) if start else 0
+            stop = max(start + 1, int(np.searchsorted(sizes, reached + batch_bytes, "right")))
+            yield batch.slice(start, stop - start), row + start
+            start = stop
 
 
 def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: pa.RecordBatch, first_row: int) -> None:
@@ -329,7 +320,8 @@ def sample_texts(parts: Sequence[TextPart], seed: int, limit: int = SAMPLE_BYTES
     share, left = max(_PART_BYTES, limit // max(1, len(parts))), limit
     for part in sorted(parts, key=key):
         here = min(share, left)
-        for text in _texts(part):
+        texts = (text for _, batch in part_batches(part.arrow, ["text"]) for text in batch.column("text").to_pylist())
+        for text in texts:
             data = text.encode()[:here]
             piece = data.decode("utf-8", "ignore")
             here, left = here - len(data), left - len(data)
@@ -339,15 +331,3 @@ def sample_texts(parts: Sequence[TextPart], seed: int, limit: int = SAMPLE_BYTES
                 break
         if left <= 0:
             return
-
-
-def _texts(part: TextPart) -> Iterator[str]:
-    try:
-        with pa.OSFile(part.arrow, "rb") as source:
-            reader = pa.ipc.open_file(source)
-            for number in range(reader.num_record_batches):
-                yield from reader.get_batch(number).column("text").to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise PrepareError(
-            f"{part.arrow}: cannot read the documents of an earlier run: {error}. Remove .work and run again."
-        ) from error

@@ -24,21 +24,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from forebay.dataset.manifest import TOKEN_DTYPES, SliceInfo
-from forebay.dataset.slices import write_rows_slice
+from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import UsageError
 from forebay.prepare.documents import TURN_GIVEN, TURN_LEARNT
 from forebay.prepare.tokens.coders import CoderSpec, coder_for
 from forebay.prepare.tokens.shuffle import TokenPart
-from forebay.prepare.tokens.slicing import (
-    Ends,
-    SlicePlan,
-    SliceTask,
-    commit_slice,
-    finished_slice,
-    read_stretch,
-    write_plan,
-)
+from forebay.prepare.tokens.slicing import Ends, SlicePlan, write_plan
 from forebay.prepare.tokens.tokenizers import parse, special_names
 
 LEARNT = 1 << 31
@@ -186,18 +177,35 @@ class RowShape:
         each = TOKEN_DTYPES[self.dtype].itemsize + int(self.labels[1:]) // 8 + 1 + (8 if self.packed else 0)
         return each * self.max_tokens
 
+    def tensors(self, tokens: NDArray[np.uint32], ends: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """The rows of these conversations, by name; `ends` are exclusive."""
+        firsts = _pack(ends, 0, self.max_tokens, len(ends))[0] if self.packed else np.arange(len(ends) + 1)
+        n, width = len(firsts) - 1, self.max_tokens
+        edges = np.concatenate([[0], ends])
+        row_starts = edges[firsts[:-1]]
+        lengths = edges[firsts[1:]] - row_starts
+        places = np.arange(len(tokens)) + np.repeat(np.arange(n) * width - row_starts, lengths)
+        ids = tokens & np.uint32(LEARNT - 1)
+        learnt = (tokens & np.uint32(LEARNT)) != 0
 
-@dataclass(frozen=True)
-class RowSliceTask:
-    """A slice of rows: the stretch of conversations that `task` names, in this shape."""
+        def spread(values: NDArray[Any], rest: int, dtype: Any) -> NDArray[Any]:
+            out = np.full(n * width, rest, dtype)
+            out[places] = values
+            return out.reshape(n, width)
 
-    task: SliceTask
-    shape: RowShape
-
-    @property
-    def name(self) -> str:
-        """The slice's path within the dataset."""
-        return self.task.name
+        labels = np.dtype(f"<i{int(self.labels[1:]) // 8}")
+        tensors = {
+            "input_ids": spread(ids, self.pad_id, TOKEN_DTYPES[self.dtype]),
+            "labels": spread(np.where(learnt, ids.astype(np.int64), IGNORED), IGNORED, labels),
+            "attention_mask": spread(np.ones(len(tokens), np.uint8), 0, np.uint8),
+        }
+        if self.packed:
+            counts = np.diff(edges)
+            owner = np.repeat(np.arange(len(ends)), counts)
+            row_of = np.repeat(np.arange(n), np.diff(firsts))
+            tensors["position_ids"] = spread(np.arange(len(tokens)) - edges[owner], 0, np.int32)
+            tensors["segment_ids"] = spread(owner - firsts[row_of[owner]] + 1, 0, np.int32)
+        return tensors
 
 
 def plan_row_slices(
@@ -206,7 +214,7 @@ def plan_row_slices(
     """Cut conversations, in their order, into slices of `slice_rows` rows, or as many as fit in `slice_bytes`; the last
     may have fewer.
 
-    `plan.tasks(out)` are to be wrapped: `RowSliceTask(task, shape)`. Conversations stay whole.
+    `plan.tasks(out, shape)` write them. Conversations stay whole.
 
     Raises:
         UsageError: If not even one row fits.
@@ -236,53 +244,3 @@ def _pack(ends: NDArray[np.int64], start: int, width: int, rows: int) -> tuple[N
         at = max(at + 1, int(np.searchsorted(ends, begin + width, "right")))
         firsts.append(at)
     return np.array(firsts), at
-
-
-def write_row_slice(task: RowSliceTask, scale: int = 0) -> SliceInfo:
-    """Write the slice, or take up the one of an earlier run; `count` is rows. Holds it in memory.
-
-    Raises:
-        PrepareError: If a part is not as it was written.
-        OSError: If it cannot be written.
-    """
-    done = finished_slice(task.task)
-    if done is not None:
-        return done
-    stretch, shape = read_stretch(task.task), task.shape
-    tokens, ends = stretch.read_tokens(), stretch.read_ends().astype(np.int64)
-    firsts = _pack(ends, 0, shape.max_tokens, len(ends))[0] if shape.packed else np.arange(len(ends) + 1)
-    tensors = _tensors(tokens, ends, firsts, shape)
-    size, sha256 = write_rows_slice(Path(task.task.out) / task.name, tensors)
-    info = SliceInfo(task.task.index, task.name, size, sha256, len(firsts) - 1, 0)
-    return commit_slice(task.task, info)
-
-
-def _tensors(
-    tokens: NDArray[np.uint32], ends: NDArray[np.int64], firsts: NDArray[np.int64], shape: RowShape
-) -> dict[str, NDArray[Any]]:
-    n, width = len(firsts) - 1, shape.max_tokens
-    edges = np.concatenate([[0], ends])
-    row_starts = edges[firsts[:-1]]
-    lengths = edges[firsts[1:]] - row_starts
-    places = np.arange(len(tokens)) + np.repeat(np.arange(n) * width - row_starts, lengths)
-    ids = tokens & np.uint32(LEARNT - 1)
-    learnt = (tokens & np.uint32(LEARNT)) != 0
-
-    def spread(values: NDArray[Any], rest: int, dtype: Any) -> NDArray[Any]:
-        out = np.full(n * width, rest, dtype)
-        out[places] = values
-        return out.reshape(n, width)
-
-    labels = np.dtype(f"<i{int(shape.labels[1:]) // 8}")
-    tensors = {
-        "input_ids": spread(ids, shape.pad_id, TOKEN_DTYPES[shape.dtype]),
-        "labels": spread(np.where(learnt, ids.astype(np.int64), IGNORED), IGNORED, labels),
-        "attention_mask": spread(np.ones(len(tokens), np.uint8), 0, np.uint8),
-    }
-    if shape.packed:
-        counts = np.diff(edges)
-        owner = np.repeat(np.arange(len(ends)), counts)
-        row_of = np.repeat(np.arange(n), np.diff(firsts))
-        tensors["position_ids"] = spread(np.arange(len(tokens)) - edges[owner], 0, np.int32)
-        tensors["segment_ids"] = spread(owner - firsts[row_of[owner]] + 1, 0, np.int32)
-    return tensors

@@ -15,16 +15,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.dataset.manifest import TOKEN_DTYPES, SliceInfo
-from forebay.dataset.slices import TOKEN_HEADER_BYTES, write_token_slice
+from forebay.dataset.slices import TOKEN_HEADER_BYTES, write_rows_slice, write_token_slice
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.tokens.shuffle import TokenPart
 from forebay.storage.atomic import atomic_write
+
+if TYPE_CHECKING:
+    from forebay.prepare.tokens.rows import RowShape
 
 PLAN_VERSION = 1
 MIN_SLICE_BYTES = 4096
@@ -34,11 +37,12 @@ Cutter = Callable[["Ends", int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class SliceTask:
-    """Slice `index` of the plan at `plan` (a path without its ending), to `out/slices/`."""
+    """Slice `index` of the plan at `plan` (a path without its ending), to `out/slices/`; of rows with a `shape`."""
 
     plan: str
     index: int
     out: str
+    shape: RowShape | None = None
 
     @property
     def name(self) -> str:
@@ -58,9 +62,9 @@ class SlicePlan:
     path: str
     slices: int
 
-    def tasks(self, out: Path | str) -> Sequence[SliceTask]:
+    def tasks(self, out: Path | str, shape: RowShape | None = None) -> Sequence[SliceTask]:
         """One a slice, in order; into a dataset's directory."""
-        return [SliceTask(self.path, index, str(out)) for index in range(self.slices)]
+        return [SliceTask(self.path, index, str(out), shape) for index in range(self.slices)]
 
 
 def plan_slices(
@@ -270,13 +274,15 @@ def write_slice(task: SliceTask, scale: int = 0) -> SliceInfo:
     if done is not None:
         return done
     stretch = read_stretch(task)
-    size, sha256 = write_token_slice(Path(task.out) / task.name, stretch.read_tokens(), stretch.read_ends())
-    count, documents = stretch.stop - stretch.start, stretch.last_end - stretch.first_end
-    return commit_slice(task, SliceInfo(task.index, task.name, size, sha256, count, documents))
-
-
-def commit_slice(task: SliceTask, info: SliceInfo) -> SliceInfo:
-    """Note that a slice is written."""
+    path, tokens, ends = Path(task.out) / task.name, stretch.read_tokens(), stretch.read_ends()
+    if task.shape is None:
+        size, sha256 = write_token_slice(path, tokens, ends)
+        count, documents = len(tokens), len(ends)
+    else:
+        tensors = task.shape.tensors(tokens, ends.astype(np.int64))
+        size, sha256 = write_rows_slice(path, tensors)
+        count, documents = len(tensors["input_ids"]), 0
+    info = SliceInfo(task.index, task.name, size, sha256, count, documents)
     atomic_write(task.mark, json.dumps(asdict(info)).encode())
     return info
 

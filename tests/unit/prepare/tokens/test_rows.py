@@ -23,12 +23,11 @@ from forebay.prepare.tokens.rows import (
     TEMPLATES,
     Conversations,
     RowShape,
-    RowSliceTask,
     Template,
     plan_row_slices,
     split_turns,
-    write_row_slice,
 )
+from forebay.prepare.tokens.slicing import write_slice
 from forebay.prepare.tokens.tokenizers import train_tokenizer
 
 BARE = Template(given_suffix="")
@@ -42,8 +41,8 @@ def rows_of(folder: Path, texts: list[str], length: int, **how: Any) -> Encoded:
 def dataset_of(folder: Path, encoded: Encoded, shape: RowShape, slice_bytes: int = 4096) -> Dataset:
     (folder / "out/slices").mkdir(parents=True)
     plan = plan_row_slices(list(encoded.subsets.values()), folder, shape, slice_bytes=slice_bytes)
-    infos = [write_row_slice(RowSliceTask(task, shape)) for task in plan.tasks(folder / "out")]
-    assert [write_row_slice(RowSliceTask(task, shape)) for task in plan.tasks(folder / "out")] == infos
+    infos = [write_slice(task) for task in plan.tasks(folder / "out", shape)]
+    assert [write_slice(task) for task in plan.tasks(folder / "out", shape)] == infos
     table = SliceTable.from_rows(infos)
     data = table.to_parquet()
     rows, size = sum(info.count for info in infos), sum(info.bytes for info in infos)
