@@ -188,7 +188,7 @@ def extract_file(path: str | Path) -> Iterator[tuple[str, str]]:
     source = Source(str(path), Path(path).name, "warc", found.compression, size, "")
     try:
         if found.format != "warc":
-            with open_source(source, options.max_unpacked_ratio, options.max_window_bytes) as stream:
+            with open_source(source, options) as stream:
                 body = stream.read(options.max_document_bytes)
                 yield str(path), extract_html(body_text(body, "", True))
                 return

@@ -42,7 +42,7 @@ _Part = str | bytes | Exception | None
 def _read_posts(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     place = 0
     for source in piece.sources:
-        with open_source(source, options.max_unpacked_ratio, options.max_window_bytes) as stream:
+        with open_source(source, options) as stream:
             for record in _posts(stream, _site_of(source.path, options), options):
                 if record is not None:
                     yield replace(record, place=place)
@@ -244,7 +244,7 @@ def _read_7z(piece: Piece, options: ReadOptions) -> Iterator[Record]:
 
 def _read_archive(source: Source, options: ReadOptions) -> Iterator[Record | None]:
     py7zr = _py7zr()
-    with open_source(replace(source, compression=""), options.max_unpacked_ratio, options.max_window_bytes) as file:
+    with open_source(replace(source, compression=""), options) as file:
         try:
             with py7zr.SevenZipFile(file) as archive:
                 entries = [entry for entry in archive.list() if not entry.is_directory]

@@ -215,7 +215,7 @@ def _open_ipc(source: Source, options: ReadOptions, piece: Piece | None = None) 
     """A reader of an IPC file, memory-mapped if it can be, or of a stream; with a piece its messages are checked."""
     with ExitStack() as opened:
         if source.compression:
-            packed = open_source(source, options.max_unpacked_ratio, options.max_window_bytes)
+            packed = open_source(source, options)
             yield pa.ipc.open_stream(checked_stream(opened.enter_context(packed)))
             return
         plain = opened.enter_context(open_packed(source))
