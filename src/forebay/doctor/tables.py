@@ -18,7 +18,7 @@ from forebay.doctor.verdicts import FETCH, Look, judge
 from forebay.errors import UsageError
 from forebay.formats.arrow import ipc_batches, is_list, open_ipc
 from forebay.formats.foreign import TOKEN_COLUMNS, head_of
-from forebay.prepare.read.pages import TooLarge, check_ipc
+from forebay.prepare.read.ipc import TooLarge, check_ipc
 from forebay.storage.atomic import open_atomic
 
 _DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, MemoryError, TooLarge)

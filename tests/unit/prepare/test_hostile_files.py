@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from forebay.prepare.documents import Record
-from forebay.prepare.read import ReadOptions, cut, find_sources, opening, pages, read
+from forebay.prepare.read import ReadOptions, cut, find_sources, ipc, opening, read
 
 MIB = 1 << 20
 
@@ -82,7 +82,7 @@ def test_text_beyond_the_limit_is_left_out(tmp_path: Path, monkeypatch: pytest.M
 def test_a_batch_larger_than_memory_should_hold_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, packed: bool
 ) -> None:
-    monkeypatch.setattr(pages, "MAX_HELD_BYTES", 16 * MIB)
+    monkeypatch.setattr(ipc, "MAX_HELD_BYTES", 16 * MIB)
     path = tmp_path / "a.arrow"
     small = pa.record_batch([pa.array(["x" * 100] * 30, pa.large_string())], ["text"])
     write_ipc(path, small, stream, 3)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from forebay.convert.table_sources.base import TableSource, one_schema, rows_at_once
 from forebay.errors import DatasetError
 from forebay.formats.arrow import ipc_batches, open_ipc
-from forebay.prepare.read.pages import check_ipc
+from forebay.prepare.read.ipc import check_ipc
 
 _DAMAGE = (pa.ArrowException, OSError, ValueError, OverflowError)
 
