@@ -16,7 +16,7 @@ import pytest
 from forebay.cli import main, make_parser
 from forebay.cli.logs import logging_to_stderr
 from forebay.cli.parser import PANELS, completion, walk
-from forebay.prepare.read.api_spec import PRESETS, ApiSpec
+from forebay.prepare.read.api import PRESETS, ApiSpec
 from forebay.prepare.recipe import recipe_text
 
 

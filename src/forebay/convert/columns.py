@@ -19,7 +19,7 @@ from forebay.convert.table import Part, one_schema, rows_at_once, write_parts
 from forebay.convert.values import tensor_shape
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.arrow import ipc_batches, open_ipc
-from forebay.prepare.read.pages import check_ipc
+from forebay.prepare.read.ipc import check_ipc
 
 _DAMAGE = (pa.ArrowException, OSError, ValueError, OverflowError)
 _GROUP_BYTES = 8 << 20

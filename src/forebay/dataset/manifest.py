@@ -286,8 +286,10 @@ def _check_unfolding(footer: Footer, data: bytes) -> None:
         for chunk in chunks:
             if chunk.num_values != rows:
                 raise DatasetError(f"{TABLE_FILE}: expected {rows} values of each column, got {chunk.num_values}.")
-            for page in pages(memoryview(data), chunk):
-                room -= page.num_bytes
+            for page in pages(io.BytesIO(data), chunk.start, chunk.stop):
+                room -= page.bytes
+                if page.stop > chunk.stop:
+                    raise ValueError("a page that ends beyond its column chunk")
                 if page.encoding not in _ENCODINGS:
                     raise DatasetError(f"{TABLE_FILE}: expected plain pages or dictionaries, got {page.encoding}.")
                 if room < 0:

@@ -2,18 +2,22 @@
 
 A reader allocates what a page's own header says, whatever the footer's totals are; and Arrow's C++ aborts the process
 on some damaged footers as soon as it is asked for a column's facts. Both are Thrift's compact protocol; only what is
-needed of it is here. Memory: some 40 bytes for each byte of the footer.
+needed of it is here. Memory: some 40 bytes for each byte of the footer. Costs a read of a few bytes for each page.
+
+Source: parquet.thrift (FileMetaData, PageHeader) and the specification of Thrift's compact protocol.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 MAX_FOOTER_BYTES = 1 << 20
 MAX_DEPTH = 8
-MAX_HEADER_BYTES = 64 << 10  # with statistics of long values
+MAX_HEADER_BYTES = 64 << 10  # without statistics that are longer
+_DICTIONARY = 2
 _MAGIC = b"PAR1"
 _BOOLS, _BYTE, _VARINTS, _DOUBLE, _BINARY, _LISTS, _STRUCT = (1, 2), 3, (4, 5, 6), 7, 8, (9, 10), 12
 
@@ -49,10 +53,17 @@ class Footer:
 
 @dataclass(frozen=True)
 class Page:
-    """One page: its bytes once unfolded, and how its values are encoded (`parquet.thrift`, Encoding)."""
+    """What a page's header says: how many values, bytes packed and unpacked, how the values are encoded.
 
-    num_bytes: int
-    encoding: int
+    `encoding` is a number of `parquet.thrift`, -1 if none is told; `stop` is where the page ends.
+    """
+
+    is_dictionary: bool
+    values: int
+    packed_bytes: int
+    bytes: int
+    encoding: int = -1
+    stop: int = 0
 
 
 def read_footer(data: bytes) -> Footer:
@@ -64,10 +75,12 @@ def read_footer(data: bytes) -> Footer:
     length = int.from_bytes(data[-8:-4], "little")
     if len(data) < 12 or data[-4:] != _MAGIC or not 0 < length <= min(MAX_FOOTER_BYTES, len(data) - 12):
         raise ValueError(f"expected a footer of at most {MAX_FOOTER_BYTES} bytes, got {length}")
-    facts = _Compact(memoryview(data)[len(data) - 8 - length : -8]).struct(0)
+    facts = _Compact(io.BytesIO(data[len(data) - 8 - length : -8]), length).struct()
     root, *leaves = _structs(facts.get(2))
+    if not all(isinstance(leaf.get(4), bytes) for leaf in leaves):
+        raise ValueError("footer: expected a name of each column")
     columns = [
-        Column(bytes(leaf.get(4) or b"").decode(), _int(leaf, 1, -1), _int(leaf, 2, 0),
+        Column(leaf[4].decode(), _int(leaf, 1, -1), _int(leaf, 2, 0),
                _int(leaf, 3, 0) in (0, 1) and not leaf.get(5))
         for leaf in leaves
     ]  # fmt: skip
@@ -104,33 +117,33 @@ def _int(facts: dict[int, Any], number: int, default: int | None = None) -> int:
     return value
 
 
-def pages(data: memoryview, chunk: Chunk) -> Iterator[Page]:
-    """The pages of a column chunk.
+def pages(file: BinaryIO, start: int, stop: int) -> Iterator[Page]:
+    """The pages of the column chunk at `[start, stop)`.
 
     Raises:
-        ValueError: If a header is malformed, or a page reaches beyond its chunk.
+        ValueError: If a header is malformed.
     """
-    offset = chunk.start
-    while offset < chunk.stop:
-        header = _Compact(data[offset : min(chunk.stop, offset + MAX_HEADER_BYTES)])
-        facts = header.struct(0)
+    while start < stop:
+        file.seek(start)
+        facts = _Compact(file, MAX_HEADER_BYTES).struct()
         own: dict[int, Any] = next((facts[number] for number in (5, 7, 8) if isinstance(facts.get(number), dict)), {})
-        offset += header.at + _int(facts, 3)
-        if offset > chunk.stop:
-            raise ValueError(f"page: expected its end within its column chunk, got {offset - chunk.stop} bytes more")
-        yield Page(_int(facts, 2), _int(own, 4 if 8 in facts else 2))
+        packed, encoding = _int(facts, 3), _int(own, 4 if 8 in facts else 2, -1)
+        start = file.tell() + packed
+        yield Page(_int(facts, 1) == _DICTIONARY, _int(own, 1, 0), packed, _int(facts, 2), encoding, start)
 
 
 class _Compact:
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self.at = 0
+    """Values of the compact protocol, read from where a stream stands: no more than `limit` bytes are kept."""
 
-    def struct(self, depth: int) -> dict[int, Any]:
+    def __init__(self, file: BinaryIO, limit: int) -> None:
+        self._file = file
+        self._left = limit
+
+    def struct(self, depth: int = 0) -> dict[int, Any]:
         """Values by field number: integers, bytes, structs and lists of those; others are passed over, and None."""
         fields: dict[int, Any] = {}
         number = 0
-        while (head := self._byte()) != 0:
+        while (head := self._take(1)[0]) != 0:
             number = number + (head >> 4) if head >> 4 else self._zigzag()
             fields[number] = None if head & 15 in _BOOLS else self._value(head & 15, depth)
         return fields
@@ -143,33 +156,32 @@ class _Compact:
         if kind == _STRUCT:
             return self.struct(depth + 1)
         if kind in _LISTS:
-            head = self._byte()
+            head = self._take(1)[0]
             num = head >> 4 if head >> 4 < 15 else self._varint()
-            if num > len(self._data) - self.at:  # each takes a byte at least
+            if num > self._left:  # each takes a byte at least
                 raise ValueError("expected a longer list, got the end")
             return [self._value(_BYTE if head & 15 in _BOOLS else head & 15, depth + 1) for _ in range(num)]
         if kind == _BINARY:
-            length = self._varint()
-            self._skip(length)
-            return self._data[self.at - length : self.at]
+            if (length := self._varint()) <= self._left:
+                return self._take(length)
+            self._file.seek(min(length, 1 << 40), 1)
+            return None
         if kind not in (_BYTE, _DOUBLE):
             raise ValueError(f"expected a type of Thrift's compact protocol, got {kind}")
-        self._skip(1 if kind == _BYTE else 8)
+        self._take(1 if kind == _BYTE else 8)
         return None
 
-    def _skip(self, num_bytes: int) -> None:
-        self.at += num_bytes
-        if self.at > len(self._data):
+    def _take(self, num_bytes: int) -> bytes:
+        self._left -= num_bytes
+        data = self._file.read(num_bytes) if self._left >= 0 else b""
+        if len(data) < num_bytes:
             raise ValueError("expected more bytes, got the end")
-
-    def _byte(self) -> int:
-        self._skip(1)
-        return self._data[self.at - 1]
+        return data
 
     def _varint(self) -> int:
         value = 0
         for shift in range(0, 70, 7):
-            byte = self._byte()
+            byte = self._take(1)[0]
             value |= (byte & 127) << shift
             if byte < 128:
                 return value

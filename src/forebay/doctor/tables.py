@@ -16,7 +16,7 @@ from forebay.doctor.tokens import TokenCounts, Window
 from forebay.doctor.verdicts import Look, judge
 from forebay.formats.arrow import ipc_batches, is_list, open_ipc
 from forebay.formats.foreign import TOKEN_COLUMNS, head_of
-from forebay.prepare.read.pages import TooLarge, check_ipc
+from forebay.prepare.read.ipc import TooLarge, check_ipc
 
 _DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, MemoryError, TooLarge)
 

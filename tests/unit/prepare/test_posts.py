@@ -114,17 +114,19 @@ def test_7z_of_real_posts(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
-def test_7z_of_other_formats(tmp_path: Path) -> None:
+def test_7z_of_several_sites_and_of_none(tmp_path: Path) -> None:
     py7zr = pytest.importorskip("py7zr")
     path = tmp_path / "a.7z"
     with py7zr.SevenZipFile(path, "w") as archive:
-        archive.writestr('{"text": "one"}\n{"text": "two"}\n', "deep/a.jsonl")
-        archive.writestr(zstandard.ZstdCompressor().compress(b'{"text": "three"}\n'), "b.jsonl.zst")
-        archive.writestr(bytes(range(256)), "c.bin")
-    found = read(SEVENZIP, path)
-    assert [r.text for r in found if not r.problem] == ["one", "two", "three"]
-    assert [r.where for r in found if r.problem] == ["c.bin"]
-    assert found[0].where.startswith("deep/a.jsonl")
+        archive.writestr("<users></users>", "Users.xml")
+        for site in ("coffee.stackexchange.com", "superuser.com"):
+            archive.writestr("".join(["<posts>\n", *(row(i) for i in range(3)), "</posts>"]), f"{site}/Posts.xml")
+    urls = [f"https://{site}/q/{i}" for site in ("coffee.stackexchange.com", "superuser.com") for i in range(3)]
+    assert [r.url for r in read(SEVENZIP, path)] == urls
+    with py7zr.SevenZipFile(path, "w") as archive:
+        archive.writestr('{"text": "one"}', "a.jsonl")
+    (found,) = read(SEVENZIP, path)
+    assert found.failed and "expected a Posts.xml in a 7z, got a.jsonl" in found.problem
 
 
 def comment(number: int, body: str = "words", **more: object) -> dict[str, object]:

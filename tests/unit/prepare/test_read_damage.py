@@ -46,7 +46,7 @@ PACKERS = {"gz": gzip.compress, "zst": zstandard.compress, "lz4": lz4}
 
 
 def all_before_damage(packed: bytes, name: str, size: int) -> tuple[bytes, bool]:
-    stream, got = unpack(io.BytesIO(packed), name, 2000), b""
+    stream, got = unpack(io.BytesIO(packed), name, ReadOptions(max_unpacked_ratio=2000)), b""
     try:
         while data := stream.read(size):
             got += data
@@ -221,7 +221,7 @@ def test_damaged_tar_headers_cost_their_member(tmp_path: Path) -> None:
 
 def test_files_that_vanish_are_told(tmp_path: Path) -> None:
     source = Source(str(tmp_path / "gone"), "gone", "jsonl", "gz", 5, "")
-    with pytest.raises(PrepareError, match="cannot read input"), open_source(source, 10):
+    with pytest.raises(PrepareError, match="cannot read input"), open_source(source, ReadOptions()):
         pass
     (failed,) = read(Piece((source,)), ReadOptions())
     assert failed.failed and "cannot read input" in failed.problem

@@ -21,19 +21,20 @@ import re
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
 from forebay.errors import PrepareError, UsageError
 from forebay.network.backoff import backoff_s
 from forebay.prepare.documents import Record
-from forebay.prepare.read.api_spec import ApiSpec, read_spec
 from forebay.prepare.read.base import Format, Piece, ReadOptions
 from forebay.storage.atomic import atomic_write, remove_stale
-from forebay.store.locks import Lock, try_take
+from forebay.store.locks import try_take
 from forebay.store.origins import PassingError, Patience, RefusedError
 from forebay.store.web import WebOrigin, asked_wait_s
+from forebay.toml import read_toml
 
 MAX_PAGE_BYTES = 64 << 20
 MAX_SEEN = 2_000_000
@@ -42,6 +43,119 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _FIELD = re.compile(r"\{([A-Za-z0-9_.]+)\}")
 _GONE = frozenset(("[deleted]", "[removed]"))
 _HEADERS = {"Accept": "application/json", "User-Agent": "forebay (dataset preparation)"}
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # Listings: https://www.reddit.com/dev/api (`after`, at most 100 a page); X-Ratelimit-* say what is left.
+    "reddit": {
+        "items": "data.children[].data",
+        "text": ["title", "selftext", "body"],
+        "id": "name",
+        "link": "https://www.reddit.com{permalink}",
+        "next": "data.after",
+        "next_parameter": "after",
+        "parameters": {"limit": "100", "raw_json": "1"},
+    },
+    # Recent search: https://docs.x.com/x-api/posts/search-recent-posts (`next_token`, at most 100 a page).
+    "x": {
+        "url": "https://api.x.com/2/tweets/search/recent",
+        "items": "data[]",
+        "text": ["text"],
+        "id": "id",
+        "link": "https://x.com/i/status/{id}",
+        "next": "meta.next_token",
+        "next_parameter": "next_token",
+        "parameters": {"max_results": "100"},
+    },
+}
+
+
+@dataclass(frozen=True)
+class ApiSpec:
+    """How a paged API is asked.
+
+    Args:
+        url: Without the parameters that follow.
+        items: Where in a page the items are: `data.children[].data`; `[]` is each of a list.
+        text: Fields whose texts, those that there are, make the text.
+        id: The field with the id, by which repeats are noticed.
+        link: The address of an item, with fields in braces.
+        next: Where in a page the cursor of the next one is; the last page has none.
+        next_parameter: The parameter that takes it.
+        parameters, headers: Values may hold `${VARIABLE}` of the environment.
+        requests_per_s: At most.
+        max_pages: 0 is all.
+        timeout_s: For a connection, and for each piece of an answer.
+        max_attempts: For a page; then the run ends and can be resumed.
+        retry_s: The first wait after a failure, doubled each time, plus or minus half by chance.
+        max_wait_s: A server that wants a longer pause ends the run.
+    """
+
+    url: str
+    items: str = "[]"
+    text: tuple[str, ...] = ("text",)
+    id: str = "id"
+    link: str = ""
+    next: str = ""
+    next_parameter: str = "cursor"
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    requests_per_s: float = 1.0
+    max_pages: int = 0
+    timeout_s: float = 30.0
+    max_attempts: int = 8
+    retry_s: float = 1.0
+    max_wait_s: float = 900.0
+
+    @property
+    def sha256(self) -> str:
+        """Of what decides which items it yields."""
+        told = {name: value for name, value in asdict(self).items() if name in _WHAT}
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+_WHAT = ("url", "items", "text", "id", "link", "next", "next_parameter", "parameters")
+
+
+def read_spec(path: str | Path) -> ApiSpec:
+    """The description in a TOML file.
+
+    Raises:
+        UsageError: If it is not one; says which key.
+    """
+    told = read_toml(path)
+    preset = told.pop("preset", None)
+    if preset is not None and preset not in PRESETS:
+        raise UsageError(f"{path}: preset: expected one of {', '.join(PRESETS)}, got {preset!r}.")
+    base = PRESETS.get(preset, {})
+    known = {one.name: one.type for one in fields(ApiSpec)}
+    values: dict[str, Any] = {}
+    for key, value in {**base, **told}.items():
+        if key not in known:
+            raise UsageError(f"{path}: unknown key {key!r}. Known are: preset, {', '.join(known)}.")
+        kind, wanted = known[key], ""
+        if kind is str:
+            wanted = "a string"
+            if isinstance(value, str):
+                wanted = "" if key != "url" or value.startswith(("http://", "https://")) else "http:// or https://"
+        elif kind in (int, float):
+            least = 0 if key in ("max_pages", "retry_s", "max_wait_s") else 1e-6
+            fits = isinstance(value, int | float) and not isinstance(value, bool) and value >= least
+            value, wanted = (kind(value), "") if fits else (value, "a number above 0")
+        elif key == "text":
+            parts = [value] if isinstance(value, str) else value
+            fits = isinstance(parts, list) and parts != [] and all(isinstance(part, str) for part in parts)
+            value, wanted = (tuple(parts), "") if fits else (value, "names of fields")
+        elif isinstance(value, dict):
+            value = {**base.get(key, {}), **{str(name): str(part) for name, part in value.items()}}
+        else:
+            wanted = f"a table, [{key}] and a line for each"
+        if wanted:
+            raise UsageError(f"{path}: {key}: expected {wanted}, got {value!r}.")
+        values[key] = value
+    if "url" not in values:
+        raise UsageError(f'{path}: expected a url. Write url = "https://…".')
+    return ApiSpec(**values)
 
 
 @dataclass(frozen=True)
@@ -75,7 +189,10 @@ def acquire(
     spec = read_spec(spec_path)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    lock = try_take(folder / "lock")
+    if lock is None:
+        raise UsageError(f"{folder}: another run fetches into it. Wait for it, or name another folder.")
+    with lock:
         remove_stale(folder)
         progress = _load(folder, spec)
         path = folder / "items.jsonl"
@@ -89,17 +206,10 @@ def acquire(
             while not progress.done:
                 page = pages.get(progress.cursor)
                 progress = _append(file, page, spec, progress, seen)
-                _store(folder, progress)
+                atomic_write(folder / "cursor.json", json.dumps(asdict(progress)).encode())
                 if on_progress is not None:
                     on_progress(progress)
     return path
-
-
-def _locked(folder: Path) -> Lock:
-    lock = try_take(folder / "lock")
-    if lock is None:
-        raise UsageError(f"{folder}: another run fetches into it. Wait for it, or name another folder.")
-    return lock
 
 
 def _load(folder: Path, spec: ApiSpec) -> Progress:
@@ -116,10 +226,6 @@ def _load(folder: Path, spec: ApiSpec) -> Progress:
             f"{folder}: holds pages of another description (url, parameters or fields differ). Name another folder."
         )
     return progress
-
-
-def _store(folder: Path, progress: Progress) -> None:
-    atomic_write(folder / "cursor.json", json.dumps(asdict(progress)).encode())
 
 
 def _seen(path: Path) -> dict[int, None]:
@@ -257,17 +363,10 @@ class _Pages:
 
     def _obey_limit(self, headers: Mapping[str, str]) -> None:
         """Waits with the next request if this was the last that the server allows for now."""
-        left = _float(headers.get("X-Ratelimit-Remaining") or headers.get("X-Rate-Limit-Remaining"))
-        if left is not None and left < 1:
-            self._next_at = max(self._next_at, time.time() + min(asked_wait_s(headers), self._spec.max_wait_s))
-
-
-def _float(text: str | None) -> float | None:
-    try:
-        value = float(text) if text is not None else None
-    except ValueError:
-        return None
-    return value if value is not None and abs(value) < 1e12 else None
+        left = headers.get("X-Ratelimit-Remaining") or headers.get("X-Rate-Limit-Remaining") or "nan"
+        with suppress(ValueError):
+            if float(left) < 1:
+                self._next_at = max(self._next_at, time.time() + min(asked_wait_s(headers), self._spec.max_wait_s))
 
 
 def _with_variables(value: str) -> str:

@@ -36,7 +36,7 @@ def _cut_bytes(source: Source, options: ReadOptions) -> Iterator[tuple[int, int,
 
 def _lines(piece: Piece, options: ReadOptions) -> Iterator[tuple[int, bytes, str]]:
     """Where each line of a piece begins, the line, and what is wrong with it if it is too long or cut off."""
-    with open_source(piece.sources[0], options.max_unpacked_ratio, options.max_window_bytes) as file:
+    with open_source(piece.sources[0], options) as file:
         position, stop = piece.start, piece.stop
         if position:  # the line that crosses the border is the other piece's
             skip_to(file, position - 1)
@@ -165,7 +165,7 @@ def _read_json(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     What cannot be parsed ends it: nothing says where the next object begins.
     """
     place = -1
-    with open_source(piece.sources[0], options.max_unpacked_ratio, options.max_window_bytes) as file:
+    with open_source(piece.sources[0], options) as file:
         try:
             for place, value in enumerate(_values(file, options.max_document_bytes)):
                 yield _object(place, value, options, f"value {place}")
@@ -317,7 +317,7 @@ def _read_files(piece: Piece, options: ReadOptions, html: bool = False) -> Itera
 def _file(place: int, source: Source, options: ReadOptions, html: bool) -> Record:
     limit = options.max_document_bytes
     try:
-        with open_source(source, options.max_unpacked_ratio, options.max_window_bytes) as file:
+        with open_source(source, options) as file:
             data = file.read(limit + 1)
             if len(data) <= limit:
                 data += file.read(1)  # nothing, or the damage that ended it

@@ -15,7 +15,7 @@ import io
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,7 +31,8 @@ _PACKED = 64 << 10
 MIN_UNPACKED_BYTES = 256 << 20
 """So much may come out of any file, however small it is."""
 _XZ_MEMORY = 512 << 20  # xz -9 needs 65 MiB
-_ZSTD_WINDOW = 128 << 20
+_ZSTD_PACKED = 2 << 10  # becomes 64 MiB at most: a block of 128 KiB takes 4 bytes
+_ZSTD_HEAD = 18
 
 
 class Damaged(PrepareError):  # noqa: N818 - says what the bytes are, and reads so
@@ -150,7 +151,7 @@ class _Chunks(io.RawIOBase):
         super().close()
 
 
-def open_source(source: Source, max_unpacked_ratio: int, max_window_bytes: int = _ZSTD_WINDOW) -> BinaryIO:
+def open_source(source: Source, options: ReadOptions) -> BinaryIO:
     """The unpacked bytes of a source, as a buffered stream; seekable if it is not compressed.
 
     Raises:
@@ -159,7 +160,7 @@ def open_source(source: Source, max_unpacked_ratio: int, max_window_bytes: int =
     """
     raw = open_packed(source)
     if source.compression:
-        raw = unpack(raw, source.compression, max_unpacked_ratio, max_window_bytes)
+        raw = unpack(raw, source.compression, options)
     if source.encoding:
         raw = ChunkStream(_transcoded(raw, source.encoding), raw.close)
     return raw
@@ -202,10 +203,8 @@ def open_local(path: str | Path) -> BinaryIO:
 def open_plain(path: Path, max_unpacked_ratio: int) -> BinaryIO:
     """A local file's bytes, unpacked if it is compressed, as UTF-8 if it is text; for errors see `open_source`."""
     found = detect(path)
-    size = path.stat().st_size
-    return open_source(
-        Source(str(path), path.name, "", found.compression, size, "", encoding=found.encoding), max_unpacked_ratio
-    )
+    source = Source(str(path), path.name, "", found.compression, path.stat().st_size, "", encoding=found.encoding)
+    return open_source(source, ReadOptions(max_unpacked_ratio=max_unpacked_ratio))
 
 
 def local_version(path: str | Path) -> str:
@@ -230,12 +229,9 @@ def check_unchanged(source: Source) -> None:
             raise Changed(source.path)
 
 
-def unpack(
-    packed: BinaryIO, compression: str, max_unpacked_ratio: int, max_window_bytes: int = _ZSTD_WINDOW
-) -> BinaryIO:
+def unpack(packed: BinaryIO, compression: str, options: ReadOptions) -> BinaryIO:
     """The unpacked bytes of a stream, which it closes; for the rest see `open_source`."""
-    counted = _Counted(packed, max_window_bytes)
-    return ChunkStream(_unpacked(counted, compression, max_unpacked_ratio), packed.close)
+    return ChunkStream(_unpacked(Counted(packed), compression, options), packed.close)
 
 
 def _transcoded(raw: BinaryIO, encoding: str) -> Iterator[bytes]:
@@ -248,58 +244,57 @@ def _transcoded(raw: BinaryIO, encoding: str) -> Iterator[bytes]:
         yield decoder.decode(data, ended).encode("utf-8", "replace")
 
 
-def _unpacked(packed: _Counted, compression: str, max_ratio: int) -> Iterator[bytes]:
+def _unpacked(packed: Counted, compression: str, options: ReadOptions) -> Iterator[bytes]:
     """What the decoder gives. Raises Damaged where it fails, or gives too much."""
     given = 0
     try:
-        for data in _DECODERS[compression](packed):
+        for data in _decoded(packed, compression, options):
             yield data
             given += len(data)
-            if given > max(MIN_UNPACKED_BYTES, max_ratio * packed.count):
-                raise _Broken(
-                    f"{packed.count} bytes grew to more than {max_ratio} times as many: a bomb, or text that says "
-                    "nothing. Raise max_unpacked_ratio if it is wanted"
+            if given > max(MIN_UNPACKED_BYTES, options.max_unpacked_ratio * packed.count):
+                raise Broken(
+                    f"{packed.count} bytes grew to more than {options.max_unpacked_ratio} times as many: a bomb, or "
+                    "text that says nothing. Raise max_unpacked_ratio if it is wanted"
                 )
-    except (_Broken, zlib.error, OSError, lzma.LZMAError, EOFError, ValueError, zstandard.ZstdError) as error:
+    except (Broken, zlib.error, OSError, lzma.LZMAError, EOFError, ValueError, zstandard.ZstdError) as error:
         why = str(error).rstrip(".")
         raise Damaged(f"damaged {compression} after {given} unpacked bytes: {why}.") from error
 
 
-class _Broken(Exception):  # noqa: N818 - becomes Damaged
+class Broken(Exception):  # noqa: N818 - becomes Damaged
     """What a decoder found wrong."""
 
 
-class _Counted:
-    """A stream of packed bytes that counts what was taken."""
+class Counted(io.RawIOBase):
+    """A stream of packed bytes that counts what was taken; `member` is where the member began that is unpacked."""
 
-    def __init__(self, stream: BinaryIO, max_window_bytes: int) -> None:
-        self.stream = stream
-        self.max_window_bytes = max_window_bytes
-        self.count = 0
-        self.closed = False
-
-    def read(self, size: int) -> bytes:
-        data = self.stream.read(size)
-        self.count += len(data)
-        return data
-
-    def exactly(self, size: int) -> bytes:
-        data = self.read(size)
-        while len(data) < size:
-            more = self.read(size - len(data))
-            if not more:
-                raise _Broken("it ends early")
-            data += more
-        return data
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.count = self.member = 0
 
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return False
+    def read(self, size: int = -1, /) -> bytes:
+        data = self._stream.read(size)
+        self.count += len(data)
+        return data
 
-    def close(self) -> None:
-        self.closed = True
+
+def _decoded(packed: Counted, compression: str, options: ReadOptions) -> Iterator[bytes]:
+    match compression:
+        case "gz":
+            yield from unpack_gzip(packed)
+        case "bz2":
+            yield from _unpack_members(packed, bz2.BZ2Decompressor)
+        case "xz":
+            yield from _unpack_members(packed, lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY))
+        case "zst":
+            yield from _unpack_members(packed, lambda: _Zstd(options.max_window_bytes), _ZSTD_PACKED)
+        case "lz4":
+            with pa.CompressedInputStream(pa.PythonFile(packed, "r"), "lz4") as stream:
+                while data := stream.read(_PACKED):
+                    yield data
 
 
 class _Gzip:
@@ -331,85 +326,68 @@ class _Gzip:
         except zlib.error as error:
             self._failed = error
         found = []
-        try:
+        with suppress(zlib.error):
             for index in range(len(data)):
                 found.append(before.decompress(data[index : index + 1]))
-        except zlib.error:
-            pass
         return b"".join(found)
 
 
+class _Zstd:
+    """zstandard's decoder of a frame with the manners of bz2's; what it gives is bounded by what it is given."""
+
+    needs_input = True
+
+    def __init__(self, max_window_bytes: int) -> None:
+        self._max_window_bytes = max_window_bytes
+        self._frame = zstandard.ZstdDecompressor(max_window_size=max_window_bytes).decompressobj()
+        self._head = b""
+
+    @property
+    def eof(self) -> bool:
+        return self._frame.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._frame.unused_data
+
+    def decompress(self, data: bytes, max_length: int = -1) -> bytes:
+        if len(self._head) < _ZSTD_HEAD:
+            self._head += data[:_ZSTD_HEAD]
+            with suppress(zstandard.ZstdError):  # a head that is cut or damaged: the decoder says so
+                window = zstandard.get_frame_parameters(self._head).window_size
+                if window > self._max_window_bytes:
+                    raise Broken(
+                        f"its window is {window} bytes, more than max_window_bytes = {self._max_window_bytes}. To "
+                        f"read it, set read.max_window_bytes to {window}"
+                    )
+        return self._frame.decompress(data)
+
+
+def unpack_gzip(packed: Counted) -> Iterator[bytes]:
+    """The bytes of gzip members. Raises zlib.error, or Broken where they end early, after all that stands before."""
+    return _unpack_members(packed, _Gzip)
+
+
 def _unpack_members(
-    packed: _Counted, start: Callable[[], _Gzip | bz2.BZ2Decompressor | lzma.LZMADecompressor]
+    packed: Counted,
+    start: Callable[[], _Gzip | _Zstd | bz2.BZ2Decompressor | lzma.LZMADecompressor],
+    step: int = _PACKED,
 ) -> Iterator[bytes]:
     """Members one after the other, perhaps with zeros between them or at the end."""
-    rest = packed.read(_PACKED)
+    rest = packed.read(step)
     while rest:
-        decoder = start()
-        ended = False
+        packed.member = packed.count - len(rest)
+        decoder, ended = start(), False
         while not decoder.eof:
             if decoder.needs_input and not rest and not ended:
-                rest = packed.read(_PACKED)
+                rest = packed.read(step)
                 ended = not rest
             data = decoder.decompress(rest, _BUFFER)
             rest = b""
             if data:
                 yield data
             elif ended and not decoder.eof:
-                raise _Broken("it ends early")
+                raise Broken("it ends early")
         rest = decoder.unused_data.lstrip(b"\0")
-        while not rest and (more := packed.read(_PACKED)):
+        while not rest and (more := packed.read(step)):
             rest = more.lstrip(b"\0")
-
-
-def _unpack_zstd(packed: _Counted) -> Iterator[bytes]:
-    """Frame by frame and block by block: no block unpacks to more than 128 KiB, and a cut in one shows.
-
-    Source: RFC 8878, sections 3.1.1 and 3.1.2 (the layout of frames and blocks).
-    """
-    unpacker = zstandard.ZstdDecompressor(max_window_size=packed.max_window_bytes)
-    while magic := packed.read(1):
-        magic += packed.exactly(3)
-        if magic[1:] == b"\x2a\x4d\x18" and 0x50 <= magic[0] <= 0x5F:
-            left = int.from_bytes(packed.exactly(4), "little")
-            while left:
-                left -= len(packed.exactly(min(left, _BUFFER)))
-            continue
-        if magic != b"\x28\xb5\x2f\xfd":
-            raise _Broken(f"expected a frame, got bytes {magic.hex()}")
-        flags = packed.exactly(1)
-        single = flags[0] >> 5 & 1
-        fields = packed.exactly((1 - single) + (0, 1, 2, 4)[flags[0] & 3] + (single, 2, 4, 8)[flags[0] >> 6])
-        window = 0 if single else (8 + (fields[0] & 7)) << (7 + (fields[0] >> 3))
-        if window > packed.max_window_bytes:
-            raise _Broken(
-                f"its window is {window} bytes, more than max_window_bytes = {packed.max_window_bytes}. To read it, "
-                f"set read.max_window_bytes to {window}"
-            )
-        frame = unpacker.decompressobj()
-        yield frame.decompress(magic + flags + fields)
-        last = 0
-        while not last:
-            head = packed.exactly(3)
-            bits = int.from_bytes(head, "little")
-            last, kind, size = bits & 1, bits >> 1 & 3, bits >> 3
-            if kind == 3 or size > _BUFFER:
-                raise _Broken("a block that cannot be")
-            yield frame.decompress(head + packed.exactly(1 if kind == 1 else size))
-        if flags[0] & 4:
-            yield frame.decompress(packed.exactly(4))
-
-
-def _unpack_lz4(packed: _Counted) -> Iterator[bytes]:
-    with pa.CompressedInputStream(pa.PythonFile(packed, "r"), "lz4") as stream:
-        while data := stream.read(_PACKED):
-            yield data
-
-
-_DECODERS: dict[str, Callable[[_Counted], Iterator[bytes]]] = {
-    "gz": partial(_unpack_members, start=_Gzip),
-    "zst": _unpack_zstd,
-    "bz2": partial(_unpack_members, start=bz2.BZ2Decompressor),
-    "xz": partial(_unpack_members, start=partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY)),
-    "lz4": _unpack_lz4,
-}

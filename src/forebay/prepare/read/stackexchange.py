@@ -1,7 +1,7 @@
 """StackExchange dumps: `Posts.xml`, plain, packed or within a `.7z`, a document a post.
 
-Hides: XML attributes, bodies in HTML, and 7z archives, which are unpacked as they are read: a thread unpacks, a bounded
-queue holds it back, and neither disk nor memory sees the whole. Answers follow their questions by years, so joining
+Hides: XML attributes, bodies in HTML, and 7z archives, which are unpacked as they are read: a thread unpacks into a
+pipe that holds it back, and neither disk nor memory sees the whole. Answers follow their questions by years, so joining
 them would need the whole site in memory: posts stay apart, and an answer's id and address say where it belongs.
 
 Options: `min_score`; `post_types` (default `[1, 2]`: questions and answers); `site` (`coffee.stackexchange.com`; by
@@ -9,20 +9,18 @@ default the name of the file or folder, if it is such a name), which makes addre
 """
 
 import html
-import queue
+import os
 import re
-import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
 from forebay.errors import PrepareError
 from forebay.extras import install_command
-from forebay.formats.detect import detect
 from forebay.prepare.documents import Record, without_turns
 from forebay.prepare.extract import HtmlError, all_text
 from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
@@ -34,15 +32,12 @@ _SITE = re.compile(
     r"(?:[a-z0-9-]{1,40}\.){0,3}(?:stackexchange|stackoverflow|serverfault|superuser|askubuntu|mathoverflow|stackapps)(?:\.com|\.net)"
 )
 _STEP = 1 << 20
-_QUEUE_PARTS = 16
-_Part = str | bytes | Exception | None
-"""What a thread that unpacks gives: a member's name, bytes of it, the damage that ends all, or the end."""
 
 
 def _read_posts(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     place = 0
     for source in piece.sources:
-        with open_source(source, options.max_unpacked_ratio, options.max_window_bytes) as stream:
+        with open_source(source, options) as stream:
             for record in _posts(stream, _site_of(source.path, options), options):
                 if record is not None:
                     yield replace(record, place=place)
@@ -142,10 +137,6 @@ def _site_of(path: str, options: ReadOptions) -> str:
     return next((match[0] for match in reversed(found) if match), "")
 
 
-class _UnpackAborted(Exception):  # noqa: N818 - ends the thread that unpacks
-    """The reader was closed, or the archive unpacks to too much."""
-
-
 def _py7zr() -> Any:
     try:
         import py7zr
@@ -156,84 +147,62 @@ def _py7zr() -> Any:
     return py7zr
 
 
-@contextmanager
-def _members(file: BinaryIO, names: list[str], limit: int) -> Iterator[Iterator[tuple[str, BinaryIO]]]:
-    """Members of an archive as streams of unpacked bytes, in their order; all together have at most `limit` bytes."""
-    import py7zr.io
-
-    parts: queue.Queue[_Part] = queue.Queue(_QUEUE_PARTS)
-    left, gone = limit, threading.Event()
-
-    def put(part: _Part) -> None:
-        while not gone.is_set():
-            try:
-                parts.put(part, timeout=0.2)
-                return
-            except queue.Full:
-                continue
-        raise _UnpackAborted("the reader was closed")
-
-    class Sink(py7zr.io.NullIO):
-        def write(self, data: bytes | bytearray) -> int:
-            nonlocal left
-            for start in range(0, len(data), _STEP):
-                part = bytes(data[start : start + _STEP])
-                left -= len(part)
-                if left < 0:
-                    raise _UnpackAborted("it unpacks to too much. Raise max_unpacked_ratio to read it")
-                put(part)
-            return len(data)
-
-    class Factory(py7zr.io.WriterFactory):
-        def create(self, filename: str) -> Any:
-            put(filename)
-            return Sink()  # type: ignore[no-untyped-call]
-
-    def unpack() -> None:
-        end: Exception | None = None
-        try:
-            file.seek(0)
-            with py7zr.SevenZipFile(file) as archive:
-                archive.extract(targets=names, factory=Factory())
-        except Exception as error:  # noqa: BLE001 - py7zr raises what its decoders raise
-            end = error
-        with suppress(_UnpackAborted):
-            put(end)
-
-    thread = threading.Thread(target=unpack, name="unpack 7z", daemon=True)
-    thread.start()
-    try:
-        yield _streams(parts)
-    finally:
-        gone.set()
-        thread.join()
-
-
-def _streams(parts: queue.Queue[_Part]) -> Iterator[tuple[str, BinaryIO]]:
-    """Each member as a stream, to be read before the next; what is left of it is passed over.
+def _members(file: BinaryIO, entries: Sequence[Any]) -> Generator[tuple[str, BinaryIO], None, None]:
+    """Each member as a stream, to be read before the next: a thread unpacks them into a pipe, which holds it back.
 
     Raises:
         Damaged: After the last, if damage ended them; reading a member raises it too.
     """
-    part = parts.get()
+    import py7zr.io
 
-    def rest() -> Iterator[bytes]:
-        nonlocal part
-        while isinstance(part := parts.get(), bytes):
-            yield part
-        if isinstance(part, Exception):
-            raise Damaged(f"damaged 7z: {part}")
+    read_end, write_end = os.pipe()
+    failures: list[Exception] = []
 
-    while isinstance(part, str):
-        data = rest()
-        yield part, ChunkStream(data)
-        deque(data, 0)
-    if isinstance(part, Exception):
-        raise Damaged(f"damaged 7z: {part}")
+    def unpack() -> None:
+        try:
+            with os.fdopen(write_end, "wb") as sink, py7zr.SevenZipFile(file) as archive:
+
+                class Sink(py7zr.io.NullIO):
+                    def write(self, data: bytes | bytearray) -> int:
+                        return sink.write(data)
+
+                class Factory(py7zr.io.WriterFactory):
+                    def create(self, filename: str) -> Any:
+                        return Sink()  # type: ignore[no-untyped-call]
+
+                archive.extract(targets=[entry.filename for entry in entries], factory=Factory())
+        except Exception as error:  # noqa: BLE001 - py7zr raises what its decoders raise
+            failures.append(error)
+
+    def bytes_of(size: int) -> Iterator[bytes]:
+        while size:
+            data = pipe.read(min(size, _STEP))
+            if not data:
+                thread.join()
+                raise Damaged(f"damaged 7z: {failures[0] if failures else 'it ends early'}")
+            size -= len(data)
+            yield data
+
+    pipe = os.fdopen(read_end, "rb")  # closed before the thread is waited for
+    file.seek(0)
+    thread = threading.Thread(target=unpack, name="unpack 7z", daemon=True)
+    thread.start()
+    try:
+        for entry in entries:
+            data = bytes_of(entry.uncompressed)
+            yield entry.filename, ChunkStream(data)
+            deque(data, 0)
+            if failures:
+                break
+    finally:
+        pipe.close()
+        thread.join()
+    if failures:
+        raise Damaged(f"damaged 7z: {failures[0]}")
 
 
 def _read_7z(piece: Piece, options: ReadOptions) -> Iterator[Record]:
-    """The posts of each `Posts.xml`; of an archive without one, the documents of what else is in it and known."""
+    """The posts of each `Posts.xml` of archives."""
     places = 0
     for source in piece.sources:
         for record in _read_archive(source, options):
@@ -244,7 +213,7 @@ def _read_7z(piece: Piece, options: ReadOptions) -> Iterator[Record]:
 
 def _read_archive(source: Source, options: ReadOptions) -> Iterator[Record | None]:
     py7zr = _py7zr()
-    with open_source(replace(source, compression=""), options.max_unpacked_ratio, options.max_window_bytes) as file:
+    with open_source(replace(source, compression=""), options) as file:
         try:
             with py7zr.SevenZipFile(file) as archive:
                 entries = [entry for entry in archive.list() if not entry.is_directory]
@@ -261,54 +230,19 @@ def _read_archive(source: Source, options: ReadOptions) -> Iterator[Record | Non
             problem = f"a 7z that unpacks to {size} bytes: a bomb. Raise max_unpacked_ratio to read it"
             yield Record(0, problem=problem, where=source.name)
             return
-        names = [entry.filename for entry in entries]
-        posts = [name for name in names if PurePosixPath(name).name.lower() == "posts.xml"]
-        with _members(file, posts or names, limit) as members:
-            try:
-                for name, stream in members:
-                    yield from _member_records(source, name, stream, bool(posts), options)
-            except Damaged as error:
-                yield Record(0, problem=str(error), where=source.name)
-
-
-def _member_records(
-    source: Source, name: str, stream: BinaryIO, posts: bool, options: ReadOptions
-) -> Iterator[Record | None]:
-    if not posts:
-        yield from _other(stream, name, options)
-        return
-    for record in _posts(stream, _site_of(f"{source.path}/{name}", options), options):
-        yield None if record is None else replace(record, where=f"{name}, {record.where}")
-
-
-def _other(stream: BinaryIO, name: str, options: ReadOptions) -> Iterator[Record | None]:
-    """The documents of a member of any known format, by way of a temporary file that is gone afterwards."""
-    from forebay.prepare.read.sources import FORMATS
-
-    with tempfile.TemporaryDirectory(prefix="forebay-") as folder:
-        path = Path(folder) / "member"
+        posts = [entry for entry in entries if PurePosixPath(entry.filename).name.lower() == "posts.xml"]
+        if not posts:
+            got = ", ".join(entry.filename for entry in entries[:5])[:200]
+            problem = f"expected a Posts.xml in a 7z, got {got}. Unpack what is to be read"
+            yield Record(0, problem=problem, where=source.name, failed=True)
+            return
         try:
-            _spill(stream, path)
+            with closing(_members(file, posts)) as members:
+                for name, stream in members:
+                    for record in _posts(stream, _site_of(f"{source.path}/{name}", options), options):
+                        yield None if record is None else replace(record, where=f"{name}, {record.where}")
         except Damaged as error:
-            yield Record(0, problem=str(error), where=name)
-            return
-        size = path.stat().st_size
-        found = detect(path, name)
-        chosen = FORMATS.get(found.format)
-        if chosen is None or chosen.name == "7z":
-            problem = found.problem or f"a member of no format that holds text: {found.format or found.why}"
-            yield Record(0, text=name, problem=problem, where=name)
-            return
-        plain = Source(str(path), name, chosen.name, found.compression, size, "")
-        for record in chosen.read(Piece((plain,)), options):
-            yield replace(record, where=f"{name}, {record.where}" if record.where else name)
-
-
-def _spill(stream: BinaryIO, path: Path) -> None:
-    """Writes a stream to a file. The stream's own limit ends a bomb."""
-    with path.open("wb") as file:
-        while data := stream.read(_STEP):
-            file.write(data)
+            yield Record(0, problem=str(error), where=source.name)
 
 
 STACKEXCHANGE = Format("stackexchange", _read_posts)

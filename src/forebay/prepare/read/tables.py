@@ -4,7 +4,7 @@ Hides: which columns are read (those that are asked for, no others), how many ro
 a damaged file may be trusted. Memory is about 8 MiB of rows, their pages, and for IPC one record batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -12,11 +12,12 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
+from forebay.dataset.parquet_pages import Page, pages
 from forebay.prepare.documents import Record
 from forebay.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source
 from forebay.prepare.read.fields import keys_of, to_record
+from forebay.prepare.read.ipc import MAX_HELD_BYTES, check_blocks, check_stream, checked_stream
 from forebay.prepare.read.opening import Damaged, Unreadable, open_packed, open_source
-from forebay.prepare.read.pages import MAX_HELD_BYTES, check_blocks, check_stream, checked_stream, most_rows, pages
 
 _BATCH_BYTES = 8 << 20
 _BATCH_ROWS = 4096
@@ -109,7 +110,7 @@ def _rows_at_once(source: Source, column: Any, stays_dictionary: bool) -> int:
     if column.has_dictionary_page and column.dictionary_page_offset:
         start = min(start, column.dictionary_page_offset)
     with open_packed(source) as file:
-        found = list(pages(file, start, size))
+        found = list(pages(file, start, start + size))
     for page in found:
         held = page.packed_bytes + page.bytes * (2 if page.is_dictionary else 1)
         if held > MAX_HELD_BYTES:
@@ -121,6 +122,32 @@ def _rows_at_once(source: Source, column: Any, stays_dictionary: bool) -> int:
         return _BATCH_ROWS
     largest = max((page.bytes for page in found if page.is_dictionary), default=1)
     return min(most_rows(found, _RUN_BYTES, _BATCH_ROWS), _RUN_BYTES // max(1, largest))
+
+
+def most_rows(found: Sequence[Page], budget_bytes: int, most: int) -> int:
+    """How many rows, a power of two up to `most`, may be read at once so that no run has more bytes; at least 1.
+
+    All values of a page but one may be small: a run is given all bytes of each page that it touches.
+    """
+    data = [page for page in found if not page.is_dictionary]
+    rows = most
+    while rows > 1 and _largest_run(data, rows) > budget_bytes:
+        rows //= 2
+    return rows
+
+
+def _largest_run(data: Sequence[Page], rows: int) -> int:
+    """Bytes of the pages that `rows` values after one another may touch, at most."""
+    largest = held = first = between = 0
+    for last, page in enumerate(data):
+        held += page.bytes
+        while first < last and between > rows - 2:  # one value of the first and one of the last, and all between
+            held -= data[first].bytes
+            first += 1
+            between -= data[first].values if first < last else 0
+        largest = max(largest, held)
+        between += page.values if last > first else 0
+    return largest
 
 
 def _chosen(schema: pa.Schema, options: ReadOptions, source: Source) -> dict[str, pa.DataType]:
@@ -215,7 +242,7 @@ def _open_ipc(source: Source, options: ReadOptions, piece: Piece | None = None) 
     """A reader of an IPC file, memory-mapped if it can be, or of a stream; with a piece its messages are checked."""
     with ExitStack() as opened:
         if source.compression:
-            packed = open_source(source, options.max_unpacked_ratio, options.max_window_bytes)
+            packed = open_source(source, options)
             yield pa.ipc.open_stream(checked_stream(opened.enter_context(packed)))
             return
         plain = opened.enter_context(open_packed(source))

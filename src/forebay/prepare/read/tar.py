@@ -63,7 +63,7 @@ def _kind(name: str) -> tuple[str, str]:
 
 def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     places = itertools.count()
-    with open_source(piece.sources[0], options.max_unpacked_ratio, options.max_window_bytes) as file:
+    with open_source(piece.sources[0], options) as file:
         skip_to(file, piece.start)
         members = Members(file, options, piece.start)
         for _, group in itertools.groupby(members.all(), lambda m: (m.key, m.problem and m.position)):
@@ -208,7 +208,7 @@ class Members:
     def _unpacked(self, name: str, position: int, data: bytes, packed: str) -> Member:
         try:
             options = self._options
-            with unpack(io.BytesIO(data), packed, options.max_unpacked_ratio, options.max_window_bytes) as file:
+            with unpack(io.BytesIO(data), packed, options) as file:
                 text = file.read(self._limit + 1)
                 text += file.read(1)
         except Damaged as error:

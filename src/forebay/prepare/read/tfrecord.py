@@ -43,7 +43,7 @@ def masked(crc: int) -> int:
 
 
 def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
-    with open_source(piece.sources[0], options.max_unpacked_ratio, options.max_window_bytes) as file:
+    with open_source(piece.sources[0], options) as file:
         for place, (position, data, problem) in enumerate(frames(file, options.max_document_bytes, piece.start)):
             where = f"byte {position}"
             if not problem:

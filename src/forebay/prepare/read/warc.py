@@ -5,7 +5,8 @@ done about damage. Framing is our own, because both libraries measured lose good
 fastwarc stops at the first record whose length is wrong, cannot read ARC, and ends a whole archive at one bad HTTP
 chunk; warcio refuses archives that are one gzip member. Where a record's length and the beginning of the next record
 disagree, the beginning is believed, and after a damaged gzip member reading goes on at the next. The price is CPU:
-fastwarc is 2.7 times as fast at framing (docs/decisions/0004-html-extraction.md).
+fastwarc is 2.7 times as fast at framing (docs/decisions/0004-html-extraction.md). Memory: the largest record, at most
+max_document_bytes, and 1 MiB.
 
 Requests, metadata, revisits, DNS, images and answers other than `options["statuses"]` (default `[200]`; `[]` is any)
 are not documents and not counted.
@@ -14,16 +15,26 @@ are not documents and not counted.
 from __future__ import annotations
 
 import re
-from collections import Counter
+import zlib
+from collections import Counter, deque
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import BinaryIO
 
 from forebay.prepare.documents import Record
 from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
 from forebay.prepare.read.fields import integers_of
-from forebay.prepare.read.flow import Flow, gzip_members, plain_pieces
 from forebay.prepare.read.http_message import body_text, http_complete, is_html, parse_http
-from forebay.prepare.read.opening import Budget, open_source
+from forebay.prepare.read.opening import (
+    MIN_UNPACKED_BYTES,
+    Broken,
+    Budget,
+    Counted,
+    Damaged,
+    open_source,
+    unpack_gzip,
+)
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_STRAY_BYTES = 64 << 10
@@ -34,7 +45,6 @@ _ARC = re.compile(rb"[a-z][a-z0-9+.-]{1,20}:[^\n]{10,8000}\n")
 _NEXT = re.compile(rb"\n(?=" + _WARC.pattern + rb"|" + _ARC.pattern + rb")")
 _HEAD_END = re.compile(rb"\n(?:\r{0,4}\n|(?=" + _WARC.pattern + rb"))")
 """An empty line; or the first of another record, where the head has none."""
-_LINE_END = re.compile(rb"\n")
 _DATE = re.compile(rb"\d{8,20}")
 _ADDRESS = re.compile(rb"[0-9a-fA-F.:]{2,45}")
 _BLANK = b"\r\n"
@@ -63,14 +73,10 @@ class RawRecord:
 
 def read_raw(source: Source, options: ReadOptions) -> Iterator[RawRecord]:
     """Every record of an archive in order, documents or not, and one with a problem for each damaged place."""
-    if source.compression == "gz":
-        with open_source(
-            replace(source, compression=""), options.max_unpacked_ratio, options.max_window_bytes
-        ) as stream:
-            yield from _records(Flow(gzip_members(stream, options.max_unpacked_ratio, _begins)), options)
-    else:
-        with open_source(source, options.max_unpacked_ratio, options.max_window_bytes) as stream:
-            yield from _records(Flow(plain_pieces(stream)), options)
+    packed = source.compression == "gz"
+    with open_source(replace(source, compression="") if packed else source, options) as stream:
+        chunks = _members(stream, options.max_unpacked_ratio) if packed else _plain(stream)
+        yield from _Archive(chunks, options.max_document_bytes).records()
 
 
 def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
@@ -153,24 +159,178 @@ def _begins(data: bytes | bytearray, start: int = 0) -> bool:
     return line is not None and _ArcHead.of(line[0]) is not None
 
 
-def _records(flow: Flow, options: ReadOptions) -> Iterator[RawRecord]:
-    while flow.need(1) or flow.broken:
-        if not flow.skip_any(_BLANK):
-            if flow.broken:
-                told, where, problem = flow.told, flow.where(), flow.mend()
-                if not told:
-                    yield RawRecord(where, {}, b"", problem)
-            continue
-        flow.need(MAX_HEAD_BYTES)
-        if flow.sees(_WARC):
-            yield from _warc_record(flow, options.max_document_bytes)
-        elif flow.holds(_begins):
-            yield from _arc_record(flow, options.max_document_bytes)
-        else:
-            where, stray = flow.where(), flow.skip_to(_next_start)
-            start = flow.skipped_start
-            problem = flow.mend() if flow.broken and not flow.need(0) else f"{stray} bytes that begin no record"
-            yield RawRecord(where, {}, start, problem)
+_UNPACKED = 256 << 10
+_MAGIC = b"\x1f\x8b\x08"
+_TRIM = 1 << 20
+_REWIND_FLOOR = 64 << 20
+
+
+@dataclass(frozen=True)
+class _Break:
+    """Damage: what follows continues elsewhere. `unsound` is where a member begins whose checksum was wrong, or -1."""
+
+    reason: str
+    unsound: int = -1
+
+
+_Chunk = tuple[int, bytes] | _Break
+"""Where the gzip member begins (-1: there are none) and bytes of it, or damage."""
+
+
+class _Archive:
+    """An archive read forward, up to a break that is stepped over: `_data` from `_at` on is what was not read yet."""
+
+    def __init__(self, chunks: Iterator[_Chunk], cap: int) -> None:
+        self._chunks = chunks
+        self._cap = cap
+        self._data, self._at = bytearray(), 0
+        self._base = 0  # how many unpacked bytes stood before `_data`
+        self._members: deque[tuple[int, int]] = deque()  # where they begin: in the unpacked bytes, in the file
+        self._break: _Break | None = None
+        self._told = False
+
+    def records(self) -> Iterator[RawRecord]:
+        """See `read_raw`."""
+        while self._need(1) or self._break is not None:
+            while self._need(1) and self._data[self._at] in _BLANK:
+                self._at += 1
+            if not self._need(MAX_HEAD_BYTES):
+                if self._break is not None:
+                    told, where, problem = self._told, self._where(), self._mend()
+                    if not told:
+                        yield RawRecord(where, {}, b"", problem)
+            elif _WARC.match(self._data, self._at):
+                yield self._warc_record()
+            elif _begins(self._data, self._at):
+                yield self._arc_record()
+            else:
+                where, start = self._where(), bytes(self._data[self._at : self._at + 512])
+                problem = f"{self._skip_stray()} bytes that begin no record"
+                if self._break is not None and not self._need(0):
+                    problem = self._mend()
+                yield RawRecord(where, {}, start, problem)
+
+    def _need(self, size: int) -> int:
+        """How many bytes are there after trying to have `size`; fewer before the end or a break."""
+        while len(self._data) - self._at < size and self._break is None:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                break
+            if isinstance(chunk, _Break):
+                self._break = chunk
+                break
+            if self._at > _TRIM:
+                gone = self._at - 1  # one byte stays, so that a search sees the line end before the next record
+                del self._data[:gone]
+                self._base, self._at = self._base + gone, 1
+            member, data = chunk
+            if member >= 0 and (not self._members or self._members[-1][1] != member):
+                self._members.append((self._base + len(self._data), member))
+            self._data += data
+        return len(self._data) - self._at
+
+    def _where(self) -> str:
+        """Where the next byte stands in the file: `byte 5120`; in a gzip member, where that begins."""
+        here = self._base + self._at
+        while len(self._members) > 1 and self._members[1][0] <= here:
+            self._members.popleft()
+        start, offset = self._members[0] if self._members else (here, here)
+        return f"byte {offset}" if here == start else f"byte {offset}, unpacked {here - start}"
+
+    def _mend(self) -> str:
+        """Drops what stands before the break and goes on after it; says what was damaged."""
+        assert self._break is not None
+        reason, self._break, self._told = self._break.reason, None, False
+        self._at = len(self._data)
+        return reason
+
+    def _take(self, size: int) -> bytes:
+        """The next `size` bytes, or as many as are there."""
+        self._need(size)
+        data = bytes(memoryview(self._data)[self._at : self._at + size])
+        self._at += len(data)
+        return data
+
+    def _skip_stray(self) -> int:
+        """Passes over what stands before the next record, or all; returns how many bytes."""
+        passed, margin = 0, 16 << 10
+        while there := self._need(4 * margin):
+            found = _next_start(self._data, self._at + 1, len(self._data))
+            step = found - self._at if found >= 0 else there if there < 4 * margin else there - margin
+            self._at += step
+            passed += step
+            if found >= 0:
+                break
+        return passed
+
+    def _warc_record(self) -> RawRecord:
+        where, there = self._where(), self._need(MAX_HEAD_BYTES)
+        found = _HEAD_END.search(self._data, self._at, self._at + min(there, MAX_HEAD_BYTES))
+        head = self._take(found.end() - self._at if found else 5)
+        if found is None or not _HEAD_END.search(head, len(head) - 6):
+            problem = self._mend() if found is None and self._break else "a WARC header that does not end"
+            return RawRecord(where, {}, b"", problem)
+        headers = _headers(head)
+        length = headers.get("content-length", "")
+        return self._with_block(where, headers, int(length) if length.isdecimal() and len(length) < 16 else -1)
+
+    def _arc_record(self) -> RawRecord:
+        """ARC: a line that says how many bytes follow it (Internet Archive, 1996)."""
+        where = self._where()
+        line = self._take(self._data.find(b"\n", self._at) + 1 - self._at)
+        head = _ArcHead.of(line)
+        assert head is not None
+        first = line.startswith(b"filedesc:")
+        headers = {
+            "warc-target-uri": head.url,
+            "warc-type": "warcinfo" if first else "response",
+            "content-type": head.mime,
+        }
+        if head.size < 0:
+            self._skip_stray()
+            return RawRecord(where, headers, line, "" if first else "an ARC record without a length")
+        return self._with_block(where, headers, head.size)
+
+    def _with_block(self, where: str, headers: dict[str, str], size: int) -> RawRecord:
+        """The record whose block of `size` bytes is next (-1: of unknown size), cut where the next one begins."""
+        if size > self._cap:
+            left = size
+            while left and (there := min(self._need(1), left)):
+                self._at += there
+                left -= there
+            problem = f"a record of {size} bytes, more than max_document_bytes = {self._cap}"
+            return RawRecord(where, headers, b"", self._mend() if self._break and left else problem)
+        size = max(size, 0)
+        there = min(self._need(size), size)
+        if there == size and self._ends_well(size):
+            problem = ""
+            if self._break is not None and self._break.unsound >= 0:  # the break of the last member that is there
+                start, offset = self._members[-1]
+                if offset == self._break.unsound and self._base + self._at >= start:
+                    problem, self._told = self._break.reason, True
+            return RawRecord(where, headers, self._take(size), problem)
+        limit = size + MAX_STRAY_BYTES if there == size else there
+        ahead = self._need(limit)
+        found = _next_start(self._data, self._at, self._at + min(limit, ahead))
+        if found < 0 and there == size and ahead < limit:
+            found = self._at + ahead
+        if found >= 0:
+            return RawRecord(where, headers, self._take(found - self._at).rstrip(_BLANK))
+        block = self._take(there)
+        if there == size or (self._break is None and http_complete(block)):
+            return RawRecord(where, headers, block)
+        problem = self._mend() if self._break is not None else f"a record that ends after {there} of {size} bytes"
+        return RawRecord(where, headers, block, problem)
+
+    def _ends_well(self, size: int) -> bool:
+        """Whether a record, or the end, follows at most four line-end bytes after the next `size` bytes."""
+        there = self._need(size + 4 + 8192)
+        for skipped in range(size, size + 5):
+            if skipped >= there or _begins(self._data, self._at + skipped):
+                return True
+            if self._data[self._at + skipped] not in _BLANK:
+                return False
+        return False
 
 
 def _next_start(data: bytearray, start: int, stop: int) -> int:
@@ -179,20 +339,6 @@ def _next_start(data: bytearray, start: int, stop: int) -> int:
         if _begins(data, found.end()):
             return found.end()
     return -1
-
-
-def _warc_record(flow: Flow, cap: int) -> Iterator[RawRecord]:
-    where = flow.where()
-    end = flow.search(_HEAD_END, MAX_HEAD_BYTES)
-    head = flow.take(end if end >= 0 else 5)
-    if end < 0 or not _HEAD_END.search(head, len(head) - 6):
-        problem = flow.mend() if end < 0 and flow.broken else "a WARC header that does not end"
-        yield RawRecord(where, {}, b"", problem)
-        return
-    headers = _headers(head)
-    length = headers.get("content-length", "")
-    size = int(length) if length.isdecimal() and len(length) < 16 else -1
-    yield from _with_block(flow, where, headers, size, cap)
 
 
 def _headers(head: bytes) -> dict[str, str]:
@@ -210,63 +356,56 @@ def _headers(head: bytes) -> dict[str, str]:
     return headers
 
 
-def _arc_record(flow: Flow, cap: int) -> Iterator[RawRecord]:
-    """ARC: a line that says how many bytes follow it (Internet Archive, 1996)."""
-    where = flow.where()
-    line = flow.take(flow.search(_LINE_END, MAX_HEAD_BYTES))
-    head = _ArcHead.of(line)
-    assert head is not None
-    first = line.startswith(b"filedesc:")
-    headers = {
-        "warc-target-uri": head.url,
-        "warc-type": "warcinfo" if first else "response",
-        "content-type": head.mime,
-    }
-    if head.size < 0:
-        flow.skip_to(_next_start)
-        yield RawRecord(where, headers, line, "" if first else "an ARC record without a length")
-        return
-    yield from _with_block(flow, where, headers, head.size, cap)
+def _plain(stream: BinaryIO) -> Iterator[_Chunk]:
+    """The bytes of a stream that is read as it is."""
+    try:
+        while data := stream.read(_UNPACKED):
+            yield -1, data
+    except Damaged as error:
+        yield _Break(str(error))
 
 
-def _with_block(flow: Flow, where: str, headers: dict[str, str], size: int, cap: int) -> Iterator[RawRecord]:
-    """The record whose block of `size` bytes is next (-1: of unknown size), cut where the next one begins."""
-    if size > cap:
-        there = flow.skip(size)
-        problem = f"a record of {size} bytes, more than max_document_bytes = {cap}"
-        yield RawRecord(where, headers, b"", flow.mend() if flow.broken and there < size else problem)
-        return
-    size = max(size, 0)
-    there = min(flow.need(size), size)
-    if there == size and _ends_well(flow, size):
-        problem = flow.tell() if flow.unsound() else ""
-        yield RawRecord(where, headers, flow.take(size), problem)
-        return
-    limit = size + MAX_STRAY_BYTES if there == size else there
-    ahead = flow.need(limit)
-    end = flow.find(_next_start, 0, limit)
-    if end < 0 and there == size and ahead < limit:
-        end = ahead
-    if end >= 0:
-        yield RawRecord(where, headers, flow.take(end).rstrip(_BLANK))
-        return
-    block = flow.take(there)
-    if there < size and not flow.broken and http_complete(block):
-        yield RawRecord(where, headers, block)
-        return
-    problem = flow.mend() if flow.broken else f"a record that ends after {there} of {size} bytes"
-    yield RawRecord(where, headers, block, problem if there < size else "")
+def _members(stream: BinaryIO, max_ratio: int) -> Iterator[_Chunk]:
+    """The unpacked bytes of a seekable file of gzip members; after a damaged one, of the next that holds a record."""
+    start = given = rewound = seen = 0
+    while start >= 0:
+        stream.seek(start)
+        packed = Counted(stream)
+        try:
+            for data in unpack_gzip(packed):
+                given += len(data)
+                if given > max(MIN_UNPACKED_BYTES, max_ratio * (start + packed.count)):
+                    yield _Break(f"{start + packed.count} bytes grew to more than {max_ratio} times as many: a bomb")
+                    return
+                yield start + packed.member, data
+            return
+        except (zlib.error, Broken) as error:
+            why = str(error).rpartition(": ")[2]
+        seen = max(seen, start + packed.count)
+        unsound = why in ("incorrect data check", "incorrect length check")
+        yield _Break(f"gzip member: {why}", start + packed.member if unsound else -1)
+        rewound += packed.count - packed.member
+        # Members within members could be unpacked again and again: past this, what was read is left.
+        start = _next_member(stream, start + packed.member + 1 if rewound < _REWIND_FLOOR + seen else seen)
 
 
-def _ends_well(flow: Flow, size: int) -> bool:
-    """Whether a record, or the end, follows at most four line-end bytes after the next `size` bytes."""
-    flow.need(size + 4 + 8192)
-    for skipped in range(size, size + 5):
-        if flow.need(skipped + 1) <= skipped or flow.holds(_begins, skipped):
-            return True
-        if flow.byte(skipped) not in _BLANK:
-            return False
-    return False
+def _next_member(stream: BinaryIO, start: int) -> int:
+    """Where, from `start` on, a gzip member begins that holds a record; -1 if none does."""
+    stream.seek(start)
+    held, offset = b"", start
+    while data := stream.read(_UNPACKED):
+        held += data
+        at = held.find(_MAGIC)
+        while at >= 0:
+            if len(held) - at < 2048:
+                held += stream.read(2048)
+            with suppress(zlib.error):
+                if _begins(zlib.decompressobj(31).decompress(held[at : at + 2048], 512)):
+                    return offset + at
+            at = held.find(_MAGIC, at + 1)
+        offset += len(held) - 2
+        held = held[-2:]
+    return -1
 
 
 WARC = Format("warc", read)

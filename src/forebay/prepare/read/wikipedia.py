@@ -186,7 +186,7 @@ def _read_source(
     """A record for each document or damage, None for a page that is no document."""
     site = _Site(dropped=set(FILES_AND_CATEGORIES))
     start, stop = (piece.start, piece.stop) if piece.stop else (0, 0)
-    with open_source(source, options.max_unpacked_ratio, options.max_window_bytes) as stream:
+    with open_source(source, options) as stream:
         if start:
             _learn_site(stream, site, options.max_document_bytes)
             stream.seek(start)
