@@ -27,7 +27,7 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -56,17 +56,20 @@ class Refusal:
 class Reservation:
     """The right to fetch one slice, with room for it. Exactly one of `commit` and `release`, from any thread."""
 
-    def __init__(self, cache: SliceCache, sha256: str, lock: Lock, evicted: list[str]) -> None:
-        self.part = cache.path_of(sha256).with_name(f"{sha256}.part")
+    def __init__(self, part: Path, verified: VerifiedIndex, lock: Lock, evicted: list[str]) -> None:
+        self.part = part
         self.evicted = evicted
-        self._cache = cache
-        self._sha256 = sha256
+        self._verified = verified
         self._lock = lock
 
     def commit(self) -> Path:
         """Give the verified, synced partial file its name. Raises OSError; the reservation ends either way."""
+        final = self.part.with_suffix("")
         try:
-            return self._cache.commit(self._sha256)
+            commit_files({self.part: final})
+            with contextlib.suppress(FileNotFoundError):  # Evicted already.
+                self._verified.record(final)
+            return final
         finally:
             self.release()
 
@@ -227,27 +230,6 @@ class SliceCache:
                 if item.name != "room" and item.name.partition(".")[0] not in here:
                     self._room.remove(Path(item.path), Path(item.path))
 
-    @contextlib.contextmanager
-    def fetching(self, sha256: str, num_bytes: int) -> Iterator[Path]:
-        """The right to fetch a slice, with room made for it: yields its partial file's path.
-
-        Waits while another thread or process fetches the same slice; look again with `get` once inside.
-
-        Raises:
-            UsageError: If the slice cannot fit, because of the budget or of what is pinned or being fetched.
-        """
-        final = self.path_of(sha256)
-        self._check_size(sha256, num_bytes)
-        lock = take(self._locks / f"{sha256}.fetch")
-        try:
-            if not final.exists():
-                made = self._room.make(sha256, num_bytes, lock, self._futures, 0.0, never, "any")
-                if isinstance(made, str):
-                    raise UsageError(f"cache: {made} Raise the budget.")
-            yield final.with_name(f"{sha256}.part")
-        finally:
-            _clear(lock)
-
     def try_reserve(
         self,
         sha256: str,
@@ -264,13 +246,17 @@ class SliceCache:
             steps: How soon it is needed, in steps from now; 0 is at once.
             next_use: How soon this process will read another one, infinite for never; by default never.
             evict: `unwanted`: only what no live process will read again; `later`: also what all read later than
-                this one is needed, the latest first, and what only younger processes need at once; `none`; `any`.
+                this one is needed, the latest first, and what only younger processes need at once; `any`.
 
         Raises:
             UsageError: If the slice is larger than the budget.
         """
         final = self.path_of(sha256)
-        self._check_size(sha256, num_bytes)
+        if num_bytes > self.budget_bytes:
+            raise UsageError(
+                f"cache: slice {sha256[:12]}… has {num_bytes} bytes, the budget of {self.directory} is "
+                f"{self.budget_bytes}. Raise the cache's budget to a few slices at least."
+            )
         lock = try_take(self._locks / f"{sha256}.fetch")
         if lock is None:
             return Refusal("busy")
@@ -285,15 +271,7 @@ class SliceCache:
         if isinstance(made, str):
             _clear(lock)
             return Refusal("no room", made)
-        return Reservation(self, sha256, lock, made)
-
-    def commit(self, sha256: str) -> Path:
-        """Give a verified partial file its name. Call inside `fetching`."""
-        final = self.path_of(sha256)
-        commit_files({final.with_name(f"{sha256}.part"): final})
-        with contextlib.suppress(FileNotFoundError):  # Evicted already.
-            self._verified.record(final)
-        return final
+        return Reservation(final.with_name(f"{sha256}.part"), self._verified, lock, made)
 
     def drop(self, sha256s: Collection[str]) -> list[str]:
         """Delete slices which no other live process asks to keep and nobody has pinned: those deleted."""
@@ -334,13 +312,6 @@ class SliceCache:
         with self._room.lock():
             starved = all(0.0 < future.starved_at <= since for future in self._futures.others())
             return starved and not self._room.reservations()
-
-    def _check_size(self, sha256: str, num_bytes: int) -> None:
-        if num_bytes > self.budget_bytes:
-            raise UsageError(
-                f"cache: slice {sha256[:12]}… has {num_bytes} bytes, the budget of {self.directory} is "
-                f"{self.budget_bytes}. Raise the cache's budget to a few slices at least."
-            )
 
     def _use(self, path: Path) -> bool:
         """Whether a slice is here and verified; it is then marked as used now."""

@@ -21,7 +21,7 @@ from forebay.store.locks import EXCLUSIVE, SHARED, Lock, is_locked, take
 SHA256 = re.compile(r"[0-9a-f]{64}")
 _PIECE_BYTES = 8 << 20
 log = logging.getLogger("forebay.store")
-Evict = Literal["none", "unwanted", "later", "any"]
+Evict = Literal["unwanted", "later", "any"]
 
 
 @dataclass(slots=True)
@@ -177,7 +177,7 @@ class Room:
     ) -> list[Entry]:
         """What may go, in order: broken-off downloads and slices that nobody wants, longest unused first; then what
         is read last."""
-        others = [] if evict == "none" else futures.others()
+        others = futures.others()
         ranked = []
         for entry in entries:
             if entry.reserved:
@@ -187,7 +187,7 @@ class Room:
             allowed = evict == "any" or soonest == math.inf or (evict == "later" and soonest > steps)
             if evict == "later" and steps <= 0.0 < own and not allowed:
                 allowed = not any(_defers(futures, future, entry.sha256) for future in others)
-            if allowed and evict != "none":
+            if allowed:
                 ranked.append((-soonest, not entry.is_part, entry.used_at, entry))
         ranked.sort(key=lambda rank: rank[:3])
         return [rank[3] for rank in ranked]
