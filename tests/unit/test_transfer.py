@@ -592,7 +592,7 @@ def test_a_part_file(
     for span in again.spans:
         if span.at < span.stop:
             assert again.write(span, memoryview(data)[span.start : span.stop], "y")
-    assert again.hash_on() and again.received == num_bytes
+    assert again.check_on() and again.received == num_bytes
     again.finish()
     again.close()
     assert path.read_bytes() == data[:num_bytes]

@@ -20,13 +20,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.backoff import backoff_s
 from forebay.store.origins import Origin, PassingError, RefusedError
-from forebay.store.pieces import Check, PartFile, Span, disk_error
+from forebay.store.pieces import Check, PartFile, Sha256Check, Span, disk_error
 from forebay.store.sources import Backoff, Source, choose, least_span_bytes
 from forebay.store.work import OnBad, Transfer, TransferCancelledError, Work
 from forebay.threads import Supervised
@@ -34,19 +34,7 @@ from forebay.threads import Supervised
 _AHEAD_BYTES = 1 << 20  # less is not worth waking a thread for
 
 
-class Hashed(Protocol):
-    """What a hasher needs: the file, and a place to remember that one is at it."""
-
-    @property
-    def file(self) -> PartFile: ...
-
-    hashing: bool
-
-
-H = TypeVar("H", bound=Hashed)
-
-
-class Hashers(Generic[H]):
+class Hashers:
     """Hash whatever they are told to look at; one thread at a file.
 
     Args:
@@ -55,11 +43,11 @@ class Hashers(Generic[H]):
     """
 
     def __init__(
-        self, num_threads: int, whole: Callable[[H], object], failed: Callable[[H, Exception], object]
+        self, num_threads: int, whole: Callable[[Work], object], failed: Callable[[Work, Exception], object]
     ) -> None:
         self._whole = whole
         self._failed = failed
-        self._queue: SimpleQueue[H | None] = SimpleQueue()
+        self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self.threads = [Supervised(self._run, f"hash-{i}") for i in range(num_threads)]
 
     def start(self) -> None:
@@ -68,14 +56,14 @@ class Hashers(Generic[H]):
             if not thread.is_alive:
                 thread.start()
 
-    def look(self, work: H) -> None:
+    def look(self, work: Work) -> None:
         """Have a thread hash on, if none does and there is enough, or the end."""
         file = work.file
         if work.hashing:
             return
         with file.lock:
-            ready = file.contiguous() - file.hashed
-            if work.hashing or (ready < _AHEAD_BYTES and file.hashed + ready < file.num_bytes):
+            ready = file.contiguous() - file.checked
+            if work.hashing or (ready < _AHEAD_BYTES and file.checked + ready < file.num_bytes):
                 return
             work.hashing = True
         self._queue.put(work)
@@ -88,7 +76,7 @@ class Hashers(Generic[H]):
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             try:
-                if work.file.hash_on():
+                if work.file.check_on():
                     self._whole(work)
             except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
                 self._failed(work, error)
@@ -151,7 +139,7 @@ class Transfers:
         self._changed = threading.Condition()
         self._active: list[Work] = []
         self._known: dict[str, Source] = {}
-        self._hashers = Hashers[Work](hashers, self._judge, self._end)
+        self._hashers = Hashers(hashers, self._judge, self._end)
         self._threads: list[Supervised] = []
         self._idle = 0
         self._counts = dict.fromkeys(("bytes", "attempts", "retries", "finished", "failed"), 0)
@@ -407,9 +395,9 @@ class Transfers:
     def _judge(self, work: Work) -> None:
         """All bytes are there: are they the right ones?"""
         info = work.info
-        if work.file.check is not None:
+        if not isinstance(work.file.check, Sha256Check):
             return self._judge_checked(work, work.file.check)
-        if work.file.hexdigest() == info.sha256:
+        if work.file.check.hexdigest() == info.sha256:
             for url, reason in work.culprits().items():
                 self._blame(work, url, reason)
             work.file.finish()
