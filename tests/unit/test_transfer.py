@@ -596,7 +596,7 @@ def test_a_part_file(
     again.finish()
     again.close()
     assert path.read_bytes() == data[:num_bytes]
-    assert again.hexdigest() == hashlib.sha256(data[:num_bytes]).hexdigest()
+    assert again.check.hexdigest() == hashlib.sha256(data[:num_bytes]).hexdigest()
 
 
 def test_chunks_of_a_large_shard(tmp_path: Path) -> None:

@@ -193,6 +193,11 @@ class Pending:
         self._callbacks: list[Callable[[Any], object]] = []
         self._lock = threading.Lock()
 
+    @property
+    def received(self) -> int:
+        """Bytes there so far, those of an earlier run included."""
+        raise NotImplementedError
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it ended; whether it did in time."""
         return self.done.wait(timeout)
@@ -228,7 +233,7 @@ class Transfer(Pending):
 
     @property
     def received(self) -> int:
-        """Bytes on disk so far, those of an earlier run included."""
+        """See Pending."""
         return self._work.file.received
 
 
@@ -242,6 +247,6 @@ class SteeredTransfer(Pending):
 
     @property
     def received(self) -> int:
-        """Bytes there so far."""
+        """See Pending."""
         current = self.current
         return self.info.bytes if self.done.is_set() and self.error is None else current.received if current else 0
