@@ -23,11 +23,10 @@ from forebay.network.identity import Identity, create_network, join
 from forebay.network.peer import Scope
 from forebay.serve import DataNode
 from forebay.store.cache import SliceCache
-from forebay.store.joining import SwarmMember
 from forebay.store.mirror import mirror_by_swarm
 from forebay.store.remote import RemoteDataset, open_remote
 from forebay.store.share import Folder, SliceShare
-from forebay.store.swarm import SwarmReader, TrackerAt
+from forebay.store.swarm import SwarmMember, SwarmReader, TrackerAt
 from forebay.store.targets import open_target
 from handlers import Request, serve
 from local_discovery import LocalDiscovery

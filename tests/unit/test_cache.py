@@ -343,7 +343,7 @@ def test_what_a_kill_or_a_full_disk_leaves_of_the_index_costs_a_hash(tmp_path: P
 
 def test_processes_share_the_index_and_it_stays_small(tmp_path: Path) -> None:
     code = (
-        "import hashlib, sys; from forebay.store import verified; verified._MIN_LINES = 50\n"
+        "import hashlib, sys; from forebay.store import cache as module; module._MIN_LINES = 50\n"
         "from forebay.store.cache import SliceCache\n"
         f"cache = SliceCache({str(tmp_path)!r}, 1500)\n"
         "for number in range(300):\n"

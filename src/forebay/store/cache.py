@@ -4,7 +4,7 @@ Everything under `DIR/SHA256` is whole and verified: a slice gets its name by a 
 checked. `SHA256.part` is a download under way or broken off, which can be resumed after any kill. Room for a slice
 is reserved, and others are evicted, before its first byte is asked for; partial files count in full. Processes
 share a directory by file locks: one fetches a slice, the others wait for it or go on with another. Whoever needs
-room evicts for all: first what no live process will read again, then what is read last (`futures.py`).
+room evicts for all: first what no live process will read again, then what is read last (`room.py`).
 
 The file `verified` records the size, time of change and inode of each verified file. A file that differs from its
 record, or has none (after a copy or a restore of the directory), is hashed when it is next asked for: it stays if it is
@@ -34,11 +34,89 @@ from typing import Literal
 
 from forebay.dataset.slices import hash_file
 from forebay.errors import UsageError
-from forebay.storage.atomic import commit_files, remove_stale
-from forebay.store.futures import Futures, Use
+from forebay.storage.atomic import atomic_write, commit_files, remove_stale
 from forebay.store.locks import SHARED, Lock, at_fork, take, try_take
-from forebay.store.room import SHA256, Evict, Room, never
-from forebay.store.verified import VerifiedIndex
+from forebay.store.room import SHA256, Evict, Futures, Room, Use, never
+
+_MIN_LINES = 4096  # Fewer are not worth writing anew.
+
+
+class VerifiedIndex:
+    """Which files of a cache directory were verified: a text file to which threads and processes append.
+
+    A line is `SHA256 SIZE MTIME_NS INODE`. What cannot be read as such, as a kill or a full disk may leave it, counts
+    as no record: the slice is hashed again. Once most lines are of slices that are gone, the file is written anew.
+
+    Cost: 0.2 KB of memory a slice, a line of 120 bytes a slice fetched; 250,000 lines are read in 0.3 s.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._path = directory / "verified"
+        self._marks: dict[bytes, bytes] = {}
+        self._inode = self._offset = self._num_lines = 0
+        self._max_lines = _MIN_LINES
+        self.after_fork()
+        at_fork(self)
+
+    def after_fork(self) -> None:
+        """A child has a lock of its own."""
+        self._lock = threading.Lock()
+
+    def matches(self, sha256: str, found: os.stat_result) -> bool:
+        """Whether a file with this status is the one that was verified."""
+        name, mark = sha256.encode(), _mark(found)
+        if self._marks.get(name) != mark:
+            with self._lock:
+                self._read()
+        return self._marks.get(name) == mark
+
+    def record(self, path: Path) -> None:
+        """Record a file that was just verified. Raises FileNotFoundError if it is gone."""
+        now = time.time_ns()
+        os.utime(path, ns=(now, now - 10**9))  # So that writing to it within this tick of the clock changes the time.
+        name, mark = path.name.encode(), _mark(path.stat())
+        with self._lock:
+            self._marks[name] = mark
+            try:
+                with take(self._path) as lock:
+                    os.lseek(lock.descriptor, 0, os.SEEK_END)
+                    os.write(lock.descriptor, name + b" " + mark + b"\n")
+                    self._num_lines += 1
+                    if self._num_lines > self._max_lines:
+                        self._compact()
+            except OSError as error:
+                log.warning("%s: cannot be written (%s); later processes hash %s again.", self._path, error, path.name)
+
+    def _read(self) -> None:
+        """The lines that were added since; all of them, if the file was written anew."""
+        try:
+            with self._path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._inode or found.st_size < self._offset:
+                    self._inode, self._offset, self._num_lines, self._marks = found.st_ino, 0, 0, {}
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return
+        data = data[: data.rfind(b"\n") + 1]
+        lines = data.splitlines()
+        self._offset += len(data)
+        self._num_lines += len(lines)
+        self._marks.update(line.partition(b" ")[::2] for line in lines)
+
+    def _compact(self) -> None:
+        """Write the file anew if most of its lines are of slices that are gone."""
+        self._read()
+        here = {item.name.encode() for item in os.scandir(self._directory)}
+        self._max_lines = _MIN_LINES + 2 * len(here)
+        if self._num_lines > self._max_lines:
+            atomic_write(self._path, (b"%s %s\n" % item for item in self._marks.items() if item[0] in here))
+
+
+def _mark(found: os.stat_result) -> bytes:
+    return b"%d %d %d" % (found.st_size, found.st_mtime_ns, found.st_ino)
+
 
 _RAM = Path("/dev/shm")
 _USE_NS = 10**9  # The last use is known to a second.

@@ -124,8 +124,8 @@ def mirror_by_swarm(
         UsageError: If the target is no directory, or the dataset is of no network. Others as of `mirror`.
     """
     from forebay.network.limits import Throttle
-    from forebay.store.joining import SwarmMember
     from forebay.store.share import Folder
+    from forebay.store.swarm import SwarmMember
 
     if "://" in target.url:
         raise UsageError(f"mirror: expected a directory to share from, got {target.url}. Leave out --share.")

@@ -27,8 +27,7 @@ from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.backoff import backoff_s
 from forebay.store.origins import Origin, PassingError, RefusedError
 from forebay.store.pieces import Check, PartFile, Sha256Check, Span, disk_error
-from forebay.store.sources import Backoff, Source, choose, least_span_bytes
-from forebay.store.work import OnBad, Transfer, TransferCancelledError, Work
+from forebay.store.work import Backoff, OnBad, Source, Transfer, TransferCancelledError, Work, choose, least_span_bytes
 from forebay.threads import Supervised
 
 _AHEAD_BYTES = 1 << 20  # less is not worth waking a thread for
