@@ -27,15 +27,6 @@ class Flight:
     again: bool = False
     fault: OSError | None = None
 
-    def commit_or_release(self) -> None:
-        """It ended: name the slice, or give its room back. Called once."""
-        if self.transfer.error is not None:
-            return self.reservation.release()
-        try:
-            self.reservation.commit()
-        except OSError as reason:
-            self.fault = reason
-
 
 class Flights:
     """The transfers of one run. One thread changes it; others may look at `under_way`.
@@ -159,7 +150,13 @@ class Flights:
                     self.counts["refetched_slices"] += 1
                     self.counts["refetched_bytes"] += self._sizes[key]
                 self._fetched[key] = flight.epoch
-        flight.commit_or_release()
+        try:
+            if flight.transfer.error is None:
+                flight.reservation.commit()
+            else:
+                flight.reservation.release()
+        except OSError as reason:
+            flight.fault = reason
         self._on_done(key)
 
     def _fail(self, key: int, error: Exception) -> Exception:
