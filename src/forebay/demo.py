@@ -112,7 +112,6 @@ class Cast:
 
 
 def run_demo(
-    *,
     inputs: Sequence[Path] | None = None,
     json_file: Path | None = None,
     keep: Path | None = None,
