@@ -5,14 +5,13 @@ import contextlib
 import datetime as dt
 import functools
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import address, positive, show
+from forebay.cli.arguments import address, days, positive, show
 from forebay.cli.running import log
 from forebay.errors import UsageError
 from forebay.network.peer import ROLES, Scope
@@ -286,16 +285,6 @@ def _check_role(args: argparse.Namespace, what: str) -> None:
         )
 
 
-def _positive_days(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 36500:
-        raise argparse.ArgumentTypeError(f"expected days above zero, such as 7 or 0.5, got {text!r}")
-    return value
-
-
 def _days(args: argparse.Namespace) -> dict[str, float]:
     return {"valid_days": args.days} if args.days else {}
 
@@ -318,7 +307,7 @@ def _add_scope(p: argparse.ArgumentParser, role: str) -> None:
 def _add_days(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--days",
-        type=_positive_days,
+        type=days,
         help="how long the certificate is valid; fractions are allowed (default: by a token 7, renewed by the node "
         "itself; by hand 90; of an organisation 1825, of a root 3650)",
     )
@@ -335,7 +324,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p = verb("rotate", _network_rotate, "replace a network's root key without downtime, in two steps", network)
     p.add_argument("directory", type=Path, help="the network's")
     p.add_argument("--finish", action="store_true", help="the second step: put the next key in place")
-    p.add_argument("--days", type=_positive_days, help="how long the next root's certificate is valid (default: 3650)")
+    p.add_argument("--days", type=days, help="how long the next root's certificate is valid (default: 3650)")
     p = verb("show", _network_show, "who a node is, what it may do, until when, and whom it shuts out", network)
     p.add_argument("directory", type=Path, help="a node's, an organisation's or the network's")
     p.add_argument("--json", action="store_true")
@@ -346,7 +335,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         "--origin", action="append", default=[], metavar="URL",
         help="an https, s3, gs or az URL that has it, too, without a query; may be repeated",
     )  # fmt: skip
-    p.add_argument("--days", type=_positive_days, help="how long readers accept the signature (default: 365)")
+    p.add_argument("--days", type=days, help="how long readers accept the signature (default: 365)")
     p.add_argument("--serial", type=int, metavar="N", help="the version, greater than before (default: the unix time)")
     p.add_argument("--json", action="store_true")
 
