@@ -34,8 +34,8 @@ from forebay.network.identity import Identity, create_network, join
 from forebay.network.limits import Throttle
 from forebay.network.swarm import Assignment, Swarm
 from forebay.serve import DataNode
+from forebay.store.mirror import mirror_by_swarm
 from forebay.store.remote import open_remote
-from forebay.store.swarm_mirror import mirror_by_swarm
 from forebay.store.targets import open_target
 
 HOST = "127.0.0.1"

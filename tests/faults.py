@@ -249,13 +249,11 @@ class CacheFill(Scenario):
         return SliceCache(folder / "cache", 10_000)
 
     def act(self, folder: Path) -> None:
+        from cached import put
+
         cache = self.cache(folder)
         for data in self.contents:
-            sha256 = hashlib.sha256(data).hexdigest()
-            with cache.fetching(sha256, len(data)) as part:
-                if cache.get(sha256) is None:
-                    part.write_bytes(data)
-                    cache.commit(sha256)
+            sha256 = put(cache, data)
             os.utime(cache.path_of(sha256))
             assert cache.hold([sha256])
 

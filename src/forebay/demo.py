@@ -5,6 +5,7 @@ afterwards. One worker is killed with SIGKILL on the way; the ledger then has to
 exactly once all the same. Processes hold a pipe from this one, so however this one ends, they end too.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,17 +14,20 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from tqdm import tqdm
-
+from forebay.dataset.reader import open_dataset
 from forebay.errors import ForebayError, NetworkError, UsageError
+from forebay.ledger.verify import verify_ledger
+from forebay.network.client import Client
+from forebay.network.identity import Identity, create_network, join, verify
+from forebay.observe.progress import PrepareBar, bar
+from forebay.prepare import prepare
 from forebay.threads import Supervised
 from forebay.worker.trainer import TRAINERS, check_trainer
 
@@ -40,41 +44,30 @@ STALL_S = 120.0
 
 @dataclass
 class Node:
-    """One `forebay` process, and what it has said so far."""
+    """One `forebay` process, and the JSON lines that it has printed so far."""
 
     label: str
     popen: subprocess.Popen[bytes]
     log: Path
-    ready: dict[str, Any] = field(default_factory=dict)
-    last: dict[str, Any] = field(default_factory=dict)
-    first: dict[str, Any] = field(default_factory=dict)
-    report: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
     killed: bool = False
-    is_ready: threading.Event = field(default_factory=threading.Event)
 
     def listen(self, stream: IO[bytes]) -> None:
         for line in stream:
-            try:
-                message = json.loads(line)
-            except ValueError:
-                continue
-            if message.get("ready"):
-                self.ready = message
-                self.is_ready.set()
-            elif "report" in message:
-                self.report = message["report"]
-            else:
-                self.first = self.first or message
-                self.last = message
+            with contextlib.suppress(ValueError):
+                self.messages.append(json.loads(line))
 
     def wait_ready(self) -> dict[str, Any]:
+        """The first line of a server."""
         deadline = time.monotonic() + READY_S
-        while not self.is_ready.wait(0.05):
+        while not self.messages:
             if self.popen.poll() is not None or time.monotonic() > deadline:
-                tail = self.log.read_text(errors="replace").strip().splitlines()[-3:]
-                said = " / ".join(tail) or "it said nothing"
-                raise NetworkError(f"{self.label} did not come up (exit code {self.popen.poll()}): {said}")
-        return self.ready
+                raise NetworkError(f"{self.label} did not come up (exit code {self.popen.poll()}): {self.tail()}")
+            time.sleep(0.05)
+        return self.messages[0]
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace").strip()[-500:] or "it said nothing"
 
 
 class Cast:
@@ -84,22 +77,21 @@ class Cast:
         self._directory = directory
         self._nodes: list[Node] = []
 
-    def start(self, label: str, *arguments: str) -> Node:
+    def start(self, label: str, *arguments: object) -> Node:
         log = self._directory / f"{label.replace(' ', '-')}.log"
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         with log.open("wb") as errors, _interrupts_wait():
             popen = subprocess.Popen(
-                [sys.executable, "-m", "forebay.cli", *arguments, "--json", "--lifeline"],
+                [sys.executable, "-m", "forebay.cli", *map(str, arguments), "--json", "--lifeline"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=environment,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
                 start_new_session=True,  # so that Ctrl-C reaches us alone, and we end them in order
             )
             node = Node(label, popen, log)
             self._nodes.append(node)
-        assert popen.stdout is not None
         stdout = popen.stdout
+        assert stdout is not None
         Supervised(lambda: node.listen(stdout), f"demo {label}").start()
         return node
 
@@ -120,7 +112,6 @@ class Cast:
 
 
 def run_demo(
-    *,
     inputs: Sequence[Path] | None = None,
     json_file: Path | None = None,
     keep: Path | None = None,
@@ -139,7 +130,11 @@ def run_demo(
         directory = stack.enter_context(_workplace(keep))
         cast = Cast(directory)
         stack.callback(cast.close)
-        summary = _play(cast, directory, inputs, trainer, max_bytes, tokenizer)
+        _say("1/5  prepare: raw text to slices")
+        default_bytes = DEFAULT_BYTES if trainer in TRAINERS else DEFAULT_BYTES_OF_PROGRAMS
+        sources = list(inputs or [_python_text(directory / "text", max_bytes or default_bytes)])
+        prepared = _prepare(sources, directory / "dataset", tokenizer)
+        summary = {**prepared, "trainer": trainer, **_play(cast, directory, prepared["slice_bytes"], trainer)}
     summary["seconds"] = round(time.monotonic() - started, 1)
     _print_summary(summary)
     if json_file:
@@ -150,167 +145,126 @@ def run_demo(
     return 0
 
 
-def _play(
-    cast: Cast,
-    directory: Path,
-    inputs: Sequence[Path] | None,
-    trainer: str,
-    max_bytes: int | None,
-    tokenizer: str,
-) -> dict[str, Any]:
-    _say("1/5  prepare: raw text to slices")
-    default_bytes = DEFAULT_BYTES if trainer in TRAINERS else DEFAULT_BYTES_OF_PROGRAMS
-    sources = list(inputs or [_python_text(directory / "text", max_bytes or default_bytes)])
-    prepared = _prepare(sources, directory / "dataset", tokenizer)
-
+def _play(cast: Cast, directory: Path, slice_bytes: int, trainer: str) -> dict[str, Any]:
+    """Everything but the preparation; the facts of it."""
     _say("2/5  network: a root key, four members, a Kademlia DHT of eight nodes")
-    dht = cast.start("dht", "dht", "--nodes", "4")
-    bootstrap = dht.wait_ready()["address"]
-    homes = _make_network(
-        directory, bootstrap, ["data-node", "scheduler", "worker-1", "worker-2", "worker-3", "viewer"]
-    )
+    host, _, port = cast.start("dht", "dht", "--nodes", "4").wait_ready()["address"].rpartition(":")
+    network = directory / "network"
+    create_network(network, "demo", bootstrap=[(host, int(port))])
+    for name in ("data-node", "scheduler", "worker-1", "worker-2", "worker-3", "viewer"):
+        join(network, directory / name, name)
 
     _say("3/5  data node: serves the slices, announces them in the DHT")
-    data_node = cast.start("data node", "serve", str(directory / "dataset"), "--network", homes["data-node"])
+    data_node = cast.start("data node", "serve", directory / "dataset", "--network", directory / "data-node")
     data_address = data_node.wait_ready()["address"]
 
     _say("4/5  scheduler: finds the data node there by name, leases its slices")
-    state = str(directory / "state")
     scheduler = cast.start(
-        "scheduler", "schedule", NAME, "--network", homes["scheduler"], "--state", state,
-        "--seq-len", str(SEQ_LEN), "--lease", str(LEASE_S),
-    )  # fmt: skip
-    scheduler_facts = scheduler.wait_ready()
+        "scheduler", "schedule", NAME, "--network", directory / "scheduler", "--state", directory / "state",
+        "--seq-len", SEQ_LEN, "--lease", LEASE_S,
+    ).wait_ready()  # fmt: skip
 
     _say(f"5/5  workers: two train ({trainer}); one is killed on the way")
 
     def worker(name: str) -> Node:
         return cast.start(
-            name, "work", NAME, "--network", homes[name], "--cache-dir", str(directory / f"cache-{name}"),
-            "--cache-bytes", str(max(4 * prepared["slice_bytes"], 1 << 20)), "--batch-size", "8", "--trainer", trainer,
+            name, "work", NAME, "--network", directory / name, "--cache-dir", directory / f"cache-{name}",
+            "--cache-bytes", max(4 * slice_bytes, 1 << 20), "--batch-size", 8, "--trainer", trainer,
         )  # fmt: skip
 
-    workers = [worker("worker-1"), worker("worker-2")]
     began = time.monotonic()
-    status = _train(scheduler_facts["address"], homes["viewer"], workers, worker)
-    training_s = time.monotonic() - began
-    for node in workers:
-        node.popen.wait(30)
-    from forebay.network.client import Client
-    from forebay.network.identity import Identity
+    with Client(Identity.load(directory / "viewer")) as client:
+        status, workers = _train(client, scheduler["address"], worker)
+        training_s = time.monotonic() - began
+        for node in workers:
+            node.popen.wait(30)
+        served, _ = client.request_json(data_address, "GET", "/v1/status")
+    proof = verify_ledger(Path(scheduler["ledger"]), verify=verify)
+    rows = {node.label: _worker_facts(node) for node in workers}
+    losses = [(row["loss_first"], row["loss_last"]) for row in rows.values() if row["loss_first"] is not None]
+    shares = [row["wait_share"] for row in rows.values() if row.get("wait_share") is not None]
+    return {
+        "ok": proof.ok and status["done"],
+        "bytes_served": {"data node": served["bytes_sent"]},
+        "training_seconds": round(training_s, 1),
+        "tokens_per_s": round(status["samples_used"] * SEQ_LEN / training_s),
+        "wait_share": round(sum(shares) / len(shares), 4) if shares else None,
+        "loss_from": max(first for first, _ in losses) if losses else None,
+        "loss_to": min(last for _, last in losses) if losses else None,
+        "workers": rows,
+        "ledger": proof.to_json(),
+    }
 
-    served, _ = Client(Identity.load(homes["viewer"])).request_json(data_address, "GET", "/v1/status")
-    return _summary(prepared, status, served, workers, Path(scheduler_facts["ledger"]), training_s, trainer)
+
+def _worker_facts(node: Node) -> dict[str, Any]:
+    """A worker's report; of a killed one, its last progress, which tells how far its loss had come."""
+    last = node.messages[-1] if node.messages else {}
+    losses = [message["loss"] for message in node.messages if message.get("loss") is not None] or [None]
+    report = last.get("report", last)
+    return {"loss_first": losses[0], "loss_last": losses[-1], **report, "killed": node.killed}
 
 
-def _train(address: str, viewer: str, workers: list[Node], start: Any) -> dict[str, Any]:
+def _train(client: Client, address: str, start: Callable[[str], Node]) -> tuple[dict[str, Any], list[Node]]:
     """Watches the scheduler until the epoch is done; kills worker-1 at a third and brings worker-3."""
-    from forebay.network.client import Client
-    from forebay.network.identity import Identity
-
-    client = Client(Identity.load(viewer))
-    used, moved_at = -1, time.monotonic()
-    with tqdm(desc="train     ", unit="sample", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+    workers = [start("worker-1"), start("worker-2")]
+    used, moved_at = 0, time.monotonic()
+    total = client.request_json(address, "GET", "/v1/status")[0]["num_samples"]
+    with bar("train", total, "sample") as advance:
         while True:
             status, _ = client.request_json(address, "GET", "/v1/status")
-            bar.total = status["num_samples"]
-            bar.update(status["samples_used"] - bar.n)
-            losses = [f"{w.last['loss']:.2f}" for w in workers if w.last.get("loss") is not None]
-            bar.set_postfix_str("loss " + " ".join(losses) if losses else "")
-            if status["done"]:
-                return dict(status)
-            if status["samples_used"] != used:
+            if status["samples_used"] > used:
+                advance(status["samples_used"] - used)
                 used, moved_at = status["samples_used"], time.monotonic()
+            if status["done"]:
+                return dict(status), workers
             if time.monotonic() - moved_at > STALL_S:
                 raise NetworkError(
                     f"no sample was used for {STALL_S:.0f} s; run again with --keep DIR and read the logs"
                 )
             # Asked of the scheduler, which hears of each slice; a worker reports twice a second only.
             began = {w["name"] for w in status["workers"].values() if w["samples"]}
-            if len(workers) == 2 and "worker-1" in began and used > status["num_samples"] // 3:
+            if len(workers) == 2 and "worker-1" in began and used > total // 3:
                 os.kill(workers[0].popen.pid, signal.SIGKILL)
                 workers[0].killed = True
-                tqdm.write(
-                    f"     worker-1 killed (SIGKILL) after {used:,} samples in all; worker-3 joins",
-                    file=sys.stderr,
-                )
+                _say(f"     worker-1 killed (SIGKILL) after {used:,} samples in all; worker-3 joins")
                 workers.append(start("worker-3"))
             for node in workers[1:]:
                 if node.popen.poll() not in (None, 0):
-                    raise NetworkError(f"{node.label} failed: {node.log.read_text(errors='replace').strip()[-500:]}")
+                    raise NetworkError(f"{node.label} failed: {node.tail()}")
             time.sleep(0.03)
-
-
-def _summary(
-    prepared: dict[str, Any], status: dict[str, Any], served: dict[str, Any], workers: list[Node], ledger: Path,
-    training_s: float, trainer: str,
-) -> dict[str, Any]:  # fmt: skip
-    from forebay.ledger.verify import verify_ledger
-    from forebay.network.identity import verify
-
-    proof = verify_ledger(ledger, verify=verify)
-    rows = {w.label: (w.report or w.last) | {"killed": w.killed} for w in workers}
-    # A killed worker left no report; its progress tells how far its loss had come.
-    losses = [
-        (float(w.report.get("loss_first") or w.first["loss"]), float(w.report.get("loss_last") or w.last["loss"]))
-        for w in workers
-        if w.first.get("loss") is not None
-    ]
-    shares = [r["wait_share"] for r in rows.values() if r.get("wait_share") is not None]
-    return {
-        "ok": proof.ok and status["done"],
-        "documents": prepared["documents_out"],
-        "tokens": prepared["tokens"],
-        "slices": prepared["slices"],
-        "bytes": prepared["bytes"],
-        "dataset_id": prepared["id"],
-        "trainer": trainer,
-        "bytes_served": {"data node": served["bytes_sent"]},
-        "training_seconds": round(training_s, 1),
-        "tokens_per_s": round(status["samples_used"] * SEQ_LEN / training_s),
-        "wait_share": round(sum(shares) / len(shares), 4) if shares else None,
-        "loss_from": max(start for start, _ in losses) if losses else None,
-        "loss_to": min(to for _, to in losses) if losses else None,
-        "workers": rows,
-        "ledger": proof.to_json(),
-    }
 
 
 def _print_summary(s: dict[str, Any]) -> None:
     epoch = s["ledger"]["epochs"][0] if s["ledger"]["epochs"] else {"samples": 0, "missing": "?", "repeated": "?"}
-    facts = s | {"mb": s["bytes"] / 1e6}
-    lines = [
-        ("prepared", "{documents:,} documents, {tokens:,} tokens, {slices} slices, {mb:.1f} MB".format(**facts)),
-        ("dataset id", s["dataset_id"]),
-        ("served", ", ".join(f"{who} {n / 1e6:.1f} MB" for who, n in s["bytes_served"].items())),
-        ("trained", f"{s['tokens_per_s']:,} tokens/s for {s['training_seconds']} s, "
-         + (f"{s['wait_share']:.1%} of it waiting for data" if s["wait_share"] is not None else "wait unknown")),
-    ]  # fmt: skip
+    waited = "unknown" if s["wait_share"] is None else f"{s['wait_share']:.1%}"
+    print(f"""
+  prepared    {s["documents"]:,} documents, {s["tokens"]:,} tokens, {s["slices"]} slices, {s["bytes"] / 1e6:.1f} MB
+  dataset id  {s["dataset_id"]}
+  served      data node {s["bytes_served"]["data node"] / 1e6:.1f} MB
+  trained     {s["tokens_per_s"]:,} tokens/s for {s["training_seconds"]} s; waited for data: {waited} of it""")
     if s["loss_from"] is not None:
-        lines.append(("loss", f"{s['loss_from']:.3f} → {s['loss_to']:.3f}  ({s['trainer']})"))
-    if not any(w["killed"] for w in s["workers"].values()):
-        lines.append(("note", "the text was used up before a worker could be killed; more text shows more"))
-    lines.append(
-        ("ledger", f"{epoch['samples']:,} samples used, {epoch['missing']} missing, {epoch['repeated']} repeated: "
-         + ("proved" if s["ledger"]["ok"] else "NOT proved"))
-    )  # fmt: skip
-    print()
-    for key, text in lines:
-        print(f"  {key:<11} {text}")
-    print()
+        print(f"  loss        {s['loss_from']:.3f} → {s['loss_to']:.3f}  ({s['trainer']})")
+    if not any(worker["killed"] for worker in s["workers"].values()):
+        print("  note        the text was used up before a worker could be killed; more text shows more")
+    counts = f"{epoch['samples']:,} samples used, {epoch['missing']} missing, {epoch['repeated']} repeated"
+    print(f"  ledger      {counts}: {'proved' if s['ledger']['ok'] else 'NOT proved'}\n")
 
 
 def _prepare(sources: Sequence[Path], out: Path, tokenizer: str) -> dict[str, Any]:
-    from forebay.dataset.reader import open_dataset
-    from forebay.observe.progress import PrepareBar
-    from forebay.prepare import prepare
-
     size = sum(f.stat().st_size for s in sources for f in ([s] if s.is_file() else s.rglob("*")) if f.is_file())
     # Forty slices or so, whatever the input: enough for leases to move between workers.
     slice_bytes = min(64 << 20, max(16 << 10, size // 80))
-    with PrepareBar() as bar:
-        summary = prepare(sources, out, tokenizer=tokenizer, name=NAME, slice_bytes=slice_bytes, on_progress=bar.update)
-    return dict(summary.to_json()) | {"slice_bytes": slice_bytes, "bytes": open_dataset(out).manifest.bytes}
+    with PrepareBar() as shown:
+        made = prepare(sources, out, tokenizer=tokenizer, name=NAME, slice_bytes=slice_bytes, on_progress=shown.update)
+    facts = made.to_json()
+    return {
+        "documents": facts["documents_out"],
+        "dataset_id": facts["id"],
+        "tokens": facts["tokens"],
+        "slices": facts["slices"],
+        "bytes": open_dataset(out).manifest.bytes,
+        "slice_bytes": slice_bytes,
+    }
 
 
 def _python_text(directory: Path, max_bytes: int) -> Path:
@@ -330,37 +284,23 @@ def _python_text(directory: Path, max_bytes: int) -> Path:
     return directory
 
 
-def _make_network(directory: Path, bootstrap: str, names: Sequence[str]) -> dict[str, str]:
-    from forebay.network.identity import create_network, join
-
-    host, _, port = bootstrap.rpartition(":")
-    create_network(directory / "network", "demo", bootstrap=[(host, int(port))])
-    for name in names:
-        join(directory / "network", directory / name, name)
-    return {name: str(directory / name) for name in names}
-
-
 @contextmanager
 def _workplace(keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        try:
-            keep.mkdir(parents=True)
-        except FileExistsError:
-            raise UsageError(f"{keep} exists: --keep wants a directory of its own. Choose another") from None
-        yield keep
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="forebay-demo-", ignore_cleanup_errors=True) as directory:
+            yield Path(directory)
         return
-    with tempfile.TemporaryDirectory(prefix="forebay-demo-", ignore_cleanup_errors=True) as directory:
-        yield Path(directory)
+    try:
+        keep.mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(f"{keep} exists: --keep wants a directory of its own. Choose another") from None
+    yield keep
 
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
     """`kill` ends the demo as Ctrl-C does: with its processes and files gone."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -16,47 +16,38 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from forebay.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE
 from forebay.dataset.reader import Dataset, listed_files
-from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.errors import DatasetError, UsageError
 from forebay.network.access import Access
 from forebay.network.app import ApiError, JsonResponse, Metric, Request, Response, counter, gauge, peer_of
-from forebay.network.client import Client
-from forebay.network.discovery import Claim, Discovery, record_key
+from forebay.network.discovery import Discovery
 from forebay.network.identity import Identity, Peer
 from forebay.network.limits import Limits, Throttle
 from forebay.network.publish import SIGNATURE_NAME
-from forebay.network.server import Server
 from forebay.network.swarm import Holder
 from forebay.store.origins import Origin, read_small
 from forebay.store.remote import RemoteDataset
-from forebay.store.slice_app import SliceFile, make_slice_app
-from forebay.store.tracker import Tracker
-from forebay.threads import Supervised
+from forebay.store.share import Offer, SliceFile, SliceServer
 
 _MAX_SMALL_BYTES = 1 << 30
 FILES = (MANIFEST_FILE, TABLE_FILE, "tokenizer.json", DOCUMENTS_FILE, SIGNATURE_NAME)
 log = logging.getLogger("forebay.serve")
 
 
-class DataNode:
+class DataNode(SliceServer):
     """Serves datasets from `start` to `stop`.
 
-    Attributes:
-        tracker: Of its datasets' swarms.
-
     Args:
-        port: TCP; 0 takes a free one, `.port` and `.address` then say which.
         discovery: Where to announce; stays the caller's to close. None: nobody finds it by name.
-        ttl_s: How long a claim holds; it is announced anew every third of that.
         throttle: Of uploads. `limits`: of connections and requests.
         access: Who may read what; None: every member all that its certificate covers.
         origin_slots: Slices that a swarm's members fetch from here, or from the server behind, at once.
+        Others: See SliceServer.
 
     Raises:
         UsageError: If a dataset is given twice; two versions of a name are two. Or if the node's certificate does not
@@ -83,39 +74,18 @@ class DataNode:
         if not ttl_s > 0:
             raise UsageError(f"serve: expected ttl_s > 0, got {ttl_s}")
         _check_scope(identity, datasets)
-        self.identity = identity
+        super().__init__(
+            "Forebay data node", identity, host, port, discovery=discovery, ttl_s=ttl_s, limits=limits,
+            throttle=throttle,
+        )  # fmt: skip
+        self._app.add_api_route("/v1/status", self._read_status, summary="What it serves and has sent.")
         self.datasets = list(datasets)
-        self.discovery = discovery
-        self.ttl_s = ttl_s
-        self._by_id = {dataset.id: dataset for dataset in datasets}
         self._access = access or Access()
         self._origin_slots = origin_slots
         self._slices: dict[str, SliceFile] = {}
-        self._small: dict[tuple[str, str], bytes] = {}  # of remote datasets, by id and name
-        self._client = Client(identity)
-        self.tracker = Tracker(self._client)
-        app = make_slice_app("Forebay data node", self, self._metrics)
-        app.add_api_route("/v1/status", self._read_status, summary="What it serves and has sent.")
-        self._server = Server(
-            app, identity, host, port, limits=limits, throttle=throttle, on_bytes=self._count, discovery=discovery
-        )
         self._lock = threading.Lock()
         self._sent: dict[str, int] = {}
-        self._num_announcements = 0
-        self._failure = ""
-        self._stopping = threading.Event()
-        self._announcer: Supervised | None = None
         self._started_at = time.time()
-
-    @property
-    def port(self) -> int:
-        """The TCP port."""
-        return self._server.port
-
-    @property
-    def address(self) -> str:
-        """`host:port`."""
-        return self._server.address
 
     def start(self) -> None:
         """Serve and announce, in background threads.
@@ -124,53 +94,37 @@ class DataNode:
             NetworkError: If it cannot listen, or reach the server behind a dataset.
         """
         for dataset in self.datasets:
-            if (origin := _origin_of(dataset)) is not None:
-                self._take_small(dataset, origin)
-                continue
-            for index in range(dataset.num_slices):
-                row = dataset.table.row(index)
-                path = dataset.slice_path(index)
-                self._slices[row.sha256] = SliceFile(path, row.bytes, dataset.name, dataset.id)
-        self._server.start()
-        for dataset in self.datasets:
             origin = _origin_of(dataset)
-            own = Holder(self.identity.peer_id, self.address, True) if origin is None else _seed(origin)
+            if origin is None:
+                for index in range(dataset.num_slices):
+                    row = dataset.table.row(index)
+                    path = dataset.slice_path(index)
+                    self._slices[row.sha256] = SliceFile(path, row.bytes, dataset.name, dataset.id)
+                files: Mapping[str, bytes | Path] = {name: dataset.path / name for name in FILES}
+            else:
+                files = _small_files(dataset, origin)
+            url = "" if origin is None else origin.url
+            self._offers[dataset.id] = Offer(dataset.name, dataset.id, dataset.num_slices, files, url=url)
+        self._server.start()
+        for offer, dataset in zip(self._offers.values(), self.datasets):
+            # A web server or bucket is a holder, known by its URL.
+            own = Holder(offer.url or self.identity.peer_id, offer.url or self.address, True)
             self.tracker.add(
                 dataset.id, dataset.num_slices, [own], slice_of=dataset.table.row, origin_slots=self._origin_slots
             )
         self._announce()
-        self._announcer = Supervised(self._keep_announced, "announce", stopping=self._stopping)
         self._announcer.start()
         names = ",".join(dataset.name for dataset in self.datasets)
         log.info("data node started: address=%s peer_id=%s datasets=%s", self.address, self.identity.peer_id, names)
 
-    def stop(self, timeout_s: float = 30.0) -> bool:
-        """Take no more requests, let downloads in flight finish for up to `timeout_s`, then cut. May be repeated.
-
-        Returns:
-            Whether every download finished.
-        """
-        self._stopping.set()
-        if self._announcer is not None:
-            self._announcer.join()
-        drained = self._server.drain(timeout_s)
-        self._server.close()
-        self.tracker.close()
-        self._client.close()
-        return drained
-
-    def __enter__(self) -> DataNode:
+    def __enter__(self) -> Self:
         self.start()
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
 
     def status(self) -> dict[str, Any]:
         """What the node serves and has sent, as it stands in `GET /v1/status`."""
         with self._lock:
             sent = dict(sorted(self._sent.items()))
-            announcements, failure = self._num_announcements, self._failure
         return {
             "peer_id": self.identity.peer_id,
             "name": self.identity.name,
@@ -180,14 +134,15 @@ class DataNode:
             "peers": sent,
             "connections": self._server.num_connections,
             "refused_connections": self._server.refused_connections,
-            "announcements": announcements,
-            "announce_error": failure,
+            "announcements": self._announcements,
+            "announce_error": self._announce_error,
             "swarms": self.tracker.facts(),
             "draining": self._server.draining,
             "up_s": round(time.time() - self._started_at, 3),
         }
 
-    def _metrics(self) -> list[Metric]:
+    def metrics(self) -> list[Metric]:
+        """See SliceServer."""
         with self._lock:
             sent = {peer_id: float(num_bytes) for peer_id, num_bytes in self._sent.items()}
         return [
@@ -196,53 +151,14 @@ class DataNode:
             gauge("forebay_slices", "Slices served.", len(self._slices)),
         ]
 
-    def claims(self, peer: Peer) -> list[dict[str, Any]]:
-        """The node's signed claims of what a peer's certificate covers, good for `ttl_s` from now."""
-        expires_at = time.time() + self.ttl_s
-        made = []
-        for d in self.datasets:
-            if not peer.scope.covers(d.name):
-                continue
-            claim = Claim(d.name, d.id, d.num_slices, self.identity.peer_id, self.address, expires_at)
-            origin = _origin_of(d)
-            made.append(claim if origin is None else replace(claim, held=0, url=origin.url))
-        return [claim.to_json(self.identity) for claim in made]
-
-    def _keep_announced(self) -> None:
-        while not self._stopping.wait(self.ttl_s / 3):
-            self._announce()
-
-    def _announce(self) -> None:
-        if self.discovery is None:
-            return
-        failure = ""
-        for dataset in self.datasets:
-            try:
-                self.discovery.announce(record_key(self.identity.network_id, "dataset", dataset.name), self.port)
-            except (NetworkError, OSError) as error:
-                failure = f"{dataset.name}: {error}"
-                log.warning("announcing %s failed, trying again in %g s: %s", dataset.name, self.ttl_s / 3, error)
-        with self._lock:
-            self._num_announcements += 1
-            self._failure = failure
-
     def _count(self, peer: Peer, num_bytes: int) -> None:
         with self._lock:
             if peer.peer_id not in self._sent:
                 log.info("first bytes: peer_id=%s name=%s", peer.peer_id, peer.name)
             self._sent[peer.peer_id] = self._sent.get(peer.peer_id, 0) + num_bytes
 
-    def _take_small(self, dataset: Dataset, origin: Origin) -> None:
-        """Keep the small files of a remote dataset: members take its slices there, and the rest here."""
-        self._small[dataset.id, MANIFEST_FILE] = data = read_small(origin, MANIFEST_FILE, MAX_MANIFEST_BYTES)
-        self._small[dataset.id, TABLE_FILE] = read_small(origin, TABLE_FILE, _MAX_SMALL_BYTES)
-        if hashlib.sha256(data).hexdigest() != dataset.id:
-            raise DatasetError(f"{origin.url}: expected the dataset {dataset.id}, which it was. Serve it again.")
-        for name in sorted(set(listed_files(dataset.manifest)) & set(FILES)):
-            self._small[dataset.id, name] = read_small(origin, name, _MAX_SMALL_BYTES)
-
     def find_slice(self, sha256: str) -> SliceFile | None:
-        """See SliceSource."""
+        """See SliceServer."""
         found = self._slices.get(sha256)
         if found is None:
             return None
@@ -256,21 +172,8 @@ class DataNode:
             raise ApiError(404, "slice_changed", "this node's file of the slice has changed")
         return found
 
-    def dataset_name(self, dataset_id: str) -> str | None:
-        """See SliceSource."""
-        dataset = self._by_id.get(dataset_id)
-        return None if dataset is None else dataset.name
-
-    def find_file(self, dataset_id: str, name: str) -> bytes | Path | None:
-        """See SliceSource."""
-        if (data := self._small.get((dataset_id, name))) is not None:
-            return data
-        dataset = self._by_id[dataset_id]
-        path = dataset.path / name
-        return path if name in FILES and _origin_of(dataset) is None and path.is_file() else None
-
     def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
-        """See SliceSource."""
+        """See SliceServer."""
         reason = self._access.check(peer, dataset, dataset_id, num_bytes, time.time())
         if reason is None:
             return
@@ -301,6 +204,10 @@ def _origin_of(dataset: Dataset) -> Origin | None:
     return dataset.origin if isinstance(dataset, RemoteDataset) else None
 
 
-def _seed(origin: Origin) -> Holder:
-    """A web server or bucket as a holder, known by its URL."""
-    return Holder(origin.url, origin.url, True)
+def _small_files(dataset: Dataset, origin: Origin) -> dict[str, bytes]:
+    """Those of a remote dataset, to be kept: members take its slices there, and the rest here."""
+    manifest = read_small(origin, MANIFEST_FILE, MAX_MANIFEST_BYTES)
+    if hashlib.sha256(manifest).hexdigest() != dataset.id:
+        raise DatasetError(f"{origin.url}: expected the dataset {dataset.id}, which it was. Serve it again.")
+    names = [TABLE_FILE, *sorted(set(listed_files(dataset.manifest)) & set(FILES))]
+    return {MANIFEST_FILE: manifest, **{name: read_small(origin, name, _MAX_SMALL_BYTES) for name in names}}

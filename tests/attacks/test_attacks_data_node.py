@@ -23,7 +23,7 @@ from forebay.network.identity import Identity
 from forebay.network.limits import Limits
 from forebay.network.swarm import Holder
 from forebay.serve import DataNode
-from forebay.store import checking, tracker
+from forebay.store import holders, tracker
 from forebay.store.share import Folder, Offer, SliceShare
 from rude_peer import RudePeer, http
 from wire import until
@@ -222,11 +222,11 @@ def test_a_check_of_a_peer_that_drips_ends(network_dir: Path, monkeypatch: pytes
             time.sleep(0.001)
             yield memoryview(b"x")
 
-    monkeypatch.setattr(checking, "read_from", drip)
-    monkeypatch.setattr(checking, "STALL_S", 0.05)
+    monkeypatch.setattr(holders, "read_from", drip)
+    monkeypatch.setattr(holders, "STALL_S", 0.05)
     info, holder = SliceInfo(0, "s", 10_000, "ab" * 32, 1, 1), Holder("p", f"{HOST}:1", False)
     with Client(issue(network_dir, "n")) as client:
-        assert checking.gives_right_bytes(client, holder, info) is None
+        assert holders.gives_right_bytes(client, holder, info) is None
 
 
 def test_an_organisation_has_so_many_processes_in_a_swarm(

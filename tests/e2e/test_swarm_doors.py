@@ -13,6 +13,7 @@ import pytest
 from feeding import make_dataset
 from starlette.responses import Response
 
+from cached import put
 from calibration import scaled
 from forebay.dataset.reader import open_dataset
 from forebay.errors import NetworkError, UsageError
@@ -22,11 +23,10 @@ from forebay.network.identity import Identity, create_network, join
 from forebay.network.peer import Scope
 from forebay.serve import DataNode
 from forebay.store.cache import SliceCache
-from forebay.store.joining import SwarmMember
+from forebay.store.mirror import mirror_by_swarm
 from forebay.store.remote import RemoteDataset, open_remote
 from forebay.store.share import Folder, SliceShare
-from forebay.store.swarm import SwarmReader, TrackerAt
-from forebay.store.swarm_mirror import mirror_by_swarm
+from forebay.store.swarm import SwarmMember, SwarmReader, TrackerAt
 from forebay.store.targets import open_target
 from handlers import Request, serve
 from local_discovery import LocalDiscovery
@@ -136,9 +136,7 @@ def test_the_door_keeps_out_whom_the_access_file_does(world: Path, tmp_path: Pat
 def test_a_slice_that_vanished_from_a_cache_is_answered_404(world: Path, tmp_path: Path) -> None:
     row = open_dataset(world / "c4").table.row(0)
     cache = SliceCache(tmp_path / "cache", 1 << 20)
-    with cache.fetching(row.sha256, row.bytes) as part:
-        part.write_bytes((world / "c4" / row.name).read_bytes())
-        cache.commit(row.sha256)
+    assert put(cache, (world / "c4" / row.name).read_bytes()) == row.sha256
     path = f"/v1/slices/{row.sha256}"
     with (
         SliceShare(Identity.load(world / "a"), cache, {row.sha256: (row.bytes, "c4")}, "127.0.0.1", 0) as share,

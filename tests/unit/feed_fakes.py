@@ -96,7 +96,7 @@ def room_for(slices: int) -> int:
 
 def feed_of(
     directory: Path, steps: list[list[int]], slices: int, origin: Origin, num_keys: int = len(NAMES), **options: Any
-) -> SliceFeed[FakeTransfer]:
+) -> SliceFeed:
     return SliceFeed(
         SliceCache(directory, room_for(slices)), NAMES[:num_keys], np.full(num_keys, SIZE), uses_of(steps), len(steps),
         origin.start, origin.cancel, **options,
@@ -110,7 +110,7 @@ def until(condition: Callable[[], object], what: str, seconds: float = 10) -> No
         time.sleep(0.002)
 
 
-def read(feed: SliceFeed[Any], steps: list[list[int]], start: int = 0, stop: int | None = None) -> None:
+def read(feed: SliceFeed, steps: list[list[int]], start: int = 0, stop: int | None = None) -> None:
     for step in range(start, len(steps) if stop is None else stop):
         for key in steps[step]:
             assert feed.acquire(key, step + 1).read_bytes() == CONTENTS[key]

@@ -6,26 +6,17 @@ import hashlib
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
+from cached import put, reserve
 from calibration import scaled
 from forebay.errors import UsageError
 from forebay.store import cache as cache_module
 from forebay.store import locks
 from forebay.store.cache import Refusal, Reservation, SliceCache
 from forebay.store.room import Evict, Room
-
-
-def put(cache: SliceCache, content: bytes) -> str:
-    sha256 = hashlib.sha256(content).hexdigest()
-    with cache.fetching(sha256, len(content)) as part:
-        assert cache.used_bytes() <= cache.budget_bytes
-        part.write_bytes(content)
-        cache.commit(sha256)
-    return sha256
 
 
 def age(cache: SliceCache, sha256: str, at: int) -> None:
@@ -71,34 +62,26 @@ def test_a_slice_larger_than_the_budget(tmp_path: Path) -> None:
 
 def test_a_fetch_under_way_counts_in_full(tmp_path: Path) -> None:
     cache = SliceCache(tmp_path, 20)
-    with cache.fetching("a" * 64, 15) as part:
-        assert cache.used_bytes() == 15
-        part.write_bytes(b"x" * 4)
-        assert cache.used_bytes() == 15
-        with pytest.raises(UsageError, match="being fetched"):
-            put(cache, b"y" * 6)
+    reserved = reserve(cache, "a" * 64, 15)
+    assert cache.used_bytes() == 15
+    reserved.part.write_bytes(b"x" * 4)
+    assert cache.used_bytes() == 15
+    with pytest.raises(UsageError, match="being fetched"):
+        put(cache, b"y" * 6)
+    reserved.release()
     assert cache.used_bytes() == 4  # broken off: kept to resume
     put(cache, b"y" * 18)  # and the first to go
-    assert not part.exists()
+    assert not reserved.part.exists()
 
 
 def test_one_fetch_a_slice(tmp_path: Path) -> None:
-    cache, entered, done = SliceCache(tmp_path, 100), threading.Event(), []
+    cache, other = SliceCache(tmp_path, 100), SliceCache(tmp_path, 100)
     sha256 = hashlib.sha256(b"abc").hexdigest()
-
-    def second() -> None:
-        entered.set()
-        with SliceCache(tmp_path, 100).fetching(sha256, 3):
-            done.append(cache.get(sha256) is not None)
-
-    with cache.fetching(sha256, 3) as part:
-        waiting = threading.Thread(target=second)
-        waiting.start()
-        assert entered.wait(10) and not done
-        part.write_bytes(b"abc")
-        cache.commit(sha256)
-    waiting.join(10)
-    assert done == [True]
+    reserved = reserve(cache, sha256, 3)
+    assert other.try_reserve(sha256, 3) == Refusal("busy") == cache.try_reserve(sha256, 3)
+    reserved.part.write_bytes(b"abc")
+    reserved.commit()
+    assert other.try_reserve(sha256, 3) == Refusal("here") and other.get(sha256) is not None
 
 
 def test_a_killed_process_holds_neither_pin_nor_reservation(tmp_path: Path) -> None:
@@ -107,8 +90,7 @@ def test_a_killed_process_holds_neither_pin_nor_reservation(tmp_path: Path) -> N
     code = (
         "import os, signal, sys; from forebay.store.cache import SliceCache\n"
         f"cache = SliceCache({str(tmp_path)!r}, 20); cache.pin({first!r})\n"
-        "with cache.fetching('b' * 64, 15) as part:\n"
-        "    part.write_bytes(b'half'); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "cache.try_reserve('b' * 64, 15).part.write_bytes(b'half'); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=scaled(60)).returncode == -9
     assert cache.used_bytes() == 9
@@ -158,7 +140,6 @@ def test_eviction_goes_by_what_all_will_read(tmp_path: Path) -> None:
     mine.publish({late: (40, 41, 60), soon: (50, 50, None)})
     assert evicted(mine, "1" * 64, steps=2.0) == [unwanted]
     put(mine, b"d" * 10)
-    assert evicted(mine, "1" * 64, steps=2.0, evict="none") is None
     theirs.stand(1)
     age(mine, names[0], 1)
     pinned = SliceCache(tmp_path, 30)
@@ -242,16 +223,16 @@ def test_what_killed_processes_left_is_cleaned(tmp_path: Path) -> None:
     cache, other = SliceCache(tmp_path, 100), SliceCache(tmp_path, 100)
     kept, stale, wanted, under_way = put(cache, b"a"), "b" * 64, "c" * 64, "d" * 64
     for sha256 in (stale, wanted):
-        with cache.fetching(sha256, 10) as part:
-            part.write_bytes(b"half")
+        broken_off = reserve(cache, sha256, 10)
+        broken_off.part.write_bytes(b"half")
+        broken_off.release()
     other.pin(kept)
-    with other.fetching(under_way, 10) as part:
-        part.write_bytes(b"half")
-        cache.clean([wanted])
-        assert sorted(path.name for path in tmp_path.glob("*.part")) == [f"{wanted}.part", f"{under_way}.part"]
-        assert {path.name.partition(".")[0] for path in (tmp_path / "locks").iterdir()} == {
-            "room", kept, under_way,
-        }  # fmt: skip
+    reserved = reserve(other, under_way, 10)
+    reserved.part.write_bytes(b"half")
+    cache.clean([wanted])
+    assert sorted(path.name for path in tmp_path.glob("*.part")) == [f"{wanted}.part", f"{under_way}.part"]
+    assert {path.name.partition(".")[0] for path in (tmp_path / "locks").iterdir()} == {"room", kept, under_way}
+    reserved.release()
 
 
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,15 +343,15 @@ def test_what_a_kill_or_a_full_disk_leaves_of_the_index_costs_a_hash(tmp_path: P
 
 def test_processes_share_the_index_and_it_stays_small(tmp_path: Path) -> None:
     code = (
-        "import hashlib, sys; from forebay.store import verified; verified._MIN_LINES = 50\n"
+        "import hashlib, sys; from forebay.store import cache as module; module._MIN_LINES = 50\n"
         "from forebay.store.cache import SliceCache\n"
         f"cache = SliceCache({str(tmp_path)!r}, 1500)\n"
         "for number in range(300):\n"
         "    data = b'%s %d' % (sys.argv[1].encode(), number)\n"
         "    sha256 = hashlib.sha256(data).hexdigest()\n"
-        "    with cache.fetching(sha256, len(data)) as part:\n"
-        "        part.write_bytes(data)\n"
-        "        cache.commit(sha256)\n"
+        "    reserved = cache.try_reserve(sha256, len(data), evict='any')\n"
+        "    reserved.part.write_bytes(data)\n"
+        "    reserved.commit()\n"
         "    assert cache.get(sha256), number\n"
     )
     running = [subprocess.Popen([sys.executable, "-c", code, name]) for name in ("a", "b", "c")]

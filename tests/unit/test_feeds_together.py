@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from feed_fakes import CONTENTS, NAMES, SIZE, Origin, feed_of, read, room_for, until
@@ -20,8 +19,8 @@ from forebay.store.prefetch import SliceFeed
 
 
 @pytest.fixture
-def closing() -> Iterator[list[SliceFeed[Any]]]:
-    feeds: list[SliceFeed[Any]] = []
+def closing() -> Iterator[list[SliceFeed]]:
+    feeds: list[SliceFeed] = []
     yield feeds
     for feed in feeds:
         feed.close()
@@ -30,7 +29,7 @@ def closing() -> Iterator[list[SliceFeed[Any]]]:
 # Several processes
 
 
-def test_two_fetch_each_slice_once(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_two_fetch_each_slice_once(tmp_path: Path, closing: list[SliceFeed]) -> None:
     steps = [[key] for key in range(8)]
     origins = [Origin(), Origin()]
     feeds = [feed_of(tmp_path, steps, 10, origin, 8) for origin in origins]
@@ -44,7 +43,7 @@ def test_two_fetch_each_slice_once(tmp_path: Path, closing: list[SliceFeed[Any]]
     assert sorted(origins[0].started + origins[1].started) == list(range(8))
 
 
-def test_two_that_fit_one_at_a_time_take_turns(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_two_that_fit_one_at_a_time_take_turns(tmp_path: Path, closing: list[SliceFeed]) -> None:
     runs = [[[0, 1, 2], [3, 4, 5]] * 3, [[6, 7, 8], [9, 10, 11]] * 3]
     failed: list[BaseException] = []
 
@@ -71,7 +70,7 @@ def test_two_that_fit_one_at_a_time_take_turns(tmp_path: Path, closing: list[Sli
         assert not reader.is_alive() and not failed
 
 
-def test_two_that_hold_what_the_other_needs_do_not_wait_forever(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_two_that_hold_what_the_other_needs_do_not_wait_forever(tmp_path: Path, closing: list[SliceFeed]) -> None:
     feeds = [feed_of(tmp_path, [[key], [key, key + 1]], 2, Origin(), patience_s=0.5) for key in (0, 2)]
     closing += feeds
     for key, feed in zip((0, 2), feeds):
@@ -81,7 +80,7 @@ def test_two_that_hold_what_the_other_needs_do_not_wait_forever(tmp_path: Path, 
         feed.advance(1)
     errors: list[Exception] = []
 
-    def ask(feed: SliceFeed[Any], key: int) -> None:
+    def ask(feed: SliceFeed, key: int) -> None:
         try:
             feed.acquire(key, 2)
         except UsageError as error:
@@ -97,7 +96,7 @@ def test_two_that_hold_what_the_other_needs_do_not_wait_forever(tmp_path: Path, 
     assert 1 <= len(errors) <= 2 and "wait for each other" in str(errors[0])
 
 
-def test_a_slice_evicted_by_another_is_fetched_again(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_a_slice_evicted_by_another_is_fetched_again(tmp_path: Path, closing: list[SliceFeed]) -> None:
     gone: list[int] = []
     origin = Origin()
     feed = feed_of(tmp_path, [[0], [1], [0]], 2, origin, on_evict=gone.append)
@@ -168,7 +167,7 @@ def test_before_seek(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_makes_its_own(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_a_forked_child_makes_its_own(tmp_path: Path, closing: list[SliceFeed]) -> None:
     steps = [[0], [1], [2]]
     feed = feed_of(tmp_path, steps, 2, Origin())
     closing.append(feed)

@@ -26,10 +26,9 @@ from forebay.network.discovery import Claim, read_claims, record_key
 from forebay.network.identity import Identity, Scope, join
 from forebay.serve import DataNode
 from forebay.store.foreign import open_foreign_origin
-from forebay.store.mirror import mirror
+from forebay.store.mirror import mirror, mirror_by_swarm
 from forebay.store.origins import Origin, Patience, RefusedError
 from forebay.store.remote import open_remote
-from forebay.store.swarm_mirror import mirror_by_swarm
 from forebay.store.targets import open_target
 from forebay.store.web import check_redirect
 from leases_by_hand import FetchingWorker

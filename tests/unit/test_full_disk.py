@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from test_journal import lease, open_journal, use
 
+from cached import put, reserve
 from calibration import scaled
 from forebay.errors import LedgerError, StateError, UsageError
 from forebay.ledger.writer import Ledger
@@ -173,18 +174,13 @@ def test_a_torn_line_that_stays_ends_a_ledger_until_it_is_opened_again(
 
 def test_the_cache_takes_slices_again(small_disk: Path) -> None:
     cache, data = SliceCache(small_disk, 1 << 20), b"x" * 100_000
-    sha256 = hashlib.sha256(data).hexdigest()
-    with cache.fetching(sha256, len(data)) as part:
-        part.write_bytes(data)
-        cache.commit(sha256)
-        filler = fill(small_disk)
+    sha256 = put(cache, data)
+    filler = fill(small_disk)
     assert cache.get(sha256) and SliceCache(small_disk, 1 << 20).get(sha256)
     other = hashlib.sha256(b"y" * 100_000).hexdigest()
     cache.pin(sha256)
-    with pytest.raises(UsageError, match=rf"{small_disk}: its disk is full"), cache.fetching(other, 100_000):
-        pass
+    with pytest.raises(UsageError, match=rf"{small_disk}: its disk is full"):
+        reserve(cache, other, 100_000)
     filler.unlink()
-    with cache.fetching(other, 100_000) as part:
-        part.write_bytes(b"y" * 100_000)
-        cache.commit(other)
+    assert put(cache, b"y" * 100_000) == other
     assert cache.get(other) and cache.get(sha256)

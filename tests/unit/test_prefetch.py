@@ -21,14 +21,14 @@ from forebay.store.room import part_bytes
 
 
 @pytest.fixture
-def closing() -> Iterator[list[SliceFeed[Any]]]:
-    feeds: list[SliceFeed[Any]] = []
+def closing() -> Iterator[list[SliceFeed]]:
+    feeds: list[SliceFeed] = []
     yield feeds
     for feed in feeds:
         feed.close()
 
 
-def test_a_cyclic_pass_keeps_what_fits(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_a_cyclic_pass_keeps_what_fits(tmp_path: Path, closing: list[SliceFeed]) -> None:
     steps = [[key] for _ in range(4) for key in range(10) for _ in range(3)]
     origin = Origin()
     feed = feed_of(tmp_path, steps, 6, origin, 10, horizon_bytes=SIZE)
@@ -41,7 +41,7 @@ def test_a_cyclic_pass_keeps_what_fits(tmp_path: Path, closing: list[SliceFeed[A
 # The consumer
 
 
-def test_a_slice_is_there_before_it_is_needed(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_a_slice_is_there_before_it_is_needed(tmp_path: Path, closing: list[SliceFeed]) -> None:
     origin = Origin(at_once=False)
     feed = feed_of(tmp_path, [[0], [0], [1], [2]], 4, origin)
     closing.append(feed)
@@ -74,7 +74,7 @@ def test_a_second_run_reads_the_disk(tmp_path: Path) -> None:
 
 
 def test_a_late_slice_is_waited_for_and_told(
-    tmp_path: Path, closing: list[SliceFeed[Any]], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, closing: list[SliceFeed], caplog: pytest.LogCaptureFixture
 ) -> None:
     origin = Origin(at_once=False)
     feed = feed_of(tmp_path, [[0], [1]], 3, origin)
@@ -96,7 +96,7 @@ def test_a_late_slice_is_waited_for_and_told(
     assert feed.stats()["waited_s"] >= 0.25 and feed.stats()["late"] >= 1
 
 
-def test_a_failure_is_told_to_who_needs_the_slice_only(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_a_failure_is_told_to_who_needs_the_slice_only(tmp_path: Path, closing: list[SliceFeed]) -> None:
     origin = Origin(failing={1})
     feed = feed_of(tmp_path, [[0], [1], [2]], 3, origin)
     closing.append(feed)
@@ -114,7 +114,7 @@ def test_a_failure_is_told_to_who_needs_the_slice_only(tmp_path: Path, closing: 
     assert feed.acquire(1, 2).read_bytes() == CONTENTS[1]
 
 
-def test_a_failure_is_tried_again_before_it_is_needed(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_a_failure_is_tried_again_before_it_is_needed(tmp_path: Path, closing: list[SliceFeed]) -> None:
     now = [0.0]
     origin = Origin(failing={1})
     feed = feed_of(tmp_path, [[0], [1]], 3, origin, clock=lambda: now[0])
@@ -131,9 +131,7 @@ def test_a_failure_is_tried_again_before_it_is_needed(tmp_path: Path, closing: l
     assert feed.stats()["late"] == 0
 
 
-def test_an_error_in_a_start_or_in_the_order_reaches_the_consumer(
-    tmp_path: Path, closing: list[SliceFeed[Any]]
-) -> None:
+def test_an_error_in_a_start_or_in_the_order_reaches_the_consumer(tmp_path: Path, closing: list[SliceFeed]) -> None:
     def uses(start: int, stop: int) -> tuple[Any, Any]:
         raise UsageError("no such step")
 
@@ -150,7 +148,7 @@ def test_an_error_in_a_start_or_in_the_order_reaches_the_consumer(
             feed.acquire(0, 1)
 
 
-def test_seeking_back_and_far_ahead(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_seeking_back_and_far_ahead(tmp_path: Path, closing: list[SliceFeed]) -> None:
     steps = [[key] for key in range(10)]
     origin = Origin()
     feed = feed_of(tmp_path, steps, 3, origin)
@@ -168,7 +166,7 @@ def test_seeking_back_and_far_ahead(tmp_path: Path, closing: list[SliceFeed[Any]
     assert feed.cache.used_bytes() <= feed.cache.budget_bytes
 
 
-def test_what_is_needed_now_comes_before_what_is_on_its_way(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_what_is_needed_now_comes_before_what_is_on_its_way(tmp_path: Path, closing: list[SliceFeed]) -> None:
     steps = [[key] for key in range(10)]
     origin = Origin(at_once=False)
     feed = SliceFeed(
@@ -188,7 +186,7 @@ def test_what_is_needed_now_comes_before_what_is_on_its_way(tmp_path: Path, clos
     assert not waiting.is_alive()
 
 
-def test_exactly_the_slices_of_a_step_fit(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_exactly_the_slices_of_a_step_fit(tmp_path: Path, closing: list[SliceFeed]) -> None:
     steps = [[0, 1, 2], [2, 3, 4], [0, 4, 5], [5, 1, 3], [3, 2, 0]]
     feed = feed_of(tmp_path, steps, 3, Origin())
     closing.append(feed)
@@ -200,7 +198,7 @@ def test_exactly_the_slices_of_a_step_fit(tmp_path: Path, closing: list[SliceFee
 
 
 def test_a_step_that_cannot_fit_says_so(
-    tmp_path: Path, closing: list[SliceFeed[Any]], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, closing: list[SliceFeed], caplog: pytest.LogCaptureFixture
 ) -> None:
     feed = feed_of(tmp_path, [[0, 1, 2]], 2, Origin(), patience_s=0.3)
     closing.append(feed)
@@ -210,7 +208,7 @@ def test_a_step_that_cannot_fit_says_so(
     assert feed.acquire(0, 1).exists()  # and the feed goes on
 
 
-def test_windows_bridged_too_coarsely_are_planned_exactly(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_windows_bridged_too_coarsely_are_planned_exactly(tmp_path: Path, closing: list[SliceFeed]) -> None:
     steps = [[step % 4] for step in range(60)]
     origin = Origin()
     with pytest.MonkeyPatch.context() as patch:
@@ -225,7 +223,7 @@ def test_windows_bridged_too_coarsely_are_planned_exactly(tmp_path: Path, closin
 # What is kept
 
 
-def test_window_deletes_what_the_epoch_has_read(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_window_deletes_what_the_epoch_has_read(tmp_path: Path, closing: list[SliceFeed]) -> None:
     steps = [[key] for _ in range(2) for key in range(4) for _ in range(2)]
     gone: list[int] = []
     feed = feed_of(
@@ -244,7 +242,7 @@ def test_window_deletes_what_the_epoch_has_read(tmp_path: Path, closing: list[Sl
     assert gone == [0, 1, 2, 3] * 2 and feed.stats()["repeated_fetches"] == 4
 
 
-def test_window_waits_for_the_other_processes(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_window_waits_for_the_other_processes(tmp_path: Path, closing: list[SliceFeed]) -> None:
     steps = [[0], [1], [2], [3]]
     fast, slow = (
         feed_of(tmp_path, steps, 4, Origin(), 4, keep="window", horizon_bytes=0, epoch_of=lambda step, key: (0, 4))
@@ -262,7 +260,7 @@ def test_window_waits_for_the_other_processes(tmp_path: Path, closing: list[Slic
     until(lambda: not fast.cache.held(), "nobody wants them any more")
 
 
-def test_all_is_never_evicted_and_refused_if_it_does_not_fit(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_all_is_never_evicted_and_refused_if_it_does_not_fit(tmp_path: Path, closing: list[SliceFeed]) -> None:
     with pytest.raises(UsageError, match=r"to keep all slices takes 4002 bytes, the budget is 3002"):
         feed_of(tmp_path, [[0]], 3, Origin(), 4, keep="all")
     with pytest.raises(UsageError, match="expected 'budget', 'window' or 'all', got 'some'"):
@@ -280,7 +278,7 @@ def test_all_is_never_evicted_and_refused_if_it_does_not_fit(tmp_path: Path, clo
     assert origin.started == [0, 1, 2, 3]
 
 
-def test_the_same_slice_under_two_keys_is_fetched_once(tmp_path: Path, closing: list[SliceFeed[Any]]) -> None:
+def test_the_same_slice_under_two_keys_is_fetched_once(tmp_path: Path, closing: list[SliceFeed]) -> None:
     origin = Origin()
     names = np.frombuffer(bytes.fromhex("".join([NAMES[0], NAMES[1], NAMES[0]])), np.uint8).reshape(3, 32)
     feed = SliceFeed(

@@ -27,8 +27,8 @@ from forebay.errors import IntegrityError, NetworkError, ProtocolViolation, Usag
 from forebay.network.backoff import backoff_s
 from forebay.store.origins import Origin, Patience, RefusedError, open_origin
 from forebay.store.pieces import PartFile
-from forebay.store.sources import Source, choose, least_span_bytes
 from forebay.store.transfer import Transfer, TransferCancelledError, Transfers
+from forebay.store.work import Source, choose, least_span_bytes
 from origin_server import OriginServer
 
 MIB = 1 << 20
@@ -592,11 +592,11 @@ def test_a_part_file(
     for span in again.spans:
         if span.at < span.stop:
             assert again.write(span, memoryview(data)[span.start : span.stop], "y")
-    assert again.hash_on() and again.received == num_bytes
+    assert again.check_on() and again.received == num_bytes
     again.finish()
     again.close()
     assert path.read_bytes() == data[:num_bytes]
-    assert again.hexdigest() == hashlib.sha256(data[:num_bytes]).hexdigest()
+    assert again.check.hexdigest() == hashlib.sha256(data[:num_bytes]).hexdigest()
 
 
 def test_chunks_of_a_large_shard(tmp_path: Path) -> None:

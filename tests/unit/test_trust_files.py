@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forebay.cli import main
-from forebay.cli.trust import _positive_days
+from forebay.cli.arguments import days
 from forebay.ledger.writer import Ledger
 from forebay.network.access import Access
 from forebay.network.audit import AuditLog
@@ -89,9 +89,9 @@ def test_a_token_comes_from_a_file_or_standard_input(
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "x"])
 def test_days_are_above_zero(text: str) -> None:
-    assert _positive_days("0.5") == 0.5
+    assert days("0.5") == 0.5
     with pytest.raises(argparse.ArgumentTypeError, match="days above zero"):
-        _positive_days(text)
+        days(text)
 
 
 def test_the_commands_of_a_networks_owner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

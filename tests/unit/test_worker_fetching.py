@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
+from cached import reserve
 from calibration import scaled
 from forebay.errors import NetworkError, UsageError
 from forebay.network.app import ApiError, file_response
@@ -224,9 +225,9 @@ def test_a_passing_fault_of_the_machine_costs_one_lease_and_not_the_worker(
 def test_a_slice_waits_for_room_until_others_are_used(worker: FetchingWorker, make_node: Nodes) -> None:
     """The cache is full of pinned slices: nothing fails, and what is let go makes room."""
     other = hashlib.sha256(b"other").hexdigest()
-    with worker.cache.fetching(other, part_bytes(800_000)) as part:
-        part.write_bytes(bytes(800_000))
-        worker.cache.commit(other)
+    reserved = reserve(worker.cache, other, part_bytes(800_000))
+    reserved.part.write_bytes(bytes(800_000))
+    reserved.commit()
     worker.cache.pin(other)
     held = lease(worker, make_node("a"))
     time.sleep(0.2)

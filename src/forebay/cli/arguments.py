@@ -2,10 +2,14 @@
 
 import argparse
 import json
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from forebay.errors import UsageError
 from forebay.sizes import parse_rate, parse_size
+
+T = TypeVar("T")
 
 
 def show(result: dict[str, Any], as_json: bool) -> None:
@@ -44,31 +48,32 @@ def address(text: str) -> tuple[str, int]:
     return bare, int(port)
 
 
-def size(text: str) -> int:
-    """Bytes from `64MiB`, `1GB`, `4096` …; decimal and binary units."""
-    try:
-        return parse_size(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _kind(
+    parse: Callable[[str], T], expected: str, fits: Callable[[T], bool] = lambda value: True
+) -> Callable[[str], T]:
+    """A type of argument: what `parse` makes of the text, if that fits."""
+
+    def kind(text: str) -> T:
+        try:
+            value = parse(text)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        except ValueError:
+            value = None
+        if value is None or not fits(value):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return kind
 
 
-def rate(text: str) -> float:
-    """Bytes per second from `1Gb/s` (bits) or `125MB/s` (bytes)."""
-    try:
-        return parse_rate(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def seconds(text: str) -> float:
-    """Seconds above zero."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a time above zero")
-    return value
+size = _kind(parse_size, "bytes: 64MiB, 1GB, 4096")
+rate = _kind(parse_rate, "bytes per second: 1Gb/s (bits), 125MB/s (bytes)")
+seconds = _kind(float, "seconds above zero", lambda value: 0 < value < math.inf)
+days = _kind(float, "days above zero, such as 7 or 0.5", lambda value: 0 < value <= 36500)
+share = _kind(float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
+positive = _kind(int, "a whole number above zero", lambda value: value > 0)
+whole_number = _kind(int, "a whole number of at least zero", lambda value: value >= 0)
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
@@ -78,31 +83,6 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         help="of members: connections_per_peer, requests_per_peer, requests_per_s, bytes_per_s, "
         "connections_per_organisation … (docs/network.md has all and their defaults); may be repeated",
     )  # fmt: skip
-
-
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
-    return value
-
-
-def positive(text: str) -> int:
-    return whole_number(text, 1)
-
-
-def whole_number(text: str, least: int = 0) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{value} is not {'above' if least else 'at least'} zero")
-    return value
 
 
 def add_from_urls(parser: argparse.ArgumentParser) -> None:

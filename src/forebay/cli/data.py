@@ -21,8 +21,8 @@ def _inspect(args: argparse.Namespace) -> int:
     from forebay.load.sources import open_dataset
 
     dataset = open_dataset(args.dataset, args.network)
-    found = {"checked": "manifest and table of slices; `forebay verify` reads all", **dataset.describe()}
-    found = {**{key: value for key, value in found.items() if key != "checked"}, "checked": found["checked"]}
+    found = {"checked": "", **dataset.describe()}
+    found["checked"] = found.pop("checked") or "manifest and table of slices; `forebay verify` reads all"
     shown = dataset.head(args.documents) if args.documents else []
     if args.json:
         if shown:
@@ -94,14 +94,7 @@ def _adopt(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     from forebay.demo import run_demo
 
-    return run_demo(
-        inputs=args.input,
-        json_file=args.json,
-        keep=args.keep,
-        trainer=args.trainer,
-        max_bytes=args.max_bytes,
-        tokenizer=args.tokenizer,
-    )
+    return run_demo(args.input, args.json, args.keep, args.trainer, args.max_bytes, args.tokenizer)
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:

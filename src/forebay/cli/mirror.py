@@ -62,7 +62,7 @@ def _mirror_shards(args: argparse.Namespace) -> int:
 
 def _mirror_dataset(args: argparse.Namespace) -> int:
     from forebay.observe.progress import bar
-    from forebay.store.mirror import mirror
+    from forebay.store.mirror import mirror, mirror_by_swarm
     from forebay.store.remote import open_remote
     from forebay.store.targets import open_target
 
@@ -81,8 +81,6 @@ def _mirror_dataset(args: argparse.Namespace) -> int:
     try:
         with bar("mirror", total, enabled=not args.quiet) as advance:
             if args.share:
-                from forebay.store.swarm_mirror import mirror_by_swarm
-
                 report, swarm = mirror_by_swarm(
                     dataset, target, share=args.share, start=start, stop=stop, connections=args.connections,
                     upload_bytes_per_s=args.upload_limit, linger_s=args.linger, on_progress=advance,

@@ -1,6 +1,7 @@
 """Commands on the network: DHT, data node, who has what, and whether a node answers."""
 
 import argparse
+import contextlib
 import json
 import sys
 import threading
@@ -30,15 +31,13 @@ def _dht(args: argparse.Namespace) -> int:
     from forebay.network.dht import LibtorrentDht
 
     host, port = address(args.listen)
-    first = LibtorrentDht(host, port, [address(a) for a in args.bootstrap])
-    nodes = [first]
-    nodes += [LibtorrentDht(host, 0, [(host, first.port)]) for _ in range(args.nodes - 1)]
-    ready(args, role="dht", address=f"{host}:{first.port}")
-    try:
+    with contextlib.ExitStack() as nodes:
+        bootstrap = [address(a) for a in args.bootstrap]
+        first = nodes.enter_context(contextlib.closing(LibtorrentDht(host, port, bootstrap)))
+        for _ in range(args.nodes - 1):
+            nodes.enter_context(contextlib.closing(LibtorrentDht(host, 0, [(host, first.port)])))
+        ready(args, role="dht", address=f"{host}:{first.port}")
         until_stopped(args)
-    finally:
-        for node in nodes:
-            node.close()
     return 0
 
 
@@ -59,23 +58,13 @@ def _serve(args: argparse.Namespace) -> int:
     on_stop(stop, args)
     with joined_network(args, stop) as (identity, discovery):
         host, port = listen_at(args, discovery)
-        throttle = Throttle(args.upload_limit)
-        node = DataNode(
-            identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access, throttle=throttle,
-            limits=limits,
-        )  # fmt: skip
-        try:
-            node.start()
-            ready(
-                args,
-                role="data node",
-                address=node.address,
-                peer_id=identity.peer_id,
-                datasets={d.name: d.id for d in datasets},
-            )
+        with DataNode(
+            identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access,
+            throttle=Throttle(args.upload_limit), limits=limits,
+        ) as node:  # fmt: skip
+            names = {d.name: d.id for d in datasets}
+            ready(args, role="data node", address=node.address, peer_id=identity.peer_id, datasets=names)
             until_stopped(args, stop=stop)
-        finally:
-            node.stop()
         if args.json:
             print(json.dumps(node.status()), flush=True)
     return 0
@@ -91,13 +80,7 @@ def _find(args: argparse.Namespace) -> int:
     with joined_network(args) as (identity, discovery), waiting(log, what):
         claims = find_providers(discovery, Client(identity), identity.network_id, args.name, timeout_s=args.timeout)
     found = [
-        {
-            "name": c.name,
-            "dataset_id": c.dataset_id,
-            "slices": c.num_slices,
-            "peer_id": c.peer_id,
-            "address": c.address,
-        }
+        {"name": c.name, "dataset_id": c.dataset_id, "slices": c.num_slices, "peer_id": c.peer_id, "address": c.address}
         for c in claims
     ]
     if args.json:

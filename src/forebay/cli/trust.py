@@ -1,17 +1,17 @@
 """Commands on trust: a network's keys and certificates, who is admitted, who is shut out, what was refused."""
 
 import argparse
+import contextlib
 import datetime as dt
 import functools
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import address, positive, show
+from forebay.cli.arguments import address, days, positive, show
 from forebay.cli.running import log
 from forebay.errors import UsageError
 from forebay.network.peer import ROLES, Scope
@@ -128,18 +128,12 @@ def _network_admit(args: argparse.Namespace) -> int:
     from forebay.network.audit import AuditLog
 
     host, port = address(args.listen)
-    audit = AuditLog(args.audit) if args.audit is not None else None
-    try:
+    with contextlib.ExitStack() as stack:
+        audit = stack.enter_context(contextlib.closing(AuditLog(args.audit))) if args.audit is not None else None
         admissions = Admissions(args.directory, audit)
-        server = AdmissionServer(admissions, host, port).start()
-        try:
-            ready(args, role="admission", address=server.address, issuer=admissions.issuer.peer_id)
-            until_stopped(args)
-        finally:
-            server.close()
-    finally:
-        if audit is not None:
-            audit.close()
+        server = stack.enter_context(contextlib.closing(AdmissionServer(admissions, host, port).start()))
+        ready(args, role="admission", address=server.address, issuer=admissions.issuer.peer_id)
+        until_stopped(args)
     return 0
 
 
@@ -208,7 +202,7 @@ def _network_rotate(args: argparse.Namespace) -> int:
 
 
 def _network_show(args: argparse.Namespace) -> int:
-    facts = _issuer_facts(args.directory) or _node_facts(args.directory)
+    facts = _facts(args.directory)
     if not args.json:
         facts["expires"] = f"{_date(facts['expires'])} ({_left(facts['expires'])})"
         for key in ("roles", "datasets"):
@@ -222,52 +216,36 @@ def _network_show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _issuer_facts(directory: Path) -> dict[str, Any] | None:
+def _facts(directory: Path) -> dict[str, Any]:
+    """What a directory says of the network, organisation or node that it is of."""
+    from forebay.network.identity import Identity
     from forebay.network.networks import peer_in, read_issuer, read_network, read_roots
     from forebay.network.revocation import Revocations
 
-    if not any((directory / name).exists() for name in ("root-key.pem", "org-key.pem")):
-        return None
-    issuer = read_issuer(directory)
-    peer = peer_in(issuer.cert)
-    return {
-        "kind": "network" if issuer.is_root else "organisation",
-        "name": peer.name,
-        "peer_id": peer.peer_id,
-        "network": read_network(directory)["network_id"],
-        **_scope_facts(issuer.scope),
-        "expires": round(issuer.cert.not_valid_after_utc.timestamp()),
-        **_revoked(Revocations(directory, read_roots(directory))),
-    }
-
-
-def _node_facts(directory: Path) -> dict[str, Any]:
-    from forebay.network.identity import Identity
-
-    identity = Identity.load(directory)
-    return {
-        "kind": "node",
-        "name": identity.name,
-        "peer_id": identity.peer_id,
-        "network": identity.network_id,
-        "organisation": identity.org,
-        **_scope_facts(identity.scope),
-        "expires": round(identity.expires_at),
-        **_revoked(identity.revocations),
-    }
-
-
-def _revoked(revocations: Any) -> dict[str, Any]:
-    """The ids in revoked.txt, and of each CRL the number and how many it revokes: it has serial numbers, not ids."""
+    facts: dict[str, Any]
+    if any((directory / name).exists() for name in ("root-key.pem", "org-key.pem")):
+        issuer = read_issuer(directory)
+        peer, scope, expires_at = peer_in(issuer.cert), issuer.scope, issuer.cert.not_valid_after_utc.timestamp()
+        revocations = Revocations(directory, read_roots(directory))
+        facts = {"kind": "network" if issuer.is_root else "organisation", "name": peer.name, "peer_id": peer.peer_id}
+        facts["network"] = read_network(directory)["network_id"]
+    else:
+        node = Identity.load(directory)
+        scope, expires_at, revocations = node.scope, node.expires_at, node.revocations
+        facts = {"kind": "node", "name": node.name, "peer_id": node.peer_id, "network": node.network_id}
+        facts["organisation"] = node.org
     if (fault := revocations.fault()) is not None:
         raise UsageError(f"revocation: {fault}")
-    crls = {crl.issuer: {"number": crl.number, "revoked": len(crl.serials)} for crl in revocations.crls()}
-    return {"revoked": sorted(revocations.own()), "crls": crls}
-
-
-def _scope_facts(scope: Scope) -> dict[str, Any]:
-    # An organisation's patterns bound the node's own: both must fit a name.
-    return {"roles": sorted(scope.roles), "datasets": list(scope.datasets or scope.within)}
+    return {
+        **facts,
+        # An organisation's patterns bound the node's own: both must fit a name.
+        "roles": sorted(scope.roles),
+        "datasets": list(scope.datasets or scope.within),
+        "expires": round(expires_at),
+        # The ids in revoked.txt, and of each CRL the number and how many it revokes: it has serial numbers, not ids.
+        "revoked": sorted(revocations.own()),
+        "crls": {crl.issuer: {"number": crl.number, "revoked": len(crl.serials)} for crl in revocations.crls()},
+    }
 
 
 def _network_sign(args: argparse.Namespace) -> int:
@@ -307,16 +285,6 @@ def _check_role(args: argparse.Namespace, what: str) -> None:
         )
 
 
-def _positive_days(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 36500:
-        raise argparse.ArgumentTypeError(f"expected days above zero, such as 7 or 0.5, got {text!r}")
-    return value
-
-
 def _days(args: argparse.Namespace) -> dict[str, float]:
     return {"valid_days": args.days} if args.days else {}
 
@@ -339,7 +307,7 @@ def _add_scope(p: argparse.ArgumentParser, role: str) -> None:
 def _add_days(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--days",
-        type=_positive_days,
+        type=days,
         help="how long the certificate is valid; fractions are allowed (default: by a token 7, renewed by the node "
         "itself; by hand 90; of an organisation 1825, of a root 3650)",
     )
@@ -356,7 +324,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p = verb("rotate", _network_rotate, "replace a network's root key without downtime, in two steps", network)
     p.add_argument("directory", type=Path, help="the network's")
     p.add_argument("--finish", action="store_true", help="the second step: put the next key in place")
-    p.add_argument("--days", type=_positive_days, help="how long the next root's certificate is valid (default: 3650)")
+    p.add_argument("--days", type=days, help="how long the next root's certificate is valid (default: 3650)")
     p = verb("show", _network_show, "who a node is, what it may do, until when, and whom it shuts out", network)
     p.add_argument("directory", type=Path, help="a node's, an organisation's or the network's")
     p.add_argument("--json", action="store_true")
@@ -367,7 +335,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         "--origin", action="append", default=[], metavar="URL",
         help="an https, s3, gs or az URL that has it, too, without a query; may be repeated",
     )  # fmt: skip
-    p.add_argument("--days", type=_positive_days, help="how long readers accept the signature (default: 365)")
+    p.add_argument("--days", type=days, help="how long readers accept the signature (default: 365)")
     p.add_argument("--serial", type=int, metavar="N", help="the version, greater than before (default: the unix time)")
     p.add_argument("--json", action="store_true")
 

@@ -25,9 +25,8 @@ from forebay.store.transfer import Transfers
 from forebay.store.work import Transfer
 
 if TYPE_CHECKING:
-    from forebay.store.joining import SwarmMember
     from forebay.store.share import SliceShare
-    from forebay.store.swarm import SteeredTransfer
+    from forebay.store.swarm import SteeredTransfer, SwarmMember
 
 _DOWNLOADS = 8
 log = logging.getLogger("forebay.swarm")
@@ -100,8 +99,8 @@ class Fetches:
         self._transfers.close()
 
     def _join(self, dataset: Dataset, share: bool | str, connections: int) -> SwarmMember:
-        from forebay.store.joining import SwarmMember
         from forebay.store.remote import RemoteDataset
+        from forebay.store.swarm import SwarmMember
 
         assert isinstance(dataset, RemoteDataset)
         server = self._server(dataset, share)
@@ -116,7 +115,7 @@ class Fetches:
         )
 
     def _server(self, dataset: Any, share: bool | str) -> SliceShare | None:
-        from forebay.store.joining import open_share
+        from forebay.store.swarm import open_share
 
         node = dataset.origin.identity.peer_id
         if node not in self._shares:

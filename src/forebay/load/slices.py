@@ -124,7 +124,7 @@ class Slices:
         self.first_key = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_keys = int(self.first_key[-1])
         self.cached = any(cached)
-        self._feed: SliceFeed[Any] | None = None
+        self._feed: SliceFeed | None = None
         self._fetches: Fetches | None = None
         self._leaving: weakref.finalize[..., Any] | None = None
         self._counted: dict[str, Any] = {}
@@ -286,7 +286,7 @@ class Slices:
             found = fetches.stats()
             self._counted |= {name: value + self._counted.get(name, 0) for name, value in found.items()}
 
-    def _begin(self) -> SliceFeed[Any]:
+    def _begin(self) -> SliceFeed:
         from forebay.load.fetches import Fetches
         from forebay.store.cache import SliceCache
         from forebay.store.prefetch import SliceFeed

@@ -31,8 +31,8 @@ from forebay.schedule.jobs import JobSpec, Source
 from forebay.schedule.possession import proof_of, range_of
 from forebay.schedule.sessions import Session
 from forebay.storage.atomic import atomic_write, remove_stale
-from forebay.store.checking import gives_right_bytes, read_from
 from forebay.store.foreign import FromUrls
+from forebay.store.holders import gives_right_bytes, read_from
 
 DIRECTORY = "datasets"
 

@@ -5,62 +5,30 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from forebay.errors import ForebayError, UsageError
 from forebay.store.cache import Reservation
+from forebay.store.work import Pending
 
 _CLOSE_S = 0.4
 _RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
 
 
-class Transfer(Protocol):
-    """One slice on its way into its partial file.
-
-    Attributes:
-        done: Set when it ended, well or not; from then on nothing is written.
-        error: Why it failed, or None: then the file is whole, verified, synced, and of exactly the slice's bytes.
-        needed: Set when somebody waits for it.
-    """
-
-    done: threading.Event
-    needed: bool
-    error: Exception | None
-
-    @property
-    def received(self) -> int:
-        """Bytes there so far."""
-
-    def on_done(self, callback: Callable[[Any], None]) -> None:
-        """Call back once when it ended, from any thread; at once if it has."""
-
-
-T = TypeVar("T", bound=Transfer)
-
-
 @dataclass(eq=False)
-class Flight(Generic[T]):
+class Flight:
     """A transfer under way. `fault`: why a slice that came could not be named; `again`: the second for an epoch."""
 
-    transfer: T
+    transfer: Pending
     reservation: Reservation
     epoch: int | None
     cancelled: bool = False
     again: bool = False
     fault: OSError | None = None
 
-    def commit_or_release(self) -> None:
-        """It ended: name the slice, or give its room back. Called once."""
-        if self.transfer.error is not None:
-            return self.reservation.release()
-        try:
-            self.reservation.commit()
-        except OSError as reason:
-            self.fault = reason
 
-
-class Flights(Generic[T]):
+class Flights:
     """The transfers of one run. One thread changes it; others may look at `under_way`.
 
     A slice is named by the thread that ended its transfer, so that whoever waits for it need not wait for a look too.
@@ -75,12 +43,12 @@ class Flights(Generic[T]):
     def __init__(
         self,
         sizes: Sequence[int],
-        start: Callable[[int, Path], T],
-        cancel: Callable[[T], object],
+        start: Callable[[int, Path], Pending],
+        cancel: Callable[[Any], object],
         on_done: Callable[[int], None],
         clock: Callable[[], float],
     ) -> None:
-        self.under_way: dict[int, Flight[T]] = {}
+        self.under_way: dict[int, Flight] = {}
         self.counts = {"fetched_slices": 0, "fetched_bytes": 0, "repeated_fetches": 0, "failed": 0}
         self.counts |= {"refetched_slices": 0, "refetched_bytes": 0}
         self._sizes = sizes
@@ -170,7 +138,7 @@ class Flights(Generic[T]):
         """After a fork: what is under way is the parent's."""
         self.under_way = {}
 
-    def _ended(self, key: int, flight: Flight[T]) -> None:
+    def _ended(self, key: int, flight: Flight) -> None:
         """From any thread."""
         if flight.transfer.error is None:
             with self._lock:  # Counted before anybody can see it.
@@ -182,7 +150,13 @@ class Flights(Generic[T]):
                     self.counts["refetched_slices"] += 1
                     self.counts["refetched_bytes"] += self._sizes[key]
                 self._fetched[key] = flight.epoch
-        flight.commit_or_release()
+        try:
+            if flight.transfer.error is None:
+                flight.reservation.commit()
+            else:
+                flight.reservation.release()
+        except OSError as reason:
+            flight.fault = reason
         self._on_done(key)
 
     def _fail(self, key: int, error: Exception) -> Exception:

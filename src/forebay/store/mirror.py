@@ -2,35 +2,44 @@
 
 Slices come first, then the small files, the table, and the manifest last: what has a manifest is a dataset. Every
 byte is verified before it gets its name. What is there already is hashed (in a bucket: compared by the hash kept with
-it) and skipped; a slice that a kill cut off goes on with the pieces that came.
+it) and skipped; a slice that a kill cut off goes on with the pieces that came. A mirror may take part in the swarm:
+what came is handed out while the rest comes.
 
 Disk: slices on their way, at most four and 1 GiB unless one is larger, beside the target or in a temporary directory.
 Memory: the transfers' (`connections` x 256 KiB), and 32 MiB an upload to a bucket.
 """
 
+import contextlib
+import functools
 import hashlib
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, dataset_id
 from forebay.dataset.reader import listed_files
 from forebay.errors import DatasetError, UsageError
-from forebay.store.origins import Origin, read_small
+from forebay.store.origins import read_small
 from forebay.store.remote import RemoteDataset
 from forebay.store.targets import Target
 from forebay.store.transfer import Transfers
+from forebay.store.work import Pending
 
 _MOST_SLICES = 4
 _MOST_BYTES = 1 << 30
-_LOOK_S = 0.1
+_MOST_WANTED = 1024  # slices that a swarm's trackers are told of
+_LOOK_S, _MOST_LOOK_S = 0.1, 2.0  # whether all have all: often at first, as they mostly end together
 _CHECKERS = 16
 _MAX_FILE_BYTES = 1 << 30
+Say = Callable[[int], object]
 # What is absent, what is there, and whom to tell of bytes done.
-Copy = Callable[[list[SliceInfo], list[SliceInfo], Callable[[int], object]], None]
+Copy = Callable[[list[SliceInfo], list[SliceInfo], Say], None]
 
 
 @dataclass(frozen=True)
@@ -68,8 +77,7 @@ def mirror(
     start: int = 0,
     stop: int | None = None,
     connections: int = 16,
-    on_progress: Callable[[int], object] | None = None,
-    copy: Copy | None = None,
+    on_progress: Say | None = None,
 ) -> MirrorReport:
     """Copy slices [start, stop) and, once all are there, what makes them a dataset.
 
@@ -77,12 +85,91 @@ def mirror(
         dataset: From `open_remote`, of any URL.
         target: Stays the caller's to close.
         on_progress: Told the bytes done since its last call, those that are skipped included; from one thread.
-        copy: Fetches and places slices in another way than from the origin (`swarm_mirror`).
 
     Raises:
         UsageError: If the range is outside the dataset, or the target holds another dataset or has no room.
         NetworkError: If a slice cannot be had; what was copied stays, and the next run goes on.
     """
+
+    def copy(absent: list[SliceInfo], there: list[SliceInfo], say: Say) -> None:
+        def place(transfer: Pending) -> None:
+            target.place(transfer.info.name, transfer.part, transfer.info.sha256)
+
+        with Transfers(connections) as transfers, ThreadPoolExecutor(_MOST_SLICES) as pool:
+            fetch = functools.partial(transfers.start, origins=[dataset.origin])
+            _copy(target, absent, fetch, place, pool.submit, _MOST_SLICES, _MOST_BYTES, say)
+
+    return _mirror(dataset, target, start, stop, on_progress, copy, {})
+
+
+def mirror_by_swarm(
+    dataset: RemoteDataset,
+    target: Target,
+    *,
+    share: bool | str = True,
+    start: int = 0,
+    stop: int | None = None,
+    connections: int = 16,
+    upload_bytes_per_s: float | None = None,
+    linger_s: float = 60.0,
+    on_progress: Say | None = None,
+) -> tuple[MirrorReport, dict[str, Any]]:
+    """As `mirror`, of `forebay://` to a directory; and the swarm's figures.
+
+    Args:
+        share: See SwarmMember.
+        linger_s: How long to go on sharing at the end, at most; until all who share have all.
+
+    Raises:
+        UsageError: If the target is no directory, or the dataset is of no network. Others as of `mirror`.
+    """
+    from forebay.network.limits import Throttle
+    from forebay.store.share import Folder
+    from forebay.store.swarm import SwarmMember
+
+    if "://" in target.url:
+        raise UsageError(f"mirror: expected a directory to share from, got {target.url}. Leave out --share.")
+    folder, held = Folder(), np.zeros(dataset.num_slices, np.bool_)
+    throttle = Throttle(upload_bytes_per_s) if upload_bytes_per_s is not None else None
+    with SwarmMember(dataset, folder, held.copy, share=share, throttle=throttle, connections=connections) as member:
+
+        def show(row: SliceInfo) -> None:
+            folder.put(row.sha256, Path(target.url) / row.name)
+            held[row.index] = True
+
+        def place(transfer: Pending) -> None:
+            target.place(transfer.info.name, transfer.part, transfer.info.sha256)
+            show(transfer.info)
+
+        def copy(absent: list[SliceInfo], there: list[SliceInfo], say: Say) -> None:
+            for row in there:
+                show(row)
+            # Placed by the thread that ended the transfer: it is here before the tracker hears of it.
+            _copy(
+                target, absent, lambda row, part: member.reader.fetch(row.index, part), place, lambda do: do(),
+                _MOST_WANTED, None, say,
+            )  # fmt: skip
+
+        report = _mirror(dataset, target, start, stop, on_progress, copy, member.files)
+        until, look_s = time.monotonic() + (linger_s if share else 0.0), _LOOK_S
+        while time.monotonic() < until and not member.reader.settled:
+            member.reader.ask_soon()
+            time.sleep(look_s)
+            look_s = min(2 * look_s, _MOST_LOOK_S)
+        shared = member.share.bytes_sent if member.share is not None else 0
+        return report, {**member.reader.stats(), "bytes_shared": shared}
+
+
+def _mirror(
+    dataset: RemoteDataset,
+    target: Target,
+    start: int,
+    stop: int | None,
+    on_progress: Say | None,
+    copy: Copy,
+    files: Mapping[str, bytes],
+) -> MirrorReport:
+    """What all mirrors do around the copying of slices; `files` are small ones that are here already."""
     stop = dataset.num_slices if stop is None else stop
     if not 0 <= start <= stop <= dataset.num_slices:
         raise UsageError(f"slices: expected a range in 0:{dataset.num_slices}, got {start}:{stop}.")
@@ -94,14 +181,20 @@ def mirror(
         (skipped if there else absent).append(row)
         say(row.bytes if there else 0)
     _check_room(target, absent)
-    if copy is not None:
-        copy(absent, skipped, say)
-    else:
-        _copy(dataset.origin, target, absent, connections, say)
+    copy(absent, skipped, say)
     outside = [*range(start), *range(stop, dataset.num_slices)]
     missing = sum(not there for _, there in _look(target, map(dataset.table.row, outside), verify=False))
     if not missing:
-        _finish(dataset, target)
+        # The small files, the table, and the manifest last.
+        names = sorted(listed_files(dataset.manifest).items())
+        for name, sha256 in [*names, (TABLE_FILE, dataset.manifest.table_sha256), (MANIFEST_FILE, dataset.id)]:
+            data = files[name] if name in files else read_small(dataset.origin, name, _MAX_FILE_BYTES)
+            got = hashlib.sha256(data).hexdigest()
+            if got != sha256:
+                raise DatasetError(
+                    f"{dataset.origin.url}/{name}: expected sha256 {sha256}, got {got}. Publish it again."
+                )
+            target.write(name, data, got)
     return MirrorReport(
         dataset.id, dataset.origin.url, target.url, dataset.num_slices, len(absent), len(skipped),
         sum(row.bytes for row in absent), sum(row.bytes for row in skipped), missing, not missing,
@@ -144,69 +237,54 @@ def _look(target: Target, rows: Iterator[SliceInfo], *, verify: bool) -> Iterato
 
 
 def _copy(
-    origin: Origin, target: Target, rows: list[SliceInfo], connections: int, say: Callable[[int], object]
+    target: Target,
+    rows: list[SliceInfo],
+    fetch: Callable[[SliceInfo, Path], Pending],
+    place: Callable[[Pending], object],
+    submit: Callable[[Callable[[], object]], object],
+    most: int,
+    most_bytes: int | None,
+    say: Say,
 ) -> None:
-    """Fetch and place slices, some at a time, in order of start."""
-    lock, told = threading.Lock(), [0]
+    """Fetch and place slices, some at a time, begun in order; `submit` runs what places one."""
+    ended: queue.SimpleQueue[tuple[Pending, Exception | None]] = queue.SimpleQueue()
 
-    def advance(num_bytes: int) -> None:
-        with lock:
-            told[0] += num_bytes
+    def finish(transfer: Pending) -> None:
+        error = transfer.error
+        try:
+            if error is None:
+                place(transfer)
+        except OSError as fault:
+            error = UsageError(
+                f"{target.url}: cannot write {transfer.info.name}: {fault}. Check the directory and its disk."
+            )
+        except Exception as fault:  # noqa: BLE001 - raised below
+            error = fault
+        ended.put((transfer, error))
 
-    def flush() -> None:
-        with lock:
-            done, told[0] = told[0], 0
-        say(done)
+    def hand_over(transfer: Pending) -> None:
+        with contextlib.suppress(RuntimeError):  # the pool was closed: another slice failed
+            submit(functools.partial(finish, transfer))
 
     waiting = list(reversed(rows))
-    under_way: dict[Future[None], int] = {}
-    with Transfers(connections) as transfers, ThreadPoolExecutor(_MOST_SLICES) as pool:
+    under_way: dict[Pending, int] = {}  # bytes told of
+    num_bytes = 0
+    while waiting or under_way:
+        while waiting and len(under_way) < most and (
+            not under_way or most_bytes is None or num_bytes + waiting[-1].bytes <= most_bytes
+        ):  # fmt: skip
+            row = waiting.pop()
+            transfer = fetch(row, target.part_of(row.name))
+            under_way[transfer], num_bytes = 0, num_bytes + row.bytes
+            transfer.on_done(hand_over)
         try:
-            while waiting or under_way:
-                while waiting and len(under_way) < _MOST_SLICES and (
-                    not under_way or sum(under_way.values()) + waiting[-1].bytes <= _MOST_BYTES
-                ):  # fmt: skip
-                    row = waiting.pop()
-                    under_way[pool.submit(_copy_one, origin, target, row, transfers, advance)] = row.bytes
-                done, _ = wait(under_way, _LOOK_S, FIRST_COMPLETED)
-                flush()
-                for future in done:
-                    del under_way[future]
-                    future.result()
-        except BaseException:
-            transfers.close()  # So that those which wait for it end.
-            raise
-
-
-def _copy_one(
-    origin: Origin, target: Target, row: SliceInfo, transfers: Transfers, advance: Callable[[int], object]
-) -> None:
-    part = target.part_of(row.name)
-    transfer = transfers.start(row, part, [origin])
-    seen = 0
-    while True:
-        over = transfer.wait(_LOOK_S)
-        received = row.bytes if over and transfer.error is None else transfer.received
-        advance(received - seen)
-        seen = received
-        if over:
-            break
-    if transfer.error is not None:
-        raise transfer.error
-    target.place(row.name, part, row.sha256)
-
-
-def _finish(dataset: RemoteDataset, target: Target) -> None:
-    """The small files, the table, and the manifest last."""
-    for name, sha256 in sorted(listed_files(dataset.manifest).items()):
-        _copy_small(dataset.origin, target, name, sha256)
-    _copy_small(dataset.origin, target, TABLE_FILE, dataset.manifest.table_sha256)
-    _copy_small(dataset.origin, target, MANIFEST_FILE, dataset.id)
-
-
-def _copy_small(origin: Origin, target: Target, name: str, sha256: str) -> None:
-    data = read_small(origin, name, _MAX_FILE_BYTES)
-    got = hashlib.sha256(data).hexdigest()
-    if got != sha256:
-        raise DatasetError(f"{origin.url}/{name}: expected sha256 {sha256}, got {got}. Publish it again.")
-    target.write(name, data, got)
+            transfer, error = ended.get(timeout=_LOOK_S)
+        except queue.Empty:
+            for transfer, told in under_way.items():
+                under_way[transfer] = transfer.received
+                say(under_way[transfer] - told)
+            continue
+        if error is not None:
+            raise error
+        num_bytes -= transfer.info.bytes
+        say(transfer.info.bytes - under_way.pop(transfer))

@@ -18,7 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.extras import install_command
 from forebay.network.client import Client
@@ -28,11 +28,11 @@ from forebay.network.publish import published
 from forebay.store.foreign import FromUrls, RefusingOrigin, check_from_urls, open_foreign_origin
 from forebay.store.holders import read_by_hash, told
 from forebay.store.origins import Origin, PassingError, Patience, RefusedError
+from forebay.store.remote import read_remote
 
 log = logging.getLogger("forebay.store")
 _FIND_S = 10.0
 _FRESH_S = 15.0
-_MAX_TABLE_BYTES = 1 << 30
 
 
 class PeerOrigin:
@@ -69,7 +69,7 @@ class PeerOrigin:
         self.identity = identity
         self.patience = patience or Patience()
         self.client = Client(identity)
-        self._discovery = discovery
+        self.discovery = discovery  # None before the first look-up, unless it was given
         self._lock = threading.Lock()
         self._table: SliceTable | None = None
         self._table_sha256 = ""
@@ -132,11 +132,6 @@ class PeerOrigin:
             self._opened[url] = opened
         return self._opened[url]
 
-    @property
-    def discovery(self) -> Discovery | None:
-        """How its peers are found; None before the first look-up."""
-        return self._discovery
-
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         """From the first peer that has it. See Origin; a Transfer asks the peers one by one."""
         faults: list[NetworkError] = []
@@ -175,11 +170,7 @@ class PeerOrigin:
         with self._lock:
             table = self._table
         if table is None:
-            manifest = Manifest.from_json(self.get(MANIFEST_FILE, MAX_MANIFEST_BYTES))
-            data = self.get(TABLE_FILE, _MAX_TABLE_BYTES)
-            if hashlib.sha256(data).hexdigest() != manifest.table_sha256:
-                raise ProtocolViolation(f"{self.url}: its {TABLE_FILE} is not the one that its manifest names")
-            table = SliceTable.from_parquet(data)
+            table = read_remote(self, self.id).table
             with self._lock:
                 self._table = table
         index: int = pc.index(table.names, pa.scalar(name)).as_py()
@@ -189,11 +180,11 @@ class PeerOrigin:
 
     def _claims(self) -> list[Claim]:
         """Who serves it. With the lock held."""
-        if self._discovery is None:
-            self._discovery = _join(self.identity)
-            weakref.finalize(self, self._discovery.close)
+        if self.discovery is None:
+            self.discovery = _join(self.identity)
+            weakref.finalize(self, self.discovery.close)
         try:
-            found = find_providers(self._discovery, self.client, self.identity.network_id, self.name, _FIND_S)
+            found = find_providers(self.discovery, self.client, self.identity.network_id, self.name, _FIND_S)
             found, _, unsigned = published(self.client, found, self.publishers, self.id)
         except (NetworkError, OSError) as error:
             raise PassingError(f"{self.url}: cannot look for peers: {error}") from error

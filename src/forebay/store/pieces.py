@@ -16,14 +16,18 @@ from typing import Protocol
 from forebay.errors import UsageError
 
 EARLIER = "an earlier run"
-_HASH_BYTES = 256 << 10
+_READ_BYTES = 256 << 10
+_STEP_BYTES = 64 << 20  # between two looks at whether the file was closed
 
 
 class Check(Protocol):
-    """What says of a file without a hash whether its bytes are right."""
+    """What says of a file whether its bytes are right."""
 
     def advance(self, path: Path, start: int, stop: int) -> None:
-        """Bytes [0, stop) lie in the file now, of which it was told of [0, start). From one thread at a time."""
+        """Bytes [0, stop) lie in the file now, of which it was told of [0, start). From one thread at a time.
+
+        A lower `start` than the last `stop`: bytes from there on were fetched anew.
+        """
 
     def wrong(self) -> list[tuple[int, int]]:
         """Of the whole file, the bytes to be fetched again; empty if it is right.
@@ -31,6 +35,35 @@ class Check(Protocol):
         Raises:
             ForebayError: If fetching again is no use.
         """
+
+
+class Sha256Check:
+    """Hashes a file; what is wrong is found out by whoever knows the hash."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def advance(self, path: Path, start: int, stop: int) -> None:
+        """See Check. Raises OSError."""
+        if start == 0:
+            self._digest = hashlib.sha256()
+        buffer = memoryview(bytearray(min(_READ_BYTES, stop - start)))
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while start < stop:
+                got = file.readinto(buffer[: stop - start])
+                if not got:
+                    raise OSError(f"{path} was cut at byte {start} by another")
+                self._digest.update(buffer[:got])
+                start += got
+
+    def wrong(self) -> list[tuple[int, int]]:
+        """See Check."""
+        return []
+
+    def hexdigest(self) -> str:
+        """The sha256 of the bytes so far."""
+        return self._digest.hexdigest()
 
 
 class SizeOnly:
@@ -90,11 +123,10 @@ class PartFile:
         self.num_bytes = num_bytes
         self.lock = threading.Lock()
         self.received = 0
-        self.hashed = 0
-        self._digest = hashlib.sha256()
+        self.checked = 0
         self._piece_bytes = piece_bytes
         self._num_pieces = -(-num_bytes // piece_bytes)
-        self.check = check
+        self.check = check or Sha256Check()
         self._times_begun = 0
         self._span_bytes = span_bytes or piece_bytes
         while not span_bytes and self._span_bytes > least_span_bytes and num_bytes < num_spans * self._span_bytes:
@@ -125,7 +157,7 @@ class PartFile:
             if self._file >= 0:
                 self._write_all(bytes(self._num_pieces), self.num_bytes + 1)
                 self._make_spans(bytes(self._num_pieces))
-                self._digest, self.hashed = hashlib.sha256(), 0
+                self.checked = 0
 
     def forget(self, ranges: list[tuple[int, int]]) -> None:
         """Of a whole file, forget the pieces that touch these bytes: spans anew. Raises OSError."""
@@ -136,7 +168,7 @@ class PartFile:
                 complete = bytes(piece not in pieces for piece in range(self._num_pieces))
                 self._write_all(complete, self.num_bytes + 1)
                 self._make_spans(complete)
-                self.hashed = min(pieces) * size
+                self.checked = min(pieces) * size
 
     def _make_spans(self, complete: bytes) -> None:
         self.spans, self._left, self._first_open, self.received = [], [], 0, 0
@@ -192,64 +224,33 @@ class PartFile:
             self._first_open += 1
         return self.num_bytes
 
-    def hash_on(self) -> bool:
+    def check_on(self) -> bool:
         """Hash or check what is contiguous by now; whether all is. One thread at a time. Raises OSError."""
-        if self.check is not None:
-            return self._check_on(self.check)
-        buffer = memoryview(bytearray(_HASH_BYTES))
-        file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            while True:
-                with self.lock:
-                    stop, digest, at = self.contiguous(), self._digest, self.hashed
-                while at < stop and self._file >= 0:
-                    got = os.preadv(file, [buffer[: stop - at]], at)
-                    if got == 0:
-                        raise OSError(f"{self.path} was cut at byte {at} by another")
-                    digest.update(buffer[:got])
-                    at += got
-                with self.lock:
-                    if self._file < 0:
-                        return False
-                    if self._digest is not digest:
-                        continue  # begun anew meanwhile
-                    self.hashed = at
-                    if at == self.num_bytes:
-                        return True
-                    if self.contiguous() - at < _HASH_BYTES:
-                        return False
-        finally:
-            os.close(file)
-
-    def _check_on(self, check: Check) -> bool:
         while True:
             with self.lock:
                 if self._file < 0:
                     return False
-                begun, at, stop = self._times_begun, self.hashed, self.contiguous()
+                begun, at = self._times_begun, self.checked
+                stop = min(self.contiguous(), at + _STEP_BYTES)
             if at < stop:
-                check.advance(self.path, at, stop)
+                self.check.advance(self.path, at, stop)
             with self.lock:
                 if self._file < 0:
                     return False
                 if self._times_begun != begun:
                     continue  # begun anew meanwhile
-                self.hashed = stop
+                self.checked = stop
                 if stop == self.num_bytes:
                     return True
-                if self.contiguous() - stop < _HASH_BYTES:
+                if self.contiguous() - stop < _READ_BYTES:
                     return False
-
-    def hexdigest(self) -> str:
-        """The sha256 of what was hashed."""
-        return self._digest.hexdigest()
 
     def digest_of(self, start: int, stop: int) -> bytes:
         """A digest of bytes [start, stop) as they lie there now. Raises OSError."""
         digest = hashlib.sha256()
         with self.path.open("rb") as file:
             file.seek(start)
-            while start < stop and (data := file.read(min(_HASH_BYTES, stop - start))):
+            while start < stop and (data := file.read(min(_READ_BYTES, stop - start))):
                 digest.update(data)
                 start += len(data)
         return digest.digest()

@@ -17,13 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic
+from typing import Any
 
 from forebay.errors import UsageError
 from forebay.store.cache import Refusal, Reservation, SliceCache
-from forebay.store.flights import Flights, T
+from forebay.store.flights import Flights
 from forebay.store.room import Evict, part_bytes
 from forebay.store.uses import Keep, RunSlices, Uses
+from forebay.store.work import Pending
 
 NEVER = 1 << 62
 
@@ -61,7 +62,7 @@ class Outcome:
     starved: str = ""
 
 
-class Planner(Generic[T]):
+class Planner:
     """What a `SliceFeed` does between two waits; its arguments are explained there.
 
     Attributes:
@@ -75,8 +76,8 @@ class Planner(Generic[T]):
         self,
         cache: SliceCache,
         slices: RunSlices,
-        start_transfer: Callable[[int, Path], T],
-        cancel_transfer: Callable[[T], object],
+        start_transfer: Callable[[int, Path], Pending],
+        cancel_transfer: Callable[[Any], object],
         on_done: Callable[[int], None],
         *,
         keep: Keep,

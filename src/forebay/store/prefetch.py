@@ -18,19 +18,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.store.cache import SliceCache
-from forebay.store.flights import T, Transfer, named
+from forebay.store.flights import named
 from forebay.store.locks import at_fork
 from forebay.store.planner import NEVER, Outcome, Planner
 from forebay.store.uses import I64, Keep, RunSlices, UsesOf
+from forebay.store.work import Pending
 
-__all__ = ["Keep", "SliceFeed", "Transfer"]
+__all__ = ["Keep", "SliceFeed"]
 
 _GRACE_S = 0.05  # A shorter wait is not worth a line.
 _TELL_S = 10.0  # Between lines of waits.
@@ -46,7 +47,7 @@ class _Wait:
     told_starved: bool = False
 
 
-class SliceFeed(Generic[T]):
+class SliceFeed:
     """The slices of one run, fetched ahead. Nothing is touched before `seek`.
 
     One consumer thread seeks, acquires and advances; the other methods may be called from any thread. A child made
@@ -85,8 +86,8 @@ class SliceFeed(Generic[T]):
         sizes: I64,
         uses: UsesOf,
         num_steps: int | None,
-        start_transfer: Callable[[int, Path], T],
-        cancel_transfer: Callable[[T], object],
+        start_transfer: Callable[[int, Path], Pending],
+        cancel_transfer: Callable[[Any], object],
         *,
         keep: Keep = "budget",
         horizon_bytes: int | None = None,
@@ -379,7 +380,7 @@ class SliceFeed(Generic[T]):
                     self._on_evict(key)
 
 
-def _run(reference: weakref.ref[SliceFeed[Any]], changed: threading.Condition, planner: Planner[Any]) -> None:
+def _run(reference: weakref.ref[SliceFeed], changed: threading.Condition, planner: Planner) -> None:
     """The feed's thread: looks, waits, and ends with the feed, also with one that was forgotten."""
     while True:
         feed = reference()
@@ -395,7 +396,7 @@ def _run(reference: weakref.ref[SliceFeed[Any]], changed: threading.Condition, p
     planner.close()
 
 
-def _weakly(feed: SliceFeed[Any]) -> Callable[[int], None]:
+def _weakly(feed: SliceFeed) -> Callable[[int], None]:
     """Tells a feed of a transfer's end, if it is still there."""
     reference = weakref.ref(feed)
 

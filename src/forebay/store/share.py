@@ -1,8 +1,8 @@
-"""The server in every worker: hands out, by hash, the slices that it holds, to members of its network.
+"""Servers that hand out slices, by hash, to members of their network: data nodes, and workers that share their cache.
 
-What was lost meanwhile is answered 404; what is evicted while it is sent is sent to the end, as its file is open.
-Once a dataset is offered, this is a tracker of its swarm too, serves its manifest and table, and announces it: so the
-others go on, and new ones come in, after the data node that they had it from is gone.
+What a server offers it announces; it serves manifest and table, and is a tracker of the dataset's swarm. A worker that
+shares does so too: so the others go on, and new ones come in, after the data node that they had it from is gone. What a
+worker lost meanwhile is answered 404; what is evicted while it is sent is sent to the end, as its file is open.
 """
 
 from __future__ import annotations
@@ -12,29 +12,198 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
+from fastapi import FastAPI, Request, Response
 from numpy.typing import NDArray
+from prometheus_client.core import Metric
 
-from forebay.errors import NetworkError
-from forebay.network.app import ApiError
+from forebay.errors import NetworkError, ProtocolViolation
+from forebay.network.app import (
+    BINARY,
+    ApiError,
+    JsonResponse,
+    describe_error,
+    file_response,
+    make_app,
+    peer_of,
+    source_of,
+)
 from forebay.network.avoidance import member_id
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, record_key
 from forebay.network.identity import Identity
 from forebay.network.limits import Limits, Throttle
+from forebay.network.messages import ClaimsReply, SwarmReply, SwarmRequest
 from forebay.network.peer import Peer
 from forebay.network.server import Server
 from forebay.network.swarm import Holder
-from forebay.store.slice_app import SliceFile, make_slice_app
 from forebay.store.tracker import Tracker
 from forebay.threads import Supervised
 
 log = logging.getLogger("forebay.share")
+
+
+@dataclass(frozen=True)
+class SliceFile:
+    """A file that holds a slice; `num_bytes` as the dataset's table says."""
+
+    path: Path
+    num_bytes: int
+    dataset: str
+    dataset_id: str = ""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A dataset that is shared, or a part of it.
+
+    Attributes:
+        files: The small files by name, or where they lie if they do: manifest and table at least.
+        held: [num_slices] flags of what is here now; None: all, unless they lie at `url`.
+    """
+
+    name: str
+    dataset_id: str
+    num_slices: int
+    files: Mapping[str, bytes | Path]
+    held: Callable[[], NDArray[np.bool_]] | None = None
+    url: str = ""
+
+
+class SliceServer:
+    """What those who hand out slices have in common. A subclass says what and to whom.
+
+    Attributes:
+        tracker: Of the swarms of what is offered.
+
+    Args:
+        host: Where to listen. `port`: TCP; 0 takes a free one.
+        discovery: Where offers are announced; stays the caller's. None: nowhere.
+        ttl_s: How long a claim holds; it is announced anew every third of that.
+        named: The host to be known by, where it is not the one to listen at.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        identity: Identity,
+        host: str,
+        port: int,
+        *,
+        discovery: Discovery | None,
+        ttl_s: float,
+        limits: Limits | None = None,
+        throttle: Throttle | None = None,
+        named: str = "",
+    ) -> None:
+        self.identity = identity
+        self.discovery = discovery
+        self.ttl_s = ttl_s
+        self._named = named
+        self._offers: dict[str, Offer] = {}
+        self._announcements, self._announce_error = 0, ""
+        self._client = Client(identity)
+        self.tracker = Tracker(self._client)
+        self._stopping, self._changed = threading.Event(), threading.Event()
+        self._app = make_slice_app(title, self)
+        self._server = Server(
+            self._app, identity, host, port, limits=limits, throttle=throttle, on_bytes=self._count, discovery=discovery
+        )
+        self._announcer = Supervised(self._keep_announced, "announce", stopping=self._stopping)
+
+    @property
+    def port(self) -> int:
+        """The TCP port."""
+        return self._server.port
+
+    @property
+    def address(self) -> str:
+        """`host:port`, as others are told."""
+        return f"{self._named}:{self.port}" if self._named else self._server.address
+
+    def stop(self, timeout_s: float = 30.0) -> bool:
+        """Take no more requests, let downloads in flight finish for up to `timeout_s`, then cut. May be repeated.
+
+        Returns:
+            Whether every download finished.
+        """
+        self._stopping.set()
+        self._changed.set()
+        drained = self._server.drain(timeout_s)
+        self._server.close()
+        self.tracker.close()
+        self._client.close()
+        self._announcer.join(1.0)
+        return drained
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def claims(self, peer: Peer) -> list[dict[str, Any]]:
+        """What it has of each offer that a peer's certificate covers, signed, good for `ttl_s` from now."""
+        expires_at, own_id = time.time() + self.ttl_s, self.identity.peer_id
+        claims = []
+        for one in list(self._offers.values()):
+            if peer.scope.covers(one.name):
+                held = int(np.count_nonzero(one.held())) if one.held is not None else 0 if one.url else None
+                claim = Claim(one.name, one.dataset_id, one.num_slices, own_id, self.address, expires_at, held, one.url)
+                claims.append(claim.to_json(self.identity))
+        return claims
+
+    def dataset_name(self, dataset_id: str) -> str:
+        """The name of a dataset; ApiError if it is not served here."""
+        if (offer := self._offers.get(dataset_id)) is None:
+            raise ApiError(404, "unknown_dataset", "this node serves no dataset of this id")
+        return offer.name
+
+    def find_file(self, dataset_id: str, name: str) -> bytes | Path | None:
+        """A small file of a dataset: its bytes or where it lies."""
+        found = self._offers[dataset_id].files.get(name)
+        return None if isinstance(found, Path) and not found.is_file() else found
+
+    def find_slice(self, sha256: str) -> SliceFile | None:
+        """The file of a slice; None if it has none of this hash now."""
+        raise NotImplementedError
+
+    def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
+        """Raises ApiError if a peer may not have so many bytes of a dataset; counts them if it may."""
+        if not peer.scope.covers(dataset):
+            raise ApiError(403, "not_covered", f"the certificate of {peer.peer_id} does not cover {dataset!r}")
+
+    def metrics(self) -> Iterable[Metric]:
+        """Its own, beside those that every server has."""
+        return ()
+
+    def _count(self, peer: Peer, num_bytes: int) -> None:
+        raise NotImplementedError
+
+    def _keep_announced(self) -> None:
+        while True:
+            self._changed.wait(self.ttl_s / 3)
+            self._changed.clear()
+            if self._stopping.is_set():
+                return
+            self._announce()
+
+    def _announce(self) -> None:
+        if self.discovery is None:
+            return
+        failure = ""
+        for name in dict.fromkeys(offer.name for offer in list(self._offers.values())):
+            try:
+                self.discovery.announce(record_key(self.identity.network_id, "dataset", name), self.port)
+            except (NetworkError, OSError) as error:
+                failure = f"{name}: {error}"
+                log.warning("announcing %s failed, trying again in %g s: %s", name, self.ttl_s / 3, error)
+        self._announcements, self._announce_error = self._announcements + 1, failure
 
 
 class Shelf(Protocol):
@@ -60,35 +229,19 @@ class Folder:
         return path if path is not None and path.is_file() else None
 
 
-@dataclass(frozen=True)
-class Offer:
-    """A dataset that is shared, or a part of it.
-
-    Attributes:
-        files: The small files by name: manifest and table at least.
-        held: [num_slices] flags of what is here now.
-    """
-
-    name: str
-    dataset_id: str
-    num_slices: int
-    files: Mapping[str, bytes]
-    held: Callable[[], NDArray[np.bool_]]
-
-
-class SliceShare:
-    """Serves from construction until `close`. A child made by a fork has no part in it, and closes nothing.
+class SliceShare(SliceServer):
+    """The server in every worker, from construction until `close`. A child made by a fork has no part in it, and closes
+    nothing.
 
     Attributes:
         session: Which process of its node this is, in a swarm.
+        bytes_sent: Of slices and answers, since it was made.
 
     Args:
         cache: Where the slices lie. Stays the caller's.
         hashes: Of each slice that may be handed out, its bytes and its dataset's name, by hash; looked at anew at each
             request, so that the caller may add to it. Whose certificate does not cover the name is refused.
-        host: Where to listen. `port`: TCP; 0 takes a free one.
-        discovery: Where offers are announced; stays the caller's. None: nowhere.
-        named: The host to be known by, where it is not the one to listen at.
+        Others: See SliceServer.
 
     Raises:
         NetworkError: If it cannot listen.
@@ -108,38 +261,18 @@ class SliceShare:
         ttl_s: float = 60.0,
         max_connections: int = 256,
     ) -> None:
-        self.identity = identity
+        limits = Limits(connections=max_connections)
+        super().__init__(
+            "Forebay worker", identity, host, port, discovery=discovery, ttl_s=ttl_s, limits=limits, throttle=throttle,
+            named=named,
+        )  # fmt: skip
         self.session = secrets.token_hex(8)
         self.cache = cache
         self.hashes = hashes
-        self.discovery = discovery
-        self.ttl_s = ttl_s
-        self._named = named
-        self._sent = 0
-        self._offers: dict[str, Offer] = {}
-        self._client = Client(identity)
-        self.tracker = Tracker(self._client)
+        self.bytes_sent = 0
         self._pid = os.getpid()
-        self._stopping = threading.Event()
-        self._changed = threading.Event()
-        app = make_slice_app("Forebay worker", self)
-        self._server = Server(
-            app, identity, host, port, limits=Limits(connections=max_connections), throttle=throttle,
-            on_bytes=self._count, discovery=discovery,
-        )  # fmt: skip
         self._server.start()
-        self._announcer = Supervised(self._keep_announced, "announce", stopping=self._stopping)
         self._announcer.start()
-
-    @property
-    def address(self) -> str:
-        """`host:port`, as others are told."""
-        return f"{self._named}:{self._server.port}" if self._named else self._server.address
-
-    @property
-    def bytes_sent(self) -> int:
-        """Of slices and answers, since it was made."""
-        return self._sent
 
     def offer(self, offer: Offer) -> None:
         """Announce a dataset, track its swarm, and serve its small files. Its slices are those of `hashes`."""
@@ -149,73 +282,76 @@ class SliceShare:
         self._changed.set()
 
     def close(self, timeout_s: float = 0.0) -> bool:
-        """Take no more requests, let uploads finish for so long, then cut. May be repeated.
-
-        Returns:
-            Whether every upload finished.
-        """
-        if os.getpid() != self._pid:
-            return True
-        self._stopping.set()
-        self._changed.set()
-        drained = self._server.drain(timeout_s)
-        self._server.close()
-        self.tracker.close()
-        self._client.close()
-        self._announcer.join(1.0)
-        return drained
-
-    def __enter__(self) -> SliceShare:
-        return self
+        """As `stop`; nothing in a fork."""
+        return self.stop(timeout_s) if os.getpid() == self._pid else True
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def claims(self, peer: Peer) -> list[dict[str, Any]]:
-        """What it has of each offer that a peer's certificate covers, signed, good for `ttl_s` from now."""
-        expires_at, own_id = time.time() + self.ttl_s, self.identity.peer_id
-        return [
-            Claim(
-                offer.name, offer.dataset_id, offer.num_slices, own_id, self.address, expires_at,
-                held=int(np.count_nonzero(offer.held())),
-            ).to_json(self.identity)
-            for offer in list(self._offers.values())
-            if peer.scope.covers(offer.name)
-        ]  # fmt: skip
-
-    def _keep_announced(self) -> None:
-        while True:
-            self._changed.wait(self.ttl_s / 3)
-            self._changed.clear()
-            if self._stopping.is_set():
-                return
-            for offer in list(self._offers.values()) if self.discovery is not None else ():
-                key = record_key(self.identity.network_id, "dataset", offer.name)
-                try:
-                    assert self.discovery is not None
-                    self.discovery.announce(key, self._server.port)
-                except (NetworkError, OSError) as error:
-                    log.warning("announcing %s failed, trying again: %s", offer.name, error)
-
-    def _count(self, peer: Peer, num_bytes: int) -> None:
-        self._sent += num_bytes
-
     def find_slice(self, sha256: str) -> SliceFile | None:
-        """See SliceSource."""
+        """See SliceServer."""
         known = self.hashes.get(sha256)
         path = self.cache.get(sha256) if known is not None else None
         return None if known is None or path is None else SliceFile(path, *known)
 
-    def dataset_name(self, dataset_id: str) -> str | None:
-        """See SliceSource."""
-        offer = self._offers.get(dataset_id)
-        return None if offer is None else offer.name
+    def _count(self, peer: Peer, num_bytes: int) -> None:
+        self.bytes_sent += num_bytes
 
-    def find_file(self, dataset_id: str, name: str) -> bytes | Path | None:
-        """See SliceSource."""
-        return self._offers[dataset_id].files.get(name)
 
-    def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
-        """See SliceSource."""
-        if not peer.scope.covers(dataset):
-            raise ApiError(403, "not_covered", f"the certificate of {peer.peer_id} does not cover {dataset!r}")
+# FastAPI silences warnings while it adds a route, and `warnings.catch_warnings` is not for several threads.
+_building = threading.Lock()
+
+
+def make_slice_app(title: str, source: SliceServer) -> FastAPI:
+    """The HTTP API of a server; safe to call from several threads."""
+    with _building:
+        return _make_slice_app(title, source)
+
+
+def _make_slice_app(title: str, source: SliceServer) -> FastAPI:
+    app = make_app(title, source.metrics)
+    ranged: dict[int | str, dict[str, Any]] = {
+        200: {"content": {BINARY: {}}, "description": "All of it."},
+        206: {"content": {BINARY: {}}, "description": "The range of the header Range: bytes=START-[END]."},
+        416: describe_error("The range is malformed or not in the file."),
+    }
+
+    @app.get("/v1/claims", response_model=ClaimsReply, summary="Signed claims of what this node has.")
+    async def read_claims(request: Request) -> Response:
+        return JsonResponse({"claims": source.claims(peer_of(request))})
+
+    @app.get("/v1/slices/{sha256}", response_class=Response, responses=ranged, summary="A slice, or a range of it.")
+    async def read_slice(request: Request, sha256: str) -> Response:
+        found = source.find_slice(sha256)
+        if found is None:
+            raise ApiError(404, "unknown_slice", "this node has no slice of this hash now")
+        response = file_response(request, found.path, found.num_bytes)
+        source.check(peer_of(request), found.dataset, found.dataset_id, response.stop - response.start)
+        return response
+
+    @app.get(
+        "/v1/datasets/{dataset_id}/{name}", response_class=Response, responses=ranged,
+        summary="A small file of a dataset: manifest.json, slices.parquet, tokenizer.json …",
+    )  # fmt: skip
+    async def read_file(request: Request, dataset_id: str, name: str) -> Response:
+        source.check(peer_of(request), source.dataset_name(dataset_id), dataset_id, 0)
+        found = source.find_file(dataset_id, name)
+        if found is None:
+            raise ApiError(404, "unknown_file", f"dataset {dataset_id} has no {name[:80]!r} here")
+        return file_response(request, found, len(found) if isinstance(found, bytes) else found.stat().st_size)
+
+    @app.post(
+        "/v1/swarm/{dataset_id}", response_model=SwarmReply,
+        summary="What a reader has and wants; what it should fetch from whom.",
+    )  # fmt: skip
+    async def steer(request: Request, dataset_id: str, message: SwarmRequest) -> Response:
+        peer = peer_of(request)
+        source.check(peer, source.dataset_name(dataset_id), dataset_id, 0)
+        if not source.tracker.knows(dataset_id):
+            raise ApiError(404, "unknown_swarm", "this node tracks no swarm of this dataset")
+        try:
+            return JsonResponse(source.tracker.answer(peer, dataset_id, message, source_of(request)))
+        except ProtocolViolation as error:
+            raise ApiError(400, "bad_request", str(error)) from error
+
+    return app

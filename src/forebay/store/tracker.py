@@ -28,7 +28,7 @@ from forebay.network.members import parse_ranges
 from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Peer
 from forebay.network.swarm import Holder, Swarm
-from forebay.store.checking import gives_right_bytes
+from forebay.store.holders import gives_right_bytes
 
 MAX_AT_ONCE = 64
 _MAX_PEERS = 16  # sharers named in an answer, for when this tracker dies

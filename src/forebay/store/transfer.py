@@ -20,82 +20,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.backoff import backoff_s
 from forebay.store.origins import Origin, PassingError, RefusedError
-from forebay.store.pieces import Check, PartFile, Span, disk_error
-from forebay.store.sources import Backoff, Source, choose, least_span_bytes
-from forebay.store.work import OnBad, Transfer, TransferCancelledError, Work
+from forebay.store.pieces import Check, PartFile, Sha256Check, Span, disk_error
+from forebay.store.work import Backoff, OnBad, Source, Transfer, TransferCancelledError, Work, choose, least_span_bytes
 from forebay.threads import Supervised
 
 _AHEAD_BYTES = 1 << 20  # less is not worth waking a thread for
-
-
-class Hashed(Protocol):
-    """What a hasher needs: the file, and a place to remember that one is at it."""
-
-    @property
-    def file(self) -> PartFile: ...
-
-    hashing: bool
-
-
-H = TypeVar("H", bound=Hashed)
-
-
-class Hashers(Generic[H]):
-    """Hash whatever they are told to look at; one thread at a file.
-
-    Args:
-        whole: Called when a file's hash is complete, from a hashing thread; it may begin the file anew.
-        failed: Called with whatever went wrong.
-    """
-
-    def __init__(
-        self, num_threads: int, whole: Callable[[H], object], failed: Callable[[H, Exception], object]
-    ) -> None:
-        self._whole = whole
-        self._failed = failed
-        self._queue: SimpleQueue[H | None] = SimpleQueue()
-        self.threads = [Supervised(self._run, f"hash-{i}") for i in range(num_threads)]
-
-    def start(self) -> None:
-        """Start those of the threads that have not been started; RuntimeError if there can be none now."""
-        for thread in self.threads:
-            if not thread.is_alive:
-                thread.start()
-
-    def look(self, work: H) -> None:
-        """Have a thread hash on, if none does and there is enough, or the end."""
-        file = work.file
-        if work.hashing:
-            return
-        with file.lock:
-            ready = file.contiguous() - file.hashed
-            if work.hashing or (ready < _AHEAD_BYTES and file.hashed + ready < file.num_bytes):
-                return
-            work.hashing = True
-        self._queue.put(work)
-
-    def stop(self) -> None:
-        """End the threads after what they are at."""
-        for _ in self.threads:
-            self._queue.put(None)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            try:
-                if work.file.hash_on():
-                    self._whole(work)
-            except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
-                self._failed(work, error)
-            finally:
-                work.hashing = False
-            if work.file.is_open:
-                self.look(work)
 
 
 __all__ = ["PIECE_BYTES", "OnBad", "Transfer", "TransferCancelledError", "Transfers"]
@@ -151,7 +86,8 @@ class Transfers:
         self._changed = threading.Condition()
         self._active: list[Work] = []
         self._known: dict[str, Source] = {}
-        self._hashers = Hashers[Work](hashers, self._judge, self._end)
+        self._to_hash: SimpleQueue[Work | None] = SimpleQueue()
+        self._hashers = [Supervised(self._hash, f"hash-{i}") for i in range(hashers)]
         self._threads: list[Supervised] = []
         self._idle = 0
         self._counts = dict.fromkeys(("bytes", "attempts", "retries", "finished", "failed"), 0)
@@ -200,7 +136,7 @@ class Transfers:
             self._changed.notify_all()
         if fault is not None and not self._threads:  # nobody would ever ask for it
             self._end(work, NetworkError(f"{info.name}: no thread to fetch it with: {fault}"), fault)
-        self._hashers.look(work)
+        self._look(work)
         return transfer
 
     def cancel(self, transfer: Transfer) -> None:
@@ -217,9 +153,10 @@ class Transfers:
             self._changed.notify_all()
         for work in active:
             self._end(work, TransferCancelledError.of(work.info))
-        self._hashers.stop()
+        for _ in self._hashers:
+            self._to_hash.put(None)
         until = time.monotonic() + _CLOSE_S
-        for thread in [*self._threads, *self._hashers.threads]:
+        for thread in [*self._threads, *self._hashers]:
             thread.join(max(0.0, until - time.monotonic()))
 
     def __enter__(self) -> Transfers:
@@ -236,8 +173,9 @@ class Transfers:
     def _grow(self, wanted: int) -> RuntimeError | None:
         """Start threads as they are needed; why there are fewer, if the process cannot have more now."""
         try:
-            if not self._threads:
-                self._hashers.start()
+            for thread in self._hashers if not self._threads else ():
+                if not thread.is_alive:
+                    thread.start()
             while len(self._threads) < min(self.connections, len(self._threads) - self._idle + max(wanted, 1)):
                 self._threads.append(Supervised(self._work, f"fetch-{len(self._threads)}").start())
                 self._idle += 1
@@ -348,7 +286,7 @@ class Transfers:
         began_at, first = self._clock(), span.at
         fault: Exception | None = None
         try:
-            work.receive(span, source, self._clock, self._hashers.look)
+            work.receive(span, source, self._clock, self._look)
         except Exception as error:  # noqa: BLE001 - what follows from it is settled below
             fault = error
         now, got = self._clock(), span.at - first
@@ -404,12 +342,37 @@ class Transfers:
     def _is_hopeless(self, work: Work, span: Span, now: float) -> bool:
         return span.tries >= self._tries and now - work.byte_at >= self._patience_s
 
+    def _look(self, work: Work) -> None:
+        """Have a thread hash on, if none does and there is enough, or the end."""
+        file = work.file
+        if work.hashing:
+            return
+        with file.lock:
+            ready = file.contiguous() - file.checked
+            if work.hashing or (ready < _AHEAD_BYTES and file.checked + ready < file.num_bytes):
+                return
+            work.hashing = True
+        self._to_hash.put(work)
+
+    def _hash(self) -> None:
+        """A hashing thread; one at a file."""
+        while (work := self._to_hash.get()) is not None:
+            try:
+                if work.file.check_on():
+                    self._judge(work)
+            except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
+                self._end(work, error)
+            finally:
+                work.hashing = False
+            if work.file.is_open:
+                self._look(work)
+
     def _judge(self, work: Work) -> None:
         """All bytes are there: are they the right ones?"""
         info = work.info
-        if work.file.check is not None:
+        if not isinstance(work.file.check, Sha256Check):
             return self._judge_checked(work, work.file.check)
-        if work.file.hexdigest() == info.sha256:
+        if work.file.check.hexdigest() == info.sha256:
             for url, reason in work.culprits().items():
                 self._blame(work, url, reason)
             work.file.finish()

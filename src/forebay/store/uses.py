@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
-from forebay.store.futures import Use
-from forebay.store.room import part_bytes
+from forebay.store.room import Use, part_bytes
 
 I64 = NDArray[np.int64]
 UsesOf = Callable[[int, int], tuple[I64, I64]]
