@@ -19,6 +19,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,9 +28,9 @@ import numpy as np
 from forebay.errors import UsageError
 from forebay.formats.foreign import token_kind
 from forebay.load.batch import IGNORE_INDEX, Batch
-from forebay.load.shard_check import SampleCheck
 from forebay.load.shard_dataset import Arrival, ShardDataset
-from forebay.load.shard_helper import LEAST_APART_BYTES, Helper
+from forebay.load.shard_folder import Pair, ShardFolder
+from forebay.load.shard_helper import LEAST_APART_BYTES, obtain_apart, open_folder
 from forebay.order.shard_windows import (
     STEPS_PER_SHARD,
     Sampler,
@@ -40,8 +41,7 @@ from forebay.order.shard_windows import (
 )
 from forebay.sizes import words_of_bytes, words_of_rate
 from forebay.store.large import Fetched, Workers
-from forebay.store.origins import Patience, environment, open_origin
-from forebay.store.shards import Pair, ShardFolder
+from forebay.store.origins import environment
 
 COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
 COMMON_MEM_BYTES = 4 * 10**9
@@ -104,7 +104,6 @@ def tell_speed(index: int, num_bytes: int, seconds: float) -> None:
 
 __all__ = ["ShardDataset", "SharedShardedDatasetManager"]
 
-_SECTION_BYTES = 64 << 20
 log = logging.getLogger("forebay.load")
 
 
@@ -121,8 +120,6 @@ class SharedShardedDatasetManager:
         keep_shards: Delete nothing.
         chunk_size, max_workers: Of downloads, see `store.large.plan_large`; `max_workers="all"`: one a range.
         tmp_dir: Where partial files lie; by default in `folder`. On another volume, a file is copied and judged anew.
-        first_batch: `shard`: begin when the first shard is there. `slice`: begin when its first samples are; all
-            shards are then mixed within sections of 64 MiB only, in the order of the download.
         steps_per_shard, reset_step, num_shards, remap: See `shard_of_step`; `num_shards` is listed if None.
         generation: Of the files of ids: `bin`, `npy`, or as found.
         token_dtype: uint16 or uint32; the shards must be of it. By default as they are.
@@ -132,7 +129,7 @@ class SharedShardedDatasetManager:
         patience_s: An attempt fails when no byte, or no answer, came for so long; a quarter more at the most.
         swap_patience_s: How long a swap waits for a shard whose download keeps failing.
         fetch: Upcoming shards come in a process of their own, of priority `nice`, or in threads of this one; shards
-            below 64 MiB, and with first_batch="slice" all, come in threads.
+            below 64 MiB come in threads.
 
     Raises:
         UsageError: If an argument or an environment variable is missing or wrong.
@@ -152,7 +149,6 @@ class SharedShardedDatasetManager:
         chunk_size: int | None = None,
         max_workers: Workers = None,
         tmp_dir: str | Path | None = None,
-        first_batch: Literal["shard", "slice"] = "shard",
         steps_per_shard: int = STEPS_PER_SHARD,
         reset_step: int | None = None,
         num_shards: int | None = None,
@@ -167,16 +163,10 @@ class SharedShardedDatasetManager:
         nice: int = 19,
     ) -> None:
         del comms
-        if (
-            sequence_length < 1
-            or not 0 <= rank < world_size
-            or least_shards < 2
-            or (first_batch, fetch) not in [(a, b) for a in ("shard", "slice") for b in ("process", "thread")]
-        ):
+        if sequence_length < 1 or not 0 <= rank < world_size or least_shards < 2 or fetch not in ("process", "thread"):
             raise UsageError(
-                "shards: expected sequence_length >= 1, 0 <= rank < world_size, least_shards >= 2, first_batch "
-                f"'shard' or 'slice', fetch 'process' or 'thread', got {sequence_length=}, {rank=}, {world_size=}, "
-                f"{least_shards=}, {first_batch=}, {fetch=}."
+                "shards: expected sequence_length >= 1, 0 <= rank < world_size, least_shards >= 2, fetch 'process' or "
+                f"'thread', got {sequence_length=}, {rank=}, {world_size=}, {least_shards=}, {fetch=}."
             )
         if any(index < 0 for pair in (remap or {}).items() for index in pair):
             raise UsageError(f"remap: expected indexes of shards, got {dict(remap or {})}.")
@@ -185,7 +175,6 @@ class SharedShardedDatasetManager:
         self.rank, self.world_size = rank, world_size
         self.local_rank = int(os.environ.get("LOCAL_RANK") or rank) if local_rank is None else local_rank
         self.keep_shards = keep_shards
-        self.first_batch = first_batch
         self.steps_per_shard, self.reset_step = steps_per_shard, reset_step
         self.remap = dict(remap or {})
         self.shard_index = -1
@@ -193,7 +182,6 @@ class SharedShardedDatasetManager:
         self.upcoming_dataset: Arrival | None = None
         self._arriving: Arrival | None = None
         self._num_shards = num_shards
-        self._kind = None if token_dtype is None else token_kind(token_dtype)
         self._least_shards = least_shards
         self._swap_patience_s = swap_patience_s
         self._old: set[int] = set()
@@ -204,19 +192,14 @@ class SharedShardedDatasetManager:
         self._sizes: dict[int, int] = {}
         home = Path(folder if folder is not None else environment("DATASET_BINS_PATH", "shards")).absolute()
         source = "r2://" if url is None else str(url) if "://" in str(url) else str(Path(url).absolute())
-        origin = open_origin(source, patience=Patience.within(patience_s))
         settings: dict[str, Any] = {
-            "chunk_size": chunk_size, "max_workers": max_workers, "generation": generation, "prefix": prefix,
-            "patience_s": patience_s,
+            "sequence_length": sequence_length, "kind": None if token_dtype is None else token_kind(token_dtype),
+            "tmp_dir": None if tmp_dir is None else Path(tmp_dir).absolute(), "chunk_size": chunk_size,
+            "max_workers": max_workers, "generation": generation, "prefix": prefix, "patience_s": patience_s,
         }  # fmt: skip
-        there = None if Path(origin.url) == home else origin
-        tmp = None if tmp_dir is None else Path(tmp_dir).absolute()
-        self._folder = ShardFolder(there, home, self._make_check, tmp_dir=tmp, **settings)
-        kind = "" if self._kind is None else self._kind.str
-        self._helper = None
-        if fetch == "process" and there is not None and first_batch == "shard":
-            told = {**settings, "tmp_dir": tmp and str(tmp)}
-            self._helper = Helper(source, home, sequence_length, kind, told, nice)
+        self._folder = open_folder(source, home, settings)
+        self._obtain_apart = partial(obtain_apart, (source, home, settings), nice)
+        self._apart = fetch == "process" and self._folder.origin is not None
         if self.remap:
             log.warning("shards replaced as asked: %s", ", ".join(f"{a} by {b}" for a, b in self.remap.items()))
 
@@ -261,17 +244,13 @@ class SharedShardedDatasetManager:
         """
         if batch_size < 1 or batch_size % self.world_size:
             raise UsageError(f"batches: expected a multiple of {self.world_size} ranks, got {batch_size=}.")
-        if self.first_batch == "slice" and mode != "forebay":
-            raise UsageError(
-                "batches: expected mode='forebay' with first_batch='slice', got compat, which draws from all."
-            )
         step = start_step
         while stop_step is None or step < stop_step:
             data = self.at_step(step)
             turn, first = shard_turn(step, self.steps_per_shard, self.reset_step)
             places = window_sample_ids(
                 uid, step, len(data), inner_steps, batch_size, self.rank, self.world_size,
-                mode=mode, seed=seed, first_window=first, section=self._section(),
+                mode=mode, seed=seed, first_window=first,
             )  # fmt: skip
             for inner, part in enumerate(np.split(places, inner_steps)):
                 rows = np.full((len(part), self.sequence_length + 1), IGNORE_INDEX, np.int64)
@@ -299,7 +278,7 @@ class SharedShardedDatasetManager:
 
         async def come() -> Pair:
             try:
-                await asyncio.to_thread(arrival.wait, "shard", 0.0)
+                await asyncio.to_thread(arrival.wait, 0.0)
                 assert arrival.pair is not None
                 return arrival.pair
             finally:
@@ -310,7 +289,7 @@ class SharedShardedDatasetManager:
     async def create_dataset(self, shard_index: int) -> ShardDataset:
         """Fetch a shard and open it; whoever calls closes it."""
         arrival = self._start(self._mapped(shard_index), None)
-        await asyncio.to_thread(arrival.wait, "shard", 0.0)
+        await asyncio.to_thread(arrival.wait, 0.0)
         return arrival.open(self.sequence_length)
 
     def stats(self) -> dict[str, Any]:
@@ -357,7 +336,7 @@ class SharedShardedDatasetManager:
             arrival = self._start(index, None)
         late = arrival.pair is None
         try:
-            waited_s = arrival.wait(self.first_batch, 0.0 if first else self._swap_patience_s)
+            waited_s = arrival.wait(0.0 if first else self._swap_patience_s)
         except BaseException:
             arrival.stop()
             raise
@@ -403,11 +382,8 @@ class SharedShardedDatasetManager:
 
     def _obtain(self, index: int, **given: Any) -> tuple[Pair, Fetched | None]:
         """In a process of its own, where that is worth it."""
-        apart = self._helper is not None and self._sizes.get(index, 0) >= LEAST_APART_BYTES
-        if apart and self._folder.ready(index) is None:
-            assert self._helper is not None
-            return self._helper.obtain(index, **given)
-        return self._folder.obtain(index, **given)
+        apart = self._apart and self._sizes.get(index, 0) >= LEAST_APART_BYTES and self._folder.ready(index) is None
+        return (self._obtain_apart if apart else self._folder.obtain)(index, **given)
 
     def _check_room(self, index: int, upcoming: int) -> None:
         """Before the first byte: clean up, and refuse a disk that cannot do."""
@@ -432,12 +408,6 @@ class SharedShardedDatasetManager:
     def _count(self, arrival: Arrival) -> None:
         self._fetched[0] += arrival.fetched_bytes
         self._fetched[1] += arrival.fetched_s
-
-    def _make_check(self, index: int, ids: Path, num_bytes: int) -> SampleCheck:
-        return SampleCheck(index, ids, num_bytes, self.sequence_length, self._kind)
-
-    def _section(self) -> int:
-        return max(1, _SECTION_BYTES // (4 * self.sequence_length)) if self.first_batch == "slice" else 0
 
     def _shard(self, step: int) -> int:
         return shard_of_step(step, self.num_shards, self.steps_per_shard, self.reset_step, self.remap)
