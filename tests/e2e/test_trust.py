@@ -207,9 +207,8 @@ def test_a_revoked_organisation_is_out_with_all_its_nodes(node: DataNode, networ
 
         until(is_refused)
         assert node.identity.refusal(theirs.identity.as_peer) and is_refused()
-    with Client(join(tmp_path / "org", tmp_path / "m", "m")) as another:
-        with pytest.raises(NetworkError):
-            another.request_json(node.address, "GET", "/v1/status")
+    with Client(join(tmp_path / "org", tmp_path / "m", "m")) as another, pytest.raises(NetworkError):
+        another.request_json(node.address, "GET", "/v1/status")
 
 
 def test_two_rogue_organisations_do_not_keep_the_roots_word_out(
