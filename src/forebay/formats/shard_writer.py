@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,74 +114,53 @@ def write_unlisted(
     prefix: str = "",
 ) -> list[Shard]:
     """Write vectors of tokens as shards of so many samples, without `shards.json`; the directory is there."""
-    samples = _Blocks(_samples(pieces, kind, seq_len, out))
-    shards: list[Shard] = []
-    for block in samples:
-        shards.append(_write_one(out, len(shards), block, samples, shard_samples, kind, generation, header, prefix))
-    return shards
+    samples = _samples(pieces, kind, seq_len, shard_samples, out)
+    return [
+        _write_one(out, index, (block for _, block in blocks), kind, generation, header, prefix)
+        for index, blocks in groupby(samples, key=itemgetter(0))
+    ]
 
 
 def _write_one(
     out: Path,
     index: int,
-    block: NDArray[Any],
-    blocks: _Blocks,
-    most: int,
+    blocks: Iterable[NDArray[Any]],
     kind: np.dtype[Any],
     generation: Generation,
     header: bool,
     prefix: str,
 ) -> Shard:
-    """One shard of `most` samples, or what is left."""
+    """One shard of these blocks of samples [n, seq_len]."""
     tokens, ids = (out / name for name in shard_names(index, generation, prefix))
     found: list[NDArray[np.uint64]] = []
-    count = 0
+    num_tokens = 0
     with open_atomic(tokens) as file:
         file.write(npy_head(kind, 0) if header else b"")
-        while True:
-            here, rest = block[: most - count], block[most - count :]
-            file.write(here.view(np.uint8).data)
-            found.append(np.array([sample_id(row) for row in here], "<u8"))
-            count += len(here)
-            if len(rest):
-                blocks.put_back(rest)
-            if count == most or (following := next(blocks, None)) is None:
-                break
-            block = following
+        for block in blocks:
+            file.write(block.view(np.uint8).data)
+            found.append(np.array([sample_id(row) for row in block], "<u8"))
+            num_tokens += block.size
         if header:
             file.seek(0)
-            file.write(npy_head(kind, count * block.shape[1]))
-        raw = np.concatenate(found).view(np.uint8).data
-        atomic_write(ids, [npy_head(np.dtype("<u8"), count), raw] if generation == "npy" else [raw])
-    return Shard(index, tokens, ids, count)
+            file.write(npy_head(kind, num_tokens))
+        all_ids = np.concatenate(found)
+        raw = all_ids.view(np.uint8).data
+        atomic_write(ids, [npy_head(np.dtype("<u8"), len(all_ids)), raw] if generation == "npy" else [raw])
+    return Shard(index, tokens, ids, len(all_ids))
 
 
-class _Blocks(Iterator["NDArray[Any]"]):
-    """Blocks of samples [n, seq_len], of which one may be put back."""
-
-    def __init__(self, blocks: Iterator[NDArray[Any]]) -> None:
-        self._blocks = blocks
-        self._back: NDArray[Any] | None = None
-
-    def __next__(self) -> NDArray[Any]:
-        back, self._back = self._back, None
-        return next(self._blocks) if back is None else back
-
-    def put_back(self, block: NDArray[Any]) -> None:
-        """Give it again next."""
-        self._back = block
-
-
-def _samples(pieces: Iterable[NDArray[Any]], kind: np.dtype[Any], seq_len: int, out: Path) -> Iterator[NDArray[Any]]:
-    left = np.empty(0, kind)
+def _samples(
+    pieces: Iterable[NDArray[Any]], kind: np.dtype[Any], seq_len: int, shard_samples: int, out: Path
+) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Blocks of samples [n, seq_len], each with the number of its shard, of which it is all or a part."""
+    left, done = np.empty(0, kind), 0
     step = max(1, _BLOCK_BYTES // (seq_len * kind.itemsize)) * seq_len
     for piece in pieces:
         for at in range(0, len(piece), step):
             left = np.concatenate([left, _narrowed(piece[at : at + step], kind, out)])
-            whole = len(left) // seq_len * seq_len
-            if whole:
-                yield left[:whole].reshape(-1, seq_len)
-                left = left[whole:]
+            while whole := min(len(left) // seq_len, shard_samples - done % shard_samples):
+                yield done // shard_samples, left[: whole * seq_len].reshape(-1, seq_len)
+                left, done = left[whole * seq_len :], done + whole
 
 
 def _narrowed(tokens: NDArray[Any], kind: np.dtype[Any], out: Path) -> NDArray[Any]:

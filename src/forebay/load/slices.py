@@ -5,12 +5,13 @@ Hides which is which. A key is a slice's number among the slices of all datasets
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import queue
 import shutil
 import weakref
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,6 @@ from forebay.dataset.verified import user_cache
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.foreign import ForeignDataset
 from forebay.order.run import Run
-from forebay.threads import Supervised
 
 if TYPE_CHECKING:
     from forebay.load.fetches import Fetches
@@ -396,34 +396,27 @@ class ReadAhead:
     """
 
     def __init__(self) -> None:
-        self._paths: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
-        self._thread: Supervised | None = None
+        self._pool: ThreadPoolExecutor | None = None
 
     def request(self, paths: Iterable[Path]) -> None:
         """These will be read soon, in this order."""
         if not hasattr(os, "posix_fadvise"):
             return
+        self._pool = self._pool or ThreadPoolExecutor(1, "readahead")
         for path in paths:
-            self._paths.put(path)
-            if self._thread is None:
-                self._thread = Supervised(self._run, "readahead").start()
+            self._pool.submit(_advise, path)
 
     def close(self) -> None:
         """End the thread, after the file that it is at."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            while not self._paths.empty():
-                self._paths.get()
-            self._paths.put(None)
-            thread.join()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
 
-    def _run(self) -> None:
-        while (path := self._paths.get()) is not None:
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:
-                continue  # Who reads it says why.
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(descriptor)
+
+def _advise(path: Path) -> None:
+    with contextlib.suppress(OSError):  # Who reads it says why.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
