@@ -43,42 +43,10 @@ class CacheSettings:
 
     directory: str | Path
     budget_bytes: int
-    keep: Keep = "budget"
-    connections: int = 16
-    ahead_bytes: int | None = None
-    share: bool | str = False
-
-    @classmethod
-    def of(
-        cls,
-        directory: str | Path | None,
-        budget_bytes: int | None,
-        keep: Keep = "budget",
-        connections: int = 16,
-        ahead_bytes: int | None = None,
-        share: bool | str = False,
-    ) -> CacheSettings:
-        """The settings given; by default a directory of the user's, and a quarter of the free disk up to 64 GiB.
-
-        Raises:
-            UsageError: If a budget in memory is more than the machine's memory.
-        """
-        if directory is None:
-            directory = user_cache() / "slices"
-        in_memory = str(directory).partition(":")[0] == "ram"
-        if in_memory and budget_bytes is not None and hasattr(os, "sysconf"):
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            if budget_bytes > memory:
-                raise UsageError(
-                    f"cache_bytes: expected at most this machine's memory, {memory:,} bytes, for a cache in memory, "
-                    f"got {budget_bytes:,}. Lower it, or keep the cache on disk (cache='disk')."
-                )
-        if budget_bytes is None:
-            near = Path("/dev/shm") if in_memory else Path(directory)
-            while not near.exists():
-                near = near.parent
-            budget_bytes = min(_MOST_DEFAULT_BYTES, shutil.disk_usage(near).free // 4)
-        return cls(directory, int(budget_bytes), keep, connections, ahead_bytes, share)
+    keep: Keep
+    connections: int
+    ahead_bytes: int | None
+    share: bool | str
 
 
 class Slices:
@@ -344,21 +312,38 @@ def settings_for(
 ) -> CacheSettings | None:
     """The settings given, where any slice comes by way of the cache.
 
+    By default they are kept in a directory of the user's, in a quarter of what is free, up to 64 GiB.
+
     Raises:
-        UsageError: If none does and there is a budget, or a dataset is to be shared that is of no network.
+        UsageError: If none does and there is a budget, or a dataset is to be shared that is of no network, or a budget
+            in memory is more than the machine's memory.
     """
     for dataset in datasets if share else ():
         url = str(getattr(getattr(dataset, "origin", None), "url", dataset.path))
         if not url.startswith("forebay://"):
             raise UsageError(f"share: expected datasets of forebay://NETWORK/NAME, got {url}. Leave it out.")
-    if cached:
-        return CacheSettings.of(directory, budget_bytes, keep, connections, ahead_bytes, share)
-    if budget_bytes is not None:
+    if not cached:
+        if budget_bytes is None:
+            return None
         raise UsageError(
             f"cache_bytes: expected none for {datasets[0].path}, which is local and is read in place. Leave it out, "
             "or give a cache_dir to keep slices in (of a slow mount, say)."
         )
-    return None
+    directory = user_cache() / "slices" if directory is None else directory
+    in_memory = str(directory).partition(":")[0] == "ram"
+    if in_memory and budget_bytes is not None and hasattr(os, "sysconf"):
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if budget_bytes > memory:
+            raise UsageError(
+                f"cache_bytes: expected at most this machine's memory, {memory:,} bytes, for a cache in memory, "
+                f"got {budget_bytes:,}. Lower it, or keep the cache on disk (cache='disk')."
+            )
+    if budget_bytes is None:
+        near = Path("/dev/shm") if in_memory else Path(directory)
+        while not near.exists():
+            near = near.parent
+        budget_bytes = min(_MOST_DEFAULT_BYTES, shutil.disk_usage(near).free // 4)
+    return CacheSettings(directory, int(budget_bytes), keep, connections, ahead_bytes, share)
 
 
 def comes_by_cache(dataset: Dataset, cache_dir: str | Path | None) -> bool:
