@@ -15,8 +15,7 @@ from forebay.errors import ForebayError, IntegrityError, NetworkError, UsageErro
 from forebay.formats.foreign import map_file
 from forebay.formats.npy import vector_in
 from forebay.load.shard_check import read_ids
-from forebay.load.shard_folder import Pair, ShardFolder
-from forebay.store.large import Fetched
+from forebay.load.shard_folder import Pair
 from forebay.store.locks import Lock
 
 _FIRST_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
@@ -76,37 +75,25 @@ class Arrival:
     """One shard on its way here, in a thread of its own that keeps it from being removed.
 
     Args:
-        before: Called before each attempt; raises what makes it no use.
-        after: Not begun before this is set.
-        obtain: In place of the folder's.
+        lock: Keeps the shard from being removed; released with it.
+        obtain: Brings it, as `ShardFolder.obtain`, or raises.
 
     Attributes:
         received, total: Bytes of the tokens.
-        fetched_bytes, fetched_s: What this process did.
         error: Of the last attempt, if it failed.
     """
 
-    def __init__(
-        self,
-        folder: ShardFolder,
-        index: int,
-        before: Callable[[int], object],
-        after: threading.Event | None = None,
-        obtain: Callable[..., tuple[Pair, Fetched | None]] | None = None,
-    ) -> None:
+    def __init__(self, index: int, lock: Lock, obtain: Callable[..., Pair]) -> None:
         self.index = index
         self.done = threading.Event()
         self.pair: Pair | None = None
         self.error: ForebayError | None = None
         self.final = False
-        self.received = self.total = self.fetched_bytes = 0
-        self.fetched_s = 0.0
-        self._before = before
-        self._after = after
-        self._obtain = obtain or folder.obtain
+        self.received = self.total = 0
+        self._obtain = obtain
         self._stop = threading.Event()
         self._changed = threading.Condition()
-        self._lock: Lock | None = folder.use(index)
+        self._lock: Lock | None = lock
         self._thread = threading.Thread(target=self._run, name=f"shard-{index}", daemon=True)
         self._thread.start()
 
@@ -154,14 +141,10 @@ class Arrival:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        while self._after is not None and not self._after.wait(0.1):
-            if self._stop.is_set():
-                return
         pause_s = _FIRST_RETRY_S
         while not self._stop.is_set():
             try:
-                self._before(self.index)
-                pair, fetched = self._obtain(self.index, stop=self._stop, on_progress=self._progress)
+                pair = self._obtain(self.index, stop=self._stop, on_progress=self._progress)
             except (NetworkError, UsageError) as error:
                 if self._stop.is_set():
                     return
@@ -177,8 +160,6 @@ class Arrival:
             except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
                 return self._fail(UsageError(f"shard {self.index}: {type(error).__name__}: {error}"), True)
             with self._changed:
-                if fetched is not None:
-                    self.fetched_bytes, self.fetched_s = fetched.bytes_fetched, fetched.seconds
                 self.pair, self.error = pair, None
                 self.done.set()
                 self._changed.notify_all()
