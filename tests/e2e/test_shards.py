@@ -114,10 +114,9 @@ def test_shards_cycle_and_swap_at_their_step(server: S3Server) -> None:
     assert all(asked(server, index) > 2 * SAMPLES * L * 2 for index in range(SHARDS))  # each fetched anew
 
 
-@pytest.mark.parametrize("first_batch", ["shard", "slice"])
 @pytest.mark.parametrize("apart", [False, True])
 def test_the_disk_of_a_used_shard_is_free_at_once(
-    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_batch: Any, apart: bool
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
     """A run of many swaps on a volume of 3.5 shards never waits for room, and no deleted file stays mapped."""
     if apart:
@@ -127,7 +126,7 @@ def test_the_disk_of_a_used_shard_is_free_at_once(
         with small_disk(tmp_path / "volume", int(3.5 * 550_000)) as volume:
             if volume is None:
                 pytest.skip("no file system may be mounted here")
-            settings = {**QUICK, "first_batch": first_batch, "folder": volume, "swap_patience_s": 5.0}
+            settings = {**QUICK, "folder": volume, "swap_patience_s": 5.0}
             with SharedShardedDatasetManager(**settings) as shards:
                 for batch in shards.batches(0, 3 * 12, batch_size=8):
                     if batch.run_step % 3 == 2 and shards.upcoming_dataset is not None:
@@ -194,28 +193,6 @@ def test_training_begins_with_the_first_shard_and_the_next_comes_beside_it(serve
         assert shards.upcoming_dataset is not None and shards.upcoming_dataset.done.wait(20)
         shards.at_step(3)
         assert shards.stats()["late_swaps"] == 0  # it was there
-
-
-def test_with_slices_training_begins_before_the_shard_is_there(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("forebay.store.transfer._AHEAD_BYTES", 1 << 16)  # the shard is smaller than a look at it
-    server.faults.bytes_per_s = 1 << 19  # 1 s a shard
-    settings = {**QUICK, "first_batch": "slice", "max_workers": 2}
-    with SharedShardedDatasetManager(**settings) as shards:
-        data = shards.at_step(0)
-        assert not data.is_whole
-        last = -1
-        for sample in (0, 3, 900, SAMPLES - 1):
-            assert data[sample].tolist() == tokens_of(0)[sample * L : (sample + 1) * L].tolist()
-            check = data._arrival.check if data._arrival is not None else None
-            assert (SAMPLES if check is None else check.verified) > sample > last
-            last = sample
-        with pytest.raises(UsageError, match="compat"):
-            next(shards.batches(0, batch_size=8, mode="compat"))
-    with SharedShardedDatasetManager(**settings) as shards:
-        seen = [int(i) for b in shards.batches(0, 2, batch_size=SAMPLES // 2) for i in b.sample_ids]
-        assert sorted(seen) == list(range(SAMPLES))
 
 
 def test_a_bad_network_changes_no_byte(server: S3Server) -> None:

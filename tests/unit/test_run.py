@@ -294,7 +294,7 @@ def test_a_mixture_of_one_is_the_dataset_over_and_over() -> None:
     order = Order(np.array([5, 8]), 1, 13, lanes=2)
     batches = whole(Run([order], BatchSizes.of(13), weights=Weights(((0, (1,)),))), 12)
     for epoch, batch in enumerate(batches):
-        slices, samples = order.places_at(epoch, order.share_of(0, 13, 0, 1))
+        slices, samples = order.places_at(epoch, order.positions(0, 0, 1))
         assert batch == list(zip([0] * 13, slices.tolist(), samples.tolist()))
         assert sorted(batch) == all_samples(order)
     assert batches[0] != batches[1] != batches[2]

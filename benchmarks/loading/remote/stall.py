@@ -9,9 +9,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.loading.remote.origin import Served
 from benchmarks.loading.remote.task import Task
 from benchmarks.measure import Figure, median
+from forebay.order.windows import node_spans
 
 RATE = 100e6
 LANES = 4
@@ -24,9 +27,8 @@ def open_windows_bytes(folder: Path) -> int:
     import forebay
 
     order = forebay.Loader(folder, **LOADER).order
-    sizes = sorted(path.stat().st_size for path in folder.glob("*.safetensors"))
-    most = max(len(order.open_slices(0, step)) for step in range(0, order.steps_per_epoch, 8))
-    return most * sizes[-1]
+    largest = max(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return node_spans(order, (0, 1), 1).peak(np.ones(len(order.samples_per_slice), np.int64))[0] * largest
 
 
 def measure(folder: Path, scratch: Path, rounds: int, steps: int) -> list[Figure]:

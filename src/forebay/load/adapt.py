@@ -65,28 +65,9 @@ def state_after(loader: Loader, state: dict[str, Any], steps: int) -> dict[str, 
 
 
 def steps_left(loader: Loader, state: dict[str, Any]) -> int | None:
-    """Steps from `state` to the end of its epoch, or of the run; None if neither comes.
-
-    Cost: some 40 states, by bisection: a tenth of a millisecond.
-    """
-
-    def inside(steps: int) -> bool:
-        try:
-            return bool(state_after(loader, state, steps)["epoch"] == state["epoch"])
-        except UsageError:
-            return False  # The run ends before.
-
-    high = 1
-    while inside(high):
-        high *= 2
-        if high > 1 << 48:
-            return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if inside(middle) else (low, middle)
-    try:
-        state_after(loader, state, high)
-    except UsageError:
-        return low
-    return high
+    """Steps from `state` to the end of its epoch, or of the run; None if neither comes."""
+    run, step = loader.run, int(state["step"])
+    if run.num_steps is not None and step >= run.num_steps:
+        return 0
+    end = run.num_steps if run.weights is not None else run.epoch_of(step, 0)[1]
+    return None if end is None else end - step

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import UsageError
-from forebay.order.run import BatchSizes
+from forebay.order.calendar import BatchSizes, check_integer
 
 MOST_WORLD = 4096
 
@@ -22,14 +22,6 @@ _ENVIRONMENTS = (
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 # Of a pod in an indexed job of Kubernetes; the manifest must say WORLD_SIZE.
 _POD_INDEX = "JOB_COMPLETION_INDEX"
-
-
-def check_integer(name: str, value: object, least: int) -> None:
-    """Raises UsageError unless `value` is None or an integer from `least`."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise UsageError(f"{name}: expected an integer from {least}, got {value!r}.")
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:

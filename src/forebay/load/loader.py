@@ -26,7 +26,6 @@ from forebay.load.ahead import run_ahead
 from forebay.load.arguments import (
     batch_sizes,
     check_choice,
-    check_integer,
     rank_of_world,
     ranks_per_node,
     token_dtype,
@@ -42,6 +41,7 @@ from forebay.load.sources import Given, Mixture, filters_of, open_all, places_of
 from forebay.load.state import identity_of, make_state, step_of_state
 from forebay.load.stats import Bottleneck, Waits, find_bottleneck
 from forebay.order.bijection import derive_key
+from forebay.order.calendar import check_integer
 from forebay.order.owned import OwnedRun
 from forebay.order.plan import Order
 from forebay.order.run import BatchSizes, Run

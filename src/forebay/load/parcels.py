@@ -9,7 +9,6 @@ Arrays that overlap in memory (inputs and labels of one buffer) travel as one. N
 """
 
 import ctypes
-import json
 import mmap
 import os
 import secrets
@@ -18,13 +17,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain, count, islice
-from multiprocessing import context, reduction
+from multiprocessing import reduction
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-
-from forebay.errors import StateError
 
 U8 = NDArray[np.uint8]
 _Message = TypeVar("_Message", bound=Sized)
@@ -286,62 +283,3 @@ def _bounds(array: NDArray[Any]) -> tuple[int, int]:
         return first, first + 3 * array.nbytes  # Too far apart to be sent as it lies.
     reach = map(lambda n, stride: (n - 1) * stride, array.shape, array.strides)
     return first, first + sum(reach) + array.itemsize
-
-
-_BYTES = 1 << 16
-_STATE_HEADER = 16  # Mark, length of the state: int64 each.
-
-
-class Board:
-    """A loader's state, or none; and which pass began last, of which epoch. Closed with the process."""
-
-    def __init__(self) -> None:
-        self._open(shared_memory(_BYTES))
-
-    def _open(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._bytes = np.frombuffer(mmap.mmap(descriptor, _BYTES), np.uint8)
-        self._numbers = self._bytes[:_STATE_HEADER].view(np.int64)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The memory itself for a process that is being started; for anything else (a copy) what is in it."""
-        if context.get_spawning_popen() is not None:
-            return {"handle": reduction.DupFd(self._descriptor)}
-        return {"content": self._bytes.tobytes()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._open(state["handle"].detach() if "handle" in state else shared_memory(_BYTES))
-        if "content" in state:
-            self._bytes[:] = np.frombuffer(state["content"], np.uint8)
-
-    def read(self) -> dict[str, Any] | None:
-        """The state written last, if any was."""
-        length = int(self._numbers[1])
-        return json.loads(self._bytes[_STATE_HEADER : _STATE_HEADER + length].tobytes()) if length else None
-
-    def write(self, state: dict[str, Any]) -> None:
-        """The next pass begins at `state`. Raises StateError if it is too long."""
-        text = json.dumps(state).encode()
-        if len(text) > _BYTES - _STATE_HEADER:
-            raise StateError(f"loader state: expected at most {_BYTES - _STATE_HEADER} bytes of JSON, got {len(text)}.")
-        self._bytes[_STATE_HEADER : _STATE_HEADER + len(text)] = np.frombuffer(text, np.uint8)
-        self._numbers[:] = 0, len(text)
-
-    def begin_pass(self, mark: int, first_epoch: int, at_first: bool) -> int:
-        """The epoch of the pass that all helpers know as `mark`: the one after the last pass's.
-
-        Args:
-            mark: In [0, 2**31); the same for all helpers of a pass.
-            first_epoch: Of the first pass since a state was written, and of this one if `at_first`.
-        """
-        value = int(self._numbers[0])
-        epoch = first_epoch
-        if value and not at_first:
-            epoch = (value & 0xFFFF_FFFF) - 1
-            epoch += value >> 32 != mark
-        self._numbers[0] = mark << 32 | epoch + 1
-        return epoch

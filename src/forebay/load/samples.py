@@ -11,7 +11,7 @@ contains a shorter one.
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from forebay.order.bijection import derive_key, permute
 from forebay.order.homes import homes_of
 from forebay.order.plan import samples_per_slice
 from forebay.storage.atomic import atomic_write, remove_stale
-from forebay.store.origins import Origin, PassingError, read_small
+from forebay.store.origins import Origin, read_small
 from forebay.store.remote import RemoteDataset
 
 Array: TypeAlias = NDArray[Any]
@@ -446,32 +446,7 @@ def _read(origin: Origin, name: str, start: int, stop: int) -> bytes:
     failed: DatasetError | NetworkError | None = None
     for source in origin.sources():
         try:
-            return read_small(_Range(source, start, stop), name, stop - start)
+            return read_small(source, name, stop - start, start=start)
         except (DatasetError, NetworkError) as error:
             failed = error
     raise failed or NetworkError(f"{name} of {origin.url}: nobody has it now. Start a node that serves it.")
-
-
-@dataclass(frozen=True)
-class _Range:
-    """An origin whose objects are a range of another's."""
-
-    origin: Origin
-    start: int
-    stop: int
-
-    @property
-    def url(self) -> str:
-        return self.origin.url
-
-    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        return self.origin.read(name, self.start + start, min(self.start + stop, self.stop))
-
-    def get(self, name: str, max_bytes: int) -> bytes:
-        data = b"".join(bytes(piece) for piece in self.read(name, 0, max_bytes))
-        if len(data) < max_bytes:
-            raise PassingError(f"{name} broke off after {len(data)} of {max_bytes} bytes")
-        return data
-
-    def sources(self) -> Sequence[Origin]:
-        return [self]

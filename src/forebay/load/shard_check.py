@@ -8,7 +8,6 @@ Cost: 1 GB/s a processor for samples of 4 KiB (8-byte BLAKE2b, without the inter
 
 import hashlib
 import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,11 +27,11 @@ _TRIES = 2  # after the first, with the same wrong bytes
 _MOST_TRIES = 10
 _LEAST_SAMPLES = 64  # none right of so many: ids of another shard
 _NO_BYTES = 13020603013274838756  # the id of nothing: one writer gave it to every sample of the second half
-_LEAST_HEAD = 12 << 10
+LEAST_HEAD = 12 << 10  # bytes that hold any header
 
 
 class SampleCheck:
-    """The judge of one shard. See `forebay.store.shards.Judge`.
+    """The judge of one shard: a `forebay.store.pieces.Check` whose `piece_bytes` are fetched again at once.
 
     Args:
         index: Of the shard, for messages.
@@ -43,7 +42,6 @@ class SampleCheck:
 
     Attributes:
         ids: U64 [N], a view of the file's map.
-        verified: Samples from 0 on that are right.
         path: Where the tokens lie, once some do; `vector` says how.
 
     Raises:
@@ -55,11 +53,9 @@ class SampleCheck:
         self.seq_len = seq_len
         self.ids = read_ids(ids)
         self.num_bytes = num_bytes
-        self.verified = 0
         self.piece_bytes = PIECE_BYTES
         self.path: Path | None = None
         self.vector: Vector | None = None
-        self.changed = threading.Condition()
         self._kind = kind
         self._ids_path = ids
         self._bytes: NDArray[np.uint8] | None = None
@@ -71,7 +67,7 @@ class SampleCheck:
 
     def advance(self, path: Path, start: int, stop: int) -> None:
         """See Check."""
-        if stop < min(self.num_bytes, _LEAST_HEAD):
+        if stop < min(self.num_bytes, LEAST_HEAD):
             return
         if self.vector is None:
             self.path, self.vector = path, self._header(path)
@@ -89,10 +85,6 @@ class SampleCheck:
             self._bad |= bad
         if len(self._bad) == self._next >= min(_LEAST_SAMPLES, len(self.ids)):
             raise self._error()  # No damage on the way is like this.
-        with self.changed:
-            edges = [*self._bad, *(a for a, _ in self._again), self._next]
-            self.verified = min(edges)
-            self.changed.notify_all()
 
     def wrong(self) -> list[tuple[int, int]]:
         """See Check. Raises IntegrityError where the same wrong bytes come again and again."""
@@ -113,35 +105,16 @@ class SampleCheck:
         ranges = [(p * size, min((p + 1) * size, self.num_bytes)) for p in pieces]
         self._bad = {}
         self._again = [(max(0, a - offset) // width, min(len(self.ids), -(-(b - offset) // width))) for a, b in ranges]
-        with self.changed:
-            self.verified = min(self.verified, self._again[0][0])  # What comes anew is judged anew.
         return ranges
 
     def finish(self, path: Path) -> None:
-        """See Judge: all of a local file."""
+        """Judge a whole local file. Raises IntegrityError or DatasetError."""
         size = path.stat().st_size
         if size != self.num_bytes:
             raise DatasetError(f"{path}: expected {self.num_bytes} bytes, got {size}. Fetch it again.")
         self.advance(path, 0, size)
         if self._bad:
             raise self._error()
-
-    def wait(self, sample: int, timeout_s: float) -> bool:
-        """Wait until this sample, and all before it, are right; whether they are."""
-        with self.changed:
-            return self.changed.wait_for(lambda: self.verified > sample, timeout_s)
-
-    def sample(self, index: int, timeout_s: float) -> NDArray[Any] | None:
-        """A copy of one sample [L] that has its id, though its bytes may be coming anew; None if it is not there."""
-        ids = self.ids
-        if not self.wait(index, timeout_s) or (data := self._bytes) is None:
-            return None
-        assert self.vector is not None
-        width = self.seq_len * self.vector.kind.itemsize
-        first = self.vector.offset + index * width
-        copy = data[first : first + width].copy()
-        fits = int.from_bytes(hashlib.blake2b(copy.data, digest_size=8).digest(), "little") == int(ids[index])
-        return copy.view(self.vector.kind) if fits else None
 
     def close(self) -> None:
         """All is judged: drop the maps, however long the transfer that it was made for is remembered."""

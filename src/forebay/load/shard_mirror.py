@@ -21,11 +21,10 @@ from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, IntegrityError, UsageError
 from forebay.formats.foreign import token_kind
-from forebay.load.shard_check import SampleCheck
+from forebay.load.shard_folder import LIST_FILE, Pair, ShardFolder
 from forebay.sizes import words_of_bytes
 from forebay.store.large import Workers, head_of, head_origin
 from forebay.store.origins import Head, Origin, open_origin, read_small
-from forebay.store.shards import LIST_FILE, Pair, ShardFolder
 from forebay.store.targets import FolderTarget, Target, open_target
 
 _MOST_LIST_BYTES = 64 << 20
@@ -99,13 +98,8 @@ def mirror_shards(
     """
     origin = open_origin(source) if isinstance(source, (str, Path)) else source
     temporary = Path(temporary)
-    kind = None if token_dtype is None else token_kind(token_dtype)
-
-    def judge(index: int, ids: Path, num_bytes: int) -> SampleCheck:
-        return SampleCheck(index, ids, num_bytes, sequence_length, kind)
-
     folder = ShardFolder(
-        origin, temporary, judge,
+        origin, temporary, sequence_length, None if token_dtype is None else token_kind(token_dtype),
         generation=generation, prefix=prefix, max_workers=max_workers, chunk_size=chunk_size,
     )  # fmt: skip
     if origin.url in (str(destination), str(Path(destination).absolute())):
@@ -113,7 +107,7 @@ def mirror_shards(
     target = open_target(destination, temporary / "upload")
     say = on_progress or (lambda _: None)
     try:
-        mirror = _Mirror(folder, target, judge, say)
+        mirror = _Mirror(folder, target, say)
         there = folder.indexes()
         wanted = _wanted(shards, there)
         copied, skipped, sizes = mirror.run(wanted)
@@ -144,14 +138,8 @@ def _wanted(shards: Iterable[int] | slice | None, there: Sequence[int]) -> list[
 class _Mirror:
     """From one folder to one target."""
 
-    def __init__(
-        self,
-        folder: ShardFolder,
-        target: Target,
-        judge: Callable[[int, Path, int], SampleCheck],
-        say: Callable[[int], object],
-    ) -> None:
-        self._folder, self._target, self._judge, self._say = folder, target, judge, say
+    def __init__(self, folder: ShardFolder, target: Target, say: Callable[[int], object]) -> None:
+        self._folder, self._target, self._say = folder, target, say
 
     def run(self, wanted: Sequence[int]) -> tuple[list[int], list[int], dict[int, int]]:
         """Indexes copied, indexes skipped, bytes of each."""
@@ -174,7 +162,7 @@ class _Mirror:
             return True
         (tokens, head), (ids, _) = heads
         try:
-            self._judge(index, self._target.folder / ids, head.bytes).finish(self._target.folder / tokens)
+            self._folder.check(index, self._target.folder / ids, head.bytes).finish(self._target.folder / tokens)
         except (DatasetError, IntegrityError) as error:
             log.warning("%s Copying it again", error)
             return False

@@ -18,7 +18,8 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,9 +28,9 @@ import numpy as np
 from forebay.errors import UsageError
 from forebay.formats.foreign import token_kind
 from forebay.load.batch import IGNORE_INDEX, Batch
-from forebay.load.shard_check import SampleCheck
 from forebay.load.shard_dataset import Arrival, ShardDataset
-from forebay.load.shard_helper import LEAST_APART_BYTES, Helper
+from forebay.load.shard_folder import Pair
+from forebay.load.shard_helper import LEAST_APART_BYTES, obtain_apart, open_folder
 from forebay.order.shard_windows import (
     STEPS_PER_SHARD,
     Sampler,
@@ -39,9 +40,8 @@ from forebay.order.shard_windows import (
     window_sample_ids,
 )
 from forebay.sizes import words_of_bytes, words_of_rate
-from forebay.store.large import Fetched, Workers
-from forebay.store.origins import Patience, environment, open_origin
-from forebay.store.shards import Pair, ShardFolder
+from forebay.store.large import Workers
+from forebay.store.origins import environment
 
 COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
 COMMON_MEM_BYTES = 4 * 10**9
@@ -49,62 +49,8 @@ COMMON_SHARDS = 750 / 215  # of 215 GB, on a disk of 750 GB
 _LEAST_S = 1.0
 
 
-def check_room(folder: ShardFolder, index: int, wanted: Sequence[int], count: int) -> None:
-    """Refuse a disk without room for so many shards, and warn of one, or of a memory, smaller than is common.
-
-    Args:
-        index: The first that is fetched: all are taken to be of its size.
-        wanted: Of which what lies there by now counts as room.
-
-    Raises:
-        UsageError: With the figures.
-    """
-    one = folder.sizes(index)
-    held = sum(folder.on_disk(shard) for shard in wanted)
-    free = shutil.disk_usage(folder.folder).free
-    if free + held < count * one:
-        raise UsageError(
-            f"{folder.folder}: expected room for {count} shards of {words_of_bytes(one)} ({count * one} "
-            f"bytes), got {free + held} bytes ({held} of them hold shards). Nothing was fetched. Free "
-            f"{count * one - free - held} bytes, or choose another folder."
-        )
-    if free + held < COMMON_SHARDS * one:
-        log.warning(
-            "disk: room for %s in %s; %s or more is what runs like this have (750 GB for shards of 215 GB)",
-            words_of_bytes(free + held), folder.folder, words_of_bytes(int(COMMON_SHARDS * one)),
-        )  # fmt: skip
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if memory < COMMON_MEM_BYTES:
-        log.warning("memory: %s; 4 GB or more is what runs like this have", words_of_bytes(memory))
-
-
-def check_room_for(folder: ShardFolder, index: int) -> int:
-    """Refuse to begin a shard that has no room by now; its bytes.
-
-    Raises:
-        UsageError: With the figures.
-    """
-    size = folder.sizes(index)
-    need = max(0, size - folder.on_disk(index))
-    free = shutil.disk_usage(folder.tmp_dir).free
-    if free < need:
-        raise UsageError(
-            f"shard {index}: expected room for {need} bytes in {folder.tmp_dir}, got {free}. "
-            "Free space there; what was fetched is kept and resumed."
-        )
-    return size
-
-
-def tell_speed(index: int, num_bytes: int, seconds: float) -> None:
-    """Warn of a network slower than is common."""
-    if seconds > _LEAST_S and num_bytes / seconds < COMMON_BYTES_PER_S:
-        rate = words_of_rate(num_bytes / seconds)
-        log.warning("shard %d came at %s; runs like this have 1 Gb/s or more", index, rate)
-
-
 __all__ = ["ShardDataset", "SharedShardedDatasetManager"]
 
-_SECTION_BYTES = 64 << 20
 log = logging.getLogger("forebay.load")
 
 
@@ -121,8 +67,6 @@ class SharedShardedDatasetManager:
         keep_shards: Delete nothing.
         chunk_size, max_workers: Of downloads, see `store.large.plan_large`; `max_workers="all"`: one a range.
         tmp_dir: Where partial files lie; by default in `folder`. On another volume, a file is copied and judged anew.
-        first_batch: `shard`: begin when the first shard is there. `slice`: begin when its first samples are; all
-            shards are then mixed within sections of 64 MiB only, in the order of the download.
         steps_per_shard, reset_step, num_shards, remap: See `shard_of_step`; `num_shards` is listed if None.
         generation: Of the files of ids: `bin`, `npy`, or as found.
         token_dtype: uint16 or uint32; the shards must be of it. By default as they are.
@@ -132,7 +76,7 @@ class SharedShardedDatasetManager:
         patience_s: An attempt fails when no byte, or no answer, came for so long; a quarter more at the most.
         swap_patience_s: How long a swap waits for a shard whose download keeps failing.
         fetch: Upcoming shards come in a process of their own, of priority `nice`, or in threads of this one; shards
-            below 64 MiB, and with first_batch="slice" all, come in threads.
+            below 64 MiB come in threads.
 
     Raises:
         UsageError: If an argument or an environment variable is missing or wrong.
@@ -152,7 +96,6 @@ class SharedShardedDatasetManager:
         chunk_size: int | None = None,
         max_workers: Workers = None,
         tmp_dir: str | Path | None = None,
-        first_batch: Literal["shard", "slice"] = "shard",
         steps_per_shard: int = STEPS_PER_SHARD,
         reset_step: int | None = None,
         num_shards: int | None = None,
@@ -167,16 +110,10 @@ class SharedShardedDatasetManager:
         nice: int = 19,
     ) -> None:
         del comms
-        if (
-            sequence_length < 1
-            or not 0 <= rank < world_size
-            or least_shards < 2
-            or (first_batch, fetch) not in [(a, b) for a in ("shard", "slice") for b in ("process", "thread")]
-        ):
+        if sequence_length < 1 or not 0 <= rank < world_size or least_shards < 2 or fetch not in ("process", "thread"):
             raise UsageError(
-                "shards: expected sequence_length >= 1, 0 <= rank < world_size, least_shards >= 2, first_batch "
-                f"'shard' or 'slice', fetch 'process' or 'thread', got {sequence_length=}, {rank=}, {world_size=}, "
-                f"{least_shards=}, {first_batch=}, {fetch=}."
+                "shards: expected sequence_length >= 1, 0 <= rank < world_size, least_shards >= 2, fetch 'process' or "
+                f"'thread', got {sequence_length=}, {rank=}, {world_size=}, {least_shards=}, {fetch=}."
             )
         if any(index < 0 for pair in (remap or {}).items() for index in pair):
             raise UsageError(f"remap: expected indexes of shards, got {dict(remap or {})}.")
@@ -185,38 +122,30 @@ class SharedShardedDatasetManager:
         self.rank, self.world_size = rank, world_size
         self.local_rank = int(os.environ.get("LOCAL_RANK") or rank) if local_rank is None else local_rank
         self.keep_shards = keep_shards
-        self.first_batch = first_batch
         self.steps_per_shard, self.reset_step = steps_per_shard, reset_step
         self.remap = dict(remap or {})
         self.shard_index = -1
         self.active_dataset: ShardDataset | None = None
         self.upcoming_dataset: Arrival | None = None
-        self._arriving: Arrival | None = None
         self._num_shards = num_shards
-        self._kind = None if token_dtype is None else token_kind(token_dtype)
         self._least_shards = least_shards
         self._swap_patience_s = swap_patience_s
         self._old: set[int] = set()
         self._keep: set[int] = set()
         self._checked_room = False
-        self._stats: dict[str, Any] = {"start_s": 0.0, "stall_s": 0.0, "swaps": 0, "late_swaps": 0}
-        self._fetched = [0, 0.0]  # bytes, seconds
-        self._sizes: dict[int, int] = {}
+        self._stats: dict[str, Any] = {
+            "start_s": 0.0, "stall_s": 0.0, "swaps": 0, "late_swaps": 0, "fetched_bytes": 0, "fetch_s": 0.0,
+        }  # fmt: skip
         home = Path(folder if folder is not None else environment("DATASET_BINS_PATH", "shards")).absolute()
         source = "r2://" if url is None else str(url) if "://" in str(url) else str(Path(url).absolute())
-        origin = open_origin(source, patience=Patience.within(patience_s))
         settings: dict[str, Any] = {
-            "chunk_size": chunk_size, "max_workers": max_workers, "generation": generation, "prefix": prefix,
-            "patience_s": patience_s,
+            "sequence_length": sequence_length, "kind": None if token_dtype is None else token_kind(token_dtype),
+            "tmp_dir": None if tmp_dir is None else Path(tmp_dir).absolute(), "chunk_size": chunk_size,
+            "max_workers": max_workers, "generation": generation, "prefix": prefix, "patience_s": patience_s,
         }  # fmt: skip
-        there = None if Path(origin.url) == home else origin
-        tmp = None if tmp_dir is None else Path(tmp_dir).absolute()
-        self._folder = ShardFolder(there, home, self._make_check, tmp_dir=tmp, **settings)
-        kind = "" if self._kind is None else self._kind.str
-        self._helper = None
-        if fetch == "process" and there is not None and first_batch == "shard":
-            told = {**settings, "tmp_dir": tmp and str(tmp)}
-            self._helper = Helper(source, home, sequence_length, kind, told, nice)
+        self._folder = open_folder(source, home, settings)
+        self._obtain_apart = partial(obtain_apart, (source, home, settings), nice)
+        self._apart = fetch == "process" and self._folder.origin is not None
         if self.remap:
             log.warning("shards replaced as asked: %s", ", ".join(f"{a} by {b}" for a, b in self.remap.items()))
 
@@ -261,17 +190,13 @@ class SharedShardedDatasetManager:
         """
         if batch_size < 1 or batch_size % self.world_size:
             raise UsageError(f"batches: expected a multiple of {self.world_size} ranks, got {batch_size=}.")
-        if self.first_batch == "slice" and mode != "forebay":
-            raise UsageError(
-                "batches: expected mode='forebay' with first_batch='slice', got compat, which draws from all."
-            )
         step = start_step
         while stop_step is None or step < stop_step:
             data = self.at_step(step)
             turn, first = shard_turn(step, self.steps_per_shard, self.reset_step)
             places = window_sample_ids(
                 uid, step, len(data), inner_steps, batch_size, self.rank, self.world_size,
-                mode=mode, seed=seed, first_window=first, section=self._section(),
+                mode=mode, seed=seed, first_window=first,
             )  # fmt: skip
             for inner, part in enumerate(np.split(places, inner_steps)):
                 rows = np.full((len(part), self.sequence_length + 1), IGNORE_INDEX, np.int64)
@@ -295,11 +220,11 @@ class SharedShardedDatasetManager:
 
     def prepare_shard(self, shard_index: int) -> asyncio.Task[Pair]:
         """Fetch a shard without opening it. In a running event loop."""
-        arrival = self._start(self._mapped(shard_index), None)
+        arrival = self._start(self._mapped(shard_index))
 
         async def come() -> Pair:
             try:
-                await asyncio.to_thread(arrival.wait, "shard", 0.0)
+                await asyncio.to_thread(arrival.wait, 0.0)
                 assert arrival.pair is not None
                 return arrival.pair
             finally:
@@ -309,8 +234,8 @@ class SharedShardedDatasetManager:
 
     async def create_dataset(self, shard_index: int) -> ShardDataset:
         """Fetch a shard and open it; whoever calls closes it."""
-        arrival = self._start(self._mapped(shard_index), None)
-        await asyncio.to_thread(arrival.wait, "shard", 0.0)
+        arrival = self._start(self._mapped(shard_index))
+        await asyncio.to_thread(arrival.wait, 0.0)
         return arrival.open(self.sequence_length)
 
     def stats(self) -> dict[str, Any]:
@@ -319,21 +244,16 @@ class SharedShardedDatasetManager:
         coming = self.upcoming_dataset
         told = None if coming is None else {"index": coming.index, "received": coming.received, "total": coming.total}
         active = None if self.active_dataset is None else self.active_dataset.index
-        nbytes, seconds = self._fetched
-        for one in (coming, self._arriving):
-            if one is not None:
-                nbytes, seconds = nbytes + one.fetched_bytes, seconds + one.fetched_s
-        return {**self._stats, "fetched_bytes": nbytes, "fetch_s": seconds, "active": active, "upcoming": told}
+        return {**self._stats, "active": active, "upcoming": told}
 
     def close(self) -> None:
         """End what is under way; what was fetched stays, to be gone on with. May be called twice."""
-        for arrival in (self.upcoming_dataset, self._arriving):
-            if arrival is not None:
-                arrival.stop()
+        if self.upcoming_dataset is not None:
+            self.upcoming_dataset.stop()
         if self.active_dataset is not None:
             self.active_dataset.close()
         self._prune()
-        self.active_dataset = self.upcoming_dataset = self._arriving = None
+        self.active_dataset = self.upcoming_dataset = None
 
     def __enter__(self) -> SharedShardedDatasetManager:
         return self
@@ -354,17 +274,14 @@ class SharedShardedDatasetManager:
             arrival = None
         if arrival is None:
             self._check_room(index, upcoming)
-            arrival = self._start(index, None)
+            arrival = self._start(index)
         late = arrival.pair is None
         try:
-            waited_s = arrival.wait(self.first_batch, 0.0 if first else self._swap_patience_s)
+            waited_s = arrival.wait(0.0 if first else self._swap_patience_s)
         except BaseException:
             arrival.stop()
             raise
         old, self.active_dataset = self.active_dataset, arrival.open(self.sequence_length)
-        if self._arriving is not None:
-            self._count(self._arriving)
-        self._arriving = arrival
         self._stats["start_s" if first else "stall_s"] += waited_s
         if old is not None:
             self._stats["swaps"] += 1
@@ -376,7 +293,6 @@ class SharedShardedDatasetManager:
             old.close()
             self._old.add(old.index)
         self._follow(index, upcoming)
-        tell_speed(arrival.index, arrival.fetched_bytes, arrival.fetched_s)
 
     def _follow(self, index: int, upcoming: int) -> None:
         self._keep = {index, upcoming}
@@ -388,38 +304,67 @@ class SharedShardedDatasetManager:
         if coming is not None:
             coming.stop()
             self._old.add(coming.index)
-        assert self._arriving is not None
-        self.upcoming_dataset = self._start(upcoming, self._arriving)
+        self.upcoming_dataset = self._start(upcoming)
 
-    def _start(self, index: int, after: Arrival | None) -> Arrival:
-        obtain = self._folder.obtain if self.active_dataset is None else self._obtain  # nothing trains yet
-        return Arrival(self._folder, index, self._before, None if after is None else after.done, obtain)
+    def _start(self, index: int) -> Arrival:
+        return Arrival(index, self._folder.use(index), self._obtain)
 
-    def _before(self, index: int) -> None:
-        """Before each attempt, in the arrival's thread: is there room for it?"""
+    def _obtain(self, index: int, **given: Any) -> Pair:
+        """The shard, once there is room for it: by a process of its own, where training would feel it.
+
+        Raises:
+            UsageError: If there is no room by now, with the figures.
+        """
         self._prune()
-        if self._folder.origin is not None and self._folder.ready(index) is None:
-            self._sizes[index] = check_room_for(self._folder, index)
-
-    def _obtain(self, index: int, **given: Any) -> tuple[Pair, Fetched | None]:
-        """In a process of its own, where that is worth it."""
-        apart = self._helper is not None and self._sizes.get(index, 0) >= LEAST_APART_BYTES
-        if apart and self._folder.ready(index) is None:
-            assert self._helper is not None
-            return self._helper.obtain(index, **given)
-        return self._folder.obtain(index, **given)
+        folder, size = self._folder, 0
+        if folder.origin is not None and folder.ready(index) is None:
+            size = folder.sizes(index)
+            need, free = max(0, size - folder.on_disk(index)), shutil.disk_usage(folder.tmp_dir).free
+            if free < need:
+                raise UsageError(
+                    f"shard {index}: expected room for {need} bytes in {folder.tmp_dir}, got {free}. "
+                    "Free space there; what was fetched is kept and resumed."
+                )
+        apart = self._apart and self.active_dataset is not None and size >= LEAST_APART_BYTES
+        pair, fetched = (self._obtain_apart if apart else folder.obtain)(index, **given)
+        if fetched is not None:
+            self._stats["fetched_bytes"] += fetched.bytes_fetched
+            self._stats["fetch_s"] += fetched.seconds
+            if fetched.seconds > _LEAST_S and fetched.bytes_fetched / fetched.seconds < COMMON_BYTES_PER_S:
+                rate = words_of_rate(fetched.bytes_fetched / fetched.seconds)
+                log.warning("shard %d came at %s; runs like this have 1 Gb/s or more", index, rate)
+        return pair
 
     def _check_room(self, index: int, upcoming: int) -> None:
-        """Before the first byte: clean up, and refuse a disk that cannot do."""
-        if self._checked_room or self._folder.origin is None:
+        """Before the first byte: clean up, refuse a disk that cannot do, and warn of what is smaller than is common.
+
+        All shards are taken to be of the first one's size.
+        """
+        folder = self._folder
+        if self._checked_room or folder.origin is None:
             return
         self._checked_room = True
         if self.local_rank == 0:
             everything = set(range(self.num_shards)) | set(self.remap.values())
-            self._folder.clean(everything if self.keep_shards else {index, upcoming})
-        wanted = sorted(set(range(self.num_shards)) if self.keep_shards else {index, upcoming})
+            folder.clean(everything if self.keep_shards else {index, upcoming})
+        wanted = set(range(self.num_shards)) if self.keep_shards else {index, upcoming}
         count = len(wanted) if self.keep_shards else min(self._least_shards, self.num_shards)
-        check_room(self._folder, index, wanted, count)
+        one, held = folder.sizes(index), sum(map(folder.on_disk, wanted))
+        free = shutil.disk_usage(folder.folder).free
+        if free + held < count * one:
+            raise UsageError(
+                f"{folder.folder}: expected room for {count} shards of {words_of_bytes(one)} ({count * one} "
+                f"bytes), got {free + held} bytes ({held} of them hold shards). Nothing was fetched. Free "
+                f"{count * one - free - held} bytes, or choose another folder."
+            )
+        if free + held < COMMON_SHARDS * one:
+            log.warning(
+                "disk: room for %s in %s; %s or more is what runs like this have (750 GB for shards of 215 GB)",
+                words_of_bytes(free + held), folder.folder, words_of_bytes(int(COMMON_SHARDS * one)),
+            )  # fmt: skip
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if memory < COMMON_MEM_BYTES:
+            log.warning("memory: %s; 4 GB or more is what runs like this have", words_of_bytes(memory))
 
     def _prune(self) -> None:
         """Remove what was used up, on local rank 0, as soon as no rank uses it."""
@@ -428,16 +373,6 @@ class SharedShardedDatasetManager:
         for index in list(self._old - self._keep):
             if self._folder.remove(index):
                 self._old.discard(index)
-
-    def _count(self, arrival: Arrival) -> None:
-        self._fetched[0] += arrival.fetched_bytes
-        self._fetched[1] += arrival.fetched_s
-
-    def _make_check(self, index: int, ids: Path, num_bytes: int) -> SampleCheck:
-        return SampleCheck(index, ids, num_bytes, self.sequence_length, self._kind)
-
-    def _section(self) -> int:
-        return max(1, _SECTION_BYTES // (4 * self.sequence_length)) if self.first_batch == "slice" else 0
 
     def _shard(self, step: int) -> int:
         return shard_of_step(step, self.num_shards, self.steps_per_shard, self.reset_step, self.remap)

@@ -5,12 +5,13 @@ Hides which is which. A key is a slice's number among the slices of all datasets
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import queue
 import shutil
 import weakref
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,6 @@ from forebay.dataset.verified import user_cache
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.foreign import ForeignDataset
 from forebay.order.run import Run
-from forebay.threads import Supervised
 
 if TYPE_CHECKING:
     from forebay.load.fetches import Fetches
@@ -43,42 +43,10 @@ class CacheSettings:
 
     directory: str | Path
     budget_bytes: int
-    keep: Keep = "budget"
-    connections: int = 16
-    ahead_bytes: int | None = None
-    share: bool | str = False
-
-    @classmethod
-    def of(
-        cls,
-        directory: str | Path | None,
-        budget_bytes: int | None,
-        keep: Keep = "budget",
-        connections: int = 16,
-        ahead_bytes: int | None = None,
-        share: bool | str = False,
-    ) -> CacheSettings:
-        """The settings given; by default a directory of the user's, and a quarter of the free disk up to 64 GiB.
-
-        Raises:
-            UsageError: If a budget in memory is more than the machine's memory.
-        """
-        if directory is None:
-            directory = user_cache() / "slices"
-        in_memory = str(directory).partition(":")[0] == "ram"
-        if in_memory and budget_bytes is not None and hasattr(os, "sysconf"):
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            if budget_bytes > memory:
-                raise UsageError(
-                    f"cache_bytes: expected at most this machine's memory, {memory:,} bytes, for a cache in memory, "
-                    f"got {budget_bytes:,}. Lower it, or keep the cache on disk (cache='disk')."
-                )
-        if budget_bytes is None:
-            near = Path("/dev/shm") if in_memory else Path(directory)
-            while not near.exists():
-                near = near.parent
-            budget_bytes = min(_MOST_DEFAULT_BYTES, shutil.disk_usage(near).free // 4)
-        return cls(directory, int(budget_bytes), keep, connections, ahead_bytes, share)
+    keep: Keep
+    connections: int
+    ahead_bytes: int | None
+    share: bool | str
 
 
 class Slices:
@@ -344,21 +312,38 @@ def settings_for(
 ) -> CacheSettings | None:
     """The settings given, where any slice comes by way of the cache.
 
+    By default they are kept in a directory of the user's, in a quarter of what is free, up to 64 GiB.
+
     Raises:
-        UsageError: If none does and there is a budget, or a dataset is to be shared that is of no network.
+        UsageError: If none does and there is a budget, or a dataset is to be shared that is of no network, or a budget
+            in memory is more than the machine's memory.
     """
     for dataset in datasets if share else ():
         url = str(getattr(getattr(dataset, "origin", None), "url", dataset.path))
         if not url.startswith("forebay://"):
             raise UsageError(f"share: expected datasets of forebay://NETWORK/NAME, got {url}. Leave it out.")
-    if cached:
-        return CacheSettings.of(directory, budget_bytes, keep, connections, ahead_bytes, share)
-    if budget_bytes is not None:
+    if not cached:
+        if budget_bytes is None:
+            return None
         raise UsageError(
             f"cache_bytes: expected none for {datasets[0].path}, which is local and is read in place. Leave it out, "
             "or give a cache_dir to keep slices in (of a slow mount, say)."
         )
-    return None
+    directory = user_cache() / "slices" if directory is None else directory
+    in_memory = str(directory).partition(":")[0] == "ram"
+    if in_memory and budget_bytes is not None and hasattr(os, "sysconf"):
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if budget_bytes > memory:
+            raise UsageError(
+                f"cache_bytes: expected at most this machine's memory, {memory:,} bytes, for a cache in memory, "
+                f"got {budget_bytes:,}. Lower it, or keep the cache on disk (cache='disk')."
+            )
+    if budget_bytes is None:
+        near = Path("/dev/shm") if in_memory else Path(directory)
+        while not near.exists():
+            near = near.parent
+        budget_bytes = min(_MOST_DEFAULT_BYTES, shutil.disk_usage(near).free // 4)
+    return CacheSettings(directory, int(budget_bytes), keep, connections, ahead_bytes, share)
 
 
 def comes_by_cache(dataset: Dataset, cache_dir: str | Path | None) -> bool:
@@ -396,34 +381,27 @@ class ReadAhead:
     """
 
     def __init__(self) -> None:
-        self._paths: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
-        self._thread: Supervised | None = None
+        self._pool: ThreadPoolExecutor | None = None
 
     def request(self, paths: Iterable[Path]) -> None:
         """These will be read soon, in this order."""
         if not hasattr(os, "posix_fadvise"):
             return
+        self._pool = self._pool or ThreadPoolExecutor(1, "readahead")
         for path in paths:
-            self._paths.put(path)
-            if self._thread is None:
-                self._thread = Supervised(self._run, "readahead").start()
+            self._pool.submit(_advise, path)
 
     def close(self) -> None:
         """End the thread, after the file that it is at."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            while not self._paths.empty():
-                self._paths.get()
-            self._paths.put(None)
-            thread.join()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
 
-    def _run(self) -> None:
-        while (path := self._paths.get()) is not None:
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:
-                continue  # Who reads it says why.
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(descriptor)
+
+def _advise(path: Path) -> None:
+    with contextlib.suppress(OSError):  # Who reads it says why.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)

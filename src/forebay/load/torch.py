@@ -15,6 +15,7 @@ to receive it from 2 helpers 80 to 110 (PyTorch's DataLoader: 200 to 260, and 12
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,9 +35,10 @@ from forebay.load import parcels
 from forebay.load.adapt import check_style, named_arrays, state_after, steps_left
 from forebay.load.batch import Batch
 from forebay.load.loader import Loader
-from forebay.load.parcels import Board
 from forebay.load.sources import Mixture
 
+_BOARD_BYTES = 1 << 16
+_BOARD_HEADER = 16  # Mark, length of the state: int64 each.
 _BUNDLE_BYTES = 1 << 20
 _MOST_BUNDLED = 16  # Batches of a message.
 
@@ -65,7 +67,7 @@ class TokenDataset(IterableDataset):  # type: ignore[misc]  # PyTorch is not che
         check_style(style)
         self.style = style
         self.bundles: int | None = None  # Set in helpers of Forebay's DataLoader: batches of a message at most.
-        self._board = Board()
+        self._board = _Board()
         if isinstance(dataset, Loader):
             if arguments:
                 raise UsageError(f"{', '.join(arguments)}: expected none beside a Loader, which has its own.")
@@ -307,6 +309,50 @@ def dataloader(
 
 
 _OPTIONS = "pin_memory prefetch_factor persistent_workers multiprocessing_context timeout worker_init_fn generator"
+
+
+class _Board:
+    """A loader's state, or none; and which pass began last, of which epoch: in memory that helper processes share."""
+
+    def __init__(self) -> None:
+        self.__setstate__(torch.zeros(_BOARD_BYTES, dtype=torch.uint8))
+
+    def __getstate__(self) -> Any:
+        """The memory itself for a process that is being started; for anything else (a copy) what is in it."""
+        return self._memory
+
+    def __setstate__(self, memory: Any) -> None:
+        self._memory = memory.share_memory_()
+        self._bytes: NDArray[np.uint8] = memory.numpy()
+        self._numbers = self._bytes[:_BOARD_HEADER].view(np.int64)
+
+    def read(self) -> dict[str, Any] | None:
+        """The state written last, if any was."""
+        length = int(self._numbers[1])
+        return json.loads(self._bytes[_BOARD_HEADER : _BOARD_HEADER + length].tobytes()) if length else None
+
+    def write(self, state: dict[str, Any]) -> None:
+        """The next pass begins at `state`. Raises StateError if it is too long."""
+        text, most = json.dumps(state).encode(), _BOARD_BYTES - _BOARD_HEADER
+        if len(text) > most:
+            raise StateError(f"loader state: expected at most {most} bytes of JSON, got {len(text)}.")
+        self._bytes[_BOARD_HEADER : _BOARD_HEADER + len(text)] = np.frombuffer(text, np.uint8)
+        self._numbers[:] = 0, len(text)
+
+    def begin_pass(self, mark: int, first_epoch: int, at_first: bool) -> int:
+        """The epoch of the pass that all helpers know as `mark`: the one after the last pass's.
+
+        Args:
+            mark: In [0, 2**31); the same for all helpers of a pass.
+            first_epoch: Of the first pass since a state was written, and of this one if `at_first`.
+        """
+        value = int(self._numbers[0])
+        epoch = first_epoch
+        if value and not at_first:
+            epoch = (value & 0xFFFF_FFFF) - 1
+            epoch += value >> 32 != mark
+        self._numbers[0] = mark << 32 | epoch + 1
+        return epoch
 
 
 class _Parcel(dict[str, Any]):

@@ -179,11 +179,6 @@ class Epoch:
             places[~inside], samples[~inside] = self._read_lanes(positions[~inside])
         return places, samples
 
-    def slices_in(self, start: int, stop: int) -> I64:
-        """The indexes of the slices under [start, stop) of the epoch's sequence of samples, start < stop."""
-        first, last = self._places([start, stop - 1])
-        return self.slices[first : last + 1]
-
     def places_under(self, starts: I64, stops: I64) -> tuple[I64, I64]:
         """The places, in the order of slices, under each stretch [starts, stops) of the epoch's sequence.
 

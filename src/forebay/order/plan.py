@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.order.bijection import derive_key, permute
+from forebay.order.calendar import check_integer
 from forebay.order.epoch import Epoch, Lanes
 
 I64 = NDArray[np.int64]
@@ -32,7 +33,6 @@ SLICES_PER_LANE = (
     16  # By default at least: a lane has some three slices open, and slices at two lanes' border come twice.
 )
 _KEPT_SLICES = 1 << 12  # Epochs are kept for so many slices in all, and two in any case.
-_FUTURE_CHUNK = 1 << 16  # Positions that `future` looks at in one go: a few MB.
 
 
 def samples_per_slice(counts: I64, seq_len: int | None, layout: str = "tokens") -> I64:
@@ -143,10 +143,9 @@ class Order:
             raise UsageError("samples_per_slice: expected counts from 0 in one dimension.")
         for name, least in (("global_batch", 1), ("lanes", 1), ("window", 1), ("head", 0)):
             value = getattr(self, name)
-            if value is None and name != "global_batch":
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-                raise UsageError(f"{name}: expected an integer from {least}, got {value!r}.")
+            if value is None and name == "global_batch":
+                raise UsageError("global_batch: expected an integer from 1, got None.")
+            check_integer(name, value, least)
         counts.flags.writeable = False
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
@@ -190,11 +189,6 @@ class Order:
             return self.num_samples // self.global_batch
         return -(-self.num_samples // self.global_batch)
 
-    def batch_len(self, step: int) -> int:
-        """Samples in the global batch of a step: global_batch, or fewer in the epoch's last."""
-        self._check_step(step)
-        return min(self.global_batch, self.num_samples - step * self.global_batch)
-
     def share(self, epoch: int, step: int, rank: int, world_size: int) -> I64:
         """A rank's part of the global batch: int64 global sample ids.
 
@@ -206,28 +200,18 @@ class Order:
         """
         return self.sample_ids_at(epoch, self.positions(step, rank, world_size))
 
-    def shares(self, epoch: int, start: int, stop: int, rank: int, world_size: int) -> list[I64]:
-        """`share` of each step in [start, stop): a tenth of the cost of asking step by step for small batches."""
-        full = min(stop, self.num_samples // self.global_batch)  # Only the epoch's last batch may be short.
-        if start < full:
-            positions = self.shares_of(start * self.global_batch, self.global_batch, full - start, rank, world_size)
-            ids = self.sample_ids_at(epoch, positions.reshape(-1))
-            parts = list(ids.reshape(positions.shape))
-        else:
-            parts = []
-        return parts + [self.share(epoch, step, rank, world_size) for step in range(max(start, full), stop)]
-
     def positions(self, step: int, rank: int, world_size: int) -> I64:
         """The positions in the epoch, int64, that a rank takes at a step: sorted by lane, then by position."""
-        return self.share_of(step * self.global_batch, self.batch_len(step), rank, world_size)
-
-    def share_of(self, first: int, size: int, rank: int, world_size: int) -> I64:
-        """The positions, int64, of a rank's part of a batch of positions [first, first + size), sorted by lane."""
+        if not 0 <= step < self.steps_per_epoch:
+            raise UsageError(f"step: expected 0 <= step < {self.steps_per_epoch} (steps of an epoch), got {step}.")
+        first = step * self.global_batch
+        size = min(self.global_batch, self.num_samples - first)  # The epoch's last may be short.
         return self.shares_of(first, size, 1, rank, world_size).reshape(-1)
 
     def shares_of(self, first: int, size: int, num_steps: int, rank: int, world_size: int) -> I64:
-        """`share_of` for batches of one size, one after another: int64 [num_steps, samples of the share].
+        """The positions of a rank's parts of batches of one size, one after another: int64 [num_steps, samples].
 
+        The first batch has the positions [first, first + size); each part is sorted by lane.
         Where the lanes divide the batch, all have one pattern, and it is computed once.
         """
         low, high = part_of(size, rank, world_size)
@@ -257,72 +241,12 @@ class Order:
 
     def places_at(self, epoch: int, positions: I64) -> tuple[I64, I64]:
         """`sample_ids_at` as (slice index, sample within the slice), both int64 [K]. Quickest for neighbours."""
-        return self._epoch(epoch).read(positions) if self.shuffle else self.locate(positions)
+        return self.epoch_at(epoch).read(positions) if self.shuffle else self.locate(positions)
 
     def locate(self, sample_ids: I64) -> tuple[I64, I64]:
         """Global sample ids to (slice index, sample within the slice), both int64 of the same shape."""
         slices = np.searchsorted(self._ends, sample_ids, side="right")
         return slices, sample_ids - (self._ends[slices] - self.samples_per_slice[slices])
-
-    def future(
-        self, epoch: int, step: int, rank: int, world_size: int, num_steps: int | None = None
-    ) -> tuple[I64, I64]:
-        """The slices a rank will read from a step on, and the step at which each is read first.
-
-        Exact, so that a prefetcher fetches what will be read and evicts what is read last.
-
-        Args:
-            num_steps: How far to look; by default to the end of the epoch.
-
-        Returns:
-            (slices, steps), both int64 [K]: distinct slices by first use, and steps counted in the epoch.
-            A slice that is absent is not read again in [step, step + num_steps) by this rank.
-        """
-        stop = self.steps_per_epoch if num_steps is None else min(step + num_steps, self.steps_per_epoch)
-        per_step = max(1, self.global_batch // world_size)
-        chunk = max(1, _FUTURE_CHUNK // per_step)
-        first_use: dict[int, int] = {}
-        for start in range(step, stop, chunk):
-            parts = [self.positions(s, rank, world_size) for s in range(start, min(start + chunk, stop))]
-            steps = np.repeat(np.arange(start, start + len(parts)), [len(part) for part in parts])
-            slices, _ = self.locate(self.sample_ids_at(epoch, np.concatenate(parts)))
-            distinct, at = np.unique(slices, return_index=True)
-            for by_use in np.argsort(at, kind="stable"):
-                first_use.setdefault(int(distinct[by_use]), int(steps[at[by_use]]))
-        return np.array(list(first_use), np.int64), np.array(list(first_use.values()), np.int64)
-
-    def open_slices(self, epoch: int, step: int) -> I64:
-        """The slices of all windows open at a step, over all ranks: what a whole cluster's caches need now.
-
-        Every sample of the step lies in them. Bound: each lane opens at most two windows in a step of up to
-        lanes * window samples; a window of w samples lies in at most 2 + (w - 2) // m slices, where m is the
-        fewest samples of any slice that has some (w >= 2).
-
-        Returns:
-            int64 [K], distinct, ascending.
-        """
-        size = self.batch_len(step)
-        first = step * self.global_batch
-        if not self.shuffle:
-            slices, _ = self.locate(np.array([first, first + size - 1]))
-            span = np.arange(slices[0], slices[1] + 1, dtype=np.int64)
-            return span[self.samples_per_slice[span] > 0]
-        one = self._epoch(epoch)
-        lane = np.arange(min(self.num_lanes, self.num_samples), dtype=np.int64)
-        low, high = one.lanes.taken(first, lane), one.lanes.taken(first + size, lane)
-        starts = one.lanes.start(lane) + one.lanes.window_start(lane, one.lanes.window_of(lane, low))
-        stops = one.lanes.start(lane) + one.lanes.window_stop(lane, one.lanes.window_of(lane, high - 1))
-        spans = [(0, 1)] if first < one.lanes.head else []
-        spans += [(starts[i], stops[i]) for i in np.flatnonzero(low < high)]
-        return np.unique(np.concatenate([one.slices_in(int(start), int(stop)) for start, stop in spans]))
-
-    def epoch_at(self, epoch: int) -> Epoch:
-        """The tables of an epoch, shared by all who read it. Without shuffling there is none.
-
-        Raises:
-            UsageError: If the epoch is negative.
-        """
-        return self._epoch(epoch)
 
     def _head_samples(self) -> int:
         if not self.shuffle or self.num_samples == 0 or self.head == 0:
@@ -330,7 +254,12 @@ class Order:
         first = int(self.samples_per_slice[self._slices_at(0, 1)[0]])
         return min(first, self.num_samples // 8 if self.head is None else self.head)
 
-    def _epoch(self, epoch: int) -> Epoch:
+    def epoch_at(self, epoch: int) -> Epoch:
+        """The tables of an epoch, shared by all who read it. Without shuffling there is none.
+
+        Raises:
+            UsageError: If the epoch is negative.
+        """
         if epoch < 0:
             raise UsageError(f"epoch: expected an integer from 0, got {epoch}.")
         found = self._epochs.get(epoch)
@@ -353,7 +282,3 @@ class Order:
         index = np.arange(num_used if num_places is None else num_places, dtype=np.uint64)
         slices = permute(index, num_used, derive_key(self.seed, "slices", epoch)).view(np.int64)
         return slices if self._used is None else self._used[slices]
-
-    def _check_step(self, step: int) -> None:
-        if not 0 <= step < self.steps_per_epoch:
-            raise UsageError(f"step: expected 0 <= step < {self.steps_per_epoch} (steps of an epoch), got {step}.")

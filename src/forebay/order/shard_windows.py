@@ -75,7 +75,6 @@ def window_sample_ids(
     mode: Sampler = "compat",
     seed: int = 42,
     first_window: int = 0,
-    section: int = 0,
 ) -> NDArray[np.int64]:
     """Where in a shard the samples of one window stand, for one rank.
 
@@ -88,8 +87,6 @@ def window_sample_ids(
         mode: `compat`: as Templar draws; `forebay`: see the module.
         seed, first_window: Of `forebay`: the run's seed, and the window at which the shard began. All samples of a
             shard are read once before one is read again.
-        section: Of `forebay`: mix within so many samples only, one section after the other, as they are downloaded;
-            0: within the shard.
 
     Returns:
         int64 [about steps * batch / world], indexes in [0, dataset_len).
@@ -122,8 +119,8 @@ def window_sample_ids(
     passes = places // np.uint64(dataset_len)
     for turn in np.unique(passes).tolist():
         here = passes == turn
-        at = places[here] - np.uint64(turn * dataset_len)
-        out[here] = _mixed(at, dataset_len, section or dataset_len, (seed, uid, first_window, int(turn)))
+        key = derive_key(seed, "shard window", uid, first_window, int(turn), 0)
+        out[here] = permute(places[here] - np.uint64(turn * dataset_len), dataset_len, key).astype(np.int64)
     return out
 
 
@@ -134,16 +131,3 @@ def receipt(sample_ids: NDArray[np.uint64]) -> tuple[str, int]:
     """
     ids = np.sort(np.asarray(sample_ids, "<u8"))
     return hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest(), len(ids)
-
-
-def _mixed(at: NDArray[np.uint64], num_samples: int, section: int, key: tuple[int, int, int, int]) -> NDArray[np.int64]:
-    """Places of one pass to samples: section by section, mixed within each."""
-    out = np.empty(len(at), np.int64)
-    seed, *of_pass = key
-    sections = at // np.uint64(section)
-    for one in np.unique(sections).tolist():
-        here, first = sections == one, int(one) * section
-        named = derive_key(seed, "shard window", *of_pass, int(one))
-        size = min(section, num_samples - first)
-        out[here] = permute(at[here] - np.uint64(first), size, named).astype(np.int64) + first
-    return out

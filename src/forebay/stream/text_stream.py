@@ -22,9 +22,10 @@ import numpy as np
 
 from forebay.errors import DatasetError, UsageError
 from forebay.load.ahead import run_ahead
-from forebay.load.arguments import batch_sizes, check_choice, check_integer, rank_of_world, token_dtype
+from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, token_dtype
 from forebay.load.batch import IGNORE_INDEX, Batch
 from forebay.order.bijection import derive_key
+from forebay.order.calendar import check_integer
 from forebay.prepare.read import ReadOptions
 from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer
 from forebay.stream.buffer import ShuffleBuffer

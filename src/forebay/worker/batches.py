@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import StateError
-from forebay.load.arguments import check_choice, check_integer, rank_of_world
+from forebay.load.arguments import check_choice, rank_of_world
 from forebay.load.batch import Batch
+from forebay.order.calendar import check_integer
 
 
 class Batches(ABC):

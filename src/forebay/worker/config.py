@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forebay.errors import UsageError
-from forebay.load.arguments import check_choice, check_integer
+from forebay.load.arguments import check_choice
+from forebay.order.calendar import check_integer
 from forebay.worker.catalog import CatalogEntry, find_entry
 from forebay.worker.trainer import check_trainer
 

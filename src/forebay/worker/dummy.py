@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import StateError
-from forebay.load.arguments import check_integer, rank_of_world
+from forebay.load.arguments import rank_of_world
 from forebay.load.batch import Batch
 from forebay.order.bijection import derive_key, permute, random_words
+from forebay.order.calendar import check_integer
 from forebay.worker.batches import Batches
 
 Integers = NDArray[np.int64]

@@ -20,8 +20,8 @@ from urllib.parse import quote
 from tqdm import tqdm
 
 from forebay.errors import DownloadError, MissingPackageError, StateError, UsageError
-from forebay.load.arguments import check_integer
 from forebay.load.batch import Batch
+from forebay.order.calendar import check_integer
 from forebay.prepare.read.hub import PREFIX, find_dataset, parse_url
 from forebay.prepare.read.hub_cache import HubCopy, download_hub
 from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer

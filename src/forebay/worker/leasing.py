@@ -74,10 +74,32 @@ def open_session(directory: Path) -> Session:
 
 @dataclass(frozen=True)
 class LeaseSettings:
-    """What a worker is told: see `run_worker`. UsageError if a value is out of range."""
+    """What a worker is told.
+
+    Args:
+        name: The job's, by which the scheduler is found; "" takes whatever job the scheduler gives, and needs its
+            address.
+        cache_dir, cache_bytes: Where verified slices lie and how much they may take, partial ones included.
+        batch_size: Samples in a step; the last step of a slice may have fewer.
+        scheduler: `host:port`; None finds it in the DHT.
+        trainer: auto, count, none, or FILE.py:NAME of a program of one's own.
+        receipt_s: A lost lease wastes at most the samples used in this time, and two steps; what was used is
+            acknowledged twice as often.
+        patience_s: How long a scheduler, or providers, that do not answer are waited for. After 2.5 s a warning is
+            logged that says what for.
+        ahead: Leases beyond the one in use, 1 to 15; None: as many as keep the fetching ahead.
+        fetches: Slices fetched at once.
+        share: `host:port` where other workers get what this one cached, 0 for a free port, `0.0.0.0` or no host for
+            every address of this machine; None: nowhere.
+        upload_bytes_per_s: What it sends to them at most.
+        from_urls: Which URLs that data nodes stand for are read: none, `public` or `any` (see store.foreign).
+
+    Raises:
+        UsageError: If a value is out of range.
+    """
 
     name: str
-    cache_dir: Path
+    cache_dir: str | Path
     cache_bytes: int
     batch_size: int
     scheduler: str | None = None
@@ -119,53 +141,25 @@ def run_worker(
     name: str,
     *,
     discovery: Discovery | None = None,
-    scheduler: str | None = None,
-    cache_dir: str | Path,
-    cache_bytes: int,
-    batch_size: int,
-    trainer: str = "auto",
     on_progress: Callable[[dict[str, Any]], None] | None = None,
-    stop: threading.Event | None = None,
-    receipt_s: float = 1.0,
-    patience_s: float = 60.0,
-    ahead: int | None = None,
-    fetches: int = MAX_FETCHES,
-    share: str | None = None,
-    upload_bytes_per_s: float | None = None,
     on_batch: OnBatch | None = None,
-    from_urls: FromUrls = "",
+    stop: threading.Event | None = None,
+    **options: Any,
 ) -> WorkerReport:
     """Works until every sample of the job is used, or until `stop` is set: then it settles up and returns.
 
     Args:
-        name: The job's, by which the scheduler is found; "" takes whatever job the scheduler gives, and needs its
-            address.
-        scheduler: `host:port`; None finds it in the DHT.
-        cache_dir, cache_bytes: Where verified slices lie and how much they may take, partial ones included.
-        batch_size: Samples in a step; the last step of a slice may have fewer.
-        trainer: auto, count, none, or FILE.py:NAME of a program of one's own.
+        discovery: The DHT; not needed with a scheduler's address.
         on_progress: Called every half second with step, samples, tokens, tokens_per_s, wait_share and loss.
-        receipt_s: A lost lease wastes at most the samples used in this time, and two steps; what was used is
-            acknowledged twice as often.
-        patience_s: How long a scheduler, or providers, that do not answer are waited for. After 2.5 s a warning is
-            logged that says what for.
-        ahead: Leases beyond the one in use, 1 to 15; None: as many as keep the fetching ahead.
-        fetches: Slices fetched at once.
-        share: `host:port` where other workers get what this one cached, 0 for a free port, `0.0.0.0` or no host for
-            every address of this machine; None: nowhere.
-        upload_bytes_per_s: What it sends to them at most.
         on_batch: Called after each step with the batch (`inputs` and `labels`, or the tensors of a row layout)
             and its global sample ids, int64 [B].
-        from_urls: Which URLs that data nodes stand for are read: none, `public` or `any` (see store.foreign).
+        options: The other fields of `LeaseSettings`, by name; `cache_dir`, `cache_bytes` and `batch_size` are needed.
 
     Raises:
         NetworkError: If the scheduler, or all providers, stay away longer than `patience_s`.
         UsageError: If a slice does not fit the cache, or the trainer does not fit the data.
     """
-    settings = LeaseSettings(
-        name, Path(cache_dir), cache_bytes, batch_size, scheduler, trainer, receipt_s, patience_s, ahead, fetches,
-        share, upload_bytes_per_s, from_urls,
-    )  # fmt: skip
+    settings = LeaseSettings(name, **options)
     stop = stop or threading.Event()
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(contextlib.closing(Client(identity)))

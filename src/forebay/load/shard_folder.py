@@ -8,9 +8,7 @@ judged again before it is used. Only what was fetched here is ever removed, and 
 Disk: the pairs that are kept and one partial.
 """
 
-import contextlib
 import errno
-import hashlib
 import json
 import logging
 import re
@@ -18,19 +16,20 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+import numpy as np
+
+from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, IntegrityError, UsageError
+from forebay.load.shard_check import LEAST_HEAD, SampleCheck
 from forebay.storage.atomic import atomic_write, remove_stale
 from forebay.store.large import Fetched, Workers, fetch_part, head_of, head_origin, part_path, place, plan_large
 from forebay.store.locks import EXCLUSIVE, SHARED, Lock, is_locked, take, try_take
 from forebay.store.origins import ChangedError, Head, Origin, PassingError, RefusedError
-from forebay.store.pieces import Check
 
 LIST_FILE = "shards.json"
 LIST_FORMAT = "forebay shards 2"
-_HEAD_BYTES = 12 << 10
-_MOST_TRIES = 8
 _MOST_DROPPED = 4 << 30
 _ROUNDS = 8
 _WAIT_S = 0.1
@@ -46,19 +45,6 @@ class Pair:
     tokens: Path
     ids: Path
     num_bytes: int
-
-
-class Judge(Check, Protocol):
-    """Compares tokens with their ids. Made when the ids are there; `piece_bytes` are fetched again at once."""
-
-    piece_bytes: int
-
-    def finish(self, path: Path) -> None:
-        """Judge a whole local file. Raises IntegrityError or DatasetError."""
-
-
-MakeJudge = Callable[[int, Path, int], Judge]
-"""Of (shard, file of ids, bytes of the tokens' file)."""
 
 
 class Marks:
@@ -100,48 +86,13 @@ class Marks:
         return bool(state) and state in (self.read(index).get("judged"), self._known.get(index))
 
 
-class Doubt:
-    """Whether what came wrong is wrong at its origin, or was damaged on its way: the same wrong bytes twice tell.
-
-    Of one shard's two partial files, while it is fetched.
-    """
-
-    def __init__(self) -> None:
-        self._seen: set[bytes] = set()
-        self._wrong: dict[bytes, IntegrityError] = {}  # by the digest of the ids
-
-    def again(self, error: IntegrityError | DatasetError, ids: Path, tokens: Path) -> bool:
-        """Whether to fetch the ids again, and where a header was wrong, the tokens; what is in doubt is removed."""
-        if not ids.exists() or len(self._seen) == _MOST_TRIES:
-            return False
-        digest = hashlib.blake2b(ids.read_bytes())
-        header = isinstance(error, DatasetError) and tokens.exists()
-        if header:
-            with tokens.open("rb") as file:
-                digest.update(file.read(_HEAD_BYTES))
-        if digest.digest() in self._seen:
-            return False
-        self._seen.add(digest.digest())
-        if isinstance(error, IntegrityError):
-            self._wrong[digest.digest()] = error
-        ids.unlink()
-        if header and tokens.stat().st_blocks * 512 <= _MOST_DROPPED:  # it is found when the first bytes are there
-            with contextlib.suppress(FileNotFoundError):
-                tokens.unlink()
-        return True
-
-    def check(self, ids: Path) -> None:
-        """Raise what was wrong before, if the ids that were fetched again are the same."""
-        if self._wrong and (error := self._wrong.get(hashlib.blake2b(ids.read_bytes()).digest())) is not None:
-            raise error
-
-
 class ShardFolder:
     """A directory of shards and where they come from. Processes share the directory, threads the object.
 
     Args:
         origin: None: all there will be is there.
         folder, tmp_dir: Made if absent.
+        sequence_length, kind: As `SampleCheck` takes them.
         generation: Of the ids' file; `auto`: as it is found.
         prefix: `train` or `anneal`.
     """
@@ -150,7 +101,8 @@ class ShardFolder:
         self,
         origin: Origin | None,
         folder: Path,
-        make_judge: MakeJudge,
+        sequence_length: int = 0,
+        kind: np.dtype[Any] | None = None,
         *,
         tmp_dir: Path | None = None,
         chunk_size: int | None = None,
@@ -163,7 +115,7 @@ class ShardFolder:
         self.origin = None if origin is None else head_origin(origin)
         self.folder = folder
         self.tmp_dir = tmp_dir or folder
-        self._make_judge = make_judge
+        self._sequence_length, self._kind = sequence_length, kind
         self._chunk_size, self._max_workers = chunk_size, max_workers
         self._prefix = prefix
         self._suffixes = {"auto": ("npy", "bin"), "bin": ("bin",), "npy": ("npy",)}[generation]
@@ -212,10 +164,28 @@ class ShardFolder:
             return pair.num_bytes
         return sum(head.bytes for _, head in self.heads(index, stop))
 
+    def check(self, index: int, ids: Path, num_bytes: int) -> SampleCheck:
+        """What compares the tokens of a shard, a file of so many bytes, with these ids."""
+        return SampleCheck(index, ids, num_bytes, self._sequence_length, self._kind)
+
     def heads(self, index: int, stop: threading.Event | None = None) -> list[tuple[str, Head]]:
         """Names and heads of a shard's tokens and ids at the origin. Errors as of `head_of`."""
-        tokens, name, ids = self._heads(index, stop)
-        return [(self.tokens_name(index), tokens), (name, ids)]
+        if self.origin is None:
+            raise DatasetError(
+                f"{self.folder}: expected shard {index} ({self.tokens_name(index)} and its ids), got none. Copy it "
+                "there, or give a url to fetch it from."
+            )
+        names = [self.tokens_name(index), *(self.ids_name(index, suffix) for suffix in self._suffixes)]
+        found: list[tuple[str, Head]] = []
+        for name in names:
+            try:
+                found.append((name, head_of(self.origin, name, patience_s=self._patience_s, stop=stop)))
+            except DatasetError:
+                if name in (names[0], names[-1]):
+                    raise
+            if len(found) == 2:
+                break
+        return found
 
     def on_disk(self, index: int) -> int:
         """Bytes of it that lie here by now, partial ones included."""
@@ -245,13 +215,11 @@ class ShardFolder:
         *,
         stop: threading.Event,
         on_progress: Callable[[int, int], object] | None = None,
-        on_judge: Callable[[Judge], object] | None = None,
     ) -> tuple[Pair, Fetched | None]:
         """The pair, fetched by one process of the machine while the others wait; None if it was not by this one.
 
         Args:
             stop: Gives it up, with TransferCancelledError or UsageError.
-            on_judge: Told of the judge of the tokens that are being fetched.
 
         Raises:
             DatasetError: If there is no such shard, or a file is malformed.
@@ -272,11 +240,8 @@ class ShardFolder:
         with lock:
             if (pair := self.ready(index)) is not None:
                 return pair, None
-            if self._judge_local(index):
-                pair, fetched = self.ready(index), None
-            else:
-                fetched = self._fetch(index, stop, on_progress, on_judge)
-                pair = self.ready(index)
+            fetched = None if self._judge_local(index) else self._fetch(index, stop, on_progress)
+            pair = self.ready(index)
             assert pair is not None
             return pair, fetched
 
@@ -317,33 +282,32 @@ class ShardFolder:
             if index not in keep:
                 self.remove(index)
 
-    def _fetch(
-        self,
-        index: int,
-        stop: threading.Event,
-        on_progress: Callable[[int, int], object] | None,
-        on_judge: Callable[[Judge], object] | None,
-    ) -> Fetched:
-        if self.origin is None:
-            raise DatasetError(
-                f"{self.folder}: expected shard {index} ({self.tokens_name(index)} and its ids), got none. Copy it "
-                "there, or give a url to fetch it from."
-            )
-        self._marks.begin(index)
-        doubt = Doubt()
+    def _fetch(self, index: int, stop: threading.Event, on_progress: Callable[[int, int], object] | None) -> Fetched:
+        """Fetch the pair; ids or a header that do not fit are fetched again, until they come the same again."""
+        wrong: set[str] = set()  # The digests of ids and header that did not fit.
         for left in range(_ROUNDS, -1, -1):
-            head, ids_name, ids_head = self._heads(index, stop)
-            ids_part = part_path(self.tmp_dir, ids_name, ids_head)
-            part = part_path(self.tmp_dir, self.tokens_name(index), head)
+            (name, head), (ids_name, ids_head) = self.heads(index, stop)
+            part, ids_part = part_path(self.tmp_dir, name, head), part_path(self.tmp_dir, ids_name, ids_head)
+            self._marks.begin(index)
             try:
-                return self._fetch_once(index, head, ids_name, ids_head, doubt, stop, on_progress, on_judge)
+                return self._fetch_once(index, head, part, ids_name, ids_head, ids_part, stop, on_progress)
             except ChangedError as error:
                 if not left:
                     raise
                 log.warning("%s; fetching the shard from its start", error)
             except (IntegrityError, DatasetError) as error:
-                if not left or not doubt.again(error, ids_part, part):
+                if not left or not ids_part.exists():
                     raise
+                digest, of_header = hash_file(ids_part), isinstance(error, DatasetError) and part.exists()
+                if of_header:
+                    with part.open("rb") as file:
+                        digest += file.read(LEAST_HEAD).hex()
+                if digest in wrong:
+                    raise
+                wrong.add(digest)
+                ids_part.unlink()
+                if of_header and part.stat().st_blocks * 512 <= _MOST_DROPPED:  # found when the first bytes are there
+                    part.unlink(missing_ok=True)
                 log.warning("%s Fetching the ids again", error)
         raise AssertionError
 
@@ -351,36 +315,28 @@ class ShardFolder:
         self,
         index: int,
         head: Head,
+        part: Path,
         ids_name: str,
         ids_head: Head,
-        doubt: Doubt,
+        ids_part: Path,
         stop: threading.Event,
         on_progress: Callable[[int, int], object] | None,
-        on_judge: Callable[[Judge], object] | None,
     ) -> Fetched:
         """The ids first, as nothing can be judged without; then the tokens, judged as they come."""
         assert self.origin is not None
-        listed = self._listed(stop).get(index, "")
         name = self.tokens_name(index)
-        ids_part = part_path(self.tmp_dir, ids_name, ids_head)
-        part = part_path(self.tmp_dir, name, head)
         settings: dict[str, Any] = {"patience_s": self._patience_s, "stop": stop}
-        fetch_part(
-            self.origin, ids_name, ids_head, ids_part, plan_large(ids_head.bytes, None, self._max_workers),
-            sha256=listed, **settings,
-        )  # fmt: skip
-        doubt.check(ids_part)
+        plan = plan_large(ids_head.bytes, None, self._max_workers)
+        listed = self._listed(stop).get(index, "")
+        fetch_part(self.origin, ids_name, ids_head, ids_part, plan, sha256=listed, **settings)
         plan = plan_large(head.bytes, self._chunk_size, self._max_workers)
-        judge = self._make_judge(index, ids_part, head.bytes)
-        judge.piece_bytes = plan.piece_bytes
-        if on_judge is not None:
-            on_judge(judge)
-        got = fetch_part(
-            self.origin, name, head, part, plan, check=judge, on_progress=on_progress, **settings
-        )  # fmt: skip
+        check = self.check(index, ids_part, head.bytes)
+        check.piece_bytes = plan.piece_bytes
+        got = fetch_part(self.origin, name, head, part, plan, check=check, on_progress=on_progress, **settings)
+        check.close()
         tokens, ids = self.folder / name, self.folder / ids_name
         place(ids_part, ids)
-        place(part, tokens, self._make_judge(index, ids, head.bytes).finish)
+        place(part, tokens, self.check(index, ids, head.bytes).finish)
         self._set_mark(index, tokens, ids, True)
         for path in [*self.tmp_dir.glob(f".{name}.*.part"), *self.tmp_dir.glob(f".{ids_name}.*.part")]:
             path.unlink(missing_ok=True)  # of a start that was killed between the two names
@@ -395,7 +351,7 @@ class ShardFolder:
             log.info("shard %d lies in %s already: comparing all its samples with their ids", index, self.folder)
             fetched = bool(self._marks.read(index).get("fetched"))
             try:
-                self._make_judge(index, ids, tokens.stat().st_size).finish(tokens)
+                self.check(index, ids, tokens.stat().st_size).finish(tokens)
             except (DatasetError, IntegrityError) as error:
                 if not fetched:
                     raise
@@ -406,20 +362,6 @@ class ShardFolder:
             self._set_mark(index, tokens, ids, fetched)
             return True
         return False
-
-    def _heads(self, index: int, stop: threading.Event | None) -> tuple[Head, str, Head]:
-        """(head of the tokens, name and head of the ids) at the origin."""
-        if self.origin is None:
-            raise DatasetError(f"{self.folder}: expected shard {index}, got none. Copy it there.")
-        tokens = head_of(self.origin, self.tokens_name(index), patience_s=self._patience_s, stop=stop)
-        for suffix in self._suffixes:
-            name = self.ids_name(index, suffix)
-            try:
-                return tokens, name, head_of(self.origin, name, patience_s=self._patience_s, stop=stop)
-            except DatasetError:
-                if suffix == self._suffixes[-1]:
-                    raise
-        raise AssertionError
 
     def _names_at(self, stop: threading.Event | None) -> list[str]:
         """What the origin lists; where it cannot list, the names that it has one after the other."""
