@@ -23,7 +23,7 @@ from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network import client as peers
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
-from forebay.network.discovery import find_providers, parse_claim, record_key
+from forebay.network.discovery import MAX_CLAIMS_BYTES, find_providers, parse_claim, record_key
 from forebay.network.identity import Identity, Peer, create_network, join, revoke
 from forebay.serve import DataNode
 from local_discovery import LocalDiscovery
@@ -199,19 +199,20 @@ def test_stop_finishes_the_download_in_flight(
 
 def test_announcements_are_refreshed(dataset: Dataset, make_identity: Make, client: Client) -> None:
     class Counting(LocalDiscovery):
-        calls = 0
+        calls, away = 0, False
 
         def announce(self, key: bytes, port: int) -> None:
             self.calls += 1
-            if self.calls == 2:
+            if self.away:
                 raise NetworkError("the network is away for a moment")
             super().announce(key, port)
 
     table = Counting()
     with DataNode(make_identity("data"), [dataset], "127.0.0.1", 0, table, ttl_s=0.3) as node:
-        until(lambda: table.calls >= 2 and "away" in node.status()["announce_error"])
-        until(lambda: table.calls >= 4)
-        assert node.status()["announce_error"] == ""
+        table.away = True
+        until(lambda: "away" in node.status()["announce_error"])
+        table.away = False
+        until(lambda: node.status()["announce_error"] == "")
         first = node.claims(node.identity.as_peer)[0]["expires_at"]
         until(lambda: node.claims(node.identity.as_peer)[0]["expires_at"] > first + 0.3)
     calls = table.calls
@@ -229,6 +230,23 @@ def test_claims_are_the_signers_own(node: DataNode, client: Client, make_identit
             parse_claim(bad, peer)
     with pytest.raises(ProtocolViolation):
         parse_claim(good, Peer(other.peer_id, other.public_key, "other"))
+
+
+def test_a_node_of_many_datasets_is_found_by_each_name(make_identity: Make, tmp_path: Path) -> None:
+    """All its claims together are larger than what a reader takes in one answer."""
+    datasets = []
+    for i in range(200):
+        slices = tmp_path / "many" / f"{i:03}" / "slices"
+        slices.mkdir(parents=True)
+        write_token_slice(slices / "0.safetensors", np.full(4, i, np.uint16), np.array([4], np.uint64))
+        datasets.append(adopt(slices.parent, f"corpus {i:03} ä&b"))
+    table = LocalDiscovery()
+    with DataNode(make_identity("data"), datasets, "127.0.0.1", 0, table) as node, Client(make_identity("r")) as client:
+        everything = client.get_bytes(node.address, "/v1/claims", 1 << 20)
+        assert len(everything) > MAX_CLAIMS_BYTES
+        for one in (datasets[0], datasets[199]):
+            found = find_providers(table, client, node.identity.network_id, one.name, 5.0)
+            assert [(claim.name, claim.dataset_id) for claim in found] == [(one.name, one.id)]
 
 
 def test_the_same_dataset_twice_is_refused(dataset: Dataset, make_identity: Make) -> None:

@@ -98,7 +98,7 @@ def test_only_role_data_is_an_origin_and_only_of_what_it_covers(
         with liar:
             assert find_providers(table, client, liar.identity.network_id, NAME, 1.0) == []
             with contextlib.suppress(WrongPeerError):
-                assert read_claims(client, liar.address) == []
+                assert read_claims(client, liar.address, NAME) == []
 
 
 def test_a_scheduler_must_be_certified_as_one(
@@ -435,7 +435,7 @@ def test_an_observer_sees_no_name_and_no_bytes(
     tapped.start()
     at, row = f"{HOST}:{listener.getsockname()[1]}", dataset.table.row(0)
     body = client.get_bytes(at, f"/v1/slices/{row.sha256}", 1 << 20)
-    assert read_claims(client, at)[0].name == NAME
+    assert read_claims(client, at, NAME)[0].name == NAME
     client.close()
     tapped.join(20)
     listener.close()
@@ -453,7 +453,7 @@ def test_claims_of_another_peer_are_refused(node: DataNode, make_identity: Make,
     with DataNode(liar, [], HOST, 0, None) as false, Client(make_identity("asker")) as asker:
         false.claims = node.claims  # type: ignore[method-assign]
         table.announce(key, false.port)
-        assert node.claims(asker.identity.as_peer) and read_claims(asker, false.address) == []
+        assert node.claims(asker.identity.as_peer) and read_claims(asker, false.address, NAME) == []
         found = find_providers(table, asker, node.identity.network_id, NAME, 1.0)
         assert [claim.peer_id for claim in found] == [node.identity.peer_id]
 

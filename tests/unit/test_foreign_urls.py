@@ -151,7 +151,7 @@ def test_a_bad_claim_is_left_out_and_the_others_stand(make_identity: Make) -> No
                         .partition(b"\r\n\r\n")[2])["claims"]  # fmt: skip
     claims += [5, None, {}, {**claims[0], "signature": "00" * 64}, {**claims[0], "expires_at": "soon"}]
     with RudePeer(peer, lambda asked: http(200, {"claims": claims})) as rude, Client(make_identity("r")) as client:
-        found = read_claims(client, rude.address)
+        found = read_claims(client, rude.address, "corpus")
     assert [(claim.url, claim.address) for claim in found] == [
         ("", rude.address),
         ("https://h.example/d", rude.address),
@@ -164,10 +164,10 @@ def test_claims_are_asked_of_data_nodes_alone_and_are_few(make_identity: Make, t
     other = join(tmp_path / "network", tmp_path / "other", "other", scope=Scope(frozenset({"worker"})))
     with Client(make_identity("r")) as client:
         with RudePeer(other, lambda asked: bomb) as rude, pytest.raises(NetworkError, match="role data"):
-            read_claims(client, rude.address)
+            read_claims(client, rude.address, "corpus")
         assert rude.asked == []
         with RudePeer(make_identity("d2"), lambda asked: bomb) as rude, pytest.raises(ProtocolViolation, match="65536"):
-            read_claims(client, rude.address)
+            read_claims(client, rude.address, "corpus")
 
 
 # Readers of a dataset.
@@ -226,7 +226,7 @@ def test_a_strangers_url_is_not_asked_and_the_honest_node_is(
     urls = (f"{sink.url}/d", f"s3://bucket/d?endpoint={sink.url}", "bogus://x", "s3://bucket/d")
 
     def answer(asked: Asked) -> bytes:
-        if asked.path == "/v1/claims":
+        if asked.path.startswith("/v1/claims?"):
             return claims_of(stranger, *({"dataset_id": dataset.id, "held": 0, "url": url} for url in urls))
         name = asked.path.rpartition("/")[2]
         file = dataset.path / name
@@ -252,7 +252,7 @@ def test_a_small_file_from_a_url_is_checked_as_one_from_a_peer_is(
     table, stranger = LocalDiscovery(), make_identity("stranger")
 
     def answer(asked: Asked) -> bytes:
-        if asked.path == "/v1/claims":
+        if asked.path.startswith("/v1/claims?"):
             return claims_of(stranger, {"dataset_id": dataset.id, "held": 0, "url": f"{web.url}/other"})
         return http(404, {})
 
@@ -272,7 +272,7 @@ def test_a_url_that_is_not_opened_does_not_make_a_passing_fault_last(
     refusals = [http(503, {"error": "busy", "message": "later"}, Retry_After="0.01")] * 2
 
     def answer(asked: Asked) -> bytes:
-        if asked.path == "/v1/claims":
+        if asked.path.startswith("/v1/claims?"):
             return claims_of(node, {"dataset_id": dataset.id, "url": "https://data.example/d"})
         if refusals:
             return refusals.pop()

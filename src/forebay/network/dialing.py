@@ -202,7 +202,7 @@ class Dialer:
                 raise ProtocolViolation(f"not an address that a member at {source} may have this node connect to")
             at = f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
             self._client.request_json(
-                at, "GET", "/v1/claims", expect_peer=peer_id, timeout_s=CHECK_S, max_bytes=MAX_CLAIMS_BYTES
+                at, "GET", "/v1/claims?name=", expect_peer=peer_id, timeout_s=CHECK_S, max_bytes=MAX_CLAIMS_BYTES
             )
         except (ForebayError, OSError, UnicodeError) as error:
             log.debug("%s is not reached at %s: %s", peer_id, text, error)

@@ -11,6 +11,7 @@ import logging
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
+from urllib.parse import quote
 
 from forebay.errors import NetworkError, ProtocolViolation
 from forebay.network.addresses import check_url
@@ -112,8 +113,8 @@ def parse_claim(obj: Any, peer: Peer) -> Claim:
     return claim
 
 
-def read_claims(client: Client, address: str, timeout_s: float = ASK_TIMEOUT_S) -> list[Claim]:
-    """What the peer at an address says it serves now, checked; `address` of each is the one asked.
+def read_claims(client: Client, address: str, name: str, timeout_s: float = ASK_TIMEOUT_S) -> list[Claim]:
+    """What the peer at an address says it serves now under a name, checked; `address` of each is the one asked.
 
     A claim that is malformed or forged is left out; the others stand.
 
@@ -121,7 +122,12 @@ def read_claims(client: Client, address: str, timeout_s: float = ASK_TIMEOUT_S) 
         NetworkError: If the peer cannot be reached, lacks the role data, or answers with something else.
     """
     body, peer = client.request_json(
-        address, "GET", "/v1/claims", timeout_s=timeout_s, max_bytes=MAX_CLAIMS_BYTES, role="data"
+        address,
+        "GET",
+        f"/v1/claims?name={quote(name, safe='')}",
+        timeout_s=timeout_s,
+        max_bytes=MAX_CLAIMS_BYTES,
+        role="data",
     )
     items = body.get("claims") if isinstance(body, dict) else None
     if not isinstance(items, list) or len(items) > MAX_CLAIMS:
@@ -133,7 +139,7 @@ def read_claims(client: Client, address: str, timeout_s: float = ASK_TIMEOUT_S) 
         except ProtocolViolation as error:
             log.info("claims of %s at %s: one is left out: %s", peer.peer_id, address, error)
             continue
-        if peer.scope.covers(claim.name) and now < claim.expires_at <= now + MAX_CLAIM_S:
+        if claim.name == name and peer.scope.covers(name) and now < claim.expires_at <= now + MAX_CLAIM_S:
             claims.append(replace(claim, address=address))
     return claims
 
@@ -158,7 +164,7 @@ def find_providers(
     def ask(where: Address) -> list[Claim] | None:
         address = f"[{where[0]}]:{where[1]}" if ":" in where[0] else f"{where[0]}:{where[1]}"
         try:
-            return [claim for claim in read_claims(client, address) if claim.name == name] or None
+            return read_claims(client, address, name) or None
         except NetworkError as error:
             log.info("providers of %s: %s left out: %s", name, address, error)
             return None

@@ -152,7 +152,7 @@ class Finder:
         found = []
         for claim in claims:
             try:
-                again = read_claims(self.client, claim.address)
+                again = read_claims(self.client, claim.address, claim.name)
             except (NetworkError, UsageError):
                 continue
             found += [one for one in again if (one.peer_id, one.dataset_id) == (claim.peer_id, claim.dataset_id)]

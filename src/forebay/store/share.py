@@ -147,12 +147,12 @@ class SliceServer:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def claims(self, peer: Peer) -> list[dict[str, Any]]:
-        """What it has of each offer that a peer's certificate covers, signed, good for `ttl_s` from now."""
+    def claims(self, peer: Peer, name: str | None = None) -> list[dict[str, Any]]:
+        """What it has of each offer, or of those of one name, that a peer's certificate covers, signed, for `ttl_s`."""
         expires_at, own_id = time.time() + self.ttl_s, self.identity.peer_id
         claims = []
         for one in list(self._offers.values()):
-            if peer.scope.covers(one.name):
+            if name in (None, one.name) and peer.scope.covers(one.name):
                 held = int(np.count_nonzero(one.held())) if one.held is not None else 0 if one.url else None
                 claim = Claim(one.name, one.dataset_id, one.num_slices, own_id, self.address, expires_at, held, one.url)
                 claims.append(claim.to_json(self.identity))
@@ -317,8 +317,8 @@ def _make_slice_app(title: str, source: SliceServer) -> FastAPI:
     }
 
     @app.get("/v1/claims", response_model=ClaimsReply, summary="Signed claims of what this node has.")
-    async def read_claims(request: Request) -> Response:
-        return JsonResponse({"claims": source.claims(peer_of(request))})
+    async def read_claims(request: Request, name: str | None = None) -> Response:
+        return JsonResponse({"claims": source.claims(peer_of(request), name)})
 
     @app.get("/v1/slices/{sha256}", response_class=Response, responses=ranged, summary="A slice, or a range of it.")
     async def read_slice(request: Request, sha256: str) -> Response:
