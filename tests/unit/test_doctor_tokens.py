@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from calibration import scaled
 from forebay.cli import main
 from forebay.doctor import Options, examine
-from forebay.doctor.sample_ids import EMPTY
+from forebay.doctor.vectors import EMPTY
 from forebay.formats import open_foreign
 from forebay.formats.npy import sample_id
 from token_shards import write_shard

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from forebay.doctor.report import POSSIBLE, Options
 from forebay.doctor.tokens import TokenCounts, Window
-from forebay.doctor.verdicts import Look, judge
+from forebay.doctor.verdicts import Report, judge
 from forebay.formats.arrow import ipc_batches, is_list, open_ipc
 from forebay.formats.foreign import TOKEN_COLUMNS, head_of
 from forebay.prepare.read.pages import TooLarge, check_ipc
@@ -21,7 +21,7 @@ from forebay.prepare.read.pages import TooLarge, check_ipc
 _DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, MemoryError, TooLarge)
 
 
-class Table(Look):
+class Table(Report):
     """A walk through one table file."""
 
     counts: TokenCounts
@@ -34,7 +34,7 @@ class Table(Look):
         return not self.options.full and self.read_bytes > self.options.most_bytes
 
     def take(self, batch: Any) -> None:
-        """Look at the tokens in a batch, if it has a column of them."""
+        """Report at the tokens in a batch, if it has a column of them."""
         for name in TOKEN_COLUMNS:
             index = batch.schema.get_field_index(name)
             if index < 0:
