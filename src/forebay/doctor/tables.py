@@ -34,7 +34,7 @@ class Table(Report):
         return not self.options.full and self.read_bytes > self.options.most_bytes
 
     def take(self, batch: Any) -> None:
-        """Report at the tokens in a batch, if it has a column of them."""
+        """Look at the tokens in a batch, if it has a column of them."""
         for name in TOKEN_COLUMNS:
             index = batch.schema.get_field_index(name)
             if index < 0:

@@ -7,8 +7,8 @@ empty. The id is the 8-byte BLAKE2b of a sample's bytes, little endian; 0.5 GB/s
 """
 
 import errno
-import hashlib
 import io
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -29,10 +29,8 @@ from forebay.formats.foreign import U64, Bytes8, head_of, map_file
 _LLMC_BYTES = 1024
 _MOST_HEADER = 10_000
 _MOST_EXTENTS = 100_000
-EMPTY = int.from_bytes(hashlib.blake2b(b"", digest_size=8).digest(), "little")
-"""13020603013274838756: the id of no bytes at all."""
 _LENGTHS = tuple(1 << n for n in range(5, 18))
-_Sample = Callable[[int, int], bytes]
+_Sample = Callable[[int, int], NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,7 @@ class Header:
     num_bytes: int
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    fortran: bool
-
-    @property
-    def data_bytes(self) -> int:
-        """What it says follows."""
-        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
+    data_bytes: int
 
 
 @dataclass(kw_only=True)
@@ -89,14 +82,14 @@ def header_at(memory: Bytes8, at: int) -> Header | None:
         return None
     file = io.BytesIO(head)
     try:
-        shape, fortran, dtype = npy.read_header(file)
+        shape, _, dtype = npy.read_header(file)
     except ValueError:
         return None
-    return Header(file.tell(), dtype, shape, fortran)
+    return Header(file.tell(), dtype, shape, math.prod(shape) * dtype.itemsize)
 
 
 def survey(path: Path, options: Options) -> Survey:
-    """Report at one file of tokens, and all that is wrong with it.
+    """Look at one file of tokens, and all that is wrong with it.
 
     Raises:
         DatasetError: If it cannot be read.
@@ -119,7 +112,7 @@ def _open(path: Path, memory: Bytes8, options: Options) -> Survey:
     if kind == "llm.c":
         return _open_llmc(path, memory)
     dtype = options.dtype or _guess(memory, options)
-    found = _survey(path, "raw tokens", memory, 0, len(memory), dtype)
+    found = Survey(path, memory=memory, start=0, stop=len(memory), dtype=dtype)
     found.facts["dtype"] = f"{dtype} ({'told' if options.dtype else 'guessed'})"
     if not len(memory):
         found.say("empty", "byte 0", "expected tokens, got no byte")
@@ -135,20 +128,16 @@ def _open(path: Path, memory: Bytes8, options: Options) -> Survey:
     return found
 
 
-def _survey(path: Path, kind: str, memory: Bytes8, start: int, stop: int, dtype: np.dtype[Any]) -> Survey:
-    return Survey(path, kind=kind, memory=memory, start=start, stop=stop, dtype=dtype)
-
-
 def _open_npy(path: Path, memory: Bytes8) -> Survey:
     header = header_at(memory, 0)
     if header is None:
-        found = _survey(path, "npy", memory, len(memory), len(memory), np.dtype("<u2"))
+        found = Survey(path, memory=memory, start=len(memory), stop=len(memory), dtype=np.dtype("<u2"))
         evidence = f"expected NumPy's header, got its magic and then {memory[6:40].tobytes()!r}"
         found.say("damaged-header", "byte 0", evidence)
         return found
     kind = header.dtype.newbyteorder("<")
     stop = min(len(memory), header.num_bytes + header.data_bytes)
-    found = _survey(path, "npy", memory, header.num_bytes, stop, kind)
+    found = Survey(path, memory=memory, start=header.num_bytes, stop=stop, dtype=kind)
     found.facts["dtype"] = str(header.dtype)
     if path.suffix != ".npy":
         evidence = (
@@ -200,7 +189,7 @@ def _open_llmc(path: Path, memory: Bytes8) -> Survey:
     dtype = np.dtype(LLMC_TYPES[code][1])
     wanted = _LLMC_BYTES + count * dtype.itemsize
     start, stop = min(_LLMC_BYTES, len(memory)), min(len(memory), wanted) if count > 0 else len(memory)
-    found = _survey(path, "llm.c", memory, start, stop - (stop - start) % dtype.itemsize, dtype)
+    found = Survey(path, memory=memory, start=start, stop=stop - (stop - start) % dtype.itemsize, dtype=dtype)
     found.facts["dtype"] = str(dtype)
     if len(memory) != wanted:
         fault = "truncated" if len(memory) < wanted else "appended"
@@ -286,9 +275,9 @@ def _check_ids(found: Survey, ids: U64, options: Options) -> tuple[int, list[tup
         return options.seq_len, [("phantom-ids", "sample 0", "expected an id for each sample, got none")]
     views = _views(found.memory, found.start, found.dtype)
     length, view = _find(views, ids, count, options.seq_len)
-    empty = np.flatnonzero(ids == np.uint64(EMPTY))
+    empty = np.flatnonzero(ids == np.uint64(npy.NO_SAMPLE))
     if len(empty):
-        evidence = f"{len(empty)} of {len(ids)} ids are {EMPTY}, the id of no bytes at all"
+        evidence = f"{len(empty)} of {len(ids)} ids are {npy.NO_SAMPLE}, the id of no bytes at all"
         faults.append(("phantom-ids", f"sample {int(empty[0])}", evidence))
     elif len(ids) > 1 and bool((ids == ids[0]).all()):
         faults.append(("phantom-ids", "sample 0", f"all {len(ids)} ids are {int(ids[0])}"))
@@ -311,7 +300,9 @@ def _check_ids(found: Survey, ids: U64, options: Options) -> tuple[int, list[tup
     if not options.full and num_bytes > options.most_bytes:
         chosen = np.unique(np.linspace(0, most - 1, max(2, most * options.most_bytes // num_bytes)).astype(np.int64))
     sample = views["own"]
-    wrong = [i for i in chosen.tolist() if _id(sample(i, length)) != int(ids[i]) and int(ids[i]) != EMPTY]
+    wrong = [
+        i for i in chosen.tolist() if npy.sample_id(sample(i, length)) != int(ids[i]) and int(ids[i]) != npy.NO_SAMPLE
+    ]
     if wrong:
         evidence = (
             f"{len(wrong)} of {len(chosen)} samples are not what their ids say, the others are: their tokens were "
@@ -334,12 +325,12 @@ def _views(memory: Bytes8, start: int, dtype: np.dtype[Any]) -> dict[str, _Sampl
     width = dtype.itemsize
 
     def raw(begin: int, step: int) -> _Sample:
-        return lambda i, n: memory[begin + i * n * step : begin + (i + 1) * n * step].tobytes()
+        return lambda i, n: memory[begin + i * n * step : begin + (i + 1) * n * step]
 
     def cast(to: Any) -> _Sample:
-        def one(i: int, n: int) -> bytes:
+        def one(i: int, n: int) -> NDArray[Any]:
             piece = memory[start + i * n * width : start + (i + 1) * n * width]
-            return piece[: len(piece) - len(piece) % width].view(dtype).astype(to).tobytes()
+            return piece[: len(piece) - len(piece) % width].view(dtype).astype(to)
 
         return one
 
@@ -362,16 +353,12 @@ def _find(views: dict[str, _Sample], ids: U64, count: int, told: int) -> tuple[i
     if not told:
         tries += [(view, n) for view in views if view != "double" for n in _LENGTHS if n <= count]
     for i in dict.fromkeys([0, 1, len(ids) // 3, len(ids) // 2]):
-        if i >= len(ids) or int(ids[i]) == EMPTY:
+        if i >= len(ids) or int(ids[i]) == npy.NO_SAMPLE:
             continue
         for view, length in tries:
-            if i < count // length and _id(views[view](i, length)) == int(ids[i]):
+            if i < count // length and npy.sample_id(views[view](i, length)) == int(ids[i]):
                 return length, view
     return 0, ""
-
-
-def _id(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def _tokens(found: Survey, options: Options) -> None:

@@ -45,7 +45,8 @@ HEADERS = ("npy", "llm.c")
 _LLMC_BYTES = 1024
 _MOST_HEADER = 10_000  # NumPy's own bound.
 _SPOT_SAMPLES = 8
-_NO_SAMPLE = int.from_bytes(hashlib.blake2b(b"", digest_size=8).digest(), "little")
+NO_SAMPLE = int.from_bytes(hashlib.blake2b(b"", digest_size=8).digest(), "little")
+"""13020603013274838756: the id of no bytes at all."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class VectorDataset(ForeignDataset):
             wanted = int(self._view(ids, i, i + 1)[0])
             got = sample_id(self._view(one, i * seq_len, (i + 1) * seq_len))
             if got != wanted:
-                why = "It is the id of no bytes at all: a known fault of one writer. " if wanted == _NO_SAMPLE else ""
+                why = "It is the id of no bytes at all: a known fault of one writer. " if wanted == NO_SAMPLE else ""
                 raise DatasetError(
                     f"{ids.path}: expected id {got} of sample {i} ({seq_len} tokens {one.kind}), got {wanted}. {why}"
                     f"Tokens and ids are not of each other: fetch both again, or move {ids.path.name} away to read "
