@@ -146,16 +146,11 @@ def _table(kind: str, stacks: list[_Stack]) -> TableSource:
             f"{stacks[0].path.parent if stacks else 'arrays'}: expected arrays of other names and as many rows, got "
             f"{told or 'none'}. Name those that belong together: --column x_train,y_train, or a pattern of files."
         )
-    schema = _schema(stacks)
-    return TableSource(kind, schema, stacks[0].rows, lambda: _read(stacks))
+    schema = pa.schema([field_of(one.name, one.dtype.newbyteorder("="), one.shape) for one in stacks])
+    return TableSource(kind, schema, stacks[0].rows, lambda: _read(stacks, schema))
 
 
-def _schema(stacks: Sequence[_Stack]) -> pa.Schema:
-    return pa.schema([field_of(one.name, one.dtype.newbyteorder("="), one.shape) for one in stacks])
-
-
-def _read(stacks: Sequence[_Stack]) -> Iterator[pa.RecordBatch]:
-    schema = _schema(stacks)
+def _read(stacks: Sequence[_Stack], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     step = rows_at_once(sum(one.row_bytes for one in stacks))
     with ExitStack() as opened:
         files = [opened.enter_context(one.open()) for one in stacks]
