@@ -236,8 +236,8 @@ def _guess(path: Path) -> np.dtype[Any] | None:
     return np.dtype("<u4") if len(halves) and int(halves[::2].max()) >= 16 else None
 
 
-def _raw(path: Path, kind: np.dtype[Any]) -> Vector:
-    size = size_of(path)
+def _raw(path: Path, kind: np.dtype[Any], num_bytes: int | None = None) -> Vector:
+    size = size_of(path) if num_bytes is None else num_bytes
     if size % kind.itemsize:
         raise DatasetError(
             f"{path}: expected a whole number of {kind.itemsize}-byte numbers, got {size} bytes. "
@@ -270,10 +270,7 @@ def vector_in(path: Path, num_bytes: int, dtype: Any = None) -> Vector:
     """
     if head_of(path, len(NPY_MAGIC)) == NPY_MAGIC:
         return _npy(path, num_bytes)
-    kind = token_kind(dtype)
-    if num_bytes % kind.itemsize:
-        raise DatasetError(f"{path}: expected a whole number of {kind.itemsize}-byte numbers, got {num_bytes} bytes.")
-    return Vector(path, 0, kind, num_bytes // kind.itemsize, num_bytes)
+    return _raw(path, token_kind(dtype), num_bytes)
 
 
 def _npy(path: Path, num_bytes: int | None = None) -> Vector:
