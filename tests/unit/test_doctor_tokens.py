@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from calibration import scaled
 from forebay.cli import main
 from forebay.doctor import Options, examine
-from forebay.doctor.sample_ids import EMPTY
 from forebay.formats import open_foreign
-from forebay.formats.npy import sample_id
+from forebay.formats.npy import NO_SAMPLE, sample_id
 from token_shards import write_shard
 
 N = 20_000
@@ -277,7 +276,7 @@ def test_ids_of_four_bytes_a_token_in_a_file_of_two(tmp_path: Path) -> None:
     tokens = text_tokens(40 * 256)
     wide = tokens.view("<u4")
     ids = np.array([sample_id(wide[i * 256 : (i + 1) * 256]) for i in range(40)], "<u8")
-    assert int(ids[20]) == int(ids[39]) == EMPTY == 13020603013274838756
+    assert int(ids[20]) == int(ids[39]) == NO_SAMPLE == 13020603013274838756
     path = pair(tmp_path / "s", tokens, ids)
     assert faults(path) == {"phantom-ids", "ids-of-another-view"}
     assert is_whole(path, tokens)

@@ -21,7 +21,7 @@ _DTYPES = {"uint16": "U16", "uint32": "U32"}
 def _convert(args: argparse.Namespace) -> int:
     from forebay.convert.content import TokenSource
     from forebay.convert.convert import FORMATS, check_place, convert, format_named, open_source
-    from forebay.observe.progress import PrepareBar
+    from forebay.observe.progress import bar
     from forebay.prepare.read.listing import Skipped, count_reasons, describe_skipped
 
     options = _options(args)
@@ -34,15 +34,9 @@ def _convert(args: argparse.Namespace) -> int:
     source = open_source(args.source, options, to)
     for line in describe_skipped(skipped):
         print(f"forebay: {line}", file=sys.stderr)
-    is_tokens = isinstance(source, TokenSource)
-    count = (source.num_tokens if isinstance(source, TokenSource) else source.num_rows) or 0
-    progress = _Progress(count, "tokens" if is_tokens else "rows")
-    with PrepareBar(enabled=not args.quiet) as bar:
-
-        def advance(count: int) -> None:
-            progress.advance(count)
-            bar.update(progress)
-
+    unit, count = ("tokens", source.num_tokens) if isinstance(source, TokenSource) else ("rows", source.num_rows)
+    total = (count or 0) * (1 if args.no_verify else 2) or None  # Written, then read again.
+    with bar("convert", total, unit, enabled=not args.quiet) as advance:
         options = replace(options, on_progress=advance)
         report = convert(source, args.out, to, options, force=args.force, verify=not args.no_verify)
     result = report.to_json() | ({"skipped": count_reasons(skipped)} if args.json else {})
@@ -51,19 +45,6 @@ def _convert(args: argparse.Namespace) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return 0
-
-
-class _Progress:
-    """Writing, then reading again, each over all that there is."""
-
-    def __init__(self, total: int, unit: str) -> None:
-        self.stage, self.done, self.total, self.unit = "convert", 0, total, unit
-
-    def advance(self, count: int) -> None:
-        if self.stage == "convert" and count and self.done >= self.total > 0:
-            self.stage, self.done = "verify", 0
-        self.done += count
-        self.total = max(self.total, self.done) if self.total else 0
 
 
 def _options(args: argparse.Namespace) -> Options:

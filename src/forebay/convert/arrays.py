@@ -66,14 +66,17 @@ def open_idx(paths: Sequence[Path]) -> TableSource:
     return _table("idx", [_idx(path) for path in paths])
 
 
-def open_npy(paths: Sequence[Path], columns: Sequence[str] = ()) -> TableSource:
-    """Arrays of rows, each a column by its file's name."""
+def open_npy(paths: Sequence[Path], columns: str | None) -> TableSource:
+    """Arrays of rows, each a column by its file's name; `columns` chooses some: `x_train,y_train`."""
     stacks = [_npy(path, path.stem, lambda path=path: path.open("rb"), path.stat().st_size) for path in paths]  # type: ignore[misc]
     return _table("npy", _chosen(stacks, columns))
 
 
-def open_npz(path: Path, columns: Sequence[str] = ()) -> TableSource:
-    """The arrays of an archive; `columns` chooses some."""
+def open_npz(paths: Sequence[Path], columns: str | None) -> TableSource:
+    """The arrays of one archive; `columns` chooses some."""
+    path, *others = paths
+    if others:
+        raise UsageError(f"{path.parent}: expected one .npz, got {len(paths)}. Name one of them.")
     try:
         with zipfile.ZipFile(path) as archive:
             members = [one for one in archive.infolist() if one.filename.endswith(".npy")]
@@ -131,11 +134,12 @@ def _idx(path: Path) -> _Stack:
     )
 
 
-def _chosen(stacks: list[_Stack], columns: Sequence[str]) -> list[_Stack]:
-    missing = set(columns) - {one.name for one in stacks}
+def _chosen(stacks: list[_Stack], columns: str | None) -> list[_Stack]:
+    names = [name for name in (columns or "").split(",") if name]
+    missing = set(names) - {one.name for one in stacks}
     if missing:
         raise UsageError(f"--column: expected some of {[one.name for one in stacks]}, got {sorted(missing)}.")
-    return [one for one in stacks if not columns or one.name in columns]
+    return [one for one in stacks if not names or one.name in names]
 
 
 def _table(kind: str, stacks: list[_Stack]) -> TableSource:
@@ -146,16 +150,11 @@ def _table(kind: str, stacks: list[_Stack]) -> TableSource:
             f"{stacks[0].path.parent if stacks else 'arrays'}: expected arrays of other names and as many rows, got "
             f"{told or 'none'}. Name those that belong together: --column x_train,y_train, or a pattern of files."
         )
-    schema = _schema(stacks)
-    return TableSource(kind, schema, stacks[0].rows, lambda: _read(stacks))
+    schema = pa.schema([field_of(one.name, one.dtype.newbyteorder("="), one.shape) for one in stacks])
+    return TableSource(kind, schema, stacks[0].rows, lambda: _read(stacks, schema))
 
 
-def _schema(stacks: Sequence[_Stack]) -> pa.Schema:
-    return pa.schema([field_of(one.name, one.dtype.newbyteorder("="), one.shape) for one in stacks])
-
-
-def _read(stacks: Sequence[_Stack]) -> Iterator[pa.RecordBatch]:
-    schema = _schema(stacks)
+def _read(stacks: Sequence[_Stack], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     step = rows_at_once(sum(one.row_bytes for one in stacks))
     with ExitStack() as opened:
         files = [opened.enter_context(one.open()) for one in stacks]

@@ -62,7 +62,7 @@ class TokenSource:
         num_tokens: In all parts.
         num_documents: Documents that end in it; 0 where the format knows none.
         seq_len: Tokens of every sample, where the format says.
-        read: What reads the parts.
+        parts: The stream, in order; raises DatasetError where it is damaged.
         facts: `tokenizer`, `eos_id`, `vocab_size`, `name` where they are known; `left_out`, columns of a table.
         dataset: Whose tokens they are, if they are of an open dataset.
     """
@@ -72,13 +72,9 @@ class TokenSource:
     num_tokens: int
     num_documents: int
     seq_len: int | None
-    read: Callable[[], Iterator[TokenPart]]
+    parts: Callable[[], Iterator[TokenPart]]
     facts: Mapping[str, Any] = field(default_factory=dict)
     dataset: Dataset | None = None
-
-    def parts(self) -> Iterator[TokenPart]:
-        """The stream, in order. Raises DatasetError where it is damaged."""
-        return self.read()
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ class TableSource:
         kind: The format's name.
         schema: Of every batch.
         num_rows: None where only reading tells.
-        read: What reads the batches.
+        batches: The rows, in order; raises DatasetError where they are damaged.
         facts: What else is known: `classes`, the names behind integer labels.
         dataset: Whose rows they are, if they are of a dataset of Forebay's.
     """
@@ -98,13 +94,9 @@ class TableSource:
     kind: str
     schema: pa.Schema
     num_rows: int | None
-    read: Callable[[], Iterator[pa.RecordBatch]]
+    batches: Callable[[], Iterator[pa.RecordBatch]]
     facts: Mapping[str, Any] = field(default_factory=dict)
     dataset: Dataset | None = None
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """The rows, in order. Raises DatasetError where they are damaged."""
-        return self.read()
 
     def changed(self, schema: pa.Schema, columns: Callable[[pa.RecordBatch], list[pa.Array]]) -> TableSource:
         """The table with other columns, made of each batch's."""
@@ -112,7 +104,7 @@ class TableSource:
         def read() -> Iterator[pa.RecordBatch]:
             return (pa.record_batch(columns(batch), schema=schema) for batch in self.batches())
 
-        return replace(self, schema=schema, read=read)
+        return replace(self, schema=schema, batches=read)
 
 
 @dataclass(frozen=True)

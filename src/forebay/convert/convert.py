@@ -212,7 +212,7 @@ def _level_of(source: TokenSource | TableSource) -> str:
 def _write_as_table(source: TokenSource, staged: Path, to: str, options: Options, verify: bool) -> Written:
     """Each document a row."""
     stream = settle(source, replace(options, on_progress=None), "rows")
-    table = table_of_tokens(replace(source, dtype=stream.dtype, read=stream.parts), options.column or "input_ids")
+    table = table_of_tokens(replace(source, dtype=stream.dtype, parts=stream.parts), options.column or "input_ids")
     written = TABLE_SINKS[to](table, staged, options)
     if verify:
         verify_table(table, staged, written, options)

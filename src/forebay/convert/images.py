@@ -147,7 +147,7 @@ def with_images(source: TableSource, options: Options, aside: list[Aside]) -> Ta
                     yield decoded(pool, batch.slice(start, step), first + start)
                 first += batch.num_rows
 
-    return replace(source, schema=schema, num_rows=None, read=read)
+    return replace(source, schema=schema, num_rows=None, batches=read)
 
 
 def image_column(source: TableSource) -> str | None:

@@ -32,16 +32,19 @@ from forebay.prepare.read.listing import Skipped, describe_skipped, list_files
 
 Sink: TypeAlias = Callable[[TableSource, Path, Options], Written]
 _NO_OPTIONS = Options()
-_OPENERS: Mapping[str, Callable[[Sequence[Path]], TableSource]] = {
-    "arrow": open_arrow,
-    "csv": open_csv,
-    "idx": open_idx,
-    "jsonl": open_jsonl,
-    "parquet": open_parquet,
-    "safetensors": open_rows,
-    "tfrecord": open_tfrecord,
+_OPENERS: Mapping[str, Callable[[Path, Sequence[Path], Options], TableSource]] = {
+    "arrow": lambda place, files, _: open_arrow(files),
+    "csv": lambda place, files, _: open_csv(files),
+    "idx": lambda place, files, _: open_idx(files),
+    "images": lambda place, files, _: open_pictures(place if place.is_dir() else files[0].parent, files),
+    "jsonl": lambda place, files, _: open_jsonl(files),
+    "npy": lambda place, files, options: open_npy(files, options.column),
+    "npz": lambda place, files, options: open_npz(files, options.column),
+    "parquet": lambda place, files, _: open_parquet(files),
+    "safetensors": lambda place, files, _: open_rows(files),
+    "tfrecord": lambda place, files, _: open_tfrecord(files),
+    "webdataset": lambda place, files, options: open_samples(files, options.max_member_bytes),
 }
-_TABLE_FORMATS = (*_OPENERS, "images", "npy", "npz", "webdataset")
 
 TABLE_SINKS: Mapping[str, Sink] = {
     "csv": write_csv,
@@ -86,7 +89,7 @@ def open_table(path: str | Path, options: Options = _NO_OPTIONS) -> TableSource 
             reasons = "; ".join(describe_skipped(skipped))
             raise UsageError(f"convert --strict: expected to read all of {place}, got files that are not: {reasons}.")
         options.skipped(skipped)
-        return _open(kind, place, found, options)
+        return _OPENERS[kind](place, found, options)
     return None
 
 
@@ -140,27 +143,11 @@ def _by_format(files: Iterable[Path | Skipped]) -> tuple[dict[str, list[Path]], 
         if found.problem:
             raise DatasetError(f"{path}: {found.problem}")
         format = "jsonl" if found.format == "reddit" else found.format
-        if format in _TABLE_FORMATS:
+        if format in _OPENERS:
             groups.setdefault(format, []).append(path)
         else:
             skipped.append(Skipped(str(path), f"no table: {format or found.why}"))
     return groups, skipped
-
-
-def _open(kind: str, place: Path, files: list[Path], options: Options) -> TableSource:
-    columns = [name for name in (options.column or "").split(",") if name]
-    match kind:
-        case "images":
-            return open_pictures(place if place.is_dir() else files[0].parent, files)
-        case "npz":
-            if len(files) > 1:
-                raise UsageError(f"{place}: expected one .npz, got {len(files)}. Name one of them.")
-            return open_npz(files[0], columns)
-        case "webdataset":
-            return open_samples(files, options.max_member_bytes)
-        case "npy":
-            return open_npy(files, columns)
-    return _OPENERS[kind](files)
 
 
 def _open_own(place: Path) -> TableSource | None:

@@ -42,6 +42,7 @@ from forebay.convert.table import (
 from forebay.convert.values import contains, flatten, is_beyond_json, is_number, split, tensor_shape
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.npy import read_header
+from forebay.prepare.documents import batched
 from forebay.prepare.read.base import ReadOptions
 from forebay.prepare.read.opening import Damaged
 from forebay.prepare.read.tar import Member, Members
@@ -127,37 +128,32 @@ def _array_column(values: list[Any], field: pa.Field, where: str) -> pa.Array:
 
 
 def _batches(paths: Sequence[Path], max_member_bytes: int) -> Iterator[tuple[str, Rows, int]]:
-    options = ReadOptions(max_document_bytes=max_member_bytes)
+    """The place of the first sample, rows, bytes."""
     for path in paths:
-        with open_bytes(path) as file:
-            archive = Members(file, options, kinds=None)
-            members = itertools.groupby(archive.all(), lambda member: member.key)
-            rows: Rows = []
-            size, where = 0, ""
-            for key, group in members:
-                sample: list[Member] = []
-                held = 0
-                for member in group:
-                    sample.append(member)
-                    held += len(member.data)
-                    if held > _MEMBERS_IN_ALL * max_member_bytes:
-                        raise DatasetError(
-                            f"{path}, sample {key}: expected at most {_MEMBERS_IN_ALL * max_member_bytes} bytes in a "
-                            "sample, got more. Allow more with --max-member-bytes if you trust it."
-                        )
-                rows.append(_row(key, sample, path))
-                where = where or f"{path}, sample {key}"
-                size += held
-                if size >= BATCH_BYTES or len(rows) >= BATCH_ROWS:
-                    yield where, rows, size
-                    rows, size, where = [], 0, ""
-            if not archive.has_end:
-                raise DatasetError(
-                    f"{path}: expected blocks of zeros at the archive's end, got none: it is cut. Fetch it again; or "
-                    "if its writer leaves them out, append 1024 bytes of zero."
-                )
-            if rows:
-                yield where, rows, size
+        for some in batched(_samples(path, max_member_bytes), lambda one: one[2], BATCH_BYTES, BATCH_ROWS):
+            yield some[0][0], [row for _, row, _ in some], sum(size for _, _, size in some)
+
+
+def _samples(path: Path, max_member_bytes: int) -> Iterator[tuple[str, dict[str, Any], int]]:
+    with open_bytes(path) as file:
+        archive = Members(file, ReadOptions(max_document_bytes=max_member_bytes), kinds=None)
+        for key, group in itertools.groupby(archive.all(), lambda member: member.key):
+            sample: list[Member] = []
+            held = 0
+            for member in group:
+                sample.append(member)
+                held += len(member.data)
+                if held > _MEMBERS_IN_ALL * max_member_bytes:
+                    raise DatasetError(
+                        f"{path}, sample {key}: expected at most {_MEMBERS_IN_ALL * max_member_bytes} bytes in a "
+                        "sample, got more. Allow more with --max-member-bytes if you trust it."
+                    )
+            yield f"{path}, sample {key}", _row(key, sample, path), held
+        if not archive.has_end:
+            raise DatasetError(
+                f"{path}: expected blocks of zeros at the archive's end, got none: it is cut. Fetch it again; or "
+                "if its writer leaves them out, append 1024 bytes of zero."
+            )
 
 
 def leaves_folder(name: str) -> bool:
@@ -212,7 +208,7 @@ def _array(data: bytes) -> Array:
     return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
 
 
-class _Samples:
+class _Part:
     def __init__(self, file: BinaryIO, first_row: int) -> None:
         self._row = first_row
         self._tar = tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT, bufsize=1 << 20)  # noqa: SIM115
@@ -259,7 +255,7 @@ def write_webdataset(source: TableSource, out: Path, options: Options) -> Writte
     refuse_columns(
         source.schema, lambda kind: not contains(kind, is_beyond_json), "WebDataset", "Write --to parquet instead."
     )
-    return write_parts(source, out, options, ".tar", _Samples)
+    return write_parts(source, out, options, ".tar", _Part)
 
 
 def _member(name: str, value: Any) -> tuple[str, bytes] | None:

@@ -5,6 +5,7 @@ nothing else tells.
 """
 
 from forebay.doctor.examine import examine
-from forebay.doctor.report import Finding, Options, Report
+from forebay.doctor.report import Finding, Options
+from forebay.doctor.verdicts import Report
 
 __all__ = ["Finding", "Options", "Report", "examine"]

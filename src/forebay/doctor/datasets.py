@@ -16,7 +16,7 @@ from forebay.dataset.slices import Slice, check_document_ends, open_slice
 from forebay.doctor.passages import row_hashes
 from forebay.doctor.report import LIKELY, POSSIBLE, Options
 from forebay.doctor.tokens import WINDOW_TOKENS, TokenCounts, Window
-from forebay.doctor.verdicts import Look, judge, true_dtype
+from forebay.doctor.verdicts import Report, judge, true_dtype
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import litdata, open_foreign
 from forebay.formats.blocks import INDEX_FILE
@@ -25,99 +25,99 @@ from forebay.formats.foreign import TOKEN_COLUMNS, ForeignDataset, map_file
 _GUESSES = ("int64", "uint32", "uint16")
 
 
-def examine_ours(path: Path, options: Options) -> Look:
+def examine_ours(path: Path, options: Options) -> Report:
     """A dataset with a manifest: every hash if it is small or all is asked for, then what is in the slices."""
-    look = Look(path)
+    report = Report(path)
     try:
         dataset = open_dataset(path, verify="never")
     except DatasetError as error:
-        look.say("damaged", "manifest", str(error))
-        return look
+        report.say("damaged", "manifest", str(error))
+        return report
     m = dataset.manifest
-    look.total_bytes = m.bytes
-    look.facts.update({k: v for k, v in dataset.describe().items() if v not in ("", None)})
+    report.total_bytes = m.bytes
+    report.facts.update({k: v for k, v in dataset.describe().items() if v not in ("", None)})
     if options.full or m.bytes <= options.most_bytes:
-        report = verify_dataset(path)
-        look.read_bytes = m.bytes
-        for name in report.bad:
-            state = "is missing" if name in report.missing else "is listed nowhere" if name in report.extra else ""
-            look.say("damaged", name, state or "does not match its hash")
-        if report.bad:
-            return look
+        verified = verify_dataset(path)
+        report.read_bytes = m.bytes
+        for name in verified.bad:
+            state = "is missing" if name in verified.missing else "is listed nowhere" if name in verified.extra else ""
+            report.say("damaged", name, state or "does not match its hash")
+        if verified.bad:
+            return report
     options = replace(
         options,
         vocab_size=options.vocab_size or m.vocab_size,
         eos_id=m.eos_id if options.eos_id is None else options.eos_id,
     )
-    _look_into(look, dataset, options)
-    return look
+    _look_into(report, dataset, options)
+    return report
 
 
-def examine_foreign(path: Path, options: Options) -> Look:
+def examine_foreign(path: Path, options: Options) -> Report:
     """Megatron, MDS or a saved Hugging Face dataset: whatever contradicts its index, then its tokens."""
-    look = Look(path)
+    report = Report(path)
     try:
         dataset, guessed = _open(path, options)
     except UsageError as error:
-        look.say("unclear", "index", str(error), POSSIBLE)
-        return look
+        report.say("unclear", "index", str(error), POSSIBLE)
+        return report
     except DatasetError as error:
-        look.say("index-mismatch", "index", str(error))
-        return look
+        report.say("index-mismatch", "index", str(error))
+        return report
     m = dataset.manifest
-    look.total_bytes = m.bytes
+    report.total_bytes = m.bytes
     if guessed:
-        look.facts["stored_as"] = f"{guessed} (guessed)"
-    look.facts.update(dtype=m.dtype, tokens=m.tokens, documents=m.documents, files=len(dataset.files))
+        report.facts["stored_as"] = f"{guessed} (guessed)"
+    report.facts.update(dtype=m.dtype, tokens=m.tokens, documents=m.documents, files=len(dataset.files))
     if options.full or m.bytes <= options.most_bytes:
         for name in dataset.verify().bad:
-            look.say("damaged", name, "its tokens are not what the index, its hashes or 31-bit ids allow")
-    if not look.findings:
-        _look_into(look, dataset, options)
-    return look
+            report.say("damaged", name, "its tokens are not what the index, its hashes or 31-bit ids allow")
+    if not report.findings:
+        _look_into(report, dataset, options)
+    return report
 
 
-def examine_litdata(path: Path, options: Options) -> Look:
+def examine_litdata(path: Path, options: Options) -> Report:
     """LitData's chunks against their index: each there, its items and their tokens as it says; compressed ones, too."""
-    look = Look(path)
+    report = Report(path)
     try:
         layout, chunks = litdata.read_index(path, needs_tokens=False)
     except DatasetError as error:
-        look.say("index-mismatch", INDEX_FILE, str(error))
-        return look
-    look.facts.update(chunks=len(chunks), items=sum(one.items for one in chunks))
-    look.is_structure = layout is None
-    look.facts["format"] = ", ".join(layout.formats) if layout is not None else "no tokens"
+        report.say("index-mismatch", INDEX_FILE, str(error))
+        return report
+    report.facts.update(chunks=len(chunks), items=sum(one.items for one in chunks))
+    report.depth = "structure" if layout is None else "all"
+    report.facts["format"] = ", ".join(layout.formats) if layout is not None else "no tokens"
     if not chunks:
-        look.say("empty", INDEX_FILE, "expected chunks, got none")
+        report.say("empty", INDEX_FILE, "expected chunks, got none")
     sizes = {one: one.path.stat().st_size for one in chunks if one.path.is_file()}
     for one in chunks:
         if one not in sizes:
-            look.say("index-mismatch", one.path.name, "expected it beside the index, got none")
+            report.say("index-mismatch", one.path.name, "expected it beside the index, got none")
         elif one.wrap != "chunk" and sizes[one] != one.num_bytes:
             evidence = f"expected {one.num_bytes} bytes, as the index says, got {sizes.pop(one)}"
-            look.say("index-mismatch", one.path.name, evidence)
-    look.total_bytes = sum(sizes.values())
-    look.counts = counts = TokenCounts(options)
+            report.say("index-mismatch", one.path.name, evidence)
+    report.total_bytes = sum(sizes.values())
+    report.counts = counts = TokenCounts(options)
     there = list(sizes)
-    for index in _chosen(len(there), look.total_bytes, options):
+    for index in _chosen(len(there), report.total_bytes, options):
         one = there[index]
-        look.read_bytes += sizes[one]
+        report.read_bytes += sizes[one]
         try:
             if layout is None:
                 litdata.body_of(one, litdata.unwrap(one, map_file(one.path)))
                 continue
             tokens, ends = litdata.tokens_of(one, layout, map_file(one.path))
         except DatasetError as error:
-            look.say("index-mismatch", one.path.name, str(error))
+            report.say("index-mismatch", one.path.name, str(error))
             continue
         kinds = {"tokens": f"U{8 * tokens.itemsize}", "document_ends": "U64"}
-        _slice(look, Slice(one.path, {"tokens": tokens, "document_ends": ends}, kinds), counts, False)
+        _slice(report, Slice(one.path, {"tokens": tokens, "document_ends": ends}, kinds), counts, False)
     listed = {one.path.name for one in chunks}
     for extra in sorted(p.name for p in path.glob("chunk-*.bin*") if p.name not in listed):
-        look.say("index-mismatch", extra, "a chunk that the index does not list")
-    look.findings += judge(counts, str(path))
-    return look
+        report.say("index-mismatch", extra, "a chunk that the index does not list")
+    report.findings += judge(counts, str(path))
+    return report
 
 
 def _open(path: Path, options: Options) -> tuple[ForeignDataset, str]:
@@ -146,51 +146,51 @@ def _opened(path: Path, dtype: Any) -> ForeignDataset:
     return found
 
 
-def examine_safetensors(path: Path, options: Options) -> Look:
+def examine_safetensors(path: Path, options: Options) -> Report:
     """One SafeTensors file: header against size, document ends, token columns."""
-    look = Look(path, total_bytes=path.stat().st_size)
+    report = Report(path, total_bytes=path.stat().st_size)
     try:
         one = open_slice(path)
     except DatasetError as error:
-        look.say("damaged", "header", str(error))
-        return look
+        report.say("damaged", "header", str(error))
+        return report
     shapes = {name: f"{one.dtypes[name]} {list(array.shape)}" for name, array in one.tensors.items()}
-    look.facts.update(layout=one.layout, tensors=", ".join(f"{k} {v}" for k, v in list(shapes.items())[:16]))
+    report.facts.update(layout=one.layout, tensors=", ".join(f"{k} {v}" for k, v in list(shapes.items())[:16]))
     if not any(array.size for array in one.tensors.values()):
-        look.say("empty", "header", "expected values, got tensors without any")
-        return look
-    look.counts = TokenCounts(options, rows=one.layout == "rows")
-    _slice(look, one, look.counts, None)
-    look.findings += judge(look.counts, str(path))
-    return look
+        report.say("empty", "header", "expected values, got tensors without any")
+        return report
+    report.counts = TokenCounts(options, rows=one.layout == "rows")
+    _slice(report, one, report.counts, None)
+    report.findings += judge(report.counts, str(path))
+    return report
 
 
-def _look_into(look: Look, dataset: Dataset, options: Options) -> None:
+def _look_into(report: Report, dataset: Dataset, options: Options) -> None:
     layout = dataset.manifest.layout
-    look.counts = counts = TokenCounts(options, rows=layout == "rows")
-    look.read_bytes = 0
+    report.counts = counts = TokenCounts(options, rows=layout == "rows")
+    report.read_bytes = 0
     if not dataset.num_slices:
-        look.say("empty", "manifest", "expected slices, got none")
+        report.say("empty", "manifest", "expected slices, got none")
     for index in _chosen(dataset.num_slices, int(dataset.table.bytes.sum()), options):
-        look.read_bytes += int(dataset.table.bytes[index])
+        report.read_bytes += int(dataset.table.bytes[index])
         if int(dataset.table.count[index]) == 0:
-            look.say("empty", dataset.table.row(index).name, "a slice without a token or row", LIKELY)
+            report.say("empty", dataset.table.row(index).name, "a slice without a token or row", LIKELY)
             continue
         try:
             one = dataset.open_slice(index)
         except DatasetError as error:
-            look.say("damaged", dataset.table.row(index).name, str(error))
+            report.say("damaged", dataset.table.row(index).name, str(error))
             continue
         start = dataset.parts[index].start if isinstance(dataset, ForeignDataset) else 0
-        _slice(look, one, counts, None if dataset.manifest.documents else False, start)
-    found = list(judge(counts, str(look.path)))
+        _slice(report, one, counts, None if dataset.manifest.documents else False, start)
+    found = list(judge(counts, str(report.path)))
     if isinstance(dataset, ForeignDataset) and not dataset.manifest.tokens:
-        look.say("empty", "index", "expected tokens, got none")
-    look.findings += found
+        report.say("empty", "index", "expected tokens, got none")
+    report.findings += found
 
 
 def _chosen(num: int, total: int, options: Options) -> Iterator[int]:
-    """Slices to look at of `num` with `total` bytes: all, or some at even distances within the bound."""
+    """Slices to report at of `num` with `total` bytes: all, or some at even distances within the bound."""
     if options.full or total <= options.most_bytes or num < 3:
         yield from range(num)
         return
@@ -198,20 +198,20 @@ def _chosen(num: int, total: int, options: Options) -> Iterator[int]:
     yield from np.unique(np.linspace(0, num - 1, most).astype(np.int64)).tolist()
 
 
-def _slice(look: Look, one: Slice, counts: TokenCounts, with_ends: bool | None, start: int = 0) -> None:
+def _slice(report: Report, one: Slice, counts: TokenCounts, with_ends: bool | None, start: int = 0) -> None:
     if one.layout == "rows":
         _rows(one, counts)
         return
     try:
         tokens, ends = one.tokens, one.document_ends
     except DatasetError as error:
-        look.say("damaged", one.path.name, str(error))
+        report.say("damaged", one.path.name, str(error))
         return
     problem = check_document_ends(ends, len(tokens))
     if problem:
         where = np.flatnonzero(ends[1:] < ends[:-1]) if len(ends) > 1 else np.empty(0)
         place = f"document {int(where[0]) + 1}" if len(where) else "document ends"
-        look.say("document-ends", f"{one.path.name}, {place}", problem)
+        report.say("document-ends", f"{one.path.name}, {place}", problem)
         with_ends = False
     for first in range(0, len(tokens), WINDOW_TOKENS):
         last = min(first + WINDOW_TOKENS, len(tokens))

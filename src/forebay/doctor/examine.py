@@ -6,7 +6,7 @@ there are many (1 GiB of all, at least 4 MiB of each).
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -14,9 +14,8 @@ from pathlib import Path
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.doctor import datasets, streams, tables, vectors
 from forebay.doctor.passages import Held, shared
-from forebay.doctor.report import CERTAIN, LIKELY, POSSIBLE, Finding, Options, Report, unique
-from forebay.doctor.tokens import TokenCounts
-from forebay.doctor.verdicts import Look
+from forebay.doctor.report import CERTAIN, LIKELY, POSSIBLE, Finding, Options
+from forebay.doctor.verdicts import Report
 from forebay.errors import DatasetError
 from forebay.formats import arrow, litdata, mds, megatron, npy
 from forebay.formats.detect import RAW_TOKENS, detect, promised
@@ -30,15 +29,6 @@ _IDS_PREFIX = "sample_ids"
 _ZIPPED = "a ZIP archive"  # As `detect` says: a model, more likely than damaged data.
 _MOST_FILES = 100_000  # Of a directory.
 _HELD_OUT = ("val", "test", "eval", "dev", "heldout")
-
-
-@dataclass(frozen=True)
-class _Case:
-    """A report, the counts of its tokens and which argument it came from."""
-
-    report: Report
-    counts: TokenCounts | None
-    argument: int
 
 
 def examine(paths: Sequence[Path], options: Options, on_report: Callable[[Report], None] | None = None) -> list[Report]:
@@ -58,13 +48,16 @@ def examine(paths: Sequence[Path], options: Options, on_report: Callable[[Report
     if not options.full:
         most = max(_FEWEST_BYTES, min(options.most_bytes, _ALL_BYTES // len(chosen)))
         options = replace(options, most_bytes=most)
-    cases = []
-    for argument, path, kind in chosen:
-        report, counts = _examine_one(path, kind, options)
-        cases.append(_Case(report, counts, argument))
+    reports = []
+    for _, path, kind in chosen:
+        reports.append(_examine_one(path, kind, options))
         if on_report is not None:
-            on_report(report)
-    return _compared(cases)
+            on_report(reports[-1])
+    found = [(i, report) for (i, *_), report in zip(chosen, reports) if report.counts is not None][:_MOST_COMPARED]
+    for number, (i, second) in enumerate(found):
+        for k, first in found[:number]:
+            _compare(first, second, same_argument=i == k)
+    return reports
 
 
 def _subjects(path: Path, options: Options) -> list[tuple[Path, str]]:
@@ -138,27 +131,29 @@ def _total_bytes(path: Path) -> int:
     return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
 
 
-def _examine_one(path: Path, kind: str, options: Options) -> tuple[Report, TokenCounts | None]:
-    """One file or dataset: its report, and the counts of its tokens if it holds some."""
+def _examine_one(path: Path, kind: str, options: Options) -> Report:
+    """One file or dataset."""
     began = time.perf_counter()
     examiner = _EXAMINERS.get(kind)
-    look = examiner(path, options) if examiner is not None else Look(path, findings=_unknown(path))
-    facts, counts, read, total = look.facts, look.counts, look.read_bytes, look.total_bytes or _total_bytes(path)
-    depth = "none" if examiner is None else "structure" if look.is_structure else "all"
+    report = examiner(path, options) if examiner is not None else Report(path, findings=_unknown(path), depth="none")
+    report.kind, report.findings = kind, _unique(report.findings)
+    report.total_bytes = report.total_bytes or _total_bytes(path)
+    counts, read = report.counts, report.read_bytes
     if counts is not None and len(counts.first):
-        facts["first_tokens"] = " ".join(map(str, counts.first[:16].tolist()))
+        report.facts["first_tokens"] = " ".join(map(str, counts.first[:16].tolist()))
         if options.tokenizer is not None:
             ids = [one for one in counts.first.tolist() if 0 <= one < 1 << 31]
-            facts["first_text"] = options.tokenizer.decode(ids, skip_special_tokens=False)[:200]
-    is_whole = read >= total or (read <= options.most_bytes and kind in (*streams.WALKERS, "parquet", "arrow"))
-    if depth == "all" and not options.full and not is_whole:
-        depth = "part"
-    seconds = time.perf_counter() - began
-    report = Report(path, kind, facts, unique(look.findings), depth, min(read, total), total, seconds)
-    return report, counts
+            report.facts["first_text"] = options.tokenizer.decode(ids, skip_special_tokens=False)[:200]
+    is_whole = read >= report.total_bytes
+    is_whole |= read <= options.most_bytes and kind in (*streams.WALKERS, "parquet", "arrow")
+    if report.depth == "all" and not options.full and not is_whole:
+        report.depth = "part"
+    report.read_bytes = min(read, report.total_bytes)
+    report.seconds = time.perf_counter() - began
+    return report
 
 
-_EXAMINERS: dict[str, Callable[[Path, Options], Look]] = {
+_EXAMINERS: dict[str, Callable[[Path, Options], Report]] = {
     **dict.fromkeys(("npy", "llm.c", RAW_TOKENS), vectors.survey),
     **{kind: partial(streams.walk, kind) for kind in streams.WALKERS},
     "parquet": tables.examine_parquet,
@@ -185,24 +180,10 @@ def _unknown(path: Path) -> list[Finding]:
     return []
 
 
-def _compared(cases: list[_Case]) -> list[Report]:
-    found: dict[int, list[Finding]] = {}
-    some = [(i, case) for i, case in enumerate(cases) if case.counts is not None][:_MOST_COMPARED]
-    for at, (i, one) in enumerate(some):
-        for _, other in some[:at]:
-            finding = _overlap(other, one)
-            if finding is not None:
-                found.setdefault(i, []).append(finding)
-    return [
-        replace(case.report, findings=[*case.report.findings, *found[i]]) if i in found else case.report
-        for i, case in enumerate(cases)
-    ]
-
-
-def _overlap(first: _Case, second: _Case) -> Finding | None:
-    """What of `second` occurs in `first`; of a held-out and a training set, what of the former."""
-    names = _apart(first.report.path, second.report.path)
-    held = [_is_held_out(name) for name in names]
+def _compare(first: Report, second: Report, same_argument: bool) -> None:
+    """Report what of `second` occurs in `first`; of a held-out and a training set, what of the former."""
+    held = [_is_held_out(name) for name in _apart(first.path, second.path)]
+    last = second
     if held == [True, False]:
         first, second = second, first
     assert first.counts is not None and second.counts is not None
@@ -212,16 +193,16 @@ def _overlap(first: _Case, second: _Case) -> Finding | None:
         both, what = (first.counts.samples, second.counts.samples), "samples"
     same, total = shared(*both)
     if same < min(_FEWEST_SHARED, max(1, total)):
-        return None
-    share = same / total
-    name, where = str(second.report.path), str(first.report.path)
-    evidence = f"{share:.0%} of its {what} occur in {where}"
-    if held[0] != held[1] or first.argument != second.argument:
+        return
+    share, fault, sure = same / total, "", LIKELY
+    if held[0] != held[1] or not same_argument:
         if share >= 0.01:
-            return Finding("overlap", LIKELY if share >= 0.1 else POSSIBLE, name, what, evidence)
+            fault, sure = "overlap", LIKELY if share >= 0.1 else POSSIBLE
     elif share >= 0.9:
-        return Finding("same-data", LIKELY, name, what, evidence)
-    return None
+        fault = "same-data"
+    if fault:
+        evidence = f"{share:.0%} of its {what} occur in {first.path}"
+        last.findings.append(Finding(fault, sure, str(second.path), what, evidence))
 
 
 def _apart(first: Path, second: Path) -> tuple[str, str]:
@@ -234,3 +215,11 @@ def _apart(first: Path, second: Path) -> tuple[str, str]:
 def _is_held_out(name: str) -> bool:
     words = "".join(c if c.isalnum() else " " for c in name.lower()).split()
     return any(word.startswith(_HELD_OUT) for word in words)
+
+
+def _unique(findings: list[Finding]) -> list[Finding]:
+    """The first of each fault at each place of each file, in order."""
+    seen: dict[tuple[str, str, str], Finding] = {}
+    for one in findings:
+        seen.setdefault((one.fault, one.path, one.place), one)
+    return list(seen.values())

@@ -1,12 +1,8 @@
-"""What an examination is asked and what it says: options, findings, reports.
-
-Hides nothing: plain frozen values, which print as JSON.
-"""
+"""What an examination is asked and what it finds: plain frozen values."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,60 +95,3 @@ class Options:
     tokenizer: Tokenizer | None = None
     full: bool = False
     most_bytes: int = MOST_BYTES
-
-
-@dataclass(frozen=True)
-class Report:
-    """One file or dataset, examined.
-
-    Attributes:
-        path: What it is called.
-        kind: What it is: `npy`, `raw tokens`, `megatron`, `parquet` … or `unknown`.
-        facts: What is known of it: dtype, counts, first tokens …
-        findings: What is wrong; empty if nothing.
-        depth: How much was checked: `all`, `part`, `structure` (sizes, counts and offsets; the contents are of no type
-            that can be checked), or `none` where nothing here knows the format.
-        read_bytes, total_bytes: Read, and there.
-        seconds: Taken.
-    """
-
-    path: Path
-    kind: str
-    facts: dict[str, Any]
-    findings: list[Finding] = field(default_factory=list)
-    depth: str = "all"
-    read_bytes: int = 0
-    total_bytes: int = 0
-    seconds: float = 0.0
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether something certain or likely was found."""
-        return any(one.is_wrong for one in self.findings)
-
-    @property
-    def ok(self) -> bool:
-        """Whether it was checked, at least in part, and nothing certain or likely was found."""
-        return self.depth != "none" and not self.is_wrong
-
-    def to_json(self) -> dict[str, Any]:
-        """The same as plain values."""
-        return {
-            "path": str(self.path),
-            "kind": self.kind,
-            "ok": self.ok,
-            "depth": self.depth,
-            "facts": self.facts,
-            "findings": [{**asdict(one), "advice": one.advice} for one in self.findings],
-            "read_bytes": self.read_bytes,
-            "total_bytes": self.total_bytes,
-            "seconds": round(self.seconds, 3),
-        }
-
-
-def unique(findings: list[Finding]) -> list[Finding]:
-    """The first of each fault at each place of each file, in order."""
-    seen: dict[tuple[str, str, str], Finding] = {}
-    for one in findings:
-        seen.setdefault((one.fault, one.path, one.place), one)
-    return list(seen.values())

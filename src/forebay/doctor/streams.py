@@ -16,7 +16,7 @@ import orjson
 from forebay.doctor.passages import Held
 from forebay.doctor.report import CERTAIN, POSSIBLE, Options
 from forebay.doctor.tokens import TokenCounts, Window
-from forebay.doctor.verdicts import Look, judge
+from forebay.doctor.verdicts import Report, judge
 from forebay.errors import ForebayError
 from forebay.formats.compression import sniff_compression
 from forebay.formats.foreign import TOKEN_COLUMNS, head_of
@@ -32,9 +32,9 @@ _FEWEST_TEXT = 64  # Bytes of a line, below which the same line twice says nothi
 _LINES = ("jsonl", "reddit")
 
 
-def walk(kind: str, path: Path, options: Options) -> Look:
+def walk(kind: str, path: Path, options: Options) -> Report:
     """Read a file of `kind`, one of `WALKERS`, to its end or to the bound of the options."""
-    found = Look(path)
+    found = Report(path)
     compression = sniff_compression(head_of(path, 16))
     if compression:
         found.facts["compression"] = compression
@@ -45,7 +45,7 @@ def walk(kind: str, path: Path, options: Options) -> Look:
     return found
 
 
-def _tar(found: Look, file: BinaryIO, options: Options) -> None:
+def _tar(found: Report, file: BinaryIO, options: Options) -> None:
     members = samples = 0
     key = ""
     reading = ReadOptions(max_document_bytes=1 << 62, max_unpacked_ratio=_RATIO)
@@ -78,7 +78,7 @@ class _Counting:
         return data
 
 
-def _tfrecord(found: Look, file: BinaryIO, options: Options) -> None:
+def _tfrecord(found: Report, file: BinaryIO, options: Options) -> None:
     records = 0
     for position, data, problem in frames(file, _MOST_LINE, 0):
         if problem:
@@ -93,7 +93,7 @@ def _tfrecord(found: Look, file: BinaryIO, options: Options) -> None:
         found.say("empty", "byte 0", "expected records, got none")
 
 
-def _jsonl(found: Look, file: BinaryIO, options: Options) -> None:
+def _jsonl(found: Report, file: BinaryIO, options: Options) -> None:
     lines = position = blank = 0
     seen, counts = Held(), TokenCounts(options, rows=True)
     for line in _lines(found, file):
@@ -120,7 +120,7 @@ def _jsonl(found: Look, file: BinaryIO, options: Options) -> None:
     found.findings.extend(judge(counts, str(found.path)))
 
 
-def _lines(found: Look, file: BinaryIO) -> Iterator[bytes]:
+def _lines(found: Report, file: BinaryIO) -> Iterator[bytes]:
     position = 0
     try:
         while line := file.readline(_MOST_LINE):
@@ -130,7 +130,7 @@ def _lines(found: Look, file: BinaryIO) -> Iterator[bytes]:
         found.say("truncated", f"byte {position}", str(error))
 
 
-def _look_at_line(found: Look, line: bytes, start: int, number: int, counts: TokenCounts) -> None:
+def _look_at_line(found: Report, line: bytes, start: int, number: int, counts: TokenCounts) -> None:
     if not start and line.startswith(b"\xef\xbb\xbf"):
         found.say("byte-order-mark", "byte 0", "expected JSON, got a byte-order mark, which many readers refuse")
         return
@@ -149,7 +149,7 @@ def _look_at_line(found: Look, line: bytes, start: int, number: int, counts: Tok
                 counts.feed(Window(str(found.path), 0, np.array(ids, np.int64)))
 
 
-def _jsonl_end(found: Look) -> None:
+def _jsonl_end(found: Report) -> None:
     """The last line of a plain file that is not read to its end."""
     if "compression" in found.facts:
         return
@@ -163,7 +163,7 @@ def _jsonl_end(found: Look) -> None:
         found.say("truncated", f"byte {size - len(line)}", f"the last line is no JSON value: {error}")
 
 
-WALKERS: Mapping[str, Callable[[Look, BinaryIO, Options], None]] = {
+WALKERS: Mapping[str, Callable[[Report, BinaryIO, Options], None]] = {
     "webdataset": _tar,
     "tfrecord": _tfrecord,
     **dict.fromkeys(_LINES, _jsonl),

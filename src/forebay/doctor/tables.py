@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from forebay.doctor.report import POSSIBLE, Options
 from forebay.doctor.tokens import TokenCounts, Window
-from forebay.doctor.verdicts import Look, judge
+from forebay.doctor.verdicts import Report, judge
 from forebay.formats.arrow import ipc_batches, is_list, open_ipc
 from forebay.formats.foreign import TOKEN_COLUMNS, head_of
 from forebay.prepare.read.ipc import TooLarge, check_ipc
@@ -21,7 +21,7 @@ from forebay.prepare.read.ipc import TooLarge, check_ipc
 _DAMAGE = (pa.ArrowException, OSError, ValueError, EOFError, MemoryError, TooLarge)
 
 
-class Table(Look):
+class Table(Report):
     """A walk through one table file."""
 
     counts: TokenCounts

@@ -1,13 +1,16 @@
 """One file of tokens: .npy, llm.c's .bin, or no header at all; with its sample ids, where it has some.
 
-Hides: where the tokens lie once every mistake is taken into account. `survey` finds that (a `Survey`: bytes, type,
-parts to leave out), and the findings come of it.
+Hides: where the tokens lie once every mistake is taken into account: `survey` finds that (a `Survey`: bytes, type,
+parts to leave out), and the findings come of it. Of sample ids the known ways to compute them wrongly are tried: tokens
+widened or narrowed first, a .npy with its header, and 4-byte spans over 2-byte tokens, of which the second half is
+empty. The id is the 8-byte BLAKE2b of a sample's bytes, little endian; 0.5 GB/s a thread.
 """
 
 import errno
 import io
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +18,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.doctor import sample_ids
 from forebay.doctor.report import CERTAIN, LIKELY, Finding, Options
 from forebay.doctor.tokens import BLOCK_BYTES, WINDOW_TOKENS, TokenCounts, Window, spans
-from forebay.doctor.verdicts import Look, judge, true_dtype
+from forebay.doctor.verdicts import Report, judge, true_dtype
 from forebay.errors import DatasetError
 from forebay.formats import npy
 from forebay.formats.detect import LLMC_TYPES, NPY_MAGIC, detect
-from forebay.formats.foreign import Bytes8, head_of, map_file
+from forebay.formats.foreign import U64, Bytes8, head_of, map_file
 
 _LLMC_BYTES = 1024
 _MOST_HEADER = 10_000
 _MOST_EXTENTS = 100_000
+_LENGTHS = tuple(1 << n for n in range(5, 18))
+_Sample = Callable[[int, int], NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -36,20 +40,14 @@ class Header:
     num_bytes: int
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    fortran: bool
-
-    @property
-    def data_bytes(self) -> int:
-        """What it says follows."""
-        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
+    data_bytes: int
 
 
 @dataclass(kw_only=True)
-class Survey(Look):
+class Survey(Report):
     """What a file of tokens is.
 
     Attributes:
-        kind: `npy`, `llm.c` or `raw tokens`.
         memory: Its map.
         start, stop: Bytes of the tokens.
         dtype: As a reader takes them: little endian unless a header says otherwise.
@@ -58,7 +56,6 @@ class Survey(Look):
         seq_len: Tokens of a sample, where told or found.
     """
 
-    kind: str
     memory: Bytes8
     start: int
     stop: int
@@ -85,10 +82,10 @@ def header_at(memory: Bytes8, at: int) -> Header | None:
         return None
     file = io.BytesIO(head)
     try:
-        shape, fortran, dtype = npy.read_header(file)
+        shape, _, dtype = npy.read_header(file)
     except ValueError:
         return None
-    return Header(file.tell(), dtype, shape, fortran)
+    return Header(file.tell(), dtype, shape, math.prod(shape) * dtype.itemsize)
 
 
 def survey(path: Path, options: Options) -> Survey:
@@ -115,7 +112,7 @@ def _open(path: Path, memory: Bytes8, options: Options) -> Survey:
     if kind == "llm.c":
         return _open_llmc(path, memory)
     dtype = options.dtype or _guess(memory, options)
-    found = _survey(path, "raw tokens", memory, 0, len(memory), dtype)
+    found = Survey(path, memory=memory, start=0, stop=len(memory), dtype=dtype)
     found.facts["dtype"] = f"{dtype} ({'told' if options.dtype else 'guessed'})"
     if not len(memory):
         found.say("empty", "byte 0", "expected tokens, got no byte")
@@ -131,20 +128,16 @@ def _open(path: Path, memory: Bytes8, options: Options) -> Survey:
     return found
 
 
-def _survey(path: Path, kind: str, memory: Bytes8, start: int, stop: int, dtype: np.dtype[Any]) -> Survey:
-    return Survey(path, kind=kind, memory=memory, start=start, stop=stop, dtype=dtype)
-
-
 def _open_npy(path: Path, memory: Bytes8) -> Survey:
     header = header_at(memory, 0)
     if header is None:
-        found = _survey(path, "npy", memory, len(memory), len(memory), np.dtype("<u2"))
+        found = Survey(path, memory=memory, start=len(memory), stop=len(memory), dtype=np.dtype("<u2"))
         evidence = f"expected NumPy's header, got its magic and then {memory[6:40].tobytes()!r}"
         found.say("damaged-header", "byte 0", evidence)
         return found
     kind = header.dtype.newbyteorder("<")
     stop = min(len(memory), header.num_bytes + header.data_bytes)
-    found = _survey(path, "npy", memory, header.num_bytes, stop, kind)
+    found = Survey(path, memory=memory, start=header.num_bytes, stop=stop, dtype=kind)
     found.facts["dtype"] = str(header.dtype)
     if path.suffix != ".npy":
         evidence = (
@@ -196,7 +189,7 @@ def _open_llmc(path: Path, memory: Bytes8) -> Survey:
     dtype = np.dtype(LLMC_TYPES[code][1])
     wanted = _LLMC_BYTES + count * dtype.itemsize
     start, stop = min(_LLMC_BYTES, len(memory)), min(len(memory), wanted) if count > 0 else len(memory)
-    found = _survey(path, "llm.c", memory, start, stop - (stop - start) % dtype.itemsize, dtype)
+    found = Survey(path, memory=memory, start=start, stop=stop - (stop - start) % dtype.itemsize, dtype=dtype)
     found.facts["dtype"] = str(dtype)
     if len(memory) != wanted:
         fault = "truncated" if len(memory) < wanted else "appended"
@@ -263,16 +256,109 @@ def _data_end(path: Path, size: int) -> int:
 
 
 def _samples(found: Survey, options: Options) -> None:
+    """Compare sample ids with their tokens; of large files some samples at even distances, unless `options.full`."""
     found.seq_len = options.seq_len
     if found.ids is None:
         return
     ids = map_file(found.ids.path)[found.ids.offset :].view("<u8")
-    result = sample_ids.check(found.memory, found.start, found.stop, found.dtype, ids, options)
-    found.seq_len = result.seq_len
+    found.seq_len, faults = _check_ids(found, ids, options)
     found.facts["sample_ids"] = len(ids)
-    found.facts["sample_tokens"] = result.seq_len or None
-    for fault, place, evidence in result.faults:
-        found.findings.append(Finding(fault, CERTAIN, str(found.ids.path), place, evidence))
+    found.facts["sample_tokens"] = found.seq_len or None
+    found.findings += [Finding(fault, CERTAIN, str(found.ids.path), place, said) for fault, place, said in faults]
+
+
+def _check_ids(found: Survey, ids: U64, options: Options) -> tuple[int, list[tuple[str, str, str]]]:
+    """Tokens of a sample, 0 if no length fits; and (fault, place, evidence) of what is wrong."""
+    count = found.count
+    faults: list[tuple[str, str, str]] = []
+    if not len(ids):
+        return options.seq_len, [("phantom-ids", "sample 0", "expected an id for each sample, got none")]
+    views = _views(found.memory, found.start, found.dtype)
+    length, view = _find(views, ids, count, options.seq_len)
+    empty = np.flatnonzero(ids == np.uint64(npy.NO_SAMPLE))
+    if len(empty):
+        evidence = f"{len(empty)} of {len(ids)} ids are {npy.NO_SAMPLE}, the id of no bytes at all"
+        faults.append(("phantom-ids", f"sample {int(empty[0])}", evidence))
+    elif len(ids) > 1 and bool((ids == ids[0]).all()):
+        faults.append(("phantom-ids", "sample 0", f"all {len(ids)} ids are {int(ids[0])}"))
+    if not length:
+        if not faults:
+            evidence = f"the ids of {len(ids)} samples fit the {count} tokens {found.dtype} under no known reading"
+            faults.append(("ids-mismatch", "sample 0", evidence))
+        return options.seq_len or (count // len(ids) if count and count % len(ids) == 0 else 0), faults
+    whole = count // length
+    if len(ids) > whole:
+        evidence = f"expected {whole} ids for {count} tokens in samples of {length}, got {len(ids)}"
+        faults.append(("phantom-ids", f"sample {whole}", evidence))
+    elif len(ids) < whole or count % length:
+        evidence = f"expected ids for {count} tokens in samples of {length}: {whole} and {count % length} tokens over, "
+        faults.append(("ids-count", f"sample {min(len(ids), whole)}", evidence + f"got {len(ids)}"))
+    if view != "own":
+        return length, [*faults, ("ids-of-another-view", "sample 0", _WHY[view])]
+    most, num_bytes = min(len(ids), whole), len(ids) * length * found.dtype.itemsize
+    chosen = np.arange(most)
+    if not options.full and num_bytes > options.most_bytes:
+        chosen = np.unique(np.linspace(0, most - 1, max(2, most * options.most_bytes // num_bytes)).astype(np.int64))
+    sample = views["own"]
+    wrong = [
+        i for i in chosen.tolist() if npy.sample_id(sample(i, length)) != int(ids[i]) and int(ids[i]) != npy.NO_SAMPLE
+    ]
+    if wrong:
+        evidence = (
+            f"{len(wrong)} of {len(chosen)} samples are not what their ids say, the others are: their tokens were "
+            f"changed, such as by a damaged download (samples {', '.join(map(str, wrong[:8]))})"
+        )
+        faults.append(("ids-mismatch", f"sample {wrong[0]}", evidence))
+    return length, faults
+
+
+_WHY = {
+    "widened": "the ids are those of the tokens as 4-byte numbers; the file holds 2-byte ones",
+    "narrowed": "the ids are those of the tokens as 2-byte numbers; the file holds 4-byte ones",
+    "header": "the ids are those of the file read raw from byte 0: NumPy's header was hashed as tokens",
+    "double": "each id is of 4 bytes a token, in a file of 2 a token: spans of two samples, and nothing past half",
+    "swapped": "the ids are those of the tokens in the other byte order",
+}
+
+
+def _views(memory: Bytes8, start: int, dtype: np.dtype[Any]) -> dict[str, _Sample]:
+    width = dtype.itemsize
+
+    def raw(begin: int, step: int) -> _Sample:
+        return lambda i, n: memory[begin + i * n * step : begin + (i + 1) * n * step]
+
+    def cast(to: Any) -> _Sample:
+        def one(i: int, n: int) -> NDArray[Any]:
+            piece = memory[start + i * n * width : start + (i + 1) * n * width]
+            return piece[: len(piece) - len(piece) % width].view(dtype).astype(to)
+
+        return one
+
+    views = {"own": raw(start, width), "swapped": cast(dtype.newbyteorder(">"))}
+    views["widened" if width == 2 else "narrowed"] = cast("<u4" if width == 2 else "<u2")
+    if start:
+        views["header"] = raw(0, width)
+    if width == 2:
+        views["double"] = raw(start, 4)
+    return views
+
+
+def _find(views: dict[str, _Sample], ids: U64, count: int, told: int) -> tuple[int, str]:
+    """(tokens of a sample, view) under which some id fits; (0, '') if none does.
+
+    Spans of 4 bytes a token are those of samples twice as long: they are tried at the length that the counts give only.
+    """
+    guesses = dict.fromkeys([told] if told else [count // len(ids), -(-count // len(ids))])
+    tries = [(view, n) for n in guesses for view in views if 0 < n <= count]
+    if not told:
+        tries += [(view, n) for view in views if view != "double" for n in _LENGTHS if n <= count]
+    for i in dict.fromkeys([0, 1, len(ids) // 3, len(ids) // 2]):
+        if i >= len(ids) or int(ids[i]) == npy.NO_SAMPLE:
+            continue
+        for view, length in tries:
+            if i < count // length and npy.sample_id(views[view](i, length)) == int(ids[i]):
+                return length, view
+    return 0, ""
 
 
 def _tokens(found: Survey, options: Options) -> None:

@@ -4,7 +4,7 @@ Hides: the thresholds, each with what a clean file has instead.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +21,59 @@ _MOST_FINDINGS = 1000  # Of one file or dataset.
 
 
 @dataclass
-class Look:
-    """Result of examining a file or dataset; the attributes are those of `Report`.
+class Report:
+    """One file or dataset, examined.
 
     Attributes:
-        total_bytes: 0 for the size on disk.
-        is_structure: The contents are of no type that can be checked.
+        path: What it is called.
+        kind: What it is: `npy`, `raw tokens`, `megatron`, `parquet` … or `unknown`.
+        facts: What is known of it: dtype, counts, first tokens …
+        findings: What is wrong; empty if nothing.
+        depth: How much was checked: `all`, `part`, `structure` (sizes, counts and offsets; the contents are of no type
+            that can be checked), or `none` where nothing here knows the format.
+        read_bytes, total_bytes: Read, and there.
+        seconds: Taken.
+        counts: Of its tokens, if it holds some.
     """
 
     path: Path
+    kind: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-    counts: TokenCounts | None = None
+    depth: str = "all"
     read_bytes: int = 0
     total_bytes: int = 0
-    is_structure: bool = False
+    seconds: float = 0.0
+    counts: TokenCounts | None = None
 
     def say(self, fault: str, place: str, evidence: str, sure: str = CERTAIN) -> None:
         """Add a finding, of at most 1000."""
         if len(self.findings) < _MOST_FINDINGS:
             self.findings.append(Finding(fault, sure, str(self.path), place, evidence))
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether something certain or likely was found."""
+        return any(one.is_wrong for one in self.findings)
+
+    @property
+    def ok(self) -> bool:
+        """Whether it was checked, at least in part, and nothing certain or likely was found."""
+        return self.depth != "none" and not self.is_wrong
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return {
+            "path": str(self.path),
+            "kind": self.kind,
+            "ok": self.ok,
+            "depth": self.depth,
+            "facts": self.facts,
+            "findings": [{**asdict(one), "advice": one.advice} for one in self.findings],
+            "read_bytes": self.read_bytes,
+            "total_bytes": self.total_bytes,
+            "seconds": round(self.seconds, 3),
+        }
 
 
 def judge(counts: TokenCounts, path: str) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from forebay.errors import DatasetError, UsageError
 from forebay.formats import arrow, litdata, mds, megatron, npy
 from forebay.formats.blocks import INDEX_FILE
 from forebay.formats.detect import RAW_SUFFIXES, detect
-from forebay.formats.foreign import ForeignDataset
+from forebay.formats.foreign import ForeignDataset, reading
 
 __all__ = ["ForeignDataset", "open_foreign"]
 
@@ -99,9 +99,7 @@ def _open_file(path: Path, dtype: Any) -> ForeignDataset | None:
 
 def _files(path: Path) -> Iterator[Path]:
     """Files below a directory by name, hidden ones left out; none if the first thousand begin as nothing known."""
-    try:
+    with reading(path):
         files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
-    except OSError as error:
-        raise DatasetError(f"{path}: cannot be read: {error.strerror or error}.") from error
     known = (file.suffix in RAW_SUFFIXES or megatron.is_index(file) or npy.has_header(file) for file in files)
     return iter(files if any(islice(known, _MOST_SNIFFED)) else ())

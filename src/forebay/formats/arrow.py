@@ -8,7 +8,6 @@ tokens; a slice of one batch of 2- or 4-byte numbers is a view of the map, any o
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,41 +36,31 @@ STATE_FILE = "state.json"
 _MOST_STATE_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Record batches [first, last) of a file: one slice."""
-
-    first: int
-    last: int
-
-
 class ArrowDataset(ForeignDataset):
     """The files of one saved dataset, in its order; one row is one document."""
 
     def __init__(self, path: Path, column: str | None = None) -> None:
         files = files_of(path)
         self._batches = [_batches_of(file, column) for file in files]
-        self._runs: dict[tuple[int, int], _Run] = {}
+        self._runs: dict[tuple[int, int], tuple[int, int]] = {}
         parts: list[Part] = []
         kinds: set[np.dtype[Any]] = set()
         for i, (file, batches) in enumerate(zip(files, self._batches)):
+            counts = [last - first for first, last in map(_span, batches)]
             start = 0
-            for k, run in enumerate(_join([int(_span(one)[1] - _span(one)[0]) for one in batches])):
-                chosen = batches[run.first : run.last]
-                count = sum(int(_span(one)[1] - _span(one)[0]) for one in chosen)
-                rows = sum(len(one) for one in chosen)
-                width = _kind_of(file, chosen[0]).itemsize
-                kinds.add(_kind_of(file, chosen[0]))
-                self._runs[i, start] = run
-                parts.append(Part(i, f"{relative(path, file)}#{k:05d}", start, count, rows, count * width))
+            for k, (a, b) in enumerate(_join(counts)):
+                kind, count, rows = _kind_of(file, batches[a]), sum(counts[a:b]), sum(map(len, batches[a:b]))
+                kinds.add(kind)
+                self._runs[i, start] = a, b
+                parts.append(Part(i, f"{relative(path, file)}#{k:05d}", start, count, rows, count * kind.itemsize))
                 start += count
         super().__init__(path, "arrow", one_kind(path, kinds) if kinds else "U32", files, fingerprints(files), parts)
 
     def _read(self, part: Part) -> tuple[NDArray[Any], U64]:
-        run = self._runs[part.file, part.start]
-        chosen, path = self._batches[part.file][run.first : run.last], self.files[part.file]
+        a, b = self._runs[part.file, part.start]
+        path = self.files[part.file]
         pieces, ends, reached = [], [], 0
-        for one in chosen:
+        for one in self._batches[part.file][a:b]:
             first, last = _span(one)
             offsets = _offsets(one)
             if one.values.null_count or (np.diff(offsets) < 0).any() or last > len(one.values):
@@ -176,12 +165,12 @@ def _span(lists: Any) -> tuple[int, int]:
     return int(offsets[0]), int(offsets[-1])
 
 
-def _join(counts: list[int]) -> Iterator[_Run]:
-    """Neighbours put together until they hold enough tokens."""
+def _join(counts: list[int]) -> Iterator[tuple[int, int]]:
+    """Batches [first, last) of a file that are a slice: neighbours put together until they hold enough tokens."""
     first, total = 0, 0
     for i, count in enumerate(counts):
         total += count
         if total >= MOST_COPIED_TOKENS or i == len(counts) - 1:
             if total:
-                yield _Run(first, i + 1)
+                yield first, i + 1
             first, total = i + 1, 0

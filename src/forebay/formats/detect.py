@@ -11,13 +11,12 @@ import json
 import re
 import tarfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from forebay.formats.compression import COMPRESSIONS, sniff_compression, unpacked_head
-from forebay.formats.foreign import unreadable
+from forebay.formats.foreign import reading
 
 HEAD_BYTES = 4096
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -65,19 +64,14 @@ def detect(source: Path | BinaryIO, name: str | None = None) -> Detected:
     Raises:
         DatasetError: If a path cannot be read.
     """
-    try:
-        with source.open("rb") if isinstance(source, Path) else nullcontext(source) as file:
-            sample = file.read(SAMPLE_BYTES)
-            compression = sniff_compression(sample)
-            if compression:
-                file.seek(0)
-                sample = unpacked_head(file, compression, SAMPLE_BYTES)
-    except OSError as error:
-        if isinstance(source, Path):
-            raise unreadable(source, error) from error
-        raise
-    if name is None:
-        name = source.name if isinstance(source, Path) else ""
+    if isinstance(source, Path):
+        with reading(source), source.open("rb") as file:
+            return detect(file, source.name if name is None else name)
+    sample, name = source.read(SAMPLE_BYTES), name or ""
+    compression = sniff_compression(sample)
+    if compression:
+        source.seek(0)
+        sample = unpacked_head(source, compression, SAMPLE_BYTES)
     found = _detected(sample[:HEAD_BYTES], compression, name)
     if not found.problem and found.format in _OF_TEXT and (encoding := find_encoding(sample)):
         text = codecs.getincrementaldecoder(encoding)("replace").decode(sample).encode("utf-8", "replace")

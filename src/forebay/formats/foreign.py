@@ -15,8 +15,9 @@ import mmap
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from forebay.dataset.manifest import TOKEN_DTYPES, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, VerifyReport
-from forebay.dataset.slices import Slice, check_document_ends, hash_file, release_pages
+from forebay.dataset.slices import Slice, check_document_ends, release_pages
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.compression import one_large
 
@@ -252,7 +253,7 @@ class ForeignDataset(Dataset, ABC):
         """The map of a file of exactly this size; at most 64 are kept, and views keep theirs."""
         with self._map_lock:
             memory = self._maps.pop(path, None)
-            if memory is None or _size(path) != num_bytes:
+            if memory is None or size_of(path) != num_bytes:
                 memory = map_file(path)
             if len(memory) != num_bytes:
                 raise DatasetError(f"{path}: expected {num_bytes} bytes, got {len(memory)}. Fetch it again.")
@@ -262,36 +263,12 @@ class ForeignDataset(Dataset, ABC):
         return memory
 
 
-def map_file(path: Path) -> Bytes8:
-    """The whole file as read-only bytes.
-
-    Raises:
-        DatasetError: If it cannot be opened.
-    """
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise DatasetError where the system refuses a file."""
     try:
-        with path.open("rb") as file:
-            if _size(path) == 0:
-                return np.empty(0, np.uint8)
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        yield
     except (OSError, ValueError) as error:
-        raise unreadable(path, error) from error
-
-
-def head_of(path: Path, num_bytes: int, start: int = 0) -> bytes:
-    """Up to `num_bytes` bytes of a file from `start`. Raises DatasetError if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(num_bytes)
-    except (OSError, ValueError) as error:
-        raise unreadable(path, error) from error
-
-
-def size_of(path: Path) -> int:
-    """Bytes of a file. Raises DatasetError if there is none."""
-    try:
-        return _size(path)
-    except OSError as error:
         raise unreadable(path, error) from error
 
 
@@ -301,6 +278,27 @@ def unreadable(path: Path, error: Exception) -> DatasetError:
     return DatasetError(f"{path}: cannot be read: {reason}. Check the path, or fetch it again.")
 
 
+def map_file(path: Path) -> Bytes8:
+    """The whole file as read-only bytes. Raises DatasetError if it cannot be opened."""
+    with reading(path), path.open("rb") as file:
+        if size_of(path) == 0:
+            return np.empty(0, np.uint8)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+
+
+def head_of(path: Path, num_bytes: int, start: int = 0) -> bytes:
+    """Up to `num_bytes` bytes of a file from `start`. Raises DatasetError if it cannot be read."""
+    with reading(path), path.open("rb") as file:
+        file.seek(start)
+        return file.read(num_bytes)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file. Raises DatasetError if there is none."""
+    with reading(path):
+        return path.stat().st_size
+
+
 def fingerprint(path: Path, num_files: int) -> bytes:
     """32 bytes that tell a file's content by its size and pieces; all of it where it is small.
 
@@ -308,27 +306,16 @@ def fingerprint(path: Path, num_files: int) -> bytes:
         DatasetError: If it cannot be read.
     """
     pieces = max(2, min(_MOST_PIECES, _ALL_PIECES // max(num_files, 1)))
-    try:
-        with path.open("rb") as file:
-            size = _size(path)
-            digest = hashlib.sha256(size.to_bytes(8, "little"))
-            if size <= pieces * _PIECE_BYTES:
-                digest.update(file.read(size))
-                return digest.digest()
-            for i in range(pieces):
-                file.seek((size - _PIECE_BYTES) * i // (pieces - 1))
-                digest.update(file.read(_PIECE_BYTES))
+    with reading(path), path.open("rb") as file:
+        size = size_of(path)
+        digest = hashlib.sha256(size.to_bytes(8, "little"))
+        if size <= pieces * _PIECE_BYTES:
+            digest.update(file.read(size))
             return digest.digest()
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def hash_of(path: Path) -> str:
-    """The sha256 of a file, in hex. Raises DatasetError if it cannot be read."""
-    try:
-        return hash_file(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
+        for i in range(pieces):
+            file.seek((size - _PIECE_BYTES) * i // (pieces - 1))
+            digest.update(file.read(_PIECE_BYTES))
+        return digest.digest()
 
 
 def fingerprints(paths: Sequence[Path]) -> list[bytes]:
@@ -395,10 +382,6 @@ def as_tokens(array: NDArray[Any], where: object) -> NDArray[Any]:
 def relative(base: Path, path: Path) -> str:
     """The name of a file for people: below `base` if it is there, else its own."""
     return path.relative_to(base).as_posix() if path.is_relative_to(base) and path != base else path.name
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size
 
 
 def _table(parts: Sequence[Part], marks: Sequence[bytes]) -> SliceTable:

@@ -34,6 +34,7 @@ from forebay.formats.foreign import (
     head_of,
     map_file,
     one_kind,
+    reading,
     relative,
     size_of,
     token_kind,
@@ -285,11 +286,8 @@ def check_hashes(stored: Stored, hash_all: bool = False) -> None:
         digest = _hasher(name)
         if digest is None:
             continue
-        try:
-            with stored.path.open("rb") as file:
-                hashlib.file_digest(file, lambda made=digest: made)  # type: ignore[misc]
-        except OSError as error:
-            raise DatasetError(f"{stored.path}: cannot be read: {error.strerror or error}.") from error
+        with reading(stored.path), stored.path.open("rb") as file:
+            hashlib.file_digest(file, lambda made=digest: made)  # type: ignore[misc]
         if digest.hexdigest() != wanted:
             raise DatasetError(f"{stored.path}: expected {name} {wanted}, got {digest.hexdigest()}. Fetch it again.")
         if not hash_all:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError
 from forebay.formats.detect import MEGATRON_MAGIC
 from forebay.formats.foreign import (
@@ -33,10 +34,10 @@ from forebay.formats.foreign import (
     Part,
     as_tokens,
     fingerprint,
-    hash_of,
     head_of,
     map_file,
     one_kind,
+    reading,
     relative,
     size_of,
 )
@@ -125,7 +126,8 @@ class MegatronDataset(ForeignDataset):
 
     def _mark(self, file: int) -> bytes:
         one = self._indexes[file]
-        return fingerprint(one.data, len(self._indexes)) + bytes.fromhex(hash_of(one.idx))
+        with reading(one.idx):
+            return fingerprint(one.data, len(self._indexes)) + bytes.fromhex(hash_file(one.idx))
 
     def _read(self, part: Part) -> tuple[NDArray[Any], U64]:
         one = self._indexes[part.file]

@@ -45,7 +45,8 @@ HEADERS = ("npy", "llm.c")
 _LLMC_BYTES = 1024
 _MOST_HEADER = 10_000  # NumPy's own bound.
 _SPOT_SAMPLES = 8
-_NO_SAMPLE = int.from_bytes(hashlib.blake2b(b"", digest_size=8).digest(), "little")
+NO_SAMPLE = int.from_bytes(hashlib.blake2b(b"", digest_size=8).digest(), "little")
+"""13020603013274838756: the id of no bytes at all."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class VectorDataset(ForeignDataset):
             wanted = int(self._view(ids, i, i + 1)[0])
             got = sample_id(self._view(one, i * seq_len, (i + 1) * seq_len))
             if got != wanted:
-                why = "It is the id of no bytes at all: a known fault of one writer. " if wanted == _NO_SAMPLE else ""
+                why = "It is the id of no bytes at all: a known fault of one writer. " if wanted == NO_SAMPLE else ""
                 raise DatasetError(
                     f"{ids.path}: expected id {got} of sample {i} ({seq_len} tokens {one.kind}), got {wanted}. {why}"
                     f"Tokens and ids are not of each other: fetch both again, or move {ids.path.name} away to read "
@@ -235,8 +236,8 @@ def _guess(path: Path) -> np.dtype[Any] | None:
     return np.dtype("<u4") if len(halves) and int(halves[::2].max()) >= 16 else None
 
 
-def _raw(path: Path, kind: np.dtype[Any]) -> Vector:
-    size = size_of(path)
+def _raw(path: Path, kind: np.dtype[Any], num_bytes: int | None = None) -> Vector:
+    size = size_of(path) if num_bytes is None else num_bytes
     if size % kind.itemsize:
         raise DatasetError(
             f"{path}: expected a whole number of {kind.itemsize}-byte numbers, got {size} bytes. "
@@ -269,10 +270,7 @@ def vector_in(path: Path, num_bytes: int, dtype: Any = None) -> Vector:
     """
     if head_of(path, len(NPY_MAGIC)) == NPY_MAGIC:
         return _npy(path, num_bytes)
-    kind = token_kind(dtype)
-    if num_bytes % kind.itemsize:
-        raise DatasetError(f"{path}: expected a whole number of {kind.itemsize}-byte numbers, got {num_bytes} bytes.")
-    return Vector(path, 0, kind, num_bytes // kind.itemsize, num_bytes)
+    return _raw(path, token_kind(dtype), num_bytes)
 
 
 def _npy(path: Path, num_bytes: int | None = None) -> Vector:
