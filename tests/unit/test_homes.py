@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from forebay.errors import UsageError
 from forebay.order.homes import homes_of
-from forebay.order.owned import OwnedRun
 from forebay.order.plan import Order
+from forebay.order.run import OwnedRun
 
 
 def hashes(count: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:

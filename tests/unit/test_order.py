@@ -261,7 +261,6 @@ def test_promise_seek(order: Order, epoch: int, data: st.DataObject) -> None:
     whole = whole_epoch(order, epoch)
     alone = again.share(epoch, step, 0, 1).tolist()
     assert alone == whole[step * order.global_batch :][: len(alone)]
-    assert again == order and hash(again) == hash(order)
 
 
 def test_seek_in_fifteen_trillion_tokens_is_quick() -> None:

@@ -5,6 +5,7 @@ are written where 16 would be with two arrays; the views are not contiguous row 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from forebay.errors import DatasetError, UsageError
 IGNORE_INDEX = -100  # What torch's cross entropy leaves out by default.
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Batch:
     """A rank's part of a global batch. Its arrays are its own: they stay as they are when the next one comes.
 
@@ -34,38 +36,18 @@ class Batch:
             over ranks of `weight * loss` is the mean over samples, as DDP's of the gradients.
     """
 
-    __slots__ = (
-        "_inputs", "_labels", "cu_seqlens", "document_ids", "epoch", "position_ids", "run_step", "sample_ids",
-        "sources", "step", "tensors", "weight",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        inputs: NDArray[Any] | None,
-        labels: NDArray[Any] | None,
-        sample_ids: NDArray[np.int64],
-        epoch: int,
-        step: int,
-        tensors: Mapping[str, NDArray[Any]] | None = None,
-        document_ids: NDArray[np.int32] | None = None,
-        position_ids: NDArray[Any] | None = None,
-        cu_seqlens: NDArray[np.int32] | None = None,
-        sources: NDArray[np.int64] | None = None,
-        run_step: int = 0,
-        weight: float = 1.0,
-    ) -> None:
-        self._inputs = inputs
-        self._labels = labels
-        self.weight = weight
-        self.sample_ids = sample_ids
-        self.epoch = epoch
-        self.step = step
-        self.tensors: Mapping[str, NDArray[Any]] = {} if tensors is None else tensors
-        self.document_ids = document_ids
-        self.position_ids = position_ids
-        self.cu_seqlens = cu_seqlens
-        self.sources = sources
-        self.run_step = run_step
+    _inputs: NDArray[Any] | None
+    _labels: NDArray[Any] | None
+    sample_ids: NDArray[np.int64]
+    epoch: int
+    step: int
+    tensors: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    document_ids: NDArray[np.int32] | None = None
+    position_ids: NDArray[Any] | None = None
+    cu_seqlens: NDArray[np.int32] | None = None
+    sources: NDArray[np.int64] | None = None
+    run_step: int = 0
+    weight: float = 1.0
 
     @property
     def inputs(self) -> NDArray[Any]:

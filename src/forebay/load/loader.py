@@ -42,9 +42,8 @@ from forebay.load.state import identity_of, make_state, step_of_state
 from forebay.load.stats import Bottleneck, Waits, find_bottleneck
 from forebay.order.bijection import derive_key
 from forebay.order.calendar import check_integer
-from forebay.order.owned import OwnedRun
 from forebay.order.plan import Order
-from forebay.order.run import BatchSizes, Run
+from forebay.order.run import BatchSizes, OwnedRun, Run
 from forebay.order.windows import window_steps
 
 if TYPE_CHECKING:
@@ -230,9 +229,9 @@ class Loader:
         """Leave in the view what this rank owns. What a state must agree in besides, and all ranks' samples."""
         if self.mixture is not None or drop_last or len(sizes.changes) > 1:
             raise UsageError("sharding='hash': expected one dataset, one batch size and no drop_last, got others.")
-        share = share_of(self.dataset, self._views[0], self.rank, self.world_size, names)
-        self._views = [share.view]
-        return {"rank": self.rank, "workers": list(share.workers), "num_samples": share.num_samples}
+        view, num_samples, workers = share_of(self.dataset, self._views[0], self.rank, self.world_size, names)
+        self._views = [view]
+        return {"rank": self.rank, "workers": workers, "num_samples": num_samples}
 
     def _open_slices(
         self, cache_dir: str | Path | None, cache_bytes: int | None, rest: tuple[Any, ...], verify: bool

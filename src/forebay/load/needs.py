@@ -188,16 +188,11 @@ def worst_of(nodes: list[Node]) -> tuple[Disk, Spans]:
     """The most of each figure, and the spans of the node that has most open."""
     disks = [node.disk for node in nodes]
     worst = max(nodes, key=lambda node: (node.disk.open_bytes, node.disk.next_bytes))
+    largest = ("next_slices", "next_bytes", "once_bytes", "epoch_slices", "epoch_bytes", "again_slices", "again_bytes")
     disk = replace(
         worst.disk,
-        next_slices=max(one.next_slices for one in disks),
-        next_bytes=max(one.next_bytes for one in disks),
-        once_bytes=max(one.once_bytes for one in disks),
-        epoch_slices=max(one.epoch_slices for one in disks),
-        epoch_bytes=max(one.epoch_bytes for one in disks),
+        **{name: max(getattr(one, name) for one in disks) for name in largest},
         least_epoch_slices=min(one.least_epoch_slices for one in disks),
-        again_slices=max(one.again_slices for one in disks),
-        again_bytes=max(one.again_bytes for one in disks),
         origin_bytes=sum(one.origin_bytes for one in disks),
         exact=all(one.exact for one in disks),
     )

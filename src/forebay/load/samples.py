@@ -361,23 +361,10 @@ class Maker(Protocol):
         """The batch of the plan's samples [start, stop), in arrays of its own."""
 
 
-@dataclass(frozen=True)
-class Share:
-    """What one worker owns of a dataset.
-
-    Attributes:
-        view: The dataset's, with no samples in slices of others.
-        num_samples: Of each worker, int64 [W].
-        workers: Their names, by rank.
-    """
-
-    view: View
-    num_samples: I64
-    workers: tuple[str, ...]
-
-
-def share_of(dataset: Dataset, view: View, rank: int, world_size: int, workers: Sequence[str] | None) -> Share:
-    """A rank's part by rendezvous hashing of the slices' hashes.
+def share_of(
+    dataset: Dataset, view: View, rank: int, world_size: int, workers: Sequence[str] | None
+) -> tuple[View, list[int], list[str]]:
+    """What a rank owns by rendezvous hashing of the slices' hashes: its view, each rank's samples, the names by rank.
 
     Args:
         workers: Names by rank, which decide; by default the ranks' numbers.
@@ -385,7 +372,7 @@ def share_of(dataset: Dataset, view: View, rank: int, world_size: int, workers: 
     Raises:
         UsageError: If the names are not as many as ranks, or a rank would own nothing.
     """
-    names = tuple(map(str, range(world_size) if workers is None else workers))
+    names = list(map(str, range(world_size) if workers is None else workers))
     if len(names) != world_size:
         raise UsageError(f"workers: expected a name for each of {world_size} ranks, got {len(names)}.")
     homes = homes_of(dataset.table.sha256, names, SLACK)
@@ -396,7 +383,7 @@ def share_of(dataset: Dataset, view: View, rank: int, world_size: int, workers: 
             f"{names[int(owned.argmin())]!r}: {np.count_nonzero(view.counts)} slices are too few. Prepare smaller "
             "slices (--slice-bytes), or use sharding='order'."
         )
-    return Share(replace(view, counts=np.where(homes == rank, view.counts, 0)), owned, names)
+    return replace(view, counts=np.where(homes == rank, view.counts, 0)), owned.tolist(), names
 
 
 _HEAD_BYTES = 64 << 10

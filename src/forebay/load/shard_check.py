@@ -61,7 +61,8 @@ class SampleCheck:
         self._bytes: NDArray[np.uint8] | None = None
         self._next = 0
         self._bad: dict[int, int] = {}  # sample: the id that its bytes have
-        self._was: dict[int, tuple[int, int]] = {}  # of bad ones, the id of the bytes before, and how often it came
+        self._was: dict[int, int] = {}  # what was bad before, and how often it was the same
+        self._same = 0
         self._again: list[tuple[int, int]] = []
         self._tries = 0
 
@@ -90,11 +91,9 @@ class SampleCheck:
         """See Check. Raises IntegrityError where the same wrong bytes come again and again."""
         if not self._bad:
             return []
-        before, self._was = self._was, {}
-        for sample, got in self._bad.items():
-            last, count = before.get(sample, (got, -1))
-            self._was[sample] = (got, count + 1 if got == last else 0)
-        if self._tries == _MOST_TRIES or any(count == _TRIES for _, count in self._was.values()):
+        self._same = self._same + 1 if self._bad == self._was else 0
+        self._was = self._bad
+        if self._tries == _MOST_TRIES or self._same == _TRIES:
             raise self._error()
         self._tries += 1
         assert self.vector is not None

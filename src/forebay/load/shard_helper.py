@@ -65,12 +65,13 @@ def obtain_apart(
                 if kind == "progress":
                     on_progress(*content)
                 elif kind == "log":
-                    logging.getLogger(content.name).handle(content)
-                elif kind == "error":
-                    raise content
+                    logger = logging.getLogger(content.name)
+                    if logger.isEnabledFor(content.levelno):
+                        logger.handle(content)
                 else:
-                    found: tuple[Pair, Fetched | None] = content
-                    return found
+                    break
+            else:
+                raise UsageError(f"shard {index}: given up while it was fetched.")
         except (EOFError, ConnectionError):
             code = process.wait(_END_S)
             raise UsageError(
@@ -79,7 +80,10 @@ def obtain_apart(
             ) from None
         finally:
             process.kill()  # What was fetched stays.
-    raise UsageError(f"shard {index}: given up while it was fetched.")
+    if kind == "error":
+        raise content
+    found: tuple[Pair, Fetched | None] = content
+    return found
 
 
 def main(pipe: Connection) -> None:

@@ -12,19 +12,18 @@ import hashlib
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, IntegrityError, UsageError
-from forebay.formats.foreign import token_kind
 from forebay.load.shard_folder import LIST_FILE, Pair, ShardFolder
 from forebay.sizes import words_of_bytes
 from forebay.store.large import Workers, head_of, head_origin
-from forebay.store.origins import Head, Origin, open_origin, read_small
+from forebay.store.origins import Head, open_origin, read_small
 from forebay.store.targets import FolderTarget, Target, open_target
 
 _MOST_LIST_BYTES = 64 << 20
@@ -53,13 +52,13 @@ class ShardMirrorReport:
     complete: bool
 
 
-def holds_shards(source: str | Path | Origin, prefix: str = "train") -> bool:
+def holds_shards(source: str, prefix: str = "train") -> bool:
     """Whether there are shards at a source, and no dataset of slices.
 
     Raises:
         NetworkError: If it cannot be reached.
     """
-    origin = open_origin(source) if isinstance(source, (str, Path)) else source
+    origin = open_origin(source)
     if not hasattr(origin, "head"):
         return False
     for name, there in ((MANIFEST_FILE, False), (LIST_FILE, True), (f"{prefix}_000000.npy", True)):
@@ -71,14 +70,12 @@ def holds_shards(source: str | Path | Origin, prefix: str = "train") -> bool:
 
 
 def mirror_shards(
-    source: str | Path | Origin,
-    destination: str | Path,
+    source: str,
+    destination: str,
     *,
-    temporary: str | Path,
-    shards: Iterable[int] | slice | None = None,
+    temporary: Path,
+    shards: slice | None = None,
     sequence_length: int = 0,
-    token_dtype: Any = None,
-    generation: Literal["auto", "bin", "npy"] = "auto",
     prefix: str = "train",
     max_workers: Workers = None,
     chunk_size: int | None = None,
@@ -89,20 +86,18 @@ def mirror_shards(
     Args:
         destination: A directory, `s3://`, `r2://` (with `R2_DATASET_WRITE_*`), `gs://` or `az://`.
         temporary: A directory of its own, with room for one pair; on the destination's disk, if that is a directory.
-        shards: Indexes, or a slice of them; by default all there are.
+        shards: Which; by default, and where an end is open, all there are.
         sequence_length: By default as the counts tell.
         on_progress: Told the bytes that came since its last call, those that are skipped included.
 
     Raises:
         ForebayError: If a shard cannot be had or written, or a sample has not its id; what was copied stays.
     """
-    origin = open_origin(source) if isinstance(source, (str, Path)) else source
-    temporary = Path(temporary)
+    origin = open_origin(source)
     folder = ShardFolder(
-        origin, temporary, sequence_length, None if token_dtype is None else token_kind(token_dtype),
-        generation=generation, prefix=prefix, max_workers=max_workers, chunk_size=chunk_size,
-    )  # fmt: skip
-    if origin.url in (str(destination), str(Path(destination).absolute())):
+        origin, temporary, sequence_length, prefix=prefix, max_workers=max_workers, chunk_size=chunk_size
+    )
+    if origin.url in (destination, str(Path(destination).absolute())):
         raise UsageError(f"mirror: expected another place than {origin.url}. Name one.")
     target = open_target(destination, temporary / "upload")
     say = on_progress or (lambda _: None)
@@ -125,11 +120,10 @@ def mirror_shards(
             temporary.rmdir()
 
 
-def _wanted(shards: Iterable[int] | slice | None, there: Sequence[int]) -> list[int]:
-    """Of those that are there; an open end means the last."""
-    if isinstance(shards, slice):
-        shards = range(shards.start or 0, there[-1] + 1 if shards.stop is None else shards.stop)
-    wanted = sorted(set(there if shards is None else shards))
+def _wanted(shards: slice | None, there: Sequence[int]) -> list[int]:
+    wanted = list(there)
+    if shards is not None:
+        wanted = list(range(shards.start or 0, there[-1] + 1 if shards.stop is None else shards.stop))
     if not wanted or not set(wanted) <= set(there):
         raise UsageError(f"shards: expected some of {there[0]} to {there[-1]}, got {wanted[:20]}.")
     return wanted

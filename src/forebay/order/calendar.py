@@ -121,7 +121,7 @@ class Calendar:
         Raises:
             UsageError: If the step is outside.
         """
-        self.check_range(step, step)
+        check_range(step, step, self.num_steps)
         return self._place(step)
 
     def step_of(self, epoch: int, samples_taken: int) -> int:
@@ -160,12 +160,6 @@ class Calendar:
                 count = min(count, rest // size)
             yield Segment(start, count, size, place)
             start += count
-
-    def check_range(self, start: int, stop: int) -> None:
-        """Raises UsageError unless [start, stop) are steps of the run."""
-        if not 0 <= start <= stop or (self.num_steps is not None and stop > self.num_steps):
-            end = "" if self.num_steps is None else f" <= {self.num_steps}"
-            raise UsageError(f"run steps: expected 0 <= start <= stop{end}, got [{start}, {stop}).")
 
     def _build(self, epochs: int | None, limit: int | None) -> int | None:
         """Fills in the stretches that the run reaches. Returns its number of steps."""
@@ -223,3 +217,10 @@ def check_rising(what: str, steps: Sequence[int]) -> None:
         check_integer(f"{what}, a run step", step, 0)
     if not steps or steps[0] != 0 or any(a >= b for a, b in itertools.pairwise(steps)):
         raise UsageError(f"{what}: expected changes at run steps that rise from 0, got steps {list(steps)}.")
+
+
+def check_range(start: int, stop: int, num_steps: int | None) -> None:
+    """Raises UsageError unless [start, stop) are steps of a run of so many; None: without end."""
+    if not 0 <= start <= stop or (num_steps is not None and stop > num_steps):
+        end = "" if num_steps is None else f" <= {num_steps}"
+        raise UsageError(f"run steps: expected 0 <= start <= stop{end}, got [{start}, {stop}).")

@@ -16,7 +16,6 @@ Locality: with W ranks, a rank reads about 1 / min(W, C) of the slices (ranks be
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,9 +101,9 @@ def lease_order(seed: int, epoch: int, slice_index: int, num_samples: int, start
     return permute(np.arange(start, stop, dtype=np.uint64), num_samples, key).astype(np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Order:
-    """The order of a run. Immutable; safe to share between threads; equal arguments give equal orders.
+    """The order of a run. Immutable; safe to share between threads; orders of equal arguments read the same.
 
     Args:
         samples_per_slice: int64 [S], from `samples_per_slice`.
@@ -133,9 +132,9 @@ class Order:
     num_lanes: int = field(init=False)
     window_samples: int = field(init=False)
     head_samples: int = field(init=False)
-    _ends: I64 = field(init=False, repr=False, compare=False)
-    _used: I64 | None = field(init=False, repr=False, compare=False)  # None: every slice has samples.
-    _epochs: dict[int, Epoch] = field(init=False, repr=False, compare=False)
+    _ends: I64 = field(init=False, repr=False)
+    _used: I64 | None = field(init=False, repr=False)  # None: every slice has samples.
+    _epochs: dict[int, Epoch] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         counts = np.array(self.samples_per_slice, dtype=np.int64)
@@ -163,24 +162,6 @@ class Order:
         }.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "head_samples", self._head_samples())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Order) and self._identity() == other._identity()
-
-    def __hash__(self) -> int:
-        return hash(self._identity())
-
-    def _identity(self) -> tuple[Any, ...]:
-        return (
-            self.samples_per_slice.tobytes(),
-            self.seed,
-            self.global_batch,
-            self.num_lanes,
-            self.window_samples,
-            self.shuffle,
-            self.drop_last,
-            self.head_samples,
-        )
 
     @property
     def steps_per_epoch(self) -> int:

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 import urllib.parse
+from dataclasses import dataclass
 from typing import Any
 
 from forebay.errors import NetworkError, ProtocolViolation
@@ -32,6 +33,7 @@ class SchedulerGone(NetworkError):  # noqa: N818  # it says what happened
     """The scheduler did not answer for as long as the worker was told to wait."""
 
 
+@dataclass(eq=False)
 class Control:
     """Calls a scheduler's doors; safe from several threads.
 
@@ -39,7 +41,7 @@ class Control:
     address, it must be the same one. Without a fixed address it is found in the DHT.
 
     Raises:
-        UsageError: If `address` is none.
+        UsageError: If `fixed_address` is no address.
 
     Args:
         name: The job's; "" takes whatever job the scheduler gives, and needs an address.
@@ -47,31 +49,22 @@ class Control:
             late is not heard once a later one was.
     """
 
-    def __init__(
-        self,
-        identity: Identity,
-        client: Client,
-        name: str,
-        discovery: Discovery | None,
-        address: str | None,
-        patience_s: float,
-        stop: threading.Event,
-        attempt: int = 0,
-    ) -> None:
-        self._identity = identity
-        self._client = client
-        self._name = name
-        self._discovery = discovery
-        if address is not None:
-            parse_address(address)
-        self._fixed = address
-        self._patience_s = patience_s
-        self._stop = stop
+    identity: Identity
+    client: Client
+    name: str
+    discovery: Discovery | None
+    fixed_address: str | None
+    patience_s: float
+    stop: threading.Event
+    attempt: int = 0
+
+    def __post_init__(self) -> None:
+        if self.fixed_address is not None:
+            parse_address(self.fixed_address)
         self._lock = threading.Lock()
-        self._address = address
+        self._address = self.fixed_address
         self._peer_id: str | None = None
         self._job_id: str | None = None
-        self._attempt = attempt
         self._reason = "not asked yet"
 
     def exchange(self, body: dict[str, Any], patience_s: float | None = None) -> dict[str, Any]:
@@ -86,10 +79,10 @@ class Control:
 
     @property
     def _what(self) -> str:
-        return repr(self._name) if self._name else "any job"
+        return repr(self.name) if self.name else "any job"
 
     def _exchange(self, body: dict[str, Any], patience_s: float | None) -> dict[str, Any]:
-        patience_s = self._patience_s if patience_s is None else patience_s
+        patience_s = self.patience_s if patience_s is None else patience_s
         deadline = time.monotonic() + patience_s
         began_stopping = time.monotonic()
         tried, is_repeat = 0, False
@@ -98,10 +91,10 @@ class Control:
             address = self._find()
             if address is not None:
                 try:
-                    self._attempt += 1
+                    self.attempt += 1
                     self._reason = f"{address} is asked and has not answered yet"
-                    body = {**body, "attempt": self._attempt}
-                    answer, _ = self._client.request_json(
+                    body = {**body, "attempt": self.attempt}
+                    answer, _ = self.client.request_json(
                         address, "POST", _DOOR, body, expect_peer=self._peer_id, timeout_s=ANSWER_S, role=_ROLE
                     )
                     if not isinstance(answer, dict):
@@ -119,11 +112,11 @@ class Control:
             wait_s = backoff_s(tried, FIRST_WAIT_S, MOST_WAIT_S, min(asked_s, MOST_ASKED_S))
             if time.monotonic() + wait_s > deadline:
                 break
-            if self._stop.is_set():
+            if self.stop.is_set():
                 # Told to stop: settle up if the scheduler is there, but do not wait long for it.
                 time.sleep(wait_s)
                 deadline = min(deadline, began_stopping + STOP_PATIENCE_S)
-            elif self._stop.wait(wait_s):
+            elif self.stop.wait(wait_s):
                 began_stopping = time.monotonic()
         raise SchedulerGone(
             f"scheduler of {self._what}: expected an answer within {patience_s:g} s, got none: {self._reason}. "
@@ -137,7 +130,7 @@ class Control:
 
     def _forget(self, address: str) -> None:
         with self._lock:
-            if self._address == address and self._discovery is not None:
+            if self._address == address and self.discovery is not None:
                 self._address = None
 
     def _find(self) -> str | None:
@@ -145,13 +138,13 @@ class Control:
         with self._lock:
             if self._address is not None and self._peer_id is not None:
                 return self._address
-            candidates = [self._fixed] if self._fixed else []
-            if self._discovery is not None:
-                key = record_key(self._identity.network_id, "scheduler", self._name)
+            candidates = [self.fixed_address] if self.fixed_address else []
+            if self.discovery is not None:
+                key = record_key(self.identity.network_id, "scheduler", self.name)
                 try:
                     candidates += [
                         f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-                        for host, port in self._discovery.find(key, 2.0)
+                        for host, port in self.discovery.find(key, 2.0)
                     ]
                     self._reason = "the DHT was asked and names none"
                 except NetworkError as error:  # the caller's patience decides
@@ -165,19 +158,19 @@ class Control:
     def _is_ours(self, address: str) -> bool:
         """Whether the scheduler of this name stands there: the one that was pinned, or else a certified one."""
         self._reason = f"{address} is asked and has not answered yet"
-        path = f"/v1/job?name={urllib.parse.quote(self._name, safe='')}" if self._name else "/v1/jobs"
+        path = f"/v1/job?name={urllib.parse.quote(self.name, safe='')}" if self.name else "/v1/jobs"
         try:
             # Whoever gives out leases must be certified to: one that is not may stand in the DHT, but is not asked.
-            answer, peer = self._client.request_json(
+            answer, peer = self.client.request_json(
                 address, "GET", path, None, self._peer_id, 3.0, MAX_JOB_BYTES, role=_ROLE
             )
         except NetworkError as error:
             self._reason = str(error)
             return False
-        if not isinstance(answer, dict) or (self._name and answer.get("name") != self._name):
+        if not isinstance(answer, dict) or (self.name and answer.get("name") != self.name):
             self._reason = f"{address} answers for another job"
             return False
-        if self._name and self._job_id not in (None, answer.get("job_id")):
+        if self.name and self._job_id not in (None, answer.get("job_id")):
             self._reason = f"{address} has begun another job of this name"
             return False
         self._peer_id, self._job_id = peer.peer_id, str(answer.get("job_id"))

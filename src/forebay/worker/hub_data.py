@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,19 +34,6 @@ SHUFFLE_START = 256
 BUFFER_BYTES = 64 << 20
 
 _log = logging.getLogger("forebay.worker")
-
-
-@dataclass(frozen=True)
-class _Text:
-    """What a stream is made of, but for its rank's share: `stream` takes rank, world_size and batch_size."""
-
-    name: str
-    tokenizer: TokenizerFile
-    tokenizer_name: str
-    seq_len: int
-    partition: str
-    streaming: bool
-    stream: Callable[..., TextStream]
 
 
 def create_huggingface_dataset(
@@ -111,9 +97,9 @@ def create_huggingface_dataset(
         shuffle_buffer=entry.buffer_size if buffer_size is None else buffer_size, buffer_bytes=BUFFER_BYTES,
         epochs=None, drop_last=True, partition=partition, text_key=text_key or entry.text_key,
     )  # fmt: skip
-    streaming = not is_here and not isinstance(inputs, HubCopy)
-    text = _Text(dataset_name, tokenizer, tokenizer_name, seq_len, partition, streaming, stream)
-    return HubDataset(text, rank, world_size, num_batches, batch_size, tensors)
+    how = "kept on this machine" if is_here or isinstance(inputs, HubCopy) else "streamed"
+    about = f"{dataset_name}, {how}; tokenizer {tokenizer_name}, {tokenizer.vocab_size:,} ids"
+    return HubDataset(dataset_name, about, stream, rank, world_size, num_batches, batch_size, tensors)
 
 
 def _inputs(entry: CatalogEntry, config: str | None, split: str | None, streaming: bool) -> Any:
@@ -150,12 +136,20 @@ class HubDataset(Batches):
     """Batches of tokenized text; made by `create_huggingface_dataset`."""
 
     def __init__(
-        self, text: _Text, rank: int, world_size: int, num_batches: int, batch_size: int, tensors: str = "auto"
+        self,
+        name: str,
+        about: str,
+        open_stream: Callable[..., TextStream],
+        rank: int,
+        world_size: int,
+        num_batches: int,
+        batch_size: int,
+        tensors: str = "auto",
     ) -> None:
-        self._text = text
-        self._stream = text.stream(rank=rank, world_size=world_size, batch_size=batch_size)
+        self._name, self._about, self._open_stream = name, about, open_stream
+        self._stream = open_stream(rank=rank, world_size=world_size, batch_size=batch_size)
         self._told = 0
-        super().__init__(rank, world_size, num_batches, batch_size, text.seq_len, tensors)
+        super().__init__(rank, world_size, num_batches, batch_size, self._stream.seq_len, tensors)
 
     @property
     def vocab_size(self) -> int:
@@ -165,7 +159,7 @@ class HubDataset(Batches):
     @property
     def tokenizer(self) -> TokenizerFile:
         """What makes text of tokens, and tokens of text."""
-        return self._text.tokenizer
+        return self._stream.tokenizer
 
     def stats(self) -> dict[str, int]:
         """Documents, bytes, tokens, malformed records and tails up to now; see `TextStream.stats`."""
@@ -173,8 +167,7 @@ class HubDataset(Batches):
 
     def describe(self) -> str:
         """See Batches."""
-        how = "streamed" if self._text.streaming else "kept on this machine"
-        return f"{self._text.name}, {how}; tokenizer {self._text.tokenizer_name}, {self.vocab_size:,} ids"
+        return self._about
 
     def mark(self) -> Moment:
         """See Batches."""
@@ -190,7 +183,7 @@ class HubDataset(Batches):
         Raises:
             UsageError: With partition "records": a rank's place says nothing of another world's.
         """
-        if self._text.partition == "records" and (rank, world_size) != (self.rank, self.world_size):
+        if self._stream.partition == "records" and (rank, world_size) != (self.rank, self.world_size):
             raise UsageError(
                 f"partition 'records': expected {self.world_size} ranks throughout, got {world_size}. Use partition "
                 "'samples' where workers come and go."
@@ -198,7 +191,9 @@ class HubDataset(Batches):
         moment = self.mark()
         self.close()
         tensors = "torch" if self._tensors else "numpy"
-        other = HubDataset(self._text, rank, world_size, self.num_batches, self.batch_size, tensors)
+        other = HubDataset(
+            self._name, self._about, self._open_stream, rank, world_size, self.num_batches, self.batch_size, tensors
+        )
         other.go_to(moment)
         other._told = self._told
         return other
@@ -211,7 +206,7 @@ class HubDataset(Batches):
                     self._told = batch.epoch
                     _log.warning(
                         "%s: all of it was read; epoch %d begins, in another order.",
-                        self._text.name,
+                        self._name,
                         batch.epoch + 1,
                     )
                 yield batch
@@ -223,7 +218,7 @@ class HubDataset(Batches):
         stream = state.get("stream")
         if not isinstance(stream, dict):
             raise StateError(f"dataset state: expected a stream's state, got {json.dumps(state)[:80]}.")
-        if self._text.partition == "samples":
+        if self._stream.partition == "samples":
             stream = {**stream, "global_batch_size": self.effective_batch_size}
         self._stream.load_state_dict(stream)
 

@@ -226,7 +226,7 @@ class _Worker:
                 on_progress(self._progress())
 
         settings, leases = self.settings, self._leases
-        consumer = Consumer(leases, self.report, settings.batch_size, settings.trainer, on_batch, progress)
+        consumer = Consumer(leases, self.report, settings.trainer, on_batch, progress)
         threads = [Supervised(self._request, "worker requests"), Supervised(self._watch, "worker stop")]
         for thread in threads:
             thread.start()

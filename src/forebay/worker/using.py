@@ -55,6 +55,7 @@ class WorkerReport:
     num_left_out: int = 0
 
 
+@dataclass(eq=False)
 class Consumer:
     """Uses the samples of leases, in the thread that calls `run`.
 
@@ -64,21 +65,13 @@ class Consumer:
         on_progress: Called at most every half second, after a step.
     """
 
-    def __init__(
-        self,
-        leases: LeaseBuffer,
-        report: WorkerReport,
-        batch_size: int,
-        trainer: str,
-        on_batch: OnBatch | None,
-        on_progress: Callable[[], None],
-    ) -> None:
-        self._leases = leases
-        self._report = report
-        self._batch_size = batch_size
-        self._trainer_name = trainer
-        self._on_batch = on_batch
-        self._on_progress = on_progress
+    leases: LeaseBuffer
+    report: WorkerReport
+    trainer: str
+    on_batch: OnBatch | None
+    on_progress: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._trainers: dict[tuple[str, str], Trainer | None] = {}
         self._losses: list[float] = []
         self._began = self._progress_at = time.monotonic()
@@ -89,14 +82,14 @@ class Consumer:
             try:
                 self._use(lease)
             except DatasetError as error:
-                self._report.slices_failed += 1
-                self._leases.fail(lease, str(error))
+                self.report.slices_failed += 1
+                self.leases.fail(lease, str(error))
             finally:
-                self._leases.finish(lease)
+                self.leases.finish(lease)
 
     def _next(self) -> ActiveLease | None:
-        with waiting(log, self._leases.describe_wait):
-            return self._leases.next_to_use()
+        with waiting(log, self.leases.describe_wait):
+            return self.leases.next_to_use()
 
     def _use(self, lease: ActiveLease) -> None:
         """A slice's samples up to where the lease ends, in the order that every worker would use."""
@@ -104,10 +97,10 @@ class Consumer:
         assert lease.path is not None
         opened = open_slice(lease.path)
         _check_size(opened, grant)
-        trainer = self._trainer(grant)
+        trainer = self._trainer_of(grant)
         lease.read = np.empty(grant.stop - grant.start, np.int64)
         order = lease_order(grant.seed, grant.epoch, grant.slice, grant.count, grant.start, grant.stop)
-        while (taken := self._leases.take(lease)) is not None:
+        while (taken := self.leases.take(lease)) is not None:
             start, stop = taken
             indexes = order[start - grant.start : stop - grant.start]
             if grant.layout == "tokens":
@@ -118,22 +111,22 @@ class Consumer:
             else:
                 batch = {name: tensor[indexes] for name, tensor in opened.tensors.items()}
             ids = lease.read[start - grant.start : stop - grant.start] = grant.sample_base + indexes
-            if self._on_batch is not None:
-                self._on_batch(batch, ids)
+            if self.on_batch is not None:
+                self.on_batch(batch, ids)
             self._count(len(indexes), grant.seq_len if grant.layout == "tokens" else 0)
-            self._leases.used(lease, self._report.steps)
+            self.leases.used(lease, self.report.steps)
 
-    def _trainer(self, grant: Lease) -> Trainer | None:
+    def _trainer_of(self, grant: Lease) -> Trainer | None:
         key = (grant.job_id, grant.layout)
         if key not in self._trainers:
-            if grant.layout != "tokens" and self._trainer_name == "auto" and self._on_batch is None:
+            if grant.layout != "tokens" and self.trainer == "auto" and self.on_batch is None:
                 raise UsageError(
                     "worker: expected a dataset of layout tokens, which the trainers of `forebay work` take, got "
                     f"{grant.layout} ({grant.dataset}): its samples would be signed as used and nothing learnt. Train "
                     "in a program of your own (forebay.worker.leasing.run_worker with on_batch), or say --trainer none."
                 )
             self._trainers[key] = make_trainer(
-                self._trainer_name,
+                self.trainer,
                 vocab_size=grant.vocab_size,
                 dtype=grant.dtype,
                 seq_len=grant.seq_len,
@@ -142,7 +135,7 @@ class Consumer:
         return self._trainers[key]
 
     def _count(self, samples: int, seq_len: int) -> None:
-        report = self._report
+        report = self.report
         report.steps += 1
         report.samples += samples
         report.tokens += samples * seq_len
@@ -155,13 +148,13 @@ class Consumer:
         now = time.monotonic()
         if now - self._progress_at >= PROGRESS_S:
             self._progress_at = now
-            self._on_progress()
+            self.on_progress()
 
     def measure(self) -> None:
         """Brings the rates of the report up to date."""
         elapsed = max(1e-9, time.monotonic() - self._began)
-        self._report.tokens_per_s = self._report.tokens / elapsed
-        self._report.wait_share = min(1.0, self._leases.state.counts.waited_s / elapsed)
+        self.report.tokens_per_s = self.report.tokens / elapsed
+        self.report.wait_share = min(1.0, self.leases.state.counts.waited_s / elapsed)
 
 
 def _check_size(opened: Slice, grant: Lease) -> None:
