@@ -189,9 +189,6 @@ def open_rows(paths: Sequence[Path], facts: Mapping[str, Any] | None = None) -> 
     """SafeTensors files whose tensors share their first dimension, one after another; of a dataset, or of others.
 
     Vectors of integers that differ in length between files become a column of lists.
-
-    Raises:
-        DatasetError: If one is damaged, or has other tensors, types or shapes than the first.
     """
     fields: dict[str, pa.Field] = {}
     rows = 0

@@ -93,11 +93,7 @@ def _damaged(path: Path, what: str, error: BaseException) -> DatasetError:
 
 
 def write_parquet(source: TableSource, out: Path, options: Options) -> Written:
-    """Parquet files in row groups of 8 MiB or less; `compress`: zstd (by default), snappy or none.
-
-    Raises:
-        UsageError: If a column's type is none of Parquet's.
-    """
+    """Parquet files in row groups of 8 MiB or less; `compress`: zstd (by default), snappy or none."""
     codec = options.compress or "zstd"
     if codec not in _CODECS:
         raise UsageError(f"--compress: expected one of {', '.join(_CODECS)} for Parquet, got {codec!r}.")

@@ -49,9 +49,6 @@ def open_pictures(folder: Path, files: Sequence[Path]) -> TableSource:
     """Images below `folder` as rows: `image`, the file's bytes; `label`, the number of its class; `path`, its place.
 
     A directory of directories is a directory of classes, by name; images that lie in no directory have no label.
-
-    Raises:
-        UsageError: If the folder holds splits, each of which is a dataset; or images beside classes.
     """
     owners = [path.relative_to(folder).parts[:-1] for path in files]
     tops = sorted({parts[0] for parts in owners if parts})
@@ -86,10 +83,6 @@ def with_images(source: TableSource, options: Options, aside: list[Aside]) -> Ta
 
     Args:
         aside: Becomes what the last reading left out; whole when it is over.
-
-    Raises:
-        MissingPackageError: If Pillow is not installed.
-        DatasetError: If no image can be decoded.
     """
     source = bare_images(source)
     column = image_column(source)
@@ -191,9 +184,6 @@ def decode(blob: bytes | None, channels: int | None, options: Options) -> NDArra
 
     Args:
         channels: 1 or 3; None for 1 if the image is grey, else 3.
-
-    Raises:
-        MissingPackageError: If Pillow is not installed.
     """
     try:
         from PIL import Image, ImageOps

@@ -124,12 +124,7 @@ def _csv_readers(paths: Sequence[Path], schema: Any) -> Iterator[tuple[Path, pa.
 
 
 def write_jsonl(source: TableSource, out: Path, options: Options) -> Written:
-    """A JSON object a line; `compress`: zstd, gzip or nothing, or as the suffix of `out` says.
-
-    Raises:
-        UsageError: If a column holds bytes, times or decimals.
-        DatasetError: If a number is not finite.
-    """
+    """A JSON object a line; `compress`: zstd, gzip or nothing, or as the suffix of `out` says."""
     refuse_columns(
         source.schema,
         lambda kind: not contains(kind, lambda one: is_bytes(one) or is_beyond_json(one)),
@@ -143,11 +138,7 @@ def write_jsonl(source: TableSource, out: Path, options: Options) -> Written:
 
 
 def write_csv(source: TableSource, out: Path, options: Options) -> Written:
-    """Comma-separated values with a line of names; text is quoted, what is missing is empty without quotes.
-
-    Raises:
-        UsageError: If a column holds bytes or lists.
-    """
+    """Comma-separated values with a line of names; text is quoted, what is missing is empty without quotes."""
     refuse_columns(source.schema, lambda kind: not (is_bytes(kind) or _is_nested(kind)), "CSV", _ADVICE)
     pack, suffix = _packing(out, options)
     return write_parts(

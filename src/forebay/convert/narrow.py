@@ -29,11 +29,7 @@ _LEVELS = 127  # Of q8, to either side of zero.
 
 
 def dtype_name(text: str) -> str:
-    """`F16` of `f16`, `float16` or `FP16`; `q8` as it is.
-
-    Raises:
-        UsageError: If there is no such type.
-    """
+    """`F16` of `f16`, `float16` or `FP16`; `q8` as it is."""
     lowered = text.strip().lower()
     if lowered == QUANTIZED:
         return lowered
@@ -73,9 +69,6 @@ def narrow(
         source: The values' type, SafeTensors' name; by default that of the array.
         first_row: The number of the first row, for messages.
         lossy: Let finite floats become infinite, and integers round as they become floats.
-
-    Raises:
-        DatasetError: If a value does not fit: names tensor, row and value.
     """
     kind = source or name_of_dtype(values.dtype)
     if kind == to:
@@ -163,9 +156,6 @@ def quantize(
 
     Returns:
         I8 [N, …] in [-127, 127] and F32 [N]; a row of zeros has scale 0.
-
-    Raises:
-        DatasetError: If a value is not finite, or a scale is beyond F32.
     """
     rows = values.reshape(len(values), -1).astype(np.float64)
     most = _magnitudes(values, name, first_row)

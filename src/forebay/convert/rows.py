@@ -86,12 +86,7 @@ class _Writer:
 
 
 def write_rows(source: TableSource, out: Path, options: Options) -> Written:
-    """A dataset of layout `rows`.
-
-    Raises:
-        UsageError: If no column is of numbers, or `tensors` names one that is not there.
-        DatasetError: If a value does not fit its type, rows differ in length, or a value is missing.
-    """
+    """A dataset of layout `rows`."""
     aside: list[Aside] = []
     table = with_images(source, options, aside)
     columns, left_out = _columns(table.schema, options)

@@ -73,12 +73,7 @@ class Stream:
         return Written(tuple(files), tokens, num_rows, documents, self.digest.whole, tuple(self.notes))
 
     def parts(self) -> Iterator[TokenPart]:
-        """Pieces of at most 4 Mi tokens, in the type to be written.
-
-        Raises:
-            UsageError: If a token does not fit the type.
-            DatasetError: If the source is damaged, or holds fewer tokens than it says.
-        """
+        """Pieces of at most 4 Mi tokens, in the type to be written."""
         digest, after_end, ended = Digest(), 0, 0
         for piece in self._pieces():
             tokens = self._fit(piece, digest.num_tokens, ended)
@@ -154,9 +149,6 @@ def settle(
         ends: `keep` those there are; `rows` where the format needs every token in one; `none` where it has none.
         signed: Whether U32 is written as signed numbers.
         whole: Tokens of a sample where only whole samples can be written.
-
-    Raises:
-        UsageError: If the format needs documents, and nothing says where they end.
     """
     dtype = options.dtype or source.dtype
     most_id = (1 << 16) - 1 if dtype == "U16" else (1 << 31) - 1 if signed else (1 << 32) - 1

@@ -93,11 +93,7 @@ def list_column(vectors: Sequence[Any], kind: Any) -> pa.Array:
 
 
 def one_schema(paths: Iterable[Path], schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """The schema that all files share.
-
-    Raises:
-        DatasetError: If one has other columns, or a column of another type.
-    """
+    """The schema that all files share."""
     first_path, first = None, None
     for path, schema in zip(paths, schemas):
         if first is None:
@@ -114,11 +110,7 @@ def one_schema(paths: Iterable[Path], schemas: Iterable[pa.Schema]) -> pa.Schema
 
 
 def inferred(batches: Iterable[tuple[str, Rows, int]]) -> pa.Schema | None:
-    """The columns of (place, rows, bytes) up to the first 64 MiB, each of a type that holds all values; None of none.
-
-    Raises:
-        DatasetError: If a field has values of several types.
-    """
+    """The columns of (place, rows, bytes) up to the first 64 MiB, each of a type that holds all values; None of none."""
     schema: pa.Schema | None = None
     seen = 0
     for where, rows, size in batches:

@@ -65,10 +65,6 @@ def open_table(path: str | Path, options: Options = _NO_OPTIONS) -> TableSource 
 
     Returns:
         None if nothing there is a table.
-
-    Raises:
-        DatasetError: If it is damaged, or its files have different columns.
-        UsageError: If a directory holds tables of several formats, or several tables: says how to name one.
     """
     if "://" in str(path):
         return None
@@ -94,11 +90,7 @@ def open_table(path: str | Path, options: Options = _NO_OPTIONS) -> TableSource 
 
 
 def verify_table(source: TableSource, out: Path, written: Written, options: Options = _NO_OPTIONS) -> None:
-    """Read again what a sink wrote: rows, and every value of every column.
-
-    Raises:
-        DatasetError: If it is not what was written.
-    """
+    """Read again what a sink wrote: rows, and every value of every column."""
     # Of CSV nothing tells the types: text that looks like numbers must come back as text.
     is_csv = any(promised((out / name).name) == "csv" for name in written.files)
     found = (

@@ -172,12 +172,7 @@ def _column(rows: list[_Row], field: pa.Field) -> pa.Array:
 
 
 def write_tfrecord(source: TableSource, out: Path, options: Options) -> Written:
-    """Files of Examples.
-
-    Raises:
-        UsageError: If a column is of structs, times or the like.
-        DatasetError: If a number fits neither int64 nor F32.
-    """
+    """Files of Examples."""
     source = bare_images(source)
     refuse_columns(source.schema, _fits, "TFRecord", "Write --to parquet, or leave the column out.")
     encode = partial(_encoded, lossy=options.lossy, checksum=crc32c())

@@ -43,12 +43,7 @@ def tokens_of_dataset(dataset: Dataset) -> TokenSource:
 
 
 def open_tokens(path: str | Path, options: Options) -> TokenSource | None:
-    """What holds tokens at a path or a pattern; None where it is of another kind.
-
-    Raises:
-        DatasetError: If it is damaged, or is not there.
-        UsageError: If it cannot be read without `options.input_dtype`, is several datasets, or a URL.
-    """
+    """What holds tokens at a path or a pattern; None where it is of another kind."""
     text = str(path)
     if "://" in text and not text.startswith("file://"):
         raise UsageError(

@@ -60,9 +60,6 @@ def open_samples(paths: Sequence[Path], max_member_bytes: int) -> TableSource:
 
     Args:
         max_member_bytes: A member that is larger, unpacked if it is compressed, is an error.
-
-    Raises:
-        DatasetError: If one is damaged, or a member is too large or not what it is called.
     """
     arrays: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
 
@@ -242,12 +239,7 @@ class _Part:
 
 
 def write_webdataset(source: TableSource, out: Path, options: Options) -> Written:
-    """Tar files of samples.
-
-    Raises:
-        UsageError: If a column's name cannot be part of a file's, or its type is none of JSON's.
-        DatasetError: If a key has a dot in its last part, arrays have gaps, or a number is not finite.
-    """
+    """Tar files of samples."""
     source = bare_images(source)
     bad = [name for name in source.schema.names if "/" in name or not name.isprintable() or name == "json"]
     if bad:

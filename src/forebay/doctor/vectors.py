@@ -89,11 +89,7 @@ def header_at(memory: Bytes8, at: int) -> Header | None:
 
 
 def survey(path: Path, options: Options) -> Survey:
-    """Look at one file of tokens, and all that is wrong with it.
-
-    Raises:
-        DatasetError: If it cannot be read.
-    """
+    """Look at one file of tokens, and all that is wrong with it."""
     memory = map_file(path)
     found = _open(path, memory, options)
     _ids(found)

@@ -66,11 +66,7 @@ class Block:
 
 
 def read_offsets(path: Path, head: Any, samples: int, num_bytes: int, *, has_settings: bool = False) -> I64:
-    """Where each sample of a block begins, and the end: int64 [n + 1].
-
-    Raises:
-        DatasetError: If they are not of so many samples that fill so many bytes.
-    """
+    """Where each sample of a block begins, and the end: int64 [n + 1]."""
     begin = 4 * (samples + 2)
     if len(head) < begin:
         raise damaged(path, f"offsets of {samples} items", f"{len(head)} bytes")

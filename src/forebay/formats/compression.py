@@ -97,9 +97,6 @@ def bounded_unpack(data: bytes | memoryview, compression: str, size: int, where:
     Args:
         compression: `zstd`, `gz`, `bz2`, `br` or `snappy`.
         where: What messages name.
-
-    Raises:
-        DatasetError: If the block is damaged, or `size` is more than `max_unpacked`.
     """
     check_unpacked(where, len(data), size)
     try:

@@ -60,9 +60,6 @@ def detect(source: Path | BinaryIO, name: str | None = None) -> Detected:
 
     Args:
         name: The file's; by default the path's. A stream without one is judged by content alone.
-
-    Raises:
-        DatasetError: If a path cannot be read.
     """
     if isinstance(source, Path):
         with reading(source), source.open("rb") as file:

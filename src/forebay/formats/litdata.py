@@ -137,11 +137,7 @@ class LitDataset(ForeignDataset):
 
 
 def tokens_of(chunk: Chunk, layout: Layout, memory: Bytes8) -> tuple[NDArray[Any], U64]:
-    """The tokens of a chunk, U16 or U32 [T], and where each item ends, given the bytes of its file.
-
-    Raises:
-        DatasetError: If a count, offset, size or type in it does not fit.
-    """
+    """The tokens of a chunk, U16 or U32 [T], and where each item ends, given the bytes of its file."""
     memory = unwrap(chunk, memory)
     table = footer_of(chunk, memory, layout.column)
     if table is not None:
@@ -160,11 +156,7 @@ def is_index(path: Path) -> bool:
 def read_index(
     folder: Path, column: str | None = None, *, needs_tokens: bool = True
 ) -> tuple[Layout | None, list[Chunk]]:
-    """What index.json says of the items, and the chunks it lists. Without `needs_tokens`, None where no leaf is tokens.
-
-    Raises:
-        DatasetError: If it is no such index, names files outside its directory, or no leaf is tokens.
-    """
+    """Layout of the items and chunks that index.json lists. Without `needs_tokens`, None where no leaf is tokens."""
     path, index = folder / INDEX_FILE, blocks.read_index(folder)
     try:
         config, listed = index["config"], index["chunks"]
@@ -246,11 +238,7 @@ def unwrap(chunk: Chunk, memory: Bytes8) -> Bytes8:
 
 
 def body_of(chunk: Chunk, memory: Bytes8) -> Block:
-    """Its items, given its bytes.
-
-    Raises:
-        DatasetError: If a count, offset or size does not fit the file.
-    """
+    """Its items, given its bytes."""
     if chunk.wrap == "batch":
         return _framed(chunk, memory)
     offsets = read_offsets(chunk.path, memory, chunk.items, len(memory))
@@ -262,11 +250,7 @@ def body_of(chunk: Chunk, memory: Bytes8) -> Block:
 
 
 def places(chunk: Chunk, layout: Layout, body: Block) -> tuple[np.dtype[Any], I64, I64]:
-    """The type of the tokens, and where those of each item begin and end.
-
-    Raises:
-        DatasetError: If a leaf reaches beyond its item, is no vector of integers, or its type differs.
-    """
+    """The type of the tokens, and where those of each item begin and end."""
     begins, ends = body.offsets[:-1], body.offsets[1:]
     if layout.has_sizes:
         sizes = [None] * len(layout.formats)

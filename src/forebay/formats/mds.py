@@ -150,12 +150,7 @@ class MdsDataset(ForeignDataset):
 
 
 def read_index(folder: Path, dtype: Any = None, column: str | None = None) -> list[Shard]:
-    """The shards that index.json lists.
-
-    Raises:
-        DatasetError: If it is no such index, names files outside its directory, or has no column of tokens.
-        UsageError: If the type of the tokens must be said.
-    """
+    """The shards that index.json lists."""
     path, index = folder / INDEX_FILE, blocks.read_index(folder)
     if index.get("version") != 2 or not isinstance(index.get("shards"), list):
         raise DatasetError(f"{path}: expected MosaicML's index of version 2, with shards, got another. Write it again.")
@@ -259,11 +254,7 @@ def _mark_of(shard: Shard, num_files: int) -> bytes:
 
 
 def decompress(shard: Shard) -> bytes:
-    """The raw bytes of a compressed shard, of exactly the index's size.
-
-    Raises:
-        DatasetError: If they are damaged, or of another size.
-    """
+    """The raw bytes of a compressed shard, of exactly the index's size."""
     assert shard.zipped is not None
     check_unpacked(shard.zipped.path, shard.zipped.num_bytes, shard.raw.num_bytes + 1)
     if shard.samples > max(_MOST_SAMPLES, shard.zipped.num_bytes):  # Empty ones: each costs memory here.
@@ -277,11 +268,7 @@ def decompress(shard: Shard) -> bytes:
 
 
 def check_hashes(stored: Stored, hash_all: bool = False) -> None:
-    """Compare a file with the hashes that the index has of it; with the first that can be computed unless `hash_all`.
-
-    Raises:
-        DatasetError: If one differs.
-    """
+    """Compare a file with the index's hashes of it; with the first that can be computed unless `hash_all`."""
     for name, wanted in stored.hashes.items():
         digest = _hasher(name)
         if digest is None:

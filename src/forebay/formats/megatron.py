@@ -146,9 +146,6 @@ def pair_of(path: Path) -> tuple[Path, Path] | None:
     """(.idx, .bin) if `path` is one of the two, or what is left of their names without it; else None.
 
     The index is known by its first bytes; its data by the index's name.
-
-    Raises:
-        DatasetError: If there is an index, and no data beside it.
     """
     candidates = [path, path.with_suffix(".idx"), path.with_name(path.name + ".idx")]
     for idx in candidates:
@@ -166,11 +163,7 @@ def is_index(path: Path) -> bool:
 
 
 def read_index(idx: Path, data: Path) -> Index:
-    """Read an index and check every number in it.
-
-    Raises:
-        DatasetError: If it is not such an index, is truncated, or points outside its data.
-    """
+    """Read an index and check every number in it."""
     data_bytes, memory = size_of(data), map_file(idx)
     kind, sequences, bounds = _header(idx, memory)
     edges = np.cumsum([_HEADER_BYTES, 4 * sequences, 8 * sequences, 8 * bounds]).tolist()

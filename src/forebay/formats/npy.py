@@ -157,11 +157,7 @@ def npy_head(dtype: np.dtype[Any], count: int) -> bytes:
 
 
 def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """(shape, whether in Fortran's order, dtype) of an array in NumPy's format; the file is then at its first value.
-
-    Raises:
-        ValueError: If no such header stands there.
-    """
+    """(shape, whether in Fortran's order, dtype) of a NumPy file, left at its first value; ValueError if it has none."""
     try:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -177,11 +173,7 @@ def has_header(path: Path) -> bool:
 
 
 def ids_of(path: Path) -> Vector | None:
-    """The file of sample ids that belongs to a file of tokens; None if there is none.
-
-    Raises:
-        DatasetError: If it is not a vector of u64.
-    """
+    """The file of sample ids that belongs to a file of tokens; None if there is none."""
     stem = path.stem
     number = re.fullmatch(r"(.*?)_?(\d+)", stem)
     if number is None:
@@ -264,9 +256,6 @@ def vector_in(path: Path, num_bytes: int, dtype: Any = None) -> Vector:
     Args:
         num_bytes: Of the vector with its header.
         dtype: Of a raw one.
-
-    Raises:
-        DatasetError: If it is no vector of that many bytes.
     """
     if head_of(path, len(NPY_MAGIC)) == NPY_MAGIC:
         return _npy(path, num_bytes)

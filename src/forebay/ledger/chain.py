@@ -126,9 +126,6 @@ def read_link(line: bytes, seq: int, prev: str | None, path: Path | str) -> Link
 
     Args:
         prev: The hash of the entry before; None where that is not at hand.
-
-    Raises:
-        LedgerError: If its hash is wrong, it is not an entry, or does not stand where it should.
     """
     digest = hashlib.sha256(b"{" + line[_HEAD_BYTES:]).hexdigest()
     if line[:9] != _HEAD or line[73:_HEAD_BYTES] != b'",' or line[9:73] != digest.encode():
@@ -146,11 +143,7 @@ def read_link(line: bytes, seq: int, prev: str | None, path: Path | str) -> Link
 
 
 def read_links(file: BinaryIO, path: Path | str, seq: int = 0, prev: str = GENESIS) -> Iterator[Link]:
-    """The entries from where the file stands. A last line without its newline is not an entry and ends it.
-
-    Raises:
-        LedgerError: At the first entry that is not what its hash says or does not follow the one before.
-    """
+    """The entries from where the file stands. A last line without its newline is not an entry and ends it."""
     for line in file:
         if line[-1:] != b"\n":
             return

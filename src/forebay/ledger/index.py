@@ -87,9 +87,6 @@ def open_index(path: str | Path, *, keep: bool = True) -> LedgerIndex:
 
     Args:
         keep: Whether to write those files, where the ledger is worth it.
-
-    Raises:
-        LedgerError: If the ledger cannot be read, or what the files do not cover is broken.
     """
     path = Path(path)
     try:

@@ -83,11 +83,7 @@ def encode_runs(counts: NDArray[np.int64]) -> list[list[int]]:
 
 
 def decode_runs(runs: Any) -> NDArray[np.int64]:
-    """The array that `encode_runs` encoded, or that a plain list of counts gives.
-
-    Raises:
-        LedgerError: If it is neither, a count is negative, or it is beyond any dataset's size.
-    """
+    """The array that `encode_runs` encoded, or that a plain list of counts gives."""
     message = "ledger: expected samples_per_slice as counts or [count, run] pairs"
     if not isinstance(runs, list):
         raise LedgerError(f"{message}, got {type(runs).__name__}.")

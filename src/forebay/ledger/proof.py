@@ -24,12 +24,7 @@ FORMAT = "forebay coverage proof 2"
 
 
 def prove(index: LedgerIndex, epoch: int, slice_index: int) -> dict[str, Any]:
-    """The proof of a slice, as JSON.
-
-    Raises:
-        UsageError: If the job has no such slice.
-        LedgerError: If nothing of the epoch is in the ledger.
-    """
+    """The proof of a slice, as JSON."""
     job, uses = index.job, index.uses
     if not 0 <= slice_index < len(job.samples) or epoch < 0:
         raise UsageError(f"prove: expected epoch >= 0 and a slice of {len(job.samples)}, got {epoch}, {slice_index}.")
@@ -87,9 +82,6 @@ def check_proof(proof: Any, verify: Verifier, *, key: bytes | None = None, root:
     Args:
         key: The scheduler's public key; without it, that of the proof's own job entry, which proves less.
         root: A root that the checker has from elsewhere, in hex.
-
-    Raises:
-        LedgerError: If it is no proof.
     """
     try:
         epoch, slice_index = int(proof["epoch"]), int(proof["slice"])

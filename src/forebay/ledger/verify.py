@@ -94,9 +94,6 @@ def verify_ledger(
 
     Returns:
         The report; a broken chain is read up to the break, and the rest counts as missing.
-
-    Raises:
-        LedgerError: If the file cannot be read.
     """
     path = Path(path)
     reading = _Reading(verify)

@@ -66,9 +66,6 @@ class Ledger:
                 with it that this key signed the whole chain.
             checkpoint: Of this ledger, from a time before: only what came later is read. One that does not fit
                 is not used, and all is read.
-
-        Raises:
-            LedgerError: If the chain is broken, of another key, or another process has it open.
         """
         path = Path(path)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -146,9 +143,8 @@ class Ledger:
     def append(self, kind: str, body: dict[str, Any], *, sync: bool = True) -> Entry:
         """Signs an entry, writes it and returns it; once it is on disk, unless `sync` is False.
 
-        Raises:
-            LedgerError: If it cannot be written whole; the ledger is then as it was before. If it cannot be
-                flushed, the ledger is as after the last `sync` that succeeded, and takes no more: open it again.
+        After an error of writing, the ledger is as before. After one of flushing, it is as after the last `sync` that
+        succeeded and takes no more: open it again.
         """
         with self._lock:
             if self._broken:
@@ -180,11 +176,7 @@ class Ledger:
             raise LedgerError(text) from error
 
     def sync(self) -> None:
-        """Returns once every entry appended before the call is on disk; calls that overlap share an fsync.
-
-        Raises:
-            LedgerError: If they cannot be flushed: see `append`.
-        """
+        """Returns once every entry appended before the call is on disk; calls that overlap share an fsync."""
         wanted = self._seq
         with self._sync_lock:
             if self._synced[0] >= wanted:

@@ -56,11 +56,7 @@ def _unshifted(batch: Batch) -> Any:
 
 
 def state_after(loader: Loader, state: dict[str, Any], steps: int) -> dict[str, Any]:
-    """The state `steps` steps after `state`, which is this loader's. Arithmetic; an iteration is not disturbed.
-
-    Raises:
-        UsageError: If the run ends before.
-    """
+    """The state `steps` steps after `state`, which is this loader's. Arithmetic; an iteration is not disturbed."""
     return loader.state_at(state["step"] + steps - loader.state_at(0)["step"])
 
 

@@ -31,11 +31,7 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
 
 
 def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """(rank, world size): the arguments, or what the environment says, or (0, 1).
-
-    Raises:
-        UsageError: If they are no integers, or not 0 <= rank < world size <= 4096.
-    """
+    """(rank, world size): the arguments, or what the environment says, or (0, 1)."""
     names = next((pair for pair in _ENVIRONMENTS if pair[1] in os.environ), _ENVIRONMENTS[0])
     if names[0] not in os.environ and _POD_INDEX in os.environ:
         names = (_POD_INDEX, names[1])
@@ -80,11 +76,7 @@ def _check_alone(names: tuple[str, str]) -> None:
 def batch_sizes(
     batch_size: int | None, global_batch_size: int | Sequence[tuple[int, int]] | None, world_size: int
 ) -> BatchSizes:
-    """The global batch of each run step, from a rank's or a global batch: exactly one of them is given.
-
-    Raises:
-        UsageError: If both or none are, or one is no integer from 1 (or a list of changes).
-    """
+    """The global batch of each run step, from a rank's or a global batch: exactly one of them is given."""
     if (batch_size is None) == (global_batch_size is None):
         raise UsageError(
             f"batch: expected batch_size (a rank's) or global_batch_size, one of them, got {batch_size!r} and "
@@ -106,11 +98,7 @@ def batch_sizes(
 
 
 def token_dtype(dtype: Any, stored: str, vocab_size: int) -> np.dtype[Any]:
-    """int64 or int32, for the tokens of a batch.
-
-    Raises:
-        UsageError: If it is another type, or too narrow for what is stored (`U16`, `U32`).
-    """
+    """int64 or int32, for the tokens of a batch."""
     try:
         wanted: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:

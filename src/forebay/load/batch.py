@@ -51,11 +51,7 @@ class Batch:
 
     @property
     def inputs(self) -> NDArray[Any]:
-        """Integers [B, L] (layout `tokens`); `input_ids`, else `images` (layout `rows`). Do not write to them.
-
-        Raises:
-            UsageError: If the rows have neither.
-        """
+        """Integers [B, L] (layout `tokens`); `input_ids`, else `images`, else UsageError (`rows`). Do not write to them."""
         return self._array(self._inputs, "input_ids or images")
 
     @property
@@ -63,9 +59,6 @@ class Batch:
         """Integers [B, L], the next tokens, -100 where there is none to learn; of rows the tensor `labels`.
 
         Those of layout `tokens` may overlap `inputs` in memory: do not write to them.
-
-        Raises:
-            UsageError: If the rows have none.
         """
         return self._array(self._labels, "labels")
 
@@ -95,9 +88,6 @@ def make_batch(
 
     Returns:
         Two overlapping views [B, L] of one new array. The label after the slice's last token is -100.
-
-    Raises:
-        DatasetError: If a sample is not inside its slice.
     """
     buffer = np.empty((len(sample_indexes), seq_len + 1), dtype)
     for row, start in zip(buffer, (sample_indexes * seq_len).tolist()):

@@ -53,9 +53,6 @@ class Ranges:
     Args:
         which: The source of each range.
         offsets, sizes: Bytes, within the source.
-
-    Raises:
-        DatasetError: If a range is not inside its source.
     """
 
     def __init__(self, sources: Sequence[Source], which: I64, offsets: I64, sizes: I64) -> None:
@@ -76,11 +73,7 @@ class Ranges:
         self._target = (ctypes.c_int64 * 2)()  # One struct iovec.
 
     def copy(self, start: int, stop: int, out_address: int) -> None:
-        """Copy the ranges [start, stop), one after another, to memory that the caller owns and that holds them.
-
-        Raises:
-            DatasetError: If a file was cut or cannot be read.
-        """
+        """Copy the ranges [start, stop), one after another, to memory that the caller owns and that holds them."""
         edges, target, call = self.edges, self._target, _writev
         for at in range(start, stop, _MOST_RANGES):
             end = min(stop, at + _MOST_RANGES)

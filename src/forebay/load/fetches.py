@@ -37,9 +37,6 @@ class Fetches:
 
     Args:
         share: Whether, or at which `HOST:PORT`, this process gives others what it has; then it gets by the swarm too.
-
-    Raises:
-        NetworkError: If the swarm cannot be joined.
     """
 
     def __init__(self, datasets: Sequence[Dataset], cache: SliceCache, connections: int, share: bool | str) -> None:

@@ -38,9 +38,6 @@ def make_maker(
             has them always.
         pad_id: What pads; by default each dataset's EOS, or 0.
         trim: Cut the columns at a batch's end that are padding in all its rows (layout `rows`).
-
-    Raises:
-        UsageError: If views differ in layout, seq_len or packing, or an option has no meaning for the layout.
     """
     kinds = {(view.layout, view.seq_len, view.packing) for view in views}
     if len(kinds) != 1:

@@ -243,9 +243,8 @@ def check_traffic(job: Job, order: Order, nodes: list[Node] | None = None) -> st
         job: Its `cache_bytes` is known.
         nodes: Of the order, if they are known.
 
-    Raises:
-        UsageError: If it fetches more than `max_fetch_ratio` times its dataset, unless that is since several nodes read
-            the same slices and they fetch less than 1 GiB again.
+    Refused: fetching more than `max_fetch_ratio` times the dataset, unless that is since several nodes read the same
+    slices and they fetch less than 1 GiB again.
     """
     cache = job.cache_bytes
     assert cache is not None

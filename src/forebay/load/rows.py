@@ -103,10 +103,6 @@ def stack_rows(
     Args:
         sources: Of each row.
         pads: What pads a tensor [N, L] whose L differs, by name; 0 for others.
-
-    Raises:
-        DatasetError: If two slices disagree in names or types, or in a row's shape by more than its length, or a file
-            was cut.
     """
     first = sources[0]
     for source in sources:

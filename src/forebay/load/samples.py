@@ -231,10 +231,6 @@ def plan_samples(
         validation: The part of all samples that is for validation: round(validation * N) of them, to the sample.
         read_ends: The document ends of a slice, U64; called from several threads. By default `ends_reader`'s.
         remember: A directory in which what was counted is kept, 32 bytes a slice, for the next time.
-
-    Raises:
-        UsageError: If a setting is out of range, has no meaning for the layout, or leaves no sample.
-        DatasetError: If document ends are damaged.
     """
     layout = dataset.manifest.layout
     _check_settings(layout, packing, documents, split, validation)
@@ -368,9 +364,6 @@ def share_of(
 
     Args:
         workers: Names by rank, which decide; by default the ranks' numbers.
-
-    Raises:
-        UsageError: If the names are not as many as ranks, or a rank would own nothing.
     """
     names = list(map(str, range(world_size) if workers is None else workers))
     if len(names) != world_size:

@@ -43,9 +43,6 @@ class SampleCheck:
     Attributes:
         ids: U64 [N], a view of the file's map.
         path: Where the tokens lie, once some do; `vector` says how.
-
-    Raises:
-        DatasetError: If the sizes cannot be those of N samples.
     """
 
     def __init__(self, index: int, ids: Path, num_bytes: int, seq_len: int, kind: np.dtype[Any] | None = None) -> None:
@@ -183,11 +180,7 @@ class SampleCheck:
 
 
 def read_ids(path: Path) -> NDArray[np.uint64]:
-    """The ids of a file, U64 [N], a view of its map.
-
-    Raises:
-        DatasetError: If it is no vector of u64, or empty.
-    """
+    """The ids of a file, U64 [N], a view of its map."""
     memory = map_file(path)
     vector = vector_in(path, len(memory), "<u8")
     if vector.kind != np.dtype("<u8") or not vector.count:

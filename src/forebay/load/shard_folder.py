@@ -137,12 +137,7 @@ class ShardFolder:
         return f"sample_ids_{'' if self._prefix == 'train' else self._prefix + '_'}{index:06d}.{suffix}"
 
     def count(self, stop: threading.Event | None = None) -> int:
-        """How many shards there are: one more than the last index that is listed, at the origin or here.
-
-        Raises:
-            DatasetError: If there is none.
-            NetworkError: If the origin cannot be reached.
-        """
+        """How many shards there are: one more than the last index that is listed, at the origin or here."""
         return self.indexes(stop)[-1] + 1
 
     def indexes(self, stop: threading.Event | None = None) -> list[int]:
@@ -220,11 +215,6 @@ class ShardFolder:
 
         Args:
             stop: Gives it up, with TransferCancelledError or UsageError.
-
-        Raises:
-            DatasetError: If there is no such shard, or a file is malformed.
-            IntegrityError: If tokens are not of their ids, also when fetched again.
-            NetworkError, UsageError: As of `download_large_file`.
         """
         while True:
             if (pair := self.ready(index)) is not None:

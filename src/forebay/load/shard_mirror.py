@@ -53,11 +53,7 @@ class ShardMirrorReport:
 
 
 def holds_shards(source: str, prefix: str = "train") -> bool:
-    """Whether there are shards at a source, and no dataset of slices.
-
-    Raises:
-        NetworkError: If it cannot be reached.
-    """
+    """Whether there are shards at a source, and no dataset of slices."""
     origin = open_origin(source)
     if not hasattr(origin, "head"):
         return False
@@ -89,9 +85,6 @@ def mirror_shards(
         shards: Which; by default, and where an end is open, all there are.
         sequence_length: By default as the counts tell.
         on_progress: Told the bytes that came since its last call, those that are skipped included.
-
-    Raises:
-        ForebayError: If a shard cannot be had or written, or a sample has not its id; what was copied stays.
     """
     origin = open_origin(source)
     folder = ShardFolder(

@@ -64,9 +64,6 @@ class Slices:
         first_key: int64 [D + 1], the key of each dataset's slice 0.
         cached: Whether any slice comes by way of the cache.
         lean: Whether a slice is deleted as soon as it was read.
-
-    Raises:
-        UsageError: If a slice is larger than the cache's budget.
     """
 
     def __init__(
@@ -115,11 +112,7 @@ class Slices:
                 )
 
     def _check_steps(self) -> None:
-        """Look at steps here and there: the slices that one of them reads must fit the budget together.
-
-        Raises:
-            UsageError: If they do not. Later it would be found out after hours.
-        """
+        """Look at steps here and there: the slices that one of them reads must fit the budget together."""
         assert self._cache is not None
         sizes = np.concatenate([dataset.table.bytes for dataset in self._datasets])
         last = (self._run.num_steps or _LOOK_AT_STEPS) - 1
@@ -172,24 +165,14 @@ class Slices:
         return not wanted or (self._feed is not None and self._feed.hold(wanted, until))
 
     def bring(self, keys: Sequence[int], until: int) -> None:
-        """Wait until all of these are here, kept together until `advance(until)`.
-
-        Raises:
-            NetworkError: If one could not be fetched, or nobody's bytes have its hash.
-            UsageError: If the cache has no room for them together, or the disk is full.
-        """
+        """Wait until all of these are here, kept together until `advance(until)`."""
         wanted = [key for key in keys if self.is_cached(key)]
         if wanted:
             assert self._feed is not None
             self._feed.acquire_all(wanted, until)
 
     def open(self, key: int, until: int) -> tuple[int, Slice]:
-        """(index in its dataset, the slice, mapped), kept until `advance(until)`. Waits until it is here.
-
-        Raises:
-            DatasetError: If a local one is missing or damaged, or one is not what its dataset's table says.
-            NetworkError: As `bring`.
-        """
+        """(index in its dataset, the slice, mapped), kept until `advance(until)`. Waits until it is here."""
         dataset, index = self.find(key)
         row = dataset.table.row(index)
         new = self._verify and key not in self._verified
@@ -313,10 +296,6 @@ def settings_for(
     """The settings given, where any slice comes by way of the cache.
 
     By default they are kept in a directory of the user's, in a quarter of what is free, up to 64 GiB.
-
-    Raises:
-        UsageError: If none does and there is a budget, or a dataset is to be shared that is of no network, or a budget
-            in memory is more than the machine's memory.
     """
     for dataset in datasets if share else ():
         url = str(getattr(getattr(dataset, "origin", None), "url", dataset.path))
@@ -359,11 +338,7 @@ def comes_by_cache(dataset: Dataset, cache_dir: str | Path | None) -> bool:
 
 
 def cache_place(cache: str | None, cache_dir: str | Path | None) -> str | Path | None:
-    """The directory that `cache` (`disk`, `ram`) or `cache_dir` names; None for neither.
-
-    Raises:
-        UsageError: If both are given, or `cache` is another word.
-    """
+    """The directory that `cache` (`disk`, `ram`) or `cache_dir` names; None for neither."""
     if cache is None:
         return cache_dir
     if cache not in ("disk", "ram") or cache_dir is not None:

@@ -52,11 +52,7 @@ def make_state(identity: Mapping[str, Any], run: Run, step: int) -> dict[str, An
 
 
 def step_of_state(state: object, identity: Mapping[str, Any], run: Run) -> int:
-    """The run step before which `state` was taken.
-
-    Raises:
-        StateError: If the state is malformed, or was taken of another order, or at a place that no step begins at.
-    """
+    """The run step before which `state` was taken."""
     if not isinstance(state, dict):
         raise StateError(f"loader state: expected a dict from state_dict(), got {type(state).__name__}.")
     if "version" not in state or "dataset_id" not in state:

@@ -119,9 +119,6 @@ def blame_step(
         worker: Peer id, a beginning of it, or name. Steps are a worker's own: without one, all workers' are meant.
         documents: Of the job's datasets, by id.
         limit: At most so many workers.
-
-    Raises:
-        UsageError: If there is no such worker or step.
     """
     uses, numbers = index.uses, _workers(index, worker)
     before = steps_before(uses)
@@ -214,9 +211,6 @@ def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list
 
     Args:
         slice_index: Over all datasets of the job. Of a row dataset, [start, stop) are rows.
-
-    Raises:
-        UsageError: If the slice has no such tokens.
     """
     job, uses = index.job, index.uses
     if not 0 <= slice_index < len(job.samples) or not 0 <= start < stop:
@@ -268,9 +262,6 @@ def blame_order(
         run: Of the Loader (`loader.run`), of one dataset, of consecutive tokens or rows.
         workers: By rank, if known.
         documents, seq_len: Of the dataset; without them, slices and samples only.
-
-    Raises:
-        UsageError: If the run has no such step.
     """
     taken = run.steps(step, step + 1, 0, 1)
     counts = run.orders[0].samples_per_slice

@@ -42,9 +42,6 @@ def export_uses(index: LedgerIndex, out: str | Path, form: str, *, sample_ids: b
         form: jsonl, csv or parquet.
         sample_ids: A column more, `samples`: the global ids, in the order in which they were read; in CSV
             separated by spaces. 20 ns a sample, and 8 bytes before compression.
-
-    Raises:
-        UsageError: If the form is unknown.
     """
     if form not in FORMATS:
         raise UsageError(f"export: expected a format of {FORMATS}, got {form!r}.")

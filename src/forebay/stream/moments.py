@@ -64,11 +64,7 @@ class Moment:
 
     @classmethod
     def from_dict(cls, state: Any, identity: Mapping[str, Any], dtype: Any) -> Moment:
-        """The inverse of `to_dict`.
-
-        Raises:
-            StateError: If it is malformed, or `identity` is another.
-        """
+        """The inverse of `to_dict`."""
         if not isinstance(state, dict):
             raise StateError(f"stream state: expected what state_dict() gives, got {type(state).__name__}.")
         for name, value in {"version": STATE_VERSION, **identity}.items():

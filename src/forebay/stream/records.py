@@ -57,10 +57,6 @@ class FileRecords:
     """The records of files: paths, directories, globs, URLs. What is left out of a directory is logged.
 
     No file is read whole to know it: its identity is its format, its size and its first 4 KiB.
-
-    Raises:
-        PrepareError: If an input does not exist, cannot be read or is of no known format.
-        UsageError: If there is none.
     """
 
     def __init__(
@@ -132,11 +128,7 @@ def _where(number: int, piece: int) -> str:
 
 
 def checked_place(place: Any, sources: int | None = None) -> tuple[int, int, int, int, int]:
-    """The place of a FileReading as it came from JSON; None: the beginning. `sources`: how many there are, if known.
-
-    Raises:
-        StateError: If it is no place in them.
-    """
+    """The place of a FileReading as it came from JSON; None: the beginning. `sources`: how many there are, if known."""
     if place is None:
         return _START
     if not isinstance(place, list) or len(place) != 5 or not all(type(n) is int for n in place):
