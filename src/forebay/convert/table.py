@@ -110,7 +110,7 @@ def one_schema(paths: Iterable[Path], schemas: Iterable[pa.Schema]) -> pa.Schema
 
 
 def inferred(batches: Iterable[tuple[str, Rows, int]]) -> pa.Schema | None:
-    """The columns of (place, rows, bytes) up to the first 64 MiB, each of a type that holds all values; None of none."""
+    """The columns of (place, rows, bytes) up to the first 64 MiB, of types that hold all values; None of none."""
     schema: pa.Schema | None = None
     seen = 0
     for where, rows, size in batches:

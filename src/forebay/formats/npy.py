@@ -157,7 +157,7 @@ def npy_head(dtype: np.dtype[Any], count: int) -> bytes:
 
 
 def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """(shape, whether in Fortran's order, dtype) of a NumPy file, left at its first value; ValueError if it has none."""
+    """(shape, whether in Fortran's order, dtype) of a NumPy file, left at its first value; ValueError if it is none."""
     try:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

@@ -51,7 +51,7 @@ class Batch:
 
     @property
     def inputs(self) -> NDArray[Any]:
-        """Integers [B, L] (layout `tokens`); `input_ids`, else `images`, else UsageError (`rows`). Do not write to them."""
+        """Integers [B, L] (layout `tokens`); `input_ids` or `images`, else UsageError (`rows`). Do not write to it."""
         return self._array(self._inputs, "input_ids or images")
 
     @property

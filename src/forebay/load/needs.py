@@ -239,12 +239,11 @@ def fetch_ratio(job: Job, nodes: list[Node], cache_bytes: int) -> float:
 def check_traffic(job: Job, order: Order, nodes: list[Node] | None = None) -> str | None:
     """A warning if a job fetches more than 1.1 times its dataset in an epoch; None if it does not.
 
+    More than `max_fetch_ratio` times is refused, unless that is since several nodes read the same slices and they fetch
+    less than 1 GiB again.
+
     Args:
         job: Its `cache_bytes` is known.
-        nodes: Of the order, if they are known.
-
-    Refused: fetching more than `max_fetch_ratio` times the dataset, unless that is since several nodes read the same
-    slices and they fetch less than 1 GiB again.
     """
     cache = job.cache_bytes
     assert cache is not None
