@@ -40,63 +40,42 @@ _MOST_TOKENS = 4 << 20  # Of a batch or piece that is put together here.
 
 @dataclass(frozen=True)
 class TokenPart:
-    """A run of a stream.
+    """A run of a stream."""
 
-    Attributes:
-        tokens: U16 or U32 [T].
-        ends: U64 [D], exclusive ends of the documents that end in it, counted from its start, rising. A document may
-            go on in the next part; tokens after the last end of all belong to none that ended.
-    """
-
-    tokens: NDArray[Any]
+    tokens: NDArray[Any]  # U16 or U32 [T].
+    # [D], exclusive ends of the documents that end in it, counted from its start, rising. A document may go on in the
+    # next part; tokens after the last end of all belong to none that ended.
     ends: U64
 
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Tokens to be read from the start, any number of times.
+    """Tokens to be read from the start, any number of times."""
 
-    Attributes:
-        kind: The format's name.
-        dtype: `U16` or `U32`.
-        num_tokens: In all parts.
-        num_documents: Documents that end in it; 0 where the format knows none.
-        seq_len: Tokens of every sample, where the format says.
-        parts: The stream, in order; raises DatasetError where it is damaged.
-        facts: `tokenizer`, `eos_id`, `vocab_size`, `name` where they are known; `left_out`, columns of a table.
-        dataset: Whose tokens they are, if they are of an open dataset.
-    """
-
-    kind: str
-    dtype: str
-    num_tokens: int
-    num_documents: int
-    seq_len: int | None
-    parts: Callable[[], Iterator[TokenPart]]
+    kind: str  # The format's name.
+    dtype: str  # `U16` or `U32`.
+    num_tokens: int  # In all parts.
+    num_documents: int  # Documents that end in it; 0 where the format knows none.
+    seq_len: int | None  # Tokens of every sample, where the format says.
+    parts: Callable[[], Iterator[TokenPart]]  # The stream, in order; raises DatasetError where it is damaged.
+    # `tokenizer`, `eos_id`, `vocab_size`, `name` where they are known; `left_out`, columns of a table.
     facts: Mapping[str, Any] = field(default_factory=dict)
-    dataset: Dataset | None = None
+    dataset: Dataset | None = None  # Whose tokens they are, if they are of an open dataset.
 
 
 @dataclass(frozen=True)
 class TableSource:
     """Rows to be read from the start, any number of times: text as strings, tensors as `pa.fixed_shape_tensor` or
     list columns.
-
-    Attributes:
-        kind: The format's name.
-        schema: Of every batch.
-        num_rows: None where only reading tells.
-        batches: The rows, in order; raises DatasetError where they are damaged.
-        facts: What else is known: `classes`, the names behind integer labels.
-        dataset: Whose rows they are, if they are of a dataset of Forebay's.
     """
 
-    kind: str
-    schema: pa.Schema
-    num_rows: int | None
-    batches: Callable[[], Iterator[pa.RecordBatch]]
+    kind: str  # The format's name.
+    schema: pa.Schema  # Of every batch.
+    num_rows: int | None  # None where only reading tells.
+    batches: Callable[[], Iterator[pa.RecordBatch]]  # The rows, in order; raises DatasetError where they are damaged.
+    # What else is known: `classes`, the names behind integer labels.
     facts: Mapping[str, Any] = field(default_factory=dict)
-    dataset: Dataset | None = None
+    dataset: Dataset | None = None  # Whose rows they are, if they are of a dataset of Forebay's.
 
     def changed(self, schema: pa.Schema, columns: Callable[[pa.RecordBatch], list[pa.Array]]) -> TableSource:
         """The table with other columns, made of each batch's."""
@@ -168,23 +147,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Written:
-    """What a sink wrote.
+    """What a sink wrote."""
 
-    Attributes:
-        files: Paths below `out`, in order; `out` itself where it is one file.
-        num_tokens: Tokens, or None for a table.
-        num_rows: Rows of a table, or samples, or None.
-        num_documents: Document ends that the format written holds.
-        digest: Of (tokens, document ends) as `Digest` has it; of a table, whatever its sink verifies by.
-        notes: What a user should know: tokens left out, documents that the format does not hold.
-    """
-
-    files: tuple[Path, ...]
-    num_tokens: int | None
-    num_rows: int | None
-    num_documents: int
-    digest: str
-    notes: tuple[str, ...] = ()
+    files: tuple[Path, ...]  # Paths below `out`, in order; `out` itself where it is one file.
+    num_tokens: int | None  # Tokens, or None for a table.
+    num_rows: int | None  # Rows of a table, or samples, or None.
+    num_documents: int  # Document ends that the format written holds.
+    digest: str  # Of (tokens, document ends) as `Digest` has it; of a table, whatever its sink verifies by.
+    notes: tuple[str, ...] = ()  # What a user should know: tokens left out, documents that the format does not hold.
 
 
 class Digest:

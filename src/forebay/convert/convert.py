@@ -51,24 +51,15 @@ _HELD = 1.02  # Bytes written for one of the tokens', at most, besides document 
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did.
+    """What a conversion did."""
 
-    Attributes:
-        source, to: The two formats.
-        out: What was written.
-        written: Its files and counts.
-        num_bytes: Of the files.
-        is_verified: Whether they were read again and compared.
-        source_level: How the source was verified: by `hash`, or in its `structure`, as its format has no hashes.
-    """
-
-    source: str
+    source: str  # A format, as `to`.
     to: str
-    out: Path
-    written: Written
-    num_bytes: int
-    is_verified: bool
-    source_level: str
+    out: Path  # What was written.
+    written: Written  # Its files and counts.
+    num_bytes: int  # Of the files.
+    is_verified: bool  # Whether they were read again and compared.
+    source_level: str  # How the source was verified: by `hash`, or in its `structure`, as its format has no hashes.
 
     def to_json(self) -> dict[str, Any]:
         """As the attributes say; `checked` says in words what was compared."""

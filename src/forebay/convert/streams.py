@@ -29,28 +29,17 @@ _NO_TOKENS = np.empty(0, np.uint64)
 
 @dataclass
 class Stream:
-    """The tokens that are written, with the ends that are written.
-
-    Attributes:
-        source: Where they come from.
-        dtype: `U16` or `U32`.
-        documents: Whose ends: the source's, after each `eos_id`, each `seq_len` tokens, or nobody's.
-        num_tokens: The first so many of the source; what follows is left out.
-        closed: Give the tokens after the last end one of their own.
-        most_id: The largest token that can be written.
-        notes: What was left out or made.
-        digest: Of the last whole reading.
-    """
+    """The tokens that are written, with the ends that are written."""
 
     source: TokenSource
-    dtype: str
-    documents: Documents
-    num_tokens: int
-    closed: bool
-    most_id: int
+    dtype: str  # `U16` or `U32`.
+    documents: Documents  # Whose ends: the source's, after each `eos_id`, each `seq_len` tokens, or nobody's.
+    num_tokens: int  # The first so many of the source; what follows is left out.
+    closed: bool  # Give the tokens after the last end one of their own.
+    most_id: int  # The largest token that can be written.
     options: Options
-    notes: list[str] = field(default_factory=list)
-    digest: Digest = field(default_factory=Digest)
+    notes: list[str] = field(default_factory=list)  # What was left out or made.
+    digest: Digest = field(default_factory=Digest)  # Of the last whole reading.
 
     @property
     def num_documents(self) -> int:

@@ -28,19 +28,12 @@ _MAGIC = {
 
 @dataclass(frozen=True)
 class Window:
-    """A run of tokens.
-
-    Attributes:
-        path: Its file.
-        start: Its first token, counted in the file.
-        tokens: Integers [T], little endian.
-        ends: Exclusive document ends in it, int64 [D]; None where the format has none.
-    """
+    """A run of tokens."""
 
     path: str
-    start: int
-    tokens: NDArray[Any]
-    ends: NDArray[np.int64] | None = None
+    start: int  # Its first token, counted in the file.
+    tokens: NDArray[Any]  # Integers [T], little endian.
+    ends: NDArray[np.int64] | None = None  # Exclusive document ends in it, int64 [D]; None where the format has none.
 
 
 @dataclass(frozen=True)

@@ -45,24 +45,15 @@ class Header:
 
 @dataclass(kw_only=True)
 class Survey(Report):
-    """What a file of tokens is.
-
-    Attributes:
-        memory: Its map.
-        start, stop: Bytes of the tokens.
-        dtype: As a reader takes them: little endian unless a header says otherwise.
-        skips: Bytes [a, b) between that are no tokens.
-        ids: The sample ids beside it.
-        seq_len: Tokens of a sample, where told or found.
-    """
+    """What a file of tokens is."""
 
     memory: Bytes8
-    start: int
-    stop: int
-    dtype: np.dtype[Any]
-    skips: list[tuple[int, int]] = field(default_factory=list)
-    ids: npy.Vector | None = None
-    seq_len: int = 0
+    start: int  # Byte of the first token.
+    stop: int  # Byte after the last.
+    dtype: np.dtype[Any]  # As a reader takes them: little endian unless a header says otherwise.
+    skips: list[tuple[int, int]] = field(default_factory=list)  # Bytes [a, b) between that are no tokens.
+    ids: npy.Vector | None = None  # The sample ids beside it.
+    seq_len: int = 0  # Tokens of a sample, where told or found.
 
     @property
     def count(self) -> int:

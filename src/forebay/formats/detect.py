@@ -38,21 +38,13 @@ _NETPBM = re.compile(rb"P[56]\s+(#[^\n]*\s+)*\d+\s+\d+\s+\d+\s")
 
 @dataclass(frozen=True)
 class Detected:
-    """What a file is.
+    """What a file is."""
 
-    Attributes:
-        format: Its format's name; "" if it is of none, then `why` says what it is instead.
-        compression: "" or `gz`, `zst`, `bz2`, `xz`, `lz4`.
-        encoding: Of text that is not UTF-8, by Python's name; else "".
-        why: What decided.
-        problem: Set if the file is not the data that its name promises: what was expected and found, and what to do.
-    """
-
-    format: str
-    compression: str = ""
-    why: str = ""
-    problem: str = ""
-    encoding: str = ""
+    format: str  # Its format's name; "" if it is of none, then `why` says what it is instead.
+    compression: str = ""  # "" or `gz`, `zst`, `bz2`, `xz`, `lz4`.
+    why: str = ""  # What decided.
+    problem: str = ""  # If it is not what its name promises: what was expected and found, and what to do.
+    encoding: str = ""  # Of text that is not UTF-8, by Python's name; else "".
 
 
 def detect(source: Path | BinaryIO, name: str | None = None) -> Detected:

@@ -57,23 +57,14 @@ _OPEN_SLICES = 16  # Small, as some slices are copies; whoever holds a slice kee
 
 @dataclass(frozen=True)
 class Part:
-    """One slice of a foreign dataset.
+    """One slice of a foreign dataset."""
 
-    Attributes:
-        file: Index of the file among the dataset's.
-        name: For people: the file's name and, where it has several parts, `#` and the part.
-        start: First token, counted in the file.
-        count: Tokens.
-        documents: Documents that end in it.
-        num_bytes: Of the file that hold these tokens.
-    """
-
-    file: int
-    name: str
-    start: int
-    count: int
-    documents: int
-    num_bytes: int
+    file: int  # Index of the file among the dataset's.
+    name: str  # For people: the file's name and, where it has several parts, `#` and the part.
+    start: int  # First token, counted in the file.
+    count: int  # Tokens.
+    documents: int  # Documents that end in it.
+    num_bytes: int  # Of the file that hold these tokens.
 
 
 class ForeignDataset(Dataset, ABC):

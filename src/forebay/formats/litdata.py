@@ -54,19 +54,12 @@ _TORCH = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<
 
 @dataclass(frozen=True)
 class Layout:
-    """How an item is made of leaves, and which of them is tokens.
+    """How an item is made of leaves, and which of them is tokens."""
 
-    Attributes:
-        column: The leaf's name; empty where an item is nothing else.
-        leaf: Its index.
-        formats: Of all leaves, as the writer names them.
-        has_sizes: Whether each item begins with the sizes of its leaves.
-    """
-
-    column: str
-    leaf: int
-    formats: tuple[str, ...]
-    has_sizes: bool
+    column: str  # The leaf's name; empty where an item is nothing else.
+    leaf: int  # Its index.
+    formats: tuple[str, ...]  # Of all leaves, as the writer names them.
+    has_sizes: bool  # Whether each item begins with the sizes of its leaves.
 
     @property
     def kind(self) -> np.dtype[Any] | None:
@@ -76,21 +69,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One entry of the index.
-
-    Attributes:
-        path: The file.
-        num_bytes: Of the chunk, decompressed where `wrap` is `chunk`.
-        items: In it.
-        num_tokens: Where the index says.
-        wrap: What is compressed: nothing (empty), the whole `chunk`, frames of items (`batch`), or each (`sample`).
-    """
+    """One entry of the index."""
 
     path: Path
-    num_bytes: int
-    items: int
-    num_tokens: int | None
-    wrap: str
+    num_bytes: int  # Of the chunk, decompressed where `wrap` is `chunk`.
+    items: int  # In it.
+    num_tokens: int | None  # Where the index says.
+    wrap: str  # What is compressed: nothing (empty), the whole `chunk`, frames of items (`batch`), or each (`sample`).
 
 
 class LitDataset(ForeignDataset):

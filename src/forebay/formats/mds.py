@@ -65,22 +65,14 @@ class Stored:
 
 @dataclass(frozen=True)
 class Column:
-    """Where the tokens stand in a sample.
-
-    Attributes:
-        name, encoding: As the writer's.
-        kind: Type of a token; None where each sample says its own.
-        length: Tokens in a sample, where fixed.
-        index: Among all columns.
-        sizes: Bytes of each column, None where each sample says it.
-    """
+    """Where the tokens stand in a sample."""
 
     name: str
-    encoding: str
-    kind: np.dtype[Any] | None
-    length: int | None
-    index: int
-    sizes: tuple[int | None, ...]
+    encoding: str  # As the writer's.
+    kind: np.dtype[Any] | None  # Type of a token; None where each sample says its own.
+    length: int | None  # Tokens in a sample, where fixed.
+    index: int  # Among all columns.
+    sizes: tuple[int | None, ...]  # Bytes of each column, None where each sample says it.
 
     @property
     def has_header(self) -> bool:

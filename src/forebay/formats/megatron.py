@@ -55,27 +55,19 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Index:
-    """One .idx, checked against its .bin.
-
-    Attributes:
-        idx, data: The two files.
-        data_bytes: Of the .bin.
-        kind: Type of a token in it.
-        lengths, pointers, bounds: Views of the index's map: i32 [S], i64 [S], i64 [D], not aligned.
-        starts: First token of each sequence, and the total: i64 [S + 1]. None where `pointers` tell it, as the
-            sequences follow one another from byte 0 to the end.
-        num_tokens: In all sequences.
-    """
+    """One .idx, checked against its .bin."""
 
     idx: Path
     data: Path
-    data_bytes: int
-    kind: np.dtype[Any]
-    lengths: NDArray[np.int32]
-    pointers: NDArray[np.int64]
-    bounds: NDArray[np.int64]
+    data_bytes: int  # Of the .bin.
+    kind: np.dtype[Any]  # Type of a token in it.
+    lengths: NDArray[np.int32]  # [S], of the index's map, not aligned; so are the next two.
+    pointers: NDArray[np.int64]  # [S].
+    bounds: NDArray[np.int64]  # [D].
+    # First token of each sequence, and the total: [S + 1]. None where `pointers` tell it, as the sequences follow one
+    # another from byte 0 to the end.
     starts: NDArray[np.int64] | None
-    num_tokens: int
+    num_tokens: int  # In all sequences.
 
     @property
     def num_documents(self) -> int:

@@ -51,21 +51,13 @@ NO_SAMPLE = int.from_bytes(hashlib.blake2b(b"", digest_size=8).digest(), "little
 
 @dataclass(frozen=True)
 class Vector:
-    """One file that holds a vector of integers after a header.
-
-    Attributes:
-        path: The file.
-        offset: Bytes of the header.
-        kind: Type of the integers.
-        count: Integers.
-        file_bytes: Of the whole file: offset + count * itemsize.
-    """
+    """One file that holds a vector of integers after a header."""
 
     path: Path
-    offset: int
-    kind: np.dtype[Any]
+    offset: int  # Bytes of the header.
+    kind: np.dtype[Any]  # Type of the integers.
     count: int
-    file_bytes: int
+    file_bytes: int  # Of the whole file: offset + count * itemsize.
 
 
 class VectorDataset(ForeignDataset):

@@ -53,21 +53,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a chain stood: opening with it reads only what came later. It saves time and proves nothing.
+    """Where a chain stood: opening with it reads only what came later. It saves time and proves nothing."""
 
-    Attributes:
-        seq: How many entries there were, and the seq of the next.
-        prev: The hash of the last.
-        size: Bytes of the file.
-        last_bytes: Bytes of the last line, its newline too.
-        first: The hash of entry 0.
-    """
-
-    seq: int
-    prev: str
-    size: int
-    last_bytes: int
-    first: str
+    seq: int  # How many entries there were, and the seq of the next.
+    prev: str  # The hash of the last.
+    size: int  # Bytes of the file.
+    last_bytes: int  # Bytes of the last line, its newline too.
+    first: str  # The hash of entry 0.
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON for whoever keeps it."""

@@ -46,22 +46,14 @@ def _reached(stops: I64) -> I64:
 
 @dataclass(frozen=True, eq=False)
 class Coverage:
-    """How an epoch of slices with `samples[i]` samples each was used.
+    """How an epoch of slices with `samples[i]` samples each was used."""
 
-    Attributes:
-        samples: int64 [S].
-        counts: samples (used, again and again counted), missing, repeated; set_aside where there is any.
-        missing: (slice, start, stop): neither used nor set aside. int64 [M, 3].
-        repeated: (slice, start, stop, which use): used before by another. int64 [R, 4].
-        used, aside: By slice, what was used and what was set aside and not used.
-    """
-
-    samples: I64
-    counts: dict[str, int]
-    missing: I64
-    repeated: I64
-    used: Mapping[int, Ranges]
-    aside: Mapping[int, Ranges]
+    samples: I64  # int64 [S].
+    counts: dict[str, int]  # samples (used, again and again counted), missing, repeated; set_aside where there is any.
+    missing: I64  # (slice, start, stop): neither used nor set aside. int64 [M, 3].
+    repeated: I64  # (slice, start, stop, which use): used before by another. int64 [R, 4].
+    used: Mapping[int, Ranges]  # By slice: what was used.
+    aside: Mapping[int, Ranges]  # By slice: set aside and not used.
 
     def leaf(self, job_id: str, epoch: int, index: int, first: int = 0) -> bytes:
         """The leaf of a slice; slices are numbered from `first` on."""

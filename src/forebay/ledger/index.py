@@ -29,22 +29,14 @@ _WORTH_KEEPING = 4096
 
 @dataclass(frozen=True, eq=False)
 class LedgerIndex:
-    """What a ledger holds, for reading.
-
-    Attributes:
-        uses: Of dtype USE, in the order of the ledger; within an entry by step. Its `worker` counts `workers`.
-        workers: Peer ids, as they first used something.
-        sessions: Peer id, a space, and a session's name; as they first used something.
-        names: Peer id to the name in its certificate.
-        others: All entries that are no uses, in order; entry 0, the job, too.
-    """
+    """What a ledger holds, for reading."""
 
     path: Path
     job: Job
-    uses: NDArray[Any]
-    workers: tuple[str, ...]
-    sessions: tuple[str, ...]
-    others: tuple[Entry, ...]
+    uses: NDArray[Any]  # Of dtype USE, in the order of the ledger; within an entry by step. `worker` counts `workers`.
+    workers: tuple[str, ...]  # Peer ids, as they first used something.
+    sessions: tuple[str, ...]  # Peer id, a space, and a session's name; as they first used something.
+    others: tuple[Entry, ...]  # All entries that are no uses, in order; entry 0, the job, too.
     checkpoint: Checkpoint
 
     @property

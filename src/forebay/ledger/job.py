@@ -16,19 +16,12 @@ LEDGER_FORMAT = 2  # In the job entry. Format 1 named none; its samples had anot
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A job. Its slices are numbered through all its datasets; dataset d has those in [bounds[d], bounds[d + 1]).
+    """A job. Its slices are numbered through all its datasets; dataset d has those in [bounds[d], bounds[d + 1])."""
 
-    Attributes:
-        job_id: The hash of the first entry.
-        scheduler: The public key, 32 bytes.
-        samples: int64 [S], of each slice.
-        dataset_ids, bounds: Of its datasets, one by one.
-    """
-
-    job_id: str
+    job_id: str  # The hash of the first entry.
     body: dict[str, Any]
-    scheduler: bytes
-    samples: NDArray[np.int64]
+    scheduler: bytes  # The public key, 32 bytes.
+    samples: NDArray[np.int64]  # int64 [S], of each slice.
     dataset_ids: tuple[str, ...]
     bounds: tuple[int, ...]
 

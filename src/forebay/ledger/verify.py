@@ -30,25 +30,18 @@ Replay = Callable[[Job, int, int, int, int], tuple[NDArray[np.int64], str]]
 
 @dataclass(frozen=True)
 class LedgerReport:
-    """What a ledger proves.
+    """What a ledger proves."""
 
-    Attributes:
-        ok: Intact, and every epoch that was begun used every sample once, but for the share that may be set aside.
-        intact: The chain, the signatures, the receipts and the recorded roots are right.
-        epochs: A dict each: epoch, samples, missing, repeated; set_aside where there is any, dataset where the job
-            has several.
-        missing, repeated: The first of them, by epoch: slice, start, stop; and which entry repeated.
-        roots: epoch, root: the Merkle root of its coverage; and whether the scheduler recorded the same.
-    """
-
-    ok: bool
-    intact: bool
+    ok: bool  # Intact, and every epoch that was begun used every sample once, but for the share that may be set aside.
+    intact: bool  # The chain, the signatures, the receipts and the recorded roots are right.
+    # A dict each: epoch, samples, missing, repeated; set_aside where there is any, dataset where the job has several.
     epochs: list[dict[str, int]]
     problems: list[str]
     entries: int = 0
     job: dict[str, Any] = field(default_factory=dict)
-    missing: list[dict[str, int]] = field(default_factory=list)
-    repeated: list[dict[str, int]] = field(default_factory=list)
+    missing: list[dict[str, int]] = field(default_factory=list)  # The first, by epoch: slice, start, stop.
+    repeated: list[dict[str, int]] = field(default_factory=list)  # The same, and the entry.
+    # epoch, root: the Merkle root of its coverage, recorded: whether the scheduler recorded the same.
     roots: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:

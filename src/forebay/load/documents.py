@@ -29,24 +29,14 @@ class _Laid:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DocumentPlan:
-    """Segments of the planned rows; arrays are [G].
+    """Segments of the planned rows; arrays are [G]."""
 
-    Attributes:
-        firsts: The first segment of each row, [K + 1].
-        tokens: The rows' tokens.
-        lengths: Tokens.
-        labels: Of the last token of each segment that has a label of its own, by row.
-        labelled: Which segments those are.
-        documents: int32, the number within its row; -1 for padding.
-        padded: Whether there is any padding.
-    """
-
-    firsts: list[int]
+    firsts: list[int]  # The first segment of each row, [K + 1].
     tokens: TokenRows
-    lengths: I64
-    labels: TokenRows
-    labelled: NDArray[np.bool_]
-    documents: NDArray[np.int32]
+    lengths: I64  # Tokens.
+    labels: TokenRows  # Of the last token of each segment that has a label of its own, by row.
+    labelled: NDArray[np.bool_]  # Which segments those are.
+    documents: NDArray[np.int32]  # int32, the number within its row; -1 for padding.
     padded: bool
 
 

@@ -32,48 +32,35 @@ _NODES_IN_ORDER = 2  # Looked at where nothing is shuffled: all read every slice
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be run, on what. Bytes, seconds, bytes per second; None: not known.
+    """What is to be run, on what. Bytes, seconds, bytes per second; None: not known."""
 
-    Args:
-        slice_bytes, slice_samples: int64 [S].
-        seq_len: None for rows.
-        lanes, window: None: the loader's default, or less where that does not fit.
-        cache_bytes: Of a node's cache; None: what the plan proposes.
-        volume_bytes: What the disk of the cache has for it.
-        mem_bytes: Of a node.
-        step_s: A step of training, without waiting.
-        whole_in_memory: The cache lies in memory (`cache_dir="ram"`).
-        max_fetch_ratio: The most bytes that all nodes fetch in an epoch, as a multiple of the dataset's; None or 0:
-            any.
-        swarm: Nodes fetch from each other: what several nodes read does not count as fetched several times.
-    """
-
-    slice_bytes: I64
-    slice_samples: I64
+    slice_bytes: I64  # int64 [S].
+    slice_samples: I64  # int64 [S].
     global_batch: int
-    seq_len: int | None = None
+    seq_len: int | None = None  # None for rows.
     name: str = ""
     world_size: int = 1
     ranks_per_node: int = 1
     seed: int = 0
     epochs: int = 1
-    lanes: int | None = None
-    window: int | None = None
+    lanes: int | None = None  # None: the loader's default, or less where that does not fit.
+    window: int | None = None  # As `lanes`.
     head: int | None = None
     shuffle: bool = True
     drop_last: bool = False
     keep: str = "budget"
-    cache_bytes: int | None = None
-    volume_bytes: int | None = None
-    mem_bytes: int | None = None
+    cache_bytes: int | None = None  # Of a node's cache; None: what the plan proposes.
+    volume_bytes: int | None = None  # What the disk of the cache has for it.
+    mem_bytes: int | None = None  # Of a node.
     bandwidth: float | None = None
-    step_s: float | None = None
+    step_s: float | None = None  # A step of training, without waiting.
     connections: int = 16
     prefetch: int = 0
     piece_bytes: int = 8 << 20
-    whole_in_memory: bool = False
+    whole_in_memory: bool = False  # The cache lies in memory (`cache_dir="ram"`).
+    # The most bytes that all nodes fetch in an epoch, as a multiple of the dataset's; None or 0: any.
     max_fetch_ratio: float | None = MAX_RATIO
-    swarm: bool = False
+    swarm: bool = False  # Nodes fetch from each other: what several nodes read does not count as fetched several times.
 
     def __post_init__(self) -> None:
         if self.world_size % self.ranks_per_node:
@@ -114,49 +101,30 @@ class Job:
 
 @dataclass(frozen=True)
 class Disk:
-    """Of the node that needs most, in slices and bytes.
+    """Of the node that needs most, in slices and bytes."""
 
-    Attributes:
-        open_slices, open_bytes: Of the windows open at once.
-        next_slices, next_bytes: With those of the next windows: what to have for never waiting.
-        once_bytes: Less than this must fetch slices twice in an epoch; the loader fetches none twice with double.
-        least_bytes: The least cache: the open windows, and what a slice under way takes besides.
-        epoch_slices, epoch_bytes: Different slices read in an epoch.
-        least_epoch_slices: Of the node that reads fewest.
-        again_slices, again_bytes: Of slices that an epoch reads at times far apart, as they lie in several lanes: what
-            a cache below twice `once_bytes` may fetch again.
-        origin_bytes: What all nodes fetch in an epoch.
-        exact: Lanes are not shared between nodes; else these are upper bounds.
-    """
-
-    open_slices: int
+    open_slices: int  # Of the windows open at once.
     open_bytes: int
-    next_slices: int
+    next_slices: int  # With those of the next windows: what to have for never waiting.
     next_bytes: int
-    once_bytes: int
-    least_bytes: int
-    epoch_slices: int
+    once_bytes: int  # Less than this must fetch slices twice in an epoch; the loader fetches none twice with double.
+    least_bytes: int  # The least cache: the open windows, and what a slice under way takes besides.
+    epoch_slices: int  # Different slices read in an epoch.
     epoch_bytes: int
-    least_epoch_slices: int
-    again_slices: int
-    again_bytes: int
-    origin_bytes: int
-    exact: bool
+    least_epoch_slices: int  # Of the node that reads fewest.
+    again_slices: int  # Read at times far apart, as they lie in several lanes, in an epoch.
+    again_bytes: int  # Of these: what a cache below twice `once_bytes` may fetch again.
+    origin_bytes: int  # What all nodes fetch in an epoch.
+    exact: bool  # Lanes are not shared between nodes; else these are upper bounds.
 
 
 @dataclass(frozen=True)
 class Node:
-    """A kind of node.
+    """A kind of node."""
 
-    Attributes:
-        count: Nodes of the kind.
-        disk: What each needs.
-        spans: Of the epochs looked at.
-    """
-
-    count: int
-    disk: Disk
-    spans: Spans
+    count: int  # Nodes of the kind.
+    disk: Disk  # What each needs.
+    spans: Spans  # Of the epochs looked at.
 
 
 def nodes_of(job: Job, order: Order) -> list[Node]:

@@ -104,19 +104,12 @@ class Pieces:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Rows:
-    """The samples of a slice as segments: runs of its tokens, one after another, that fill each row to seq_len.
+    """The samples of a slice as segments: runs of its tokens, one after another, that fill each row to seq_len."""
 
-    Attributes:
-        firsts: int64 [R + 1], the first segment of each row.
-        starts: int64 [G], the token that a segment begins with; -1 for padding.
-        lengths: int64 [G].
-        follows: int64 [G], the token that is the label of a segment's last one; -1 for none.
-    """
-
-    firsts: I64
-    starts: I64
+    firsts: I64  # [R + 1], the first segment of each row.
+    starts: I64  # [G], the token that a segment begins with; -1 for padding.
     lengths: I64
-    follows: I64
+    follows: I64  # [G], the token that is the label of a segment's last one; -1 for none.
 
     def __len__(self) -> int:
         return len(self.firsts) - 1

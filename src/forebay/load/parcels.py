@@ -35,17 +35,11 @@ _Field = tuple[str, str, tuple[int, ...], tuple[int, ...], int]  # name, dtype, 
 
 @dataclass(frozen=True)
 class Parcel:
-    """Some dicts of arrays as they arrived.
+    """Some dicts of arrays as they arrived."""
 
-    Attributes:
-        raw: uint8 [n]: the bytes. The segment is free again when this and all views of it are gone.
-        fields: Of each dict, where its arrays lie in `raw`.
-        rest: Of each dict, what is no array.
-    """
-
-    raw: U8
-    fields: Sequence[Sequence[_Field]]
-    rest: Sequence[dict[str, Any]]
+    raw: U8  # uint8 [n]: the bytes. The segment is free again when this and all views of it are gone.
+    fields: Sequence[Sequence[_Field]]  # Of each dict, where its arrays lie in `raw`.
+    rest: Sequence[dict[str, Any]]  # Of each dict, what is no array.
 
     def __len__(self) -> int:
         return len(self.fields)

@@ -47,41 +47,23 @@ _COUNTING_VERSION = 1  # Of what is remembered.
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """The samples that a run sees of one dataset. Arrays are int64 [S], one value a slice.
+    """The samples that a run sees of one dataset. Arrays are int64 [S], one value a slice."""
 
-    Attributes:
-        layout: `tokens` or `rows`.
-        seq_len: L; None for rows.
-        packing: `chunk` or `fit`.
-        documents: What is left out; None for nothing.
-        counts: Samples of the view in each slice.
-        offsets: The first of them, counted in the slice.
-        bases: The global number of each slice's sample 0, over the whole dataset: splits share no number.
-        first_documents: The global number of the first document of each slice.
-        before, after: Tokens, in other slices, of the document that a slice begins in, and that it ends in; None
-            unless lengths matter.
-        pad_id: What pads a row: EOS, or 0.
-        split: `(name, validation)`, or None.
-        tail_tokens: Tokens of the whole dataset that are in no sample, being fewer than seq_len at a slice's end.
-        padding_tokens: Padding in all samples of the whole dataset (packing `fit`).
-        excluded_tokens: Tokens that the filter leaves out, of the whole dataset.
-    """
-
-    layout: str
-    seq_len: int | None
-    packing: str
-    documents: DocumentFilter | None
-    counts: I64
-    offsets: I64
-    bases: I64
-    first_documents: I64
-    before: I64 | None
-    after: I64 | None
-    pad_id: int
-    split: tuple[str, float] | None
-    tail_tokens: int
-    padding_tokens: int
-    excluded_tokens: int
+    layout: str  # `tokens` or `rows`.
+    seq_len: int | None  # L; None for rows.
+    packing: str  # `chunk` or `fit`.
+    documents: DocumentFilter | None  # What is left out; None for nothing.
+    counts: I64  # Samples of the view in each slice.
+    offsets: I64  # The first of them, counted in the slice.
+    bases: I64  # The global number of each slice's sample 0, over the whole dataset: splits share no number.
+    first_documents: I64  # The global number of the first document of each slice.
+    before: I64 | None  # Tokens, in other slices, of the document that a slice begins in; None unless lengths matter.
+    after: I64 | None  # The same of the document that it ends in.
+    pad_id: int  # What pads a row: EOS, or 0.
+    split: tuple[str, float] | None  # `(name, validation)`, or None.
+    tail_tokens: int  # Tokens of the whole dataset that are in no sample, being fewer than seq_len at a slice's end.
+    padding_tokens: int  # Padding in all samples of the whole dataset (packing `fit`).
+    excluded_tokens: int  # Tokens that the filter leaves out, of the whole dataset.
 
     @property
     def num_samples(self) -> int:

@@ -32,24 +32,17 @@ log = logging.getLogger("forebay.load")
 
 @dataclass(frozen=True)
 class ShardMirrorReport:
-    """What a mirror of shards did.
-
-    Attributes:
-        shards: That the source has.
-        copied, skipped: Indexes that were copied now, and that were there.
-        missing: Indexes that the target has not yet.
-        complete: The target has all.
-    """
+    """What a mirror of shards did."""
 
     source: str
     target: str
-    shards: int
-    copied: list[int]
-    skipped: list[int]
+    shards: int  # That the source has.
+    copied: list[int]  # Indexes, now.
+    skipped: list[int]  # Indexes of those that were there.
     copied_bytes: int
     skipped_bytes: int
-    missing: list[int]
-    complete: bool
+    missing: list[int]  # Indexes that the target has not yet.
+    complete: bool  # The target has all.
 
 
 def holds_shards(source: str, prefix: str = "train") -> bool:

@@ -29,37 +29,23 @@ AROUND = 20
 
 @dataclass(frozen=True)
 class Part:
-    """What one worker, or rank, did in a step, or with a document.
+    """What one worker, or rank, did in a step, or with a document."""
 
-    Attributes:
-        worker: Peer id; "" where only the order is known, or the name that a coordinator knows it by.
-        session: Which process of the worker, where it says so: its steps are numbered by themselves.
-        rank: In order mode; -1 otherwise.
-        slice: Over all datasets of the job; -1 where samples are of several.
-        start, stop: Where the samples stand in the slice's order of that epoch.
-        first_step, last_step: In one of these steps, of that worker's own in lease mode.
-        at: Unix seconds of the receipt; 0 where there is none.
-        entry: Of the ledger; -1 where there is none.
-        exact: False: the samples are of these steps, and which are of the step asked for is not known.
-        samples: Global sample ids, over all slices of the job.
-        documents: Of the samples, one after another; empty without a dataset.
-    """
-
-    worker: str
+    worker: str  # Peer id; "" where only the order is known, or the name that a coordinator knows it by.
     name: str = ""
-    rank: int = -1
+    rank: int = -1  # In order mode; -1 otherwise.
     epoch: int = 0
-    slice: int = -1
-    start: int = -1
+    slice: int = -1  # Over all datasets of the job; -1 where samples are of several.
+    start: int = -1  # Where the samples stand in the slice's order of that epoch.
     stop: int = -1
-    first_step: int = 0
+    first_step: int = 0  # In one of the steps [first_step, last_step], of that worker's own in lease mode.
     last_step: int = 0
-    at: float = 0.0
-    entry: int = -1
-    exact: bool = True
-    samples: list[int] = field(default_factory=list)
-    documents: list[Piece] = field(default_factory=list)
-    session: str = ""
+    at: float = 0.0  # Unix seconds of the receipt; 0 where there is none.
+    entry: int = -1  # Of the ledger; -1 where there is none.
+    exact: bool = True  # False: the samples are of these steps, and which are of the step asked for is not known.
+    samples: list[int] = field(default_factory=list)  # Global sample ids, over all slices of the job.
+    documents: list[Piece] = field(default_factory=list)  # Of the samples, one after another; empty without a dataset.
+    session: str = ""  # Which process of the worker, where it says so: its steps are numbered by themselves.
 
 
 def replay(job: Job, epoch: int, slice_index: int, start: int, stop: int) -> tuple[I64, str]:

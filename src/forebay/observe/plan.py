@@ -287,25 +287,17 @@ def _in_memory(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The figures of a model.
-
-    Attributes:
-        parameters: Of the model.
-        state_bytes: Weights, gradients and the optimizer's moments.
-        sample_bytes: For each sample of a batch besides.
-        largest_batch: The most samples that fit; 0 if none does.
-        batch_size: To begin with: the size's own, or as many as fit.
-    """
+    """The figures of a model."""
 
     model_size: str
     seq_len: int
     vocab_size: int
     device_bytes: int
     parameters: int
-    state_bytes: int
-    sample_bytes: int
-    largest_batch: int
-    batch_size: int
+    state_bytes: int  # Weights, gradients and the optimizer's moments.
+    sample_bytes: int  # For each sample of a batch besides.
+    largest_batch: int  # The most samples that fit; 0 if none does.
+    batch_size: int  # To begin with: the size's own, or as many as fit.
 
     @property
     def ok(self) -> bool:

@@ -19,37 +19,24 @@ _HALVINGS = 60
 
 @dataclass(frozen=True)
 class Flow:
-    """Fetches in their order.
+    """Fetches in their order."""
 
-    Attributes:
-        sizes: int64 [K], bytes.
-        needed: int64 [K], the step that waits for each; rising.
-        free: int64 [K], steps that must be over before there is room for it; rising, and not above `needed` where the
-            cache holds what is open.
-        num_steps: Of training.
-    """
-
-    sizes: I64
-    needed: I64
+    sizes: I64  # int64 [K], bytes.
+    needed: I64  # int64 [K], the step that waits for each; rising.
+    # [K], steps that must be over before there is room for it; rising, and not above `needed` where the cache holds
+    # what is open.
     free: I64
-    num_steps: int
+    num_steps: int  # Of training.
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds.
+    """Seconds."""
 
-    Attributes:
-        first_s: Until the slices of the first step's windows are here.
-        stall_s: What training waits after that, in all.
-        waits: At how many steps.
-        total_s: From the start of fetching to the end of training.
-    """
-
-    first_s: float
-    stall_s: float
-    waits: int
-    total_s: float
+    first_s: float  # Until the slices of the first step's windows are here.
+    stall_s: float  # What training waits after that, in all.
+    waits: int  # At how many steps.
+    total_s: float  # From the start of fetching to the end of training.
 
 
 def flow_of(spans: Spans, sizes: I64, budget_bytes: int) -> Flow:

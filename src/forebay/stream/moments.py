@@ -24,31 +24,19 @@ _INTEGERS = ("epoch", "step", "run_step", "samples_taken", "records", "draws")
 
 @dataclass(frozen=True)
 class Moment:
-    """What a stream goes on from.
+    """What a stream goes on from."""
 
-    Args:
-        epoch, step: The next batch's; the step is of the epoch.
-        run_step: Batches since the run began.
-        samples_taken: Of the epoch.
-        records: Sound ones read in the epoch.
-        draws: Choices of the shuffle buffer in the epoch.
-        place: Where reading goes on; None: at the epoch's beginning.
-        held: What the buffer holds.
-        tokens, at: Encoded; those from `at` on were not given out.
-        counts: Of the run: `COUNTS`.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    run_step: int = 0
-    samples_taken: int = 0
-    records: int = 0
-    draws: int = 0
-    place: Any = None
-    held: tuple[bytes, ...] = ()
-    tokens: NDArray[Any] = field(default_factory=lambda: np.zeros(0, np.uint32))
-    at: int = 0
-    counts: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    epoch: int = 0  # The next batch's.
+    step: int = 0  # The next batch's, of the epoch.
+    run_step: int = 0  # Batches since the run began.
+    samples_taken: int = 0  # Of the epoch.
+    records: int = 0  # Sound ones read in the epoch.
+    draws: int = 0  # Choices of the shuffle buffer in the epoch.
+    place: Any = None  # Where reading goes on; None: at the epoch's beginning.
+    held: tuple[bytes, ...] = ()  # What the buffer holds.
+    tokens: NDArray[Any] = field(default_factory=lambda: np.zeros(0, np.uint32))  # Encoded.
+    at: int = 0  # Tokens from here on were not given out.
+    counts: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # Of the run: `COUNTS`.
 
     def to_dict(self, identity: Mapping[str, Any]) -> dict[str, Any]:
         """Plain JSON values; `identity` is what must agree where it is loaded."""
