@@ -16,7 +16,6 @@ from forebay.load.packing import (
     Pieces,
     Rows,
     chunk_rows,
-    count_chunks,
     count_fit,
     fit_rows,
     kept_pieces,
@@ -141,7 +140,7 @@ def test_chunk_is_the_stream_of_what_is_kept(found: Pieces, seq_len: int, masks:
     stream = [token for start, stop in spans(found) for token in range(start, stop)]
     ends = {stop for _, stop in spans(found)}
     rows = chunk_rows(found, seq_len, masks=masks)
-    assert len(rows) == count_chunks(found, seq_len) == len(stream) // seq_len
+    assert len(rows) == found.num_tokens // seq_len == len(stream) // seq_len
     for i, row in enumerate(segments(rows)):
         tokens, labels, documents = [], [], 0
         for start, length, follow in row:

@@ -4,18 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from forebay.errors import UsageError
 from forebay.load.batch import IGNORE_INDEX, Batch
 from forebay.load.loader import Loader
 
 STYLES = ("plain", "transformers")
 _OPTIONAL = ("position_ids", "document_ids", "cu_seqlens", "sources")
-
-
-def check_style(style: str) -> None:
-    """Raises UsageError unless it is one of STYLES."""
-    if style not in STYLES:
-        raise UsageError(f"style: expected one of {', '.join(STYLES)}, got {style!r}.")
 
 
 def named_arrays(batch: Batch, style: str = "plain") -> dict[str, Any]:

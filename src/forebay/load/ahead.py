@@ -14,10 +14,8 @@ def run_ahead(
 ) -> Generator[_T, None, None]:
     """What `source` yields, made by a thread at most `depth` items ahead; what it raises is raised here.
 
-    Closing ends the thread and closes `source`; what was made and not taken is dropped.
-
-    Args:
-        interrupt: Called when closing, so that a `source` that waits for something wakes up (by an error, say).
+    Closing ends the thread and closes `source`; what was made and not taken is dropped. `interrupt` is called when
+    closing, so that a `source` that waits for something wakes up (by an error, say).
     """
     made: queue.Queue[tuple[_T] | BaseException | None] = queue.Queue(depth)
     stop = threading.Event()

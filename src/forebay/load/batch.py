@@ -78,16 +78,9 @@ class Batch:
 def make_batch(
     slice_tokens: NDArray[Any], sample_indexes: NDArray[np.int64], seq_len: int, dtype: Any = np.int64
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Samples of one slice as (inputs, labels).
+    """(inputs, labels) of the samples [B] of a slice, each in [0, T // seq_len), as int64 or int32.
 
-    Args:
-        slice_tokens: Unsigned integers [T].
-        sample_indexes: [B], each in [0, T // seq_len).
-        seq_len: L.
-        dtype: Of the result: int64 or int32.
-
-    Returns:
-        Two overlapping views [B, L] of one new array. The label after the slice's last token is -100.
+    Two overlapping views [B, L] of one new array. The label after the slice's last token is -100.
     """
     buffer = np.empty((len(sample_indexes), seq_len + 1), dtype)
     for row, start in zip(buffer, (sample_indexes * seq_len).tolist()):

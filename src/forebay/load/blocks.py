@@ -48,18 +48,9 @@ class _Plan:
 
 
 class Blocks:
-    """A rank's batches from any step on. For one thread at a time.
+    """A rank's batches from any step on; `views` has one for each dataset of the run. For one thread at a time.
 
-    Args:
-        run: The order.
-        views: One for each dataset of the run.
-        maker: Makes batches of open slices.
-        slices: Opens them.
-        every: (k, n): only the steps k, k + n, … counted from where `batches` begins.
-
-    Attributes:
-        network_s, disk_s: Spent waiting for slices on their way, and for pages not in memory.
-        opened: Slices opened.
+    `every` (k, n): only the steps k, k + n, … counted from where `batches` begins.
     """
 
     def __init__(
@@ -84,8 +75,8 @@ class Blocks:
         self._open: OrderedDict[int, int] = OrderedDict()  # Key to bytes, least recently used first.
         self._open_bytes = 0
         self._least_make_s = float("inf")
-        self.network_s = self.disk_s = 0.0
-        self.opened = 0
+        self.network_s = self.disk_s = 0.0  # Spent waiting for slices on their way; for pages not in memory.
+        self.opened = 0  # Slices.
 
     def batches(self, step: int) -> Generator[Batch, None, None]:
         """The batches from run step `step` on, to the end of the run."""

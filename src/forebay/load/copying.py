@@ -31,12 +31,7 @@ _SCRATCH_BYTES = 1 << 17  # Small batches are copied so many bytes at a time, wh
 
 
 class Source:
-    """An array in a mapped file.
-
-    Args:
-        array: Copied unless it is contiguous.
-        path: Of the file, for errors.
-    """
+    """An array in a mapped file, copied unless it is contiguous; the path is for errors."""
 
     __slots__ = ("address", "array", "data", "path")
 
@@ -48,12 +43,7 @@ class Source:
 
 
 class Ranges:
-    """Byte ranges of sources, to be copied one after another; [K]. It holds the sources.
-
-    Args:
-        which: The source of each range.
-        offsets, sizes: Bytes, within the source.
-    """
+    """Byte ranges [K] of sources, which it holds, to be copied: `sizes` bytes from `offsets` on of source `which`."""
 
     def __init__(self, sources: Sequence[Source], which: I64, offsets: I64, sizes: I64) -> None:
         self._sources, self._which = sources, which
@@ -101,10 +91,7 @@ class Ranges:
 class TokenRows:
     """Rows of tokens, each one or several ranges; the tokens of all sources may differ in type.
 
-    Args:
-        which, starts, lengths: The source of each range, its first token and how many; [G].
-        firsts: The first range of each row, [R + 1].
-        dtype: Of what is read.
+    A range [G] is `lengths` tokens from `starts` on of source `which`; `firsts` [R + 1] is the first of each row.
     """
 
     def __init__(

@@ -35,8 +35,7 @@ log = logging.getLogger("forebay.swarm")
 class Fetches:
     """Begins and ends transfers, in the process that made it, until `close`.
 
-    Args:
-        share: Whether, or at which `HOST:PORT`, this process gives others what it has; then it gets by the swarm too.
+    `share`: whether, or at which `HOST:PORT`, this process gives others what it has; then it gets by the swarm too.
     """
 
     def __init__(self, datasets: Sequence[Dataset], cache: SliceCache, connections: int, share: bool | str) -> None:

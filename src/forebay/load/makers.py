@@ -19,8 +19,6 @@ from forebay.load.documents import DocumentMaker
 from forebay.load.rows import RowMaker
 from forebay.load.samples import I64, KeyedViews, Made, Maker, View
 
-__all__ = ["ChunkMaker", "DocumentMaker", "Made", "Maker", "RowMaker", "make_maker"]
-
 
 def make_maker(
     views: Sequence[View],
@@ -30,14 +28,9 @@ def make_maker(
     pad_id: int | None = None,
     trim: bool = False,
 ) -> Maker:
-    """The maker for these views, one a dataset, all of one layout and seq_len.
+    """The maker for these views, one a dataset, all of one layout and seq_len; options as the Loader's.
 
-    Args:
-        dtype: Of token ids, labels and positions of layout `tokens`: int64 or int32.
-        document_masks: Give document_ids, position_ids and cu_seqlens, and no label across documents. Packing `fit`
-            has them always.
-        pad_id: What pads; by default each dataset's EOS, or 0.
-        trim: Cut the columns at a batch's end that are padding in all its rows (layout `rows`).
+    `dtype`: of token ids, labels and positions, int64 or int32. Packing `fit` has document masks always.
     """
     kinds = {(view.layout, view.seq_len, view.packing) for view in views}
     if len(kinds) != 1:

@@ -209,9 +209,6 @@ def check_traffic(job: Job, order: Order, nodes: list[Node] | None = None) -> st
 
     More than `max_fetch_ratio` times is refused, unless that is since several nodes read the same slices and they fetch
     less than 1 GiB again.
-
-    Args:
-        job: Its `cache_bytes` is known.
     """
     cache = job.cache_bytes
     assert cache is not None

@@ -125,14 +125,8 @@ def kept_pieces(
 ) -> Pieces:
     """The pieces of a slice that the filter leaves.
 
-    Args:
-        ends: U64 [D], as in a slice; what lies after the last belongs to document first_document + D.
-        num_tokens: T of the slice.
-        first_document: The number of the document that the slice begins in.
-        before, after: Tokens of the first and of the last document in other slices.
-
-    Raises:
-        DatasetError: If the ends fall, or go beyond the slice.
+    It begins in document `first_document`; what lies after the last of its ends [D] belongs to document
+    first_document + D. `before` and `after` are tokens of its first and last document in other slices.
     """
     problem = check_document_ends(ends, num_tokens)
     if problem:
@@ -157,9 +151,8 @@ def kept_pieces(
 def chunk_rows(pieces: Pieces, seq_len: int, *, masks: bool) -> Rows:
     """The stream of all pieces, cut every seq_len tokens.
 
-    Args:
-        masks: Whether a piece is a segment of its own, whose last token has no label; else pieces that follow one
-            another in the slice are one, and the label is the next token of the stream.
+    With masks a piece is a segment of its own, whose last token has no label; else pieces that follow one another in
+    the slice are one, and the label is the next token of the stream.
     """
     starts, stops = pieces.starts, pieces.stops
     if not masks and len(starts):
@@ -178,11 +171,6 @@ def chunk_rows(pieces: Pieces, seq_len: int, *, masks: bool) -> Rows:
     after = np.full(len(stops), -1) if masks else np.append(starts, -1)[1:]
     follows = np.where(ends < stops[piece], ends, after[piece])
     return Rows(np.searchsorted(edges, row_edges), begins, ends - begins, follows)
-
-
-def count_chunks(pieces: Pieces, seq_len: int) -> int:
-    """`len(chunk_rows(pieces, seq_len))`."""
-    return pieces.num_tokens // seq_len
 
 
 def fit_rows(pieces: Pieces, seq_len: int) -> Rows:

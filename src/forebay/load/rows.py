@@ -98,11 +98,9 @@ def row_ranges(sources: Sequence[Mapping[str, Source]], which: I64, rows: I64) -
 def stack_rows(
     sources: Sequence[Mapping[str, Source]], ranges: Mapping[str, Ranges], start: int, pads: Mapping[str, int]
 ) -> dict[str, Array]:
-    """The rows of ranges [start, start + len(sources)) of every tensor, stacked.
+    """The rows of ranges [start, start + len(sources)) of every tensor, stacked; `sources` is that of each row.
 
-    Args:
-        sources: Of each row.
-        pads: What pads a tensor [N, L] whose L differs, by name; 0 for others.
+    `pads`: what pads a tensor [N, L] whose L differs, by name; 0 for others.
     """
     first = sources[0]
     for source in sources:

@@ -24,7 +24,7 @@ from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, locate_tensors
 from forebay.errors import DatasetError, NetworkError, UsageError
-from forebay.load.packing import DocumentFilter, Pieces, count_chunks, count_fit, kept_pieces
+from forebay.load.packing import DocumentFilter, Pieces, count_fit, kept_pieces
 from forebay.order.bijection import derive_key, permute
 from forebay.order.homes import homes_of
 from forebay.order.plan import samples_per_slice
@@ -187,7 +187,7 @@ class _Counting:
         after = 0 if self.after is None else int(self.after[index])
         first, size = int(self._first_documents[index]), int(self._table.count[index])
         pieces = kept_pieces(self._read(index), size, self._documents, first, before, after)
-        samples = count_fit(pieces, self._seq_len) if self._fit else count_chunks(pieces, self._seq_len)
+        samples = count_fit(pieces, self._seq_len) if self._fit else pieces.num_tokens // self._seq_len
         return samples, pieces.num_tokens
 
 
@@ -202,14 +202,11 @@ def plan_samples(
     read_ends: ReadEnds | None = None,
     remember: Path | None = None,
 ) -> View:
-    """The view of a dataset that these settings ask for. A function of dataset and settings alone.
+    """The view of a dataset that these settings, those of the Loader, ask for: a function of both alone.
+
+    Manifest and table are read, and slices by `read_ends` alone.
 
     Args:
-        dataset: Its manifest and table are read; its slices by `read_ends` alone.
-        seq_len: L; unused for layout `rows`.
-        packing: `chunk` (consecutive tokens) or `fit` (whole documents).
-        documents: What to leave out.
-        split: `train` or `validation`; None for all samples.
         validation: The part of all samples that is for validation: round(validation * N) of them, to the sample.
         read_ends: The document ends of a slice, U64; called from several threads. By default `ends_reader`'s.
         remember: A directory in which what was counted is kept, 32 bytes a slice, for the next time.
@@ -344,8 +341,7 @@ def share_of(
 ) -> tuple[View, list[int], list[str]]:
     """What a rank owns by rendezvous hashing of the slices' hashes: its view, each rank's samples, the names by rank.
 
-    Args:
-        workers: Names by rank, which decide; by default the ranks' numbers.
+    `workers` are names by rank, which decide; by default the ranks' numbers.
     """
     names = list(map(str, range(world_size) if workers is None else workers))
     if len(names) != world_size:

@@ -39,19 +39,15 @@ class SampleCheck:
         num_bytes: Of the tokens' file.
         seq_len: Tokens of a sample; 0: as many as the sizes tell. The ids are of bytes, so that these judge as well.
         kind: Type of the tokens, checked against the header; None: as the header says, or as the sizes tell.
-
-    Attributes:
-        ids: U64 [N], a view of the file's map.
-        path: Where the tokens lie, once some do; `vector` says how.
     """
 
     def __init__(self, index: int, ids: Path, num_bytes: int, seq_len: int, kind: np.dtype[Any] | None = None) -> None:
         self.index = index
         self.seq_len = seq_len
-        self.ids = read_ids(ids)
+        self.ids = read_ids(ids)  # U64 [N], a view of the file's map.
         self.num_bytes = num_bytes
         self.piece_bytes = PIECE_BYTES
-        self.path: Path | None = None
+        self.path: Path | None = None  # Where the tokens lie, once some do; `vector` says how.
         self.vector: Vector | None = None
         self._kind = kind
         self._ids_path = ids

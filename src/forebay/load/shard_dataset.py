@@ -72,24 +72,17 @@ class ShardDataset:
 
 
 class Arrival:
-    """One shard on its way here, in a thread of its own that keeps it from being removed.
+    """One shard on its way here, in a thread of its own, by `obtain` (as `ShardFolder.obtain`).
 
-    Args:
-        lock: Keeps the shard from being removed; released with it.
-        obtain: Brings it, as `ShardFolder.obtain`, or raises.
-
-    Attributes:
-        received, total: Bytes of the tokens.
-        error: Of the last attempt, if it failed.
+    `lock` keeps it from being removed, and is released with it.
     """
 
     def __init__(self, index: int, lock: Lock, obtain: Callable[..., Pair]) -> None:
         self.index = index
-        self.done = threading.Event()
         self.pair: Pair | None = None
-        self.error: ForebayError | None = None
+        self.error: ForebayError | None = None  # Of the last attempt, if it failed.
         self.final = False
-        self.received = self.total = 0
+        self.received = self.total = 0  # Bytes of the tokens.
         self._obtain = obtain
         self._stop = threading.Event()
         self._changed = threading.Condition()
@@ -100,8 +93,7 @@ class Arrival:
     def wait(self, give_up_s: float) -> float:
         """Wait until it is there; how long it took, in seconds.
 
-        Raises:
-            ForebayError: Of the last attempt, after `give_up_s`, or at once where no other is of use.
+        The error of the last attempt is raised after `give_up_s`, or at once where no other is of use.
         """
         began = told = time.monotonic()
         with self._changed:
@@ -161,7 +153,6 @@ class Arrival:
                 return self._fail(UsageError(f"shard {self.index}: {type(error).__name__}: {error}"), True)
             with self._changed:
                 self.pair, self.error = pair, None
-                self.done.set()
                 self._changed.notify_all()
             return
 

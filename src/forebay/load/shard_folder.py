@@ -89,12 +89,8 @@ class Marks:
 class ShardFolder:
     """A directory of shards and where they come from. Processes share the directory, threads the object.
 
-    Args:
-        origin: None: all there will be is there.
-        folder, tmp_dir: Made if absent.
-        sequence_length, kind: As `SampleCheck` takes them.
-        generation: Of the ids' file; `auto`: as it is found.
-        prefix: `train` or `anneal`.
+    Without an origin all there will be is there. Directories are made if absent. `generation`: of the ids' file, or
+    `auto` as it is found; `prefix`: `train` or `anneal`.
     """
 
     def __init__(
@@ -213,8 +209,7 @@ class ShardFolder:
     ) -> tuple[Pair, Fetched | None]:
         """The pair, fetched by one process of the machine while the others wait; None if it was not by this one.
 
-        Args:
-            stop: Gives it up, with TransferCancelledError or UsageError.
+        `stop` gives it up, with TransferCancelledError or UsageError.
         """
         while True:
             if (pair := self.ready(index)) is not None:

@@ -162,7 +162,8 @@ class SharedShardedDatasetManager:
         Raises:
             ForebayError: If the shard cannot be had.
         """
-        index, follows = self._shard(global_step), self._next_step(global_step)
+        index = self._shard(global_step)
+        follows = next_shard_step(global_step, self.steps_per_shard, self.reset_step)
         self._move(index, self._shard(follows))
         self.shard_index = shard_turn(global_step, self.steps_per_shard, self.reset_step)[0] % self.num_shards
         assert self.active_dataset is not None
@@ -310,11 +311,7 @@ class SharedShardedDatasetManager:
         return Arrival(index, self._folder.use(index), self._obtain)
 
     def _obtain(self, index: int, **given: Any) -> Pair:
-        """The shard, once there is room for it: by a process of its own, where training would feel it.
-
-        Raises:
-            UsageError: If there is no room by now, with the figures.
-        """
+        """The shard, once there is room for it: by a process of its own, where training would feel it."""
         self._prune()
         folder, size = self._folder, 0
         if folder.origin is not None and folder.ready(index) is None:
@@ -376,9 +373,6 @@ class SharedShardedDatasetManager:
 
     def _shard(self, step: int) -> int:
         return shard_of_step(step, self.num_shards, self.steps_per_shard, self.reset_step, self.remap)
-
-    def _next_step(self, step: int) -> int:
-        return next_shard_step(step, self.steps_per_shard, self.reset_step)
 
     def _mapped(self, index: int) -> int:
         return self.remap.get(index % self.num_shards, index % self.num_shards)

@@ -52,18 +52,8 @@ class CacheSettings:
 class Slices:
     """Opens slices by key. One consumer; its threads begin with the first `seek` and end with `close`.
 
-    Args:
-        datasets: Of the run.
-        cached: For each dataset, whether its slices come by way of the cache.
-        run: What is read, by rank `rank` of `world_size`.
-        cache: Needed if any dataset is cached.
-        verify: Hash each slice as it is opened for the first time.
-        window_steps: As `SliceFeed`.
-
-    Attributes:
-        first_key: int64 [D + 1], the key of each dataset's slice 0.
-        cached: Whether any slice comes by way of the cache.
-        lean: Whether a slice is deleted as soon as it was read.
+    `cached`: for each dataset, whether its slices come by way of the cache, which is needed if any do. `verify`: hash
+    each slice as it is opened for the first time. `window_steps`: as `SliceFeed`.
     """
 
     def __init__(
@@ -82,12 +72,11 @@ class Slices:
         self._cached = cached
         self._run, self._rank, self._world_size = run, rank, world_size
         self._cache = cache
-        self.lean = cache is not None and cache.keep == "window"
+        self.lean = cache is not None and cache.keep == "window"  # A slice is deleted as soon as it was read.
         self._verify = verify
         self._verified: set[int] = set()
         counts = [len(dataset.table) for dataset in datasets]
-        self.first_key = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self.num_keys = int(self.first_key[-1])
+        self.first_key = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # [D + 1], of each slice 0.
         self.cached = any(cached)
         self._feed: SliceFeed | None = None
         self._fetches: Fetches | None = None

@@ -131,11 +131,7 @@ def open_dataset(given: Given, identity: Any = None, *, verify: Verify = "once",
 
 
 def open_all(given: Sequence[Given], identity: Any = None, from_urls: Any = "") -> list[Dataset]:
-    """`open_dataset` of each, several at a time.
-
-    Raises:
-        DatasetError, UsageError: Also if they differ in layout or in the type of their tokens.
-    """
+    """`open_dataset` of each, several at a time: all of one layout and one type of tokens."""
     if len(given) == 1:
         return [open_dataset(given[0], identity, from_urls=from_urls)]
     with ThreadPoolExecutor(min(_OPENERS, len(given))) as pool:
@@ -177,11 +173,7 @@ def read_mixture(given: Given | Mixture) -> Mixture | None:
 def filters_of(
     mixture: Mixture | None, documents: DocumentFilter | Mapping[str, DocumentFilter] | None
 ) -> list[DocumentFilter | None]:
-    """What is left out of each dataset, in the order of a mixture's; of the one, where there is no mixture.
-
-    Raises:
-        UsageError: If a mixture has no dataset of a name, or a filter is said to be of none in particular.
-    """
+    """What is left out of each dataset, in the order of a mixture's; of the one, where there is no mixture."""
     if isinstance(documents, Mapping):
         unknown = sorted(set(documents) - set(mixture.datasets if mixture is not None else ()))
         if mixture is None or unknown:

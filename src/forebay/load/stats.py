@@ -57,9 +57,7 @@ def find_bottleneck(
 ) -> Bottleneck | None:
     """The chief cause of waiting in `elapsed_s` seconds; None if waiting took less than `least_share` of them.
 
-    Args:
-        waits: Seconds by cause.
-        refetching: Many slices are fetched a second time in an epoch: no faster network is advised.
+    `waits` are seconds by cause. `refetching`: many slices are fetched twice in an epoch: no faster network is advised.
     """
     total = sum(waits.values())
     if elapsed_s <= 0 or total < least_share * elapsed_s:
@@ -74,20 +72,14 @@ def find_bottleneck(
 class Waits:
     """Seconds waited for batches, by cause, since the loader was made.
 
-    Args:
-        clock: Seconds, rising.
-        every_s: How often a bottleneck may be told, as a warning of the logger `forebay`.
-
-    Attributes:
-        seconds: By cause.
-        last: Of the last batch: the wait; of it for the network, and the disk; and what the rest was for.
-        busy_s: What the caller did between its waits.
+    A bottleneck is told at most each `every_s`, as a warning of the logger `forebay`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, every_s: float = 30.0) -> None:
         self.seconds = dict.fromkeys(CAUSES, 0.0)
+        # Of the last batch: the wait; of it for the network, and the disk; and what the rest was for.
         self.last: tuple[float, float, float, str] = (0.0, 0.0, 0.0, "decode")
-        self.busy_s = 0.0
+        self.busy_s = 0.0  # Between the waits.
         self.began_at = self._told_at = clock()
         self.check_at = self.began_at + every_s
         self._every_s = every_s

@@ -32,7 +32,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from forebay.dataset.reader import Dataset
 from forebay.errors import StateError, UsageError
 from forebay.load import parcels
-from forebay.load.adapt import check_style, named_arrays, state_after, steps_left
+from forebay.load.adapt import STYLES, named_arrays, state_after, steps_left
+from forebay.load.arguments import check_choice
 from forebay.load.batch import Batch
 from forebay.load.loader import Loader
 from forebay.load.sources import Mixture
@@ -64,7 +65,7 @@ class TokenDataset(IterableDataset):  # type: ignore[misc]  # PyTorch is not che
 
     def __init__(self, dataset: str | Path | Dataset | Mixture | Loader, *, style: str = "plain", **arguments: Any):
         super().__init__()
-        check_style(style)
+        check_choice("style", style, STYLES)
         self.style = style
         self.bundles: int | None = None  # Set in helpers of Forebay's DataLoader: batches of a message at most.
         self._board = _Board()

@@ -48,9 +48,7 @@ class Tally:
 class Documents:
     """The documents of an epoch that a rank encodes, in the order in which it does.
 
-    Args:
-        share: (rank, world size): every world-size-th record from number `rank` on. (0, 1): all.
-        records: Sound records that were read before.
+    `share` (rank, world size): every world-size-th record from number `rank` on; `records`: sound ones read before.
     """
 
     def __init__(
@@ -112,18 +110,13 @@ class TextEncoder:
     def __init__(self, tokenizer: TokenizerFile) -> None:
         self._tokenizer = tokenizer
         self._coder: Coder | None = None
-        self._bytes = FIRST_BYTES
-
-    @property
-    def next_bytes(self) -> int:
-        """How much text to bring next."""
-        return self._bytes
+        self.next_bytes = FIRST_BYTES  # How much text to bring next.
 
     def encode(self, texts: list[bytes], counts: dict[str, int]) -> NDArray[Any]:
         """The tokens, in the tokenizer's type [T]; `counts` grows by what they were."""
         if self._coder is None:
             self._coder = make_coder(self._tokenizer.data, self._tokenizer.kind)
-        self._bytes = min(2 * self._bytes, MOST_BYTES)
+        self.next_bytes = min(2 * self.next_bytes, MOST_BYTES)
         dtype = self._tokenizer.numpy_dtype
         before, after = (
             np.array([] if token is None else [token], dtype)

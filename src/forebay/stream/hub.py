@@ -35,13 +35,7 @@ _ROWS = 256  # Read in one go by index: 0.3 us a row from Arrow where one by one
 
 
 def records_of(given: Any, options: ReadOptions) -> Records:
-    """A dataset object, `hf:NAME[/CONFIG][:SPLIT]` (a directory as NAME) or a copy of one, as records.
-
-    Raises:
-        UsageError: If it cannot be iterated, or shuffles on its own in a way that its state does not hold.
-        UnknownDatasetError, AccessError, DownloadError: If the hub does not give it.
-        MissingPackageError: If its files need the hub's own library, which is not installed.
-    """
+    """A dataset object, `hf:NAME[/CONFIG][:SPLIT]` (a directory as NAME) or a copy of one, as records."""
     if isinstance(given, str):
         url = given if given.startswith(PREFIX) else PREFIX + given.removeprefix(HUB)
         given = find_dataset(url) or open_hub(url)
