@@ -193,12 +193,7 @@ class Digest:
 
 
 def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSource:
-    """The list column of a table as tokens; each row is a document. Reads the table once, to count.
-
-    Raises:
-        UsageError: If there is no such column, or none that is taken for tokens.
-        DatasetError: If a value is no token id: negative, above 2**32 - 1, or missing.
-    """
+    """The list column of a table as tokens; each row is a document. Reads the table once, to count."""
     name = token_column(table.schema, column)
     if name is None:
         raise UsageError(

@@ -82,12 +82,7 @@ class Report:
 
 
 def open_source(path: str | Path, options: Options, to: str | None = None) -> TokenSource | TableSource:
-    """What lies at a path, as the format `to` needs it: tokens or a table. Without `to`, tokens where there are some.
-
-    Raises:
-        DatasetError: If it is of no kind known here, damaged, or not there.
-        UsageError: If the format needs tokens and there are none, or a type or column must be named.
-    """
+    """What lies at a path, as `to` needs it: tokens or a table. Without `to`, tokens where there are some."""
     wants_table = _wants_table(to, options)
     table: TableSource | None = None
     with _naming(path):

@@ -80,9 +80,7 @@ def with_images(source: TableSource, options: Options, aside: list[Aside]) -> Ta
     """The table with its encoded images as arrays; as it is if it has none.
 
     Columns `image` and `label` become `images` and `labels`. How many rows there are is known once all are decoded.
-
-    Args:
-        aside: Becomes what the last reading left out; whole when it is over.
+    `aside` becomes what the last reading left out; whole when it is over.
     """
     source = bare_images(source)
     column = image_column(source)
@@ -180,11 +178,7 @@ def _is_wrapped(kind: Any) -> bool:
 
 
 def decode(blob: bytes | None, channels: int | None, options: Options) -> NDArray[np.uint8] | str:
-    """U8 [C, H, W]; or why there is none.
-
-    Args:
-        channels: 1 or 3; None for 1 if the image is grey, else 3.
-    """
+    """U8 [C, H, W], or why there is none; `channels` 1 or 3, None for 1 if the image is grey, else 3."""
     try:
         from PIL import Image, ImageOps
     except ImportError as error:

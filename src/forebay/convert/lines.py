@@ -81,11 +81,7 @@ def _row(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def open_csv(paths: Sequence[Path], schema: pa.Schema | None = None) -> TableSource:
-    """Files of comma- or tab-separated values whose first line names the columns.
-
-    Args:
-        schema: Types of columns by name; others are inferred.
-    """
+    """Files of comma- or tab-separated values whose first line names the columns; what `schema` lacks is inferred."""
     if schema is None:
         (schema,) = (reader.schema for _, reader in _csv_readers(paths[:1], ()))
     whole = schema

@@ -62,13 +62,8 @@ def narrow(
 ) -> dict[str, Array]:
     """A tensor's rows in another type, by name: the values [N, …] and, if they are quantized, `<name>.scale` F32 [N].
 
-    Args:
-        values: [N, …]; BF16 as its bits.
-        to: A name as `dtype_name` gives it.
-        name: The tensor's.
-        source: The values' type, SafeTensors' name; by default that of the array.
-        first_row: The number of the first row, for messages.
-        lossy: Let finite floats become infinite, and integers round as they become floats.
+    `to` and `source` are SafeTensors' names of types (or `q8`), `source` by default the array's; BF16 comes as bits.
+    `lossy` lets finite floats become infinite, and integers round as they become floats.
     """
     kind = source or name_of_dtype(values.dtype)
     if kind == to:
@@ -149,14 +144,7 @@ def widen_bf16(bits: Array) -> NDArray[np.float32]:
 def quantize(
     values: Array, name: str = "values", *, first_row: int = 0
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Eight bits and a scale for each row: |x - q * scale| <= scale / 2.
-
-    Args:
-        values: Numbers [N, …], finite.
-
-    Returns:
-        I8 [N, …] in [-127, 127] and F32 [N]; a row of zeros has scale 0.
-    """
+    """I8 [N, …] in [-127, 127] and a scale for each row, F32 [N], 0 for zeros: |x - q * scale| <= scale / 2."""
     rows = values.reshape(len(values), -1).astype(np.float64)
     most = _magnitudes(values, name, first_row)
     with np.errstate(over="ignore"):

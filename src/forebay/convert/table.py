@@ -193,10 +193,8 @@ def write_parts(
 ) -> Written:
     """Write a table to `out`: one file, or a directory of parts with this suffix.
 
-    Args:
-        open_part: Given a file and the place of its first row.
-        pack: Compresses a file.
-        group_bytes: Write about so many bytes, or 65536 rows, at once.
+    `open_part` gets a file, which `pack` compresses, and the place of its first row. About `group_bytes`, or 65536
+    rows, are written at once.
     """
     digest, files = TableDigest(), list[Path]()
     pieces = _pieces(source, options.slice_bytes, group_bytes)

@@ -58,13 +58,9 @@ TABLE_SINKS: Mapping[str, Sink] = {
 
 
 def open_table(path: str | Path, options: Options = _NO_OPTIONS) -> TableSource | None:
-    """The table in a file, a directory, or the files of a pattern (`train-*.parquet`).
+    """The table in a file, a directory, or the files of a pattern (`train-*.parquet`); None if there is none.
 
-    Args:
-        options: `column` chooses arrays of .npz and .npy by name: `x_train,y_train`.
-
-    Returns:
-        None if nothing there is a table.
+    The option `column` chooses arrays of .npz and .npy by name: `x_train,y_train`.
     """
     if "://" in str(path):
         return None

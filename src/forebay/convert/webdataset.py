@@ -56,11 +56,7 @@ _MEMBERS_IN_ALL = 2  # Of the largest size, in one sample.
 
 
 def open_samples(paths: Sequence[Path], max_member_bytes: int) -> TableSource:
-    """Tar files, one after another.
-
-    Args:
-        max_member_bytes: A member that is larger, unpacked if it is compressed, is an error.
-    """
+    """Tar files, one after another; a member larger than that, unpacked if it is compressed, is an error."""
     arrays: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
 
     def without_arrays() -> Iterator[tuple[str, Rows, int]]:

@@ -31,11 +31,8 @@ _MOST_FILES = 100_000  # Of a directory.
 _HELD_OUT = ("val", "test", "eval", "dev", "heldout")
 
 
-def examine(paths: Sequence[Path], options: Options, on_report: Callable[[Report], None] | None = None) -> list[Report]:
+def examine(paths: Sequence[Path], options: Options) -> list[Report]:
     """Examine files, directories and patterns; then compare what holds tokens with one another.
-
-    Args:
-        on_report: Called with each report as it is made; what the comparison finds is not in these yet.
 
     Raises:
         DatasetError: If there is nothing at a path.
@@ -48,11 +45,7 @@ def examine(paths: Sequence[Path], options: Options, on_report: Callable[[Report
     if not options.full:
         most = max(_FEWEST_BYTES, min(options.most_bytes, _ALL_BYTES // len(chosen)))
         options = replace(options, most_bytes=most)
-    reports = []
-    for _, path, kind in chosen:
-        reports.append(_examine_one(path, kind, options))
-        if on_report is not None:
-            on_report(reports[-1])
+    reports = [_examine_one(path, kind, options) for _, path, kind in chosen]
     found = [(i, report) for (i, *_), report in zip(chosen, reports) if report.counts is not None][:_MOST_COMPARED]
     for number, (i, second) in enumerate(found):
         for k, first in found[:number]:
@@ -61,11 +54,7 @@ def examine(paths: Sequence[Path], options: Options, on_report: Callable[[Report
 
 
 def _subjects(path: Path, options: Options) -> list[tuple[Path, str]]:
-    """What lies at a path, and of which kind, in the order of names; of a directory without files of no known kind.
-
-    Raises:
-        DatasetError: If there is nothing at the path, or it cannot be read.
-    """
+    """What lies at a path, and of which kind, in the order of names; of a directory without files of no known kind."""
     if path.is_dir():
         return list(_in_directory(path, options))
     if path.is_file():

@@ -162,19 +162,15 @@ class TokenCounts:
 
 
 class Halves:
-    """The 16-bit halves of tokens: what tells one type read as another.
-
-    Attributes:
-        count: Halves at even places (and as many at odd ones).
-        odd_small, even_small: Below 16 at odd and even places: the upper halves of ids below 2**20.
-        even_small_swapped: As `even_small`, of the bytes in the other order.
-        odd_pairs_zero: 4-byte numbers at odd places that are 0: the upper halves of 8-byte numbers.
-        swapped: 4-byte numbers whose last byte in memory varies and whose first is 0.
-    """
+    """The 16-bit halves of tokens: what tells one type read as another."""
 
     def __init__(self) -> None:
-        self.count = self.odd_small = self.even_small = self.even_small_swapped = 0
-        self.pairs = self.odd_pairs_zero = self.even_pairs_zero = self.swapped = 0
+        self.count = 0  # Halves at even places (and as many at odd ones).
+        self.odd_small = self.even_small = 0  # Below 16 there: the upper halves of ids below 2**20.
+        self.even_small_swapped = 0  # As `even_small`, of the bytes in the other order.
+        self.pairs = self.even_pairs_zero = 0
+        self.odd_pairs_zero = 0  # 4-byte numbers at odd places that are 0: the upper halves of 8-byte numbers.
+        self.swapped = 0  # 4-byte numbers whose last byte in memory varies and whose first is 0.
 
     def feed(self, tokens: NDArray[Any]) -> None:
         raw = np.ascontiguousarray(tokens).view(np.uint8)

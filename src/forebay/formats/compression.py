@@ -92,12 +92,7 @@ def check_unpacked(where: object, packed_bytes: int, claimed_bytes: int) -> None
 
 
 def bounded_unpack(data: bytes | memoryview, compression: str, size: int, where: object) -> bytes:
-    """The first `size` bytes of a compressed block, fewer if it holds fewer.
-
-    Args:
-        compression: `zstd`, `gz`, `bz2`, `br` or `snappy`.
-        where: What messages name.
-    """
+    """The first `size` bytes of a block of `zstd`, `gz`, `bz2`, `br` or `snappy`, fewer if it holds fewer."""
     check_unpacked(where, len(data), size)
     try:
         match compression:

@@ -50,8 +50,7 @@ class Detected:
 def detect(source: Path | BinaryIO, name: str | None = None) -> Detected:
     """The format of a file or an open stream, by its first bytes and its name.
 
-    Args:
-        name: The file's; by default the path's. A stream without one is judged by content alone.
+    By default the name is the path's; a stream without one is judged by content alone.
     """
     if isinstance(source, Path):
         with reading(source), source.open("rb") as file:

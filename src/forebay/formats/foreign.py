@@ -70,14 +70,8 @@ class Part:
 class ForeignDataset(Dataset, ABC):
     """A read-only dataset of layout `tokens` in a format of others. Subclasses say how a part is read.
 
-    Args:
-        path: What was opened.
-        kind: The format's name.
-        dtype: `U16` or `U32`.
-        files: The files that hold tokens.
-        marks: The fingerprint of each file, 32 bytes.
-        parts: The slices, in order.
-        facts: What else decides a token; JSON values.
+    `files` hold the tokens, and `marks` are their fingerprints, 32 bytes each; `parts` are the slices, in order;
+    `facts`, JSON values, what else decides a token.
     """
 
     def __init__(
@@ -291,11 +285,7 @@ def size_of(path: Path) -> int:
 
 
 def fingerprint(path: Path, num_files: int) -> bytes:
-    """32 bytes that tell a file's content by its size and pieces; all of it where it is small.
-
-    Raises:
-        DatasetError: If it cannot be read.
-    """
+    """32 bytes that tell a file's content by its size and pieces; all of it where it is small."""
     pieces = max(2, min(_MOST_PIECES, _ALL_PIECES // max(num_files, 1)))
     with reading(path), path.open("rb") as file:
         size = size_of(path)
@@ -316,11 +306,7 @@ def fingerprints(paths: Sequence[Path]) -> list[bytes]:
 
 
 def token_kind(dtype: Any) -> np.dtype[Any]:
-    """The integer type that a user names: `U16`, `uint16`, `int64`, `np.uint32` …; little-endian.
-
-    Raises:
-        UsageError: If it is none that tokens are kept in.
-    """
+    """The integer type that a user names: `U16`, `uint16`, `int64`, `np.uint32` …; little-endian."""
     try:
         text = dtype.lower() if isinstance(dtype, str) else None
         if text and text[:1] in "ui" and text[1:] in ("16", "32", "64"):
@@ -354,10 +340,7 @@ def as_tokens(array: NDArray[Any], where: object) -> NDArray[Any]:
     """Integers as U16 or U32: a view for 2 and 4 bytes, a copy for 1 and 8.
 
     A view of signed integers takes their bits: a negative one is a token of 2**31 (2**15) and more; `verify` finds
-    the former.
-
-    Raises:
-        DatasetError: If an 8-byte number is outside [0, 2**32).
+    the former. An 8-byte number outside [0, 2**32) is a DatasetError.
     """
     kind = array.dtype
     if kind.itemsize in (2, 4):

@@ -61,11 +61,7 @@ class Vector:
 
 
 class VectorDataset(ForeignDataset):
-    """Files of tokens as one dataset, in the order given.
-
-    Attributes:
-        seq_len: Tokens of a sample, where sample ids tell it; else None.
-    """
+    """Files of tokens as one dataset, in the order given."""
 
     def __init__(self, path: Path, files: Sequence[Path], dtype: Any = None) -> None:
         self._ids = [ids_of(file) for file in files]
@@ -77,7 +73,7 @@ class VectorDataset(ForeignDataset):
             raise DatasetError(
                 f"{path}: expected files of one length of sample, got {told}. Open them as datasets of their own."
             )
-        self.seq_len = lengths.pop()
+        self.seq_len = lengths.pop()  # Tokens of a sample, where sample ids tell it; else None.
         parts: list[Part] = []
         for file, one in enumerate(self._vectors):
             most = MOST_TOKENS if one.kind.itemsize in (2, 4) else MOST_COPIED_TOKENS
@@ -243,12 +239,7 @@ def _llmc(path: Path) -> Vector:
 
 
 def vector_in(path: Path, num_bytes: int, dtype: Any = None) -> Vector:
-    """The vector in the first bytes of a file, of which the rest may still be missing: NumPy's, or raw of a type.
-
-    Args:
-        num_bytes: Of the vector with its header.
-        dtype: Of a raw one.
-    """
+    """The vector in the first `num_bytes` of a file, which may still be missing: NumPy's, or raw of a type."""
     if head_of(path, len(NPY_MAGIC)) == NPY_MAGIC:
         return _npy(path, num_bytes)
     return _raw(path, token_kind(dtype), num_bytes)

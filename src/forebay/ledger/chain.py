@@ -114,11 +114,7 @@ def make_line(seq: int, prev: str, at: float, kind: str, body: dict[str, Any], s
 
 
 def read_link(line: bytes, seq: int, prev: str | None, path: Path | str) -> Link:
-    """The entry in a line without its newline.
-
-    Args:
-        prev: The hash of the entry before; None where that is not at hand.
-    """
+    """The entry in a line without its newline; `prev` None: the hash of the entry before is not at hand."""
     digest = hashlib.sha256(b"{" + line[_HEAD_BYTES:]).hexdigest()
     if line[:9] != _HEAD or line[73:_HEAD_BYTES] != b'",' or line[9:73] != digest.encode():
         raise LedgerError(f"ledger entry {seq}: its hash does not match its content ({path}, line {seq + 1}).")
@@ -132,6 +128,19 @@ def read_link(line: bytes, seq: int, prev: str | None, path: Path | str) -> Link
     if prev is not None and before != prev.encode():
         raise LedgerError(f"ledger entry {seq}: it does not follow the entry before it ({path}, line {seq + 1}).")
     return Link(seq, before.decode(), digest, kind.decode(), sig.decode(), line, end)
+
+
+def link_before(file: BinaryIO, checkpoint: Checkpoint, path: Path | str) -> Link | None:
+    """The last entry before a checkpoint; None if the checkpoint is not of this file."""
+    file.seek(checkpoint.size - checkpoint.last_bytes)
+    line = file.read(checkpoint.last_bytes)
+    if len(line) != checkpoint.last_bytes or line[-1:] != b"\n":
+        return None
+    try:
+        link = read_link(line[:-1], checkpoint.seq - 1, None, path)
+    except LedgerError:
+        return None
+    return link if link.hash == checkpoint.prev else None
 
 
 def read_links(file: BinaryIO, path: Path | str, seq: int = 0, prev: str = GENESIS) -> Iterator[Link]:

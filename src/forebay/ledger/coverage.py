@@ -21,16 +21,10 @@ _NONE = np.empty(0, np.int64)
 
 
 def count_coverage(starts: I64, stops: I64, num_samples: int) -> dict[str, int]:
-    """How the intervals [start, stop) cover [0, num_samples).
+    """How the intervals [start, stop), none empty, in any order, cover [0, num_samples).
 
-    Args:
-        starts, stops: int64 [N], 0 <= start < stop <= num_samples, in any order.
-
-    Returns:
-        samples: the sum of the lengths; missing: how many points no interval covers; repeated: how many
-        uses of a point came after its first.
-
-    Cost: one sort, O(N log N), no loop in Python.
+    `samples`: the sum of the lengths; `missing`: how many points no interval covers; `repeated`: how many uses of a
+    point came after its first. Cost: one sort, O(N log N), no loop in Python.
     """
     total = int((stops - starts).sum())
     order = np.argsort(starts, kind="stable")
@@ -66,12 +60,9 @@ class Coverage:
 
 
 def cover(samples: I64, slices: I64, starts: I64, stops: I64, aside: Iterable[tuple[int, int, int]] = ()) -> Coverage:
-    """The coverage that uses make.
+    """The coverage that uses [N], in any order, none empty, make of slices with `samples` [S].
 
-    Args:
-        samples: int64 [S], of each slice.
-        slices, starts, stops: int64 [N], uses in any order, each within its slice and not empty.
-        aside: (slice, start, stop), in any order, each within its slice.
+    `aside` has (slice, start, stop), in any order. All lie within their slices.
     """
     base = np.concatenate([[0], np.cumsum(samples)]).astype(np.int64)
     total = int(base[-1])

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import LedgerError
-from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, Link, read_link, read_links
+from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, link_before, read_links
 from forebay.ledger.job import Job
 from forebay.ledger.receipts import USE, UseColumns, uses_of
 from forebay.storage.atomic import atomic_write, remove_stale
@@ -75,11 +75,7 @@ class LedgerIndex:
 
 
 def open_index(path: str | Path, *, keep: bool = True) -> LedgerIndex:
-    """The index of a ledger, from the files beside it as far as they go.
-
-    Args:
-        keep: Whether to write those files, where the ledger is worth it.
-    """
+    """The index of a ledger, from the files beside it as far as they go; `keep`: write them where it is worth it."""
     path = Path(path)
     try:
         with path.open("rb", READ_BYTES) as file:
@@ -137,7 +133,7 @@ def _known(path: Path, file: Any) -> tuple[Checkpoint, NDArray[Any], list[str], 
     try:
         kept = json.loads(index_path.read_bytes())
         checkpoint = Checkpoint.from_json(kept["checkpoint"])
-        if kept["version"] != _VERSION or checkpoint is None or _line_at(file, checkpoint, path) is None:
+        if kept["version"] != _VERSION or checkpoint is None or link_before(file, checkpoint, path) is None:
             return None
         table = np.fromfile(uses_path, USE, count=int(kept["uses"]))
         if len(table) != kept["uses"]:
@@ -146,15 +142,6 @@ def _known(path: Path, file: Any) -> tuple[Checkpoint, NDArray[Any], list[str], 
         return checkpoint, table, workers, sessions, [Entry(**entry) for entry in kept["others"]]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _line_at(file: Any, checkpoint: Checkpoint, path: Path) -> Link | None:
-    file.seek(checkpoint.size - checkpoint.last_bytes)
-    try:
-        link = read_link(file.read(checkpoint.last_bytes)[:-1], checkpoint.seq - 1, None, path)
-    except LedgerError:
-        return None
-    return link if link.hash == checkpoint.prev else None
 
 
 def _keep(found: LedgerIndex, fresh: NDArray[Any], num_old: int) -> None:

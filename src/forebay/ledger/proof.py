@@ -12,7 +12,7 @@ import numpy as np
 
 from forebay.errors import ForebayError, LedgerError, UsageError
 from forebay.ledger.chain import Link, read_link
-from forebay.ledger.coverage import Ranges
+from forebay.ledger.coverage import Ranges, cover
 from forebay.ledger.index import LedgerIndex
 from forebay.ledger.job import Job
 from forebay.ledger.merkle import merkle_path, merkle_root, root_of_path
@@ -115,8 +115,6 @@ def check_proof(proof: Any, verify: Verifier, *, key: bytes | None = None, root:
 
 
 def _leaf_of(job: Job, epoch: int, slice_index: int, used: Ranges, aside: Ranges) -> bytes:
-    from forebay.ledger.coverage import cover
-
     one = job.samples[slice_index : slice_index + 1]
     table = np.array(used, np.int64).reshape(-1, 2)
     gone = [(0, start, stop) for start, stop in aside]

@@ -229,11 +229,9 @@ def _read_epoch(entry: Entry, reading: _Reading) -> None:
 
 
 def coverage_of(job: Job, table: NDArray[Any], aside: dict[tuple[int, int], Any], dataset: int, epoch: int) -> Coverage:
-    """The coverage of a dataset in an epoch; its slices are numbered from 0.
+    """The coverage of a dataset in an epoch, its slices numbered from 0; `table` as `UseColumns.table`.
 
-    Args:
-        table: Uses, as `UseColumns.table`.
-        aside: (epoch, slice) to lists of (slice, start, stop).
+    `aside`: (epoch, slice) to lists of (slice, start, stop).
     """
     here = job.slices_of(dataset)
     mine = table[(table["epoch"] == epoch) & (table["slice"] >= here.start) & (table["slice"] < here.stop)]

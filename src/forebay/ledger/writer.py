@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from forebay.errors import LedgerError
-from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, Link, make_line, read_link, read_links
+from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, Link, link_before, make_line, read_links
 from forebay.ledger.job import LEDGER_FORMAT
 from forebay.storage.atomic import sync_directory
 
@@ -29,19 +29,13 @@ Signer = Callable[[bytes], bytes]
 
 
 class Ledger:
-    """An open ledger, one process at a time; close it, or use it in a `with`. Threads may share it.
-
-    Attributes:
-        first: Entry 0; None in an empty ledger.
-        truncated_bytes: Bytes of a torn last line that opening cut off.
-        read_bytes: Bytes that opening read.
-    """
+    """An open ledger, one process at a time; close it, or use it in a `with`. Threads may share it."""
 
     def __init__(self, path: Path, fd: int, signer: Signer, now: Callable[[], float]) -> None:
         self.path = path
-        self.first: Entry | None = None
-        self.truncated_bytes = 0
-        self.read_bytes = 0
+        self.first: Entry | None = None  # Entry 0; None in an empty ledger.
+        self.truncated_bytes = 0  # Of a torn last line that opening cut off.
+        self.read_bytes = 0  # By opening.
         self._fd = fd
         self._signer = signer
         self._now = now
@@ -86,15 +80,13 @@ class Ledger:
         return ledger
 
     def _recover(self, checkpoint: Checkpoint | None) -> None:
-        last: Link | None = None
         with self.path.open("rb", READ_BYTES) as file:
-            line = file.readline()
-            if line.endswith(b"\n"):
-                last = read_link(line[:-1], 0, GENESIS, self.path)
+            last: Link | None = next(read_links(file, self.path), None)
+            if last is not None:
                 self.first = last.entry(self.path)
                 self._advance(last)
-                known = self._at_checkpoint(file, checkpoint) if checkpoint is not None else None
-                if known is not None and checkpoint is not None:
+                is_ours = checkpoint is not None and checkpoint.first == self.first.hash
+                if is_ours and checkpoint is not None and (known := link_before(file, checkpoint, self.path)):
                     last = known
                     self._seq, self._prev = checkpoint.seq, checkpoint.prev
                     self._size, self._last_bytes = checkpoint.size, checkpoint.last_bytes
@@ -113,20 +105,6 @@ class Ledger:
             os.ftruncate(self._fd, self._size)
             os.fsync(self._fd)
         self._synced = self._mark()
-
-    def _at_checkpoint(self, file: Any, checkpoint: Checkpoint) -> Link | None:
-        """The last entry before a checkpoint; None if the checkpoint is not of this file."""
-        if self.first is None or checkpoint.first != self.first.hash:
-            return None
-        file.seek(checkpoint.size - checkpoint.last_bytes)
-        line = file.read(checkpoint.last_bytes)
-        if len(line) != checkpoint.last_bytes or line[-1:] != b"\n":
-            return None
-        try:
-            found = read_link(line[:-1], checkpoint.seq - 1, None, self.path)
-        except LedgerError:
-            return None
-        return found if found.hash == checkpoint.prev else None
 
     def _mark(self) -> tuple[int, str, int, int]:
         return self._seq, self._prev, self._size, self._last_bytes

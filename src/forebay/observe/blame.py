@@ -99,12 +99,9 @@ def blame_step(
     text: bool = True,
     limit: int = 64,
 ) -> Blame:
-    """Who used what in a step of lease mode.
+    """Who used what in a step of lease mode; at most `limit` workers. `documents` are of the job's datasets, by id.
 
-    Args:
-        worker: Peer id, a beginning of it, or name. Steps are a worker's own: without one, all workers' are meant.
-        documents: Of the job's datasets, by id.
-        limit: At most so many workers.
+    Steps are a worker's own (its peer id, a beginning of it, or name): without one, all workers' are meant.
     """
     uses, numbers = index.uses, _workers(index, worker)
     before = steps_before(uses)
@@ -193,10 +190,9 @@ def _documents_of(
 
 
 def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list[Part]:
-    """Every use, in all epochs, of a sample that holds any of tokens [start, stop) of a slice; by time.
+    """Every use, in all epochs, of a sample that holds any of tokens [start, stop) (or rows) of a slice; by time.
 
-    Args:
-        slice_index: Over all datasets of the job. Of a row dataset, [start, stop) are rows.
+    Slices count over all datasets of the job.
     """
     job, uses = index.job, index.uses
     if not 0 <= slice_index < len(job.samples) or not 0 <= start < stop:
@@ -244,10 +240,8 @@ def blame_order(
 ) -> list[Part]:
     """What each rank took at a run step of a Loader: no record is needed, the order is a pure function.
 
-    Args:
-        run: Of the Loader (`loader.run`), of one dataset, of consecutive tokens or rows.
-        workers: By rank, if known.
-        documents, seq_len: Of the dataset; without them, slices and samples only.
+    The run is of one dataset, of consecutive tokens or rows; `workers` are by rank, if known. Without documents and
+    seq_len of the dataset, slices and samples only.
     """
     taken = run.steps(step, step + 1, 0, 1)
     counts = run.orders[0].samples_per_slice

@@ -36,12 +36,10 @@ _SCHEMA = pa.schema(
 
 
 def export_uses(index: LedgerIndex, out: str | Path, form: str, *, sample_ids: bool = False) -> int:
-    """Write a row a use; how many.
+    """Write a row a use, in one of FORMATS; how many.
 
-    Args:
-        form: jsonl, csv or parquet.
-        sample_ids: A column more, `samples`: the global ids, in the order in which they were read; in CSV
-            separated by spaces. 20 ns a sample, and 8 bytes before compression.
+    With `sample_ids` a column more, `samples`: the global ids, in the order in which they were read; in CSV separated
+    by spaces. 20 ns a sample, and 8 bytes before compression.
     """
     if form not in FORMATS:
         raise UsageError(f"export: expected a format of {FORMATS}, got {form!r}.")

@@ -24,8 +24,8 @@ from forebay.load.needs import (
 from forebay.observe.timing import Times, bandwidth_needed, flow_of, times_of
 from forebay.order.plan import Order, part_of
 from forebay.order.windows import Spans, window_steps
-from forebay.sizes import words_of_bytes, words_of_rate, words_of_seconds
 from forebay.sizes import words_of_bytes as told
+from forebay.sizes import words_of_rate, words_of_seconds
 from forebay.store.room import part_bytes
 from forebay.worker.config import SIZES
 
@@ -305,7 +305,7 @@ class ModelPlan:
 
     def words(self) -> str:
         """For people."""
-        state, sample, device = map(words_of_bytes, (self.state_bytes, self.sample_bytes, self.device_bytes))
+        state, sample, device = map(told, (self.state_bytes, self.sample_bytes, self.device_bytes))
         lines = [
             f"{'model':<18} {self.model_size}, {self.parameters / 1e6:,.1f} M weights, vocabulary {self.vocab_size:,}",
             f"{'its memory':<18} {state}, and {sample} a sample of {self.seq_len:,} tokens",

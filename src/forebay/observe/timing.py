@@ -40,13 +40,7 @@ class Times:
 
 
 def flow_of(spans: Spans, sizes: I64, budget_bytes: int) -> Flow:
-    """The fetches of a node.
-
-    Args:
-        spans: One fetch each.
-        sizes: int64 [S], bytes of each slice.
-        budget_bytes: Of the cache; at least the spans' peak.
-    """
+    """The fetches of a node, a span each; `sizes` [S] of the slices; the budget is at least the spans' peak."""
     of_span = sizes[spans.slices]
     by_last = np.argsort(spans.last, kind="stable")
     ended = np.cumsum(of_span[by_last])
