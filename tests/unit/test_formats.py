@@ -271,7 +271,7 @@ def test_the_sample_ids_of_templar() -> None:
     assert sample_id(np.arange(2048, dtype=np.uint16)) == 8057394794387743395
     assert sample_id(np.empty(0, np.uint16)) == 13020603013274838756
     dataset = opened(GOLDEN / "templar")
-    ids = dataset.sample_ids(0)  # type: ignore[attr-defined]
+    ids = dataset.sample_ids(dataset.parts[0])  # type: ignore[attr-defined]
     assert ids is not None and ids[0] == 9727674481869147956 and dataset.seq_len == 2048  # type: ignore[attr-defined]
     assert whole(dataset)[0].tolist() == list(range(4096))
     assert is_view(dataset.open_slice(0), dataset) and dataset.verify().ok

@@ -29,7 +29,6 @@ _RATIO = 100_000  # A file of zeros is for the examiner to see.
 _MOST_LINE = 1 << 30
 _TAIL_BYTES = 1 << 20
 _FEWEST_TEXT = 64  # Bytes of a line, below which the same line twice says nothing.
-_LINES = ("jsonl", "reddit")
 
 
 def walk(kind: str, path: Path, options: Options) -> Report:
@@ -166,5 +165,5 @@ def _jsonl_end(found: Report) -> None:
 WALKERS: Mapping[str, Callable[[Report, BinaryIO, Options], None]] = {
     "webdataset": _tar,
     "tfrecord": _tfrecord,
-    **dict.fromkeys(_LINES, _jsonl),
+    **dict.fromkeys(("jsonl", "reddit"), _jsonl),
 }

@@ -167,10 +167,6 @@ def _is_tar(head: bytes) -> bool:
         return False
 
 
-def _is_warc(head: bytes) -> bool:
-    return _WARC.match(head) is not None or _ARC.match(head) is not None
-
-
 def _is_posts(head: bytes) -> bool:
     start = head[:1024]
     return b"<posts" in start or re.search(rb'<row Id="\d+" PostTypeId="', start) is not None
@@ -223,7 +219,7 @@ _CONTENT: dict[str, Callable[[bytes], bool]] = {
     "tfrecord": _is_tfrecord,
     "webdataset": _is_tar,
     "idx": is_idx,
-    "warc": _is_warc,
+    "warc": lambda head: _WARC.match(head) is not None or _ARC.match(head) is not None,
     "wikipedia": lambda head: b"<mediawiki" in head[:1024],
     "stackexchange": _is_posts,
     "reddit": _is_reddit,

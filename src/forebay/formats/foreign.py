@@ -117,11 +117,9 @@ class ForeignDataset(Dataset, ABC):
         return self.files[self._part(index).file]
 
     def open_slice(self, index: int) -> Slice:
-        """Slice `index`: `tokens` a view of the file's map where the format allows, and `document_ends`.
+        """As of a dataset of ours; `tokens` are a view of the file's map where the format allows.
 
-        Raises:
-            UsageError: If the index is outside [0, num_slices).
-            DatasetError: If the file is missing, has another size now, or contradicts what opening found.
+        DatasetError if the file is missing, has another size now, or contradicts what opening found.
         """
         with self._lock:
             found = self._open.get(index)

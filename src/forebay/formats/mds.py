@@ -41,15 +41,7 @@ from forebay.formats.foreign import (
 )
 
 _NAMES = ("tokens", "input_ids")
-_VALUES = {
-    "uint8": "u1",
-    "uint16": "<u2",
-    "int16": "<i2",
-    "uint32": "<u4",
-    "int32": "<i4",
-    "uint64": "<u8",
-    "int64": "<i8",
-}
+_VALUES = ("uint8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _VALUE_CODES = {8: "u1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
 _MOST_SAMPLES = 1 << 20  # Of a compressed shard of few bytes.
 
@@ -188,11 +180,8 @@ def _shard(path: Path, i: int, entry: Any, dtype: Any, column: str | None) -> Sh
 def _stored(folder: Path, entry: Any) -> Stored | None:
     if not isinstance(entry, dict):
         return None
-    path, num_bytes, hashes = (
-        blocks.path_inside(folder, entry.get("basename")),
-        entry.get("bytes"),
-        entry.get("hashes") or {},
-    )
+    path = blocks.path_inside(folder, entry.get("basename"))
+    num_bytes, hashes = entry.get("bytes"), entry.get("hashes") or {}
     if path is None or not isinstance(num_bytes, int) or not is_size(num_bytes) or not isinstance(hashes, dict):
         return None
     return Stored(path, num_bytes, {str(k): str(v) for k, v in hashes.items()})
@@ -228,7 +217,7 @@ def _encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[np.dtyp
         return token_kind(dtype), None
     if what != "ndarray" or len(rest) > 2 or (rest and rest[0] not in _VALUES):
         raise DatasetError(f"{path}: expected column {name} of integers (ndarray or bytes), got {encoding!r}.")
-    kind = np.dtype(_VALUES[rest[0]]) if rest else None
+    kind = np.dtype(rest[0]).newbyteorder("<") if rest else None
     if len(rest) < 2:
         return kind, None
     shape = rest[1].split(",")

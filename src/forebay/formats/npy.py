@@ -88,11 +88,8 @@ class VectorDataset(ForeignDataset):
             if ids is not None and self.seq_len:
                 self._check_spots(one, ids, self.seq_len)
 
-    def sample_ids(self, index: int) -> U64 | None:
-        """The sample ids of slice `index`, a view of their file: U64 [count // seq_len]; None if there are none."""
-        return self._ids_of(self._part(index))
-
-    def _ids_of(self, part: Part) -> U64 | None:
+    def sample_ids(self, part: Part) -> U64 | None:
+        """The sample ids of a slice, a view of their file: U64 [count // seq_len]; None if there are none."""
         ids = self._ids[part.file]
         if ids is None or not self.seq_len:
             return None
@@ -125,7 +122,7 @@ class VectorDataset(ForeignDataset):
         return ("BLAKE2b of every sample against its id",) if all(ids is not None for ids in self._ids) else ()
 
     def _check_part(self, part: Part, tokens: NDArray[Any]) -> str:
-        ids = self._ids_of(part)
+        ids = self.sample_ids(part)
         if ids is None or not self.seq_len:
             return ""
         samples = tokens.reshape(-1, self.seq_len)

@@ -43,12 +43,6 @@ class Shard:
     num_samples: int
 
 
-def shard_names(index: int, generation: Generation, prefix: str = "") -> tuple[str, str]:
-    """The names of a shard's tokens and ids: of the training shards, or with the prefix `anneal` of those."""
-    ids = f"sample_ids_{prefix}_{index:06d}" if prefix else f"sample_ids_{index:06d}"
-    return f"{prefix or 'train'}_{index:06d}.npy", f"{ids}.{generation}"
-
-
 def write_shards(
     source: Dataset | Iterable[NDArray[Any]],
     out: str | Path,
@@ -117,7 +111,8 @@ def write_unlisted(
     block = next(blocks, None)
     shards: list[Shard] = []
     while block is not None:
-        tokens, ids = (out / name for name in shard_names(len(shards), generation, prefix))
+        tokens = out / f"{prefix or 'train'}_{len(shards):06d}.npy"
+        ids = out / f"sample_ids_{prefix and prefix + '_'}{len(shards):06d}.{generation}"
         found: list[NDArray[np.uint64]] = []
         count = 0
         with open_atomic(tokens) as file:

@@ -63,7 +63,7 @@ class DocumentMaker:
         self._spread = np.empty(0, np.int64)
 
     def open(self, key: int, slice_index: int, one: Slice) -> None:
-        """As `Maker.open`. Lays the slice out."""
+        """Lay the slice out."""
         view = self._views.view_of(key, slice_index)
         tokens = one.tokens
         pieces = view.pieces(slice_index, copy_of(one.document_ends, one.path), len(tokens))
@@ -75,7 +75,6 @@ class DocumentMaker:
         self._laid[key] = _Laid(rows, self._padding_of(tokens.dtype, pad_id))
 
     def close(self, key: int) -> None:
-        """As `Maker.close`."""
         self._open.pop(key, None)
         self._laid.pop(key, None)
 
@@ -87,7 +86,6 @@ class DocumentMaker:
         return self._padding[dtype, pad_id]
 
     def plan(self, keys: I64, samples: I64) -> DocumentPlan:
-        """As `Maker.plan`."""
         samples = self._views.in_slices(keys, samples)
         sources, which = open_sources(self._open, keys)
         laid = [self._laid[key] for key in np.unique(keys).tolist()]
@@ -125,7 +123,6 @@ class DocumentMaker:
         )
 
     def make(self, plan: DocumentPlan, start: int, stop: int) -> Made:
-        """As `Maker.make`."""
         first, last = plan.firsts[start], plan.firsts[stop]
         shape = (stop - start, self._seq_len)
         size = shape[0] * shape[1]

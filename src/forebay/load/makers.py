@@ -61,14 +61,12 @@ class ChunkMaker:
         self._open: dict[int, Source] = {}
 
     def open(self, key: int, slice_index: int, one: Slice) -> None:
-        """As `Maker.open`."""
         self._views.view_of(key, slice_index)
         tokens = one.tokens
         self._views.check(key, one, len(tokens) // self._seq_len)
         self._open[key] = Source(tokens, one.path)
 
     def close(self, key: int) -> None:
-        """As `Maker.close`."""
         self._open.pop(key, None)
 
     def plan(self, keys: I64, samples: I64) -> tuple[TokenRows, list[int]]:
@@ -92,7 +90,6 @@ class ChunkMaker:
         return TokenRows(sources, which, starts, lengths, firsts, self._dtype), ends.tolist()
 
     def make(self, plan: tuple[TokenRows, list[int]], start: int, stop: int) -> Made:
-        """As `Maker.make`."""
         rows = plan[0].read(start, stop).reshape(stop - start, self._seq_len + 1)
         for end in plan[1]:
             if start <= end < stop:

@@ -27,7 +27,6 @@ MAX_RATIO = 1.5  # The loader refuses more than that, unless asked otherwise.
 _AHEAD = 2  # Half of a cache may be what is fetched ahead, for which the loader evicts what is read last.
 FREE_BYTES = 1 << 30  # What several nodes read of a small dataset, below that in all, is warned of but not refused.
 _EPOCHS = 2
-_NODES_IN_ORDER = 2  # Looked at where nothing is shuffled: all read every slice that is longer than a batch.
 
 
 @dataclass(frozen=True)
@@ -277,14 +276,13 @@ def _tried(job: Job) -> Iterator[tuple[float, int, str]]:
 def _kinds_of_node(job: Job, order: Order) -> Iterator[tuple[tuple[int, int], int]]:
     """(ranks, how many nodes are like it): nodes that read the same lanes are alike."""
     per_node = job.ranks_per_node
-    nodes = range(job.num_nodes)
     if not order.shuffle:
-        chosen = sorted({0, job.num_nodes - 1})[:_NODES_IN_ORDER]
+        chosen = sorted({0, job.num_nodes - 1})  # All nodes read every slice that is longer than a batch.
         for at, node in enumerate(chosen):
             yield (node * per_node, (node + 1) * per_node), (job.num_nodes - len(chosen) + 1 if at == 0 else 1)
         return
     kinds: dict[bytes, list[int]] = {}
-    for node in nodes:
+    for node in range(job.num_nodes):
         touched, at_end, _ = lanes_of(order, (node * per_node, (node + 1) * per_node), job.world_size)
         kinds.setdefault(touched.tobytes() + at_end.tobytes(), []).append(node)
     for alike in kinds.values():

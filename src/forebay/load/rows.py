@@ -39,7 +39,6 @@ class RowMaker:
         self._none: dict[str, Array] = {}  # What a batch of no rows holds.
 
     def open(self, key: int, slice_index: int, one: Slice) -> None:
-        """As `Maker.open`."""
         self._views.view_of(key, slice_index)
         self._views.check(key, one, one.num_rows)
         if self._trim and "attention_mask" not in one.tensors:
@@ -48,17 +47,14 @@ class RowMaker:
         self._none = self._none or {name: np.empty((0, *a.shape[1:]), a.dtype) for name, a in one.tensors.items()}
 
     def close(self, key: int) -> None:
-        """As `Maker.close`."""
         self._slices.pop(key, None)
 
     def plan(self, keys: I64, samples: I64) -> _RowPlan:
-        """As `Maker.plan`."""
         samples = self._views.in_slices(keys, samples)
         sources, which = open_sources(self._slices, keys)
         return _RowPlan(sources, which.tolist(), row_ranges(sources, which, samples))
 
     def make(self, plan: _RowPlan, start: int, stop: int) -> Made:
-        """As `Maker.make`."""
         sources = [plan.sources[at] for at in plan.which[start:stop]]
         tensors = stack_rows(sources, plan.ranges, start, self._pads) if sources else dict(self._none)
         mask = tensors.get("attention_mask")

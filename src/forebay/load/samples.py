@@ -70,10 +70,6 @@ class View:
         """Samples of the view."""
         return int(self.counts.sum())
 
-    def sample_ids(self, slices: I64, samples: I64) -> I64:
-        """Global numbers, int64 [K], of the view's samples `samples[i]` of slices `slices[i]`."""
-        return (self.bases + self.offsets).take(slices) + samples
-
     def describe(self) -> dict[str, Any]:
         """What decides the view, besides dataset and seq_len, as plain JSON: for a state."""
         return {

@@ -221,8 +221,13 @@ class TokenDataset(IterableDataset):  # type: ignore[misc]  # PyTorch is not che
         return base
 
     def _settle_rank(self) -> None:
-        rank, world_size = _rank_of_world(self._arguments.get("rank"), self._arguments.get("world_size"))
-        self._arguments = {**self._arguments, "rank": rank, "world_size": world_size}
+        """As given; else torch.distributed's, if there is one; else the Loader asks the environment."""
+        given, distributed = self._arguments, torch.distributed
+        if given.get("rank") is not None or given.get("world_size") is not None:
+            return
+        if distributed.is_available() and distributed.is_initialized():
+            world = {"rank": distributed.get_rank(), "world_size": distributed.get_world_size()}
+            self._arguments = {**given, **world}
 
 
 class DataLoader(TorchDataLoader):  # type: ignore[misc]  # PyTorch is not checked
@@ -431,12 +436,3 @@ def _pinned(batch: dict[str, Any]) -> dict[str, Any]:
 def _worker(place: object) -> str:
     """Whose state it is: [which, of how many] workers, or None."""
     return f"worker {place[0]} of {place[1]}" if isinstance(place, list) and len(place) == 2 else "the loader itself"
-
-
-def _rank_of_world(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
-    """As given; else torch.distributed's, or None: the Loader asks the environment."""
-    if rank is not None or world_size is not None:
-        return rank, world_size
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return None, None

@@ -136,13 +136,11 @@ class ObjectReading:
     _begun: bool = False
 
     def place(self) -> list[Any]:
-        """As `Reading` says."""
         if self._state is not None and self._begun:
             self._own = copy.deepcopy(self._state())
         return [self._number, self._own]
 
     def __iter__(self) -> Iterator[tuple[Record, str]]:
-        """As `Reading` says."""
         rows = self._rows(self._number)
         while True:
             try:

@@ -94,11 +94,9 @@ class FileReading:
     _at: tuple[int, int, int, int, int]
 
     def place(self) -> list[int]:
-        """As `Reading` says."""
         return list(self._at)
 
     def __iter__(self) -> Iterator[tuple[Record, str]]:
-        """As `Reading` says."""
         index, number, start, first, given = self._at
         while (source := self._source_at(index)) is not None:
             pieces = cut([source], self._options)
