@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 
 from calibration import scaled
 from forebay.cli import main
-from forebay.convert.content import Digest, Options, TokenPart, TokenSource, documents
+from forebay.convert.content import Digest, Options, TokenPart, TokenSource, documents, open_tokens
 from forebay.convert.convert import convert, open_source
 from forebay.convert.streams import settle, slices_of
 from forebay.convert.token_sinks import TOKEN_SINKS
-from forebay.convert.token_sources import open_tokens
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_rows_slice

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,9 +25,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.convert.values import flatten
-from forebay.dataset.manifest import TOKEN_DTYPES
-from forebay.dataset.reader import Dataset
+from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
+from forebay.dataset.reader import Dataset, open_dataset
+from forebay.dataset.slices import release_pages
 from forebay.errors import DatasetError, UsageError
+from forebay.formats import ForeignDataset, open_foreign
 from forebay.formats.arrow import is_list
 from forebay.formats.foreign import TOKEN_COLUMNS
 from forebay.prepare.documents import batched
@@ -190,6 +193,51 @@ class Digest:
     def whole(self) -> str:
         """Of tokens and document ends: `<hex>:<hex>`."""
         return f"{self.tokens}:{self._ends.hexdigest()[:32]}"
+
+
+def tokens_of_dataset(dataset: Dataset) -> TokenSource:
+    """An open dataset of layout `tokens`, slice by slice."""
+    m = dataset.manifest
+    known: dict[str, Any] = {"name": m.name}
+    if not isinstance(dataset, ForeignDataset):
+        known |= {"tokenizer": m.tokenizer, "vocab_size": m.vocab_size, "eos_id": m.eos_id, "id": dataset.id}
+    facts = {key: value for key, value in known.items() if value or (key == "eos_id" and value is not None)}
+
+    def read() -> Iterator[TokenPart]:
+        for index in range(dataset.num_slices):
+            if isinstance(dataset, ForeignDataset):
+                one = dataset.read_slice(index)
+                yield TokenPart(one.tokens, one.document_ends)
+                dataset.release(index)
+            else:
+                one = dataset.open_slice(index)
+                yield TokenPart(one.tokens, one.document_ends)
+                release_pages(one.tokens)
+
+    kind = dataset.kind if isinstance(dataset, ForeignDataset) else "safetensors"
+    seq_len = getattr(dataset, "seq_len", None)
+    return TokenSource(kind, m.dtype, dataset.num_tokens, m.documents, int(seq_len or 0) or None, read, facts, dataset)
+
+
+def open_tokens(path: str | Path, options: Options) -> TokenSource | None:
+    """What holds tokens at a path or a pattern; None where it is of another kind."""
+    text = str(path)
+    if "://" in text and not text.startswith("file://"):
+        raise UsageError(
+            f"{text}: expected a path on this machine, got a URL. Copy it here first: forebay mirror {text} DIR."
+        )
+    place = Path(text.removeprefix("file://"))
+    if (place / MANIFEST_FILE).is_file():
+        dataset = open_dataset(place)
+        return tokens_of_dataset(dataset) if dataset.manifest.layout == "tokens" else None
+    if (
+        not place.exists()
+        and not place.with_name(place.name + ".idx").exists()
+        and not re.search(r"[*?\[]", place.name)
+    ):
+        raise DatasetError(f"{place}: expected something to convert, got nothing there. Check the path.")
+    found = open_foreign(place, dtype=options.input_dtype, column=options.column)
+    return None if found is None else tokens_of_dataset(found)
 
 
 def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSource:

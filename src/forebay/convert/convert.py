@@ -28,6 +28,7 @@ from forebay.convert.content import (
     TableSource,
     TokenSource,
     Written,
+    open_tokens,
     table_of_tokens,
     token_column,
     tokens_of_table,
@@ -35,7 +36,6 @@ from forebay.convert.content import (
 from forebay.convert.streams import settle
 from forebay.convert.tables import TABLE_SINKS, open_table, verify_table
 from forebay.convert.token_sinks import TOKEN_SINKS
-from forebay.convert.token_sources import open_tokens
 from forebay.convert.values import is_number, leaf_type
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, ForebayError, UsageError

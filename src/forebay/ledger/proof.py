@@ -12,10 +12,9 @@ import numpy as np
 
 from forebay.errors import ForebayError, LedgerError, UsageError
 from forebay.ledger.chain import Link, read_link
-from forebay.ledger.coverage import Ranges, cover
+from forebay.ledger.coverage import Ranges, cover, merkle_path, merkle_root, root_of_path
 from forebay.ledger.index import LedgerIndex
 from forebay.ledger.job import Job
-from forebay.ledger.merkle import merkle_path, merkle_root, root_of_path
 from forebay.ledger.receipts import receipt_message, uses_of
 from forebay.ledger.verify import Verifier, coverage_of
 from forebay.peer_id import peer_id_of

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from forebay.errors import ForebayError, LedgerError
 from forebay.ledger.chain import READ_BYTES, Entry, Link, read_links
-from forebay.ledger.coverage import Coverage, cover
+from forebay.ledger.coverage import Coverage, cover, merkle_root
 from forebay.ledger.job import Job
-from forebay.ledger.merkle import merkle_root
 from forebay.ledger.receipts import UseColumns, receipt_message, uses_of
 from forebay.peer_id import peer_id_of
 
