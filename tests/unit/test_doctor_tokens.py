@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from calibration import scaled
 from forebay.cli import main
-from forebay.doctor import Options, examine
 from forebay.formats import open_foreign
 from forebay.formats.npy import NO_SAMPLE, sample_id
 from token_shards import write_shard
@@ -353,10 +352,3 @@ def test_clean_random_files_give_no_finding(
     assert not findings(path, **known)
     if suffix == ".npy" or count >= 1024:
         assert not findings(path)
-
-
-def test_reports_come_as_they_are_made(tmp_path: Path) -> None:
-    saved(tmp_path / "a.npy", text_tokens(N))
-    seen: list[str] = []
-    examine([tmp_path], Options(), lambda report: seen.append(report.to_json()["kind"]))
-    assert seen == ["npy"]
