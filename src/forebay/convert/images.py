@@ -32,8 +32,7 @@ from forebay.prepare.documents import batched
 
 _SPLITS = ("train", "val", "valid", "validation", "test")
 _NAMES = {"image": "images", "label": "labels"}
-_MOST_PIXELS = 100_000_000
-"""A larger image is kept aside: it may be a few bytes that unpack to all memory."""
+_MOST_PIXELS = 100_000_000  # A larger image is kept aside: it may be a few bytes that unpack to all memory.
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from forebay.errors import DatasetError, UsageError
 Array: TypeAlias = NDArray[Any]
 
 QUANTIZED = "q8"
-SCALE_SUFFIX = ".scale"
-"""Of the tensor, F32 [N], that holds the scales of the rows of another."""
+SCALE_SUFFIX = ".scale"  # Of the tensor, F32 [N], that holds the scales of the rows of another.
 
 DTYPES = {name: kind for name, kind in slices.DTYPES.items() if not name.startswith("F8")}
 """Types that values are narrowed to; 8-bit floats are only carried."""

@@ -22,8 +22,7 @@ from forebay.prepare.tokens.slicing import next_cut
 
 Documents = Literal["source", "eos", "samples", "none"]
 
-MOST_TOKENS = 4 << 20
-"""Of one piece."""
+MOST_TOKENS = 4 << 20  # Of one piece.
 _NO_TOKENS = np.empty(0, np.uint64)
 
 

@@ -26,10 +26,8 @@ from forebay.prepare.read.opening import open_plain
 Array: TypeAlias = NDArray[Any]
 Rows: TypeAlias = list[dict[str, Any]]
 BATCH_BYTES = 16 << 20
-BATCH_ROWS = 4096
-"""Of a batch that is made of rows as Python has them."""
-DTYPE_KEY = b"forebay.dtype"
-"""Of a field's metadata: the type that bits in the column are of, as `BF16`."""
+BATCH_ROWS = 4096  # Of a batch that is made of rows as Python has them.
+DTYPE_KEY = b"forebay.dtype"  # Of a field's metadata: the type that bits in the column are of, as `BF16`.
 INFERRED_BYTES = 64 << 20
 _MOST_UNPACKED_RATIO = 2000
 _STEP_ROWS = 1024  # A part is looked at after so many rows, or fewer if they weigh more than an eighth of it.

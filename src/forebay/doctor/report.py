@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CERTAIN, LIKELY, POSSIBLE = "certain", "likely", "possible"
-MOST_BYTES = 256 << 20
-"""Read of one file or dataset unless all of it is asked for."""
+MOST_BYTES = 256 << 20  # Read of one file or dataset unless all of it is asked for.
 _FETCH = "fetch or write it again"
 _TOKENIZE = "tokenize the text again, as with: forebay prepare TEXT --tokenizer TOKENIZER --out DIR"
 _OTHERS = f"{_TOKENIZE} --dedup exact,minhash"

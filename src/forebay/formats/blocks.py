@@ -21,8 +21,7 @@ from forebay.formats.compression import bounded_unpack
 from forebay.formats.foreign import Bytes8, head_of, size_of
 
 INDEX_FILE = "index.json"
-MOST_BLOCK_BYTES = (1 << 32) - 1
-"""Offsets are u32."""
+MOST_BLOCK_BYTES = (1 << 32) - 1  # Offsets are u32.
 _MOST_INDEX_BYTES = 1 << 30
 _TAIL_BYTES = 1 << 16
 I64 = NDArray[np.int64]

@@ -251,8 +251,7 @@ _SUFFIXES = {
 }
 _OF_TEXT = ("", "jsonl", "json", "csv", "text")
 """Formats whose files may be in any encoding; "" as UTF-16 looks like binary data."""
-FORMATS = tuple(dict.fromkeys((*_CONTENT, *_SUFFIXES.values())))
-"""Every format by name."""
+FORMATS = tuple(dict.fromkeys((*_CONTENT, *_SUFFIXES.values())))  # Every format by name.
 
 
 SAMPLE_BYTES = 64 << 10

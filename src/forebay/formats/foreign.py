@@ -35,12 +35,9 @@ from forebay.formats.compression import one_large
 Bytes8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]
 
-TOKEN_COLUMNS = ("input_ids", "tokens")
-"""Columns that are taken for tokens where none is named."""
-MOST_TOKENS = 64 << 20
-"""Of a slice that is a view: 128 or 256 MiB of somebody else's file."""
-MOST_COPIED_TOKENS = 4 << 20
-"""Of a slice that must be copied: 8 or 16 MiB of memory for each that is open."""
+TOKEN_COLUMNS = ("input_ids", "tokens")  # Columns that are taken for tokens where none is named.
+MOST_TOKENS = 64 << 20  # Of a slice that is a view: 128 or 256 MiB of somebody else's file.
+MOST_COPIED_TOKENS = 4 << 20  # Of a slice that must be copied: 8 or 16 MiB of memory for each that is open.
 
 _MOST_MAPS = 64
 _STRUCTURE_CHECKS = (

@@ -40,8 +40,7 @@ from forebay.formats.foreign import (
     token_kind,
 )
 
-HEADERS = ("npy", "llm.c")
-"""Formats of `detect` whose files say the type of their tokens."""
+HEADERS = ("npy", "llm.c")  # Formats of `detect` whose files say the type of their tokens.
 _LLMC_BYTES = 1024
 _MOST_HEADER = 10_000  # NumPy's own bound.
 _SPOT_SAMPLES = 8

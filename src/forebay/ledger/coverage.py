@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 I64 = NDArray[np.int64]
-Ranges: TypeAlias = Sequence[tuple[int, int]]
-"""Intervals [start, stop), rising, none touching the next."""
+Ranges: TypeAlias = Sequence[tuple[int, int]]  # Intervals [start, stop), rising, none touching the next.
 
 _NONE = np.empty(0, np.int64)
 

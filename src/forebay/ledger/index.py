@@ -23,8 +23,7 @@ from forebay.ledger.receipts import USE, UseColumns, uses_of
 from forebay.storage.atomic import atomic_write, remove_stale
 
 _VERSION = 2
-_WORTH_KEEPING = 4096
-"""Entries; fewer are read again each time."""
+_WORTH_KEEPING = 4096  # Entries; fewer are read again each time.
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,8 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-LINE_S = 10.0
-"""So often a line, where stderr is no terminal."""
-_WINDOW_S = 10.0
-"""Speeds are of the last this many seconds: long enough to be calm, short enough to show a slow file."""
+LINE_S = 10.0  # So often a line, where stderr is no terminal.
+_WINDOW_S = 10.0  # Speeds are of the last this many seconds: long enough to be calm, short enough to show a slow file.
 
 
 class StageProgress(Protocol):
