@@ -31,9 +31,6 @@ class Held:
         self._num = 0
         self.bits = bits
 
-    def __len__(self) -> int:
-        return self._num
-
     def add(self, hashes: U64) -> None:
         self._parts.append(hashes[hashes & np.uint64((1 << self.bits) - 1) == 0])
         self._num += len(self._parts[-1])

@@ -65,11 +65,7 @@ class LedgerIndex:
                 epoch, index, start, stop = (int(entry.body[key]) for key in ("epoch", "slice", "start", "stop"))
                 found.setdefault((epoch, index), []).append((index, start, stop))
             elif entry.kind == "readmitted":
-                index, only = int(entry.body["slice"]), entry.body.get("epoch")
-                of = self.job.dataset_of(index)
-                gone = [k for k in found if k[1] == index and only in (None, k[0]) and (of, k[0]) not in ended]
-                for key in gone:
-                    del found[key]
+                self.job.readmit(found, ended, entry.body)
         return found
 
 

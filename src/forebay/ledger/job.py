@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,13 @@ class Job:
     def dataset_of(self, slice_index: int) -> int:
         """Which of the datasets a slice is of."""
         return int(np.searchsorted(self.bounds, slice_index, "right")) - 1
+
+    def readmit(self, aside: dict[tuple[int, int], Any], ended: Container[Any], body: dict[str, Any]) -> None:
+        """Drop a slice of what is set aside, by (epoch, slice): of the epoch named, or of all that have not ended."""
+        index, epoch = body["slice"], body.get("epoch")
+        for key in list(aside):
+            if key[1] == index and epoch in (None, key[0]) and (self.dataset_of(index), key[0]) not in ended:
+                del aside[key]
 
     def slices_of(self, dataset: int) -> slice:
         """The slices of a dataset."""

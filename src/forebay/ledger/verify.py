@@ -151,7 +151,8 @@ def _read_entry(entry: Entry, reading: _Reading) -> None:
             case "set_aside":
                 _read_aside(entry, reading)
             case "readmitted":
-                _read_readmitted(entry, reading)
+                assert reading.job is not None
+                reading.job.readmit(reading.aside_of, reading.roots, entry.body)
             case "epoch":
                 _read_epoch(entry, reading)
     except (ForebayError, ValueError, KeyError, TypeError) as error:
@@ -204,16 +205,6 @@ def _read_aside(entry: Entry, reading: _Reading) -> None:
     if not 0 <= start < stop <= reading.job.samples[index]:
         raise LedgerError(f"samples [{start}, {stop}) of slice {index} are not in the dataset")
     reading.aside_of.setdefault((epoch, index), []).append((index, start, stop))
-
-
-def _read_readmitted(entry: Entry, reading: _Reading) -> None:
-    """Of the epoch it names, or of all that have not ended."""
-    assert reading.job is not None
-    index, epoch = entry.body["slice"], entry.body.get("epoch")
-    ended = reading.roots
-    for key in list(reading.aside_of):
-        if key[1] == index and epoch in (None, key[0]) and (reading.job.dataset_of(index), key[0]) not in ended:
-            del reading.aside_of[key]
 
 
 def _read_epoch(entry: Entry, reading: _Reading) -> None:

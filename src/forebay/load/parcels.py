@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.storage.atomic import is_running
+
 U8 = NDArray[np.uint8]
 _Message = TypeVar("_Message", bound=Sized)
 
@@ -205,7 +207,7 @@ def _received(receive: Callable[[Parcel], Any], *message: Any) -> Any:
 
 
 def _open(token: str, number: int, handle: Any, capacity: int) -> None:
-    for key in [key for key in _opened if not _lives(int(key[0].partition("-")[0]))]:
+    for key in [key for key in _opened if not is_running(int(key[0].partition("-")[0]))]:
         del _opened[key]
     descriptor = handle.detach()
     try:
@@ -213,16 +215,6 @@ def _open(token: str, number: int, handle: Any, capacity: int) -> None:
         _opened[token, number] = memory, np.frombuffer(memory, np.uint8, 1)
     finally:
         os.close(descriptor)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def shared_memory(size: int) -> int:

@@ -119,7 +119,7 @@ def remove_stale(directory: Path) -> None:
     """Delete what processes of this machine that are gone left there of temporary files; others' are left alone."""
     for path in directory.glob(".*.tmp"):
         found = _TEMPORARY.fullmatch(path.name)
-        if found and found["host"] == _HOST and not _is_running(int(found["pid"])):
+        if found and found["host"] == _HOST and not is_running(int(found["pid"])):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -127,7 +127,8 @@ def remove_stale(directory: Path) -> None:
                     path.unlink()
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Whether there is a process of this number."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
