@@ -259,13 +259,10 @@ class SliceShare(SliceServer):
         discovery: Discovery | None = None,
         named: str = "",
         ttl_s: float = 60.0,
-        max_connections: int = 256,
     ) -> None:
-        limits = Limits(connections=max_connections)
         super().__init__(
-            "Forebay worker", identity, host, port, discovery=discovery, ttl_s=ttl_s, limits=limits, throttle=throttle,
-            named=named,
-        )  # fmt: skip
+            "Forebay worker", identity, host, port, discovery=discovery, ttl_s=ttl_s, throttle=throttle, named=named
+        )
         self.session = secrets.token_hex(8)
         self.cache = cache
         self.hashes = hashes

@@ -40,9 +40,6 @@ class Source:
     origin: Origin
     limit: float
     active: int = 0
-    bytes: int = 0
-    attempts: int = 0
-    failures: int = 0
     lies: int = 0
     speed: float | None = None
     failing: int = 0
@@ -86,17 +83,6 @@ class Source:
         """
         self.failing += 1
         self.avoid_until = now + backoff(self.failing)
-
-    def to_json(self) -> dict[str, Any]:
-        """As it stands in `Transfers.stats`."""
-        return {
-            "bytes": self.bytes,
-            "attempts": self.attempts,
-            "failures": self.failures,
-            "lies": self.lies,
-            "connection_bytes_per_s": round(self.speed or 0.0),
-            "limit": round(self.limit, 1),
-        }
 
 
 def choose(sources: Iterable[Source], now: float) -> tuple[Source | None, float]:
