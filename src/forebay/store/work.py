@@ -165,14 +165,11 @@ class Work:
 
     def allowed(self) -> list[Source]:
         """Whom it may ask."""
-        return [source for url, source in self.sources.items() if self._may_ask(url)]
+        return [source for source in self.left() if self.alone in (None, source.origin.url)]
 
     def left(self) -> list[Source]:
         """Who has not refused or lied, `alone` or not."""
         return [source for url, source in self.sources.items() if url not in self.refused]
-
-    def _may_ask(self, url: str) -> bool:
-        return url not in self.refused and self.alone in (None, url)
 
     def stuck(self, now: float, least_s: float) -> Span | None:
         """A span that nobody else took over yet and whose source is late with it, taken over now."""
