@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from forebay.errors import IntegrityError, NetworkError, ProtocolViolation
-from forebay.network.members import format_ranges
+from forebay.network.members import Holder, format_ranges
 from forebay.network.messages import MAX_SWARM_ITEMS, SwarmReply
 from forebay.store.origins import RefusedError
-from forebay.store.trackers import TrackerAt
+from forebay.store.trackers import holder_of
 
 MAX_WANTED = 4096
 """Wanted slices that one request names."""
@@ -98,7 +98,7 @@ class SwarmReaderState:
     def ended(
         self,
         index: int,
-        holder: TrackerAt,
+        holder: Holder,
         error: Exception | None,
         now: float,
         *,
@@ -122,7 +122,7 @@ class SwarmReaderState:
             self._news["dropped"].append(index)
         else:
             is_wrong = wrong or isinstance(error, (IntegrityError, ProtocolViolation))
-            self._news["failed"].append({"index": index, "member": holder.member, "wrong": is_wrong})
+            self._news["failed"].append({"index": index, "member": holder.peer_id, "wrong": is_wrong})
             self.counts["failed"] += 1
             if isinstance(error, RefusedError):
                 self._refused[index] = error
@@ -198,8 +198,8 @@ class SwarmReaderState:
         return _UNANSWERED_S
 
     def receive(
-        self, reply: Body, now: float, tracker: TrackerAt | None = None, tracked_s: float = 0.0
-    ) -> tuple[list[tuple[int, TrackerAt]], list[TrackerAt], float]:
+        self, reply: Body, now: float, tracker: Holder | None = None, tracked_s: float = 0.0
+    ) -> tuple[list[tuple[int, Holder]], list[Holder], float]:
         """What a reply says: slices to fetch now, each from whom; other sharers; when to ask again, seconds from now.
 
         Args:
@@ -216,8 +216,8 @@ class SwarmReaderState:
             ) from error
         named = [(one.index, one) for one in message.assignments]
         named += [(one.index, one.holders[0]) for one in message.must if one.holders]  # type: ignore[misc]
-        assigned = [(index, TrackerAt.of(holder)) for index, holder in named]
-        sharers = [TrackerAt.of(one) for one in message.sharers[:16]]
+        assigned = [(index, holder_of(holder)) for index, holder in named]
+        sharers = [holder_of(one) for one in message.sharers[:16]]
         is_origin = tracker is not None and tracker.is_origin
         self.settled = message.settled and tracker is not None and (is_origin or tracked_s >= _SETTLE_S)
         if assigned or sharers or is_origin:
