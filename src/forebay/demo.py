@@ -8,7 +8,6 @@ exactly once all the same. Processes hold a pipe from this one, so however this 
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -150,7 +149,7 @@ def run_demo(
         stack.callback(cast.close)
         _say("1/5  prepare: raw text to slices")
         default_bytes = DEFAULT_BYTES if trainer in TRAINERS else DEFAULT_BYTES_OF_PROGRAMS
-        sources = list(inputs or [_python_text(directory / "text", max_bytes or default_bytes)])
+        sources = inputs or _python_text(max_bytes or default_bytes)
         prepared = _prepare(sources, directory / "dataset", tokenizer)
         summary = {**prepared, "trainer": trainer, **_play(cast, directory, prepared["slice_bytes"], trainer)}
     summary["seconds"] = round(time.monotonic() - started, 1)
@@ -285,21 +284,18 @@ def _prepare(sources: Sequence[Path], out: Path, tokenizer: str) -> dict[str, An
     }
 
 
-def _python_text(directory: Path, max_bytes: int) -> Path:
-    """A copy of up to `max_bytes` of the installed Python's own source: text that every machine has."""
-    directory.mkdir()
-    taken = 0
+def _python_text(max_bytes: int) -> list[Path]:
+    """Up to `max_bytes` of the installed Python's own source: text that every machine has."""
+    found = []
     library = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(library.rglob("*.py")) + sorted(library.rglob("*.txt")):
         parts = path.relative_to(library).parts
         if parts[0] in {"site-packages", "dist-packages", "test"} or "tests" in parts or not path.is_file():
             continue
-        size = path.stat().st_size
-        if taken + size > max_bytes or size < 200:
-            continue
-        taken += size
-        shutil.copyfile(path, directory / "__".join(parts))
-    return directory
+        if 200 <= (size := path.stat().st_size) <= max_bytes:
+            max_bytes -= size
+            found.append(path)
+    return found
 
 
 @contextmanager
