@@ -16,7 +16,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,6 @@ class MirrorReport:
     skipped_bytes: int
     missing: int
     complete: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, by name."""
-        return asdict(self)
 
 
 def mirror(
