@@ -110,7 +110,8 @@ class SliceServer:
         self._client = Client(identity)
         self.tracker = Tracker(self._client)
         self._stopping, self._changed = threading.Event(), threading.Event()
-        self._app = make_slice_app(title, self)
+        with _building:
+            self._app = _make_app(title, self)
         self._server = Server(
             self._app, identity, host, port, limits=limits, throttle=throttle, on_bytes=self._count, discovery=discovery
         )
@@ -299,13 +300,8 @@ class SliceShare(SliceServer):
 _building = threading.Lock()
 
 
-def make_slice_app(title: str, source: SliceServer) -> FastAPI:
-    """The HTTP API of a server; safe to call from several threads."""
-    with _building:
-        return _make_slice_app(title, source)
-
-
-def _make_slice_app(title: str, source: SliceServer) -> FastAPI:
+def _make_app(title: str, source: SliceServer) -> FastAPI:
+    """The HTTP API of a server."""
     app = make_app(title, source.metrics)
     ranged: dict[int | str, dict[str, Any]] = {
         200: {"content": {BINARY: {}}, "description": "All of it."},

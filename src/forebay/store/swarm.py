@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +304,8 @@ class SwarmMember:
             self.share.hashes.update({sha256: (size, dataset.name) for sha256, size in zip(hashes, sizes)})
             self.share.offer(Offer(origin.name, dataset.id, dataset.num_slices, self.files, held))
         self.reader = SwarmReader(
-            origin.client, dataset.id, dataset.table, lambda: _trackers(origin), held,
+            origin.client, dataset.id, dataset.table,
+            lambda: [Holder(claim.peer_id, claim.address, claim.is_whole) for claim in origin.claims(_AGAIN_S)], held,
             share=self.share, downloads=downloads, connections=connections,
             open_url=origin.open_url,
         )  # fmt: skip
@@ -332,8 +333,3 @@ def open_share(origin: PeerOrigin, shelf: Shelf, share: bool | str, throttle: Th
     named = named_host(host, origin.claims(_FRESH_S)[0].address)
     named = "" if named == host else named  # the server names where it listens by itself
     return SliceShare(origin.identity, shelf, {}, host, port, throttle, discovery=origin.discovery, named=named)
-
-
-def _trackers(origin: PeerOrigin) -> Iterator[Holder]:
-    for claim in origin.claims(_AGAIN_S):
-        yield Holder(claim.peer_id, claim.address, claim.is_whole)

@@ -29,9 +29,10 @@ _WAIT_S = 0.5
 
 
 class Target(Protocol):
-    """A place for the files of one dataset. Threads share it."""
+    """A place for the files of one dataset, locked against other mirrors while it is open. Threads share it."""
 
     url: str
+    _mirror_lock: Lock
 
     def has(self, name: str, num_bytes: int, sha256: str | None) -> bool:
         """Whether the file is there, of this size; and with this hash, unless that is None."""
@@ -50,9 +51,13 @@ class Target(Protocol):
 
     def free_bytes(self) -> int | None:
         """What may still be written; None for no known limit."""
+        return None
 
     def close(self) -> None:
         """Let go of it. May be called twice."""
+        if self._mirror_lock.descriptor >= 0:
+            self._mirror_lock.path.unlink(missing_ok=True)
+            self._mirror_lock.release()
 
 
 def open_target(url: str | Path, temporary: Path) -> Target:
@@ -73,13 +78,13 @@ def open_target(url: str | Path, temporary: Path) -> Target:
     raise UsageError(f"mirror: expected a directory, s3://, r2://, gs:// or az:// to write to, got {text!r}.")
 
 
-class FolderTarget:
-    """A directory, locked against other mirrors while it is open."""
+class FolderTarget(Target):
+    """A directory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.url = str(folder)
-        self._lock = _lock(folder, self.url)
+        self._mirror_lock = _lock(folder, self.url)
         remove_stale(folder)
 
     def has(self, name: str, num_bytes: int, sha256: str | None) -> bool:
@@ -121,12 +126,8 @@ class FolderTarget:
         """See Target."""
         return shutil.disk_usage(self.folder).free
 
-    def close(self) -> None:
-        """See Target."""
-        _unlock(self._lock)
 
-
-class BucketTarget(BucketOrigin):
+class BucketTarget(BucketOrigin, Target):
     """Objects below a prefix of a bucket; credentials as for reading, `R2_DATASET_WRITE_*` for `r2://`.
 
     Each object carries its sha256 as metadata, so that a mirror that goes on need not read what is there.
@@ -139,7 +140,7 @@ class BucketTarget(BucketOrigin):
         super().__init__(url)
         self._temporary = temporary
         self._sleep = sleep
-        self._lock_file = _lock(temporary, str(temporary))
+        self._mirror_lock = _lock(temporary, str(temporary))
 
     def has(self, name: str, num_bytes: int, sha256: str | None) -> bool:
         """See Target. An object without its hash is read to be sure."""
@@ -168,13 +169,9 @@ class BucketTarget(BucketOrigin):
         """See Target."""
         self._put(name, data, len(data), sha256)
 
-    def free_bytes(self) -> int | None:
-        """See Target."""
-        return None
-
     def close(self) -> None:
         """See Target."""
-        _unlock(self._lock_file)
+        super().close()
         with contextlib.suppress(OSError):  # Parts to be gone on with stay.
             self._temporary.rmdir()
 
@@ -233,9 +230,3 @@ def _lock(folder: Path, where: str) -> Lock:
     if lock is None:
         raise UsageError(f"mirror: expected {where} for itself, got another mirror writing there. Wait for it to end.")
     return lock
-
-
-def _unlock(lock: Lock) -> None:
-    if lock.descriptor >= 0:
-        lock.path.unlink(missing_ok=True)
-        lock.release()
