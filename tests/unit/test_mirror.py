@@ -129,7 +129,7 @@ def test_what_cannot_be_is_refused_first(source: Path, tmp_path: Path, monkeypat
 def test_a_bucket_gets_it_signed_in_parts_and_under_faults(tmp_path: Path, bucket: OriginServer) -> None:
     source = make(tmp_path / "source", [LARGE, 500, 40_000])
     bucket.uploads.refuse = 0.15
-    target = BucketTarget("s3://bucket/sets/mine", tmp_path / "tmp", sleep=lambda _: None)
+    target = BucketTarget("s3://bucket/sets/mine", tmp_path / "tmp")
     report = mirror(open_remote(str(source)), target)
     target.close()
     assert report.complete and report.target == "s3://bucket/sets/mine"

@@ -7,7 +7,6 @@ kill cuts off is never seen under the object's name, but takes room until the bu
 import contextlib
 import hashlib
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,15 +16,13 @@ from forebay.errors import ForebayError, UsageError
 from forebay.storage.atomic import atomic_write, commit_files, remove_stale
 from forebay.store.buckets import BucketOrigin
 from forebay.store.locks import Lock, try_take
-from forebay.store.origins import PassingError, RefusedError, open_origin
+from forebay.store.origins import RefusedError, open_origin
 
 _LOCK_FILE = ".mirror.lock"
 _HASH = "sha256"  # The name under which an object's hash is kept with it.
 _CHUNK_BYTES = 8 << 20
 _MOST_CHUNKS = 9000  # A bucket takes 10 000 parts.
 _CHUNKS_AT_ONCE = 4
-_TRIES = 6
-_WAIT_S = 0.5
 
 
 class Target(Protocol):
@@ -135,11 +132,11 @@ class BucketTarget(BucketOrigin, Target):
     """
 
     r2_right = "WRITE"
+    max_retries = 10  # for three minutes at most, of one request
 
-    def __init__(self, url: str, temporary: Path, *, sleep: Callable[[float], object] = time.sleep) -> None:
+    def __init__(self, url: str, temporary: Path) -> None:
         super().__init__(url)
         self._temporary = temporary
-        self._sleep = sleep
         self._mirror_lock = _lock(temporary, str(temporary))
 
     def has(self, name: str, num_bytes: int, sha256: str | None) -> bool:
@@ -201,24 +198,15 @@ class BucketTarget(BucketOrigin, Target):
         return digest.hexdigest()
 
     def _try(self, name: str, do: Callable[[], Any]) -> Any:
-        """What `do` gives, tried again while faults may pass; None if it is refused."""
-        for tried in range(1, _TRIES + 1):
-            try:
-                return do()
-            except RefusedError:
-                return None
-            except ForebayError:
-                raise
-            except Exception as error:  # the library's errors share no base
-                told = self._told(name, error)
-                if isinstance(told, RefusedError):
-                    if isinstance(error, FileNotFoundError):
-                        return None
-                    raise told from error
-                if tried == _TRIES or not isinstance(told, PassingError):
-                    raise told from error
-                self._sleep(_WAIT_S * 2 ** (tried - 1))
-        raise AssertionError
+        """What `do` gives, which obstore tries again while faults may pass; None if it is refused."""
+        try:
+            return do()
+        except (RefusedError, FileNotFoundError):
+            return None
+        except ForebayError:
+            raise
+        except Exception as error:  # the library's errors share no base
+            raise self._told(name, error) from error
 
 
 def _lock(folder: Path, where: str) -> Lock:
