@@ -40,6 +40,9 @@ from forebay.store.locks import SHARED, Lock, at_fork, take, try_take
 from forebay.store.room import SHA256, Evict, Futures, Room, Use
 
 _MIN_LINES = 4096  # Fewer are not worth writing anew.
+_RAM = Path("/dev/shm")
+_USE_NS = 10**9  # The last use is known to a second.
+log = logging.getLogger("forebay.store")
 
 
 class VerifiedIndex:
@@ -117,11 +120,6 @@ class VerifiedIndex:
 
 def _mark(found: os.stat_result) -> bytes:
     return b"%d %d %d" % (found.st_size, found.st_mtime_ns, found.st_ino)
-
-
-_RAM = Path("/dev/shm")
-_USE_NS = 10**9  # The last use is known to a second.
-log = logging.getLogger("forebay.store")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,10 @@ from forebay.store.locks import EXCLUSIVE, SHARED, Lock, is_locked, take, try_ta
 
 _HEADER = 96
 Use = tuple[int, int, int | None]  # First and last run step of the next uses, and the first one after them.
+SHA256 = re.compile(r"[0-9a-f]{64}")
+_PIECE_BYTES = 8 << 20
+log = logging.getLogger("forebay.store")
+Evict = Literal["unwanted", "later", "any"]
 
 
 @dataclass
@@ -135,12 +139,6 @@ def _read(path: Path, known: Future | None) -> Future:
         told = json.loads(file.read() or b'{"uses": {}, "released": []}')
     uses = {sha256: (first, last, after) for sha256, (first, last, after) in told["uses"].items()}
     return Future(int(birth), int(now), int(version), float(starved_at), uses, set(told["released"]))
-
-
-SHA256 = re.compile(r"[0-9a-f]{64}")
-_PIECE_BYTES = 8 << 20
-log = logging.getLogger("forebay.store")
-Evict = Literal["unwanted", "later", "any"]
 
 
 @dataclass(slots=True)

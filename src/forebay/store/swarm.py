@@ -35,6 +35,9 @@ from forebay.store.work import SteeredTransfer, TransferCancelledError
 from forebay.threads import Supervised
 
 log = logging.getLogger("forebay.swarm")
+_MAX_SMALL_BYTES = 1 << 30  # of a dataset, all together: they lie in memory
+_FRESH_S = 15.0
+_AGAIN_S = 3.0
 
 
 class SwarmReader:
@@ -248,11 +251,6 @@ class SwarmReader:
                     f"{self._patience_s:.0f} s. Start a data node that has it (forebay serve)."
                 )
             )
-
-
-_MAX_SMALL_BYTES = 1 << 30  # of a dataset, all together: they lie in memory
-_FRESH_S = 15.0
-_AGAIN_S = 3.0
 
 
 class SwarmMember:

@@ -26,6 +26,9 @@ _LATE_UNKNOWN = 5.0  # times the least, of a source that has given nothing yet
 _LEAST_BYTES = 64 << 10  # fewer say nothing of speed
 _REQUEST_S = 0.1  # short enough that slices come one after the other, long enough that asking costs little
 LEAST_SPAN_BYTES = 1 << 20
+REFRESH_S = 15.0
+log = logging.getLogger("forebay.store")
+OnBad = Callable[[Origin, str], None]
 Backoff: TypeAlias = Callable[[int], float]
 """Seconds to wait after so many faults in a row, from 1."""
 
@@ -112,11 +115,6 @@ def least_span_bytes(sources: Iterable[Source]) -> int:
     """What to ask for in one request at least, where all connections have work: as much as comes in 0.1 s."""
     most = max((source.speed or 0.0 for source in sources), default=0.0) * _REQUEST_S
     return max(LEAST_SPAN_BYTES, 1 << int(most).bit_length() - 1) if most >= 1 else LEAST_SPAN_BYTES
-
-
-OnBad = Callable[[Origin, str], None]
-REFRESH_S = 15.0
-log = logging.getLogger("forebay.store")
 
 
 @dataclass(eq=False)
