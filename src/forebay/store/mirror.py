@@ -9,7 +9,6 @@ Disk: slices on their way, at most four and 1 GiB unless one is larger, beside t
 Memory: the transfers' (`connections` x 256 KiB), and 32 MiB an upload to a bucket.
 """
 
-import contextlib
 import functools
 import hashlib
 import queue
@@ -259,8 +258,10 @@ def _copy(
         ended.put((transfer, error))
 
     def hand_over(transfer: Pending) -> None:
-        with contextlib.suppress(RuntimeError):  # the pool was closed: another slice failed
+        try:
             submit(functools.partial(finish, transfer))
+        except RuntimeError as error:  # no thread for it; or the pool was closed, as another slice failed
+            ended.put((transfer, error))
 
     waiting = list(reversed(rows))
     under_way: dict[Pending, int] = {}  # bytes told of
