@@ -278,8 +278,9 @@ def _copy(
             transfer, error = ended.get(timeout=_LOOK_S)
         except queue.Empty:
             for transfer, told in under_way.items():
-                under_way[transfer] = transfer.received
-                say(under_way[transfer] - told)
+                if (received := transfer.received) != told:
+                    under_way[transfer] = received
+                    say(received - told)
             continue
         if error is not None:
             raise error
