@@ -40,6 +40,7 @@ class BucketOrigin:
     """
 
     r2_right = "READ"
+    max_retries = 0
 
     def __init__(self, url: str, *, patience: Patience | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
@@ -163,7 +164,7 @@ class BucketOrigin:
         opener: Any = from_url  # the options come from the user, not from its types
         try:
             return obstore, opener(
-                self._address, **self._options, client_options=client, retry_config={"max_retries": 0}
+                self._address, **self._options, client_options=client, retry_config={"max_retries": self.max_retries}
             )
         except Exception as error:
             why = " ".join(str(error).split())[:300]
