@@ -19,6 +19,7 @@ import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +27,7 @@ from fastapi import FastAPI, Query, Request, Response
 
 from forebay.errors import StateError
 from forebay.network.limits import Limits, TokenBucket
-from forebay.network.messages import ConfigRequest, JoinRequest, LeaveRequest, MeetReply, MeetRequest, MemberMessage
+from forebay.network.messages import ConfigRequest, MeetReply
 from forebay.network.server import (
     ApiError,
     JsonResponse,
@@ -38,8 +39,24 @@ from forebay.network.server import (
     role,
     wait_until,
 )
-from forebay.schedule.member_requests import REQUESTS, config_reply, event_of, generation_reply, is_due, reply
-from forebay.schedule.members import Agree, Disconnect, Event, Formed, Note, Refuse, Rules, Tick, Waits
+from forebay.schedule.member_requests import REQUESTS, config_reply, generation_reply, is_due, reply
+from forebay.schedule.members import (
+    Agree,
+    Disconnect,
+    Event,
+    Formed,
+    Heartbeat,
+    Join,
+    Leave,
+    MeetRequest,
+    MemberMessage,
+    Note,
+    Ready,
+    Refuse,
+    Rules,
+    Tick,
+    Waits,
+)
 from forebay.schedule.membership import apply
 from forebay.schedule.roster import Roster
 
@@ -328,7 +345,7 @@ class Coordinator:
         return app
 
     def _endpoint(self, kind: type[MemberMessage]) -> Callable[..., Awaitable[Response]]:
-        async def answer(request: Request, message: MemberMessage) -> Response:
+        async def answer(request: Request, message: Any) -> Response:
             return await self._answer(request, message)
 
         answer.__annotations__ = {"request": Request, "message": kind, "return": Response}
@@ -342,7 +359,7 @@ class Coordinator:
         if member is not None and member.session == message.session and member.peer_id != peer_of(request).peer_id:
             raise ApiError(403, "not_yours", f"worker {message.worker_id!r}: the session is another peer's.")
         last, step = self._state.config.get("num_steps"), getattr(message, "step", 0)
-        if isinstance(message, JoinRequest):
+        if isinstance(message, Join):
             if member is None:
                 self._check_room(peer_of(request).peer_id)
         elif type(last) is int and step > last:
@@ -377,12 +394,14 @@ class Coordinator:
             self._tell(Agree(message.settings))
         return JsonResponse(config_reply(self._state, self.run_id))
 
-    async def _answer(self, request: Request, message: MemberMessage) -> Response:
+    async def _answer(self, request: Request, message: Join | Ready | Heartbeat | Leave) -> Response:
         """Applies a member's request, waits until its answer is due, and answers; see `member_requests`."""
         self._check(request, message)
-        refused = self._tell(event_of(message, peer_of(request).peer_id))
+        if isinstance(message, Join):
+            message = replace(message, peer_id=peer_of(request).peer_id)
+        refused = self._tell(message)
         if refused is None:
-            if not isinstance(message, LeaveRequest):
+            if not isinstance(message, Leave):
                 await self._wait(request, message)
             answer = reply(self._state, message, self.run_id)
             if isinstance(answer, dict):

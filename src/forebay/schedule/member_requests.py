@@ -6,31 +6,14 @@ due when `is_due` says so or the request's `wait_s` is over, and then `reply` is
 
 from typing import Any
 
-from forebay.network.messages import HeartbeatRequest, JoinRequest, LeaveRequest, MemberMessage, ReadyRequest
-from forebay.schedule.members import Event, Heartbeat, Join, Leave, Ready, Refuse, State
+from forebay.schedule.members import Heartbeat, Join, Leave, MemberMessage, Ready, Refuse, State
 
-REQUESTS: dict[str, type[MemberMessage]] = {
-    "/v1/members/join": JoinRequest,
-    "/v1/members/ready": ReadyRequest,
-    "/v1/members/heartbeat": HeartbeatRequest,
-    "/v1/members/leave": LeaveRequest,
+REQUESTS: dict[str, type[Join | Ready | Heartbeat | Leave]] = {
+    "/v1/members/join": Join,
+    "/v1/members/ready": Ready,
+    "/v1/members/heartbeat": Heartbeat,
+    "/v1/members/leave": Leave,
 }
-
-
-def event_of(message: MemberMessage, peer_id: str = "") -> Event:
-    """The event that a request makes; `peer_id`: whose certificate it came with, "" over plain HTTP."""
-    worker_id, session = message.worker_id, message.session
-    match message:
-        case JoinRequest():
-            return Join(worker_id, session, message.address, peer_id, message.step, message.samples)
-        case ReadyRequest():
-            weights = None if message.held_step is None else (message.held_step, message.held_samples)
-            return Ready(worker_id, session, message.generation, message.step, message.broken, weights)
-        case HeartbeatRequest():
-            return Heartbeat(worker_id, session, message.generation, message.step)
-        case LeaveRequest():
-            return Leave(worker_id, session, message.generation, message.step, message.finished)
-    raise TypeError(f"expected a member's request, got {type(message).__name__}")
 
 
 def is_due(state: State, message: MemberMessage) -> bool:
@@ -39,13 +22,13 @@ def is_due(state: State, message: MemberMessage) -> bool:
         return True
     generation = state.generation
     match message:
-        case JoinRequest():
+        case Join():
             return generation is not None and generation.rank_of(message.session) is not None
-        case ReadyRequest():
+        case Ready():
             if generation is None or generation.number != message.generation:
                 return True
             return not state.changing or message.step < state.run_to
-        case HeartbeatRequest():
+        case Heartbeat():
             if generation is None or generation.number != message.generation:
                 return True
             return (state.changing, state.broken) != (message.changing, message.broken)
@@ -54,12 +37,12 @@ def is_due(state: State, message: MemberMessage) -> bool:
 
 def reply(state: State, message: MemberMessage, run_id: str) -> dict[str, Any] | Refuse:
     """The answer now: a generation, how far to run on, or to ask again; to a heartbeat, whether to stop."""
-    if isinstance(message, LeaveRequest):
+    if isinstance(message, Leave):
         return {"left": True}
     if not _is_member(state, message):
         return Refuse("expelled", f"worker {message.worker_id!r}: given up or replaced. Join again.")
     generation, known = state.generation, getattr(message, "generation", 0)
-    if isinstance(message, HeartbeatRequest):
+    if isinstance(message, Heartbeat):
         is_old = generation is None or generation.number != known
         return {"changing": is_old or state.changing, "broken": is_old or state.broken}
     if generation is not None and (rank := generation.rank_of(message.session)) is not None:

@@ -126,8 +126,10 @@ def _of_member(
     state, member = _advance(state, generation, member, event.step, now, actions)
     match event:
         case Ready():
-            held = event.held or (event.step, generation.sample_at(event.step, state.batch_size))
-            member = replace(member, ready=True, weights=held[0], samples=held[1])
+            weights, samples = event.step, generation.sample_at(event.step, state.batch_size)
+            if event.held_step is not None:
+                weights, samples = event.held_step, event.held_samples
+            member = replace(member, ready=True, weights=weights, samples=samples)
             state = _break(_put(state, member), member, actions) if event.broken else _put(state, member)
         case Leave():
             if event.finished:
