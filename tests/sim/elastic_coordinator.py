@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 from pydantic import TypeAdapter
 
 from forebay.network.client import RemoteError
-from forebay.schedule.member_requests import REQUESTS, config_reply, is_due, reply
 from forebay.schedule.members import (
     Agree,
     Disconnect,
@@ -26,7 +25,7 @@ from forebay.schedule.members import (
     Tick,
     Waits,
 )
-from forebay.schedule.membership import apply
+from forebay.schedule.membership import REQUESTS, apply, config_reply, is_due, reply
 from forebay.simulate.clock import Clock
 from forebay.worker.membership_state import Request
 
