@@ -26,7 +26,7 @@ from forebay.schedule.members import (
     Waits,
 )
 from forebay.schedule.membership import REQUESTS, apply, config_reply, is_due, reply
-from forebay.simulate.clock import Clock
+from forebay.simulate.links import Clock
 from forebay.worker.membership_state import Request
 
 _TICK_S = 1.0

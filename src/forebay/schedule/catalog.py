@@ -26,9 +26,8 @@ from forebay.network.swarm import Holder
 from forebay.network.waiting import waiting
 from forebay.order.plan import samples_per_slice
 from forebay.schedule.desk import Bad
-from forebay.schedule.exchange import BadReport, Grant, Lease
+from forebay.schedule.exchange import BadReport, Grant, Lease, proof_of, range_of
 from forebay.schedule.jobs import JobSpec, Source
-from forebay.schedule.possession import proof_of, range_of
 from forebay.schedule.sessions import Session
 from forebay.storage.atomic import atomic_write, remove_stale
 from forebay.store.checking import gives_right_bytes, read_from
@@ -369,7 +368,7 @@ class Catalog:
         return None if None in answers or not answers else False
 
     def check_proof(self, dataset_id: str, index: int, lease_id: str, peer_id: str, proof: str) -> bool | None:
-        """Whether a proof (see `possession`) is of a slice's bytes, as any origin gives them; None: none does now."""
+        """Whether a proof (`exchange.proof_of`) is of a slice's bytes, as any origin gives them; None: none does now."""
         row = self._row(dataset_id, index)
         start, stop = range_of(lease_id, peer_id, row.bytes)
         is_any = None
