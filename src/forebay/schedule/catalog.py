@@ -368,7 +368,7 @@ class Catalog:
         return None if None in answers or not answers else False
 
     def check_proof(self, dataset_id: str, index: int, lease_id: str, peer_id: str, proof: str) -> bool | None:
-        """Whether a proof (`exchange.proof_of`) is of a slice's bytes, as any origin gives them; None: none does now."""
+        """Whether a proof (`exchange.proof_of`) is of a slice's bytes, as an origin gives them; None: none does now."""
         row = self._row(dataset_id, index)
         start, stop = range_of(lease_id, peer_id, row.bytes)
         is_any = None
