@@ -348,9 +348,9 @@ class Catalog:
         before = sum(int(one.samples.sum()) for one in self.of(grant.job)[: ids.index(grant.dataset_id)])
         row, manifest = found.table.row(grant.index), found.manifest
         return Lease(
-            **vars(grant), job_id=job_id, dataset=found.name, name=row.name, sha256=row.sha256, bytes=row.bytes,
-            sample_base=before + int(found.bases[grant.index]), seed=plan.seed, seq_len=plan.seq_len,
-            layout=manifest.layout, dtype=manifest.dtype, vocab_size=manifest.vocab_size,
+            **vars(grant), job_id=job_id, dataset="" if found.name == grant.job else found.name, name=row.name,
+            sha256=row.sha256, bytes=row.bytes, sample_base=before + int(found.bases[grant.index]), seed=plan.seed,
+            seq_len=plan.seq_len, layout=manifest.layout, dtype=manifest.dtype, vocab_size=manifest.vocab_size,
         )  # fmt: skip
 
     def check_slice(self, dataset_id: str, index: int, holder: Holder | None) -> bool | None:

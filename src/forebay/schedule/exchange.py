@@ -181,7 +181,8 @@ class Live:
 class Grant:
     """A new lease: samples [start, stop) of the `count` of a slice in its own shuffled order.
 
-    `slice` counts over the job, as in the ledger; `index` over the dataset, as in `have`.
+    `slice` counts over the job, as in the ledger; `first` is the dataset's first slice; `index` counts from there,
+    as in `have`.
     """
 
     lease_id: str
@@ -189,25 +190,28 @@ class Grant:
     epoch: Count
     slice: Count
     dataset_id: Sha256
-    index: Count
     start: Count
     stop: Count
     count: Count
     providers: Annotated[tuple[Holder, ...], Field(max_length=64)]
     expires_in_s: Seconds
+    first: Count = field(default=0, kw_only=True)
 
     __pydantic_config__ = _REPLY
+
+    @property
+    def index(self) -> int:
+        return self.slice - self.first
 
 
 @dataclass(frozen=True)
 class Lease(Grant):
     """A grant, and what a worker has to know of its slice; `job_id` is that of the ledger.
 
-    `sample_base` + sample is the global id.
+    `sample_base` + sample is the global id. `dataset` is not sent where it is the job's name.
     """
 
     job_id: str
-    dataset: str
     name: str
     sha256: Sha256
     bytes: Annotated[int, Field(ge=1, le=2**62)]
@@ -217,6 +221,7 @@ class Lease(Grant):
     layout: str
     dtype: str
     vocab_size: Count
+    dataset: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -249,9 +254,12 @@ class Reply:
 def _usable(leases: tuple[Lease, ...]) -> tuple[Lease, ...]:
     """Leases of samples that there are, without providers that make no sense: the others of a lease still count."""
     for lease in leases:
-        if not lease.start < lease.stop <= lease.count:
+        if not lease.start < lease.stop <= lease.count or lease.first > lease.slice:
             raise ValueError(f"expected samples of a slice, got [{lease.start}, {lease.stop}) of {lease.count}")
-    return tuple(replace(lease, providers=tuple(_usable_providers(lease.providers))) for lease in leases)
+    return tuple(
+        replace(lease, dataset=lease.dataset or lease.job, providers=tuple(_usable_providers(lease.providers)))
+        for lease in leases
+    )
 
 
 def _usable_providers(providers: Iterable[Holder]) -> Iterator[Holder]:
