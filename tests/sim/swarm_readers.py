@@ -16,8 +16,8 @@ from forebay.network.messages import SwarmRequest
 from forebay.network.swarm import Holder, Swarm
 from forebay.simulate.book import Verdict
 from forebay.simulate.bound import Bound
-from forebay.simulate.clock import Clock
 from forebay.simulate.faults import Faults, Machine, draw
+from forebay.simulate.links import Clock
 from forebay.simulate.nodes import Fetch, Net, Node
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings

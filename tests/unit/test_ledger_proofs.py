@@ -15,9 +15,16 @@ from test_ledger import KEY, WORKER, WORKER_KEY, check, sign
 
 from forebay.errors import LedgerError
 from forebay.ledger.chain import Checkpoint
-from forebay.ledger.coverage import count_coverage, cover, coverage_root
+from forebay.ledger.coverage import (
+    count_coverage,
+    cover,
+    coverage_root,
+    leaf_hash,
+    merkle_path,
+    merkle_root,
+    root_of_path,
+)
 from forebay.ledger.index import open_index
-from forebay.ledger.merkle import leaf_hash, merkle_path, merkle_root, root_of_path
 from forebay.ledger.proof import check_proof, prove
 from forebay.ledger.receipts import Used, receipt_message
 from forebay.ledger.verify import verify_ledger

@@ -70,7 +70,7 @@ class Holder:
 
     peer_id: str
     address: str
-    is_origin: bool
+    is_origin: bool = True
 
     @property
     def is_url(self) -> bool:

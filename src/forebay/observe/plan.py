@@ -24,8 +24,8 @@ from forebay.load.needs import (
 from forebay.observe.timing import Times, bandwidth_needed, flow_of, times_of
 from forebay.order.plan import Order, part_of
 from forebay.order.windows import Spans, window_steps
-from forebay.sizes import words_of_bytes, words_of_rate, words_of_seconds
 from forebay.sizes import words_of_bytes as told
+from forebay.sizes import words_of_rate, words_of_seconds
 from forebay.store.room import part_bytes
 from forebay.worker.config import SIZES
 
@@ -54,14 +54,14 @@ class Plan:
     fetch_ratio: float
     samples_of_rank: tuple[int, int]
     first_batch_bytes: int
-    first_batch_s: float | None
-    slice_fetch_s: float | None
-    slice_lasts_s: float | None
-    times: Times | None
     swaps: int
-    needed_bandwidth: float | None
     memory_bytes: int
     most_batch: int | None
+    first_batch_s: float | None = None
+    slice_fetch_s: float | None = None
+    slice_lasts_s: float | None = None
+    times: Times | None = None
+    needed_bandwidth: float | None = None
     refused: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
@@ -145,12 +145,7 @@ def figures_of(job: Job) -> Plan:
         fetch_ratio=fetch_ratio(job, nodes, cache),
         samples_of_rank=_samples_of_rank(job, order),
         first_batch_bytes=_first_bytes(job, order),
-        first_batch_s=None,
-        slice_fetch_s=None,
-        slice_lasts_s=None,
-        times=None,
         swaps=max(1, order.steps_per_epoch // window_steps(order)),
-        needed_bandwidth=None,
         memory_bytes=job.ranks_per_node * (_fixed_bytes(job) + _batch_bytes(job) * rank_batch(job)),
         most_batch=_most_batch(job),
     )
@@ -317,7 +312,7 @@ class ModelPlan:
 
     def words(self) -> str:
         """For people."""
-        state, sample, device = map(words_of_bytes, (self.state_bytes, self.sample_bytes, self.device_bytes))
+        state, sample, device = map(told, (self.state_bytes, self.sample_bytes, self.device_bytes))
         lines = [
             f"{'model':<18} {self.model_size}, {self.parameters / 1e6:,.1f} M weights, vocabulary {self.vocab_size:,}",
             f"{'its memory':<18} {state}, and {sample} a sample of {self.seq_len:,} tokens",

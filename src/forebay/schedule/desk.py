@@ -465,8 +465,8 @@ class Desk:
         is_cached = session.has(dataset_id, index)
         providers = () if is_cached else tuple(swarm.providers(index, lease.worker, now, MAX_PROVIDERS))
         return Grant(
-            lease_id, job.name, lease.epoch, job.bases[dataset] + index, dataset_id, index, lease.start, lease.stop,
-            int(table.samples[index]), providers, round(table.lease_s, 3),
+            lease_id, job.name, lease.epoch, job.bases[dataset] + index, dataset_id, lease.start, lease.stop,
+            int(table.samples[index]), providers, round(table.lease_s, 3), first=job.bases[dataset],
         )  # fmt: skip
 
     # What happens.

@@ -36,9 +36,8 @@ from forebay.schedule import status
 from forebay.schedule.catalog import Catalog, Finder, JobPlan, Kept, Wanted, begun, holders
 from forebay.schedule.desk import Desk
 from forebay.schedule.events import Banned, Enlisted, Event, Recorded, Reported
-from forebay.schedule.exchange import Answer, Ask
+from forebay.schedule.exchange import Answer, Ask, is_checked
 from forebay.schedule.journal import Journal, job_body, ledger_path, lock_state
-from forebay.schedule.possession import is_checked
 from forebay.schedule.sessions import MAX_SESSIONS_PER_PEER
 from forebay.store.foreign import FromUrls
 from forebay.store.tracker import BanNotes

@@ -20,8 +20,7 @@ from forebay.errors import ForebayError, IntegrityError, NetworkError
 from forebay.network.backoff import backoff_s
 from forebay.network.client import Client, WrongPeerError
 from forebay.network.members import Holder, format_ranges
-from forebay.schedule.exchange import Lease
-from forebay.schedule.possession import prove
+from forebay.schedule.exchange import Lease, prove
 from forebay.store.cache import Refusal, SliceCache
 from forebay.store.foreign import FromUrls, open_foreign_origin
 from forebay.store.holders import HolderSource
