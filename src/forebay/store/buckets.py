@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -97,7 +97,7 @@ class BucketOrigin:
         names = (str(item["path"])[len(self._prefix) :] for item in found)
         return sorted(name for name in names if name.startswith(prefix))
 
-    def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
+    def read(self, name: str, start: int, stop: int, etag: str = "") -> Generator[memoryview, None, None]:
         """See Origin."""
         obstore, store = self._store()
         try:
