@@ -228,7 +228,7 @@ def _read_csv(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     wrong: list[str] = []
     lines = _decoded(piece, options, wrong)
     first = next(lines, "")
-    rows = csv.reader(_again(first, lines), _dialect(piece.sources[0], options, first))
+    rows = csv.reader(itertools.chain([first] if first else [], lines), _dialect(piece.sources[0], options, first))
     names: list[str] | None = None
     places: dict[str, int] = {}
     place = -1
@@ -268,12 +268,6 @@ def _decoded(piece: Piece, options: ReadOptions, wrong: list[str]) -> Iterator[s
             yield "\n"
         else:
             yield line.decode("utf-8", "surrogateescape")
-
-
-def _again(first: str, rest: Iterator[str]) -> Iterator[str]:
-    if first:
-        yield first
-    yield from rest
 
 
 def _dialect(source: Source, options: ReadOptions, first: str) -> type[csv.Dialect]:

@@ -176,16 +176,7 @@ def _type_of(schema: pa.Schema, key: str) -> pa.DataType | None:
 def _is_text(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    return any(
-        test(kind)
-        for test in (
-            pa.types.is_string,
-            pa.types.is_large_string,
-            pa.types.is_string_view,
-            pa.types.is_binary,
-            pa.types.is_large_binary,
-        )
-    )
+    return kind in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary())
 
 
 def _rows(batch: pa.RecordBatch, keys: list[str]) -> Iterator[dict[str, object]]:
