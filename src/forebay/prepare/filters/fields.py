@@ -58,7 +58,7 @@ def first_failing(*failed: NDArray[np.bool_]) -> NDArray[np.int16]:
 def measure(kernel: Any, batch: pa.RecordBatch, columns: int, extra: Sequence[object] = ()) -> NDArray[np.int64]:
     """What a kernel of `kernels.py` measures of each text: int64 [columns, rows]."""
     from forebay.prepare.filters.characters import character_table
-    from forebay.prepare.filters.word_table import word_table
+    from forebay.prepare.filters.words import word_table
 
     cut = word_table(batch.column("text"))
     out = np.zeros((batch.num_rows, columns), np.int64)

@@ -12,8 +12,17 @@ import numpy as np
 
 from forebay.prepare.compiled import jit
 from forebay.prepare.filters.characters import BREAK, SPACE, TERMINAL
-from forebay.prepare.filters.word_table import HAS_LETTER, IS_TEXT
-from forebay.prepare.filters.words import decode, hash_points, kind, look_up, next_point, room_of, trim
+from forebay.prepare.filters.words import (
+    HAS_LETTER,
+    IS_TEXT,
+    decode,
+    hash_points,
+    kind,
+    look_up,
+    next_point,
+    room_of,
+    trim,
+)
 
 QUALITY = (
     "words",

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from forebay.prepare.documents import Record
 from forebay.prepare.filters.fields import measure
-from forebay.prepare.filters.fineweb import FineWeb
-from forebay.prepare.filters.gopher import GopherQuality, GopherRepetition
 from forebay.prepare.filters.kernels import REPETITION, measure_repetition
-from forebay.prepare.filters.word_table import word_table
-from forebay.prepare.filters.words import read_only
+from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition
+from forebay.prepare.filters.words import read_only, word_table
 
 TOP, SAME = (1, 2, 3, 4), (2, 5, 6, 10)
 
