@@ -19,6 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
+from forebay.prepare.settings import check_fields
 
 T = TypeVar("T")
 
@@ -101,6 +102,10 @@ class Stage(Protocol):
 
     Without more, a subclass drops nothing and reads no files.
     """
+
+    def __post_init__(self) -> None:
+        """Check the settings against their types. Raises UsageError if one does not fit."""
+        check_fields(self)
 
     name: ClassVar[str]
     """Its table in a recipe, and its name in the report: `gopher_quality`."""

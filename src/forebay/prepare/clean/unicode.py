@@ -11,22 +11,20 @@ import re
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import ftfy
 import numpy as np
 import pyarrow as pa
 from ftfy.badness import is_bad
 from numpy.typing import NDArray
+from pydantic import Field
 
-from forebay.errors import UsageError
 from forebay.prepare.clean.spans import frozen_buffers, replace_rows
 from forebay.prepare.compiled import Bytes, Ints, jit
 from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_column
-from forebay.prepare.filters.fields import need_flag
 from forebay.prepare.filters.words import next_point
 
-FORMS = ("NFC", "NFKC", "none")
 ROUNDS = 8
 MAX_MARKS = 30
 """Combining marks that may follow each other. Source: Unicode Standard Annex 15, section 13 (Stream-Safe Text Format).
@@ -213,20 +211,13 @@ class Unicode(Stage):
     name: ClassVar[str] = "unicode"
     version: ClassVar[int] = 2
     mojibake: bool = True
-    form: str = "NFC"
+    form: Literal["NFC", "NFKC", "none"] = "NFC"
     controls: bool = True
     zero_width: bool = True
     soft_hyphens: bool = True
     bidi_marks: bool = False
     trailing_spaces: bool = True
-    max_blank_lines: int = 2
-
-    def __post_init__(self) -> None:
-        need_flag(self, "mojibake", "controls", "zero_width", "soft_hyphens", "bidi_marks", "trailing_spaces")
-        if self.form not in FORMS:
-            raise UsageError(f"form: expected one of {', '.join(FORMS)}, got {self.form!r}")
-        if not isinstance(self.max_blank_lines, int) or self.max_blank_lines < -1:
-            raise UsageError(f"max_blank_lines: expected -1 or more, got {self.max_blank_lines!r}")
+    max_blank_lines: Annotated[int, Field(ge=-1)] = 2
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """The batch with its texts repaired; counts `mojibake`, `normalised` (documents) and those of KINDS."""

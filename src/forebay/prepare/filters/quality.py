@@ -10,25 +10,20 @@ decided as datatrove 0.10 does.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import Field
 
 from forebay.errors import UsageError
 from forebay.prepare.documents import Stage, Verdict
 from forebay.prepare.filters.exceptions import hash_table
-from forebay.prepare.filters.fields import (
-    first_failing,
-    measure,
-    need_count,
-    need_flag,
-    need_number,
-    need_order,
-    need_strings,
-)
+from forebay.prepare.filters.fields import first_failing, measure, need_order
+from forebay.prepare.settings import Count, Number, Share, Texts, check_fields
 
+Ngrams = tuple[tuple[Annotated[int, Field(ge=1, le=100)], Number], ...]
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))
 DUPLICATE_NGRAMS = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
@@ -53,16 +48,16 @@ class GopherQuality(Stage):
     Source: Rae et al. 2021, section A.1.1, "Quality Filtering".
     """
 
-    min_words: float = 50
-    max_words: float = 100_000
-    min_word_chars: float = 3
-    max_word_chars: float = 10
-    max_symbols_per_word: float = 0.1
-    max_bullet_lines: float = 0.9
-    max_ellipsis_lines: float = 0.3
-    min_alpha_words: float = 0.8
-    min_stop_words: int = 2
-    stop_words: tuple[str, ...] = STOP_WORDS
+    min_words: Number = 50
+    max_words: Number = 100_000
+    min_word_chars: Number = 3
+    max_word_chars: Number = 10
+    max_symbols_per_word: Number = 0.1
+    max_bullet_lines: Number = 0.9
+    max_ellipsis_lines: Number = 0.3
+    min_alpha_words: Share = 0.8
+    min_stop_words: Count = 2
+    stop_words: Texts = STOP_WORDS
 
     name: ClassVar[str] = "gopher_quality"
     version: ClassVar[int] = 1
@@ -81,11 +76,7 @@ class GopherQuality(Stage):
     shares_words: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        need_number(self, "min_words", "max_words", "min_word_chars", "max_word_chars", "max_symbols_per_word")
-        need_number(self, "max_bullet_lines", "max_ellipsis_lines")
-        need_number(self, "min_alpha_words", high=1)
-        need_count(self, "min_stop_words")
-        need_strings(self, "stop_words")
+        check_fields(self)
         need_order(self, "min_words", "max_words")
         need_order(self, "min_word_chars", "max_word_chars")
         if self.min_stop_words > len(set(self.stop_words)):
@@ -138,22 +129,23 @@ class GopherRepetition(Stage):
     Source: Rae et al. 2021, table A1.
     """
 
-    max_duplicate_paragraphs: float = 0.30
-    max_duplicate_paragraph_chars: float = 0.20
-    max_duplicate_lines: float = 0.30
-    max_duplicate_line_chars: float = 0.20
-    top_ngrams: tuple[tuple[int, float], ...] = TOP_NGRAMS
-    duplicate_ngrams: tuple[tuple[int, float], ...] = DUPLICATE_NGRAMS
+    max_duplicate_paragraphs: Number = 0.30
+    max_duplicate_paragraph_chars: Number = 0.20
+    max_duplicate_lines: Number = 0.30
+    max_duplicate_line_chars: Number = 0.20
+    top_ngrams: Ngrams = TOP_NGRAMS
+    duplicate_ngrams: Ngrams = DUPLICATE_NGRAMS
 
     name: ClassVar[str] = "gopher_repetition"
     version: ClassVar[int] = 1
     shares_words: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        need_number(self, "max_duplicate_paragraphs", "max_duplicate_paragraph_chars")
-        need_number(self, "max_duplicate_lines", "max_duplicate_line_chars")
+        check_fields(self)
         for name in ("top_ngrams", "duplicate_ngrams"):
-            object.__setattr__(self, name, _ngram_limits(name, getattr(self, name)))
+            pairs = getattr(self, name)
+            if len({n for n, _ in pairs}) != len(pairs):
+                raise UsageError(f"{name}: expected pairs [n, share] of different n, got {pairs!r}")
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -193,21 +185,6 @@ class GopherRepetition(Stage):
         return Verdict(batch, first_failing(*failed))
 
 
-def _ngram_limits(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    good = isinstance(value, (list, tuple)) and all(
-        isinstance(pair, (list, tuple))
-        and len(pair) == 2
-        and type(pair[0]) is int
-        and 1 <= pair[0] <= 100
-        and type(pair[1]) in (int, float)
-        and pair[1] >= 0
-        for pair in value
-    )
-    if not good or len({n for n, _ in value}) != len(value):
-        raise UsageError(f"{name}: expected pairs [n, share] of different n from 1 to 100, got {value!r}")
-    return tuple((n, float(share)) for n, share in value)
-
-
 @dataclass(frozen=True)
 class FineWeb(Stage):
     """Drop lists, menus and boilerplate by the shape of their lines (those that are not blank).
@@ -225,12 +202,12 @@ class FineWeb(Stage):
     datatrove, has 0.01 for duplicates, and 0.3 for newlines.
     """
 
-    min_ended_lines: float = 0.12
+    min_ended_lines: Share = 0.12
     keep_unended: bool = False
-    max_short_lines: float = 0.67
-    short_line_chars: int = 30
-    max_duplicate_chars: float = 0.01
-    max_newlines_per_word: float = 0.3
+    max_short_lines: Number = 0.67
+    short_line_chars: Count = 30
+    max_duplicate_chars: Number = 0.01
+    max_newlines_per_word: Number = 0.3
 
     name: ClassVar[str] = "fineweb"
     version: ClassVar[int] = 1
@@ -238,12 +215,6 @@ class FineWeb(Stage):
         f"fineweb_{name}" for name in ("empty", "few_ended_lines", "short_lines", "duplicate_chars", "newlines")
     )
     shares_words: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        need_number(self, "min_ended_lines", high=1)
-        need_number(self, "max_short_lines", "max_duplicate_chars", "max_newlines_per_word")
-        need_count(self, "short_line_chars")
-        need_flag(self, "keep_unended")
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what fails a rule."""
