@@ -72,6 +72,12 @@ def _expected(error: Any) -> str:
     return _EXPECTED.get(error["type"]) or str(error["msg"]).removeprefix("Input should be ")
 
 
+def check_order(settings: object, low: str, high: str) -> None:
+    """Raise UsageError if the field `low` is above the field `high`."""
+    if getattr(settings, low) > getattr(settings, high):
+        raise UsageError(f"{low}: expected at most {high} ({getattr(settings, high)}), got {getattr(settings, low)}")
+
+
 class Settings:
     """A frozen dataclass whose fields are checked."""
 

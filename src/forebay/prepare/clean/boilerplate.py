@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.prepare.clean.phrases import Automaton, apart, build, word_table
-from forebay.prepare.clean.spans import frozen_buffers, splice
+from forebay.prepare.clean.spans import splice
 from forebay.prepare.compiled import Bytes, Ints, jit
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column
+from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers
 from forebay.prepare.settings import Count, Positive, check_fields
 
 _ENGLISH = resources.files("forebay.prepare.clean") / "english.txt"
@@ -178,8 +178,8 @@ class Boilerplate(Stage):
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """The batch without those lines; counts `phrase_lines` and `menu_lines` of the documents kept."""
         column = batch.column("text")
-        offsets, data = frozen_buffers(pc.ascii_lower(column))  # as long as it was
-        real, _ = frozen_buffers(column)
+        offsets, data = text_buffers(pc.ascii_lower(column))  # as long as it was
+        real, _ = text_buffers(column)
         rows = int(np.count_nonzero(data[offsets[0] : offsets[-1]] == 10)) + len(batch)
         place = np.int32 if offsets[-1] < 1 << 31 else np.int64  # a giant of very short lines has millions
         starts, stops, kinds = np.empty(rows, place), np.empty(rows, place), np.empty(rows, np.int8)

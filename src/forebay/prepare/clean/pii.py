@@ -30,9 +30,9 @@ from forebay.prepare.clean.pii_scan import (
     iban_table,
     scan,
 )
-from forebay.prepare.clean.spans import frozen_buffers, splice
+from forebay.prepare.clean.spans import splice
 from forebay.prepare.compiled import Ints
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column
+from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers
 from forebay.prepare.settings import check_fields
 
 Kind = Literal["email", "ipv4", "ipv6", "iban", "card", "phone", "key"]
@@ -127,7 +127,7 @@ class Pii(Stage):
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """The batch with its texts masked, and how many of each kind."""
         column = batch.column("text")
-        offsets, _ = frozen_buffers(column)
+        offsets, _ = text_buffers(column)
         starts, stops, kinds = self.find(column)
         masks = self._masks()
         first = np.cumsum([0, *map(len, masks)])
@@ -159,7 +159,7 @@ class Pii(Stage):
         return starts[order], stops[order], kinds[order]
 
     def _scanned(self, column: pa.LargeStringArray) -> Spans:
-        offsets, data = frozen_buffers(column)
+        offsets, data = text_buffers(column)
         wanted = sum(1 << KINDS.index(kind) for kind in set(self.kinds) - {"key"})
         size = int(offsets[-1] - offsets[0]) // MIN_SPAN_BYTES + 1
         starts, stops, found = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.uint8)
@@ -205,7 +205,7 @@ def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _keys(column: pa.LargeStringArray) -> Iterator[tuple[int, int]]:
     """The spans of keys, which may overlap, row by row."""
-    offsets, data = frozen_buffers(column)
+    offsets, data = text_buffers(column)
     starts = _compiled(STARTS)
     for first, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
         text = data[first:stop].tobytes()

@@ -21,9 +21,8 @@ from pydantic import Field
 
 from forebay.errors import UsageError
 from forebay.prepare.clean.phrases import Automaton, apart, build, fold, word_table
-from forebay.prepare.clean.spans import frozen_buffers
 from forebay.prepare.compiled import Bytes, Ints, jit
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column
+from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers
 from forebay.prepare.settings import Share, check_fields
 
 UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "yue", "wuu", "bo"))
@@ -131,7 +130,7 @@ class Toxic(Stage):
         column, drop, counts = batch.column("text"), keep_all(len(batch)), Counter[str]()
         if self.lists:
             matches, covered, listed = self._matches(batch)
-            sizes = np.maximum(np.diff(frozen_buffers(column)[0]), 1)
+            sizes = np.maximum(np.diff(text_buffers(column)[0]), 1)
             over = covered / sizes > self.max_fraction
             if self.max_matches >= 0:
                 over |= matches > self.max_matches
@@ -160,7 +159,7 @@ class Toxic(Stage):
                 continue
             rows = np.flatnonzero(np.array([language == other for other in languages]))
             some = folded if len(rows) == len(batch) else folded.take(pa.array(rows))
-            offsets, data = frozen_buffers(some)
+            offsets, data = text_buffers(some)
             here = np.zeros((len(rows), 2), np.int64)
             bounded = language not in UNSPACED
             _count(offsets, data, automaton, word_table(), bounded, here)

@@ -20,9 +20,9 @@ from ftfy.badness import is_bad
 from numpy.typing import NDArray
 from pydantic import Field
 
-from forebay.prepare.clean.spans import frozen_buffers, replace_rows
+from forebay.prepare.clean.spans import replace_rows
 from forebay.prepare.compiled import Bytes, Ints, jit
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_column
+from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers, text_column
 from forebay.prepare.filters.words import next_point
 
 ROUNDS = 8
@@ -237,7 +237,7 @@ class Unicode(Stage):
 
         Those were not ASCII before, and are not empty now.
         """
-        offsets, data = frozen_buffers(column)
+        offsets, data = text_buffers(column)
         flags = np.zeros(len(column), np.uint8)
         _gate(offsets, data, _pairs(), flags)
         changed = np.zeros(len(column), bool)
@@ -250,7 +250,7 @@ class Unicode(Stage):
             rows = np.flatnonzero((flags & ask != 0) | (changed & (flags != 0)))
             normalise = functools.partial(_normalise, self.form)
             column = self._edit(column, rows, normalise, "normalised", changed, counts)
-        sizes = np.diff(frozen_buffers(column)[0])
+        sizes = np.diff(text_buffers(column)[0])
         return column, np.flatnonzero(changed), np.flatnonzero(changed & (flags != 0) & (sizes > 0))
 
     def _edit(
@@ -274,7 +274,7 @@ class Unicode(Stage):
     def _tidied(
         self, column: pa.LargeStringArray, changed: NDArray[np.bool_], counts: Counter[str]
     ) -> pa.LargeStringArray:
-        offsets, data = frozen_buffers(column)
+        offsets, data = text_buffers(column)
         out = np.empty(int(offsets[-1] - offsets[0]), np.uint8)
         out_offsets = np.zeros(len(offsets), np.int64)
         by_row = np.zeros((len(column), len(KINDS)), np.int64)

@@ -11,9 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Stage, Verdict, text_buffers
-from forebay.prepare.filters.fields import first_failing
-from forebay.prepare.filters.words import read_only
+from forebay.prepare.documents import Stage, Verdict, first_failing, text_buffers
 from forebay.prepare.settings import Number, Share
 
 
@@ -39,7 +37,7 @@ class Code(Stage):
         """Drop what fails a rule."""
         offsets, data = text_buffers(batch.column("text"))
         m = np.zeros((4, batch.num_rows), np.int64)
-        _measure(read_only(offsets), read_only(data), m)
+        _measure(offsets, data, m)
         sizes, newlines, longest, alphanumeric = m
         with np.errstate(divide="ignore", invalid="ignore"):
             failed = (

@@ -18,8 +18,7 @@ import pyarrow as pa
 
 from forebay.errors import UsageError
 from forebay.extras import install_command
-from forebay.prepare.documents import Stage, Verdict, replace_column
-from forebay.prepare.filters.fields import first_failing
+from forebay.prepare.documents import Stage, Verdict, first_failing, replace_column
 from forebay.prepare.settings import Share, Texts
 
 LOOK_CHARS = 20_000

@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 from forebay.errors import UsageError
 from forebay.extras import install_command
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Stage, Verdict, replace_column, text_buffers
+from forebay.prepare.documents import Stage, Verdict, first_failing, replace_column, text_buffers
 from forebay.prepare.filters.characters import BREAK
-from forebay.prepare.filters.fields import first_failing, need_order
-from forebay.prepare.filters.words import clip, cut_words, decode, encode, kind, read_only, room_of, tables
-from forebay.prepare.settings import Number, check_fields
+from forebay.prepare.filters.words import clip, cut_words, decode, encode, kind, room_of, tables
+from forebay.prepare.settings import Number, check_fields, check_order
 
 LOOK_BYTES = 1 << 18
 """Of a longer document the first so many bytes are scored."""
@@ -60,7 +59,7 @@ class Perplexity(Stage):
                 f"model: expected the path of a KenLM model (ARPA or binary), got {self.model!r}. "
                 "`forebay lm train` makes one of your own text."
             )
-        need_order(self, "min_perplexity", "max_perplexity")
+        check_order(self, "min_perplexity", "max_perplexity")
         value = self.keep_percentile
         if value and not (len(value) == 2 and 0 <= value[0] < value[1] <= 100):
             raise UsageError(f"keep_percentile: expected [low, high] with 0 <= low < high <= 100, got {value!r}")
@@ -122,7 +121,7 @@ def spaced(texts: pa.LargeStringArray, limit: int) -> tuple[NDArray[np.int64], N
     room = int((stops - offsets[:-1]).sum())
     out = np.empty(2 * room + len(stops), np.uint8)
     ends = np.zeros(len(stops) + 1, np.int64)
-    _space(read_only(offsets), read_only(stops), read_only(data), *tables(), out, ends)
+    _space(offsets, stops, data, *tables(), out, ends)
     return ends, out[: ends[-1]]
 
 

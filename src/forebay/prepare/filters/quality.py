@@ -8,9 +8,10 @@ FineWeb Datasets", section 3.5 (custom filters). What they leave open (what is a
 decided as datatrove 0.10 does.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -18,15 +19,25 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import UsageError
-from forebay.prepare.documents import Stage, Verdict
+from forebay.prepare.documents import Stage, Verdict, first_failing
 from forebay.prepare.filters.exceptions import hash_table
-from forebay.prepare.filters.fields import first_failing, measure, need_order
-from forebay.prepare.settings import Count, Number, Share, Texts, check_fields
+from forebay.prepare.settings import Count, Number, Share, Texts, check_fields, check_order
 
 Ngrams = tuple[tuple[Annotated[int, Field(ge=1, le=100)], Number], ...]
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))
 DUPLICATE_NGRAMS = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
+
+
+def measure(kernel: Any, batch: pa.RecordBatch, columns: int, extra: Sequence[object] = ()) -> NDArray[np.int64]:
+    """What a kernel of `kernels.py` measures of each text: int64 [columns, rows]."""
+    from forebay.prepare.filters.characters import character_table
+    from forebay.prepare.filters.words import word_table
+
+    cut = word_table(batch.column("text"))
+    out = np.zeros((batch.num_rows, columns), np.int64)
+    kernel(cut, character_table(), *extra, out)
+    return out.T
 
 
 @dataclass(frozen=True)
@@ -77,8 +88,8 @@ class GopherQuality(Stage):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        need_order(self, "min_words", "max_words")
-        need_order(self, "min_word_chars", "max_word_chars")
+        check_order(self, "min_words", "max_words")
+        check_order(self, "min_word_chars", "max_word_chars")
         if self.min_stop_words > len(set(self.stop_words)):
             got = f"got {self.min_stop_words}"
             raise UsageError(
@@ -163,11 +174,10 @@ class GopherRepetition(Stage):
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what fails a rule."""
         from forebay.prepare.filters.kernels import REPETITION, measure_repetition
-        from forebay.prepare.filters.words import read_only
 
         grams = (*self.top_ngrams, *self.duplicate_ngrams)
         sizes = sorted((n, len(REPETITION) + i, i < len(self.top_ngrams)) for i, (n, _) in enumerate(grams))
-        table = read_only(np.array(sizes, np.int64).reshape(-1, 3))
+        table = np.array(sizes, np.int64).reshape(-1, 3)
         columns = measure(measure_repetition, batch, len(REPETITION) + len(grams), [table])
         m = dict(zip(REPETITION, columns[: len(REPETITION)], strict=True))
         with np.errstate(divide="ignore", invalid="ignore"):

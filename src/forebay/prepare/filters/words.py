@@ -13,8 +13,7 @@ cut it once: cutting is more than half of what each of them costs. Memory: 13 by
 Source: spaCy 3.8, `Tokenizer` and `lang/en`, whose decisions it follows in other code.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -61,13 +60,6 @@ def clip(offsets: NDArray[np.int64], data: NDArray[np.uint8], limit: int = LOOK_
             stop -= 1
         stops[row] = stop
     return stops
-
-
-def read_only(array: NDArray[Any]) -> NDArray[Any]:
-    """The same memory, not writable: Arrow's buffers are, and kernels are compiled for one kind of array only."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 @jit(forceinline=True)
@@ -442,9 +434,8 @@ IS_TEXT, HAS_LETTER = 1, 2
 """Flags of a word: not all of its characters are symbols; one is a letter."""
 
 
-@dataclass(frozen=True, eq=False)
-class WordTable:
-    """The words of each row: word i of row r is entry `starts[r] + i` of the others; none of it can be written.
+class WordTable(NamedTuple):
+    """The words of each row, as compiled functions take them: word i of row r is entry `starts[r] + i` of the others.
 
     Args:
         offsets, stops, data: The texts: row r is `data[offsets[r]:stops[r]]`, a long one only in part (`clip`).
@@ -461,16 +452,6 @@ class WordTable:
     hashes: NDArray[np.uint64]
     chars: NDArray[np.int32]
     flags: NDArray[np.uint8]
-
-    @property
-    def texts(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
-        """What a kernel that looks at characters is given."""
-        return self.offsets, self.stops, self.data
-
-    @property
-    def words(self) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.int32], NDArray[np.uint8]]:
-        """What a kernel that looks at words is given."""
-        return self.starts, self.hashes, self.chars, self.flags
 
 
 _last: tuple[tuple[int, ...], pa.Array, WordTable] | None = None
@@ -489,11 +470,8 @@ def word_table(column: pa.LargeStringArray) -> WordTable:
     room = int((stops - offsets[:-1]).sum())
     starts = np.zeros(len(offsets), np.int64)
     hashes, chars, flags = np.empty(room, np.uint64), np.empty(room, np.int32), np.empty(room, np.uint8)
-    offsets, stops, data = (read_only(array) for array in (offsets, stops, data))
     n = _cut_all(offsets, stops, data, *tables(), starts, hashes, chars, flags)
-    found = WordTable(
-        offsets, stops, data, read_only(starts), read_only(hashes[:n]), read_only(chars[:n]), read_only(flags[:n])
-    )
+    found = WordTable(offsets, stops, data, starts, hashes[:n], chars[:n], flags[:n])
     _last = key, column, found  # the column too: while it is held, no other can lie at its address
     return found
 
