@@ -113,7 +113,7 @@ class Rows(Settings):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Settings):
     """All that decides the bytes of a dataset. `inputs` are what is read if the command line names none."""
 
     inputs: tuple[str, ...] = ()
@@ -128,10 +128,6 @@ class Recipe:
     slice: Slicing = field(default_factory=Slicing)
     subsets: Subsets = field(default_factory=Subsets)
     rows: Rows | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_bad", "sample"):
-            fit(field_types(Recipe)[name], getattr(self, name), name)
 
     @property
     def percentiles(self) -> tuple[float, ...]:

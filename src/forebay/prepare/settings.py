@@ -47,10 +47,6 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
 
 
-def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
-
-
 def fit(kind: Any, value: Any, name: str) -> Any:
     """The value of the setting `name` as its type wants it: a list as a tuple, a whole number as a float.
 
@@ -58,7 +54,7 @@ def fit(kind: Any, value: Any, name: str) -> Any:
         UsageError: If it does not fit.
     """
     try:  # As JSON, whose lists may be tuples.
-        return _adapter(kind).validate_json(json.dumps(value, default=_plain), strict=True)
+        return _adapter(kind).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
         wrong = [one for one in error.errors() if one["type"] != "too_short"] or error.errors()
         expected = " or ".join(dict.fromkeys(map(_expected, wrong)))
@@ -88,13 +84,20 @@ class Settings:
 def check_fields(settings: Any) -> None:
     """Check the fields of a dataclass that was just made; lists become tuples, so that it can be hashed.
 
+    Defaults, and objects that no file can hold (a stage of one's own may have such), are taken as they are.
+
     Raises:
         UsageError: If one does not fit its type; the message begins with its name.
     """
     cls: Any = type(settings)
-    for name, kind in field_types(cls).items():
-        value = getattr(settings, name)
-        if not dataclasses.is_dataclass(value):
-            fitted = fit(kind, value, name)
-            if isinstance(fitted, tuple):
-                object.__setattr__(settings, name, fitted)
+    for one in dataclasses.fields(cls):
+        value = getattr(settings, one.name)
+        if value is one.default or not one.init:
+            continue
+        try:
+            json.dumps(value)
+        except TypeError:
+            continue
+        fitted = fit(field_types(cls)[one.name], value, one.name)
+        if isinstance(fitted, tuple):
+            object.__setattr__(settings, one.name, fitted)

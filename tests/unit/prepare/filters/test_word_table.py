@@ -61,7 +61,7 @@ def test_words_are_cut_once_for_a_column_and_anew_for_another() -> None:
     assert other.starts.tolist() == [0, 2]
     again = word_table(column)
     assert again is not table
-    for mine, theirs in zip(again.words, table.words, strict=True):
+    for mine, theirs in zip(again, table, strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
