@@ -16,10 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from forebay.errors import StateError
-from forebay.schedule.members import Action, Formed, Gap, Note, Rules, State, Stepped
+from forebay.schedule.members import Action, Formed, Gap, Generation, Member, Note, Place, Rules, State, Stepped
 
 ROSTER_NAME = "roster.sqlite"
 _SCHEMA = """
@@ -37,10 +35,7 @@ CREATE TABLE IF NOT EXISTS gaps (
 CREATE TABLE IF NOT EXISTS notes (at REAL NOT NULL, text TEXT NOT NULL);
 """
 # Kept anew by whoever is alive, so not worth a write.
-_FLEETING = (
-    "seen_at", "moved_at", "ready", "polling", "returns_at", "lost_at", "rules", "changing_at", "breakers",
-)  # fmt: skip
-_STATE = TypeAdapter(State)
+_FLEETING = ("seen_at", "moved_at", "ready", "polling", "returns_at", "lost_at")
 
 
 class Roster:
@@ -92,10 +87,16 @@ class Roster:
                     f"this start says {value!r}. Start it as it was, or choose another --state directory."
                 )
         try:
-            if body.keys() != _durable(State(rules)).keys():
-                raise ValueError(f"expected {', '.join(_durable(State(rules)))}, got {', '.join(body)}")
-            members = {m["worker_id"]: {**m, "seen_at": now, "moved_at": now} for m in body["members"]}
-            state = _STATE.validate_python({**body, "rules": rules, "members": members})
+            generation = body["generation"]
+            if generation is not None:
+                generation["places"] = tuple(Place(**place) for place in generation["places"])
+            state = State(
+                rules, body["told"], body["config"], Generation(**generation) if generation else None,
+                {m["worker_id"]: Member(**m, seen_at=now, moved_at=now) for m in body["members"]}, body["seats"],
+                body["reached"], body["floor"], body["run_to"], body["end"],
+                {session: (voter, step) for session, (voter, step) in body["finished"].items()},
+                tuple((rank, step) for rank, step in body["gone"]), body["broken"],
+            )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateError(
                 f"coordinator's state: {self.path} is of another version, or damaged: {type(error).__name__}: {error}. "
@@ -197,6 +198,18 @@ class Roster:
 
 
 def _durable(state: State) -> dict[str, Any]:
-    body = {name: value for name, value in asdict(state).items() if name not in _FLEETING}
-    members = [{k: v for k, v in member.items() if k not in _FLEETING} for member in body["members"].values()]
-    return {**body, "members": members}
+    members = [asdict(member) for member in state.members.values()]
+    return {
+        "told": dict(state.told),
+        "config": dict(state.config),
+        "generation": asdict(state.generation) if state.generation is not None else None,
+        "members": [{k: v for k, v in member.items() if k not in _FLEETING} for member in members],
+        "seats": dict(state.seats),
+        "reached": state.reached,
+        "floor": state.floor,
+        "run_to": state.run_to,
+        "end": state.end,
+        "finished": {session: list(said) for session, said in state.finished.items()},
+        "gone": [list(place) for place in state.gone],
+        "broken": state.broken,
+    }
