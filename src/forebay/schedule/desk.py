@@ -106,6 +106,10 @@ class Standing:
         self.barred_until = now + stall_s * min(64, 2 ** (self.num_stalls - 1))
 
 
+class StaleAttemptError(LeaseError):
+    """An exchange comes again, or after a later one of its session; another attempt is answered."""
+
+
 class Desk:
     """Several jobs and their swarms.
 
@@ -145,14 +149,15 @@ class Desk:
         """Takes what a session of a worker says and answers it; the events belong on disk before the reply goes out.
 
         Raises:
-            LeaseError: If it names a job that is not here, or comes after a later attempt.
+            LeaseError: If it names a job that is not here; StaleAttemptError if it comes after a later attempt.
         """
         if ask.job and ask.job not in self.jobs:
             raise LeaseError(f"job {ask.job}: this scheduler has none of that name, but {', '.join(self.jobs)}.")
         done: list[Event] = []
         session = self._session((peer_id, ask.session), now)
         if 0 < ask.attempt <= session.attempt:
-            raise LeaseError(f"exchange: attempt {ask.attempt} came after {session.attempt}. It was given up; drop it.")
+            text = f"exchange: attempt {ask.attempt} came after {session.attempt}. It was given up; drop it."
+            raise StaleAttemptError(text)
         session.attempt = max(session.attempt, ask.attempt)
         self._hear(session, ask, now)
         accepted, refused = self._take_uses(peer_id, ask, done, now)

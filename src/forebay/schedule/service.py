@@ -28,12 +28,12 @@ from forebay.network.dialing import Dialer
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.identity import Identity, Peer, verify
 from forebay.network.limits import Limits
-from forebay.network.messages import ExchangeReply, ExchangeRequest, ReadmitRequest, WeightsRequest
+from forebay.network.messages import STALE_ATTEMPT, ExchangeReply, ExchangeRequest, ReadmitRequest, WeightsRequest
 from forebay.network.server import ApiError, JsonResponse, Metric, Server, make_app, peer_of, role, source_of
 from forebay.schedule import exchange, status
 from forebay.schedule.ask import Ask
 from forebay.schedule.catalog import Catalog, Finder, JobPlan, Kept, Wanted, begun, holders
-from forebay.schedule.desk import Desk
+from forebay.schedule.desk import Desk, StaleAttemptError
 from forebay.schedule.events import Banned, Enlisted, Event, Recorded, Reported
 from forebay.schedule.journal import Journal, job_body, ledger_path, lock_state
 from forebay.schedule.possession import is_checked
@@ -566,7 +566,8 @@ async def _commit(journal: Journal) -> None:
 async def _refused(request: Request, error: Exception) -> Response:
     """What the desk or the ledger raises, as an answer."""
     if isinstance(error, LeaseError):
-        return ApiError(409, "refused", str(error)).response()
+        code = STALE_ATTEMPT if isinstance(error, StaleAttemptError) else "refused"
+        return ApiError(409, code, str(error)).response()
     if isinstance(error, UsageError):
         return ApiError(400, "bad_request", str(error)).response()
     log.error("scheduler: %s", error)
