@@ -11,6 +11,7 @@ after it, by all who wait at once.
 import asyncio
 import hashlib
 import logging
+import os
 import secrets
 import threading
 import time
@@ -125,6 +126,7 @@ class SchedulerService:
         self._exchanges, self._desk_s = 0, 0.0
         self._over_from = 0.0
         self._journal: Journal | None = None
+        self._state_lock = -1  # beside the journal's: no standby has the state while a journal is opened again
         self._commit: asyncio.Task[None] | None = None
         self._server = Server(
             self._app(), identity, host, port, limits=limits, discovery=discovery, known=self._addresses
@@ -176,13 +178,14 @@ class SchedulerService:
         lock = self._take_state()
         if lock is None:
             return
-        self._journal = self._read_journal(lock)
-        if self.is_done():
-            self._over_from = time.monotonic() + END_S
-        for dataset_id, swarm in self._journal.desk.swarms.items():
-            self._bans.know(dataset_id, swarm.facts()["banned"])
-        self._name_origins()
+        self._state_lock = os.dup(lock)
         try:
+            self._journal = self._read_journal(lock)
+            if self.is_done():
+                self._over_from = time.monotonic() + END_S
+            for dataset_id, swarm in self._journal.desk.swarms.items():
+                self._bans.know(dataset_id, swarm.facts()["banned"])
+            self._name_origins()
             self._server.start()
             self._announce()
         except BaseException:
@@ -206,7 +209,7 @@ class SchedulerService:
             if self._stopping.wait(0.05):
                 return None
 
-    def _read_journal(self, lock: int | None) -> Journal:
+    def _read_journal(self, lock: int) -> Journal:
         specs, key = list(self._catalog.specs.values()), self.identity.public_key.hex()
         bodies = {spec.name: job_body(spec, scheduler=key, **self._catalog.facts(spec.name)) for spec in specs}
         # Leases get ids that no earlier life of this scheduler gave.
@@ -224,6 +227,9 @@ class SchedulerService:
         with self._lock:
             if self._journal is not None:
                 self._journal.close()
+            if self._state_lock >= 0:
+                os.close(self._state_lock)
+                self._state_lock = -1
 
     def _open_journal(self) -> Journal:
         if self._journal is None:
@@ -315,7 +321,7 @@ class SchedulerService:
     def _begin_anew(self, journal: Journal) -> None:
         """What could not be written is not true: the desk is read again from the disk."""
         journal.close()
-        self._journal = self._read_journal(None)
+        self._journal = self._read_journal(os.dup(self._state_lock))
         self._name_origins()
         log.warning("scheduler %s: the journal was opened again; workers say again what was not recorded", self.name)
 
