@@ -48,6 +48,7 @@ from typing import Any
 from benchmarks.swarm import HOST, NAME, _Known, make_dataset
 from forebay.dataset.reader import open_dataset
 from forebay.ledger.verify import verify_ledger
+from forebay.load.loader import Loader
 from forebay.network.client import Client, parse_address
 from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import Discovery
@@ -55,6 +56,7 @@ from forebay.network.identity import Identity, create_network, join, verify
 from forebay.network.server import Server
 from forebay.schedule.service import SchedulerService
 from forebay.serve import DataNode
+from forebay.store.remote import open_remote
 from forebay.threads import Supervised
 from forebay.worker.leasing import run_worker
 
@@ -64,6 +66,7 @@ PAUSE_S, EPOCHS = 0.006, 2  # of a step; of a job
 LEASE_S = 1.0
 TASK_S = 10.0  # by which a task that raised may delay a job
 CALIBRATED_FOR = 20  # seeds
+WHENS = ("start", "running")
 _begun = threading.Event()  # in a process of a job: it worked once
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["forebay.worker.leasing", "forebay.schedule.service", "forebay.serve", __name__])
@@ -270,6 +273,27 @@ def _work(
     return asdict(report)
 
 
+def _read(told: Connection, stop: threading.Event, node: str, known: str, data: str, cache: str) -> dict[str, Any]:
+    """A loader over two epochs, by the network with a swarm; or, without a cache, of files that are here."""
+    identity = Identity.load(node)
+    dataset = open_remote(f"forebay://bench/{NAME}", identity=node, discovery=_discovery(identity, known))
+    ids: Counter[int] = Counter()
+    settings = {"cache_dir": cache, "share": True} if cache else {}
+    with Loader(
+        dataset if cache else data,
+        seq_len=SEQ_LEN,
+        global_batch_size=16,
+        epochs=EPOCHS,
+        rank=0,
+        world_size=1,
+        **settings,
+    ) as loader:
+        for batch in loader:
+            ids.update(batch.sample_ids.tolist())
+            time.sleep(PAUSE_S)
+    return {"done": len(ids) * EPOCHS == ids.total() and set(ids.values()) == {EPOCHS}, "samples": len(ids)}
+
+
 class Node:
     """A process of a job, and what it said."""
 
@@ -409,6 +433,27 @@ class Bench:
         )  # fmt: skip
         self._data_at = self._data.hear(30.0)
         return self._data
+
+    def read(self, injection: Injection, deadline_s: float, cache: str) -> Outcome:
+        """A loader in place of a job."""
+        if self._data is None:
+            self.serve()
+        folder, outcome, began = self.folder / "reading", Outcome(), time.monotonic()
+        shutil.rmtree(folder, ignore_errors=True)
+        node = Node(
+            _read, self.folder / "reader.log", injection, node=str(self.homes["worker0"]), known=self._data_at,
+            data=str(self.folder / "dataset"), cache=cache and str(folder),
+        )  # fmt: skip
+        try:
+            said = node.hear(deadline_s)
+            outcome.entered["reader"] = said.get("entered", {})
+            if "error" in said or not said["report"]["done"] or said["report"]["samples"] != self.samples:
+                outcome.faults.append(f"reader: {said}"[-2000:])
+        except RuntimeError as error:
+            outcome.faults.append(str(error))
+        outcome.seconds = time.monotonic() - began
+        node.kill()
+        return outcome
 
     def run(
         self, seed: int, plan: Plan, deadline_s: float, calm_s: float = 1.0, epochs: int = EPOCHS,
@@ -616,33 +661,51 @@ def run_tasks(folder: Path, only: str = "", say: Callable[[str], object] = print
     """Part two: each background task of each process raises once, at its start and while it runs."""
     bench, faults, rows = Bench(folder, with_dht=True), dict[str, list[str]](), 0
     roles = ("data", "scheduler", "worker0")
+
+    def calm() -> Outcome:
+        """A job in which nothing raises: what the machine needs for one now."""
+        done = bench.run(-1, Plan(), 240.0, epochs=2 * EPOCHS, injections={role: Injection() for role in roles})
+        if done.faults:
+            raise RuntimeError(f"an undisturbed job failed: {done.faults}")
+        return done
+
+    def disturbed(number: int, role: str, injection: Injection, calm_s: float) -> Outcome:
+        try:
+            limit_s = 1.5 * calm_s + TASK_S
+            done = bench.run(number, Plan(), limit_s, epochs=2 * EPOCHS, injections={role: injection})
+        except RuntimeError as error:
+            return Outcome(faults=[str(error)])
+        if injection.when == "start" and not done.faults and done.entered[role].get(injection.task, 0) < 2:
+            done.faults.append(f"it began {done.entered[role].get(injection.task, 0)} times")
+        return done
+
     try:
-        calm = bench.run(-1, Plan(), 120.0, epochs=2 * EPOCHS, injections={role: Injection() for role in roles})
-        if calm.faults:
-            raise RuntimeError(f"an undisturbed job failed: {calm.faults}")
-        tasks = [(role, task) for role in roles for task in sorted(calm.entered[role])]
-        for number, (role, task, when) in enumerate((*it, when) for it in tasks for when in ("start", "running")):
-            if only not in f"{role}: {task} ({when})":
+        first = calm()
+        tasks = [(role, task, when) for role in roles for task in sorted(first.entered[role]) for when in WHENS]
+        for number, (role, task, when) in enumerate(tasks):
+            what = f"{role}: {task} ({when})"
+            if only not in what:
                 continue
-            what, rows = f"{role}: {task} ({when})", rows + 1
-            try:
-                done = bench.run(
-                    number,
-                    Plan(),
-                    1.5 * calm.seconds + TASK_S,
-                    epochs=2 * EPOCHS,
-                    injections={role: Injection(task, when)},
-                )
-                if when == "start" and not done.faults and done.entered[role].get(task, 0) < 2:
-                    done.faults.append(f"it began {done.entered[role].get(task, 0)} times")
-            except RuntimeError as error:
-                done = Outcome(faults=[str(error)])
+            rows += 1
+            done = disturbed(number, role, Injection(task, when), first.seconds)
+            if done.faults:  # once more, by what the machine needs now: it may have become busy
+                done = disturbed(number, role, Injection(task, when), calm().seconds)
             if done.faults:
                 faults[what] = done.faults
             say(f"{what:44} {done.seconds:6.2f} s  {'; '.join(done.faults) or 'ok'}")
+        for cache in ("cache", ""):
+            still = bench.read(Injection(), 120.0, cache)
+            for task, when in [(task, when) for task in sorted(still.entered["reader"]) for when in WHENS]:
+                what = f"reader{' of files' * (not cache)}: {task} ({when})"
+                if only in what:
+                    rows += 1
+                    done = bench.read(Injection(task, when), 1.5 * still.seconds + TASK_S, cache)
+                    if done.faults:
+                        faults[what] = done.faults
+                    say(f"{what:44} {done.seconds:6.2f} s  {'; '.join(done.faults) or 'ok'}")
     finally:
         bench.close()
-    return {"tasks": rows, "calm_s": round(calm.seconds, 2), "failed": faults}
+    return {"tasks": rows, "calm_s": round(first.seconds, 2), "failed": faults}
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -128,6 +129,7 @@ class SchedulerService:
         self._journal: Journal | None = None
         self._state_lock = -1  # beside the journal's: no standby has the state while a journal is opened again
         self._commit: asyncio.Task[None] | None = None
+        self._disk = ThreadPoolExecutor(1)  # of its own: the loop's threads may all wait for a data node that hangs
         self._server = Server(
             self._app(), identity, host, port, limits=limits, discovery=discovery, known=self._addresses
         )
@@ -223,6 +225,7 @@ class SchedulerService:
         self._stopping.set()
         self._server.drain(5.0)
         self._server.close()
+        self._disk.shutdown()
         self._dialer.close()
         with self._lock:
             if self._journal is not None:
@@ -315,8 +318,12 @@ class SchedulerService:
         """
         while not journal.is_durable(ticket):
             if self._commit is None or self._commit.done():
-                self._commit = asyncio.create_task(_commit(journal))
+                self._commit = asyncio.create_task(self._write(journal))
             await asyncio.shield(self._commit)
+
+    async def _write(self, journal: Journal) -> None:
+        await asyncio.sleep(GATHER_S)
+        await asyncio.get_running_loop().run_in_executor(self._disk, journal.write)
 
     def _begin_anew(self, journal: Journal) -> None:
         """What could not be written is not true: the desk is read again from the disk."""
@@ -562,11 +569,6 @@ class SchedulerService:
         with self._lock:
             jobs = [status.job_status(job) for job in self._open_journal().desk.jobs.values()]
             return status.metrics(jobs, len(self._workers), self._exchanges, self._desk_s)
-
-
-async def _commit(journal: Journal) -> None:
-    await asyncio.sleep(GATHER_S)
-    await asyncio.to_thread(journal.write)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
