@@ -67,6 +67,9 @@ LEASE_S = 1.0
 TASK_S = 10.0  # by which a task that raised may delay a job
 CALIBRATED_FOR = 20  # seeds
 WHENS = ("start", "running")
+TAKES = (
+    "hash"  # takes work from a queue: what is raised between that and its handler loses the work, and nothing real is
+)
 _begun = threading.Event()  # in a process of a job: it worked once
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["forebay.worker.leasing", "forebay.schedule.service", "forebay.serve", __name__])
@@ -682,6 +685,7 @@ def run_tasks(folder: Path, only: str = "", say: Callable[[str], object] = print
     try:
         first = calm()
         tasks = [(role, task, when) for role in roles for task in sorted(first.entered[role]) for when in WHENS]
+        tasks = [task for task in tasks if task[1:] != (TAKES, "running")]
         for number, (role, task, when) in enumerate(tasks):
             what = f"{role}: {task} ({when})"
             if only not in what:
@@ -696,6 +700,8 @@ def run_tasks(folder: Path, only: str = "", say: Callable[[str], object] = print
         for cache in ("cache", ""):
             still = bench.read(Injection(), 120.0, cache)
             for task, when in [(task, when) for task in sorted(still.entered["reader"]) for when in WHENS]:
+                if (task, when) == (TAKES, "running"):
+                    continue
                 what = f"reader{' of files' * (not cache)}: {task} ({when})"
                 if only in what:
                     rows += 1

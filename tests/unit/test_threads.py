@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import logging
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import forebay
 from calibration import scaled
+from forebay.load.slices import ReadAhead
 from forebay.network.server import Server, make_app
 from forebay.threads import Supervised, failures
 
@@ -63,6 +65,24 @@ def test_join_returns_at_once_for_a_thread_that_never_started_or_joins_itself() 
     joined: list[bool] = []
     thread = Supervised(lambda: joined.append(thread.join()), "test itself")
     assert thread.start().join(scaled(10)) and joined == [False]
+
+
+def test_a_readahead_that_fails_is_closed_at_once(monkeypatch: pytest.MonkeyPatch, deaths: list[object]) -> None:
+    def run(ahead: ReadAhead) -> None:
+        ahead._paths.get()
+        raise OSError("no such call")
+
+    monkeypatch.setattr(ReadAhead, "_run", run)
+    ahead, before = ReadAhead(), failures().get("readahead", 0)
+    ahead.request([Path("slice")])
+    deadline = time.monotonic() + scaled(10)
+    while failures().get("readahead", 0) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    closing = threading.Thread(target=ahead.close, daemon=True)
+    closing.start()
+    closing.join(scaled(20))
+    assert not closing.is_alive()
 
 
 BARE_THREADS = {

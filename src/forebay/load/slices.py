@@ -414,6 +414,7 @@ class ReadAhead:
         if thread is not None:
             while not self._paths.empty():
                 self._paths.get()
+            thread.stop()  # one that failed and waits to go on does not
             self._paths.put(None)
             thread.join()
 
