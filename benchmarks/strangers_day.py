@@ -10,13 +10,15 @@ than such a certificate and a connection. LEFT_OUT has the others, and why.
 Shown, and exit code 1 if one of it fails: the ledger proves that each sample was used once (`forebay ledger verify`),
 with the attacker the job takes at most 1.25 times as long, scheduler and data node stay below 300 MB at their peak, and
 every worker ends with 0. The attacker has low priority for the processor (nice 10), as it would have a machine of its
-own.
+own; and a thread that does steps of the same length and touches no network says how much slower the machine was
+beside it, be it by the attacker's own work or by other programs: that is taken out of the ratio.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import http.client
 import json
 import os
@@ -534,9 +536,14 @@ def _attack(facts: dict[str, Any]) -> None:
 
 @dataclass
 class Day:
-    """What one run of the job came to; `peaks_mb` by process."""
+    """What one run of the job came to; `peaks_mb` by process, `step_ms` of a step without a network.
+
+    `wait_share`: of the workers' time, for data or a lease; the mean.
+    """
 
     seconds: float = 0.0
+    step_ms: float = 0.0
+    wait_share: float = 0.0
     peaks_mb: dict[str, float] = field(default_factory=dict)
     exits: dict[str, int] = field(default_factory=dict)
     wasted: int = 0
@@ -599,7 +606,7 @@ class World:
             _up(nodes["standby"])
             if with_attacker:
                 attacker = self._start_attacker(folder, at, data_at)
-            began = time.monotonic()
+            began, steps = time.monotonic(), _Steps()
             for i in range(self.workers):
                 nodes[f"worker{i}"] = self._start(
                     folder / f"worker{i}.log", "work", NAME, "--scheduler", at, "--batch-size", str(BATCH),
@@ -607,7 +614,8 @@ class World:
                     f"{self.folder / 'paced.py'}:Paced", node=f"worker{i}",
                 )  # fmt: skip
             lines = {who: _Lines(node) for who, node in nodes.items() if who.startswith("worker")}
-            self._watch(nodes, lines, day, began, limit_s, at, say)
+            self._watch(nodes, lines, day, began, limit_s, say)
+            day.step_ms = round(steps.end(), 2)
             if attacker is not None:
                 said, _ = attacker.communicate("", timeout=60.0)
                 day.attacks, day.attacker_cpu_s = json.loads(said)["counts"], json.loads(said)["cpu_s"]
@@ -617,6 +625,7 @@ class World:
                 day.exits[who] = node.wait(60.0)
             reports = [line["report"] for one in lines.values() for line in one.end() if "report" in line]
             day.wasted = sum(report["wasted"] for report in reports)
+            day.wait_share = round(sum(report["wait_share"] for report in reports) / max(1, len(reports)), 3)
         finally:
             for node in [*nodes.values(), *([attacker] if attacker is not None else [])]:
                 if node.poll() is None:
@@ -646,7 +655,7 @@ class World:
 
     def _watch(
         self, nodes: dict[str, subprocess.Popen[str]], lines: dict[str, _Lines], day: Day, began: float,
-        limit_s: float, at: str, say: Callable[[str], object],
+        limit_s: float, say: Callable[[str], object],
     ) -> None:  # fmt: skip
         """Until every worker has ended: the peaks of memory, and the scheduler's end at half time."""
         total, told = self.num_slices * STEPS * BATCH * self.epochs, 0.0
@@ -684,6 +693,28 @@ class World:
         shutil.rmtree(folder / "state" / "datasets", ignore_errors=True)
         for cache in folder.glob("cache*"):
             shutil.rmtree(cache)
+
+
+class _Steps:
+    """Steps as the workers' trainer does them, by a thread without a network: how long one takes this machine now."""
+
+    def __init__(self) -> None:
+        self._ended, self._num, self._began = threading.Event(), 0, time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        data = bytes(SLICE_BYTES // 4)
+        while not self._ended.is_set():
+            time.sleep(SLICE_S / STEPS)
+            hashlib.sha256(data).digest()  # in place of what a worker does for a step
+            self._num += 1
+
+    def end(self) -> float:
+        """Mean milliseconds."""
+        self._ended.set()
+        self._thread.join()
+        return 1e3 * (time.monotonic() - self._began) / max(1, self._num)
 
 
 class _Lines:
@@ -736,17 +767,27 @@ def run(folder: Path, minutes: float, say: Callable[[str], object] = print) -> d
         beside = world.run("beside", True, limit_s, say)
     finally:
         world.close()
-    ratio = beside.seconds / alone.seconds if alone.seconds else float("inf")
+    raw = beside.seconds / alone.seconds if alone.seconds else float("inf")
+    ratio = raw * alone.step_ms / beside.step_ms
     faults = [f"alone: {fault}" for fault in alone.faults] + [f"beside: {fault}" for fault in beside.faults]
     if ratio > MAX_RATIO:
         faults.append(f"the job took {ratio:.2f} times as long beside the attacker")
-    return {"ratio": round(ratio, 3), "faults": faults, "alone": asdict(alone), "beside": asdict(beside)}
+    return {
+        "ratio": round(ratio, 3),
+        "raw_ratio": round(raw, 3),
+        "faults": faults,
+        "alone": asdict(alone),
+        "beside": asdict(beside),
+    }
 
 
 def _show(found: dict[str, Any]) -> None:
     print(f"\n{'':24}{'alone':>12}{'beside':>12}")
     days = [found["alone"], found["beside"]]
-    print(f"{'seconds':24}" + "".join(f"{day['seconds']:12.1f}" for day in days) + f"   ratio {found['ratio']}")
+    print(f"{'seconds':24}" + "".join(f"{day['seconds']:12.1f}" for day in days) + f"   ratio {found['raw_ratio']}")
+    print(f"{'a step alone, ms':24}" + "".join(f"{day['step_ms']:12.2f}" for day in days) + "   without a network")
+    print(f"{'ratio':24}{'':12}{found['ratio']:12.3f}   without what the machine was slower by")
+    print(f"{'workers waited':24}" + "".join(f"{day['wait_share']:12.1%}" for day in days))
     for who in ("scheduler", "standby", "data"):
         print(f"{who + ', peak MB':24}" + "".join(f"{day['peaks_mb'].get(who, 0.0):12.1f}" for day in days))
     print(f"{'samples wasted':24}" + "".join(f"{day['wasted']:12}" for day in days))
