@@ -351,6 +351,8 @@ def _refusal(answer: Answer, request: _Request) -> RemoteError:
     try:
         body = json.loads(_read_body(answer, 1 << 16, request))
         code, message = str(body["error"])[:80], str(body["message"])[:1000]
+    except PeerGoneError:
+        raise  # a refusal without its reason is a lost answer, and repeated like one
     except (ValueError, KeyError, TypeError, RecursionError, NetworkError) as error:
         message = f"(its explanation cannot be read: {type(error).__name__})"
     wait_s = retry_after_s(answer.headers.get("retry-after", ""), time.time()) or 0.0

@@ -334,13 +334,10 @@ class Core:
         self.on_bytes = on_bytes
         self.is_draining = False
         self.connections = ConnectionTable(limits)
-        self.requests = RequestTable(limits)
-        self.replies = ReplyCache()
         self.num_bytes = 0
         self.answers: Counter[int] = Counter()
         self.limited: Counter[str] = Counter()
         self.task_failures: Counter[str] = Counter()
-        self.state = ServerState()
         self.config = uvicorn.Config(
             self, http=PeerProtocol, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
             server_header=False, date_header=False, interface="asgi3", timeout_keep_alive=max(1, int(limits.idle_s)),
@@ -348,7 +345,12 @@ class Core:
         self.config.load()
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin in a loop. What was open in one that failed ends here."""
         self.loop = loop
+        for connection in self.connections.all():
+            connection.transport.get_extra_info("socket").close()
+        self.connections, self.requests = ConnectionTable(self.limits), RequestTable(self.limits)
+        self.replies, self.state = ReplyCache(), ServerState()
 
     def admit(self, connection: PeerProtocol, der: bytes | None) -> bool:
         """Whether a connection whose TLS handshake is finished may stay."""

@@ -9,6 +9,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 MAX_SWARM_ITEMS = 1024
+STALE_ATTEMPT = "stale_attempt"
+"""The code of the answer to an attempt of an exchange that was heard before, or given up for a later one."""
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]

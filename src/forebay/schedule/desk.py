@@ -117,6 +117,10 @@ class Standing:
         self.barred_until = now + stall_s * min(64, 2 ** (self.num_stalls - 1))
 
 
+class StaleAttemptError(LeaseError):
+    """An exchange comes again, or after a later one of its session; another attempt is answered."""
+
+
 class Desk:
     """Several jobs and their swarms.
 
@@ -162,15 +166,16 @@ class Desk:
             bad: What `ask.bad` comes to, of slices that are or lately were leased to it.
 
         Raises:
-            LeaseError: If it names a job that is not here, has slices that a dataset does not have, or comes after a
-                later attempt.
+            LeaseError: If it names a job that is not here, or has slices that a dataset does not have.
+            StaleAttemptError: If it comes after a later attempt.
         """
         if ask.job and ask.job not in self.jobs:
             raise LeaseError(f"job {ask.job}: this scheduler has none of that name, but {', '.join(self.jobs)}.")
         done: list[Event] = []
         session = self._session((peer_id, ask.session), now)
         if 0 < ask.attempt <= session.attempt:
-            raise LeaseError(f"exchange: attempt {ask.attempt} came after {session.attempt}. It was given up; drop it.")
+            text = f"exchange: attempt {ask.attempt} came after {session.attempt}. It was given up; drop it."
+            raise StaleAttemptError(text)
         session.attempt = max(session.attempt, ask.attempt)
         self._hear(session, ask, organisation, now)
         accepted, refused = self._take_uses(peer_id, ask, done, now)

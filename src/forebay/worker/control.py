@@ -16,6 +16,7 @@ from forebay.network.backoff import backoff_s
 from forebay.network.client import Client, RemoteError
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.identity import Identity
+from forebay.network.messages import STALE_ATTEMPT
 from forebay.network.waiting import waiting
 
 log = logging.getLogger("forebay.worker")
@@ -85,7 +86,7 @@ class Control:
         patience_s = self.patience_s if patience_s is None else patience_s
         deadline = time.monotonic() + patience_s
         began_stopping = time.monotonic()
-        tried, is_repeat = 0, False
+        tried = 0
         while True:
             tried, asked_s = tried + 1, 0.0
             address = self._find()
@@ -101,10 +102,9 @@ class Control:
                         raise ProtocolViolation(f"scheduler {address}: expected an object, got {answer!r:.80}")
                     return answer
                 except RemoteError as error:
-                    # 409 once: an earlier copy of this attempt may have been heard, and its answer lost.
-                    if error.status not in (429, 503) and (error.status != 409 or is_repeat):
+                    # A stale attempt: a copy of it was heard, and its answer lost. The next one is not.
+                    if error.status < 500 and error.status != 429 and error.code != STALE_ATTEMPT:
                         raise
-                    is_repeat = is_repeat or error.status == 409
                     self._reason, asked_s = str(error), error.wait_s
                 except NetworkError as error:
                     self._reason = str(error)

@@ -180,7 +180,8 @@ class Fetcher:
         except IntegrityError as error:
             self._leases.fail(held, str(error))
         except Exception as error:  # a full disk or no descriptor left too: it is tried again
-            if isinstance(error, ForebayError) and not isinstance(error, NetworkError):
+            is_passing = isinstance(error, NetworkError) or isinstance(error.__cause__, OSError)
+            if isinstance(error, ForebayError) and not is_passing:
                 raise
             if not isinstance(error, NetworkError):
                 log.exception("slice %s: cannot fetch it; its lease is released", grant.name)
@@ -197,6 +198,8 @@ class Fetcher:
         if not self.slices and grant.providers and all(provider.is_url for provider in grant.providers):
             patience_s = min(patience_s, _URLS_ONLY_S) if isinstance(error, _NoSourceError) else patience_s
         if self._misses >= 5 and time.monotonic() - self._hit_at > patience_s:
+            if isinstance(error, ForebayError) and not isinstance(error, NetworkError):
+                raise error  # the disk's: it says where and what to do
             raise NetworkError(
                 f"worker: no provider gave any slice for {patience_s:g} s, "
                 f"last {grant.name}: {error}. Is a data node running?"
