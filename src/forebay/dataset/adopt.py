@@ -24,10 +24,6 @@ def adopt(directory: str | Path, name: str | None = None) -> Dataset:
     Args:
         directory: Where the files lie; `manifest.json` and `slices.parquet` are written here.
         name: The dataset's name; by default the directory's.
-
-    Raises:
-        DatasetError: If there is no such file, one is damaged, or they differ in layout, tensors or types.
-        UsageError: If the directory already holds another dataset.
     """
     folder = Path(directory)
     if not folder.is_dir():

@@ -124,9 +124,6 @@ class Documents:
         """The numbers of the documents with this id; `#12`, and `12` where the dataset has no ids, is a number.
 
         Cost: with ids, one pass over them, some 50 MB/s a core of Parquet.
-
-        Raises:
-            UsageError: If there is none.
         """
         number = name.removeprefix("#")
         if (number != name or not self.has_ids) and number.isascii() and number.isdigit():

@@ -63,12 +63,7 @@ class Access:
 
     @classmethod
     def load(cls, path: str | Path) -> Access:
-        """The rules of a file.
-
-        Raises:
-            UsageError: If it is missing or malformed.
-            StateError: If what was used up cannot be kept beside it.
-        """
+        """The rules of a file."""
         read_rules(Path(path))
         return cls(Path(path))
 
@@ -113,11 +108,7 @@ class Access:
 
 
 def read_rules(path: Path) -> tuple[Rule, ...]:
-    """The entries of an access list.
-
-    Raises:
-        UsageError: If it is missing, malformed, or says what this version does not know.
-    """
+    """The entries of an access list."""
     text = read_text(path)
     body = parse_toml(text, path)
     for key, value in body.items():

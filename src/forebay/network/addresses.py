@@ -13,11 +13,7 @@ _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """`HOST:PORT` (IPv6 in brackets) as a pair, where a user wrote it.
-
-    Raises:
-        UsageError: If it is not of this form.
-    """
+    """`HOST:PORT` (IPv6 in brackets) as a pair, where a user wrote it."""
     try:
         return peer_address(address)
     except ProtocolViolation as error:
@@ -26,11 +22,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 @lru_cache(4096)  # a tracker names the same members again and again
 def peer_address(address: str) -> tuple[str, int]:
-    """As `parse_address`, where a peer said it: a wrong one is that peer's fault and nobody's usage.
-
-    Raises:
-        ProtocolViolation: If it is not of this form.
-    """
+    """As `parse_address`, where a peer said it: a wrong one is that peer's fault and nobody's usage."""
     host, colon, port = address.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     is_port = port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536
@@ -56,9 +48,6 @@ def is_host(host: str) -> bool:
 
 def check_url(url: str) -> urllib.parse.SplitResult:
     """The parts of a URL that a peer named as an origin: a web server's or a bucket's, without user, query or fragment.
-
-    Raises:
-        ProtocolViolation: If it is no such URL.
     """
 
     def wrong(why: str) -> ProtocolViolation:

@@ -54,9 +54,6 @@ class Admissions:
     Args:
         directory: The network's, or an organisation's.
         now: Unix seconds.
-
-    Raises:
-        UsageError: If there is no key to sign with, or another process admits from this directory.
     """
 
     def __init__(
@@ -82,9 +79,6 @@ class Admissions:
 
         Args:
             sender: The address that asks.
-
-        Raises:
-            ProtocolViolation: If it is refused; that is noted.
         """
         return self._issue("/v1/admit", sender, lambda key: self._admit(message, key), message.request)
 
@@ -276,11 +270,7 @@ def _context(admissions: Admissions) -> ssl.SSLContext:
 
 
 def _requested_key(pem: str) -> Ed25519PublicKey:
-    """The key of a request for a certificate, which signed it.
-
-    Raises:
-        ProtocolViolation: If it is none, or not signed by its own Ed25519 key.
-    """
+    """The key of a request for a certificate, which signed it."""
     try:
         request = x509.load_pem_x509_csr(pem.encode())
         key = request.public_key()

@@ -179,9 +179,6 @@ def file_response(request: Request, source: Path | bytes, size: int) -> FileRang
 
     Args:
         size: The file's length in bytes, as the caller knows it.
-
-    Raises:
-        ApiError: 416 if the range is malformed or not in the file.
     """
     wanted = request.headers.get("Range")
     if wanted is None:

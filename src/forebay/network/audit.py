@@ -35,9 +35,6 @@ class AuditLog:
 
     Args:
         part_bytes: A part larger than this is rotated away. `num_parts`: how many are kept, the current one included.
-
-    Raises:
-        OSError: If a file cannot be written.
     """
 
     def __init__(

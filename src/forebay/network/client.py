@@ -144,11 +144,6 @@ class Client:
         Args:
             timeout_s: For the whole exchange.
             role: What the peer's certificate must allow; otherwise nothing is sent.
-
-        Raises:
-            NetworkError: If the peer cannot be reached, is not `expect_peer` or lacks the role.
-            RemoteError: If it answers other than 2xx.
-            ProtocolViolation: If the address is none, or the answer is no JSON, too large or malformed.
         """
         body = b"" if obj is None else json.dumps(obj, separators=(",", ":")).encode()
         data, peer = self._small(address, method, path, body, max_bytes, expect_peer, timeout_s, role)
@@ -186,12 +181,6 @@ class Client:
 
         Args:
             timeout_s: For each wait; a peer slower than 4 KiB/s over this long counts as stalled.
-
-        Raises:
-            BrokenOffError: If the peer stalls or cuts the body short; what it says to have come is there.
-            NetworkError: If the peer cannot be reached, or is not `expect_peer`.
-            RemoteError: If it answers other than 2xx.
-            ProtocolViolation: If it answers without the range that was asked for.
         """
         stop = start + len(into)
         request = _Request(address, "GET", path, b"", expect_peer, None, time.monotonic() + timeout_s, {

@@ -47,9 +47,6 @@ class LibtorrentDht:
             first bootstrap node is reached.
         port: UDP; 0 takes a free one, the same on every address.
         bootstrap: Nodes to enter by; none for the first node of a network.
-
-    Raises:
-        NetworkError: If it cannot listen there.
     """
 
     def __init__(self, host: str, port: int, bootstrap: Sequence[Address] = ()) -> None:
@@ -217,11 +214,7 @@ class LibtorrentDht:
 
 
 def wait_for_bootstrap(addresses: Sequence[Address], timeout_s: float, stop: threading.Event | None = None) -> None:
-    """Wait until one of the bootstrap nodes answers a ping, or `stop` is set; each is asked once a second.
-
-    Raises:
-        NetworkError: If none answered within `timeout_s`; the message has what became of each.
-    """
+    """Wait until one of the bootstrap nodes answers a ping, or `stop` is set; each is asked once a second."""
     states = {join_address(*address): "no answer" for address in addresses}
 
     def asked() -> str:

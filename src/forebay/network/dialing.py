@@ -29,9 +29,6 @@ def named_host(host: str, towards: str) -> str:
 
     Args:
         towards: `host:port` of the other; nothing is sent to it.
-
-    Raises:
-        ProtocolViolation: If it is no address.
     """
     if host.strip("[]") not in ("", "0.0.0.0", "::"):
         return host

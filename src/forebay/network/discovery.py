@@ -82,12 +82,7 @@ class Claim:
 
 
 def parse_claim(obj: Any, peer: Peer) -> Claim:
-    """A claim that this very peer signed.
-
-    Raises:
-        ProtocolViolation: If it is malformed, names a URL that no reader may open, is another's, or is not signed by
-            the peer's key.
-    """
+    """A claim that this very peer signed."""
     try:
         claim = Claim(
             name=str(obj["name"]),
@@ -117,9 +112,6 @@ def read_claims(client: Client, address: str, name: str, timeout_s: float = ASK_
     """What the peer at an address says it serves now under a name, checked; `address` of each is the one asked.
 
     A claim that is malformed or forged is left out; the others stand.
-
-    Raises:
-        NetworkError: If the peer cannot be reached, lacks the role data, or answers with something else.
     """
     body, peer = client.request_json(
         address,
@@ -151,9 +143,6 @@ def find_providers(
 
     The list of addresses may be full of dead and forged ones: all are asked at once (see ask), and who does not
     answer, or answers wrongly, is left out and logged. Ends soon after somebody has answered well.
-
-    Raises:
-        NetworkError: If they cannot be asked now.
 
     Args:
         timeout_s: For the DHT, which is asked again while only false addresses are found; the answers to the last

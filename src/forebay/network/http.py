@@ -216,12 +216,7 @@ class Answer:
             self._sock.settimeout(left(deadline))
 
     def readinto(self, view: memoryview) -> int:
-        """Some bytes of the body, as they came; 0 at its end, or where the connection was closed.
-
-        Raises:
-            TimeoutError: If it stalls; what it says to have `received` is in the views that were given.
-            FAULTS: If the connection fails.
-        """
+        """Some bytes of the body, as they came; 0 at its end, or where the connection was closed."""
         if self._has_begun:  # the usual case, short of calls: it is met 60,000 times a GB
             remaining: int = self.length - self.received  # type: ignore[operator]
             got: int = self._receive(view if len(view) <= remaining else view[:remaining])
@@ -251,12 +246,7 @@ class Answer:
         return got
 
     def read(self, max_bytes: int, deadline: float) -> bytes:
-        """The whole body, which must be here by `deadline` (of time.monotonic).
-
-        Raises:
-            ProtocolViolation: If it is larger than `max_bytes`: nothing of it is read then, if it was announced.
-            ConnectionError: If the other side closed before its end. Others as of `readinto`.
-        """
+        """The whole body, which must be here by `deadline` (of time.monotonic)."""
         limit = max_bytes if self.length is None else self.length
         if limit > max_bytes:
             raise ProtocolViolation(f"expected at most {max_bytes} bytes, got {limit} announced")
@@ -293,14 +283,7 @@ def exchange(
     deadline: float,
     max_head_bytes: int,
 ) -> Answer:
-    """Send a request over a connection that is open, and read the head of the answer.
-
-    Raises:
-        TimeoutError: If it did not come by `deadline` (of time.monotonic).
-        CutHeadError: If the other side closed within the head.
-        ProtocolViolation: If the head is larger than `max_head_bytes`.
-        FAULTS: If the connection fails, or what came is no HTTP.
-    """
+    """Send a request over a connection that is open, and read the head of the answer."""
     sock: Any = connection.sock
     connection.was_used = True
     connection.timeout = left(deadline)

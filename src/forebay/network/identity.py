@@ -58,11 +58,7 @@ log = logging.getLogger("forebay.network")
 
 
 def verify(public_key: bytes, message: bytes, signature: bytes) -> None:
-    """Check an Ed25519 signature.
-
-    Raises:
-        ProtocolViolation: If the signature (64 bytes) is not of this message by this key (32 raw bytes).
-    """
+    """Check an Ed25519 signature."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
     except (InvalidSignature, ValueError) as error:
@@ -110,11 +106,7 @@ class Identity:
 
     @classmethod
     def load(cls, node_dir: str | Path) -> Identity:
-        """The identity in a directory which `join` made.
-
-        Raises:
-            UsageError: If a file is missing, malformed, or the files do not belong together.
-        """
+        """The identity in a directory which `join` made."""
         folder = Path(node_dir)
         network = read_network(folder)
         key = read_key(folder / "node-key.pem")
@@ -138,12 +130,7 @@ class Identity:
             log.warning("certificate of %s %s (%s). Renew it with `forebay network renew`.", self.name, state, at)
 
     def peer(self, der_cert: bytes) -> Peer:
-        """The peer behind a certificate whose chain the TLS layer checked: its organisation, what it may do.
-
-        Raises:
-            ProtocolViolation: If it exceeds what its organisation was given, a certificate of its chain is not valid
-                now, or it is revoked.
-        """
+        """The peer behind a certificate whose chain the TLS layer checked: its organisation, what it may do."""
         try:
             judged = judge(der_cert, self.roots)
         except ProtocolViolation as error:
@@ -209,11 +196,7 @@ class Identity:
         return context
 
     def refresh(self) -> bool:
-        """Takes up a renewed certificate for connections to come, without a restart; whether there was one.
-
-        Raises:
-            UsageError: If the new files do not belong together; the old certificate stays in use.
-        """
+        """Takes up a renewed certificate for connections to come, without a restart; whether there was one."""
         stamp = file_stamp(self.node_dir / "node-cert.pem")
         if stamp == self._cert_stamp:
             return False
@@ -247,9 +230,6 @@ def join(
     """Issue a member: a new key and its certificate, signed by the network's root or an organisation's key.
 
     Returns it, loaded.
-
-    Raises:
-        UsageError: If `out_dir` holds a node and `force` is not set, or `network_dir` has no key to sign with.
     """
     folder = Path(out_dir)
     check_name("node", name)

@@ -43,11 +43,6 @@ def join_by_token(
     """Joins a network: the key is made here and stays here. Returns the node, loaded.
 
     An attempt that broke off is made again with the same key, so that it uses the token once.
-
-    Raises:
-        UsageError: If `out_dir` holds a node and `force` is not set.
-        NetworkError: If the server cannot be reached, is not the token's issuer, or refuses.
-        ProtocolViolation: If what it answers is not of the token's network and for this key.
     """
     folder = Path(out_dir)
     check_name("node", name)
@@ -71,9 +66,6 @@ def renew_at(address: str, node_dir: str | Path, *, timeout_s: float = 20.0) -> 
     """Has a node's certificate renewed by its issuer's admission server; peer id, scope and lifetime stay.
 
     The node shows its certificate in the handshake. The answer may bring the next root of a network that rotates its.
-
-    Raises:
-        NetworkError: If the server cannot be reached, is not the issuer of this node, or refuses.
     """
     folder = Path(node_dir)
     node = Identity.load(folder)
@@ -86,11 +78,7 @@ def renew_at(address: str, node_dir: str | Path, *, timeout_s: float = 20.0) -> 
 
 
 def admission_address(node_dir: Path) -> str | None:
-    """Where a node that joined by a token has its certificate renewed; None if it was admitted by hand.
-
-    Raises:
-        UsageError: If the file that says so is malformed.
-    """
+    """Where a node that joined by a token has its certificate renewed; None if it was admitted by hand."""
     path = node_dir / ADMISSION
     try:
         address = str(json.loads(path.read_bytes())["address"])

@@ -65,11 +65,7 @@ class Limits:
 
 
 def parse_limits(limits: Limits, items: Iterable[str]) -> Limits:
-    """Limits with those of `NAME=NUMBER` in their place.
-
-    Raises:
-        UsageError: If a name is unknown, or a number is none or not above 0.
-    """
+    """Limits with those of `NAME=NUMBER` in their place."""
     changes: dict[str, float] = {}
     for item in items:
         name, _, text = item.partition("=")

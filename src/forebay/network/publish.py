@@ -92,10 +92,6 @@ def sign_dataset(
 
     Args:
         serial: None: the time in unix seconds, or one more than that of this publisher's signature there.
-
-    Raises:
-        UsageError: If there is no manifest, an origin is not a URL that may stand there, or the certificate does not
-            cover the name.
     """
     path = Path(directory) / "manifest.json"
     try:
@@ -126,12 +122,7 @@ def sign_dataset(
 
 
 def read_publication(data: bytes, identity: Identity) -> Publication:
-    """A publication that a member of this network signed and that has not expired.
-
-    Raises:
-        ProtocolViolation: If it is malformed, forged, of another network, expired, or its publisher is revoked or its
-            certificate does not cover the name.
-    """
+    """A publication that a member of this network signed and that has not expired."""
     try:
         obj: dict[str, Any] = json.loads(data)
         if obj.get("format") != SIGNATURE_FORMAT:
@@ -172,11 +163,7 @@ def read_publication(data: bytes, identity: Identity) -> Publication:
 def check_publication(
     data: bytes, name: str, dataset_id: str, publishers: Collection[str], identity: Identity
 ) -> Publication:
-    """The word of one of the publishers demanded, for this name and dataset id.
-
-    Raises:
-        ProtocolViolation: As `read_publication` does, or if it is another publisher's or of another dataset.
-    """
+    """The word of one of the publishers demanded, for this name and dataset id."""
     found = read_publication(data, identity)
     if found.publisher not in publishers:
         raise ProtocolViolation(

@@ -73,11 +73,7 @@ class Crl:
 
 
 def sign_crl(issuer: Issuer, serials: Iterable[int], number: int, valid_days: float = CRL_VALID_DAYS) -> bytes:
-    """A CRL as it travels and lies on disk: PEM, with the organisation's certificate in front if one signs.
-
-    Raises:
-        UsageError: If it would have more than MAX_REVOKED entries.
-    """
+    """A CRL as it travels and lies on disk: PEM, with the organisation's certificate in front if one signs."""
     revoked, now = sorted(set(serials)), dt.datetime.now(dt.UTC)
     if len(revoked) > MAX_REVOKED:
         raise UsageError(
@@ -96,11 +92,7 @@ def sign_crl(issuer: Issuer, serials: Iterable[int], number: int, valid_days: fl
 
 
 def parse_crl(pem: bytes, roots: tuple[bytes, ...]) -> Crl:
-    """A CRL that a root of this network, or an organisation under it, signed.
-
-    Raises:
-        ProtocolViolation: If it is too large, malformed, of another network or forged.
-    """
+    """A CRL that a root of this network, or an organisation under it, signed."""
     crl = parse_crl_if(pem, roots, lambda issuer, number: True)
     assert crl is not None
     return crl
@@ -226,10 +218,6 @@ class Revocations:
         """Takes a newer CRL into force and keeps it on disk; None if it is not newer, or comes too soon.
 
         Of each organisation one new CRL a minute is accepted; whoever brings it asks again.
-
-        Raises:
-            ProtocolViolation: If it is too large, malformed, foreign or forged.
-            OSError: If it cannot be written; it is in force all the same, until this process ends.
         """
         crl = parse_crl_if(pem, self.roots, self.wants)
         if crl is None:
@@ -332,11 +320,7 @@ def _next_crl(folder: Path, ids: Iterable[str], others: Iterable[str | Path]) ->
 
 
 def read_revoked(path: Path) -> frozenset[str]:
-    """The peer ids in a `revoked.txt`: one a line, `#` begins a comment.
-
-    Raises:
-        UsageError: If a line is no peer id.
-    """
+    """The peer ids in a `revoked.txt`: one a line, `#` begins a comment."""
     text = path.read_text(encoding="utf-8", errors="replace")  # what is not UTF-8 is no peer id, and reported as such
     lines = [line.split("#")[0].strip() for line in text.splitlines()]
     for number, line in enumerate(lines, 1):

@@ -128,11 +128,7 @@ class Server:
         self._tasks.append((name, body))
 
     def start(self) -> None:
-        """Listen and answer in a background thread.
-
-        Raises:
-            NetworkError: If the port is taken or the host is none of this machine's.
-        """
+        """Listen and answer in a background thread."""
         if self.identity is not None:
             self._tls = self.identity.server_context()
         self._listener = listen(self.host, self.port)
@@ -297,11 +293,7 @@ def _trim_heap() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket that does not block.
-
-    Raises:
-        NetworkError: If the port is taken or the host is none of this machine's.
-    """
+    """A listening socket that does not block."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -55,9 +55,6 @@ class Swarm:
         slots: Uploads at once of a holder that does not say; `origin_slots` of an origin.
         patience_s: A download is given up for lost after so long, or 8 times the usual duration if that is more.
         checks: Whether somebody checks who two say gave wrong bytes, before it is banned for all.
-
-    Raises:
-        UsageError: If a number is not positive.
     """
 
     def __init__(

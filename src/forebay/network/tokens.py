@@ -53,11 +53,7 @@ class Token:
 
 
 def sign_token(issuer: Issuer, token: Token) -> str:
-    """The token as text.
-
-    Raises:
-        UsageError: If it gives what the issuer may not, to nobody, or for no time.
-    """
+    """The token as text."""
     check_scope(token.scope)
     if beyond := token.scope.exceeds(issuer.scope):
         raise UsageError(
@@ -74,11 +70,7 @@ def sign_token(issuer: Issuer, token: Token) -> str:
 
 
 def read_token(text: str) -> tuple[Token, bytes, bytes]:
-    """What a token says, the bytes that are signed, and the signature; whether it fits is `check_token`'s to say.
-
-    Raises:
-        ProtocolViolation: If it is none.
-    """
+    """What a token says, the bytes that are signed, and the signature; whether it fits is `check_token`'s to say."""
     try:
         if not text.startswith(_PREFIX) or len(text) > MAX_TOKEN_CHARS:
             raise ValueError("another beginning, or too long")
@@ -103,11 +95,7 @@ def read_token(text: str) -> tuple[Token, bytes, bytes]:
 
 
 def check_token(text: str, public_key: bytes, now: float) -> Token:
-    """A token that this issuer signed and that has not expired.
-
-    Raises:
-        ProtocolViolation: If it is malformed, another issuer's, forged or too old.
-    """
+    """A token that this issuer signed and that has not expired."""
     token, body, signature = read_token(text)
     if token.issuer != peer_id_of(public_key):
         raise ProtocolViolation(f"token: it is of issuer {token.issuer[:40]}, not of this one")

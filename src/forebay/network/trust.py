@@ -36,11 +36,7 @@ log = logging.getLogger("forebay.network")
 
 
 def receive_crl(identity: Identity, pem: bytes, sender: str) -> Crl | None:
-    """Takes a CRL that a peer sent into force, and notes it in the audit log; None if it is not newer.
-
-    Raises:
-        ProtocolViolation: If it is too large, malformed, foreign or forged; that is noted, too.
-    """
+    """Takes a CRL that a peer sent into force, and notes it in the audit log; None if it is not newer."""
     try:
         crl = identity.revocations.accept(pem)
     except ProtocolViolation as error:
@@ -53,11 +49,7 @@ def receive_crl(identity: Identity, pem: bytes, sender: str) -> Crl | None:
 
 
 def send_crl(client: Client, address: str, crl: Crl) -> tuple[str, bool]:
-    """Brings a CRL to a node; returns the node's peer id, and whether it accepted the CRL as new.
-
-    Raises:
-        NetworkError: If it cannot be reached, or refuses.
-    """
+    """Brings a CRL to a node; returns the node's peer id, and whether it accepted the CRL as new."""
     answer, peer = client.post_bytes(address, CRLS, crl.pem)
     return peer.peer_id, isinstance(answer, dict) and answer.get("new") is True
 

@@ -103,9 +103,6 @@ def permute(index: U64, n: int, key: bytes) -> U64:
     Returns:
         uint64, same shape, values in [0, n).
 
-    Raises:
-        UsageError: If n is out of range, an index is outside [0, n), or the key is not 16 bytes.
-
     Source: Black and Rogaway 2002. Cost: O(len(index)), no state.
     """
     return _one_key(index, n, key, inverse_of=False)

@@ -36,9 +36,6 @@ def homes_of(hashes: NDArray[np.uint8], workers: Sequence[str], slack: float | N
         workers: Names, in any order: they decide, not their places. Each once.
         slack: From 0; None for no bound.
 
-    Raises:
-        UsageError: If there is no worker, a name comes twice, or slack is negative.
-
     Cost: O(S W), 10 ns a pair; memory O(S + W), with slack O(W) for each slice that is turned away.
     """
     if not workers or len(set(workers)) != len(workers):

@@ -33,10 +33,6 @@ class Weights:
 
     Args:
         changes: (run step, weight of each source), steps rising from 0. Only the ratios of weights matter.
-
-    Raises:
-        UsageError: If steps do not rise from 0, numbers of sources differ, a weight is negative or not finite,
-            all are zero, or one is above zero and yet less than about 1/131 072 of the whole.
     """
 
     changes: tuple[tuple[int, tuple[float, ...]], ...]

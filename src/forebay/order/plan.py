@@ -40,9 +40,6 @@ def samples_per_slice(counts: I64, seq_len: int | None, layout: str = "tokens") 
     Args:
         counts: int64 [S], tokens or rows of each slice.
         seq_len: Tokens in a sample; unused for rows.
-
-    Raises:
-        UsageError: If seq_len is not a positive integer, or the layout is unknown.
     """
     counts = np.asarray(counts, dtype=np.int64)
     if layout == "rows":
@@ -72,11 +69,7 @@ def default_lanes(global_batch: int, num_slices: int) -> int:
 
 
 def part_of(size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """A rank's part [low, high) of a batch of `size`: parts differ by at most one sample.
-
-    Raises:
-        UsageError: If the rank is outside the world.
-    """
+    """A rank's part [low, high) of a batch of `size`: parts differ by at most one sample."""
     if world_size < 1 or not 0 <= rank < world_size:
         raise UsageError(f"rank: expected 0 <= rank < world_size, got rank {rank} of {world_size}.")
     return rank * size // world_size, (rank + 1) * size // world_size
@@ -89,9 +82,6 @@ def lease_order(seed: int, epoch: int, slice_index: int, num_samples: int, start
 
     Returns:
         int64 [stop - start], values in [0, num_samples); over [0, num_samples) a bijection.
-
-    Raises:
-        UsageError: If [start, stop) is not inside [0, num_samples).
     """
     if not 0 <= start <= stop <= num_samples:
         raise UsageError(f"lease_order: expected 0 <= start <= stop <= {num_samples}, got [{start}, {stop}).")
@@ -115,9 +105,6 @@ class Order:
         drop_last: Leave out the short batch that ends an epoch.
         head: h, at most that many samples begin epoch 0 from one slice; by default that slice's, but no more
             than an eighth of the epoch. 0: no head. Without shuffling there is none.
-
-    Raises:
-        UsageError: If an argument is out of range.
     """
 
     samples_per_slice: I64
@@ -175,9 +162,6 @@ class Order:
 
         Shares of a step differ by at most one in length (they may be empty where the batch is shorter than the
         world), follow one another in the global batch, and together are it, whatever the world size.
-
-        Raises:
-            UsageError: If epoch, step, rank or world_size is out of range.
         """
         return self.sample_ids_at(epoch, self.positions(step, rank, world_size))
 
@@ -236,11 +220,7 @@ class Order:
         return min(first, self.num_samples // 8 if self.head is None else self.head)
 
     def epoch_at(self, epoch: int) -> Epoch:
-        """The tables of an epoch, shared by all who read it. Without shuffling there is none.
-
-        Raises:
-            UsageError: If the epoch is negative.
-        """
+        """The tables of an epoch, shared by all who read it. Without shuffling there is none."""
         if epoch < 0:
             raise UsageError(f"epoch: expected an integer from 0, got {epoch}.")
         found = self._epochs.get(epoch)

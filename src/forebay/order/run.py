@@ -50,10 +50,6 @@ class Run:
         epochs: How many in all; None for no end. Unused for a mixture, which ends by num_steps alone.
         num_steps: How many run steps at most; None for no such limit.
         drop_last: Leave out the batch that an epoch's end would make short. Unused for a mixture.
-
-    Raises:
-        UsageError: If an argument is out of range, weights and datasets differ in number, a dataset that is used
-            has no samples, or an epoch has no batch.
     """
 
     def __init__(
@@ -134,9 +130,6 @@ class Run:
         """A rank's samples of run steps [start, stop). Ask for some thousand samples at once: far cheaper each.
 
         The ranks' parts of a step, one after another, are its global batch, which no world size changes.
-
-        Raises:
-            UsageError: If the steps are outside [0, num_steps], or the rank outside the world.
         """
         segments = self._segments(start, stop)
         lengths = [np.zeros(1, np.int64)]
@@ -233,9 +226,6 @@ class OwnedRun(Run):
         order: Of this rank's samples: slices of others count 0.
         batch_size: The most samples of any rank's batch.
         num_samples: Of every rank, int64 [W]; they fix the steps of an epoch.
-
-    Raises:
-        UsageError: If this rank owns no samples, or a limit is out of range.
     """
 
     def __init__(

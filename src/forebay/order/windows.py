@@ -89,9 +89,6 @@ def node_spans(
 
     Args:
         order: Its `global_batch` is that of every step.
-
-    Raises:
-        UsageError: If the ranks are outside the world, or an epoch is negative.
     """
     start, stop = ranks
     if not 0 <= start < stop <= world_size or first_epoch < 0 or epochs < 1:

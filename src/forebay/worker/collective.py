@@ -89,9 +89,6 @@ class Collective:
         timeout_s: A rank that is silent for longer counts as lost.
         abandon: Asked while ranks are missing: whether to stop waiting, as another generation is wanted.
         broken: Asked while gradients are summed: whether another rank says that this cannot end.
-
-    Raises:
-        PeerLostError: If not all ranks come in time.
     """
 
     def __init__(
@@ -137,9 +134,6 @@ class Collective:
         """All ranks take the weights, buffers and optimizer state of the generation's source.
 
         The state travels as torch.save writes it, and is read with weights_only: no code comes along.
-
-        Raises:
-            PeerLostError: If a rank is lost; this rank has what it had.
         """
         source, is_source = self.generation.source, self.generation.rank == self.generation.source
         data = io.BytesIO()
@@ -179,9 +173,6 @@ class Collective:
 
         Returns:
             The mean loss, and whether any rank wants to stop after this step.
-
-        Raises:
-            PeerLostError: If a rank is lost; the gradients are as they were: take no optimizer step.
         """
         held = [parameter for parameter in parameters if parameter.requires_grad]
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in held]

@@ -40,9 +40,6 @@ class Control:
     The first scheduler that answers for the name is pinned by its peer id: after a restart, at whatever
     address, it must be the same one. Without a fixed address it is found in the DHT.
 
-    Raises:
-        UsageError: If `fixed_address` is no address.
-
     Args:
         name: The job's; "" takes whatever job the scheduler gives, and needs an address.
         attempt: Attempts of exchanges are numbered from the one after, so that one which was given up and comes
@@ -68,12 +65,7 @@ class Control:
         self._reason = "not asked yet"
 
     def exchange(self, body: dict[str, Any], patience_s: float | None = None) -> dict[str, Any]:
-        """One exchange, repeated with back-off while the scheduler is away; a longer wait is logged with its cause.
-
-        Raises:
-            RemoteError: If the scheduler refuses it; never for its being away.
-            SchedulerGone: After `patience_s`, or at once when the worker is told to stop.
-        """
+        """One exchange, repeated with back-off while the scheduler is away; a longer wait is logged with its cause."""
         with waiting(log, lambda: f"the scheduler of {self._what}: {self._reason}"):
             return self._exchange(body, patience_s)
 

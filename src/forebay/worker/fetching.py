@@ -271,11 +271,7 @@ class Fetcher:
             self._exclude(grant, source, f"gave under {_PACE_BYTES} bytes in {_PACE_S:g} s", wrong=False)
 
     def _sources(self, grant: Lease, providers: Sequence[Holder]) -> list[Origin]:
-        """Those of the providers that can be asked.
-
-        Raises:
-            NetworkError: If there is none, with the last reason.
-        """
+        """Those of the providers that can be asked."""
         sources, why = list[Origin](), ""
         for provider in providers:
             try:

@@ -93,9 +93,6 @@ class LeaseSettings:
             every address of this machine; None: nowhere.
         upload_bytes_per_s: What it sends to them at most.
         from_urls: Which URLs that data nodes stand for are read: none, `public` or `any` (see store.foreign).
-
-    Raises:
-        UsageError: If a value is out of range.
     """
 
     name: str
@@ -154,10 +151,6 @@ def run_worker(
         on_batch: Called after each step with the batch (`inputs` and `labels`, or the tensors of a row layout)
             and its global sample ids, int64 [B].
         options: The other fields of `LeaseSettings`, by name; `cache_dir`, `cache_bytes` and `batch_size` are needed.
-
-    Raises:
-        NetworkError: If the scheduler, or all providers, stay away longer than `patience_s`.
-        UsageError: If a slice does not fit the cache, or the trainer does not fit the data.
     """
     settings = LeaseSettings(name, **options)
     stop = stop or threading.Event()

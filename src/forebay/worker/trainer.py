@@ -135,11 +135,7 @@ def share_processors() -> None:
 
 @functools.cache
 def trainer_class(name: str) -> Callable[..., Trainer]:
-    """What makes the trainers of a name: counts, or the class NAME of a program, FILE.py:NAME, which is run for it.
-
-    Raises:
-        UsageError: If there is none of this name, or a package that the program imports is not installed.
-    """
+    """What makes the trainers of a name: counts, or the class NAME of a program, FILE.py:NAME, which is run for it."""
     if name in ("auto", "count"):
         return CountTrainer
     path, _, attribute = check_trainer(name).rpartition(":")
@@ -169,9 +165,6 @@ def make_trainer(name: str, *, vocab_size: int, dtype: str, seq_len: int, layout
     Args:
         vocab_size: 0 where the dataset does not say (adopted files): then all that a U16 can be, for U32
             counting only.
-
-    Raises:
-        UsageError: If there is none of this name, or the trainer cannot learn from this layout.
     """
     check_trainer(name)
     if name == "none" or (layout != "tokens" and name == "auto"):
