@@ -67,7 +67,7 @@ class Page:
 
 
 def read_footer(data: bytes) -> Footer:
-    """The footer of a file."""
+    """The footer of a file; ValueError if it is malformed, too large or encrypted."""
     length = int.from_bytes(data[-8:-4], "little")
     if len(data) < 12 or data[-4:] != _MAGIC or not 0 < length <= min(MAX_FOOTER_BYTES, len(data) - 12):
         raise ValueError(f"expected a footer of at most {MAX_FOOTER_BYTES} bytes, got {length}")
@@ -114,7 +114,7 @@ def _int(facts: dict[int, Any], number: int, default: int | None = None) -> int:
 
 
 def pages(file: BinaryIO, start: int, stop: int) -> Iterator[Page]:
-    """The pages of the column chunk at `[start, stop)`."""
+    """The pages of the column chunk at `[start, stop)`; ValueError if a header is malformed."""
     while start < stop:
         file.seek(start)
         facts = _Compact(file, MAX_HEADER_BYTES).struct()

@@ -70,9 +70,7 @@ class Access:
     def check(self, peer: Peer, dataset_name: str, dataset_id: str, num_bytes: int, now: float) -> str | None:
         """Why a peer may not have so many bytes of a dataset; None if it may, and they are counted.
 
-        Args:
-            num_bytes: 0 for what is not counted: manifest, table, a lease.
-            now: Unix seconds; a quota is of a UTC day.
+        `num_bytes` is 0 for what is not counted: manifest, table, a lease. `now`: unix seconds, for UTC days.
         """
         if not peer.scope.covers(dataset_name):
             return f"the certificate of {peer.peer_id} does not cover dataset {dataset_name!r}"

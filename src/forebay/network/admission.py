@@ -51,9 +51,7 @@ log = logging.getLogger("forebay.network")
 class Admissions:
     """Issues certificates for tokens, and renews those it issued. Safe to share between threads; one a directory.
 
-    Args:
-        directory: The network's, or an organisation's.
-        now: Unix seconds.
+    The directory is the network's, or an organisation's; `now` is in unix seconds.
     """
 
     def __init__(
@@ -73,20 +71,16 @@ class Admissions:
         return self.issuer.key.public_key().public_bytes_raw()
 
     def admit(self, message: AdmitRequest, sender: str) -> dict[str, Any]:
-        """A certificate for a token: {"certificate", "root", "network", "crls"}.
+        """A certificate for a token: {"certificate", "root", "network", "crls"}; `sender` is the address that asks.
 
-        PEM, the network's description, and the CRLs of the roots and this issuer.
-
-        Args:
-            sender: The address that asks.
+        PEM, the network's description, and the CRLs of the roots and this issuer. A ProtocolViolation if refused.
         """
         return self._issue("/v1/admit", sender, lambda key: self._admit(message, key), message.request)
 
     def renew(self, message: RenewRequest, sender: str, shown: bytes) -> dict[str, Any]:
         """Another certificate for a key that has one; answer and errors as of `admit`.
 
-        Args:
-            shown: DER of the certificate that was shown in the handshake: it must be of the same key.
+        `shown` is the certificate, DER, that was shown in the handshake: it must be of the same key.
         """
 
         def renew(key: Ed25519PublicKey) -> bytes:

@@ -44,16 +44,10 @@ log = logging.getLogger("forebay.network")
 
 
 class Connection(Protocol):
-    """What an application sees of the connection that a request came by.
+    """What an application sees of the connection that a request came by."""
 
-    Attributes:
-        address: The IP address at its other end.
-        lost: Done once it has ended.
-        piece_bytes: The most that is sent before others have their turn.
-    """
-
-    address: str
-    lost: asyncio.Future[None]
+    address: str  # the IP address at its other end
+    lost: asyncio.Future[None]  # done once it has ended
 
     @property
     def piece_bytes(self) -> int: ...
@@ -175,11 +169,7 @@ async def _read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
 
 
 def file_response(request: Request, source: Path | bytes, size: int) -> FileRange:
-    """A whole file, or bytes in memory (200), or the one range which the request asks for (206).
-
-    Args:
-        size: The file's length in bytes, as the caller knows it.
-    """
+    """A file of `size` bytes, or bytes in memory: all (200), or the one range asked for (206; 416 if malformed)."""
     wanted = request.headers.get("Range")
     if wanted is None:
         return FileRange(source, 0, size, 200, {"Accept-Ranges": "bytes"})
@@ -212,8 +202,7 @@ async def wait_until(
 ) -> bool:
     """Wait until a condition holds, for `wait_s` at most. Returns False if the client hung up meanwhile.
 
-    Args:
-        change: Returns something to await that ends when the condition may have changed.
+    `change` returns something to await that ends when the condition may have changed.
     """
     connection: Connection = request.state.connection
     deadline = asyncio.get_running_loop().time() + wait_s

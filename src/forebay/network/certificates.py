@@ -43,15 +43,10 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a network, an organi
 
 @dataclass(frozen=True)
 class Issuer:
-    """Who signs certificates: the network's root, or an organisation under it.
-
-    Attributes:
-        cert: Its own certificate; names what it may give.
-        is_root: Whether it is the root.
-    """
+    """Who signs certificates: the network's root, or an organisation under it."""
 
     key: Ed25519PrivateKey
-    cert: x509.Certificate
+    cert: x509.Certificate  # its own; names what it may give
     is_root: bool
 
     @property
@@ -138,7 +133,7 @@ def der_of(cert: x509.Certificate) -> bytes:
 
 
 def check_scope(scope: Scope) -> None:
-    """Refuses what no certificate should say."""
+    """Refuses what no certificate should say: unknown roles; patterns that are empty, long or too many."""
     if unknown := scope.roles - ROLES:
         raise UsageError(f"scope: expected roles of {', '.join(sorted(ROLES))}, got {', '.join(sorted(unknown))}")
     if len(scope.datasets) > MAX_PATTERNS or not all(0 < len(p) <= 256 and p.isprintable() for p in scope.datasets):

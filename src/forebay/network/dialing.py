@@ -27,8 +27,7 @@ MAX_PEERS, MAX_ADDRESSES = 16_384, 64  # remembered; addresses of one peer
 def named_host(host: str, towards: str) -> str:
     """What others are told of a server that listens at `host`: where that is everywhere, this host as seen by another.
 
-    Args:
-        towards: `host:port` of the other; nothing is sent to it.
+    `towards` is `host:port` of the other; nothing is sent to it.
     """
     if host.strip("[]") not in ("", "0.0.0.0", "::"):
         return host
@@ -107,8 +106,7 @@ class Dialer:
     def reached(self, peer: Peer, address: str, source: str) -> bool:
         """Whether this very peer has answered there; the first question begins to find out, and says no.
 
-        Args:
-            source: The IP address that the peer's own connection comes from.
+        `source` is the IP address that the peer's own connection comes from.
         """
         return self.found(peer, address, source) is True
 

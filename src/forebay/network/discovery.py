@@ -141,12 +141,9 @@ def find_providers(
 ) -> list[Claim]:
     """Who serves a dataset of this name, one claim a peer and dataset id, in order of peer id.
 
-    The list of addresses may be full of dead and forged ones: all are asked at once (see ask), and who does not
-    answer, or answers wrongly, is left out and logged. Ends soon after somebody has answered well.
-
-    Args:
-        timeout_s: For the DHT, which is asked again while only false addresses are found; the answers to the last
-            question then have 5 seconds more.
+    The list of addresses may be full of dead and forged ones: all are asked at once (see ask), and who does not answer,
+    or answers wrongly, is left out and logged. Ends soon after somebody has answered well. The DHT is asked for
+    `timeout_s`, again while only false addresses are found; the answers to the last question then have 5 seconds more.
     """
     key, deadline = record_key(network_id, "dataset", name), time.monotonic() + timeout_s
 

@@ -58,7 +58,7 @@ log = logging.getLogger("forebay.network")
 
 
 def verify(public_key: bytes, message: bytes, signature: bytes) -> None:
-    """Check an Ed25519 signature."""
+    """Check an Ed25519 signature (64 bytes) by its raw key (32 bytes); ProtocolViolation if it does not fit."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
     except (InvalidSignature, ValueError) as error:
@@ -130,7 +130,10 @@ class Identity:
             log.warning("certificate of %s %s (%s). Renew it with `forebay network renew`.", self.name, state, at)
 
     def peer(self, der_cert: bytes) -> Peer:
-        """The peer behind a certificate whose chain the TLS layer checked: its organisation, what it may do."""
+        """The peer behind a certificate whose chain the TLS layer checked: its organisation, what it may do.
+
+        ProtocolViolation if a certificate of its chain is not valid now or revoked, or exceeds its organisation's.
+        """
         try:
             judged = judge(der_cert, self.roots)
         except ProtocolViolation as error:
@@ -196,7 +199,10 @@ class Identity:
         return context
 
     def refresh(self) -> bool:
-        """Takes up a renewed certificate for connections to come, without a restart; whether there was one."""
+        """Takes up a renewed certificate for connections to come, without a restart; whether there was one.
+
+        UsageError if the new files do not belong together; the old certificate stays in use.
+        """
         stamp = file_stamp(self.node_dir / "node-cert.pem")
         if stamp == self._cert_stamp:
             return False

@@ -100,9 +100,8 @@ def _write_node(
 ) -> None:
     """Checks an answer down to the first root's key, then writes it; the certificate last, which makes it a node.
 
-    Args:
-        issuer: The peer id of the organisation or root that must have signed; empty: any root of the network.
-        known_roots: Those of the network that are known; an answer may add to them, and replaces none.
+    The organisation or root `issuer` must have signed; empty: any root of the network. An answer may add to the
+    `known_roots`, and replaces none.
     """
     try:
         certs = x509.load_pem_x509_certificates(str(answer["certificate"]).encode())
@@ -150,8 +149,7 @@ def _ask(
 ) -> dict[str, Any]:
     """One request to the holder of an issuer's key; nothing is said before it proved that.
 
-    Args:
-        node_dir: Of the certificate to show in the handshake, if the server asks for one.
+    The certificate in `node_dir` is shown in the handshake, if the server asks for one.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

@@ -116,11 +116,7 @@ class TokenBucket:
 
 
 class Throttle:
-    """The upload limit of a node; may be shared by several servers, each in a loop of its own. None: no limit.
-
-    Args:
-        upload_bytes_per_s: Of the node to all peers together.
-    """
+    """The upload limit of a node to all peers together; several servers, each in a loop of its own, may share it."""
 
     def __init__(self, upload_bytes_per_s: float | None = None) -> None:
         self._upload = TokenBucket(upload_bytes_per_s) if upload_bytes_per_s is not None else None

@@ -222,19 +222,12 @@ class Members:
 
 
 class Offers:
-    """Good until the swarm changes.
-
-    Args:
-        willing: [rows] flags of the members that the asker may be sent to.
-
-    Attributes:
-        is_all: Whether an origin is among them, which has every slice.
-    """
+    """What the `willing` members ([rows] flags) that an asker may be sent to have. Good until the swarm changes."""
 
     def __init__(self, members: Members, willing: NDArray[np.bool_]) -> None:
         self._members = members
         self._willing = willing
-        self.is_all = bool((willing & members.is_origin).any())
+        self.is_all = bool((willing & members.is_origin).any())  # an origin, which has every slice, is among them
 
     def has(self, index: int) -> bool:
         """Whether one of them has a slice."""
@@ -250,30 +243,20 @@ Pair = tuple[str, int]  # (asker, slice)
 
 @dataclass(frozen=True)
 class Download:
-    """A slice on its way from a holder to an asker.
-
-    Attributes:
-        fresh: It comes from an origin.
-        passed_on: The asker will give it to others.
-    """
+    """A slice on its way from a holder to an asker."""
 
     holder: str
     since: float
-    fresh: bool
-    passed_on: bool
+    fresh: bool  # it comes from an origin
+    passed_on: bool  # the asker will give it to others
 
 
 class UnderWay:
-    """Downloads by asker and slice, the oldest first.
-
-    Attributes:
-        coming: [num_slices] downloads of each to somebody who passes it on.
-        usual_s: How long one takes, the last ones weighing most; 0.0: not known.
-    """
+    """Downloads by asker and slice, the oldest first."""
 
     def __init__(self, num_slices: int) -> None:
-        self.coming = np.zeros(num_slices, np.int32)
-        self.usual_s = 0.0
+        self.coming = np.zeros(num_slices, np.int32)  # of each slice, to somebody who passes it on
+        self.usual_s = 0.0  # how long one takes, the last ones weighing most; 0.0: not known
         self._downloads: OrderedDict[Pair, Download] = OrderedDict()
         self._of: dict[str, set[Pair]] = {}  # from or to a member
 

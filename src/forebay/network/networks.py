@@ -41,8 +41,8 @@ def create_network(
 ) -> str:
     """Make a network: a root key (kept at mode 0600) and its certificate. Returns the network's id.
 
-    Args:
-        bootstrap: `(host, port)` of the DHT nodes by which members enter.
+    `bootstrap` are the DHT nodes by which members enter. A directory with a network is refused: another key would lock
+    its members out.
     """
     folder = Path(directory)
     check_name("network", name)
@@ -72,8 +72,7 @@ def create_organisation(
 ) -> str:
     """Make an organisation under a network's root: a key of its own, with which it admits nodes. Returns its peer id.
 
-    Args:
-        scope: What its nodes may do at most.
+    `scope` is what its nodes may do at most.
     """
     source, folder = Path(network_dir), Path(out_dir)
     check_name("organisation", name)
@@ -149,7 +148,7 @@ def node_pem(issuer: Issuer, name: str, key: Ed25519PublicKey, scope: Scope, val
 
 
 def check_vacant(folder: Path, force: bool) -> None:
-    """Refuses to lose a node's key."""
+    """Refuses to lose a node's key, unless `force` is set."""
     if (folder / "node-key.pem").exists() and not force:
         raise UsageError(
             f"join: {folder} already holds a node (node-key.pem). A new key means a new peer id. "
@@ -158,7 +157,7 @@ def check_vacant(folder: Path, force: bool) -> None:
 
 
 def check_name(what: str, name: str) -> None:
-    """Refuses a name that is none."""
+    """Refuses a name that is not 1 to 64 letters, digits, dots, underscores and hyphens."""
     if not NAME.fullmatch(name):
         raise UsageError(
             f"{what} name: expected 1 to 64 of A-Z a-z 0-9 . _ - beginning with a letter or digit, got {name!r}"

@@ -39,25 +39,16 @@ _ORIGIN = re.compile(r"(https|s3|gs|az)://[A-Za-z0-9._-]+(:[0-9]{1,5})?(/[^?#\\\
 
 @dataclass(frozen=True)
 class Publication:
-    """A publisher's word: this dataset id is the dataset of this name.
-
-    Attributes:
-        publisher: Its peer id.
-        serial: Rises with each version that the publisher signs under the name.
-        expires_at: Unix seconds.
-        origins: URLs that have the dataset, too; none has a query, so none names an endpoint or a credential.
-        certificate: The publisher's, PEM.
-        signature: 64 bytes, in hexadecimal.
-    """
+    """A publisher's word: this dataset id is the dataset of this name."""
 
     dataset_id: str
     name: str
-    publisher: str
-    serial: int
-    expires_at: float
-    origins: tuple[str, ...]
-    certificate: str
-    signature: str = ""
+    publisher: str  # its peer id
+    serial: int  # rises with each version that the publisher signs under the name
+    expires_at: float  # unix seconds
+    origins: tuple[str, ...]  # URLs that have it, too; without a query, so that none names an endpoint or a credential
+    certificate: str  # the publisher's, PEM
+    signature: str = ""  # 64 bytes, in hexadecimal
 
     def signed_bytes(self) -> bytes:
         """The canonical bytes that the signature covers."""
@@ -66,17 +57,11 @@ class Publication:
 
 
 class Published(NamedTuple):
-    """Claims that publishers vouch for.
+    """Claims that publishers vouch for."""
 
-    Attributes:
-        claims: On the datasets in `publications`, or, if no publisher was demanded, all.
-        publications: By dataset id.
-        refused: Why other claims are left out.
-    """
-
-    claims: list[Claim]
-    publications: dict[str, Publication]
-    refused: list[str]
+    claims: list[Claim]  # on the datasets in `publications`; all, if no publisher was demanded
+    publications: dict[str, Publication]  # by dataset id
+    refused: list[str]  # why other claims are left out
 
 
 def sign_dataset(
@@ -90,8 +75,7 @@ def sign_dataset(
 ) -> Publication:
     """Signs the dataset in a directory and writes manifest.sig.json beside its manifest.
 
-    Args:
-        serial: None: the time in unix seconds, or one more than that of this publisher's signature there.
+    The default `serial` is the time in unix seconds, or one more than that of this publisher's signature there.
     """
     path = Path(directory) / "manifest.json"
     try:
@@ -122,7 +106,7 @@ def sign_dataset(
 
 
 def read_publication(data: bytes, identity: Identity) -> Publication:
-    """A publication that a member of this network signed and that has not expired."""
+    """A publication that a member of this network signed and that has not expired; all else a ProtocolViolation."""
     try:
         obj: dict[str, Any] = json.loads(data)
         if obj.get("format") != SIGNATURE_FORMAT:
@@ -182,11 +166,8 @@ def published(
 ) -> Published:
     """The claims on datasets that one of the publishers vouches for, each publisher's newest version alone.
 
-    Asks each dataset id's claimants in turn until one shows a good signature; it then counts for all of them.
-    Without publishers all claims are good.
-
-    Args:
-        dataset_id: The version that the user named, which then may be an older one; empty or None: the newest.
+    Asks each dataset id's claimants in turn until one shows a good signature; it then counts for all of them. Without
+    publishers all claims are good. A `dataset_id` is the version that the user named, which may be an older one.
     """
     if not publishers:
         return Published(list(claims), {}, [])

@@ -165,14 +165,11 @@ class Swarm:
         return found
 
     def assign(self, asker: str, wanted: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
-        """What a member shall fetch now, of much that it wants; fewer than `num`, or nothing, if it had better wait.
+        """What a member (`join` it first) shall fetch now of what it wants: at most `num`, less if it had better wait.
 
-        A slice in `wanted` that is on its way to the asker already is answered again, and counts: so a repeated call
-        is harmless, if what the asker is at is not in `wanted`. One that it was thought to have, it has no longer.
-
-        Args:
-            asker: A member: `join` it first.
-            wanted: [n] slices that it lacks and is not fetching, in any order.
+        `wanted` is [n] slices that it lacks and is not fetching, in any order. A slice in it that is on its way to the
+        asker already is answered again, and counts: so a repeated call is harmless, if what the asker is at is not in
+        `wanted`. One that it was thought to have, it has no longer.
         """
         if asker not in self._holders:
             raise UsageError(f"swarm: expected {asker} to have joined before it asks. Call join first.")
@@ -212,8 +209,7 @@ class Swarm:
     def failed(self, asker: str, index: int, peer_id: str, now: float, wrong: bool = False, accuser: str = "") -> None:
         """The asker did not get the slice from this holder.
 
-        Args:
-            wrong: It gave wrong bytes, or broke the protocol. `accuser`: the asker's organisation, if it has one.
+        `wrong`: it gave wrong bytes, or broke the protocol. `accuser`: the asker's organisation, if it has one.
         """
         done = self._under_way.get((asker, index))
         if done is not None and done.holder == peer_id:

@@ -25,27 +25,17 @@ _PREFIX = "forebay1."
 
 @dataclass(frozen=True)
 class Token:
-    """A right to join.
+    """A right to join."""
 
-    Attributes:
-        id: 32 hexadecimal digits, of chance.
-        issuer: Peer id of the root or organisation that signed it and will issue the certificates.
-        address: `host:port` of its admission server.
-        roles, datasets: The scope of the certificates it gives.
-        uses: To how many keys.
-        expires_at: Unix seconds.
-        valid_days: How long the certificates hold.
-    """
-
-    id: str
+    id: str  # 32 hexadecimal digits, of chance
     network_id: str
-    issuer: str
-    address: str
+    issuer: str  # peer id of who signed it and will issue the certificates
+    address: str  # `host:port` of its admission server
     roles: tuple[str, ...]
-    datasets: tuple[str, ...]
-    uses: int
-    expires_at: float
-    valid_days: float
+    datasets: tuple[str, ...]  # with roles: the scope of the certificates
+    uses: int  # to how many keys
+    expires_at: float  # unix seconds
+    valid_days: float  # how long the certificates hold
 
     @property
     def scope(self) -> Scope:

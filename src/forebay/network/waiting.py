@@ -14,8 +14,7 @@ EVERY_S = 10.0
 def waiting(log: logging.Logger, what: Callable[[], str]) -> Iterator[None]:
     """While the block runs longer than FIRST_S, log what it waits for.
 
-    Args:
-        what: Called in another thread each time a line is due; it names the thing, whom was asked and the answer.
+    `what` is called in another thread each time a line is due; it names the thing, whom was asked and the answer.
     """
     began, done = time.monotonic(), threading.Event()
 
