@@ -39,7 +39,7 @@ class VerifiedMarks:
         self._num_slices = num_slices
 
     def verify(self, index: int, path: Path, sha256: str) -> None:
-        """Hash a slice's file unless it did not change since it was last hashed; DatasetError if its bytes are others."""
+        """Hash a slice's file unless it did not change since it was last hashed; DatasetError if it is damaged."""
         try:
             mark = _mark_of(path, sha256)
             if self._marks[index].tobytes() == mark or self._on_disk(index) == mark:
