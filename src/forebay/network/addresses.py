@@ -47,7 +47,7 @@ def is_host(host: str) -> bool:
 
 
 def check_url(url: str) -> urllib.parse.SplitResult:
-    """The parts of a URL that a peer named as an origin: a web server's or bucket's, without user, query or fragment."""
+    """The parts of a URL that a peer named as an origin: web server or bucket, without user, query or fragment."""
 
     def wrong(why: str) -> ProtocolViolation:
         return ProtocolViolation(

@@ -50,7 +50,7 @@ class Connection(Protocol):
     lost: asyncio.Future[None]  # done once it has ended
 
     @property
-    def piece_bytes(self) -> int: ...
+    def piece_bytes(self) -> int: ...  # the most that is sent before others have their turn
 
     @property
     def is_closing(self) -> bool: ...

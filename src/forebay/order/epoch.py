@@ -180,13 +180,9 @@ class Epoch:
         return places, samples
 
     def places_under(self, starts: I64, stops: I64) -> tuple[I64, I64]:
-        """The places, in the order of slices, under each stretch [starts, stops) of the epoch's sequence.
+        """The places, in the order of slices, under each stretch [starts, stops) of the epoch's sequence, int64 [K].
 
-        Args:
-            starts, stops: int64 [K], starts < stops.
-
-        Returns:
-            (places, which stretch each is of), both int64 [P], stretch by stretch.
+        Returns (places, which stretch each is of), both int64 [P], stretch by stretch.
         """
         first, last = self._places(starts), self._places(stops - 1)
         counts = last - first + 1

@@ -35,11 +35,9 @@ _KEPT_SLICES = 1 << 12  # Epochs are kept for so many slices in all, and two in 
 
 
 def samples_per_slice(counts: I64, seq_len: int | None, layout: str = "tokens") -> I64:
-    """The samples in each slice: tokens // seq_len in the layout `tokens`, rows in the layout `rows`.
+    """The samples in each slice, [S]: tokens // seq_len in the layout `tokens`, rows in the layout `rows`.
 
-    Args:
-        counts: int64 [S], tokens or rows of each slice.
-        seq_len: Tokens in a sample; unused for rows.
+    `counts` are int64 [S], tokens or rows of each slice; `seq_len` is unused for rows.
     """
     counts = np.asarray(counts, dtype=np.int64)
     if layout == "rows":
@@ -54,12 +52,9 @@ def samples_per_slice(counts: I64, seq_len: int | None, layout: str = "tokens") 
 def default_lanes(global_batch: int, num_slices: int) -> int:
     """The batch if it is at most M; else its largest divisor in (M / 2, M], or the number that is nearest to one.
 
-    M is a sixteenth of the slices, at least 1 and at most 64: then the open windows are about a fifth of the dataset.
-    Where C divides the batch, every step takes as many samples of each lane, and a rank keeps its lanes. Where
-    the batch is one off a multiple of C, the shares' edges move by one sample from step to step.
-
-    Args:
-        num_slices: Those with samples.
+    M is a sixteenth of the slices with samples, at least 1 and at most 64: then the open windows are about a fifth of
+    the dataset. Where C divides the batch, every step takes as many samples of each lane, and a rank keeps its lanes.
+    Where the batch is one off a multiple of C, the shares' edges move by one sample from step to step.
     """
     most = max(1, min(MAX_LANES, num_slices // SLICES_PER_LANE))
     if global_batch <= most:
@@ -76,12 +71,10 @@ def part_of(size: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def lease_order(seed: int, epoch: int, slice_index: int, num_samples: int, start: int, stop: int) -> I64:
-    """The in-slice sample indexes at [start, stop) of a leased slice's own shuffled order.
+    """The in-slice sample indexes at [start, stop) of a leased slice's own shuffled order: int64 [stop - start].
 
-    Depends on the arguments only: whoever takes a lease over at an offset goes on exactly there.
-
-    Returns:
-        int64 [stop - start], values in [0, num_samples); over [0, num_samples) a bijection.
+    Over [0, num_samples) a bijection. Depends on the arguments only: whoever takes a lease over at an offset goes on
+    exactly there.
     """
     if not 0 <= start <= stop <= num_samples:
         raise UsageError(f"lease_order: expected 0 <= start <= stop <= {num_samples}, got [{start}, {stop}).")
@@ -194,11 +187,7 @@ class Order:
         return firsts[:, None] + patterns[which]
 
     def sample_ids_at(self, epoch: int, positions: I64) -> I64:
-        """The global sample ids at positions of an epoch. int64, the positions' shape [K].
-
-        Args:
-            positions: int64 [K], each in [0, num_samples).
-        """
+        """The global sample ids, int64 [K], at positions of an epoch, int64 [K], each in [0, num_samples)."""
         if not self.shuffle:
             return positions
         slices, samples = self.places_at(epoch, positions)

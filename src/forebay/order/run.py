@@ -219,13 +219,11 @@ class OwnedRun(Run):
     """As `Run`, for one rank that has slices of its own, the same in all epochs: hash sharding.
 
     Ranks that own unequal numbers of samples take equally many steps: of an epoch's S steps a rank takes its samples
-    evenly, so its batches differ by at most one sample. What a rank reads depends on who else is in the world. Rank and
-    world size of the methods are unused.
+    evenly, so its batches differ by at most one sample, and no rank's is larger than `batch_size`. What a rank reads
+    depends on who else is in the world. Rank and world size of the methods are unused.
 
-    Args:
-        order: Of this rank's samples: slices of others count 0.
-        batch_size: The most samples of any rank's batch.
-        num_samples: Of every rank, int64 [W]; they fix the steps of an epoch.
+    `order` is of this rank's samples: slices of others count 0. `num_samples` of every rank, int64 [W], fix the steps
+    of an epoch.
     """
 
     def __init__(

@@ -37,13 +37,10 @@ class SchedulerGone(NetworkError):  # noqa: N818  # it says what happened
 class Control:
     """Calls a scheduler's doors; safe from several threads.
 
-    The first scheduler that answers for the name is pinned by its peer id: after a restart, at whatever
-    address, it must be the same one. Without a fixed address it is found in the DHT.
-
-    Args:
-        name: The job's; "" takes whatever job the scheduler gives, and needs an address.
-        attempt: Attempts of exchanges are numbered from the one after, so that one which was given up and comes
-            late is not heard once a later one was.
+    The first scheduler that answers for the name is pinned by its peer id: after a restart, at whatever address, it
+    must be the same one. Without a fixed address it is found in the DHT. The name is the job's; "" takes whatever job
+    the scheduler gives, and needs an address. Exchanges are numbered from the one after `attempt`, so that one which
+    was given up and comes late is not heard once a later one was.
     """
 
     identity: Identity
@@ -65,7 +62,10 @@ class Control:
         self._reason = "not asked yet"
 
     def exchange(self, body: dict[str, Any], patience_s: float | None = None) -> dict[str, Any]:
-        """One exchange, repeated with back-off while the scheduler is away; a longer wait is logged with its cause."""
+        """One exchange, repeated with back-off while the scheduler is away; a longer wait is logged with its cause.
+
+        RemoteError if the scheduler refuses it; SchedulerGone after `patience_s`, or at once when told to stop.
+        """
         with waiting(log, lambda: f"the scheduler of {self._what}: {self._reason}"):
             return self._exchange(body, patience_s)
 

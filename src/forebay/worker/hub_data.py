@@ -178,11 +178,7 @@ class HubDataset(Batches):
         self._stream.go_to(mark)
 
     def dealt(self, rank: int, world_size: int) -> HubDataset:
-        """See Batches.
-
-        Raises:
-            UsageError: With partition "records": a rank's place says nothing of another world's.
-        """
+        """See Batches. Not with partition "records": a rank's place says nothing of another world's."""
         if self._stream.partition == "records" and (rank, world_size) != (self.rank, self.world_size):
             raise UsageError(
                 f"partition 'records': expected {self.world_size} ranks throughout, got {world_size}. Use partition "

@@ -151,6 +151,10 @@ def run_worker(
         on_batch: Called after each step with the batch (`inputs` and `labels`, or the tensors of a row layout)
             and its global sample ids, int64 [B].
         options: The other fields of `LeaseSettings`, by name; `cache_dir`, `cache_bytes` and `batch_size` are needed.
+
+    Raises:
+        NetworkError: If the scheduler, or all providers, stay away longer than `patience_s`.
+        UsageError: If a slice does not fit the cache, or the trainer does not fit the data.
     """
     settings = LeaseSettings(name, **options)
     stop = stop or threading.Event()

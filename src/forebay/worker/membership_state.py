@@ -109,20 +109,10 @@ class Generation:
 
 
 class MembershipState:
-    """One process's membership of a run.
+    """One process's membership of a run; `settings` to `on_note` as of `Membership`.
 
-    Args:
-        coordinator: Its address, for messages.
-        settings, defaults, lockstep, step, samples, patience_s, on_note: As of `Membership`.
-        clock: Seconds; only differences count.
-        new_session: A name that no process had before.
-        random: Spreads the repetitions of requests.
-
-    Attributes:
-        config: What the run does, once agreed.
-        generation: That this worker is in; None before it joined.
-        changing: Another generation is wanted: stop at the next boundary. `broken`: a rank cannot finish its step.
-        closed: It has left; what is under way ends.
+    `coordinator` is its address, for messages. `clock` gives seconds of which only differences count, `new_session` a
+    name that no process had before; `random` spreads the repetitions of requests.
     """
 
     def __init__(
@@ -143,10 +133,10 @@ class MembershipState:
         random: Random,
     ) -> None:
         self.worker_id = worker_id
-        self.config: dict[str, Any] = {}
-        self.generation: Generation | None = None
+        self.config: dict[str, Any] = {}  # what the run does, once agreed
+        self.generation: Generation | None = None  # None before it joined
         self.session = ""
-        self.closed = False
+        self.closed = False  # it has left; what is under way ends
         self._coordinator = coordinator
         self._address = address
         self._settings = {**settings, "lockstep": lockstep}

@@ -46,14 +46,10 @@ class Trainer(Protocol):
 
 
 class LockstepTrainer(Trainer, Protocol):
-    """One whose gradients can be averaged over workers, by PyTorch, between `gradients` and `apply`.
+    """One whose gradients can be averaged over workers, by PyTorch, between `gradients` and `apply`."""
 
-    Attributes:
-        model: A torch.nn.Module, and `optimizer` what steps its weights, as torch.optim has it; both on `device`.
-    """
-
-    model: Any
-    optimizer: Any
+    model: Any  # a torch.nn.Module
+    optimizer: Any  # steps its weights, as torch.optim has it; both on `device`
     device: str
 
     def gradients(self, inputs: Integers, labels: Integers) -> tuple[float, int]:
@@ -162,9 +158,7 @@ def check_trainer(name: str) -> str:
 def make_trainer(name: str, *, vocab_size: int, dtype: str, seq_len: int, layout: str) -> Trainer | None:
     """The trainer of a name for a leased job, None for `none` and for `auto` with rows.
 
-    Args:
-        vocab_size: 0 where the dataset does not say (adopted files): then all that a U16 can be, for U32
-            counting only.
+    `vocab_size` is 0 where the dataset does not say (adopted files): then all that a U16 can be, for U32 counting only.
     """
     check_trainer(name)
     if name == "none" or (layout != "tokens" and name == "auto"):

@@ -57,19 +57,13 @@ class WorkerReport:
 
 @dataclass(eq=False)
 class Consumer:
-    """Uses the samples of leases, in the thread that calls `run`.
-
-    Args:
-        trainer: As of `make_trainer`; one is made for each job.
-        on_batch: Called after each step with the batch and its global sample ids.
-        on_progress: Called at most every half second, after a step.
-    """
+    """Uses the samples of leases, in the thread that calls `run`."""
 
     leases: LeaseBuffer
     report: WorkerReport
-    trainer: str
-    on_batch: OnBatch | None
-    on_progress: Callable[[], None]
+    trainer: str  # as of `make_trainer`; one is made for each job
+    on_batch: OnBatch | None  # called after each step with the batch and its global sample ids
+    on_progress: Callable[[], None]  # called at most every half second, after a step
 
     def __post_init__(self) -> None:
         self._trainers: dict[tuple[str, str], Trainer | None] = {}
