@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+import socket
 import urllib.parse
 from functools import lru_cache
 
@@ -29,6 +30,24 @@ def peer_address(address: str) -> tuple[str, int]:
     if not colon or not is_port or not is_host(host):
         raise ProtocolViolation(f"address: expected HOST:PORT, got {address[:300]!r}")
     return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """`host:port`, IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_towards(target: tuple[str, int] | None = None) -> str:
+    """The address of this host from which another is reached; `0.0.0.0` where none is known. Sends nothing."""
+    if target is None:
+        return "0.0.0.0"
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "0.0.0.0"
 
 
 def is_host(host: str) -> bool:

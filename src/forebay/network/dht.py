@@ -26,6 +26,7 @@ from typing import Any
 import libtorrent
 
 from forebay.errors import NetworkError
+from forebay.network.addresses import host_towards, join_address
 from forebay.network.discovery import Address
 from forebay.network.waiting import waiting
 from forebay.threads import Supervised
@@ -265,24 +266,6 @@ def _ping(addresses: Sequence[Address], states: dict[str, str], timeout_s: float
 
 def _query_bytes(name: bytes, body: dict[bytes, Any]) -> bytes:
     return bytes(lt.bencode({b"t": b"mr", b"y": b"q", b"q": name, b"a": body, b"ro": 1}))
-
-
-def join_address(host: str, port: int) -> str:
-    """`host:port`, IPv6 in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def host_towards(target: Address | None = None) -> str:
-    """The address of this host from which another is reached; `0.0.0.0` where none is known. Sends nothing."""
-    if target is None:
-        return "0.0.0.0"
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "0.0.0.0"
 
 
 def _is_local(host: str) -> bool:

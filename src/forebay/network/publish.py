@@ -9,17 +9,17 @@ refuses an older version, unless its user names the dataset id.
 import fcntl
 import hashlib
 import json
-import math
 import os
 import re
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
+from pydantic import Field, TypeAdapter
 
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.certificates import der_of, judge
@@ -44,8 +44,8 @@ class Publication:
     dataset_id: str
     name: str
     publisher: str  # its peer id
-    serial: int  # rises with each version that the publisher signs under the name
-    expires_at: float  # unix seconds
+    serial: Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]  # rises with each version of the name
+    expires_at: Annotated[float, Field(allow_inf_nan=False)]  # unix seconds
     origins: tuple[str, ...]  # URLs that have it, too; without a query, so that none names an endpoint or a credential
     certificate: str  # the publisher's, PEM
     signature: str = ""  # 64 bytes, in hexadecimal
@@ -54,6 +54,9 @@ class Publication:
         """The canonical bytes that the signature covers."""
         body = {key: value for key, value in asdict(self).items() if key != "signature"}
         return b"forebay/3 publication\n" + json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+_PUBLICATION = TypeAdapter(Publication)
 
 
 class Published(NamedTuple):
@@ -114,17 +117,12 @@ def read_publication(data: bytes, identity: Identity) -> Publication:
                 f"expected format {SIGNATURE_FORMAT}, got {str(obj.get('format', 'none'))[:20]!r}. "
                 "Its publisher signs it again: forebay network sign"
             )
-        texts = {field: str(obj[field]) for field in ("dataset_id", "name", "publisher", "certificate", "signature")}
-        if not isinstance(obj["origins"], list) or type(obj["serial"]) is not int or not 0 <= obj["serial"] < 1 << 63:
-            raise ValueError("expected a list of origins and a serial below 2^63")
-        if not math.isfinite(float(obj["expires_at"])):
-            raise ValueError("expected a time of expiry")
-        origins = _check_origins(obj["origins"])
-        found = Publication(**texts, serial=obj["serial"], expires_at=float(obj["expires_at"]), origins=origins)
+        found = _PUBLICATION.validate_python(obj)
+        _check_origins(found.origins)
         certificate = x509.load_pem_x509_certificate(found.certificate.encode())
         signature = bytes.fromhex(found.signature)
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, UsageError) as error:
-        raise ProtocolViolation(f"publication: malformed: {type(error).__name__}: {error}") from error
+    except (AttributeError, ValueError, OverflowError, RecursionError, UsageError) as error:
+        raise ProtocolViolation(f"publication: malformed: {' '.join(str(error).split())[:400]}") from error
     # The publication's own end counts, not the certificate's: it need not be signed anew every few days.
     peer = judge(der_of(certificate), identity.roots).peer
     if peer.peer_id != found.publisher:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import FastAPI
 
 from forebay.errors import NetworkError
+from forebay.network.addresses import join_address
 from forebay.network.app import Metric, add_trust_routes
 from forebay.network.client import Client
 from forebay.network.connections import Core, PeerProtocol
@@ -95,7 +96,7 @@ class Server:
     @property
     def address(self) -> str:
         """`host:port` where it listens; IPv6 in brackets."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return join_address(self.host, self.port)
 
     @property
     def limits(self) -> Limits:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from forebay.errors import ForebayError, NetworkError, ProtocolViolation
-from forebay.network.client import Client, parse_address
+from forebay.network.addresses import join_address, parse_address
+from forebay.network.client import Client
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.identity import Identity
 from forebay.network.joining import admission_address, renew_at
@@ -191,7 +192,7 @@ class TrustWatch:
         except NetworkError as error:
             log.info("revocation: the DHT cannot be reached: %s", error)
             return
-        self._found = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in found]
+        self._found = [join_address(*where) for where in found]
 
     def _choose(self) -> list[str]:
         now = time.monotonic()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay.errors import NetworkError, ProtocolViolation
-from forebay.network.addresses import parse_address
+from forebay.network.addresses import join_address, parse_address
 from forebay.network.backoff import backoff_s
 from forebay.network.client import Client, RemoteError
 from forebay.network.discovery import Discovery, record_key
@@ -134,10 +134,7 @@ class Control:
             if self.discovery is not None:
                 key = record_key(self.identity.network_id, "scheduler", self.name)
                 try:
-                    candidates += [
-                        f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-                        for host, port in self.discovery.find(key, 2.0)
-                    ]
+                    candidates += [join_address(*where) for where in self.discovery.find(key, 2.0)]
                     self._reason = "the DHT was asked and names none"
                 except NetworkError as error:  # the caller's patience decides
                     self._reason = f"the DHT cannot be asked: {error}"
