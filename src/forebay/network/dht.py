@@ -43,11 +43,9 @@ lt: Any = libtorrent  # its type stubs lag behind what it takes
 class LibtorrentDht:
     """A node of the DHT, running from construction to `close`.
 
-    Args:
-        host: The address to listen at; `0.0.0.0` or `::` for all but the loopback's; "" for the one from which the
-            first bootstrap node is reached.
-        port: UDP; 0 takes a free one, the same on every address.
-        bootstrap: Nodes to enter by; none for the first node of a network.
+    It listens at `host` (`0.0.0.0` or `::` for all but the loopback's; "" for the address from which the first
+    bootstrap node is reached) and UDP `port` (0 takes a free one, the same on every address). Without `bootstrap` nodes
+    to enter by it is the first of a network.
     """
 
     def __init__(self, host: str, port: int, bootstrap: Sequence[Address] = ()) -> None:

@@ -75,29 +75,24 @@ class Holder:
 
 
 class Members:
-    """Rows by peer id; a row is used again when its member left.
+    """Rows by peer id; a row is used again when its member left. All arrays are [rows] but for `copies`.
 
-    Attributes:
-        ids: [rows] peer ids; empty for a free row.
-        gives, is_origin: [rows] flags: can be asked; has everything.
-        uploads, slots: [rows] how many it uploads now, and may.
-        failures: [rows] in a row, since it was last heard of.
-        owed: [rows] new slices it got from an origin, less those it gave since; never below 0.
-        asked_at: [rows] when it last wanted something.
-        copies: [num_slices] members that hold each slice.
+    `gives` and `is_origin` are flags: can be asked; has everything. `uploads` and `slots` are how many it uploads now,
+    and may. `failures` are in a row, since it was last heard of. `owed` counts new slices that it got from an origin,
+    less those it gave since; never below 0.
     """
 
     def __init__(self, num_slices: int) -> None:
         self.num_slices = num_slices
-        self.ids: list[str] = []
-        self.copies = np.zeros(num_slices, np.int32)
+        self.ids: list[str] = []  # empty for a free row
+        self.copies = np.zeros(num_slices, np.int32)  # [num_slices], members that hold each slice
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
         self._bits = np.zeros(((num_slices + 7) // 8, 0), np.uint8)
         self.gives = self.is_origin = np.zeros(0, np.bool_)
         self.uploads = self.slots = self.failures = self.owed = np.zeros(0, np.int32)
         self._heard_at = np.zeros(0)
-        self.asked_at = np.zeros(0)
+        self.asked_at = np.zeros(0)  # when it last wanted something
         self._speed = np.zeros(0)
         self._mean_speed: float | None = None  # None: to be found anew
         self._grow(_FIRST_ROWS)

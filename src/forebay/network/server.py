@@ -52,16 +52,12 @@ log = logging.getLogger("forebay.network")
 
 
 class Server:
-    """Serves an application to the members of one network; with identity None to whoever asks.
+    """Serves an application to the members of one network; with identity None to whoever asks, by `tls` if it is given.
 
     Owns its thread and sockets from `start` to `close`; both may be called from any thread, `close` more than once.
-
-    Args:
-        on_bytes: Called in the server's thread for each piece of a file that was sent.
-        throttle: Of the upload; may be shared with other servers.
-        tls: Without an identity: speak TLS by this, and ask for no certificate.
-        discovery: With an identity: where other nodes are found that know who is revoked.
-        known: Their addresses, as far as the caller knows them.
+    `on_bytes` is called in the server's thread for each piece of a file that was sent. The `throttle` of the upload may
+    be shared with other servers. With an identity other nodes that know who is revoked are found by `discovery`, or are
+    among the `known` addresses.
     """
 
     def __init__(

@@ -50,11 +50,9 @@ class Assignment:
 class Swarm:
     """The holders of one dataset, and what is under way between them.
 
-    Args:
-        ttl_s: Who is not heard of for so long is gone.
-        slots: Uploads at once of a holder that does not say; `origin_slots` of an origin.
-        patience_s: A download is given up for lost after so long, or 8 times the usual duration if that is more.
-        checks: Whether somebody checks who two say gave wrong bytes, before it is banned for all.
+    Who is not heard of for `ttl_s` is gone. A holder that does not say uploads `slots` at once, an origin
+    `origin_slots`. A download is given up for lost after `patience_s`, or 8 times the usual duration if that is more.
+    `checks`: somebody checks who two say gave wrong bytes, before it is banned for all.
     """
 
     def __init__(
@@ -85,12 +83,10 @@ class Swarm:
     # Who is there, and what they have.
 
     def join(self, holder: Holder, have: NDArray[np.bool_] | None, now: float, *, slots: int | None = None) -> None:
-        """A member is here, or still here.
+        """A member is here, or still here. It uploads `slots` at once; 0: nothing now; None: as before, or the default.
 
-        Args:
-            have: [num_slices] flags of what it holds; None: as before. Not looked at for an origin, which has all,
-                nor for a member without an address, which gives nothing.
-            slots: How much it uploads at once; 0: nothing now. None: as before, or the default.
+        `have` are [num_slices] flags of what it holds; None: as before. Not looked at for an origin, which has all, nor
+        for a member without an address, which gives nothing.
         """
         members, peer_id = self._members, holder.peer_id
         before = self._holders.get(peer_id)

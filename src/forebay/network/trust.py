@@ -58,11 +58,9 @@ def send_crl(client: Client, address: str, crl: Crl) -> tuple[str, bool]:
 class TrustWatch:
     """A node's background thread for trust, from `start` to `close`. No exception ends it.
 
-    Args:
-        known: Addresses worth asking, such as those of schedulers and data nodes spoken to.
-        discovery: Where nodes that serve CRLs find each other; None: only `known` are asked.
-        address: Ours, to be found at; None: we only ask.
-        on_change: Called when somebody new is revoked: cut live connections here.
+    `known` are addresses worth asking, such as those of schedulers and data nodes spoken to; with `discovery` other
+    nodes that serve CRLs are asked, too, and find us at `address`, if we have one. `on_change` is called when somebody
+    new is revoked: cut live connections there.
     """
 
     def __init__(

@@ -141,11 +141,8 @@ class _Windows:
 class Epoch:
     """Where each position of one epoch reads. Safe to share between threads.
 
-    Args:
-        slices: int64 [K], the indexes of the slices that have samples, in the epoch's order.
-        counts: int64 [K], the samples of each.
-        lanes: The shape; its head lies in the first slice.
-        window_key, head_key: 16 bytes each.
+    `slices` are int64 [K], the indexes of those that have samples, in the epoch's order; `counts` int64 [K] the samples
+    of each. The head of `lanes` lies in the first slice. `window_key` and `head_key` have 16 bytes each.
     """
 
     def __init__(self, slices: I64, counts: I64, lanes: Lanes, window_key: bytes, head_key: bytes) -> None:

@@ -153,7 +153,6 @@ class HubDataset(Batches):
 
     @property
     def vocab_size(self) -> int:
-        """See Batches."""
         return self._stream.vocab_size
 
     @property
@@ -166,15 +165,12 @@ class HubDataset(Batches):
         return self._stream.stats()
 
     def describe(self) -> str:
-        """See Batches."""
         return self._about
 
     def mark(self) -> Moment:
-        """See Batches."""
         return self._stream.moment
 
     def go_to(self, mark: Any) -> None:
-        """See Batches."""
         self._stream.go_to(mark)
 
     def dealt(self, rank: int, world_size: int) -> HubDataset:
@@ -195,7 +191,6 @@ class HubDataset(Batches):
         return other
 
     def endless(self) -> Generator[Batch, None, None]:
-        """See Batches."""
         with closing(iter(self._stream)) as batches:  # type: ignore[type-var]  # a generator
             for batch in batches:
                 if batch.epoch > self._told:
@@ -219,5 +214,4 @@ class HubDataset(Batches):
         self._stream.load_state_dict(stream)
 
     def close(self) -> None:
-        """See Batches."""
         self._stream.close()

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeAlias, TypeVar
 
+from pydantic import TypeAdapter
+
 from forebay.errors import LeaseError, NetworkError, ProtocolViolation
 from forebay.network.backoff import backoff_s
 from forebay.network.client import RemoteError
@@ -92,10 +94,8 @@ class Generation:
     def from_json(cls, value: Any) -> Generation:
         """A generation as the coordinator must describe it; ProtocolViolation if it does not."""
         try:
-            members = tuple(Member(str(m["worker_id"]), int(m["rank"]), str(m["address"])) for m in value["members"])
-            keys = ("number", "rank", "world_size", "start_step", "start_sample", "source")
-            return cls(members=members, run_id=str(value["run_id"]), **{key: int(value[key]) for key in keys})
-        except (KeyError, TypeError, ValueError) as error:
+            return _GENERATION.validate_python(value)
+        except ValueError as error:
             raise ProtocolViolation(f"coordinator: expected a generation, got {value!r:.200}") from error
 
     def first_sample(self, step: int, batch_size: int) -> int:
@@ -106,6 +106,9 @@ class Generation:
         """The global samples of this rank in a step: every world_size-th, from its rank on."""
         first = self.first_sample(step, batch_size)
         return range(first + self.rank, first + batch_size * self.world_size, self.world_size)
+
+
+_GENERATION = TypeAdapter(Generation)
 
 
 class MembershipState:
