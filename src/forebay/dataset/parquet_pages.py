@@ -53,17 +53,14 @@ class Footer:
 
 @dataclass(frozen=True)
 class Page:
-    """What a page's header says: how many values, bytes packed and unpacked, how the values are encoded.
-
-    `encoding` is a number of `parquet.thrift`, -1 if none is told; `stop` is where the page ends.
-    """
+    """What a page's header says: how many values, bytes packed and unpacked, how the values are encoded."""
 
     is_dictionary: bool
     values: int
     packed_bytes: int
     bytes: int
-    encoding: int = -1
-    stop: int = 0
+    encoding: int = -1  # a number of `parquet.thrift`, -1 if none is told
+    stop: int = 0  # where the page ends
 
 
 def read_footer(data: bytes) -> Footer:

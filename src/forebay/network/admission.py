@@ -49,10 +49,7 @@ log = logging.getLogger("forebay.network")
 
 
 class Admissions:
-    """Issues certificates for tokens, and renews those it issued. Safe to share between threads; one a directory.
-
-    The directory is the network's, or an organisation's; `now` is in unix seconds.
-    """
+    """Issues certificates for tokens, and renews those it issued; one a directory. Safe to share between threads."""
 
     def __init__(
         self, directory: str | Path, audit: AuditLog | None = None, now: Callable[[], float] = time.time
@@ -78,10 +75,7 @@ class Admissions:
         return self._issue("/v1/admit", sender, lambda key: self._admit(message, key), message.request)
 
     def renew(self, message: RenewRequest, sender: str, shown: bytes) -> dict[str, Any]:
-        """Another certificate for a key that has one; answer and errors as of `admit`.
-
-        `shown` is the certificate, DER, that was shown in the handshake: it must be of the same key.
-        """
+        """Another certificate, as `admit`; `shown` (DER), that of the handshake, must be of the same key."""
 
         def renew(key: Ed25519PublicKey) -> bytes:
             if not shown or peer_of(shown).public_key != key.public_bytes_raw():

@@ -200,10 +200,7 @@ def source_of(request: Request) -> str:
 async def wait_until(
     request: Request, change: Callable[[], Awaitable[Any]], until: Callable[[], bool], wait_s: float
 ) -> bool:
-    """Wait until a condition holds, for `wait_s` at most. Returns False if the client hung up meanwhile.
-
-    `change` returns something to await that ends when the condition may have changed.
-    """
+    """Wait until a condition holds, up to `wait_s`; `change` ends when it may have. False if the client hung up."""
     connection: Connection = request.state.connection
     deadline = asyncio.get_running_loop().time() + wait_s
     while not until():

@@ -69,10 +69,7 @@ class Judged:
 
 
 def issue_root(name: str, key: Ed25519PrivateKey, valid_days: float, before: Issuer | None = None) -> x509.Certificate:
-    """A root's certificate: signed by itself, or, when roots are rotated, by the root before it.
-
-    Organisations may stand under it, nothing under their nodes.
-    """
+    """A root's certificate, signed by itself or by the root before it; organisations may stand under it, no more."""
     issuer = before.cert if before is not None else None
     builder = _builder(name, name if issuer is None else name_of(issuer), key.public_key(), valid_days, None)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=1), critical=True)

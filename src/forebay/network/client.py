@@ -132,12 +132,14 @@ class Client:
         *,
         role: str | None = None,
     ) -> tuple[Any, Peer]:
-        """Send an object (none: no body), get one, and whose answer it is, within `timeout_s` for the whole exchange.
+        """Send an object (None: nothing; bytes: as they are), get one, and whose answer it is, all within `timeout_s`.
 
         `role` is what the peer's certificate must allow; otherwise nothing is sent. An answer that is not 2xx is a
         RemoteError, one that is no JSON, too large or malformed a ProtocolViolation.
         """
-        body = b"" if obj is None else json.dumps(obj, separators=(",", ":")).encode()
+        body = (
+            b"" if obj is None else obj if isinstance(obj, bytes) else json.dumps(obj, separators=(",", ":")).encode()
+        )
         data, peer = self._small(address, method, path, body, max_bytes, expect_peer, timeout_s, role)
         try:
             return json.loads(data), peer
@@ -145,14 +147,6 @@ class Client:
             raise ProtocolViolation(
                 f"{method} {path}: expected JSON from {address}, got {data[:80]!r}: {error}"
             ) from error
-
-    def post_bytes(self, address: str, path: str, body: bytes, timeout_s: float = 10.0) -> tuple[Any, Peer]:
-        """Send bytes, get an object, and whose answer it is; errors as of `request_json`."""
-        data, peer = self._small(address, "POST", path, body, MAX_JSON_BYTES, None, timeout_s)
-        try:
-            return json.loads(data), peer
-        except (ValueError, RecursionError) as error:
-            raise ProtocolViolation(f"POST {path}: expected JSON from {address}, got {data[:80]!r}: {error}") from error
 
     def get_bytes(
         self, address: str, path: str, max_bytes: int, expect_peer: str | None = None, timeout_s: float = 60.0

@@ -213,10 +213,7 @@ class LibtorrentDht:
 
 
 def wait_for_bootstrap(addresses: Sequence[Address], timeout_s: float, stop: threading.Event | None = None) -> None:
-    """Wait until one of the bootstrap nodes answers a ping, or `stop` is set; each is asked once a second.
-
-    If none answered within `timeout_s`, the NetworkError says what became of each.
-    """
+    """Wait until a bootstrap node answers a ping, or `stop` is set; NetworkError with their states after `timeout_s`."""
     states = {join_address(*address): "no answer" for address in addresses}
 
     def asked() -> str:

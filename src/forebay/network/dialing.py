@@ -25,10 +25,7 @@ MAX_PEERS, MAX_ADDRESSES = 16_384, 64  # remembered; addresses of one peer
 
 
 def named_host(host: str, towards: str) -> str:
-    """What others are told of a server that listens at `host`: where that is everywhere, this host as seen by another.
-
-    `towards` is `host:port` of the other; nothing is sent to it.
-    """
+    """What others are told for `host`: where that is everywhere, this host as seen from `towards`, `host:port`."""
     if host.strip("[]") not in ("", "0.0.0.0", "::"):
         return host
     found = host_towards(peer_address(towards))
@@ -100,10 +97,7 @@ class Dialer:
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="dial")
 
     def reached(self, peer: Peer, address: str, source: str) -> bool:
-        """Whether this very peer has answered there; the first question begins to find out, and says no.
-
-        `source` is the IP address that the peer's own connection comes from.
-        """
+        """Whether this very peer, whose IP is `source`, has answered there; no until the first question found out."""
         return self.found(peer, address, source) is True
 
     def found(self, peer: Peer, address: str, source: str) -> bool | None:

@@ -237,10 +237,7 @@ class Answer:
         return got
 
     def read(self, max_bytes: int, deadline: float) -> bytes:
-        """The whole body, which must be here by `deadline` (of time.monotonic).
-
-        ProtocolViolation if it is larger than `max_bytes`: nothing of it is read then, if it was announced.
-        """
+        """The whole body, by `deadline` (monotonic); ProtocolViolation, at once if announced, above `max_bytes`."""
         limit = max_bytes if self.length is None else self.length
         if limit > max_bytes:
             raise ProtocolViolation(f"expected at most {max_bytes} bytes, got {limit} announced")

@@ -26,7 +26,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from forebay.errors import ProtocolViolation, UsageError
 from forebay.network.audit import AuditLog
 from forebay.network.certificates import NODE_VALID_DAYS as NODE_VALID_DAYS
-from forebay.network.certificates import ROOT_VALID_DAYS as ROOT_VALID_DAYS
 from forebay.network.certificates import Judged, der_of, judge, scope_of
 from forebay.network.certificates import peer_of as peer_of
 from forebay.network.networks import (
@@ -48,7 +47,6 @@ from forebay.network.networks import create_organisation as create_organisation
 from forebay.network.peer import Peer as Peer
 from forebay.network.peer import Scope as Scope
 from forebay.network.revocation import Revocations, file_stamp
-from forebay.network.revocation import read_revoked as read_revoked
 from forebay.network.revocation import revoke as revoke
 from forebay.peer_id import peer_id_of
 from forebay.storage.atomic import atomic_write, remove_stale
@@ -69,10 +67,7 @@ def verify(public_key: bytes, message: bytes, signature: bytes) -> None:
 
 
 class Identity:
-    """A member of a network: its key, its certificate, and whom it refuses.
-
-    Made by `load`; safe to share between threads. Holds no open file.
-    """
+    """A member of a network: its key, certificate, and whom it refuses. Made by `load`; safe to share."""
 
     def __init__(
         self,
@@ -233,10 +228,7 @@ def join(
     valid_days: float = NODE_VALID_DAYS,
     scope: Scope = Scope(),  # noqa: B008 - frozen
 ) -> Identity:
-    """Issue a member: a new key and its certificate, signed by the network's root or an organisation's key.
-
-    Returns it, loaded.
-    """
+    """Issue a member, loaded: a new key and its certificate, signed by the network's root or an organisation."""
     folder = Path(out_dir)
     check_name("node", name)
     check_vacant(folder, force)

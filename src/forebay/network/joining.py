@@ -147,10 +147,7 @@ def _ask(
     timeout_s: float,
     node_dir: Path | None = None,
 ) -> dict[str, Any]:
-    """One request to the holder of an issuer's key; nothing is said before it proved that.
-
-    The certificate in `node_dir` is shown in the handshake, if the server asks for one.
-    """
+    """One request to the holder of an issuer's key, proven first; `node_dir` has the certificate to show, if asked."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # No authority to ask yet: the server is known by its key, which the handshake proves.

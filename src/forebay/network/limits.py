@@ -26,7 +26,7 @@ MAX_PEERS = 4096  # whose turns are kept; the one seen longest ago is forgotten 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one server. An organisation's hold for all its members together; the root's own members have none such."""
+    """Limits of one server. An organisation's are for all its members together; the root's own members have none."""
 
     connections: int = 256  # at once, those in their handshake included
     connections_per_peer: int = 64  # of one certificate's key
@@ -68,10 +68,7 @@ def parse_limits(limits: Limits, items: Iterable[str]) -> Limits:
 
 
 class TokenBucket:
-    """`rate` tokens a second, at most `burst` saved up. Pure: `now` (seconds, any origin) comes from the caller.
-
-    Not for several threads at once without a lock of theirs.
-    """
+    """`rate` tokens a second, at most `burst` saved up. Pure: `now` (s) comes from the caller. Not safe for threads."""
 
     def __init__(self, rate: float, burst: float | None = None) -> None:
         if not rate > 0:

@@ -70,10 +70,7 @@ def create_organisation(
     *,
     valid_days: float = ORG_VALID_DAYS,
 ) -> str:
-    """Make an organisation under a network's root: a key of its own, with which it admits nodes. Returns its peer id.
-
-    `scope` is what its nodes may do at most.
-    """
+    """Make an organisation with a key of its own under a root; its nodes may do `scope` at most. Returns its id."""
     source, folder = Path(network_dir), Path(out_dir)
     check_name("organisation", name)
     if (folder / "org-key.pem").exists():

@@ -76,10 +76,7 @@ def sign_dataset(
     valid_days: float = VALID_DAYS,
     serial: int | None = None,
 ) -> Publication:
-    """Signs the dataset in a directory and writes manifest.sig.json beside its manifest.
-
-    The default `serial` is the time in unix seconds, or one more than that of this publisher's signature there.
-    """
+    """Sign a dataset in its manifest.sig.json; the default `serial` is the unix time, or one above that in the file."""
     path = Path(directory) / "manifest.json"
     try:
         dataset_id = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -126,10 +126,7 @@ def parse_crl_if(pem: bytes, roots: tuple[bytes, ...], is_wanted: Callable[[str,
 
 
 class Revocations:
-    """What a node knows of who is revoked, on disk beside its key. Safe to share between threads and processes.
-
-    `roots` are the network's root certificates, DER; `clock` gives seconds from any moment on.
-    """
+    """What a node knows of who is revoked, on disk beside its key. Threads and processes may share it. Roots: DER."""
 
     def __init__(self, node_dir: Path, roots: tuple[bytes, ...], clock: Callable[[], float] = time.monotonic) -> None:
         self.roots = roots

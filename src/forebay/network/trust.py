@@ -51,7 +51,7 @@ def receive_crl(identity: Identity, pem: bytes, sender: str) -> Crl | None:
 
 def send_crl(client: Client, address: str, crl: Crl) -> tuple[str, bool]:
     """Brings a CRL to a node; returns the node's peer id, and whether it accepted the CRL as new."""
-    answer, peer = client.post_bytes(address, CRLS, crl.pem)
+    answer, peer = client.request_json(address, "POST", CRLS, crl.pem)
     return peer.peer_id, isinstance(answer, dict) and answer.get("new") is True
 
 
@@ -104,10 +104,7 @@ class TrustWatch:
         self._thread.join(10.0)
 
     def ask(self, address: str) -> bool:
-        """Fetches the CRLs that one node has newer; whether one was new.
-
-        A node that cannot be reached, or does not have what it says, is logged and not asked for AVOID_S.
-        """
+        """Fetches the CRLs that a node has newer; whether one was new. If it fails, it is not asked for AVOID_S."""
         try:
             return self._ask(address)
         except (ForebayError, OSError, UnicodeError) as error:

@@ -67,10 +67,7 @@ def mix64(z: U64) -> U64:
 
 
 def random_words(key: bytes, counter: U64) -> U64:
-    """Word number `counter` of the stream under a 16-byte key, uniform over all 64-bit words. Any order, no state.
-
-    `counter` has at least one dimension; the words have its shape.
-    """
+    """Word number `counter` (of any shape but 0-d) of the stream under a 16-byte key: uniform uint64, any order."""
     k0, k1 = _halves(key)
     z = mix64(counter * _GOLDEN + k0)
     z ^= k1

@@ -100,10 +100,7 @@ class Mixture:
         self._bases: dict[int, I64] = {0: np.zeros(len(self._quotas[0]), np.int64)}
 
     def at(self, start: int, stop: int) -> tuple[I64, I64]:
-        """Places [start, stop) of the run to (source, position among the source's own), both int64 [stop - start].
-
-        A source's positions rise by one from 0 over the run.
-        """
+        """Places [start, stop) to (source, position among its own, rising by one), both int64 [stop - start]."""
         found = []
         for i, first in enumerate(self._starts):
             last = self._starts[i + 1] if i + 1 < len(self._starts) else stop

@@ -35,10 +35,7 @@ _KEPT_SLICES = 1 << 12  # Epochs are kept for so many slices in all, and two in 
 
 
 def samples_per_slice(counts: I64, seq_len: int | None, layout: str = "tokens") -> I64:
-    """The samples in each slice, [S]: tokens // seq_len in the layout `tokens`, rows in the layout `rows`.
-
-    `counts` are int64 [S], tokens or rows of each slice; `seq_len` is unused for rows.
-    """
+    """Samples of each slice, int64 [S], of its tokens or rows, `counts`: tokens // seq_len, or the rows themselves."""
     counts = np.asarray(counts, dtype=np.int64)
     if layout == "rows":
         return counts

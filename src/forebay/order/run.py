@@ -28,13 +28,10 @@ _BLOCK = 1 << 16  # Samples of a mixture's global batches looked at in one go: 5
 
 @dataclass(frozen=True)
 class Steps:
-    """A rank's samples of run steps [first, first + n), one step after another: K samples in all.
-
-    Step first + i has the samples [bounds[i], bounds[i + 1]).
-    """
+    """A rank's samples of run steps [first, first + n), one step after another: K samples in all."""
 
     first: int
-    bounds: I64  # [n + 1], from 0 to K.
+    bounds: I64  # [n + 1], from 0 to K: step first + i has the samples [bounds[i], bounds[i + 1]).
     sources: I64  # [K], the dataset of each sample.
     slices: I64  # [K], index of the slice in its dataset.
     samples: I64  # [K], index of the sample in its slice.
@@ -43,13 +40,9 @@ class Steps:
 class Run:
     """The samples of a run, by run step. Safe to share between threads.
 
-    Args:
-        orders: Of each dataset, made with the largest batch size as global batch.
-        batches: Global batches by run step.
-        weights: Of each dataset, by run step; None for a single dataset in epochs.
-        epochs: How many in all; None for no end. Unused for a mixture, which ends by num_steps alone.
-        num_steps: How many run steps at most; None for no such limit.
-        drop_last: Leave out the batch that an epoch's end would make short. Unused for a mixture.
+    `orders` are made with the largest batch size as global batch. `weights` of the datasets are None for a single one
+    in epochs. `epochs` and `num_steps` limit the run; None for no limit. A mixture ends by num_steps alone; others may
+    `drop_last`: leave out the batch that an epoch's end would make short.
     """
 
     def __init__(
@@ -142,10 +135,7 @@ class Run:
         return Steps(start, bounds, sources, slices, samples)
 
     def uses(self, start: int, stop: int, rank: int, world_size: int) -> tuple[I64, I64, I64]:
-        """What a rank reads at run steps [start, stop): distinct (steps, sources, slices), each int64 [K].
-
-        By step, then in order of first use within the step. Raises as `steps` does.
-        """
+        """Distinct (steps, sources, slices) that a rank reads in [start, stop), int64 [K], in order of first use."""
         read = self.steps(start, stop, rank, world_size)
         steps = np.repeat(np.arange(stop - start, dtype=np.int64), np.diff(read.bounds))
         bases = np.cumsum(self._num_slices) - self._num_slices

@@ -25,16 +25,13 @@ _Found = tuple[I64, I64, I64]  # Slices, first steps, last steps.
 
 @dataclass(frozen=True)
 class Spans:
-    """When a node has slices open: K spans, by first step; those of one slice neither overlap nor touch.
-
-    If not `exact`, lanes are shared with other nodes, whose samples may be the only ones of a slice.
-    """
+    """When a node has slices open: K spans, by first step; those of one slice neither overlap nor touch."""
 
     slices: I64  # [K]; a slice that lies in several lanes is open more than once an epoch
     first: I64  # [K], steps
     last: I64  # [K], steps, inclusive
     num_steps: int  # of all epochs looked at
-    exact: bool  # every slice of a span is read in it
+    exact: bool  # every slice of a span is read in it; else other nodes, which share its lanes, may read all of one
 
     def ahead(self, num_steps: int) -> Spans:
         """The spans as they are if each slice is there so many steps before it is needed."""
@@ -76,10 +73,7 @@ def window_steps(order: Order) -> int:
 def node_spans(
     order: Order, ranks: tuple[int, int], world_size: int, *, first_epoch: int = 0, epochs: int = 1
 ) -> Spans:
-    """The spans of the node that runs ranks [start, stop), steps counted from `first_epoch`'s start.
-
-    The order's `global_batch` is that of every step.
-    """
+    """The spans of the node that runs ranks [start, stop), whose batches are the order's; steps from `first_epoch`."""
     start, stop = ranks
     if not 0 <= start < stop <= world_size or first_epoch < 0 or epochs < 1:
         raise UsageError(

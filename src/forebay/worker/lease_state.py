@@ -212,10 +212,7 @@ class LeaseState:
     # Requests to the scheduler, one at a time.
 
     def request(self, now: float, last: bool = False) -> Ask:
-        """The next request; its horizons bind until `receive` has its reply. Also instead of one that got no reply.
-
-        The `last` one releases all leases.
-        """
+        """The next request, or one for a lost one; its horizons bind until its reply. The `last` releases all leases."""
         self._requested_at = now
         if last:
             for lease in self._leases.values():
