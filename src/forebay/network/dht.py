@@ -213,7 +213,7 @@ class LibtorrentDht:
 
 
 def wait_for_bootstrap(addresses: Sequence[Address], timeout_s: float, stop: threading.Event | None = None) -> None:
-    """Wait until a bootstrap node answers a ping, or `stop` is set; NetworkError with their states after `timeout_s`."""
+    """Wait until a bootstrap node answers a ping, or `stop` is set; NetworkError with all states after `timeout_s`."""
     states = {join_address(*address): "no answer" for address in addresses}
 
     def asked() -> str:

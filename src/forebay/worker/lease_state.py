@@ -212,7 +212,7 @@ class LeaseState:
     # Requests to the scheduler, one at a time.
 
     def request(self, now: float, last: bool = False) -> Ask:
-        """The next request, or one for a lost one; its horizons bind until its reply. The `last` releases all leases."""
+        """The next request, or one for a lost one; its horizons bind until its reply. The `last` releases all."""
         self._requested_at = now
         if last:
             for lease in self._leases.values():
