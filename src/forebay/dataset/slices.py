@@ -284,9 +284,6 @@ def _write(path: Path, tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str,
 
 
 def hash_file(path: Path | str) -> str:
-    """The sha256 of a file, in hex; reads 1 MiB at a time. Raises OSError."""
-    digest = hashlib.sha256()
+    """The sha256 of a file, in hex, read by pieces. Raises OSError."""
     with Path(path).open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
