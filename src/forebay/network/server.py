@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import FastAPI
 
 from forebay.errors import NetworkError
+from forebay.network.addresses import join_address
 from forebay.network.app import Metric, add_trust_routes
 from forebay.network.client import Client
 from forebay.network.connections import Core, PeerProtocol
@@ -52,16 +53,12 @@ log = logging.getLogger("forebay.network")
 
 
 class Server:
-    """Serves an application to the members of one network; with identity None to whoever asks.
+    """Serves an application to the members of one network; with identity None to whoever asks, by `tls` if it is given.
 
     Owns its thread and sockets from `start` to `close`; both may be called from any thread, `close` more than once.
-
-    Args:
-        on_bytes: Called in the server's thread for each piece of a file that was sent.
-        throttle: Of the upload; may be shared with other servers.
-        tls: Without an identity: speak TLS by this, and ask for no certificate.
-        discovery: With an identity: where other nodes are found that know who is revoked.
-        known: Their addresses, as far as the caller knows them.
+    `on_bytes` is called in the server's thread for each piece of a file that was sent. The `throttle` of the upload may
+    be shared with other servers. With an identity other nodes that know who is revoked are found by `discovery`, or are
+    among the `known` addresses.
     """
 
     def __init__(
@@ -96,7 +93,7 @@ class Server:
     @property
     def address(self) -> str:
         """`host:port` where it listens; IPv6 in brackets."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return join_address(self.host, self.port)
 
     @property
     def limits(self) -> Limits:
@@ -129,11 +126,7 @@ class Server:
         self._tasks.append((name, body))
 
     def start(self) -> None:
-        """Listen and answer in a background thread.
-
-        Raises:
-            NetworkError: If the port is taken or the host is none of this machine's.
-        """
+        """Listen and answer in a background thread."""
         if self.identity is not None:
             self._tls = self.identity.server_context()
         self._listener = listen(self.host, self.port)
@@ -306,11 +299,7 @@ def _trim_heap() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket that does not block.
-
-    Raises:
-        NetworkError: If the port is taken or the host is none of this machine's.
-    """
+    """A listening socket that does not block."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -40,8 +40,7 @@ _FILE = re.compile(r"([0-9a-f]{64})\.known")
 class Shelf:
     """What of each dataset lies in a cache. Threads and processes share it, as they do the cache.
 
-    Attributes:
-        sizes: Bytes and dataset's name of each slice that this worker was ever leased, by hash: what it may hand on.
+    `sizes` has bytes and dataset's name of each slice that this worker was ever leased, by hash: what it may hand on.
     """
 
     def __init__(self, cache: SliceCache) -> None:
@@ -106,12 +105,9 @@ class _NoSourceError(NetworkError):
 
 
 class Fetcher:
-    """Fetches the slices of a worker's leases, in threads of its own, from `start` to `close`.
+    """Fetches the slices of a worker's leases, `threads` at once, in threads of its own, from `start` to `close`.
 
-    Args:
-        threads: Slices fetched at once.
-        from_urls: Which URLs that data nodes stand for are read (see store.foreign).
-        patience_s: A slice that nobody gives for so long, and no other either, is the end of the worker.
+    A slice that nobody gives for `patience_s`, and no other either, is the end of the worker.
     """
 
     def __init__(
@@ -273,11 +269,7 @@ class Fetcher:
             self._exclude(grant, source, f"gave under {_PACE_BYTES} bytes in {_PACE_S:g} s", wrong=False)
 
     def _sources(self, grant: Lease, providers: Sequence[Holder]) -> list[Origin]:
-        """Those of the providers that can be asked.
-
-        Raises:
-            NetworkError: If there is none, with the last reason.
-        """
+        """Those of the providers that can be asked; NetworkError with the last reason if there is none."""
         sources, why = list[Origin](), ""
         for provider in providers:
             try:
