@@ -36,7 +36,7 @@ from forebay.network.dht import LibtorrentDht
 from forebay.network.identity import Identity, create_network, join
 from forebay.network.limits import Limits
 from forebay.network.server import Server
-from forebay.schedule.possession import prove
+from forebay.schedule.exchange import prove
 from forebay.schedule.service import SchedulerService
 from forebay.serve import DataNode
 

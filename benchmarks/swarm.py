@@ -236,7 +236,7 @@ def _be_member(folder: Path, number: int, address: str, waiting: int, join: Call
 
     report, figures = mirror_by_swarm(dataset, target, share=True, on_progress=advance, linger_s=30.0)
     verified = open_dataset(out).verify(workers=1).ok
-    said = {**report.to_json(), "complete_s": complete_s, "verified": verified, "swarm": figures}
+    said = {**asdict(report), "complete_s": complete_s, "verified": verified, "swarm": figures}
     os.write(1, (json.dumps(said) + "\n").encode())
     os._exit(0)
 

@@ -36,10 +36,9 @@ class FetchingWorker:
         self, sha256: str, num_bytes: int, providers: Sequence[dict[str, Any]], lease_id: str = "1"
     ) -> ActiveLease:
         """A lease of slice 3 of some dataset, as if the scheduler had granted it; providers are origins by default."""
-        holders = [{"peer_id": "", "is_origin": True, **provider} for provider in providers]
+        holders = [{"peer_id": "", **provider} for provider in providers]
         lease = {
-            "lease_id": lease_id, "job": "j", "job_id": "j", "epoch": 0, "slice": 3, "index": 3, "dataset": "d",
-            "dataset_id": DATASET,
+            "lease_id": lease_id, "job": "j", "job_id": "j", "epoch": 0, "slice": 3, "dataset_id": DATASET,
             "name": "slices/3", "sha256": sha256, "bytes": num_bytes, "count": 9, "start": 0, "stop": 9,
             "sample_base": 0, "seed": 0, "seq_len": 1, "layout": "tokens", "dtype": "U16", "vocab_size": 1,
             "providers": holders, "expires_in_s": 30.0,

@@ -27,8 +27,7 @@ from benchmarks.prepare.batches import to_batches
 from benchmarks.prepare.corpus import data_folder, passages
 from forebay.prepare.documents import Record, Stage
 from forebay.prepare.filters.c4 import C4
-from forebay.prepare.filters.fineweb import FineWeb
-from forebay.prepare.filters.gopher import GopherQuality, GopherRepetition
+from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition
 
 PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
 STAGES: tuple[Stage, ...] = (GopherQuality(), GopherRepetition(), FineWeb(), C4())

@@ -8,7 +8,6 @@ exactly once all the same. Processes hold a pipe from this one, so however this 
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -71,25 +70,42 @@ class Node:
 
 
 class Cast:
-    """Starts processes, and ends every one of them when it closes."""
+    """Starts processes, and ends every one of them when it closes.
+
+    Until then SIGTERM interrupts as Ctrl-C does. Neither does while a process starts: whoever ends it must know it.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._nodes: list[Node] = []
+        self._starting = self._interrupted = False
+        signals = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+        self._handlers = {number: signal.signal(number, self._interrupt) for number in signals}
+
+    def _interrupt(self, *_: object) -> None:
+        self._interrupted = True
+        if not self._starting:
+            raise KeyboardInterrupt
 
     def start(self, label: str, *arguments: object) -> Node:
         log = self._directory / f"{label.replace(' ', '-')}.log"
-        with log.open("wb") as errors, _interrupts_wait():
-            popen = subprocess.Popen(
-                [sys.executable, "-m", "forebay.cli", *map(str, arguments), "--json", "--lifeline"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # so that Ctrl-C reaches us alone, and we end them in order
-            )
-            node = Node(label, popen, log)
-            self._nodes.append(node)
+        with log.open("wb") as errors:
+            self._starting = True
+            try:
+                popen = subprocess.Popen(
+                    [sys.executable, "-m", "forebay.cli", *map(str, arguments), "--json", "--lifeline"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                    start_new_session=True,  # so that Ctrl-C reaches us alone, and we end them in order
+                )
+                node = Node(label, popen, log)
+                self._nodes.append(node)
+            finally:
+                self._starting = False
+        if self._interrupted:
+            raise KeyboardInterrupt
         stdout = popen.stdout
         assert stdout is not None
         Supervised(lambda: node.listen(stdout), f"demo {label}").start()
@@ -109,6 +125,8 @@ class Cast:
             for stream in (node.popen.stdin, node.popen.stdout):
                 if stream is not None:
                     stream.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
 
 def run_demo(
@@ -126,13 +144,12 @@ def run_demo(
     check_trainer(trainer)
     started = time.monotonic()
     with ExitStack() as stack:
-        stack.enter_context(_sigterm_interrupts())
         directory = stack.enter_context(_workplace(keep))
         cast = Cast(directory)
         stack.callback(cast.close)
         _say("1/5  prepare: raw text to slices")
         default_bytes = DEFAULT_BYTES if trainer in TRAINERS else DEFAULT_BYTES_OF_PROGRAMS
-        sources = list(inputs or [_python_text(directory / "text", max_bytes or default_bytes)])
+        sources = inputs or _python_text(max_bytes or default_bytes)
         prepared = _prepare(sources, directory / "dataset", tokenizer)
         summary = {**prepared, "trainer": trainer, **_play(cast, directory, prepared["slice_bytes"], trainer)}
     summary["seconds"] = round(time.monotonic() - started, 1)
@@ -267,21 +284,18 @@ def _prepare(sources: Sequence[Path], out: Path, tokenizer: str) -> dict[str, An
     }
 
 
-def _python_text(directory: Path, max_bytes: int) -> Path:
-    """A copy of up to `max_bytes` of the installed Python's own source: text that every machine has."""
-    directory.mkdir()
-    taken = 0
+def _python_text(max_bytes: int) -> list[Path]:
+    """Up to `max_bytes` of the installed Python's own source: text that every machine has."""
+    found = []
     library = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(library.rglob("*.py")) + sorted(library.rglob("*.txt")):
         parts = path.relative_to(library).parts
         if parts[0] in {"site-packages", "dist-packages", "test"} or "tests" in parts or not path.is_file():
             continue
-        size = path.stat().st_size
-        if taken + size > max_bytes or size < 200:
-            continue
-        taken += size
-        shutil.copyfile(path, directory / "__".join(parts))
-    return directory
+        if 200 <= (size := path.stat().st_size) <= max_bytes:
+            max_bytes -= size
+            found.append(path)
+    return found
 
 
 @contextmanager
@@ -295,33 +309,6 @@ def _workplace(keep: Path | None) -> Iterator[Path]:
     except FileExistsError:
         raise UsageError(f"{keep} exists: --keep wants a directory of its own. Choose another") from None
     yield keep
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """`kill` ends the demo as Ctrl-C does: with its processes and files gone."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Ctrl-C and SIGTERM count at the end: a process that was started is known to whoever ends it."""
-    came: list[int] = []
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    caught = {n: handler for n, handler in handlers.items() if callable(handler)}
-    for number in caught:
-        signal.signal(number, lambda n, _: came.append(n))
-    try:
-        yield
-    finally:
-        for number, handler in caught.items():
-            signal.signal(number, handler)
-    if came:
-        raise KeyboardInterrupt
 
 
 def _say(text: str) -> None:

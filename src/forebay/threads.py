@@ -34,7 +34,6 @@ class Supervised:
         target: The body, which usually loops until `stopping` is set. A normal return ends the thread.
         name: Of the thread, and the label under which failures are counted.
         stopping: Set by `stop`; an event of the owner's, if it has one.
-        fatal: For a body that must not run twice: called with the exception, in the thread, which then ends.
     """
 
     def __init__(
@@ -43,12 +42,10 @@ class Supervised:
         name: str,
         *,
         stopping: threading.Event | None = None,
-        fatal: Callable[[Exception], object] | None = None,
         first_wait_s: float = FIRST_WAIT_S,
     ) -> None:
         self.stopping = stopping or threading.Event()
         self._target = target
-        self._fatal = fatal
         self._first_wait_s = first_wait_s
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -88,13 +85,9 @@ class Supervised:
             try:
                 self._target()
                 return
-            except Exception as error:  # noqa: BLE001  # the reason of this class: whatever it is, the work goes on
+            except Exception:  # noqa: BLE001  # the reason of this class: whatever it is, the work goes on
                 with _lock:
                     _failures[self.name] += 1
-                if self._fatal is not None:
-                    _log.exception("thread failed: name=%s; it is not restarted", self.name)
-                    self._fatal(error)
-                    return
                 if time.monotonic() - started > MAX_WAIT_S:
                     wait_s = self._first_wait_s
                 _log.exception("thread failed: name=%s restart_in_s=%.1f", self.name, wait_s)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ from attackers import HOST, ask, issue, organisation
 from nodes import NAME, make_dataset
 
 from forebay.cli import main
+from forebay.ledger.receipts import Used, receipt_message
 from forebay.network.client import Client
 from forebay.schedule import service, sessions
 from forebay.schedule.desk import Desk, Doubt, JobSpec, Source
@@ -141,6 +145,38 @@ def test_who_fails_on_a_slice_that_is_good_is_leased_nothing_for_a_while() -> No
     for worker, num in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
         assert len(desk.exchange(worker, Ask(want=1), 2.0)[0].leases) == num
     assert len(desk.exchange("a", Ask(want=1), 50.0)[0].leases) == 1
+
+
+def test_checks_that_hang_hold_up_no_other_worker(
+    scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proofs are checked against a data node, which may not answer; uses of others are written meanwhile."""
+    evil, honest = issue(network_dir, "evil", "worker"), issue(network_dir, "honest", "worker")
+    asked, gate, path = threading.Event(), threading.Event(), "/v1/exchange"
+
+    def hang(*_: object) -> None:
+        asked.set()
+        gate.wait(60)
+
+    async def limit_threads() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+
+    scheduler._server.call(limit_threads())
+    monkeypatch.setattr(scheduler._catalog, "check_proof", hang)
+    (lease,) = ask(evil, scheduler.address, "POST", path, {"want": 1})[1]["leases"]
+    place = {"epoch": lease["epoch"], "slice": lease["slice"], "start": lease["start"], "stop": lease["stop"]}
+    signature = evil.sign(receipt_message(lease["job_id"], [Used(lease["lease_id"], *place.values(), 1)])).hex()
+    use = {"lease_id": lease["lease_id"], **place, "step": 1, "proof": "00" * 6}
+    said = {"job_id": lease["job_id"], "uses": [use], "signature": signature}
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            waiting = pool.submit(ask, evil, scheduler.address, "POST", path, said)
+            assert asked.wait(20)
+            assert len(ask(honest, scheduler.address, "POST", path, {"want": 1})[1]["leases"]) == 1
+            assert not waiting.done()
+        finally:
+            gate.set()
+        assert waiting.result()[0] == 200
 
 
 def test_doubts_that_nobody_answers_are_checked_less_and_less_often(

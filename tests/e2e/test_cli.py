@@ -189,7 +189,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def test_an_unknown_name_is_told_in_one_line(node: Path, tmp_path: Path) -> None:
     assert_one_line(forebay("find", "no-such-name", "--network", node, "--timeout", 2), "no-such-name")
-    state = ("--state", tmp_path / "s", "--wait", 2)
+    state = ("--state", tmp_path / "s", "--timeout", 2)
     assert_one_line(forebay("schedule", "no-such-name", "--network", node, *state), "no-such-name")
 
 

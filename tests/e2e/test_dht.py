@@ -20,9 +20,10 @@ from nodes import NAME, make_dataset
 
 from calibration import scaled
 from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.network.addresses import host_towards
 from forebay.network.ask import ask_many
 from forebay.network.client import Client
-from forebay.network.dht import LibtorrentDht, host_towards
+from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import find_providers, record_key
 from forebay.network.identity import Identity
 from forebay.schedule.service import SchedulerService

@@ -26,7 +26,7 @@ from forebay.store.cache import SliceCache
 from forebay.store.mirror import mirror_by_swarm
 from forebay.store.remote import RemoteDataset, open_remote
 from forebay.store.share import Folder, SliceShare
-from forebay.store.swarm import SwarmMember, SwarmReader, TrackerAt
+from forebay.store.swarm import Holder, SwarmMember, SwarmReader
 from forebay.store.targets import open_target
 from handlers import Request, serve
 from local_discovery import LocalDiscovery
@@ -209,7 +209,7 @@ def test_a_tracker_that_names_no_address_and_goes_ends_the_wait(
     tracker = Identity.load(world / "a")
     table = open_dataset(world / "c4").table
     with serve(tracker, handle) as server:
-        at = TrackerAt(tracker.peer_id, server.address, True)
+        at = Holder(tracker.peer_id, server.address, True)
         client = Client(Identity.load(world / "b"))
         reader = SwarmReader(client, "ab" * 32, table, lambda: [at], lambda: np.zeros(SLICES, bool), patience_s=1.0)
         transfer = reader.fetch(0, tmp_path / "part")

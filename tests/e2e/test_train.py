@@ -348,7 +348,7 @@ def test_an_assignment_names_providers_and_a_slice_and_carries_no_payload(world:
     service = world.scheduler()
     lease = ask(world.client("w1"), service, want=1)["leases"][0]
     row = world.dataset.table.row(lease["slice"])
-    provider = {"peer_id": node.identity.peer_id, "address": node.address, "is_origin": True}
+    provider = {"peer_id": node.identity.peer_id, "address": node.address}
     assert lease["providers"] == [provider]
     assert (lease["dataset_id"], lease["sha256"], lease["bytes"]) == (world.dataset.id, row.sha256, row.bytes)
     assert (lease["start"], lease["stop"], lease["count"]) == (0, TOKENS // SEQ_LEN, TOKENS // SEQ_LEN)

@@ -183,7 +183,7 @@ def test_a_revocation_spreads_and_cuts_live_connections(
             stolen.request_json(second.address, "GET", "/v1/status")
     assert other.revocations.crls() == [made]
     with pytest.raises(RemoteError, match="malformed"):
-        client.post_bytes(node.address, "/v1/crls", b"a list of old")
+        client.request_json(node.address, "POST", "/v1/crls", b"a list of old")
     assert client.get_bytes(node.address, f"/v1/crls/{made.issuer}", 1 << 20) == made.pem
     for path, status in [("/v1/crls/" + "a" * 32, 404), ("/v1/crls/../status", 404)]:
         with pytest.raises(RemoteError) as caught:
@@ -219,7 +219,7 @@ def test_two_rogue_organisations_do_not_keep_the_roots_word_out(
     for name in ("one", "two"):
         create_organisation(network_dir, tmp_path / name, name)
         largest = sign_crl(read_issuer(tmp_path / name), [(1 << 158) + i for i in range(MAX_REVOKED)], 1)
-        assert client.post_bytes(node.address, "/v1/crls", largest, timeout_s=60.0)[0] == {"new": True}
+        assert client.request_json(node.address, "POST", "/v1/crls", largest, timeout_s=60.0)[0] == {"new": True}
     thief, other = make_identity("thief"), make_identity("other")
     made = revoke(network_dir, thief.peer_id)
     assert made is not None and send_crl(client, node.address, made)[1]

@@ -215,7 +215,7 @@ def ranges(directory: Path, identity: Identity) -> Target:
 def answers(directory: Path, identity: Identity) -> Target:
     """What a scheduler answers a worker."""
     lease = {
-        "lease_id": "l1", "job": "j", "job_id": "0" * 64, "epoch": 0, "slice": 3, "index": 3, "dataset": "d",
+        "lease_id": "l1", "job": "j", "job_id": "0" * 64, "epoch": 0, "slice": 3, "first": 1,
         "dataset_id": "0" * 64,
         "name": "slices/000003.safetensors", "sha256": "0" * 64, "bytes": 99, "count": 16, "start": 0, "stop": 16,
         "sample_base": 48, "seed": 1, "seq_len": 8, "layout": "tokens", "dtype": "U16", "vocab_size": 60,

@@ -4,15 +4,29 @@ Only waits and connections are simulated here. A request is answered when what i
 over; a connection that closes before tells the coordinator that the process ended.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from pydantic import TypeAdapter
+
 from forebay.network.client import RemoteError
-from forebay.network.messages import LeaveRequest, MemberMessage
-from forebay.schedule.member_requests import REQUESTS, config_reply, event_of, is_due, reply
-from forebay.schedule.members import Agree, Disconnect, Event, Formed, Generation, Refuse, Rules, State, Tick, Waits
-from forebay.schedule.membership import apply
-from forebay.simulate.clock import Clock
+from forebay.schedule.members import (
+    Agree,
+    Disconnect,
+    Event,
+    Formed,
+    Generation,
+    Leave,
+    MemberMessage,
+    Refuse,
+    Rules,
+    State,
+    Tick,
+    Waits,
+)
+from forebay.schedule.membership import REQUESTS, apply, config_reply, is_due, reply
+from forebay.simulate.links import Clock
 from forebay.worker.membership_state import Request
 
 _TICK_S = 1.0
@@ -43,13 +57,13 @@ class Coordinator:
             self._apply(Agree(body["settings"]))
             respond(config_reply(self.state, _RUN))
             return
-        message = REQUESTS[request.path].model_validate(body)
-        if (refused := self._apply(event_of(message))) is not None:
+        message = TypeAdapter(REQUESTS[request.path]).validate_json(json.dumps(body))
+        if (refused := self._apply(message)) is not None:
             respond(_error(refused))
             return
         one = message, respond
         self._waiting.append(one)
-        if isinstance(message, LeaveRequest):
+        if isinstance(message, Leave):
             return self._end(one)
         self._clock.after(message.wait_s, lambda: self._end(one))
         self._apply(Waits(message.worker_id, message.session, +1, message.wait_s))
@@ -83,7 +97,7 @@ class Coordinator:
 
     def _remove(self, one: tuple[MemberMessage, Respond]) -> None:
         self._waiting.remove(one)
-        if not isinstance(one[0], LeaveRequest):
+        if not isinstance(one[0], Leave):
             self._apply(Waits(one[0].worker_id, one[0].session, -1))
 
 

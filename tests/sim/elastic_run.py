@@ -20,8 +20,8 @@ from forebay.order.plan import Order
 from forebay.order.run import BatchSizes, Run
 from forebay.schedule.members import ANSWER_S, Generation, Rules
 from forebay.simulate.bound import Bound, filling, work_done_s
-from forebay.simulate.clock import Clock
 from forebay.simulate.faults import Faults, Machine, draw
+from forebay.simulate.links import Clock
 from forebay.simulate.nodes import Net
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings

@@ -16,14 +16,14 @@ from forebay.network.messages import SwarmRequest
 from forebay.network.swarm import Holder, Swarm
 from forebay.simulate.book import Verdict
 from forebay.simulate.bound import Bound
-from forebay.simulate.clock import Clock
 from forebay.simulate.faults import Faults, Machine, draw
+from forebay.simulate.links import Clock
 from forebay.simulate.nodes import Fetch, Net, Node
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings
 from forebay.store.swarm_state import Body, SwarmReaderState
 from forebay.store.tracker import steer
-from forebay.store.trackers import ASK_S, TrackerAt
+from forebay.store.trackers import ASK_S
 
 
 class Reader:
@@ -102,7 +102,7 @@ class Reader:
         for fetch in self._fetches.values():
             fetch.drop()
 
-    def _fetch(self, index: int, holder: TrackerAt) -> None:
+    def _fetch(self, index: int, holder: Holder) -> None:
         wrong: list[str] = []
 
         def end(came: bool) -> None:
@@ -115,8 +115,7 @@ class Reader:
                 self._on_slice(self, index)
             self.ask()
 
-        source = Holder(holder.member, holder.address, holder.is_origin)
-        fetch = Fetch(self.net, self.node, index, [source], end, lambda _, why: wrong.append(why), rounds=1)
+        fetch = Fetch(self.net, self.node, index, [holder], end, lambda _, why: wrong.append(why), rounds=1)
         self._fetches[index] = fetch.start()
 
 

@@ -135,6 +135,16 @@ def test_closed_at_any_point_is_an_answer_or_a_lost_connection(
         assert len(keys) == 1 and len(peer.asked) == (2 if method == "POST" and cut < len(OK) else 1)
 
 
+def test_a_refusal_that_breaks_off_is_a_lost_answer(client: Client, make_identity: Make) -> None:
+    """Its code decides what the caller does next."""
+    refused = http(409, {"error": "stale_attempt", "message": "it came before"})
+    answers = [refused[:-5], refused]
+    with RudePeer(make_identity("peer"), lambda asked: answers.pop(0), lambda asked: True) as peer:
+        with pytest.raises(RemoteError) as caught:
+            client.request_json(peer.address, "POST", "/x", {})
+        assert caught.value.code == "stale_attempt" and peer.asked[0] == peer.asked[1]
+
+
 def test_a_refusal_says_how_long_to_wait(client: Client, make_identity: Make) -> None:
     at = email.utils.format_datetime(dt.datetime.now(dt.UTC) + dt.timedelta(seconds=90), usegmt=True)
     answers = [http(503, Retry_After="7"), http(429, Retry_After=at), http(503), http(503, Retry_After="1e99")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -16,17 +17,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nodes import NAME, make_dataset
 from test_journal import lease, open_journal, use
 
 from cached import put, reserve
 from calibration import scaled
 from forebay.errors import LedgerError, StateError, UsageError
 from forebay.ledger.writer import Ledger
+from forebay.network.client import Client, RemoteError
+from forebay.network.identity import Identity
 from forebay.schedule.coordinator import Coordinator
-from forebay.schedule.journal import JOURNAL_NAME
+from forebay.schedule.journal import JOURNAL_NAME, Journal, lock_state
 from forebay.schedule.members import Note, Rules, State
 from forebay.schedule.roster import Roster
+from forebay.schedule.service import SchedulerService
+from forebay.serve import DataNode
 from forebay.store.cache import SliceCache
+from local_discovery import LocalDiscovery
 
 WAITING = {"worker_id": "b", "session": "b" * 16, "wait_s": 1}
 
@@ -149,6 +156,47 @@ def test_the_scheduler_s_journal_keeps_its_leases(small_disk: Path) -> None:
     with open_journal(small_disk) as journal:
         assert grant.lease_id in journal.desk.jobs["d"].tables[0].leases
         assert use(journal, "w", grant, 0, 2).uses[0].offset == 2
+
+
+def test_no_standby_takes_the_state_while_the_disk_is_full(
+    make_identity: Callable[[str], Identity], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not write either, and its end would leave no standby."""
+    table, state, failed, real = LocalDiscovery(), tmp_path / "state", list[int](), Journal._write
+    full = threading.Event()
+
+    def write(self: Journal, batch: Any) -> None:
+        if full.is_set():
+            failed.append(1)
+            time.sleep(0.02)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, batch)
+
+    monkeypatch.setattr(Journal, "_write", write)
+    identity = make_identity("scheduler")
+    with (
+        DataNode(make_identity("node"), [make_dataset(tmp_path / "data", 3, 100)], "127.0.0.1", 0, table),
+        Client(identity) as client,
+        Client(make_identity("worker")) as worker,
+    ):
+        service = SchedulerService(identity, NAME, table, client, state, seq_len=8, lease_s=1.0)
+        service.start()
+        full.set()
+        with pytest.raises(RemoteError, match="No space left"):
+            worker.request_json(service.address, "POST", "/v1/exchange", {"want": 1})
+        while len(failed) < 4:
+            with pytest.raises(StateError, match="another process"):
+                os.close(lock_state(state))
+        full.clear()
+
+        def is_leased() -> bool:
+            with contextlib.suppress(RemoteError):
+                return bool(worker.request_json(service.address, "POST", "/v1/exchange", {"want": 1})[0]["leases"])
+            return False
+
+        eventually(is_leased)
+        service.stop()
+        os.close(lock_state(state))
 
 
 def test_a_torn_line_that_stays_ends_a_ledger_until_it_is_opened_again(

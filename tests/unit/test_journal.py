@@ -202,14 +202,15 @@ def test_killed_between_any_two_steps(tmp_path: Path, step: str, monkeypatch: py
     assert verify_ledger(tmp_path / LEDGER_NAME).ok
 
 
+@pytest.mark.parametrize("fault", [LedgerError("no space"), MemoryError("no space")])
 def test_what_could_not_be_written_is_not_answered_then_or_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = open_journal(tmp_path)
     grant = lease(journal, "w")
 
     def full() -> None:
-        raise LedgerError("no space")
+        raise fault
 
     monkeypatch.setattr(journal.ledgers["d"], "sync", full)
     with pytest.raises(LedgerError, match="no space"):

@@ -417,9 +417,9 @@ class Churn(RuleBasedStateMachine):
         if process is None or not (process.alive and process.training):
             return
         process.training = False
-        held = (len(process.weights), self.samples(process)) if self.lockstep and not process.holds else None
+        held = (len(process.weights), self.samples(process)) if self.lockstep and not process.holds else ()
         broken = self.lockstep and (broken or not process.holds)
-        actions = self.tell(Ready(name, process.session, process.known, process.step, broken, held))
+        actions = self.tell(Ready(name, process.session, process.known, process.step, broken, *held))
         if any(isinstance(action, Refuse) and action.code == "expelled" for action in actions):
             process.alive = False
         self.hear(name)

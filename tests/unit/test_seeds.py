@@ -26,7 +26,7 @@ def test_every_item_has_a_line_and_something_that_shows_it(seed: str) -> None:
 @pytest.mark.parametrize(("page", "least"), [("seeds.md", 100), ("threat-model.md", 30)])
 def test_every_test_that_is_named_exists(page: str, least: int) -> None:
     text = (ROOT / "docs" / page).read_text()
-    named = set(re.findall(r"`((?:unit|e2e|docs)/[\w/]+\.py|test_\w+\.py)(?:::(\w+))?`", text))
+    named = set(re.findall(r"`((?:unit|e2e|sim|docs)/[\w/]+\.py|test_\w+\.py)(?:::(\w+))?`", text))
     assert len(named) > least
     for file, name in named:
         text = (ROOT / "tests" / file).read_text()

@@ -475,6 +475,27 @@ def test_a_task_that_fails_once_goes_on(
     assert "a fault of the disk" in caplog.text and "inventory" in caplog.text
 
 
+def test_a_loop_that_fails_begins_again_on_the_same_port(
+    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.request_json(server.address, "GET", "/echo")
+
+    def select(timeout: float | None = None) -> object:
+        raise OSError("a fault of the system")
+
+    monkeypatch.setattr(server._loop._selector, "select", select)  # type: ignore[attr-defined]
+    server.run_soon(lambda: None)
+    until(lambda: "a fault of the system" in caplog.text)
+
+    def is_served() -> bool:
+        with contextlib.suppress(NetworkError):
+            return bool(client.request_json(server.address, "GET", "/echo")[0]["by"] == "GET")
+        return False
+
+    until(is_served)
+    assert server.num_connections == 1 and server.drain(20.0)
+
+
 def test_drain_lets_a_request_finish_and_takes_no_other(server: Server, client: Client, desk: Desk) -> None:
     answers: list[object] = []
     asking = threading.Thread(

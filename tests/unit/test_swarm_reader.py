@@ -13,12 +13,12 @@ from forebay import threads
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import NetworkError, ProtocolViolation
 from forebay.network.client import Client
+from forebay.network.members import Holder
 from forebay.store.origins import RefusedError
 from forebay.store.swarm import SwarmReader
 from forebay.store.swarm_state import SwarmReaderState
-from forebay.store.trackers import TrackerAt
 
-ORIGIN = TrackerAt("origin", "127.0.0.1:1", True, "origin")
+ORIGIN = Holder("origin", "127.0.0.1:1", True)
 
 
 def assigning(*indexes: int, **more: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp
     before = threads.failures().get("swarm", 0)
     held = [RuntimeError("unexpected"), RuntimeError("unexpected")]
 
-    def trackers() -> list[TrackerAt]:
+    def trackers() -> list[Holder]:
         if held:
             raise held.pop()
         return []

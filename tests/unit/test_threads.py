@@ -59,17 +59,6 @@ def test_the_wait_between_failures_doubles_and_stop_ends_it(deaths: list[object]
     assert thread.join(scaled(10)) and failures()["test doubling"] >= 5
 
 
-def test_a_fatal_failure_is_told_to_the_owner_and_ends_the_thread(deaths: list[object]) -> None:
-    told: list[Exception] = []
-
-    def body() -> None:
-        raise ValueError("state is lost")
-
-    thread = Supervised(body, "test fatal", fatal=told.append).start()
-    assert thread.join(scaled(10)) and [str(error) for error in told] == ["state is lost"]
-    assert failures()["test fatal"] == 1
-
-
 def test_join_returns_at_once_for_a_thread_that_never_started_or_joins_itself() -> None:
     assert Supervised(lambda: None, "test never").join(0.0)
     joined: list[bool] = []

@@ -18,19 +18,20 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.network.client import Client
 from forebay.network.identity import Identity, create_network, join
+from forebay.network.members import Holder
 from forebay.serve import DataNode
 from forebay.store.origins import PassingError
 from forebay.store.swarm import SwarmReader
-from forebay.store.trackers import TrackerAt, Trackers
+from forebay.store.trackers import Trackers
 from local_discovery import LocalDiscovery
 from rude_peer import Asked, RudePeer, http
 
 
-def at(name: str, is_origin: bool = False, port: int = 1) -> TrackerAt:
-    return TrackerAt(name, f"127.0.0.1:{port}", is_origin)
+def at(name: str, is_origin: bool = False, port: int = 1) -> Holder:
+    return Holder(name, f"127.0.0.1:{port}", is_origin)
 
 
-def ranking(dataset_id: str, day: int, found: list[TrackerAt]) -> list[str]:
+def ranking(dataset_id: str, day: int, found: list[Holder]) -> list[str]:
     trackers = Trackers(_Deaf(), dataset_id, lambda: found, None, now=lambda: day * 86400.0 + 5)  # type: ignore[arg-type]
     assert trackers.ask({}, lambda body: None) is None
     return _Deaf.asked
@@ -62,7 +63,7 @@ def test_who_steers_is_not_for_a_key_to_choose() -> None:
 
 
 def test_sharers_are_bounded() -> None:
-    found: list[TrackerAt] = []
+    found: list[Holder] = []
     trackers = Trackers(_Deaf(), "ab" * 32, lambda: found, None)  # type: ignore[arg-type]
     for answer in range(100):
         trackers.met([at(f"{answer}-{i}", port=1 + 64 * answer + i) for i in range(64)])
@@ -126,8 +127,8 @@ def test_a_tracker_that_answers_nonsense_ends_nobody(world: World, answers: list
     part = next(world.parts)
     with RudePeer(world.rude, answer) as rude, Client(world.reader) as client:
         found = [
-            TrackerAt(world.rude.peer_id, rude.address, True),
-            TrackerAt(world.node.identity.peer_id, world.node.address, False),
+            Holder(world.rude.peer_id, rude.address, True),
+            Holder(world.node.identity.peer_id, world.node.address, False),
         ]
         table = world.dataset.table
         flags = np.zeros(1, np.bool_)
@@ -143,8 +144,8 @@ def test_a_tracker_is_left_for_the_next_on_its_first_answer_without_sense(world:
     """Whoever of the two steers first: each is asked, or the honest one alone."""
     nonsense = http(200, {**GOOD, "assignments": [{**HOLDER, "index": 0, "address": "https://"}]})
     with RudePeer(world.rude, lambda asked: nonsense) as rude, Client(world.reader) as client:
-        rude_at = TrackerAt(world.rude.peer_id, rude.address, True)
-        honest_at = TrackerAt(world.node.identity.peer_id, world.node.address, False)  # comes second
+        rude_at = Holder(world.rude.peer_id, rude.address, True)
+        honest_at = Holder(world.node.identity.peer_id, world.node.address, False)  # comes second
         flags, part = np.zeros(1, np.bool_), next(world.parts)
         trackers = [rude_at, honest_at]
         with SwarmReader(client, world.dataset.id, world.dataset.table, lambda: trackers, lambda: flags) as reader:

@@ -134,9 +134,9 @@ def test_too_many_requests(server: OriginServer, tmp_path: Path) -> None:
         began = time.monotonic()
         assert fetch(transfers, tmp_path / "part", server.url).error is None
         took = time.monotonic() - began
-        (source,) = transfers.stats()["sources"].values()
+        (source,) = transfers._known.values()
     assert server.statuses[503] > 0
-    assert source["limit"] < 16, "fewer connections for who says that it is too busy"
+    assert source.limit < 16, "fewer connections for who says that it is too busy"
     assert sum(server.requests.values()) < 14 + 16 + 40 * took, "it is not hammered"
 
 
@@ -212,7 +212,7 @@ def test_the_liar_is_named(make_server: Callable[..., OriginServer], tmp_path: P
             moved = fetch(transfers, tmp_path / f"{turn}", liar.url, honest.url, bad=named)
             assert moved.error is None
     assert named and set(named) == {liar.url}
-    assert transfers.stats()["sources"][liar.url]["lies"] == len(named)
+    assert transfers._known[liar.url].lies == len(named)
 
 
 def test_a_lie_among_several_is_traced(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:

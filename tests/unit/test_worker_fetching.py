@@ -20,6 +20,7 @@ from forebay.errors import NetworkError, UsageError
 from forebay.network.app import ApiError, file_response
 from forebay.network.client import Client
 from forebay.network.identity import Identity
+from forebay.store.pieces import PartFile
 from forebay.store.room import part_bytes
 from forebay.worker import fetching
 from forebay.worker.fetching import Shelf
@@ -220,6 +221,28 @@ def test_a_passing_fault_of_the_machine_costs_one_lease_and_not_the_worker(
     monkeypatch.setattr(worker.cache, "try_reserve", full)
     worker.lost(lease(worker, node))
     assert worker.fetched(lease(worker, node, lease_id="2")) == CONTENT
+
+
+def test_a_full_disk_ends_the_work_only_once_it_lasts(
+    worker: FetchingWorker, make_node: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, real, times = make_node("a"), PartFile.open, [1]
+
+    def full(self: PartFile) -> None:
+        if times:
+            times.pop()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self)
+
+    monkeypatch.setattr(PartFile, "open", full)
+    worker.lost(lease(worker, node))
+    assert worker.fetched(lease(worker, node, lease_id="2")) == CONTENT
+    times.extend(range(100))
+    worker.cache.discard(SHA256)
+    for number in range(3, 30):
+        if worker.fetcher.failure is None:
+            worker.lost(lease(worker, node, lease_id=str(number)))
+    assert isinstance(worker.fetcher.failure, UsageError) and "No space left" in str(worker.fetcher.failure)
 
 
 def test_a_slice_waits_for_room_until_others_are_used(worker: FetchingWorker, make_node: Nodes) -> None:

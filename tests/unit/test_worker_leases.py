@@ -32,7 +32,7 @@ def answer_of(reply: Reply) -> Answer:
             "leases": [
                 {
                     "lease_id": g.lease_id, "job": g.job, "job_id": g.job, "epoch": g.epoch, "slice": g.slice,
-                    "index": g.index, "dataset": g.job, "dataset_id": g.dataset_id, "name": f"{g.index}",
+                    "first": g.first, "dataset_id": g.dataset_id, "name": f"{g.index}",
                     "sha256": f"{g.index:064x}",
                     "bytes": 100, "count": g.count, "start": g.start, "stop": g.stop, "sample_base": 0, "seed": 0,
                     "seq_len": 1, "layout": "tokens", "dtype": "U16", "vocab_size": 1,
@@ -194,8 +194,8 @@ def _wasted(chance: random.Random, batch: int, receipt_s: float, step_s: float, 
 
     def grant() -> dict[str, Any]:
         return {
-            "lease_id": f"{granted}", "job": "j", "job_id": "j", "epoch": 0, "slice": granted, "index": granted,
-            "dataset": "j", "dataset_id": DATASET, "name": "s", "sha256": DATASET, "bytes": 9, "count": count,
+            "lease_id": f"{granted}", "job": "j", "job_id": "j", "epoch": 0, "slice": granted,
+            "dataset_id": DATASET, "name": "s", "sha256": DATASET, "bytes": 9, "count": count,
             "start": 0,
             "stop": count, "sample_base": 0, "seed": 0, "seq_len": 1, "layout": "tokens", "dtype": "U16",
             "vocab_size": 1, "providers": [], "expires_in_s": 30.0,

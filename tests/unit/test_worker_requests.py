@@ -13,7 +13,7 @@ import pytest
 
 from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_token_slice
-from forebay.network.client import Client
+from forebay.network.client import Client, RemoteError
 from forebay.network.identity import create_network, join
 from forebay.schedule.service import SchedulerService
 from forebay.serve import DataNode
@@ -73,6 +73,26 @@ def test_requests_go_on_after_an_unexpected_exception(
     report = work()
     assert report.done and report.samples == 40 and report.wasted == report.leases_lost == 0
     assert failures()["worker requests"] == before + 2 and deaths == []
+
+
+def test_attempts_that_were_heard_and_not_answered_end_no_work(
+    work: Callable[..., WorkerReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of each of some exchanges comes first, and its answer is lost: the next attempt is answered."""
+    real, calls = Client.request_json, list[str]()
+
+    def request_json(self: Client, address: str, method: str, path: str, *args: Any, **more: Any) -> Any:
+        if path == "/v1/exchange":
+            calls.append(path)
+            if 2 <= len(calls) <= 5:
+                real(self, address, method, path, *args, **more)
+            if len(calls) == 6:
+                raise RemoteError("refused with 500", 500, "internal")
+        return real(self, address, method, path, *args, **more)
+
+    monkeypatch.setattr(Client, "request_json", request_json)
+    report = work()
+    assert report.done and report.samples == 40 and report.wasted == 0 and len(calls) > 6
 
 
 def test_without_a_reply_for_patience_s_the_exception_ends_the_work(

@@ -24,7 +24,6 @@ def _coordinate(args: argparse.Namespace) -> int:
     from forebay.schedule.members import Rules
 
     host, port = address(args.listen)
-    host = host.strip("[]")
     identity = None
     if args.network is not None:
         from forebay.network.identity import Identity

@@ -3,16 +3,14 @@
 import argparse
 import contextlib
 import hashlib
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import add_from_urls, positive, size
+from forebay.cli.arguments import add_from_urls, positive, show, size
 from forebay.errors import UsageError
-from forebay.sizes import words_of_bytes
 
 
 def _mirror(args: argparse.Namespace) -> int:
@@ -48,15 +46,7 @@ def _mirror_shards(args: argparse.Namespace) -> int:
         )  # fmt: skip
     with contextlib.suppress(OSError):
         (Path(args.target) / ".mirror").rmdir()
-    if args.json:
-        print(json.dumps(asdict(report)))
-        return 0
-    there = len(report.skipped)
-    print(f"copied {len(report.copied):,} shards, {words_of_bytes(report.copied_bytes)}; {there:,} were there")
-    if report.complete:
-        print(f"ok: {report.target} has all {report.shards:,} shards")
-    else:
-        print(f"{len(report.missing):,} of {report.shards:,} shards are still to be copied")
+    show(asdict(report), args.json)
     return 0
 
 
@@ -77,28 +67,22 @@ def _mirror_dataset(args: argparse.Namespace) -> int:
     temporary = (args.tmp_dir or Path(tempfile.gettempdir())) / f"forebay-mirror-{dataset.id[:16]}"
     target = open_target(args.target, temporary)
     total = int(dataset.table.bytes[start:stop].sum())
-    swarm: dict[str, Any] | None = None
+    swarm: dict[str, Any] = {}
     try:
         with bar("mirror", total, enabled=not args.quiet) as advance:
             if args.share:
-                report, swarm = mirror_by_swarm(
+                report, figures = mirror_by_swarm(
                     dataset, target, share=args.share, start=start, stop=stop, connections=args.connections,
                     upload_bytes_per_s=args.upload_limit, linger_s=args.linger, on_progress=advance,
                 )  # fmt: skip
+                swarm = {"swarm": figures}
             else:
                 report = mirror(
                     dataset, target, start=start, stop=stop, connections=args.connections, on_progress=advance
                 )
     finally:
         target.close()
-    if args.json:
-        print(json.dumps(report.to_json() | ({"swarm": swarm} if swarm is not None else {})))
-        return 0
-    print(f"copied {report.copied:,} slices, {words_of_bytes(report.copied_bytes)}; {report.skipped:,} were there")
-    if report.complete:
-        print(f"ok: {report.target} is the dataset {report.id}")
-    else:
-        print(f"{report.missing:,} slices are still to be copied; then it gets its manifest")
+    show(asdict(report) | swarm, args.json)
     return 0
 
 

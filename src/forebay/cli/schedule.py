@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_from_urls, add_limits, positive, seconds
+from forebay.cli.arguments import add_from_urls, add_limits, positive
 from forebay.cli.running import add_node, joined_network, listen_at, log, on_stop, ready
 from forebay.errors import LeaseError, UsageError
 from forebay.network.waiting import waiting
@@ -221,7 +221,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         metavar="N",
         help="workers that fail on a slice, to set it aside (3)",
     )
-    p.add_argument("--wait", type=seconds, dest="timeout", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     p.add_argument(
         "--exit-when-done", action="store_true",
         help="end once every job is done and live workers know it; exit 1 if slices were set aside",

@@ -8,15 +8,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from forebay.cli.arguments import add_from_urls, address, positive, size
+from forebay.cli.arguments import add_from_urls, address, positive, show, size
 from forebay.cli.running import add_node, joined_network, on_stop
 from forebay.errors import UsageError
 from forebay.toml import read_toml
-
-if TYPE_CHECKING:
-    from forebay.worker.using import WorkerReport
 
 
 def _work(args: argparse.Namespace) -> int:
@@ -47,31 +44,8 @@ def _work(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"report": asdict(report)}), flush=True)
     else:
-        print("\n".join(_summary(report)), flush=True)
+        show(asdict(report), False)
     return 0
-
-
-def _summary(report: WorkerReport) -> list[str]:
-    """What a worker did, for people."""
-    loss = "" if report.loss_last is None else f"; loss {report.loss_first:.3f} to {report.loss_last:.3f}"
-    lines = [
-        f"used      {report.samples:,} samples in {report.steps:,} steps, {report.tokens:,} tokens, "
-        f"{report.tokens_per_s:,.0f} a second{loss}",
-        f"waited    {report.wait_share:.1%} of the time for data",
-        f"fetched   {report.slices_fetched:,} slices, {report.bytes_fetched / 1e6:,.1f} MB, "
-        f"{report.bytes_from_workers / 1e6:,.1f} MB of it from other workers; "
-        f"handed on {report.bytes_shared / 1e6:,.1f} MB",
-    ]
-    if report.leases_lost or report.wasted or report.slices_failed:
-        lines.append(
-            f"lost      {report.leases_lost:,} leases taken away, {report.wasted:,} samples left for others to use, "
-            f"{report.slices_failed:,} slices that could not be read"
-        )
-    lines += [f"left out  {one['peer_id']}: {one['reason']}" for one in report.rejected[:8]]
-    if report.num_left_out:
-        lines.append(f"set aside {report.num_left_out:,} samples, of slices that no worker could read")
-    end = "done: " + ("nothing else is left" if report.num_left_out else "every sample is used")
-    return [*lines, end if report.done else "stopped; others go on with the rest"]
 
 
 def _share_at(share: str | None, host: str) -> str | None:

@@ -19,15 +19,8 @@ from forebay.storage.atomic import atomic_write, remove_stale
 def adopt(directory: str | Path, name: str | None = None) -> Dataset:
     """Give the `*.safetensors` files of a directory, at any depth, a manifest; slice order is by name.
 
+    `manifest.json` and `slices.parquet` are written there; the name of the dataset is by default the directory's.
     Adopting again the same files under the same name changes nothing.
-
-    Args:
-        directory: Where the files lie; `manifest.json` and `slices.parquet` are written here.
-        name: The dataset's name; by default the directory's.
-
-    Raises:
-        DatasetError: If there is no such file, one is damaged, or they differ in layout, tensors or types.
-        UsageError: If the directory already holds another dataset.
     """
     folder = Path(directory)
     if not folder.is_dir():

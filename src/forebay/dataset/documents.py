@@ -51,20 +51,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a dataset.
+    """One document of a dataset."""
 
-    Attributes:
-        index: Its number, from 0.
-        id, source: Its id and the input it came from; empty where the dataset keeps none (`--document-ids`).
-        tokens: U16 or U32 [T].
-        text: Its tokens as text; empty where the dataset holds no tokenizer.
-    """
-
-    index: int
-    id: str
+    index: int  # from 0
+    id: str  # with `source`, the input it came from: empty where none is kept (`--document-ids`)
     source: str
-    tokens: NDArray[Any]
-    text: str
+    tokens: NDArray[Any]  # U16 or U32 [T]
+    text: str  # its tokens as text; empty where the dataset holds no tokenizer
 
     def __repr__(self) -> str:
         named = "".join(f", {name}={value!r}" for name, value in (("id", self.id), ("source", self.source)) if value)
@@ -124,9 +117,6 @@ class Documents:
         """The numbers of the documents with this id; `#12`, and `12` where the dataset has no ids, is a number.
 
         Cost: with ids, one pass over them, some 50 MB/s a core of Parquet.
-
-        Raises:
-            UsageError: If there is none.
         """
         number = name.removeprefix("#")
         if (number != name or not self.has_ids) and number.isascii() and number.isdigit():

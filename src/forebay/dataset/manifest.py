@@ -122,9 +122,8 @@ class Manifest:
     def from_json(cls, data: Bytes) -> Manifest:
         """The manifest in `data`.
 
-        Raises:
-            DatasetError: If it is not JSON, not canonical, of another format version, lacks or adds a field,
-                or its own check does not fit (a byte was changed).
+        DatasetError if it is not JSON, not canonical, of another format version, lacks or adds a field, or its own
+        check does not fit (a byte was changed).
         """
         if len(data) > MAX_MANIFEST_BYTES:
             raise _bad(f"at most {MAX_MANIFEST_BYTES} bytes", f"{len(data)} bytes")
@@ -169,29 +168,17 @@ class SliceInfo:
 
 @dataclass(frozen=True)
 class SliceTable:
-    """The slices in their order, as columns of S values.
+    """The slices in their order, as columns of S values."""
 
-    Attributes:
-        names: Arrow string array [S]: paths relative to the dataset's directory, `/` between parts.
-        bytes: int64 [S], size of the file.
-        sha256: uint8 [S, 32], hash of the whole file.
-        count: int64 [S], tokens or rows.
-        documents: int64 [S], documents that end in the slice (0 for rows).
-    """
-
-    names: pa.StringArray
-    bytes: NDArray[np.int64]
-    sha256: NDArray[np.uint8]
-    count: NDArray[np.int64]
-    documents: NDArray[np.int64]
+    names: pa.StringArray  # Arrow string array [S]: paths relative to the dataset's directory, `/` between parts
+    bytes: NDArray[np.int64]  # [S], size of the file
+    sha256: NDArray[np.uint8]  # [S, 32], hash of the whole file
+    count: NDArray[np.int64]  # [S], tokens or rows
+    documents: NDArray[np.int64]  # [S], documents that end in the slice (0 for rows)
 
     @classmethod
     def from_rows(cls, rows: Sequence[SliceInfo]) -> SliceTable:
-        """A table of these rows, in this order (`index` is ignored).
-
-        Raises:
-            DatasetError: As `from_parquet`.
-        """
+        """A table of these rows, in this order (`index` is ignored)."""
         table = cls(
             names=pa.array([row.name for row in rows], pa.string()),
             bytes=np.array([row.bytes for row in rows], np.int64),
@@ -206,11 +193,7 @@ class SliceTable:
         return len(self.names)
 
     def row(self, index: int) -> SliceInfo:
-        """Slice `index`, from 0.
-
-        Raises:
-            UsageError: If it is outside [0, S).
-        """
+        """Slice `index`, in [0, S)."""
         if not 0 <= index < len(self):
             raise UsageError(f"slice index: expected 0 to {len(self) - 1}, got {index}")
         return SliceInfo(
@@ -237,9 +220,8 @@ class SliceTable:
     def from_parquet(cls, data: Bytes) -> SliceTable:
         """The table in `data`.
 
-        Raises:
-            DatasetError: If it is not Parquet, lacks a column or has one of another type, holds nulls or
-                negative numbers, names a file twice, or names one outside the dataset's directory.
+        DatasetError if it is not Parquet, lacks a column or has one of another type, holds nulls or negative numbers,
+        names a file twice, or names one outside the dataset's directory.
         """
         try:
             _check_unfolding(read_footer(data), data)

@@ -53,25 +53,18 @@ class Footer:
 
 @dataclass(frozen=True)
 class Page:
-    """What a page's header says: how many values, bytes packed and unpacked, how the values are encoded.
-
-    `encoding` is a number of `parquet.thrift`, -1 if none is told; `stop` is where the page ends.
-    """
+    """What a page's header says: how many values, bytes packed and unpacked, how the values are encoded."""
 
     is_dictionary: bool
     values: int
     packed_bytes: int
     bytes: int
-    encoding: int = -1
-    stop: int = 0
+    encoding: int = -1  # a number of `parquet.thrift`, -1 if none is told
+    stop: int = 0  # where the page ends
 
 
 def read_footer(data: bytes) -> Footer:
-    """The footer of a file.
-
-    Raises:
-        ValueError: If it is malformed, too large, or encrypted.
-    """
+    """The footer of a file; ValueError if it is malformed, too large or encrypted."""
     length = int.from_bytes(data[-8:-4], "little")
     if len(data) < 12 or data[-4:] != _MAGIC or not 0 < length <= min(MAX_FOOTER_BYTES, len(data) - 12):
         raise ValueError(f"expected a footer of at most {MAX_FOOTER_BYTES} bytes, got {length}")
@@ -118,11 +111,7 @@ def _int(facts: dict[int, Any], number: int, default: int | None = None) -> int:
 
 
 def pages(file: BinaryIO, start: int, stop: int) -> Iterator[Page]:
-    """The pages of the column chunk at `[start, stop)`.
-
-    Raises:
-        ValueError: If a header is malformed.
-    """
+    """The pages of the column chunk at `[start, stop)`; ValueError if a header is malformed."""
     while start < stop:
         file.seek(start)
         facts = _Compact(file, MAX_HEADER_BYTES).struct()

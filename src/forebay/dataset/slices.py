@@ -48,17 +48,11 @@ _NAME_OF = {dtype: name for name, dtype in DTYPES.items() if name not in ("F8_E4
 
 @dataclass(frozen=True)
 class Slice:
-    """An open slice.
-
-    Attributes:
-        path: The file.
-        tensors: Read-only views of the map, by name; never copied.
-        dtypes: The container's own type names (`U16`, `BF16` …), by name.
-    """
+    """An open slice."""
 
     path: Path
-    tensors: dict[str, NDArray[Any]]
-    dtypes: dict[str, str]
+    tensors: dict[str, NDArray[Any]]  # read-only views of the map, by name; never copied
+    dtypes: dict[str, str]  # the container's own type names (`U16`, `BF16` …), by name
 
     @property
     def layout(self) -> str:
@@ -69,11 +63,7 @@ class Slice:
 
     @property
     def tokens(self) -> NDArray[Any]:
-        """U16 or U32 [T].
-
-        Raises:
-            DatasetError: If there is none, or it is of another type or shape.
-        """
+        """U16 or U32 [T]; DatasetError if there is none, or it is of another type or shape."""
         return self._vector("tokens", ("U16", "U32"))
 
     @property
@@ -83,11 +73,7 @@ class Slice:
 
     @property
     def num_rows(self) -> int:
-        """The first dimension that all tensors share.
-
-        Raises:
-            DatasetError: If there is no tensor, one has no dimension, or they differ.
-        """
+        """The first dimension that all tensors share; DatasetError if there is none, or they differ."""
         sizes = {array.shape[0] if array.ndim else -1 for array in self.tensors.values()}
         if len(sizes) != 1 or -1 in sizes:
             shapes = {name: array.shape for name, array in self.tensors.items()}
@@ -103,12 +89,9 @@ class Slice:
 
 
 def open_slice(path: Path | str) -> Slice:
-    """Map a SafeTensors file.
+    """Map a SafeTensors file; DatasetError if it is missing or is not SafeTensors in every respect.
 
     The header alone is read; every claim in it is checked against the file's size first.
-
-    Raises:
-        DatasetError: If the file is missing or is not SafeTensors in every respect.
     """
     path = Path(path)
     try:
@@ -143,17 +126,10 @@ def release_pages(array: NDArray[Any]) -> None:
 
 
 def locate_tensors(read: Callable[[int], bytes], size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """Where the tensors of a SafeTensors file lie, from its first bytes alone.
+    """Where the tensors of a SafeTensors file of `size` bytes lie, from its first bytes alone.
 
-    Args:
-        read: Gives the next n bytes from the file's start on.
-        size: Of the file.
-
-    Returns:
-        By name: the container's type name, shape, and bytes [start, stop) of the file.
-
-    Raises:
-        DatasetError: If it is not SafeTensors in every respect.
+    `read` gives the next n bytes from the file's start on. Returns by name: the container's type name, shape, and bytes
+    [start, stop) of the file. DatasetError if it is not SafeTensors in every respect.
     """
     try:
         header, start = _read_header(read, size)
@@ -234,18 +210,9 @@ TOKEN_HEADER_BYTES = 256
 def write_token_slice(
     path: Path, tokens: NDArray[np.uint16] | NDArray[np.uint32], document_ends: NDArray[np.uint64]
 ) -> tuple[int, str]:
-    """Write a slice of layout `tokens`, atomically.
+    """Write a slice of layout `tokens`, atomically. Returns the file's size and sha256 (hex).
 
-    Args:
-        tokens: U16 or U32 [T].
-        document_ends: U64 [D], exclusive, rising, none above T.
-
-    Returns:
-        The file's size and sha256 (hex).
-
-    Raises:
-        UsageError: If a type, shape or end is another.
-        OSError: If it cannot be written.
+    `tokens` are U16 or U32 [T]; `document_ends` U64 [D], exclusive, rising, none above T.
     """
     if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
         raise UsageError(f"tokens of a slice: expected uint16 or uint32 [T], got {tokens.dtype} {tokens.shape}")
@@ -267,18 +234,10 @@ def check_document_ends(ends: NDArray[Any], num_tokens: int) -> str:
 def write_rows_slice(
     path: Path, tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """Write a slice of layout `rows`, atomically.
+    """Write a slice of layout `rows`, atomically. Returns the file's size and sha256 (hex).
 
-    Args:
-        tensors: By name; all share their first dimension N >= 0. Any NumPy type with a SafeTensors name.
-        dtypes: What the container calls a tensor's type where the array tells only its bits: `BF16` of uint16.
-
-    Returns:
-        The file's size and sha256 (hex).
-
-    Raises:
-        UsageError: If there is none, one has no dimension, they differ in N, or a type has no name or another width.
-        OSError: If it cannot be written.
+    All tensors share their first dimension N >= 0; any NumPy type with a SafeTensors name. `dtypes` are what the
+    container calls a tensor's type where the array tells only its bits: `BF16` of uint16.
     """
     shapes = {name: array.shape for name, array in tensors.items()}
     if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values() or "__metadata__" in shapes:
@@ -325,9 +284,6 @@ def _write(path: Path, tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str,
 
 
 def hash_file(path: Path | str) -> str:
-    """The sha256 of a file, in hex; reads 1 MiB at a time. Raises OSError."""
-    digest = hashlib.sha256()
+    """The sha256 of a file, in hex, read by pieces. Raises OSError."""
     with Path(path).open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

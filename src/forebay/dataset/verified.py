@@ -39,11 +39,7 @@ class VerifiedMarks:
         self._num_slices = num_slices
 
     def verify(self, index: int, path: Path, sha256: str) -> None:
-        """Hash a slice's file unless it did not change since it was last hashed.
-
-        Raises:
-            DatasetError: If it cannot be read or its bytes are not those of `sha256`.
-        """
+        """Hash a slice's file unless it did not change since it was last hashed; DatasetError if it is damaged."""
         try:
             mark = _mark_of(path, sha256)
             if self._marks[index].tobytes() == mark or self._on_disk(index) == mark:

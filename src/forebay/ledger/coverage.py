@@ -3,9 +3,9 @@
 The root of an epoch is that of a Merkle tree with a leaf a slice: which of its samples were used, which were set
 aside. It names the job, so that it cannot be taken for another's. All counting is by sorted arrays: no loop over uses.
 
-Merkle trees are those of RFC 6962 (section 2.1): leaves are hashed with a 0 byte in front, nodes with a 1 byte, so that
-neither can be taken for the other; the left half of n leaves has the largest power of two below n. A proof is at most
-log2(n) hashes: 18 of 250 000 leaves. A root of so many costs about 0.4 s.
+The tree is as in RFC 6962 (section 2.1): leaves are hashed with a 0 byte in front, nodes with a 1 byte, so that
+neither can be taken for the other; the left half of n leaves has the largest power of two below n. A proof that a leaf
+is one of them is at most log2(n) hashes: 18 of 250 000 leaves. A root of so many costs about 0.4 s.
 """
 
 import hashlib

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import LedgerError
 from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, link_before, read_links
-from forebay.ledger.job import Job
+from forebay.ledger.job import Asides, Job, note_aside
 from forebay.ledger.receipts import USE, UseColumns, uses_of
 from forebay.storage.atomic import atomic_write, remove_stale
 
@@ -54,18 +54,15 @@ class LedgerIndex:
         return found
 
     @property
-    def aside(self) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
-        """(epoch, slice) to what is set aside: (slice, start, stop)."""
-        found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    def aside(self) -> Asides:
+        """What is set aside."""
+        found: Asides = {}
         ended: set[tuple[int, int]] = set()
         for entry in self.others:
             if entry.kind == "epoch":
                 ended.add((int(entry.body.get("dataset", 0)), int(entry.body["epoch"])))
-            elif entry.kind == "set_aside":
-                epoch, index, start, stop = (int(entry.body[key]) for key in ("epoch", "slice", "start", "stop"))
-                found.setdefault((epoch, index), []).append((index, start, stop))
-            elif entry.kind == "readmitted":
-                self.job.readmit(found, ended, entry.body)
+            elif entry.kind in ("set_aside", "readmitted"):
+                note_aside(entry, self.job, found, ended)
         return found
 
 

@@ -58,16 +58,36 @@ class Job:
         """Which of the datasets a slice is of."""
         return int(np.searchsorted(self.bounds, slice_index, "right")) - 1
 
-    def readmit(self, aside: dict[tuple[int, int], Any], ended: Container[Any], body: dict[str, Any]) -> None:
-        """Drop a slice of what is set aside, by (epoch, slice): of the epoch named, or of all that have not ended."""
-        index, epoch = body["slice"], body.get("epoch")
-        for key in list(aside):
-            if key[1] == index and epoch in (None, key[0]) and (self.dataset_of(index), key[0]) not in ended:
-                del aside[key]
-
     def slices_of(self, dataset: int) -> slice:
         """The slices of a dataset."""
         return slice(self.bounds[dataset], self.bounds[dataset + 1])
+
+
+Asides = dict[tuple[int, int], list[tuple[int, int, int]]]
+"""(epoch, slice) to what is set aside of it: (slice, start, stop)."""
+
+
+def note_aside(entry: Entry, job: Job, aside: Asides, ended: Container[tuple[int, int]]) -> None:
+    """Applies an entry of kind set_aside or readmitted; the latter is of the epoch that it names, or of all not ended.
+
+    Args:
+        ended: (dataset, epoch) of those that are over.
+
+    Raises:
+        LedgerError: If it is not of samples of the job.
+    """
+    index, epoch = entry.body["slice"], entry.body.get("epoch")
+    if type(index) is not int or not 0 <= index < len(job.samples) or type(epoch) not in (int, type(None)):
+        raise LedgerError(f"expected counts, got {entry.body}")
+    if entry.kind == "readmitted":
+        dataset = job.dataset_of(index)
+        for key in [k for k in aside if k[1] == index and epoch in (None, k[0]) and (dataset, k[0]) not in ended]:
+            del aside[key]
+        return
+    start, stop = entry.body["start"], entry.body["stop"]
+    if not (type(epoch) is type(start) is type(stop) is int and 0 <= start < stop <= job.samples[index]):
+        raise LedgerError(f"samples [{start}, {stop}) of slice {index} in epoch {epoch} are not in the dataset")
+    aside.setdefault((epoch, index), []).append((index, start, stop))
 
 
 MAX_SLICES = 100_000_000

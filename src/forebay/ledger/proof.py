@@ -15,9 +15,7 @@ from forebay.ledger.chain import Link, read_link
 from forebay.ledger.coverage import Ranges, cover, merkle_path, merkle_root, root_of_path
 from forebay.ledger.index import LedgerIndex
 from forebay.ledger.job import Job
-from forebay.ledger.receipts import receipt_message, uses_of
-from forebay.ledger.verify import Verifier, coverage_of
-from forebay.peer_id import peer_id_of
+from forebay.ledger.verify import Reading, Verifier, coverage_of, read_entry
 
 FORMAT = "forebay coverage proof 2"
 
@@ -125,28 +123,16 @@ def _evidence(
     links: list[Link], job: Job, key: bytes, verify: Verifier, epoch: int, slice_index: int, problems: list[str]
 ) -> tuple[Ranges, Ranges, set[str], str | None]:
     """What the lines say of the slice: used, set aside, by whom, and the epoch's root."""
-    used: list[tuple[int, int]] = []
-    aside: list[tuple[int, int]] = []
-    keys: dict[str, bytes] = {}
-    workers: set[str] = set()
-    recorded: str | None = None
+    reading = Reading(verify, is_part=True, problems=problems)
     for link in links:
         try:
             verify(key, link.signed, bytes.fromhex(link.sig))
-            entry = link.entry("proof")
-            body = entry.body
-            if entry.kind == "worker" and peer_id_of(bytes.fromhex(body["key"])) == body["worker"]:
-                keys[body["worker"]] = bytes.fromhex(body["key"])
-            elif entry.kind == "epoch" and body["epoch"] == epoch:
-                recorded = str(body["root"])
-            elif entry.kind == "set_aside" and (body["epoch"], body["slice"]) == (epoch, slice_index):
-                aside.append((int(body["start"]), int(body["stop"])))
-            elif entry.kind == "uses":
-                uses = uses_of(entry)
-                verify(keys[body["worker"]], receipt_message(job.job_id, uses), bytes.fromhex(body["receipt"]))
-                mine = [use for use in uses if (use.epoch, use.slice) == (epoch, slice_index)]
-                used += [(use.start, use.stop) for use in mine if use.start < use.stop <= job.samples[slice_index]]
-                workers |= {str(body["worker"])} if mine else set()
-        except (ForebayError, ValueError, KeyError, TypeError) as error:
+            read_entry(link.entry("proof"), reading)
+        except (ForebayError, ValueError) as error:
             problems.append(f"entry {link.seq} ({link.kind}): {error}")
-    return used, aside, workers, recorded
+    table, names = reading.uses.table(), list(reading.uses.workers)
+    mine = table[(table["epoch"] == epoch) & (table["slice"] == slice_index)]
+    used = list(zip(mine["start"].tolist(), mine["stop"].tolist()))
+    aside = [(start, stop) for _, start, stop in reading.aside_of.get((epoch, slice_index), ())]
+    _, root = reading.roots.get((job.dataset_of(slice_index), epoch), (0, None))
+    return used, aside, {names[number] for number in mine["worker"].tolist()}, None if root is None else str(root)

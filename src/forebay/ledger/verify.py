@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from forebay.errors import ForebayError, LedgerError
 from forebay.ledger.chain import READ_BYTES, Entry, Link, read_links
 from forebay.ledger.coverage import Coverage, cover, merkle_root
-from forebay.ledger.job import Job
+from forebay.ledger.job import Asides, Job, note_aside
 from forebay.ledger.receipts import UseColumns, receipt_message, uses_of
 from forebay.peer_id import peer_id_of
 
@@ -49,10 +49,11 @@ class LedgerReport:
 
 
 @dataclass
-class _Reading:
-    """What one pass over the file gathers."""
+class Reading:
+    """What one pass over the file, or over some of its entries (`is_part`), gathers."""
 
     verify: Verifier | None
+    is_part: bool = False
     problems: list[str] = field(default_factory=list)
     job: Job | None = None
     entries: int = 0
@@ -60,7 +61,7 @@ class _Reading:
     digests: dict[int, str] = field(default_factory=dict)
     keys: dict[str, bytes] = field(default_factory=dict)
     reached: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
-    aside_of: dict[tuple[int, int], list[tuple[int, int, int]]] = field(default_factory=dict)
+    aside_of: Asides = field(default_factory=dict)
     roots: dict[tuple[int, int], tuple[int, Any]] = field(default_factory=dict)
 
     def problem(self, text: str) -> None:
@@ -88,7 +89,7 @@ def verify_ledger(
         The report; a broken chain is read up to the break, and the rest counts as missing.
     """
     path = Path(path)
-    reading = _Reading(verify)
+    reading = Reading(verify)
     last: Link | None = None
     end = 0
     try:
@@ -96,7 +97,7 @@ def verify_ledger(
             for link in read_links(file, path):
                 reading.entries += 1
                 end += len(link.line) + 1
-                _read_entry(link.entry(path), reading)
+                read_entry(link.entry(path), reading)
                 last = link
             if end != path.stat().st_size:
                 reading.problem(
@@ -115,20 +116,21 @@ def verify_ledger(
     return _report(reading, job, replay, allow_aside)
 
 
-def _check_signatures(path: Path, last: Link, key: bytes, verify: Verifier, reading: _Reading) -> None:
+def _check_signatures(path: Path, last: Link, key: bytes, verify: Verifier, reading: Reading) -> None:
     """The last signature covers all; where it is wrong, the first wrong one is found."""
-    if _is_signed(last, key, verify):
+    if is_signed(last, key, verify):
         return
     with path.open("rb", READ_BYTES) as file:
         for link in read_links(file, path):
-            if not _is_signed(link, key, verify):
+            if not is_signed(link, key, verify):
                 reading.problem(
                     f"entry {link.seq} ({link.kind}): it is not signed by the scheduler; nor is what follows"
                 )
                 return
 
 
-def _is_signed(link: Link, key: bytes, verify: Verifier) -> bool:
+def is_signed(link: Link, key: bytes, verify: Verifier) -> bool:
+    """Whether an entry is the scheduler's."""
     try:
         verify(key, link.signed, bytes.fromhex(link.sig))
     except (ForebayError, ValueError):
@@ -136,7 +138,8 @@ def _is_signed(link: Link, key: bytes, verify: Verifier) -> bool:
     return True
 
 
-def _read_entry(entry: Entry, reading: _Reading) -> None:
+def read_entry(entry: Entry, reading: Reading) -> None:
+    """Adds an entry to what was gathered, what is wrong with it to the problems."""
     if entry.seq == 0:
         reading.job = Job.of(entry)
         return
@@ -148,25 +151,23 @@ def _read_entry(entry: Entry, reading: _Reading) -> None:
                 _read_worker(entry, reading)
             case "uses":
                 _read_uses(entry, reading)
-            case "set_aside":
-                _read_aside(entry, reading)
-            case "readmitted":
+            case "set_aside" | "readmitted":
                 assert reading.job is not None
-                reading.job.readmit(reading.aside_of, reading.roots, entry.body)
+                note_aside(entry, reading.job, reading.aside_of, reading.roots)
             case "epoch":
                 _read_epoch(entry, reading)
     except (ForebayError, ValueError, KeyError, TypeError) as error:
         reading.problem(f"entry {entry.seq} ({entry.kind}): {error}")
 
 
-def _read_worker(entry: Entry, reading: _Reading) -> None:
+def _read_worker(entry: Entry, reading: Reading) -> None:
     key = bytes.fromhex(entry.body["key"])
     if peer_id_of(key) != entry.body["worker"]:
         raise LedgerError(f"the key is not that of worker {entry.body['worker']}")
     reading.keys[entry.body["worker"]] = key
 
 
-def _read_uses(entry: Entry, reading: _Reading) -> None:
+def _read_uses(entry: Entry, reading: Reading) -> None:
     body, job = entry.body, reading.job
     assert job is not None
     uses = uses_of(entry)
@@ -179,7 +180,7 @@ def _read_uses(entry: Entry, reading: _Reading) -> None:
             continue
         lease = (use.lease_id, use.epoch, use.slice)
         low, high = reading.reached.get(lease, (use.start, use.start))
-        if use.start > high or use.stop <= low:  # What overlaps is counted as repeated.
+        if not reading.is_part and (use.start > high or use.stop <= low):  # What overlaps is counted as repeated.
             reading.problem(
                 f"entry {entry.seq} (uses): out of order: lease {use.lease_id} of slice {use.slice} goes on at "
                 f"{use.start}, expected {high}"
@@ -197,17 +198,7 @@ def _read_uses(entry: Entry, reading: _Reading) -> None:
         reading.verify(reading.keys[worker], message, bytes.fromhex(body["receipt"]))
 
 
-def _read_aside(entry: Entry, reading: _Reading) -> None:
-    epoch, index, start, stop = (entry.body[key] for key in ("epoch", "slice", "start", "stop"))
-    assert reading.job is not None
-    if not all(type(n) is int for n in (epoch, index, start, stop)) or not 0 <= index < len(reading.job.samples):
-        raise LedgerError(f"expected counts, got {entry.body}")
-    if not 0 <= start < stop <= reading.job.samples[index]:
-        raise LedgerError(f"samples [{start}, {stop}) of slice {index} are not in the dataset")
-    reading.aside_of.setdefault((epoch, index), []).append((index, start, stop))
-
-
-def _read_epoch(entry: Entry, reading: _Reading) -> None:
+def _read_epoch(entry: Entry, reading: Reading) -> None:
     dataset, epoch = entry.body.get("dataset", 0), entry.body["epoch"]
     assert reading.job is not None
     if not (type(epoch) is int and type(dataset) is int and 0 <= dataset < len(reading.job.dataset_ids)):
@@ -235,7 +226,7 @@ def coverage_of(job: Job, table: NDArray[Any], aside: dict[tuple[int, int], Any]
     return cover(job.samples[here], mine["slice"] - here.start, mine["start"], mine["stop"], gone)
 
 
-def _report(reading: _Reading, job: Job, replay: Replay | None, allow_aside: float) -> LedgerReport:
+def _report(reading: Reading, job: Job, replay: Replay | None, allow_aside: float) -> LedgerReport:
     table = reading.uses.table()
     epochs: list[dict[str, int]] = []
     missing: list[dict[str, int]] = []
@@ -285,7 +276,7 @@ def _report(reading: _Reading, job: Job, replay: Replay | None, allow_aside: flo
     )
 
 
-def _compare_root(reading: _Reading, job: Job, found: Coverage, dataset: int, epoch: int) -> dict[str, Any]:
+def _compare_root(reading: Reading, job: Job, found: Coverage, dataset: int, epoch: int) -> dict[str, Any]:
     """The root of an epoch, and whether it is on record; one that differs is a problem."""
     root = merkle_root(found.leaves(job.job_id, epoch, job.bounds[dataset])).hex()
     seq, recorded = reading.roots.get((dataset, epoch), (-1, None))
@@ -294,7 +285,7 @@ def _compare_root(reading: _Reading, job: Job, found: Coverage, dataset: int, ep
     return {"epoch": epoch, "root": root, "recorded": recorded == root}
 
 
-def _check_samples(reading: _Reading, job: Job, table: NDArray[Any], replay: Replay) -> None:
+def _check_samples(reading: Reading, job: Job, table: NDArray[Any], replay: Replay) -> None:
     """By sample ids: each use's digest is that of its samples, and no id of a slice comes twice in an epoch."""
     for row, digest in reading.digests.items():
         use = table[row]

@@ -22,11 +22,11 @@ from forebay.errors import NetworkError
 from forebay.store.cache import SliceCache
 from forebay.store.origins import open_origin
 from forebay.store.transfer import Transfers
-from forebay.store.work import Transfer
+from forebay.store.work import SteeredTransfer, Transfer
 
 if TYPE_CHECKING:
     from forebay.store.share import SliceShare
-    from forebay.store.swarm import SteeredTransfer, SwarmMember
+    from forebay.store.swarm import SwarmMember
 
 _DOWNLOADS = 8
 log = logging.getLogger("forebay.swarm")

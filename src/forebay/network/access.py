@@ -63,21 +63,14 @@ class Access:
 
     @classmethod
     def load(cls, path: str | Path) -> Access:
-        """The rules of a file.
-
-        Raises:
-            UsageError: If it is missing or malformed.
-            StateError: If what was used up cannot be kept beside it.
-        """
+        """The rules of a file."""
         read_rules(Path(path))
         return cls(Path(path))
 
     def check(self, peer: Peer, dataset_name: str, dataset_id: str, num_bytes: int, now: float) -> str | None:
         """Why a peer may not have so many bytes of a dataset; None if it may, and they are counted.
 
-        Args:
-            num_bytes: 0 for what is not counted: manifest, table, a lease.
-            now: Unix seconds; a quota is of a UTC day.
+        `num_bytes` is 0 for what is not counted: manifest, table, a lease. `now`: unix seconds, for UTC days.
         """
         if not peer.scope.covers(dataset_name):
             return f"the certificate of {peer.peer_id} does not cover dataset {dataset_name!r}"
@@ -113,11 +106,7 @@ class Access:
 
 
 def read_rules(path: Path) -> tuple[Rule, ...]:
-    """The entries of an access list.
-
-    Raises:
-        UsageError: If it is missing, malformed, or says what this version does not know.
-    """
+    """The entries of an access list."""
     text = read_text(path)
     body = parse_toml(text, path)
     for key, value in body.items():

@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+import socket
 import urllib.parse
 from functools import lru_cache
 
@@ -13,11 +14,7 @@ _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """`HOST:PORT` (IPv6 in brackets) as a pair, where a user wrote it.
-
-    Raises:
-        UsageError: If it is not of this form.
-    """
+    """`HOST:PORT` (IPv6 in brackets) as a pair, where a user wrote it."""
     try:
         return peer_address(address)
     except ProtocolViolation as error:
@@ -26,17 +23,31 @@ def parse_address(address: str) -> tuple[str, int]:
 
 @lru_cache(4096)  # a tracker names the same members again and again
 def peer_address(address: str) -> tuple[str, int]:
-    """As `parse_address`, where a peer said it: a wrong one is that peer's fault and nobody's usage.
-
-    Raises:
-        ProtocolViolation: If it is not of this form.
-    """
+    """As `parse_address`, where a peer said it: a wrong one is that peer's fault and nobody's usage."""
     host, colon, port = address.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     is_port = port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536
     if not colon or not is_port or not is_host(host):
         raise ProtocolViolation(f"address: expected HOST:PORT, got {address[:300]!r}")
     return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """`host:port`, IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_towards(target: tuple[str, int] | None = None) -> str:
+    """The address of this host from which another is reached; `0.0.0.0` where none is known. Sends nothing."""
+    if target is None:
+        return "0.0.0.0"
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "0.0.0.0"
 
 
 def is_host(host: str) -> bool:
@@ -55,11 +66,7 @@ def is_host(host: str) -> bool:
 
 
 def check_url(url: str) -> urllib.parse.SplitResult:
-    """The parts of a URL that a peer named as an origin: a web server's or a bucket's, without user, query or fragment.
-
-    Raises:
-        ProtocolViolation: If it is no such URL.
-    """
+    """The parts of a URL that a peer named as an origin: web server or bucket, without user, query or fragment."""
 
     def wrong(why: str) -> ProtocolViolation:
         return ProtocolViolation(

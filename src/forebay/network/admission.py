@@ -49,15 +49,7 @@ log = logging.getLogger("forebay.network")
 
 
 class Admissions:
-    """Issues certificates for tokens, and renews those it issued. Safe to share between threads; one a directory.
-
-    Args:
-        directory: The network's, or an organisation's.
-        now: Unix seconds.
-
-    Raises:
-        UsageError: If there is no key to sign with, or another process admits from this directory.
-    """
+    """Issues certificates for tokens, and renews those it issued; one a directory. Safe to share between threads."""
 
     def __init__(
         self, directory: str | Path, audit: AuditLog | None = None, now: Callable[[], float] = time.time
@@ -76,24 +68,14 @@ class Admissions:
         return self.issuer.key.public_key().public_bytes_raw()
 
     def admit(self, message: AdmitRequest, sender: str) -> dict[str, Any]:
-        """A certificate for a token: {"certificate", "root", "network", "crls"}.
+        """A certificate for a token: {"certificate", "root", "network", "crls"}; `sender` is the address that asks.
 
-        PEM, the network's description, and the CRLs of the roots and this issuer.
-
-        Args:
-            sender: The address that asks.
-
-        Raises:
-            ProtocolViolation: If it is refused; that is noted.
+        PEM, the network's description, and the CRLs of the roots and this issuer. A ProtocolViolation if refused.
         """
         return self._issue("/v1/admit", sender, lambda key: self._admit(message, key), message.request)
 
     def renew(self, message: RenewRequest, sender: str, shown: bytes) -> dict[str, Any]:
-        """Another certificate for a key that has one; answer and errors as of `admit`.
-
-        Args:
-            shown: DER of the certificate that was shown in the handshake: it must be of the same key.
-        """
+        """Another certificate, as `admit`; `shown` (DER), that of the handshake, must be of the same key."""
 
         def renew(key: Ed25519PublicKey) -> bytes:
             if not shown or peer_of(shown).public_key != key.public_bytes_raw():
@@ -276,11 +258,7 @@ def _context(admissions: Admissions) -> ssl.SSLContext:
 
 
 def _requested_key(pem: str) -> Ed25519PublicKey:
-    """The key of a request for a certificate, which signed it.
-
-    Raises:
-        ProtocolViolation: If it is none, or not signed by its own Ed25519 key.
-    """
+    """The key of a request for a certificate, which signed it."""
     try:
         request = x509.load_pem_x509_csr(pem.encode())
         key = request.public_key()

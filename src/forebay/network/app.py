@@ -44,19 +44,13 @@ log = logging.getLogger("forebay.network")
 
 
 class Connection(Protocol):
-    """What an application sees of the connection that a request came by.
+    """What an application sees of the connection that a request came by."""
 
-    Attributes:
-        address: The IP address at its other end.
-        lost: Done once it has ended.
-        piece_bytes: The most that is sent before others have their turn.
-    """
-
-    address: str
-    lost: asyncio.Future[None]
+    address: str  # the IP address at its other end
+    lost: asyncio.Future[None]  # done once it has ended
 
     @property
-    def piece_bytes(self) -> int: ...
+    def piece_bytes(self) -> int: ...  # the most that is sent before others have their turn
 
     @property
     def is_closing(self) -> bool: ...
@@ -175,14 +169,7 @@ async def _read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
 
 
 def file_response(request: Request, source: Path | bytes, size: int) -> FileRange:
-    """A whole file, or bytes in memory (200), or the one range which the request asks for (206).
-
-    Args:
-        size: The file's length in bytes, as the caller knows it.
-
-    Raises:
-        ApiError: 416 if the range is malformed or not in the file.
-    """
+    """A file of `size` bytes, or bytes in memory: all (200), or the one range asked for (206; 416 if malformed)."""
     wanted = request.headers.get("Range")
     if wanted is None:
         return FileRange(source, 0, size, 200, {"Accept-Ranges": "bytes"})
@@ -213,11 +200,7 @@ def source_of(request: Request) -> str:
 async def wait_until(
     request: Request, change: Callable[[], Awaitable[Any]], until: Callable[[], bool], wait_s: float
 ) -> bool:
-    """Wait until a condition holds, for `wait_s` at most. Returns False if the client hung up meanwhile.
-
-    Args:
-        change: Returns something to await that ends when the condition may have changed.
-    """
+    """Wait until a condition holds, up to `wait_s`; `change` ends when it may have. False if the client hung up."""
     connection: Connection = request.state.connection
     deadline = asyncio.get_running_loop().time() + wait_s
     while not until():

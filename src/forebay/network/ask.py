@@ -38,8 +38,7 @@ def spread(addresses: Sequence[Address]) -> list[Address]:
 def ask_many(addresses: Sequence[Address], ask: Callable[[Address], T | None], deadline: float) -> list[T]:
     """The answers that are not None, as they came; `ask` runs in threads and must end by itself.
 
-    Args:
-        deadline: By time.monotonic(). The end comes sooner: when all have answered, or soon after one has.
+    The end comes at `deadline` (of time.monotonic), or when all have answered, or soon after one has.
     """
     few = len(addresses) <= MAX_ASKING
     with contextlib.closing(_Probes([] if few else spread(addresses))) as probes:

@@ -31,13 +31,8 @@ class AuditLog:
     """Appends events; a line is on its way to the disk before `append` returns. Safe to share between threads.
 
     A line is `{"at", "kind", "facts", "repeats"}`: unix seconds, what happened, the event's own fields, and how many
-    events of this kind and peer were counted, but not written, since the last line of both.
-
-    Args:
-        part_bytes: A part larger than this is rotated away. `num_parts`: how many are kept, the current one included.
-
-    Raises:
-        OSError: If a file cannot be written.
+    events of this kind and peer were counted, but not written, since the last line of both. A part larger than
+    `part_bytes` is rotated away; `num_parts` are kept, the current one included. OSError if a file cannot be written.
     """
 
     def __init__(

@@ -27,12 +27,9 @@ class Avoidance:
     """Who avoids whom.
 
     Who fails somebody is avoided by that member for 1 s, then 2 s, up to a minute. Who gave somebody wrong bytes is
-    banned for that node at once. Two accusers make a suspect: banned for all where nobody checks, else once whoever
-    steers the swarm has fetched from it and got wrong bytes. An origin whose disk has one damaged file is no liar: it
-    is banned once it gave that node wrong bytes of a second slice.
-
-    Args:
-        checks: Whether somebody checks suspects, and calls `ban` or `pardon`.
+    banned for that node at once. Two accusers make a suspect: banned for all where nobody `checks` suspects, else once
+    whoever steers the swarm has fetched from it, got wrong bytes and called `ban`. An origin whose disk has one damaged
+    file is no liar: it is banned once it gave that node wrong bytes of a second slice.
     """
 
     def __init__(self, checks: bool = False) -> None:
@@ -86,11 +83,7 @@ class Avoidance:
         self._until.get(asker, {}).pop(member, None)
 
     def lied(self, asker: str, member: str, index: int, accuser: str = "", is_origin: bool = False) -> None:
-        """It gave the asker wrong bytes of a slice, says the asker.
-
-        Args:
-            accuser: The asker's organisation; the asker's node where it has none.
-        """
+        """It gave the asker wrong bytes of a slice; `accuser` is the asker's organisation, else its node."""
         node, own = node_of(member), node_of(asker)
         if is_origin:
             slices = self._damaged.setdefault((own, node), set())

@@ -43,15 +43,10 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a network, an organi
 
 @dataclass(frozen=True)
 class Issuer:
-    """Who signs certificates: the network's root, or an organisation under it.
-
-    Attributes:
-        cert: Its own certificate; names what it may give.
-        is_root: Whether it is the root.
-    """
+    """Who signs certificates: the network's root, or an organisation under it."""
 
     key: Ed25519PrivateKey
-    cert: x509.Certificate
+    cert: x509.Certificate  # its own; names what it may give
     is_root: bool
 
     @property
@@ -74,10 +69,7 @@ class Judged:
 
 
 def issue_root(name: str, key: Ed25519PrivateKey, valid_days: float, before: Issuer | None = None) -> x509.Certificate:
-    """A root's certificate: signed by itself, or, when roots are rotated, by the root before it.
-
-    Organisations may stand under it, nothing under their nodes.
-    """
+    """A root's certificate, signed by itself or by the root before it; organisations may stand under it, no more."""
     issuer = before.cert if before is not None else None
     builder = _builder(name, name if issuer is None else name_of(issuer), key.public_key(), valid_days, None)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=1), critical=True)
@@ -90,11 +82,7 @@ def issue_root(name: str, key: Ed25519PrivateKey, valid_days: float, before: Iss
 def issue(
     issuer: Issuer, name: str, key: Ed25519PublicKey, scope: Scope, valid_days: float, *, organisation: bool = False
 ) -> x509.Certificate:
-    """A certificate for a node's key, or an organisation's. It ends no later than the issuer's own.
-
-    Raises:
-        UsageError: If the issuer may not give it: roles beyond its own, or an organisation under an organisation.
-    """
+    """A certificate for a node's key, or an organisation's. It ends no later than the issuer's own."""
     check_scope(scope)
     path_length = issuer.cert.extensions.get_extension_for_class(x509.BasicConstraints).value.path_length
     if organisation and not (issuer.is_root and path_length):
@@ -142,11 +130,7 @@ def der_of(cert: x509.Certificate) -> bytes:
 
 
 def check_scope(scope: Scope) -> None:
-    """Refuses what no certificate should say.
-
-    Raises:
-        UsageError: If a role is unknown, or a pattern is empty, long or one of too many.
-    """
+    """Refuses what no certificate should say: unknown roles; patterns that are empty, long or too many."""
     if unknown := scope.roles - ROLES:
         raise UsageError(f"scope: expected roles of {', '.join(sorted(ROLES))}, got {', '.join(sorted(unknown))}")
     if len(scope.datasets) > MAX_PATTERNS or not all(0 < len(p) <= 256 and p.isprintable() for p in scope.datasets):
@@ -155,11 +139,7 @@ def check_scope(scope: Scope) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def peer_of(der_cert: bytes) -> Peer:
-    """The peer that a certificate names, with nobody above it. Whether to trust it is `judge`'s to say.
-
-    Raises:
-        ProtocolViolation: If this is no certificate of an Ed25519 key with one common name.
-    """
+    """The peer that a certificate names, with nobody above it. Whether to trust it is `judge`'s to say."""
     return _read(_parse(der_cert))
 
 
@@ -168,9 +148,6 @@ def judge(der_cert: bytes, roots: tuple[bytes, ...]) -> Judged:
     """The peer of a node's certificate, its organisation and scope, once each signature up to a root is checked.
 
     Whether the certificates are valid now is for the caller to check: see `Judged`.
-
-    Raises:
-        ProtocolViolation: If it is no node's, hides who issued it, or exceeds what its organisation was given.
     """
     cert = _parse(der_cert)
     peer = _read(cert)
@@ -205,11 +182,7 @@ def judge(der_cert: bytes, roots: tuple[bytes, ...]) -> Judged:
 
 @functools.lru_cache(maxsize=256)
 def organisation_of(der_cert: bytes, roots: tuple[bytes, ...]) -> Judged:
-    """The organisation that a certificate names, once a root's signature on it is checked.
-
-    Raises:
-        ProtocolViolation: If it is no organisation's certificate, or of none of these roots.
-    """
+    """The organisation that a certificate names, once a root's signature on it is checked."""
     cert = _parse(der_cert)
     org, root = _read(cert), _root_of(authority_key_id(cert), roots)
     _check_signature(cert, root, f"organisation {org.peer_id} ({org.name})", "the network's root")
@@ -219,11 +192,7 @@ def organisation_of(der_cert: bytes, roots: tuple[bytes, ...]) -> Judged:
 
 
 def check_roots(roots: tuple[bytes, ...], network_id: str) -> None:
-    """Checks that the first root has the network's key, and that each further one is signed by the one before it.
-
-    Raises:
-        ProtocolViolation: If not.
-    """
+    """Checks that the first root has the network's key, and that each further one is signed by the one before it."""
     first = peer_of(roots[0]).peer_id
     if first != network_id:
         raise ProtocolViolation(f"root-cert.pem: expected a root of network {network_id}, got {first}")
@@ -256,11 +225,7 @@ def _check_signature(cert: x509.Certificate, issuer: x509.Certificate | None, wh
 
 
 def scope_of(cert: x509.Certificate) -> Scope:
-    """The scope that a certificate states; all, if it states none.
-
-    Raises:
-        ProtocolViolation: If what it states makes no sense: a guess would let somebody do something.
-    """
+    """The scope that a certificate states; all, if it states none."""
     raw = _extension(cert, SCOPE_OID)
     if raw is None:
         return Scope()

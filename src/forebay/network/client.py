@@ -52,18 +52,13 @@ _NO_HEADERS = {"User-Agent": SKIP_HEADER, "Accept-Encoding": SKIP_HEADER}  # 50 
 
 
 class RemoteError(NetworkError):
-    """A peer refused a request.
-
-    Attributes:
-        status: The HTTP status. `code`: the peer's word for its reason.
-        wait_s: Seconds that it asks to wait before another try (Retry-After); 0 if it does not.
-    """
+    """A peer refused a request."""
 
     def __init__(self, message: str, status: int, code: str, wait_s: float = 0.0) -> None:
         super().__init__(message)
-        self.status = status
-        self.code = code
-        self.wait_s = wait_s
+        self.status = status  # HTTP
+        self.code = code  # the peer's word for its reason
+        self.wait_s = wait_s  # seconds that it asks to wait before another try (Retry-After); 0 if it does not
 
 
 class WrongPeerError(NetworkError):
@@ -102,14 +97,12 @@ class _Request:
 
 
 class Client:
-    """Asks peers of one network. Share it between threads; `close` it, or let it go with the last reference.
+    """Asks peers of one network; without an identity a host that is trusted, by plain HTTP, on a network that is.
 
-    A GET is sent again, once, on a new connection when a kept one fails. A POST carries a key of its own
-    (`Idempotency-Key`) and is sent again, once, with the same key when its connection is lost: the server answers a
-    repeated key with its first answer. Nothing is sent again after a time-out.
-
-    Args:
-        identity: None speaks plain HTTP: to a host that is trusted on a network that is.
+    Share it between threads; `close` it, or let it go with the last reference. A GET is sent again, once, on a new
+    connection when a kept one fails. A POST carries a key of its own (`Idempotency-Key`) and is sent again, once, with
+    the same key when its connection is lost: the server answers a repeated key with its first answer. Nothing is sent
+    again after a time-out.
     """
 
     def __init__(self, identity: Identity | None) -> None:
@@ -139,18 +132,14 @@ class Client:
         *,
         role: str | None = None,
     ) -> tuple[Any, Peer]:
-        """Send an object (none: no body), get one, and whose answer it is.
+        """Send an object (None: nothing; bytes: as they are), get one, and whose answer it is, all within `timeout_s`.
 
-        Args:
-            timeout_s: For the whole exchange.
-            role: What the peer's certificate must allow; otherwise nothing is sent.
-
-        Raises:
-            NetworkError: If the peer cannot be reached, is not `expect_peer` or lacks the role.
-            RemoteError: If it answers other than 2xx.
-            ProtocolViolation: If the address is none, or the answer is no JSON, too large or malformed.
+        `role` is what the peer's certificate must allow; otherwise nothing is sent. An answer that is not 2xx is a
+        RemoteError, one that is no JSON, too large or malformed a ProtocolViolation.
         """
-        body = b"" if obj is None else json.dumps(obj, separators=(",", ":")).encode()
+        body = (
+            b"" if obj is None else obj if isinstance(obj, bytes) else json.dumps(obj, separators=(",", ":")).encode()
+        )
         data, peer = self._small(address, method, path, body, max_bytes, expect_peer, timeout_s, role)
         try:
             return json.loads(data), peer
@@ -158,14 +147,6 @@ class Client:
             raise ProtocolViolation(
                 f"{method} {path}: expected JSON from {address}, got {data[:80]!r}: {error}"
             ) from error
-
-    def post_bytes(self, address: str, path: str, body: bytes, timeout_s: float = 10.0) -> tuple[Any, Peer]:
-        """Send bytes, get an object, and whose answer it is; errors as of `request_json`."""
-        data, peer = self._small(address, "POST", path, body, MAX_JSON_BYTES, None, timeout_s)
-        try:
-            return json.loads(data), peer
-        except (ValueError, RecursionError) as error:
-            raise ProtocolViolation(f"POST {path}: expected JSON from {address}, got {data[:80]!r}: {error}") from error
 
     def get_bytes(
         self, address: str, path: str, max_bytes: int, expect_peer: str | None = None, timeout_s: float = 60.0
@@ -184,14 +165,8 @@ class Client:
     ) -> None:
         """Fill `into` with the bytes from `start` on of what is at a path.
 
-        Args:
-            timeout_s: For each wait; a peer slower than 4 KiB/s over this long counts as stalled.
-
-        Raises:
-            BrokenOffError: If the peer stalls or cuts the body short; what it says to have come is there.
-            NetworkError: If the peer cannot be reached, or is not `expect_peer`.
-            RemoteError: If it answers other than 2xx.
-            ProtocolViolation: If it answers without the range that was asked for.
+        `timeout_s` is for each wait; a peer slower than 4 KiB/s over this long counts as stalled. BrokenOffError if it
+        stalls or cuts the body short: what it says to have come is there.
         """
         stop = start + len(into)
         request = _Request(address, "GET", path, b"", expect_peer, None, time.monotonic() + timeout_s, {
@@ -351,6 +326,8 @@ def _refusal(answer: Answer, request: _Request) -> RemoteError:
     try:
         body = json.loads(_read_body(answer, 1 << 16, request))
         code, message = str(body["error"])[:80], str(body["message"])[:1000]
+    except PeerGoneError:
+        raise  # a refusal without its reason is a lost answer, and repeated like one
     except (ValueError, KeyError, TypeError, RecursionError, NetworkError) as error:
         message = f"(its explanation cannot be read: {type(error).__name__})"
     wait_s = retry_after_s(answer.headers.get("retry-after", ""), time.time()) or 0.0

@@ -179,13 +179,7 @@ class _Pipeline(list[Any]):
 
 
 class PeerProtocol(HttpToolsProtocol):
-    """One connection. TLS is finished before it begins, so that its peer is known.
-
-    Attributes:
-        phase: What it waits for: "idle" (a request), "head", "body". `since`: when that began, by the loop's clock.
-        lost: Done once the connection has ended. `number`: of connections that were added before it.
-        sent_at: When the client last took a piece of an answer.
-    """
+    """One connection. TLS is finished before it begins, so that its peer is known."""
 
     # Beside uvicorn's own in one dictionary they would take 1.3 KiB more of a connection that rests.
     __slots__ = (
@@ -199,12 +193,12 @@ class PeerProtocol(HttpToolsProtocol):
         self.core = core
         self.address = address
         self.peer = Peer("", b"", address)
-        self.phase = "idle"
-        self.since = self.sent_at = core.loop.time()
+        self.phase = "idle"  # what it waits for: "idle" (a request), "head", "body"
+        self.since = self.sent_at = core.loop.time()  # when that began; when the client last took a piece of an answer
         self.head_bytes = self.unfinished_bytes = 0
         self.num_messages = 0  # begun and complete
-        self.num_active = self.number = 0
-        self.lost: asyncio.Future[None] = core.loop.create_future()
+        self.num_active = self.number = 0  # the second: connections that were added before it
+        self.lost: asyncio.Future[None] = core.loop.create_future()  # done once the connection has ended
 
     @property
     def piece_bytes(self) -> int:
@@ -334,13 +328,10 @@ class Core:
         self.on_bytes = on_bytes
         self.is_draining = False
         self.connections = ConnectionTable(limits)
-        self.requests = RequestTable(limits)
-        self.replies = ReplyCache()
         self.num_bytes = 0
         self.answers: Counter[int] = Counter()
         self.limited: Counter[str] = Counter()
         self.task_failures: Counter[str] = Counter()
-        self.state = ServerState()
         self.config = uvicorn.Config(
             self, http=PeerProtocol, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
             server_header=False, date_header=False, interface="asgi3", timeout_keep_alive=max(1, int(limits.idle_s)),
@@ -348,7 +339,12 @@ class Core:
         self.config.load()
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin in a loop. What was open in one that failed ends here."""
         self.loop = loop
+        for connection in self.connections.all():
+            connection.transport.get_extra_info("socket").close()
+        self.connections, self.requests = ConnectionTable(self.limits), RequestTable(self.limits)
+        self.replies, self.state = ReplyCache(), ServerState()
 
     def admit(self, connection: PeerProtocol, der: bytes | None) -> bool:
         """Whether a connection whose TLS handshake is finished may stay."""

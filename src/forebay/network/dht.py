@@ -26,6 +26,7 @@ from typing import Any
 import libtorrent
 
 from forebay.errors import NetworkError
+from forebay.network.addresses import host_towards, join_address
 from forebay.network.discovery import Address
 from forebay.network.waiting import waiting
 from forebay.threads import Supervised
@@ -42,14 +43,9 @@ lt: Any = libtorrent  # its type stubs lag behind what it takes
 class LibtorrentDht:
     """A node of the DHT, running from construction to `close`.
 
-    Args:
-        host: The address to listen at; `0.0.0.0` or `::` for all but the loopback's; "" for the one from which the
-            first bootstrap node is reached.
-        port: UDP; 0 takes a free one, the same on every address.
-        bootstrap: Nodes to enter by; none for the first node of a network.
-
-    Raises:
-        NetworkError: If it cannot listen there.
+    It listens at `host` (`0.0.0.0` or `::` for all but the loopback's; "" for the address from which the first
+    bootstrap node is reached) and UDP `port` (0 takes a free one, the same on every address). Without `bootstrap` nodes
+    to enter by it is the first of a network.
     """
 
     def __init__(self, host: str, port: int, bootstrap: Sequence[Address] = ()) -> None:
@@ -217,11 +213,7 @@ class LibtorrentDht:
 
 
 def wait_for_bootstrap(addresses: Sequence[Address], timeout_s: float, stop: threading.Event | None = None) -> None:
-    """Wait until one of the bootstrap nodes answers a ping, or `stop` is set; each is asked once a second.
-
-    Raises:
-        NetworkError: If none answered within `timeout_s`; the message has what became of each.
-    """
+    """Wait until a bootstrap node answers a ping, or `stop` is set; NetworkError with all states after `timeout_s`."""
     states = {join_address(*address): "no answer" for address in addresses}
 
     def asked() -> str:
@@ -269,24 +261,6 @@ def _ping(addresses: Sequence[Address], states: dict[str, str], timeout_s: float
 
 def _query_bytes(name: bytes, body: dict[bytes, Any]) -> bytes:
     return bytes(lt.bencode({b"t": b"mr", b"y": b"q", b"q": name, b"a": body, b"ro": 1}))
-
-
-def join_address(host: str, port: int) -> str:
-    """`host:port`, IPv6 in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def host_towards(target: Address | None = None) -> str:
-    """The address of this host from which another is reached; `0.0.0.0` where none is known. Sends nothing."""
-    if target is None:
-        return "0.0.0.0"
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "0.0.0.0"
 
 
 def _is_local(host: str) -> bool:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from forebay.errors import ForebayError, ProtocolViolation
-from forebay.network.addresses import is_public, peer_address
+from forebay.network.addresses import host_towards, is_public, join_address, peer_address
 from forebay.network.client import Client
 from forebay.network.discovery import MAX_CLAIMS_BYTES
 from forebay.network.peer import Peer
@@ -25,22 +25,11 @@ MAX_PEERS, MAX_ADDRESSES = 16_384, 64  # remembered; addresses of one peer
 
 
 def named_host(host: str, towards: str) -> str:
-    """What others are told of a server that listens at `host`: where that is everywhere, this host as seen by another.
-
-    Args:
-        towards: `host:port` of the other; nothing is sent to it.
-
-    Raises:
-        ProtocolViolation: If it is no address.
-    """
+    """What others are told for `host`: where that is everywhere, this host as seen from `towards`, `host:port`."""
     if host.strip("[]") not in ("", "0.0.0.0", "::"):
         return host
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(*peer_address(towards), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            found = str(probe.getsockname()[0])
-    except OSError:  # no way there now: those on this machine reach it
+    found = host_towards(peer_address(towards))
+    if found == "0.0.0.0":  # no way there now: those on this machine reach it
         return "127.0.0.1"
     return f"[{found}]" if ":" in found else found
 
@@ -108,11 +97,7 @@ class Dialer:
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="dial")
 
     def reached(self, peer: Peer, address: str, source: str) -> bool:
-        """Whether this very peer has answered there; the first question begins to find out, and says no.
-
-        Args:
-            source: The IP address that the peer's own connection comes from.
-        """
+        """Whether this very peer, whose IP is `source`, has answered there; no until the first question found out."""
         return self.found(peer, address, source) is True
 
     def found(self, peer: Peer, address: str, source: str) -> bool | None:
@@ -200,7 +185,7 @@ class Dialer:
             ip = next((ip for ip in ips if may_dial(ip, source)), None)
             if ip is None:
                 raise ProtocolViolation(f"not an address that a member at {source} may have this node connect to")
-            at = f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+            at = join_address(ip, port)
             self._client.request_json(
                 at, "GET", "/v1/claims?name=", expect_peer=peer_id, timeout_s=CHECK_S, max_bytes=MAX_CLAIMS_BYTES
             )

@@ -13,11 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 from urllib.parse import quote
 
+from pydantic import TypeAdapter
+
 from forebay.errors import NetworkError, ProtocolViolation
-from forebay.network.addresses import check_url
+from forebay.network.addresses import check_url, join_address
 from forebay.network.ask import ask_many
 from forebay.network.client import Client
 from forebay.network.identity import Identity, Peer, verify
+from forebay.network.messages import Count, Sha256
 
 MAX_CLAIMS = 512
 MAX_CLAIMS_BYTES = 64 << 10
@@ -48,21 +51,16 @@ def record_key(network_id: str, kind: Literal["dataset", "scheduler", "revocatio
 
 @dataclass(frozen=True)
 class Claim:
-    """What a provider says it serves, until `expires_at` (unix seconds).
-
-    Attributes:
-        held: How many of the slices it has itself; None: all.
-        url: A web server or bucket that has them all, which the provider stands for; empty: none.
-    """
+    """What a provider says it serves, until `expires_at` (unix seconds)."""
 
     name: str
-    dataset_id: str
-    num_slices: int
+    dataset_id: Sha256
+    num_slices: Count
     peer_id: str
     address: str
     expires_at: float
-    held: int | None = None
-    url: str = ""
+    held: Count | None = None  # of the slices, by itself; None: all
+    url: str = ""  # a web server or bucket that has them all, which the provider stands for; empty: none
 
     @property
     def is_whole(self) -> bool:
@@ -81,32 +79,17 @@ class Claim:
         return {name: value for name, value in asdict(self).items() if value is not None and value != ""}
 
 
-def parse_claim(obj: Any, peer: Peer) -> Claim:
-    """A claim that this very peer signed.
+_CLAIM = TypeAdapter(Claim)
 
-    Raises:
-        ProtocolViolation: If it is malformed, names a URL that no reader may open, is another's, or is not signed by
-            the peer's key.
-    """
+
+def parse_claim(obj: Any, peer: Peer) -> Claim:
+    """A claim that this very peer signed."""
     try:
-        claim = Claim(
-            name=str(obj["name"]),
-            dataset_id=str(obj["dataset_id"]),
-            num_slices=int(obj["num_slices"]),
-            peer_id=str(obj["peer_id"]),
-            address=str(obj["address"]),
-            expires_at=float(obj["expires_at"]),
-            held=int(obj["held"]) if "held" in obj else None,
-            url=str(obj.get("url", "")),
-        )
-        signature = bytes.fromhex(obj["signature"])
+        claim, signature = _CLAIM.validate_python(obj), bytes.fromhex(obj["signature"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ProtocolViolation(f"claim of {peer.peer_id}: malformed: {type(error).__name__}: {error}") from error
+        raise ProtocolViolation(f"claim of {peer.peer_id}: malformed: {' '.join(str(error).split())[:400]}") from error
     if claim.peer_id != peer.peer_id:
         raise ProtocolViolation(f"claim: expected one of {peer.peer_id}, who answered, got one of {claim.peer_id}")
-    well_formed = len(claim.dataset_id) == 64 and set(claim.dataset_id) <= set("0123456789abcdef")
-    if not well_formed or claim.num_slices < 0:
-        raise ProtocolViolation(f"claim of {peer.peer_id}: no dataset id or slice count in {str(obj)[:200]}")
     if claim.url:
         check_url(claim.url)
     verify(peer.public_key, claim.signed_bytes(), signature)
@@ -117,9 +100,6 @@ def read_claims(client: Client, address: str, name: str, timeout_s: float = ASK_
     """What the peer at an address says it serves now under a name, checked; `address` of each is the one asked.
 
     A claim that is malformed or forged is left out; the others stand.
-
-    Raises:
-        NetworkError: If the peer cannot be reached, lacks the role data, or answers with something else.
     """
     body, peer = client.request_json(
         address,
@@ -149,20 +129,14 @@ def find_providers(
 ) -> list[Claim]:
     """Who serves a dataset of this name, one claim a peer and dataset id, in order of peer id.
 
-    The list of addresses may be full of dead and forged ones: all are asked at once (see ask), and who does not
-    answer, or answers wrongly, is left out and logged. Ends soon after somebody has answered well.
-
-    Raises:
-        NetworkError: If they cannot be asked now.
-
-    Args:
-        timeout_s: For the DHT, which is asked again while only false addresses are found; the answers to the last
-            question then have 5 seconds more.
+    The list of addresses may be full of dead and forged ones: all are asked at once (see ask), and who does not answer,
+    or answers wrongly, is left out and logged. Ends soon after somebody has answered well. The DHT is asked for
+    `timeout_s`, again while only false addresses are found; the answers to the last question then have 5 seconds more.
     """
     key, deadline = record_key(network_id, "dataset", name), time.monotonic() + timeout_s
 
     def ask(where: Address) -> list[Claim] | None:
-        address = f"[{where[0]}]:{where[1]}" if ":" in where[0] else f"{where[0]}:{where[1]}"
+        address = join_address(*where)
         try:
             return read_claims(client, address, name) or None
         except NetworkError as error:

@@ -93,19 +93,12 @@ class _TlsSocket(_Bounded, ssl.SSLSocket):
 
 
 class _Kept:
-    """What both kinds of connection have beside urllib3's.
+    """What both kinds of connection have beside urllib3's."""
 
-    Attributes:
-        peer: Whose certificate the other side showed; an empty one where nobody asked for it.
-        key: What it is kept under, for those who keep it.
-        public_only: Connect to addresses of the public internet only.
-        was_used: Whether a request was sent before.
-    """
-
-    peer = Peer("", b"", "")
-    key: Any = None
-    public_only = False
-    was_used = False
+    peer = Peer("", b"", "")  # whose certificate the other side showed; empty where nobody asked for it
+    key: Any = None  # what it is kept under, for those who keep it
+    public_only = False  # connect to addresses of the public internet only
+    was_used = False  # a request was sent before
     idle_since = 0.0
     _gathered: bytearray | None = None
 
@@ -176,20 +169,15 @@ def _connect(host: str, port: int, timeout_s: float, public_only: bool) -> socke
 
 
 class Answer:
-    """The answer to a request: its head, and its body, which is read from here.
-
-    Attributes:
-        status, reason, headers: Of the head.
-        length: Of the body as announced; None: until its end is seen.
-        received: Bytes of the body that came so far.
-    """
+    """The answer to a request: its head, and its body, which is read from here."""
 
     def __init__(self, connection: Connection, sock: Any, response: HTTPResponse) -> None:
         self.status = response.status
         self.reason = response.reason or ""
         self.headers: Mapping[str, str] = response.headers
+        # Of the body as announced; None: until its end is seen.
         self.length = None if response.chunked else response.length_remaining
-        self.received = 0
+        self.received = 0  # bytes of the body that came so far
         self._sock, self._response = sock, response
         self._is_direct = self.length is not None and isinstance(sock, _Bounded)
         self._first: bytes | None = None  # what came with the head
@@ -218,9 +206,7 @@ class Answer:
     def readinto(self, view: memoryview) -> int:
         """Some bytes of the body, as they came; 0 at its end, or where the connection was closed.
 
-        Raises:
-            TimeoutError: If it stalls; what it says to have `received` is in the views that were given.
-            FAULTS: If the connection fails.
+        TimeoutError if it stalls: what it says to have `received` is in the views given. Of FAULTS if it fails.
         """
         if self._has_begun:  # the usual case, short of calls: it is met 60,000 times a GB
             remaining: int = self.length - self.received  # type: ignore[operator]
@@ -251,12 +237,7 @@ class Answer:
         return got
 
     def read(self, max_bytes: int, deadline: float) -> bytes:
-        """The whole body, which must be here by `deadline` (of time.monotonic).
-
-        Raises:
-            ProtocolViolation: If it is larger than `max_bytes`: nothing of it is read then, if it was announced.
-            ConnectionError: If the other side closed before its end. Others as of `readinto`.
-        """
+        """The whole body, by `deadline` (monotonic); ProtocolViolation, at once if announced, above `max_bytes`."""
         limit = max_bytes if self.length is None else self.length
         if limit > max_bytes:
             raise ProtocolViolation(f"expected at most {max_bytes} bytes, got {limit} announced")
@@ -293,13 +274,9 @@ def exchange(
     deadline: float,
     max_head_bytes: int,
 ) -> Answer:
-    """Send a request over a connection that is open, and read the head of the answer.
+    """Send a request over a connection that is open, and read the head of the answer by `deadline` (time.monotonic).
 
-    Raises:
-        TimeoutError: If it did not come by `deadline` (of time.monotonic).
-        CutHeadError: If the other side closed within the head.
-        ProtocolViolation: If the head is larger than `max_head_bytes`.
-        FAULTS: If the connection fails, or what came is no HTTP.
+    CutHeadError if the other side closed within the head; of FAULTS if the connection fails, or what came is no HTTP.
     """
     sock: Any = connection.sock
     connection.was_used = True

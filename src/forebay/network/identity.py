@@ -26,7 +26,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from forebay.errors import ProtocolViolation, UsageError
 from forebay.network.audit import AuditLog
 from forebay.network.certificates import NODE_VALID_DAYS as NODE_VALID_DAYS
-from forebay.network.certificates import ROOT_VALID_DAYS as ROOT_VALID_DAYS
 from forebay.network.certificates import Judged, der_of, judge, scope_of
 from forebay.network.certificates import peer_of as peer_of
 from forebay.network.networks import (
@@ -48,7 +47,6 @@ from forebay.network.networks import create_organisation as create_organisation
 from forebay.network.peer import Peer as Peer
 from forebay.network.peer import Scope as Scope
 from forebay.network.revocation import Revocations, file_stamp
-from forebay.network.revocation import read_revoked as read_revoked
 from forebay.network.revocation import revoke as revoke
 from forebay.peer_id import peer_id_of
 from forebay.storage.atomic import atomic_write, remove_stale
@@ -58,11 +56,7 @@ log = logging.getLogger("forebay.network")
 
 
 def verify(public_key: bytes, message: bytes, signature: bytes) -> None:
-    """Check an Ed25519 signature.
-
-    Raises:
-        ProtocolViolation: If the signature (64 bytes) is not of this message by this key (32 raw bytes).
-    """
+    """Check an Ed25519 signature (64 bytes) by its raw key (32 bytes); ProtocolViolation if it does not fit."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
     except (InvalidSignature, ValueError) as error:
@@ -73,10 +67,7 @@ def verify(public_key: bytes, message: bytes, signature: bytes) -> None:
 
 
 class Identity:
-    """A member of a network: its key, its certificate, and whom it refuses.
-
-    Made by `load`; safe to share between threads. Holds no open file.
-    """
+    """A member of a network: its key, certificate, and whom it refuses. Made by `load`; safe to share."""
 
     def __init__(
         self,
@@ -110,11 +101,7 @@ class Identity:
 
     @classmethod
     def load(cls, node_dir: str | Path) -> Identity:
-        """The identity in a directory which `join` made.
-
-        Raises:
-            UsageError: If a file is missing, malformed, or the files do not belong together.
-        """
+        """The identity in a directory which `join` made."""
         folder = Path(node_dir)
         network = read_network(folder)
         key = read_key(folder / "node-key.pem")
@@ -140,9 +127,7 @@ class Identity:
     def peer(self, der_cert: bytes) -> Peer:
         """The peer behind a certificate whose chain the TLS layer checked: its organisation, what it may do.
 
-        Raises:
-            ProtocolViolation: If it exceeds what its organisation was given, a certificate of its chain is not valid
-                now, or it is revoked.
+        ProtocolViolation if a certificate of its chain is not valid now or revoked, or exceeds its organisation's.
         """
         try:
             judged = judge(der_cert, self.roots)
@@ -211,8 +196,7 @@ class Identity:
     def refresh(self) -> bool:
         """Takes up a renewed certificate for connections to come, without a restart; whether there was one.
 
-        Raises:
-            UsageError: If the new files do not belong together; the old certificate stays in use.
+        UsageError if the new files do not belong together; the old certificate stays in use.
         """
         stamp = file_stamp(self.node_dir / "node-cert.pem")
         if stamp == self._cert_stamp:
@@ -244,13 +228,7 @@ def join(
     valid_days: float = NODE_VALID_DAYS,
     scope: Scope = Scope(),  # noqa: B008 - frozen
 ) -> Identity:
-    """Issue a member: a new key and its certificate, signed by the network's root or an organisation's key.
-
-    Returns it, loaded.
-
-    Raises:
-        UsageError: If `out_dir` holds a node and `force` is not set, or `network_dir` has no key to sign with.
-    """
+    """Issue a member, loaded: a new key and its certificate, signed by the network's root or an organisation."""
     folder = Path(out_dir)
     check_name("node", name)
     check_vacant(folder, force)

@@ -43,11 +43,6 @@ def join_by_token(
     """Joins a network: the key is made here and stays here. Returns the node, loaded.
 
     An attempt that broke off is made again with the same key, so that it uses the token once.
-
-    Raises:
-        UsageError: If `out_dir` holds a node and `force` is not set.
-        NetworkError: If the server cannot be reached, is not the token's issuer, or refuses.
-        ProtocolViolation: If what it answers is not of the token's network and for this key.
     """
     folder = Path(out_dir)
     check_name("node", name)
@@ -71,9 +66,6 @@ def renew_at(address: str, node_dir: str | Path, *, timeout_s: float = 20.0) -> 
     """Has a node's certificate renewed by its issuer's admission server; peer id, scope and lifetime stay.
 
     The node shows its certificate in the handshake. The answer may bring the next root of a network that rotates its.
-
-    Raises:
-        NetworkError: If the server cannot be reached, is not the issuer of this node, or refuses.
     """
     folder = Path(node_dir)
     node = Identity.load(folder)
@@ -86,11 +78,7 @@ def renew_at(address: str, node_dir: str | Path, *, timeout_s: float = 20.0) -> 
 
 
 def admission_address(node_dir: Path) -> str | None:
-    """Where a node that joined by a token has its certificate renewed; None if it was admitted by hand.
-
-    Raises:
-        UsageError: If the file that says so is malformed.
-    """
+    """Where a node that joined by a token has its certificate renewed; None if it was admitted by hand."""
     path = node_dir / ADMISSION
     try:
         address = str(json.loads(path.read_bytes())["address"])
@@ -112,9 +100,8 @@ def _write_node(
 ) -> None:
     """Checks an answer down to the first root's key, then writes it; the certificate last, which makes it a node.
 
-    Args:
-        issuer: The peer id of the organisation or root that must have signed; empty: any root of the network.
-        known_roots: Those of the network that are known; an answer may add to them, and replaces none.
+    The organisation or root `issuer` must have signed; empty: any root of the network. An answer may add to the
+    `known_roots`, and replaces none.
     """
     try:
         certs = x509.load_pem_x509_certificates(str(answer["certificate"]).encode())
@@ -160,11 +147,7 @@ def _ask(
     timeout_s: float,
     node_dir: Path | None = None,
 ) -> dict[str, Any]:
-    """One request to the holder of an issuer's key; nothing is said before it proved that.
-
-    Args:
-        node_dir: Of the certificate to show in the handshake, if the server asks for one.
-    """
+    """One request to the holder of an issuer's key, proven first; `node_dir` has the certificate to show, if asked."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # No authority to ask yet: the server is known by its key, which the handshake proves.

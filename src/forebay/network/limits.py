@@ -26,37 +26,24 @@ MAX_PEERS = 4096  # whose turns are kept; the one seen longest ago is forgotten 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one server. An organisation's hold for all its members together; the root's own members have none such.
+    """Limits of one server. An organisation's are for all its members together; the root's own members have none."""
 
-    Attributes:
-        connections: At once, those in their handshake included.
-        connections_per_peer, connections_per_organisation: Of one certificate's key; of one organisation.
-        handshakes_per_address: Unfinished handshakes of one IP address.
-        requests_per_peer, requests_per_organisation: Being answered at once; what waits for news counts.
-        requests_per_s, organisation_requests_per_s: Rate of requests; twice as many at once after a rest.
-        bytes_per_s, organisation_bytes_per_s: Of slices and files sent; what is beyond waits.
-        body_bytes: Of one request.
-        idle_s: How long a connection may rest between requests.
-        handshake_s, head_s, body_s: How long a client may take for its handshake, a request's head, its body.
-        send_s: How long a client may take to read one piece of an answer (1 MiB at most).
-    """
-
-    connections: int = 256
-    connections_per_peer: int = 64
+    connections: int = 256  # at once, those in their handshake included
+    connections_per_peer: int = 64  # of one certificate's key
     connections_per_organisation: int = 192
-    handshakes_per_address: int = 64
-    requests_per_peer: int = 64
+    handshakes_per_address: int = 64  # unfinished ones of one IP address
+    requests_per_peer: int = 64  # being answered at once; what waits for news counts
     requests_per_organisation: int = 192
-    requests_per_s: float = 2000.0
+    requests_per_s: float = 2000.0  # twice as many at once after a rest
     organisation_requests_per_s: float = 8000.0
-    bytes_per_s: float = 4e9
+    bytes_per_s: float = 4e9  # of slices and files sent; what is beyond waits
     organisation_bytes_per_s: float = 16e9
-    body_bytes: int = 1 << 20
-    idle_s: float = 60.0
-    handshake_s: float = 5.0
+    body_bytes: int = 1 << 20  # of one request
+    idle_s: float = 60.0  # how long a connection may rest between requests
+    handshake_s: float = 5.0  # how long a client may take for it; likewise for a request's head and body
     head_s: float = 10.0
     body_s: float = 60.0
-    send_s: float = 60.0
+    send_s: float = 60.0  # how long a client may take to read one piece of an answer (1 MiB at most)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -65,11 +52,7 @@ class Limits:
 
 
 def parse_limits(limits: Limits, items: Iterable[str]) -> Limits:
-    """Limits with those of `NAME=NUMBER` in their place.
-
-    Raises:
-        UsageError: If a name is unknown, or a number is none or not above 0.
-    """
+    """Limits with those of `NAME=NUMBER` in their place."""
     changes: dict[str, float] = {}
     for item in items:
         name, _, text = item.partition("=")
@@ -85,10 +68,7 @@ def parse_limits(limits: Limits, items: Iterable[str]) -> Limits:
 
 
 class TokenBucket:
-    """`rate` tokens a second, at most `burst` saved up. Pure: `now` (seconds, any origin) comes from the caller.
-
-    Not for several threads at once without a lock of theirs.
-    """
+    """`rate` tokens a second, at most `burst` saved up. Pure: `now` (s) comes from the caller. Not safe for threads."""
 
     def __init__(self, rate: float, burst: float | None = None) -> None:
         if not rate > 0:
@@ -120,11 +100,7 @@ class TokenBucket:
 
 
 class Throttle:
-    """The upload limit of a node; may be shared by several servers, each in a loop of its own. None: no limit.
-
-    Args:
-        upload_bytes_per_s: Of the node to all peers together.
-    """
+    """The upload limit of a node to all peers together; several servers, each in a loop of its own, may share it."""
 
     def __init__(self, upload_bytes_per_s: float | None = None) -> None:
         self._upload = TokenBucket(upload_bytes_per_s) if upload_bytes_per_s is not None else None

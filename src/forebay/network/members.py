@@ -25,11 +25,7 @@ def format_ranges(indexes: NDArray[np.int64]) -> str:
 
 
 def parse_ranges(text: object, stop: int) -> NDArray[np.int64]:
-    """The indexes in [0, stop) that a text names, rising. Costs some 20 ns a character.
-
-    Raises:
-        ProtocolViolation: If it is no such text, its ranges do not rise, or it names an index from `stop` on.
-    """
+    """The indexes in [0, stop) that a text names, rising. Costs some 20 ns a character."""
 
     def wrong(expected: str) -> ProtocolViolation:
         return ProtocolViolation(f"slices: expected {expected}, got {str(text)[:80]!r}")
@@ -70,7 +66,7 @@ class Holder:
 
     peer_id: str
     address: str
-    is_origin: bool
+    is_origin: bool = True
 
     @property
     def is_url(self) -> bool:
@@ -79,29 +75,24 @@ class Holder:
 
 
 class Members:
-    """Rows by peer id; a row is used again when its member left.
+    """Rows by peer id; a row is used again when its member left. All arrays are [rows] but for `copies`.
 
-    Attributes:
-        ids: [rows] peer ids; empty for a free row.
-        gives, is_origin: [rows] flags: can be asked; has everything.
-        uploads, slots: [rows] how many it uploads now, and may.
-        failures: [rows] in a row, since it was last heard of.
-        owed: [rows] new slices it got from an origin, less those it gave since; never below 0.
-        asked_at: [rows] when it last wanted something.
-        copies: [num_slices] members that hold each slice.
+    `gives` and `is_origin` are flags: can be asked; has everything. `uploads` and `slots` are how many it uploads now,
+    and may. `failures` are in a row, since it was last heard of. `owed` counts new slices that it got from an origin,
+    less those it gave since; never below 0.
     """
 
     def __init__(self, num_slices: int) -> None:
         self.num_slices = num_slices
-        self.ids: list[str] = []
-        self.copies = np.zeros(num_slices, np.int32)
+        self.ids: list[str] = []  # empty for a free row
+        self.copies = np.zeros(num_slices, np.int32)  # [num_slices], members that hold each slice
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
         self._bits = np.zeros(((num_slices + 7) // 8, 0), np.uint8)
         self.gives = self.is_origin = np.zeros(0, np.bool_)
         self.uploads = self.slots = self.failures = self.owed = np.zeros(0, np.int32)
         self._heard_at = np.zeros(0)
-        self.asked_at = np.zeros(0)
+        self.asked_at = np.zeros(0)  # when it last wanted something
         self._speed = np.zeros(0)
         self._mean_speed: float | None = None  # None: to be found anew
         self._grow(_FIRST_ROWS)
@@ -226,19 +217,12 @@ class Members:
 
 
 class Offers:
-    """Good until the swarm changes.
-
-    Args:
-        willing: [rows] flags of the members that the asker may be sent to.
-
-    Attributes:
-        is_all: Whether an origin is among them, which has every slice.
-    """
+    """What the `willing` members ([rows] flags) that an asker may be sent to have. Good until the swarm changes."""
 
     def __init__(self, members: Members, willing: NDArray[np.bool_]) -> None:
         self._members = members
         self._willing = willing
-        self.is_all = bool((willing & members.is_origin).any())
+        self.is_all = bool((willing & members.is_origin).any())  # an origin, which has every slice, is among them
 
     def has(self, index: int) -> bool:
         """Whether one of them has a slice."""
@@ -254,30 +238,20 @@ Pair = tuple[str, int]  # (asker, slice)
 
 @dataclass(frozen=True)
 class Download:
-    """A slice on its way from a holder to an asker.
-
-    Attributes:
-        fresh: It comes from an origin.
-        passed_on: The asker will give it to others.
-    """
+    """A slice on its way from a holder to an asker."""
 
     holder: str
     since: float
-    fresh: bool
-    passed_on: bool
+    fresh: bool  # it comes from an origin
+    passed_on: bool  # the asker will give it to others
 
 
 class UnderWay:
-    """Downloads by asker and slice, the oldest first.
-
-    Attributes:
-        coming: [num_slices] downloads of each to somebody who passes it on.
-        usual_s: How long one takes, the last ones weighing most; 0.0: not known.
-    """
+    """Downloads by asker and slice, the oldest first."""
 
     def __init__(self, num_slices: int) -> None:
-        self.coming = np.zeros(num_slices, np.int32)
-        self.usual_s = 0.0
+        self.coming = np.zeros(num_slices, np.int32)  # of each slice, to somebody who passes it on
+        self.usual_s = 0.0  # how long one takes, the last ones weighing most; 0.0: not known
         self._downloads: OrderedDict[Pair, Download] = OrderedDict()
         self._of: dict[str, set[Pair]] = {}  # from or to a member
 

@@ -9,13 +9,14 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 MAX_SWARM_ITEMS = 1024
+STALE_ATTEMPT = "stale_attempt"
+"""The code of the answer to an attempt of an exchange that was heard before, or given up for a later one."""
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 Text = Annotated[str, StringConstraints(max_length=1000)]
 Address = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x20\x7f]{0,300}$")]
 Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
-PeerId = Annotated[str, StringConstraints(pattern="^[a-z2-7]{32}$")]
 LeaseId = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{1,64}$")]
 Session = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{0,64}$")]
 HexSession = Annotated[str, StringConstraints(pattern="^[0-9a-f]{0,32}$")]
@@ -152,65 +153,10 @@ class ConfigRequest(Message):
     settings: Annotated[dict[Name, Plain], Field(max_length=64)] = {}
 
 
-class MemberMessage(Message):
-    """Who speaks: a worker's process. `session` is random, one a process."""
-
-    worker_id: WorkerId
-    session: CoordinatorSession
-    wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S, description="Seconds to wait for news.")] = 0.0
-
-
-class JoinRequest(MemberMessage):
-    """Join; `step` and `samples` are where the state that it brings stands."""
-
-    address: Address = ""
-    step: Count = 0
-    samples: Count = 0
-
-
-class GenerationMessage(MemberMessage):
-    """A member's generation, and the steps that it finished."""
-
-    generation: Count = 0
-    step: Count = 0
-
-
-class ReadyRequest(GenerationMessage):
-    """Stopped at a boundary; `broken`: in the middle of a step. `held_step`: an older state that it still has."""
-
-    broken: bool = False
-    held_step: Count | None = None
-    held_samples: Count = 0
-
-
-class HeartbeatRequest(GenerationMessage):
-    """Alive; `changing` and `broken` are what it believes: answered when it is otherwise."""
-
-    changing: bool = False
-    broken: bool = False
-
-
-class MeetRequest(MemberMessage):
-    """A value for the ranks of a generation under a key, or without one: what is there, once it is.
-
-    `value` is base64. The first value of a key counts.
-    """
-
-    generation: Count
-    key: Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,300}$")]
-    value: Annotated[str, StringConstraints(pattern="^[A-Za-z0-9+/=]{0,65536}$")] | None = None
-
-
 class MeetReply(Reply):
     """The value of a key; none yet."""
 
     value: Annotated[str, StringConstraints(max_length=65536)] | None = None
-
-
-class LeaveRequest(GenerationMessage):
-    """Not a member any more; `finished`: the last step is done."""
-
-    finished: bool = False
 
 
 # Admission.

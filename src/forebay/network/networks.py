@@ -41,11 +41,8 @@ def create_network(
 ) -> str:
     """Make a network: a root key (kept at mode 0600) and its certificate. Returns the network's id.
 
-    Args:
-        bootstrap: `(host, port)` of the DHT nodes by which members enter.
-
-    Raises:
-        UsageError: If the directory already holds a network: another key would lock its members out.
+    `bootstrap` are the DHT nodes by which members enter. A directory with a network is refused: another key would lock
+    its members out.
     """
     folder = Path(directory)
     check_name("network", name)
@@ -73,14 +70,7 @@ def create_organisation(
     *,
     valid_days: float = ORG_VALID_DAYS,
 ) -> str:
-    """Make an organisation under a network's root: a key of its own, with which it admits nodes. Returns its peer id.
-
-    Args:
-        scope: What its nodes may do at most.
-
-    Raises:
-        UsageError: If `out_dir` holds an organisation, or the root may have none (made before there were any).
-    """
+    """Make an organisation with a key of its own under a root; its nodes may do `scope` at most. Returns its id."""
     source, folder = Path(network_dir), Path(out_dir)
     check_name("organisation", name)
     if (folder / "org-key.pem").exists():
@@ -96,11 +86,7 @@ def create_organisation(
 
 
 def read_issuer(directory: str | Path) -> Issuer:
-    """Who signs from a network's or an organisation's directory.
-
-    Raises:
-        UsageError: If it holds neither's key, or a key that its certificate does not name.
-    """
+    """Who signs from a network's or an organisation's directory."""
     folder = Path(directory)
     read_network(folder)
     kind = "org" if (folder / "org-key.pem").exists() else "root"
@@ -127,9 +113,6 @@ def rotate_root(network_dir: str | Path, *, valid_days: float = ROOT_VALID_DAYS)
 
     The key in use goes on signing, while nodes learn of the next root as they renew their certificates.
     `finish_rotation` then puts the next key in its place. The network's id stays that of its first root.
-
-    Raises:
-        UsageError: If a rotation has begun already, or the directory has no root key.
     """
     folder = Path(network_dir)
     current = read_issuer(folder)
@@ -145,11 +128,7 @@ def rotate_root(network_dir: str | Path, *, valid_days: float = ROOT_VALID_DAYS)
 
 
 def finish_rotation(network_dir: str | Path) -> str:
-    """Put the next root key in the place of the one in use, which is deleted. Returns the new root's peer id.
-
-    Raises:
-        UsageError: If no rotation has begun (next-root-key.pem is missing).
-    """
+    """Put the next root key in the place of the one in use, which is deleted. Returns the new root's peer id."""
     folder = Path(network_dir)
     key = read_key(folder / NEXT_ROOT_KEY)
     if peer_in(read_certs(folder / "root-cert.pem")[-1]).public_key != key.public_key().public_bytes_raw():
@@ -166,11 +145,7 @@ def node_pem(issuer: Issuer, name: str, key: Ed25519PublicKey, scope: Scope, val
 
 
 def check_vacant(folder: Path, force: bool) -> None:
-    """Refuses to lose a node's key.
-
-    Raises:
-        UsageError: If the directory holds a node and `force` is not set.
-    """
+    """Refuses to lose a node's key, unless `force` is set."""
     if (folder / "node-key.pem").exists() and not force:
         raise UsageError(
             f"join: {folder} already holds a node (node-key.pem). A new key means a new peer id. "
@@ -179,11 +154,7 @@ def check_vacant(folder: Path, force: bool) -> None:
 
 
 def check_name(what: str, name: str) -> None:
-    """Refuses a name that is none.
-
-    Raises:
-        UsageError: If it is not 1 to 64 letters, digits, dots, underscores and hyphens.
-    """
+    """Refuses a name that is not 1 to 64 letters, digits, dots, underscores and hyphens."""
     if not NAME.fullmatch(name):
         raise UsageError(
             f"{what} name: expected 1 to 64 of A-Z a-z 0-9 . _ - beginning with a letter or digit, got {name!r}"
@@ -196,11 +167,7 @@ def peer_in(cert: x509.Certificate) -> Peer:
 
 
 def read_network(folder: Path) -> dict[str, Any]:
-    """A directory's network.json: network_id, name, bootstrap.
-
-    Raises:
-        UsageError: If it is missing or malformed.
-    """
+    """A directory's network.json: network_id, name, bootstrap."""
     path = folder / "network.json"
     try:
         return parse_network(path.read_bytes(), str(path))
@@ -214,11 +181,7 @@ def read_network(folder: Path) -> dict[str, Any]:
 
 
 def parse_network(data: bytes, where: str) -> dict[str, Any]:
-    """What a network.json says.
-
-    Raises:
-        UsageError: If it is malformed.
-    """
+    """What a network.json says."""
     try:
         body = json.loads(data)
         bootstrap = [(host, port) for host, port in body["bootstrap"]]
@@ -232,11 +195,7 @@ def parse_network(data: bytes, where: str) -> dict[str, Any]:
 
 
 def read_key(path: Path) -> Ed25519PrivateKey:
-    """A private key.
-
-    Raises:
-        UsageError: If it is missing or not Ed25519.
-    """
+    """A private key."""
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), None)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm, InternalError) as error:
@@ -253,11 +212,7 @@ def read_cert(path: Path) -> x509.Certificate:
 
 
 def read_certs(path: Path) -> list[x509.Certificate]:
-    """All certificates in a file, at least one.
-
-    Raises:
-        UsageError: If it is missing or malformed.
-    """
+    """All certificates in a file, at least one."""
     try:
         return x509.load_pem_x509_certificates(path.read_bytes())
     except (OSError, ValueError, x509.InvalidVersion) as error:
@@ -265,11 +220,7 @@ def read_certs(path: Path) -> list[x509.Certificate]:
 
 
 def read_roots(folder: Path) -> tuple[bytes, ...]:
-    """The root certificates of a directory's network, DER, the oldest first.
-
-    Raises:
-        UsageError: If they are missing, or not those of the network in network.json.
-    """
+    """The root certificates of a directory's network, DER, the oldest first."""
     roots = tuple(map(der_of, read_certs(folder / "root-cert.pem")))
     try:
         check_roots(roots, read_network(folder)["network_id"])

@@ -11,17 +11,11 @@ ROLES = frozenset({"worker", "data", "scheduler", "admin"})
 
 @dataclass(frozen=True)
 class Scope:
-    """What a certificate lets its holder do. Without `roles` all of them; without `datasets` all.
+    """What a certificate lets its holder do. Without `roles` all of them; without `datasets` all."""
 
-    Attributes:
-        roles: Of ROLES.
-        datasets: Glob patterns of dataset names.
-        within: The organisation's own patterns: a name must match one of them, too.
-    """
-
-    roles: frozenset[str] = frozenset()
-    datasets: tuple[str, ...] = ()
-    within: tuple[str, ...] = ()
+    roles: frozenset[str] = frozenset()  # of ROLES
+    datasets: tuple[str, ...] = ()  # glob patterns of names
+    within: tuple[str, ...] = ()  # the organisation's own patterns: a name must match one of them, too
 
     def allows(self, role: str) -> bool:
         """Whether the holder may act in a role."""
@@ -46,16 +40,13 @@ class Scope:
 class Peer:
     """Who is at the other end of a connection, proven by its certificate; over plain HTTP `peer_id` is empty.
 
-    Attributes:
-        org: The peer id of the organisation that signed the certificate; empty: the network's root did.
-        scope: What the certificate allows, in the bounds of its organisation's.
-        valid_until: When the first certificate of its chain expires, unix seconds. Not part of equality: a renewed
-            certificate makes no other peer.
+    `valid_until` is when the first certificate of its chain expires, unix seconds. It is not part of equality: a
+    renewed certificate makes no other peer.
     """
 
     peer_id: str
     public_key: bytes
     name: str
-    org: str = ""
-    scope: Scope = Scope()
+    org: str = ""  # peer id of the organisation that signed the certificate; empty: the root did
+    scope: Scope = Scope()  # in the bounds of its organisation's
     valid_until: float = field(default=math.inf, compare=False)

@@ -9,17 +9,17 @@ refuses an older version, unless its user names the dataset id.
 import fcntl
 import hashlib
 import json
-import math
 import os
 import re
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
+from pydantic import Field, TypeAdapter
 
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.certificates import der_of, judge
@@ -39,25 +39,16 @@ _ORIGIN = re.compile(r"(https|s3|gs|az)://[A-Za-z0-9._-]+(:[0-9]{1,5})?(/[^?#\\\
 
 @dataclass(frozen=True)
 class Publication:
-    """A publisher's word: this dataset id is the dataset of this name.
-
-    Attributes:
-        publisher: Its peer id.
-        serial: Rises with each version that the publisher signs under the name.
-        expires_at: Unix seconds.
-        origins: URLs that have the dataset, too; none has a query, so none names an endpoint or a credential.
-        certificate: The publisher's, PEM.
-        signature: 64 bytes, in hexadecimal.
-    """
+    """A publisher's word: this dataset id is the dataset of this name."""
 
     dataset_id: str
     name: str
-    publisher: str
-    serial: int
-    expires_at: float
-    origins: tuple[str, ...]
-    certificate: str
-    signature: str = ""
+    publisher: str  # its peer id
+    serial: Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]  # rises with each version of the name
+    expires_at: Annotated[float, Field(allow_inf_nan=False)]  # unix seconds
+    origins: tuple[str, ...]  # URLs that have it, too; without a query, so that none names an endpoint or a credential
+    certificate: str  # the publisher's, PEM
+    signature: str = ""  # 64 bytes, in hexadecimal
 
     def signed_bytes(self) -> bytes:
         """The canonical bytes that the signature covers."""
@@ -65,18 +56,15 @@ class Publication:
         return b"forebay/3 publication\n" + json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
 
 
+_PUBLICATION = TypeAdapter(Publication)
+
+
 class Published(NamedTuple):
-    """Claims that publishers vouch for.
+    """Claims that publishers vouch for."""
 
-    Attributes:
-        claims: On the datasets in `publications`, or, if no publisher was demanded, all.
-        publications: By dataset id.
-        refused: Why other claims are left out.
-    """
-
-    claims: list[Claim]
-    publications: dict[str, Publication]
-    refused: list[str]
+    claims: list[Claim]  # on the datasets in `publications`; all, if no publisher was demanded
+    publications: dict[str, Publication]  # by dataset id
+    refused: list[str]  # why other claims are left out
 
 
 def sign_dataset(
@@ -88,15 +76,7 @@ def sign_dataset(
     valid_days: float = VALID_DAYS,
     serial: int | None = None,
 ) -> Publication:
-    """Signs the dataset in a directory and writes manifest.sig.json beside its manifest.
-
-    Args:
-        serial: None: the time in unix seconds, or one more than that of this publisher's signature there.
-
-    Raises:
-        UsageError: If there is no manifest, an origin is not a URL that may stand there, or the certificate does not
-            cover the name.
-    """
+    """Sign a dataset in its manifest.sig.json; the default `serial` is the unix time, or one above that in the file."""
     path = Path(directory) / "manifest.json"
     try:
         dataset_id = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -126,12 +106,7 @@ def sign_dataset(
 
 
 def read_publication(data: bytes, identity: Identity) -> Publication:
-    """A publication that a member of this network signed and that has not expired.
-
-    Raises:
-        ProtocolViolation: If it is malformed, forged, of another network, expired, or its publisher is revoked or its
-            certificate does not cover the name.
-    """
+    """A publication that a member of this network signed and that has not expired; all else a ProtocolViolation."""
     try:
         obj: dict[str, Any] = json.loads(data)
         if obj.get("format") != SIGNATURE_FORMAT:
@@ -139,17 +114,12 @@ def read_publication(data: bytes, identity: Identity) -> Publication:
                 f"expected format {SIGNATURE_FORMAT}, got {str(obj.get('format', 'none'))[:20]!r}. "
                 "Its publisher signs it again: forebay network sign"
             )
-        texts = {field: str(obj[field]) for field in ("dataset_id", "name", "publisher", "certificate", "signature")}
-        if not isinstance(obj["origins"], list) or type(obj["serial"]) is not int or not 0 <= obj["serial"] < 1 << 63:
-            raise ValueError("expected a list of origins and a serial below 2^63")
-        if not math.isfinite(float(obj["expires_at"])):
-            raise ValueError("expected a time of expiry")
-        origins = _check_origins(obj["origins"])
-        found = Publication(**texts, serial=obj["serial"], expires_at=float(obj["expires_at"]), origins=origins)
+        found = _PUBLICATION.validate_python(obj)
+        _check_origins(found.origins)
         certificate = x509.load_pem_x509_certificate(found.certificate.encode())
         signature = bytes.fromhex(found.signature)
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, UsageError) as error:
-        raise ProtocolViolation(f"publication: malformed: {type(error).__name__}: {error}") from error
+    except (AttributeError, ValueError, OverflowError, RecursionError, UsageError) as error:
+        raise ProtocolViolation(f"publication: malformed: {' '.join(str(error).split())[:400]}") from error
     # The publication's own end counts, not the certificate's: it need not be signed anew every few days.
     peer = judge(der_of(certificate), identity.roots).peer
     if peer.peer_id != found.publisher:
@@ -172,11 +142,7 @@ def read_publication(data: bytes, identity: Identity) -> Publication:
 def check_publication(
     data: bytes, name: str, dataset_id: str, publishers: Collection[str], identity: Identity
 ) -> Publication:
-    """The word of one of the publishers demanded, for this name and dataset id.
-
-    Raises:
-        ProtocolViolation: As `read_publication` does, or if it is another publisher's or of another dataset.
-    """
+    """The word of one of the publishers demanded, for this name and dataset id."""
     found = read_publication(data, identity)
     if found.publisher not in publishers:
         raise ProtocolViolation(
@@ -195,11 +161,8 @@ def published(
 ) -> Published:
     """The claims on datasets that one of the publishers vouches for, each publisher's newest version alone.
 
-    Asks each dataset id's claimants in turn until one shows a good signature; it then counts for all of them.
-    Without publishers all claims are good.
-
-    Args:
-        dataset_id: The version that the user named, which then may be an older one; empty or None: the newest.
+    Asks each dataset id's claimants in turn until one shows a good signature; it then counts for all of them. Without
+    publishers all claims are good. A `dataset_id` is the version that the user named, which may be an older one.
     """
     if not publishers:
         return Published(list(claims), {}, [])

@@ -55,29 +55,17 @@ log = logging.getLogger("forebay.network")
 
 @dataclass(frozen=True)
 class Crl:
-    """A CRL whose signature was checked.
+    """A CRL whose signature was checked."""
 
-    Attributes:
-        issuer: Peer id of the root or the organisation that signed it.
-        number: Rises with each CRL of an issuer; the highest counts.
-        serials: Serial numbers of revoked certificates, which are those of the peers' keys.
-        next_update: When its issuer meant to sign the next, unix seconds.
-        pem: The certificate of the organisation, if one signed it, and the CRL.
-    """
-
-    issuer: str
-    number: int
-    serials: frozenset[int]
-    next_update: float
-    pem: bytes
+    issuer: str  # peer id of the root or the organisation that signed it
+    number: int  # rises with each CRL of an issuer; the highest counts
+    serials: frozenset[int]  # of revoked certificates, which are those of the peers' keys
+    next_update: float  # when its issuer meant to sign the next, unix seconds
+    pem: bytes  # the certificate of the organisation, if one signed it, and the CRL
 
 
 def sign_crl(issuer: Issuer, serials: Iterable[int], number: int, valid_days: float = CRL_VALID_DAYS) -> bytes:
-    """A CRL as it travels and lies on disk: PEM, with the organisation's certificate in front if one signs.
-
-    Raises:
-        UsageError: If it would have more than MAX_REVOKED entries.
-    """
+    """A CRL as it travels and lies on disk: PEM, with the organisation's certificate in front if one signs."""
     revoked, now = sorted(set(serials)), dt.datetime.now(dt.UTC)
     if len(revoked) > MAX_REVOKED:
         raise UsageError(
@@ -96,11 +84,7 @@ def sign_crl(issuer: Issuer, serials: Iterable[int], number: int, valid_days: fl
 
 
 def parse_crl(pem: bytes, roots: tuple[bytes, ...]) -> Crl:
-    """A CRL that a root of this network, or an organisation under it, signed.
-
-    Raises:
-        ProtocolViolation: If it is too large, malformed, of another network or forged.
-    """
+    """A CRL that a root of this network, or an organisation under it, signed."""
     crl = parse_crl_if(pem, roots, lambda issuer, number: True)
     assert crl is not None
     return crl
@@ -142,12 +126,7 @@ def parse_crl_if(pem: bytes, roots: tuple[bytes, ...], is_wanted: Callable[[str,
 
 
 class Revocations:
-    """What a node knows of who is revoked, on disk beside its key. Safe to share between threads and processes.
-
-    Args:
-        roots: The network's root certificates, DER.
-        clock: Seconds from any moment on.
-    """
+    """What a node knows of who is revoked, on disk beside its key. Threads and processes may share it. Roots: DER."""
 
     def __init__(self, node_dir: Path, roots: tuple[bytes, ...], clock: Callable[[], float] = time.monotonic) -> None:
         self.roots = roots
@@ -225,11 +204,8 @@ class Revocations:
     def accept(self, pem: bytes) -> Crl | None:
         """Takes a newer CRL into force and keeps it on disk; None if it is not newer, or comes too soon.
 
-        Of each organisation one new CRL a minute is accepted; whoever brings it asks again.
-
-        Raises:
-            ProtocolViolation: If it is too large, malformed, foreign or forged.
-            OSError: If it cannot be written; it is in force all the same, until this process ends.
+        Of each organisation one new CRL a minute is accepted; whoever brings it asks again. OSError if it cannot be
+        written: it is in force all the same, until this process ends.
         """
         crl = parse_crl_if(pem, self.roots, self.wants)
         if crl is None:
@@ -297,11 +273,9 @@ class Revocations:
 def revoke(directory: str | Path, peer_id: str, *others: str | Path) -> Crl | None:
     """Revoke a peer, or an organisation with all its nodes.
 
-    In a network's or an organisation's directory a new CRL is signed and returned; a node that has it passes it on.
-    In a node's directory only its revoked.txt says it. Running nodes follow within a second, without a restart.
-
-    Args:
-        others: Node directories that get the CRL, too.
+    In a network's or an organisation's directory a new CRL is signed and returned; a node that has it passes it on, and
+    the node directories in `others` get it, too. In a node's directory only its revoked.txt says it. Running nodes
+    follow within a second, without a restart.
     """
     folder = Path(directory)
     if not PEER_ID.fullmatch(peer_id):
@@ -332,11 +306,7 @@ def _next_crl(folder: Path, ids: Iterable[str], others: Iterable[str | Path]) ->
 
 
 def read_revoked(path: Path) -> frozenset[str]:
-    """The peer ids in a `revoked.txt`: one a line, `#` begins a comment.
-
-    Raises:
-        UsageError: If a line is no peer id.
-    """
+    """The peer ids in a `revoked.txt`: one a line, `#` begins a comment."""
     text = path.read_text(encoding="utf-8", errors="replace")  # what is not UTF-8 is no peer id, and reported as such
     lines = [line.split("#")[0].strip() for line in text.splitlines()]
     for number, line in enumerate(lines, 1):

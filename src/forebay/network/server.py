@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import FastAPI
 
 from forebay.errors import NetworkError
+from forebay.network.addresses import join_address
 from forebay.network.app import Metric, add_trust_routes
 from forebay.network.client import Client
 from forebay.network.connections import Core, PeerProtocol
@@ -35,7 +36,7 @@ from forebay.network.limits import Limits, Throttle
 from forebay.network.peer import Peer
 from forebay.network.tls import SocketTransport, handshake
 from forebay.network.trust import TrustWatch
-from forebay.threads import Supervised
+from forebay.threads import FIRST_WAIT_S, MAX_WAIT_S, Supervised
 
 if TYPE_CHECKING:
     from forebay.network.discovery import Discovery
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # without free descriptors: connections that end give some back
 THREAD_JOIN_S = 10.0
+START_S = 30.0
 SWEEP_PARTS = 4  # each connection is looked at every 4 s at least: all at once, 10,000 would delay requests
 TRIM_AFTER, TRIM_EVERY_S = 64, 15.0  # connections, seconds
 T = TypeVar("T")
@@ -51,16 +53,12 @@ log = logging.getLogger("forebay.network")
 
 
 class Server:
-    """Serves an application to the members of one network; with identity None to whoever asks.
+    """Serves an application to the members of one network; with identity None to whoever asks, by `tls` if it is given.
 
     Owns its thread and sockets from `start` to `close`; both may be called from any thread, `close` more than once.
-
-    Args:
-        on_bytes: Called in the server's thread for each piece of a file that was sent.
-        throttle: Of the upload; may be shared with other servers.
-        tls: Without an identity: speak TLS by this, and ask for no certificate.
-        discovery: With an identity: where other nodes are found that know who is revoked.
-        known: Their addresses, as far as the caller knows them.
+    `on_bytes` is called in the server's thread for each piece of a file that was sent. The `throttle` of the upload may
+    be shared with other servers. With an identity other nodes that know who is revoked are found by `discovery`, or are
+    among the `known` addresses.
     """
 
     def __init__(
@@ -95,7 +93,7 @@ class Server:
     @property
     def address(self) -> str:
         """`host:port` where it listens; IPv6 in brackets."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return join_address(self.host, self.port)
 
     @property
     def limits(self) -> Limits:
@@ -123,23 +121,21 @@ class Server:
         """A background task of the server's loop, from its start to its close; call it before `start`.
 
         What it raises is logged with its traceback and counted in the metrics; then it begins again, after 1 s that
-        doubles to 60 s with each failure.
+        doubles to 60 s with each failure, and is 1 s again after 60 s without one.
         """
         self._tasks.append((name, body))
 
     def start(self) -> None:
-        """Listen and answer in a background thread.
-
-        Raises:
-            NetworkError: If the port is taken or the host is none of this machine's.
-        """
+        """Listen and answer in a background thread."""
         if self.identity is not None:
             self._tls = self.identity.server_context()
         self._listener = listen(self.host, self.port)
         self.port = self._listener.getsockname()[1]
         ready = threading.Event()
-        self._thread = Supervised(lambda: self._run(ready), "http-server", fatal=lambda error: ready.set()).start()
-        ready.wait()
+        self._thread = Supervised(lambda: asyncio.run(self._serve(ready)), "http-server").start()
+        if not ready.wait(START_S):
+            self.close()
+            raise NetworkError(f"server: no event loop within {START_S:g} s on {self.address}; see the log.")
         _servers.add(self)
         if self.identity is not None:
             self._trust = TrustWatch(
@@ -155,11 +151,12 @@ class Server:
     def run_soon(self, callback: Callable[[], object]) -> None:
         """Call something in the server's loop, from another thread; nothing where it does not run."""
         if self._is_running():
-            self._loop.call_soon_threadsafe(callback)
+            with contextlib.suppress(RuntimeError):  # the loop failed and has not begun again
+                self._loop.call_soon_threadsafe(callback)
 
     def drain(self, timeout_s: float = 30.0) -> bool:
         """Take no more requests; let those being answered finish. Returns whether all did in the time given."""
-        if not self._is_running():
+        if not self._is_running() or self._loop.is_closed():
             return True
         return self.call(self._drain(timeout_s))
 
@@ -168,10 +165,12 @@ class Server:
         if self._trust is not None:
             self._trust.close()
         with self._lock:
-            if self._is_running():
-                self._loop.call_soon_threadsafe(self._stop.set)
-                assert self._thread is not None
+            if self._thread is not None:
+                self._thread.stop()
+                self.run_soon(lambda: self._stop.set())
                 self._thread.join(THREAD_JOIN_S)
+                assert self._listener is not None
+                self._listener.close()
 
     def __enter__(self) -> Server:
         self.start()
@@ -183,10 +182,8 @@ class Server:
     def _is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive
 
-    def _run(self, ready: threading.Event) -> None:
-        asyncio.run(self._serve(ready))
-
     async def _serve(self, ready: threading.Event) -> None:
+        """The loop's life. One that fails ends its connections; the next one accepts on the same listener."""
         core = self._core
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
@@ -198,17 +195,19 @@ class Server:
             *(self._loop.create_task(self._supervise(name, body)) for name, body in self._tasks),
         ]
         ready.set()
-        await self._stop.wait()
-        core.is_draining = True
-        self._close_listener()
-        for task in tasks:
-            task.cancel()
-        for connection in core.connections.all():
-            connection.abort()
-        core.connections.cancel_handshakes()
-        for task in list(core.state.tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, *core.state.tasks, return_exceptions=True)
+        try:
+            await self._stop.wait()
+            core.is_draining = True
+            self._close_listener()
+        finally:
+            for task in tasks:
+                task.cancel()
+            for connection in core.connections.all():
+                connection.abort()
+            core.connections.cancel_handshakes()
+            for task in list(core.state.tasks):
+                task.cancel()
+            await asyncio.gather(*tasks, *core.state.tasks, return_exceptions=True)
 
     async def _drain(self, timeout_s: float) -> bool:
         core, deadline = self._core, self._loop.time() + timeout_s
@@ -229,16 +228,19 @@ class Server:
             self._listener.close()
 
     async def _supervise(self, name: str, body: Callable[[], Awaitable[None]]) -> None:
-        pause_s = 1.0
+        pause_s = FIRST_WAIT_S
         while True:
+            began = self._loop.time()
             try:
                 await body()
                 return
             except Exception:
                 self._core.task_failures[name] += 1
+                if self._loop.time() - began > MAX_WAIT_S:
+                    pause_s = FIRST_WAIT_S
                 log.exception("server %s: task %s failed; it goes on in %g s", self.address, name, pause_s)
             await asyncio.sleep(pause_s)
-            pause_s = min(60.0, 2 * pause_s)
+            pause_s = min(MAX_WAIT_S, 2 * pause_s)
 
     async def _sweep(self) -> None:
         limits, connections, trimmed, due_at = self._core.limits, self._core.connections, 0, 0.0
@@ -297,11 +299,7 @@ def _trim_heap() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket that does not block.
-
-    Raises:
-        NetworkError: If the port is taken or the host is none of this machine's.
-    """
+    """A listening socket that does not block."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

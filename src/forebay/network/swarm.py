@@ -50,14 +50,9 @@ class Assignment:
 class Swarm:
     """The holders of one dataset, and what is under way between them.
 
-    Args:
-        ttl_s: Who is not heard of for so long is gone.
-        slots: Uploads at once of a holder that does not say; `origin_slots` of an origin.
-        patience_s: A download is given up for lost after so long, or 8 times the usual duration if that is more.
-        checks: Whether somebody checks who two say gave wrong bytes, before it is banned for all.
-
-    Raises:
-        UsageError: If a number is not positive.
+    Who is not heard of for `ttl_s` is gone. A holder that does not say uploads `slots` at once, an origin
+    `origin_slots`. A download is given up for lost after `patience_s`, or 8 times the usual duration if that is more.
+    `checks`: somebody checks who two say gave wrong bytes, before it is banned for all.
     """
 
     def __init__(
@@ -88,12 +83,10 @@ class Swarm:
     # Who is there, and what they have.
 
     def join(self, holder: Holder, have: NDArray[np.bool_] | None, now: float, *, slots: int | None = None) -> None:
-        """A member is here, or still here.
+        """A member is here, or still here. It uploads `slots` at once; 0: nothing now; None: as before, or the default.
 
-        Args:
-            have: [num_slices] flags of what it holds; None: as before. Not looked at for an origin, which has all,
-                nor for a member without an address, which gives nothing.
-            slots: How much it uploads at once; 0: nothing now. None: as before, or the default.
+        `have` are [num_slices] flags of what it holds; None: as before. Not looked at for an origin, which has all, nor
+        for a member without an address, which gives nothing.
         """
         members, peer_id = self._members, holder.peer_id
         before = self._holders.get(peer_id)
@@ -168,14 +161,11 @@ class Swarm:
         return found
 
     def assign(self, asker: str, wanted: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
-        """What a member shall fetch now, of much that it wants; fewer than `num`, or nothing, if it had better wait.
+        """What a member (`join` it first) shall fetch now of what it wants: at most `num`, less if it had better wait.
 
-        A slice in `wanted` that is on its way to the asker already is answered again, and counts: so a repeated call
-        is harmless, if what the asker is at is not in `wanted`. One that it was thought to have, it has no longer.
-
-        Args:
-            asker: A member: `join` it first.
-            wanted: [n] slices that it lacks and is not fetching, in any order.
+        `wanted` is [n] slices that it lacks and is not fetching, in any order. A slice in it that is on its way to the
+        asker already is answered again, and counts: so a repeated call is harmless, if what the asker is at is not in
+        `wanted`. One that it was thought to have, it has no longer.
         """
         if asker not in self._holders:
             raise UsageError(f"swarm: expected {asker} to have joined before it asks. Call join first.")
@@ -215,8 +205,7 @@ class Swarm:
     def failed(self, asker: str, index: int, peer_id: str, now: float, wrong: bool = False, accuser: str = "") -> None:
         """The asker did not get the slice from this holder.
 
-        Args:
-            wrong: It gave wrong bytes, or broke the protocol. `accuser`: the asker's organisation, if it has one.
+        `wrong`: it gave wrong bytes, or broke the protocol. `accuser`: the asker's organisation, if it has one.
         """
         done = self._under_way.get((asker, index))
         if done is not None and done.holder == peer_id:

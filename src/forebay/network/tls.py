@@ -20,11 +20,7 @@ _WAIT = (ssl.SSLWantReadError, BlockingIOError)
 
 
 async def handshake(loop: asyncio.AbstractEventLoop, sock: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
-    """TLS on an accepted, non-blocking socket; the plain socket is given up to the result.
-
-    Raises:
-        OSError: If the handshake fails; `ssl.SSLError` is one.
-    """
+    """TLS on an accepted, non-blocking socket; the plain socket is given up to the result. OSError if it fails."""
     tls = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
     try:
         while True:

@@ -6,13 +6,12 @@ is used up or has expired: whoever has it may join.
 """
 
 import base64
-import binascii
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from pydantic import TypeAdapter
 
 from forebay.errors import ProtocolViolation, UsageError
 from forebay.network.certificates import Issuer, check_scope
@@ -25,39 +24,28 @@ _PREFIX = "forebay1."
 
 @dataclass(frozen=True)
 class Token:
-    """A right to join.
+    """A right to join."""
 
-    Attributes:
-        id: 32 hexadecimal digits, of chance.
-        issuer: Peer id of the root or organisation that signed it and will issue the certificates.
-        address: `host:port` of its admission server.
-        roles, datasets: The scope of the certificates it gives.
-        uses: To how many keys.
-        expires_at: Unix seconds.
-        valid_days: How long the certificates hold.
-    """
-
-    id: str
+    id: str  # 32 hexadecimal digits, of chance
     network_id: str
-    issuer: str
-    address: str
+    issuer: str  # peer id of who signed it and will issue the certificates
+    address: str  # `host:port` of its admission server
     roles: tuple[str, ...]
-    datasets: tuple[str, ...]
-    uses: int
-    expires_at: float
-    valid_days: float
+    datasets: tuple[str, ...]  # with roles: the scope of the certificates
+    uses: int  # to how many keys
+    expires_at: float  # unix seconds
+    valid_days: float  # how long the certificates hold
 
     @property
     def scope(self) -> Scope:
         return Scope(frozenset(self.roles), self.datasets)
 
 
-def sign_token(issuer: Issuer, token: Token) -> str:
-    """The token as text.
+_TOKEN = TypeAdapter(Token)
 
-    Raises:
-        UsageError: If it gives what the issuer may not, to nobody, or for no time.
-    """
+
+def sign_token(issuer: Issuer, token: Token) -> str:
+    """The token as text."""
     check_scope(token.scope)
     if beyond := token.scope.exceeds(issuer.scope):
         raise UsageError(
@@ -74,40 +62,22 @@ def sign_token(issuer: Issuer, token: Token) -> str:
 
 
 def read_token(text: str) -> tuple[Token, bytes, bytes]:
-    """What a token says, the bytes that are signed, and the signature; whether it fits is `check_token`'s to say.
-
-    Raises:
-        ProtocolViolation: If it is none.
-    """
+    """What a token says, the bytes that are signed, and the signature; whether it fits is `check_token`'s to say."""
     try:
         if not text.startswith(_PREFIX) or len(text) > MAX_TOKEN_CHARS:
             raise ValueError("another beginning, or too long")
         body, signature = (_decode(part) for part in text.removeprefix(_PREFIX).split("."))
-        obj: dict[str, Any] = json.loads(body)
-        token = Token(
-            id=str(obj["id"]),
-            network_id=str(obj["network_id"]),
-            issuer=str(obj["issuer"]),
-            address=str(obj["address"]),
-            roles=tuple(str(role) for role in obj["roles"]),
-            datasets=tuple(str(glob) for glob in obj["datasets"]),
-            uses=int(obj["uses"]),
-            expires_at=float(obj["expires_at"]),
-            valid_days=float(obj["valid_days"]),
-        )
-    except (ValueError, KeyError, TypeError, binascii.Error, RecursionError, OverflowError) as error:
+        token = _TOKEN.validate_json(body)
+    except ValueError as error:
+        reason = " ".join(str(error).partition("[")[0].split())  # without what was given: a token is a secret
         raise ProtocolViolation(
-            f"token: expected {_PREFIX}…, as `forebay network invite` prints it: {error}"
+            f"token: expected {_PREFIX}…, as `forebay network invite` prints it: {reason}"
         ) from error
     return token, body, signature
 
 
 def check_token(text: str, public_key: bytes, now: float) -> Token:
-    """A token that this issuer signed and that has not expired.
-
-    Raises:
-        ProtocolViolation: If it is malformed, another issuer's, forged or too old.
-    """
+    """A token that this issuer signed and that has not expired."""
     token, body, signature = read_token(text)
     if token.issuer != peer_id_of(public_key):
         raise ProtocolViolation(f"token: it is of issuer {token.issuer[:40]}, not of this one")

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from forebay.errors import ForebayError, NetworkError, ProtocolViolation
-from forebay.network.client import Client, parse_address
+from forebay.network.addresses import join_address, parse_address
+from forebay.network.client import Client
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.identity import Identity
 from forebay.network.joining import admission_address, renew_at
@@ -36,11 +37,7 @@ log = logging.getLogger("forebay.network")
 
 
 def receive_crl(identity: Identity, pem: bytes, sender: str) -> Crl | None:
-    """Takes a CRL that a peer sent into force, and notes it in the audit log; None if it is not newer.
-
-    Raises:
-        ProtocolViolation: If it is too large, malformed, foreign or forged; that is noted, too.
-    """
+    """Takes a CRL that a peer sent into force, and notes it in the audit log; None if it is not newer."""
     try:
         crl = identity.revocations.accept(pem)
     except ProtocolViolation as error:
@@ -53,23 +50,17 @@ def receive_crl(identity: Identity, pem: bytes, sender: str) -> Crl | None:
 
 
 def send_crl(client: Client, address: str, crl: Crl) -> tuple[str, bool]:
-    """Brings a CRL to a node; returns the node's peer id, and whether it accepted the CRL as new.
-
-    Raises:
-        NetworkError: If it cannot be reached, or refuses.
-    """
-    answer, peer = client.post_bytes(address, CRLS, crl.pem)
+    """Brings a CRL to a node; returns the node's peer id, and whether it accepted the CRL as new."""
+    answer, peer = client.request_json(address, "POST", CRLS, crl.pem)
     return peer.peer_id, isinstance(answer, dict) and answer.get("new") is True
 
 
 class TrustWatch:
     """A node's background thread for trust, from `start` to `close`. No exception ends it.
 
-    Args:
-        known: Addresses worth asking, such as those of schedulers and data nodes spoken to.
-        discovery: Where nodes that serve CRLs find each other; None: only `known` are asked.
-        address: Ours, to be found at; None: we only ask.
-        on_change: Called when somebody new is revoked: cut live connections here.
+    `known` are addresses worth asking, such as those of schedulers and data nodes spoken to; with `discovery` other
+    nodes that serve CRLs are asked, too, and find us at `address`, if we have one. `on_change` is called when somebody
+    new is revoked: cut live connections there.
     """
 
     def __init__(
@@ -113,10 +104,7 @@ class TrustWatch:
         self._thread.join(10.0)
 
     def ask(self, address: str) -> bool:
-        """Fetches the CRLs that one node has newer; whether one was new.
-
-        A node that cannot be reached, or does not have what it says, is logged and not asked for AVOID_S.
-        """
+        """Fetches the CRLs that a node has newer; whether one was new. If it fails, it is not asked for AVOID_S."""
         try:
             return self._ask(address)
         except (ForebayError, OSError, UnicodeError) as error:
@@ -199,7 +187,7 @@ class TrustWatch:
         except NetworkError as error:
             log.info("revocation: the DHT cannot be reached: %s", error)
             return
-        self._found = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in found]
+        self._found = [join_address(*where) for where in found]
 
     def _choose(self) -> list[str]:
         now = time.monotonic()

@@ -31,10 +31,7 @@ class RequestTable:
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def begin(self, peer: Peer, now: float) -> tuple[str, str, float] | None:
-        """Count a request that comes in; if it is one too many (code, reason, seconds to wait), not counted.
-
-        Clients without a certificate are one.
-        """
+        """Count a request, unless it is one too many: (code, reason, seconds). Peers without certificates are one."""
         own = self.limits
         bounds = [("peer", peer.peer_id, self._by_peer, own.requests_per_peer, own.requests_per_s)]
         if peer.org:  # members of the root itself share no limits

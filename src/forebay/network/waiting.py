@@ -12,11 +12,7 @@ EVERY_S = 10.0
 
 @contextmanager
 def waiting(log: logging.Logger, what: Callable[[], str]) -> Iterator[None]:
-    """While the block runs longer than FIRST_S, log what it waits for.
-
-    Args:
-        what: Called in another thread each time a line is due; it names the thing, whom was asked and the answer.
-    """
+    """While the block runs longer than FIRST_S, log what it waits for: `what`, called in another thread."""
     began, done = time.monotonic(), threading.Event()
 
     def run() -> None:

@@ -8,7 +8,7 @@ Cost: 0.1 s for an index of a million uses, and what is read of the dataset: a f
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -165,18 +165,11 @@ def _narrowed(
         stop, exact = min(stop, start + size), True
     ids, _ = replay(index.job, whole.epoch, whole.slice, start, stop)
     base = int(index.job.samples[: whole.slice].sum())
-    return Part(
-        **{
-            **vars(whole),
-            "start": start,
-            "stop": stop,
-            "exact": exact,
-            "first_step": step if exact else whole.first_step,
-            "last_step": step if exact else whole.last_step,
-            "samples": (ids + base).tolist(),
-            "documents": _documents_of(index.job, documents, whole.slice, ids.tolist(), text),
-        }
-    )
+    steps = (step, step) if exact else (whole.first_step, whole.last_step)
+    return replace(
+        whole, start=start, stop=stop, exact=exact, first_step=steps[0], last_step=steps[1],
+        samples=(ids + base).tolist(), documents=_documents_of(index.job, documents, whole.slice, ids.tolist(), text),
+    )  # fmt: skip
 
 
 def _documents_of(
@@ -220,10 +213,10 @@ def _by_step(index: LedgerIndex, row: int, before: I64, sizes: I64, places: I64,
     """A use's samples at these places, step by step where the batch size is known."""
     whole, size = _part(index, row, before), int(sizes[index.uses["session"][row]])
     if not size:
-        return [Part(**{**vars(whole), "exact": whole.first_step == whole.last_step, "samples": ids.tolist()})]
+        return [replace(whole, exact=whole.first_step == whole.last_step, samples=ids.tolist())]
     steps = whole.first_step + (places - whole.start) // size
     return [
-        Part(**{**vars(whole), "first_step": step, "last_step": step, "samples": ids[steps == step].tolist()})
+        replace(whole, first_step=step, last_step=step, samples=ids[steps == step].tolist())
         for step in np.unique(steps).tolist()
     ]
 

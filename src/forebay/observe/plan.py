@@ -54,14 +54,14 @@ class Plan:
     fetch_ratio: float
     samples_of_rank: tuple[int, int]
     first_batch_bytes: int
-    first_batch_s: float | None
-    slice_fetch_s: float | None
-    slice_lasts_s: float | None
-    times: Times | None
     swaps: int
-    needed_bandwidth: float | None
     memory_bytes: int
     most_batch: int | None
+    first_batch_s: float | None = None
+    slice_fetch_s: float | None = None
+    slice_lasts_s: float | None = None
+    times: Times | None = None
+    needed_bandwidth: float | None = None
     refused: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
@@ -141,12 +141,7 @@ def figures_of(job: Job) -> Plan:
         fetch_ratio=fetch_ratio(job, nodes, cache),
         samples_of_rank=_samples_of_rank(job, order),
         first_batch_bytes=_first_bytes(job, order),
-        first_batch_s=None,
-        slice_fetch_s=None,
-        slice_lasts_s=None,
-        times=None,
         swaps=max(1, order.steps_per_epoch // window_steps(order)),
-        needed_bandwidth=None,
         memory_bytes=job.ranks_per_node * (_fixed_bytes(job) + _batch_bytes(job) * rank_batch(job)),
         most_batch=_most_batch(job),
     )

@@ -35,7 +35,6 @@ class Times:
 
     first_s: float  # Until the slices of the first step's windows are here.
     stall_s: float  # What training waits after that, in all.
-    waits: int  # At how many steps.
     total_s: float  # From the start of fetching to the end of training.
 
 
@@ -58,7 +57,6 @@ def flow_of(spans: Spans, sizes: I64, budget_bytes: int) -> Flow:
 def times_of(flow: Flow, bytes_per_s: float, step_s: float) -> Times:
     """How long it takes at a bandwidth, where a step of training takes `step_s`."""
     arrived = stall = first = 0.0
-    waits = 0
     history: list[tuple[int, float]] = [(-1, 0.0)]  # (step, the stall up to it)
     at = 0
     for size, needed, free in zip(flow.sizes.tolist(), flow.needed.tolist(), flow.free.tolist()):
@@ -69,11 +67,10 @@ def times_of(flow: Flow, bytes_per_s: float, step_s: float) -> Times:
         late = arrived - (needed * step_s + stall)
         if late > 0:
             stall += late
-            waits += needed > 0
             history.append((needed, stall))
         if needed == 0:
             first = stall
-    return Times(first, stall - first, waits, stall + flow.num_steps * step_s)
+    return Times(first, stall - first, stall + flow.num_steps * step_s)
 
 
 def bandwidth_needed(flow: Flow, step_s: float) -> float | None:

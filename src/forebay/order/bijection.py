@@ -67,15 +67,7 @@ def mix64(z: U64) -> U64:
 
 
 def random_words(key: bytes, counter: U64) -> U64:
-    """The generator: word number `counter` of the stream under a 16-byte key. Any order, no state.
-
-    Args:
-        key: 16 bytes.
-        counter: Any shape of at least one dimension.
-
-    Returns:
-        Same shape, uint64, uniform over all 64-bit words.
-    """
+    """Word number `counter` (of any shape but 0-d) of the stream under a 16-byte key: uniform uint64, any order."""
     k0, k1 = _halves(key)
     z = mix64(counter * _GOLDEN + k0)
     z ^= k1
@@ -83,28 +75,14 @@ def random_words(key: bytes, counter: U64) -> U64:
 
 
 def subkeys(key: bytes, a: U64, b: U64) -> U64:
-    """One 64-bit key for each pair (a[i], b[i]) under a 16-byte key: what `permute_each` takes.
-
-    Returns:
-        uint64, the shape of `a`.
-    """
+    """One 64-bit key (uint64) for each pair (a[i], b[i]) under a 16-byte key: what `permute_each` takes."""
     return mix64(random_words(key, a) + (b + np.uint64(1)) * _GOLDEN)
 
 
 def permute(index: U64, n: int, key: bytes) -> U64:
-    """Where a keyed bijection on [0, n) sends each index.
+    """Where a keyed bijection on [0, n) sends each index, n from 1 to 2**62: uint64, values in [0, n).
 
-    Depends on the arguments only, so that any rank computes it at any time.
-
-    Args:
-        index: Any shape, values in [0, n); n from 1 to 2**62.
-        key: 16 bytes; another key, another order.
-
-    Returns:
-        uint64, same shape, values in [0, n).
-
-    Raises:
-        UsageError: If n is out of range, an index is outside [0, n), or the key is not 16 bytes.
+    Depends on the arguments only, so that any rank computes it at any time. Another key (16 bytes), another order.
 
     Source: Black and Rogaway 2002. Cost: O(len(index)), no state.
     """
@@ -119,13 +97,8 @@ def inverse(index: U64, n: int, key: bytes) -> U64:
 def permute_each(index: U64, n: U64, keys: U64) -> U64:
     """`permute` with a domain and a key of its own for each element, without a loop over elements.
 
-    Args:
-        index: uint64 [K], index[i] in [0, n[i]); the caller vouches for that.
-        n: uint64 [K], each from 1 to 2**62.
-        keys: uint64 [K], from `subkeys`.
-
-    Returns:
-        uint64 [K], element i in [0, n[i]).
+    All uint64 [K]: index[i] and the result in [0, n[i]), for which the caller vouches; n[i] from 1 to 2**62; `keys`
+    from `subkeys`.
     """
     out = np.empty(len(index), np.uint64)
     for at in range(0, len(index), _CHUNK):
@@ -167,12 +140,7 @@ def tabulate(n: U64, keys: U64) -> Tables:
 def permute_tabulated(index: I64, group: I64, tables: Tables) -> I64:
     """permute_each(index, n[group], keys[group]) by the tables of n and keys: the same values, five times as fast.
 
-    Args:
-        index: int64 [K], index[i] in [0, n[group[i]]); the caller vouches for that.
-        group: int64 [K], values in [0, G).
-
-    Returns:
-        int64 [K].
+    All int64 [K]: index[i] in [0, n[group[i]]), for which the caller vouches; `group` has values in [0, G).
     """
     out = np.empty(len(index), np.int64)
     for at in range(0, len(index), _CHUNK):

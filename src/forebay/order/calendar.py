@@ -21,16 +21,9 @@ _NO_END = 1 << 62  # Steps of an epoch that never ends.
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The global batch, and the run steps at which it changes.
+    """The global batch, and the run steps at which it changes."""
 
-    Args:
-        changes: (run step, samples of a global batch), steps rising from 0.
-
-    Raises:
-        UsageError: If steps do not rise from 0, or a size is not an integer from 1.
-    """
-
-    changes: tuple[tuple[int, int], ...]
+    changes: tuple[tuple[int, int], ...]  # (run step, samples of a global batch), steps rising from 0
 
     def __post_init__(self) -> None:
         changes = tuple((step, size) for step, size in self.changes)
@@ -86,15 +79,8 @@ class _Stretch:
 class Calendar:
     """The places of a run's steps. Immutable.
 
-    Args:
-        batches: Global batches by run step.
-        num_samples: Of an epoch; None for a single epoch without end.
-        epochs: How many in all; None for no end.
-        num_steps: How many run steps at most; None for no such limit.
-        drop_last: Leave out the batch that an epoch's end would make short.
-
-    Raises:
-        UsageError: If an epoch has no batch, or a limit is out of range.
+    An epoch has `num_samples`; None for a single epoch without end. `epochs` and `num_steps` limit the run; None for no
+    limit. `drop_last` leaves out the batch that an epoch's end would make short.
     """
 
     def __init__(
@@ -116,20 +102,12 @@ class Calendar:
         self.num_steps: int | None = self._build(None if num_samples is None else epochs, num_steps)  # None: no end.
 
     def place(self, step: int) -> Place:
-        """Where the run stands before a step in [0, num_steps]: at an epoch's start, never at the end of the last.
-
-        Raises:
-            UsageError: If the step is outside.
-        """
+        """Where the run stands before a step in [0, num_steps]: at an epoch's start, never at the end of the last."""
         check_range(step, step, self.num_steps)
         return self._place(step)
 
     def step_of(self, epoch: int, samples_taken: int) -> int:
-        """The step before which the run stands at a place: undoes `place`.
-
-        Raises:
-            UsageError: If no step begins there.
-        """
+        """The step before which the run stands at a place: undoes `place`. UsageError if no step begins there."""
         for i, stretch in enumerate(self._stretches):
             at = stretch.place
             if epoch == at.epoch:

@@ -141,11 +141,8 @@ class _Windows:
 class Epoch:
     """Where each position of one epoch reads. Safe to share between threads.
 
-    Args:
-        slices: int64 [K], the indexes of the slices that have samples, in the epoch's order.
-        counts: int64 [K], the samples of each.
-        lanes: The shape; its head lies in the first slice.
-        window_key, head_key: 16 bytes each.
+    `slices` are int64 [K], the indexes of those that have samples, in the epoch's order; `counts` int64 [K] the samples
+    of each. The head of `lanes` lies in the first slice. `window_key` and `head_key` have 16 bytes each.
     """
 
     def __init__(self, slices: I64, counts: I64, lanes: Lanes, window_key: bytes, head_key: bytes) -> None:
@@ -180,13 +177,9 @@ class Epoch:
         return places, samples
 
     def places_under(self, starts: I64, stops: I64) -> tuple[I64, I64]:
-        """The places, in the order of slices, under each stretch [starts, stops) of the epoch's sequence.
+        """The places, in the order of slices, under each stretch [starts, stops) of the epoch's sequence, int64 [K].
 
-        Args:
-            starts, stops: int64 [K], starts < stops.
-
-        Returns:
-            (places, which stretch each is of), both int64 [P], stretch by stretch.
+        Returns (places, which stretch each is of), both int64 [P], stretch by stretch.
         """
         first, last = self._places(starts), self._places(stops - 1)
         counts = last - first + 1

@@ -31,13 +31,8 @@ _BLOCK = 1 << 20  # Scores at once: 8 MiB.
 def homes_of(hashes: NDArray[np.uint8], workers: Sequence[str], slack: float | None = None) -> I64:
     """The worker that owns each slice, int64 [S], values in [0, W). A pure function of its arguments.
 
-    Args:
-        hashes: uint8 [S, 32], the slices' sha256. Equal ones have one home.
-        workers: Names, in any order: they decide, not their places. Each once.
-        slack: From 0; None for no bound.
-
-    Raises:
-        UsageError: If there is no worker, a name comes twice, or slack is negative.
+    `hashes` are uint8 [S, 32], the slices' sha256; equal ones have one home. Of `workers` the names decide, not their
+    places; each comes once. `slack` is from 0; None for no bound.
 
     Cost: O(S W), 10 ns a pair; memory O(S + W), with slack O(W) for each slice that is turned away.
     """

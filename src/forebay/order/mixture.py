@@ -29,17 +29,12 @@ PERIOD = 1 << 16  # Places after which the pattern of sources repeats.
 
 @dataclass(frozen=True)
 class Weights:
-    """The weight of each source, and the run steps at which weights change.
+    """The weight of each source, and the run steps at which weights change. Only the ratios of weights matter.
 
-    Args:
-        changes: (run step, weight of each source), steps rising from 0. Only the ratios of weights matter.
-
-    Raises:
-        UsageError: If steps do not rise from 0, numbers of sources differ, a weight is negative or not finite,
-            all are zero, or one is above zero and yet less than about 1/131 072 of the whole.
+    One above zero and yet less than about 1/131 072 of the whole is refused.
     """
 
-    changes: tuple[tuple[int, tuple[float, ...]], ...]
+    changes: tuple[tuple[int, tuple[float, ...]], ...]  # (run step, weights), steps rising from 0
     quotas: tuple[I64, ...] = field(init=False, repr=False, compare=False)  # Of each change, int64 [D], sum PERIOD.
 
     def __post_init__(self) -> None:
@@ -94,11 +89,8 @@ class Pattern:
 class Mixture:
     """Where each place of a run reads, for weights that change at given places. Safe to share between threads.
 
-    A change's pattern is built when it is first needed, in about 5 ms.
-
-    Args:
-        quotas: Of each change, int64 [D].
-        starts: The place of the run, in samples, at which each change begins; rising from 0.
+    `quotas` are int64 [D], of each change; each begins at the place `starts`, in samples of the run, rising from 0. A
+    change's pattern is built when it is first needed, in about 5 ms.
     """
 
     def __init__(self, quotas: Sequence[I64], starts: Sequence[int]) -> None:
@@ -108,10 +100,7 @@ class Mixture:
         self._bases: dict[int, I64] = {0: np.zeros(len(self._quotas[0]), np.int64)}
 
     def at(self, start: int, stop: int) -> tuple[I64, I64]:
-        """Places [start, stop) of the run to (source, position among the source's own), both int64 [stop - start].
-
-        A source's positions rise by one from 0 over the run.
-        """
+        """Places [start, stop) to (source, position among its own, rising by one), both int64 [stop - start]."""
         found = []
         for i, first in enumerate(self._starts):
             last = self._starts[i + 1] if i + 1 < len(self._starts) else stop

@@ -35,15 +35,7 @@ _KEPT_SLICES = 1 << 12  # Epochs are kept for so many slices in all, and two in 
 
 
 def samples_per_slice(counts: I64, seq_len: int | None, layout: str = "tokens") -> I64:
-    """The samples in each slice: tokens // seq_len in the layout `tokens`, rows in the layout `rows`.
-
-    Args:
-        counts: int64 [S], tokens or rows of each slice.
-        seq_len: Tokens in a sample; unused for rows.
-
-    Raises:
-        UsageError: If seq_len is not a positive integer, or the layout is unknown.
-    """
+    """Samples of each slice, int64 [S], of its tokens or rows, `counts`: tokens // seq_len, or the rows themselves."""
     counts = np.asarray(counts, dtype=np.int64)
     if layout == "rows":
         return counts
@@ -57,12 +49,9 @@ def samples_per_slice(counts: I64, seq_len: int | None, layout: str = "tokens") 
 def default_lanes(global_batch: int, num_slices: int) -> int:
     """The batch if it is at most M; else its largest divisor in (M / 2, M], or the number that is nearest to one.
 
-    M is a sixteenth of the slices, at least 1 and at most 64: then the open windows are about a fifth of the dataset.
-    Where C divides the batch, every step takes as many samples of each lane, and a rank keeps its lanes. Where
-    the batch is one off a multiple of C, the shares' edges move by one sample from step to step.
-
-    Args:
-        num_slices: Those with samples.
+    M is a sixteenth of the slices with samples, at least 1 and at most 64: then the open windows are about a fifth of
+    the dataset. Where C divides the batch, every step takes as many samples of each lane, and a rank keeps its lanes.
+    Where the batch is one off a multiple of C, the shares' edges move by one sample from step to step.
     """
     most = max(1, min(MAX_LANES, num_slices // SLICES_PER_LANE))
     if global_batch <= most:
@@ -72,26 +61,17 @@ def default_lanes(global_batch: int, num_slices: int) -> int:
 
 
 def part_of(size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """A rank's part [low, high) of a batch of `size`: parts differ by at most one sample.
-
-    Raises:
-        UsageError: If the rank is outside the world.
-    """
+    """A rank's part [low, high) of a batch of `size`: parts differ by at most one sample."""
     if world_size < 1 or not 0 <= rank < world_size:
         raise UsageError(f"rank: expected 0 <= rank < world_size, got rank {rank} of {world_size}.")
     return rank * size // world_size, (rank + 1) * size // world_size
 
 
 def lease_order(seed: int, epoch: int, slice_index: int, num_samples: int, start: int, stop: int) -> I64:
-    """The in-slice sample indexes at [start, stop) of a leased slice's own shuffled order.
+    """The in-slice sample indexes at [start, stop) of a leased slice's own shuffled order: int64 [stop - start].
 
-    Depends on the arguments only: whoever takes a lease over at an offset goes on exactly there.
-
-    Returns:
-        int64 [stop - start], values in [0, num_samples); over [0, num_samples) a bijection.
-
-    Raises:
-        UsageError: If [start, stop) is not inside [0, num_samples).
+    Over [0, num_samples) a bijection. Depends on the arguments only: whoever takes a lease over at an offset goes on
+    exactly there.
     """
     if not 0 <= start <= stop <= num_samples:
         raise UsageError(f"lease_order: expected 0 <= start <= stop <= {num_samples}, got [{start}, {stop}).")
@@ -115,9 +95,6 @@ class Order:
         drop_last: Leave out the short batch that ends an epoch.
         head: h, at most that many samples begin epoch 0 from one slice; by default that slice's, but no more
             than an eighth of the epoch. 0: no head. Without shuffling there is none.
-
-    Raises:
-        UsageError: If an argument is out of range.
     """
 
     samples_per_slice: I64
@@ -175,9 +152,6 @@ class Order:
 
         Shares of a step differ by at most one in length (they may be empty where the batch is shorter than the
         world), follow one another in the global batch, and together are it, whatever the world size.
-
-        Raises:
-            UsageError: If epoch, step, rank or world_size is out of range.
         """
         return self.sample_ids_at(epoch, self.positions(step, rank, world_size))
 
@@ -210,11 +184,7 @@ class Order:
         return firsts[:, None] + patterns[which]
 
     def sample_ids_at(self, epoch: int, positions: I64) -> I64:
-        """The global sample ids at positions of an epoch. int64, the positions' shape [K].
-
-        Args:
-            positions: int64 [K], each in [0, num_samples).
-        """
+        """The global sample ids, int64 [K], at positions of an epoch, int64 [K], each in [0, num_samples)."""
         if not self.shuffle:
             return positions
         slices, samples = self.places_at(epoch, positions)
@@ -236,11 +206,7 @@ class Order:
         return min(first, self.num_samples // 8 if self.head is None else self.head)
 
     def epoch_at(self, epoch: int) -> Epoch:
-        """The tables of an epoch, shared by all who read it. Without shuffling there is none.
-
-        Raises:
-            UsageError: If the epoch is negative.
-        """
+        """The tables of an epoch, shared by all who read it. Without shuffling there is none."""
         if epoch < 0:
             raise UsageError(f"epoch: expected an integer from 0, got {epoch}.")
         found = self._epochs.get(epoch)

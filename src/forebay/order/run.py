@@ -28,13 +28,10 @@ _BLOCK = 1 << 16  # Samples of a mixture's global batches looked at in one go: 5
 
 @dataclass(frozen=True)
 class Steps:
-    """A rank's samples of run steps [first, first + n), one step after another: K samples in all.
-
-    Step first + i has the samples [bounds[i], bounds[i + 1]).
-    """
+    """A rank's samples of run steps [first, first + n), one step after another: K samples in all."""
 
     first: int
-    bounds: I64  # [n + 1], from 0 to K.
+    bounds: I64  # [n + 1], from 0 to K: step first + i has the samples [bounds[i], bounds[i + 1]).
     sources: I64  # [K], the dataset of each sample.
     slices: I64  # [K], index of the slice in its dataset.
     samples: I64  # [K], index of the sample in its slice.
@@ -43,17 +40,9 @@ class Steps:
 class Run:
     """The samples of a run, by run step. Safe to share between threads.
 
-    Args:
-        orders: Of each dataset, made with the largest batch size as global batch.
-        batches: Global batches by run step.
-        weights: Of each dataset, by run step; None for a single dataset in epochs.
-        epochs: How many in all; None for no end. Unused for a mixture, which ends by num_steps alone.
-        num_steps: How many run steps at most; None for no such limit.
-        drop_last: Leave out the batch that an epoch's end would make short. Unused for a mixture.
-
-    Raises:
-        UsageError: If an argument is out of range, weights and datasets differ in number, a dataset that is used
-            has no samples, or an epoch has no batch.
+    `orders` are made with the largest batch size as global batch. `weights` of the datasets are None for a single one
+    in epochs. `epochs` and `num_steps` limit the run; None for no limit. A mixture ends by num_steps alone; others may
+    `drop_last`: leave out the batch that an epoch's end would make short.
     """
 
     def __init__(
@@ -134,9 +123,6 @@ class Run:
         """A rank's samples of run steps [start, stop). Ask for some thousand samples at once: far cheaper each.
 
         The ranks' parts of a step, one after another, are its global batch, which no world size changes.
-
-        Raises:
-            UsageError: If the steps are outside [0, num_steps], or the rank outside the world.
         """
         segments = self._segments(start, stop)
         lengths = [np.zeros(1, np.int64)]
@@ -149,10 +135,7 @@ class Run:
         return Steps(start, bounds, sources, slices, samples)
 
     def uses(self, start: int, stop: int, rank: int, world_size: int) -> tuple[I64, I64, I64]:
-        """What a rank reads at run steps [start, stop): distinct (steps, sources, slices), each int64 [K].
-
-        By step, then in order of first use within the step. Raises as `steps` does.
-        """
+        """Distinct (steps, sources, slices) that a rank reads in [start, stop), int64 [K], in order of first use."""
         read = self.steps(start, stop, rank, world_size)
         steps = np.repeat(np.arange(stop - start, dtype=np.int64), np.diff(read.bounds))
         bases = np.cumsum(self._num_slices) - self._num_slices
@@ -226,16 +209,11 @@ class OwnedRun(Run):
     """As `Run`, for one rank that has slices of its own, the same in all epochs: hash sharding.
 
     Ranks that own unequal numbers of samples take equally many steps: of an epoch's S steps a rank takes its samples
-    evenly, so its batches differ by at most one sample. What a rank reads depends on who else is in the world. Rank and
-    world size of the methods are unused.
+    evenly, so its batches differ by at most one sample, and no rank's is larger than `batch_size`. What a rank reads
+    depends on who else is in the world. Rank and world size of the methods are unused.
 
-    Args:
-        order: Of this rank's samples: slices of others count 0.
-        batch_size: The most samples of any rank's batch.
-        num_samples: Of every rank, int64 [W]; they fix the steps of an epoch.
-
-    Raises:
-        UsageError: If this rank owns no samples, or a limit is out of range.
+    `order` is of this rank's samples: slices of others count 0. `num_samples` of every rank, int64 [W], fix the steps
+    of an epoch.
     """
 
     def __init__(

@@ -25,21 +25,13 @@ _Found = tuple[I64, I64, I64]  # Slices, first steps, last steps.
 
 @dataclass(frozen=True)
 class Spans:
-    """When a node has slices open: K spans, by first step; those of one slice neither overlap nor touch.
+    """When a node has slices open: K spans, by first step; those of one slice neither overlap nor touch."""
 
-    Attributes:
-        slices: int64 [K]; a slice that lies in several lanes is open more than once an epoch.
-        first, last: int64 [K], steps, both inclusive.
-        num_steps: Of all epochs looked at.
-        exact: Every slice of a span is read in it. Otherwise lanes are shared with other nodes, whose samples may be
-            the only ones of a slice.
-    """
-
-    slices: I64
-    first: I64
-    last: I64
-    num_steps: int
-    exact: bool
+    slices: I64  # [K]; a slice that lies in several lanes is open more than once an epoch
+    first: I64  # [K], steps
+    last: I64  # [K], steps, inclusive
+    num_steps: int  # of all epochs looked at
+    exact: bool  # every slice of a span is read in it; else other nodes, which share its lanes, may read all of one
 
     def ahead(self, num_steps: int) -> Spans:
         """The spans as they are if each slice is there so many steps before it is needed."""
@@ -58,11 +50,7 @@ class Spans:
         return Spans(slices[by_first], first[by_first], last[by_first], self.num_steps, self.exact)
 
     def peak(self, weights: I64) -> tuple[int, int]:
-        """(the most weight that is open at once, the first step at which it is).
-
-        Args:
-            weights: int64 [S], of each slice: its bytes, or 1.
-        """
+        """(the most weight that is open at once, the first step at which it is); weights int64 [S]: its bytes, or 1."""
         if not len(self.slices):
             return 0, 0
         weight = weights[self.slices]
@@ -85,14 +73,7 @@ def window_steps(order: Order) -> int:
 def node_spans(
     order: Order, ranks: tuple[int, int], world_size: int, *, first_epoch: int = 0, epochs: int = 1
 ) -> Spans:
-    """The spans of the node that runs ranks [start, stop), steps counted from `first_epoch`'s start.
-
-    Args:
-        order: Its `global_batch` is that of every step.
-
-    Raises:
-        UsageError: If the ranks are outside the world, or an epoch is negative.
-    """
+    """The spans of the node that runs ranks [start, stop), whose batches are the order's; steps from `first_epoch`."""
     start, stop = ranks
     if not 0 <= start < stop <= world_size or first_epoch < 0 or epochs < 1:
         raise UsageError(

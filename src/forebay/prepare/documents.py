@@ -19,6 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
+from forebay.prepare.settings import check_fields
 
 T = TypeVar("T")
 
@@ -96,11 +97,21 @@ class Verdict:
     problems: Mapping[int, str] = field(default_factory=dict)
 
 
+def first_failing(*failed: NDArray[np.bool_]) -> NDArray[np.int16]:
+    """int16 [rows]: the first of the rules that fails in each row, or -1; the `drop` of a Verdict."""
+    stacked = np.stack(failed)
+    return np.where(stacked.any(0), stacked.argmax(0), -1).astype(np.int16)
+
+
 class Stage(Protocol):
     """A pure function from batch to batch. Frozen, hashable and picklable: models are loaded where `apply` runs.
 
     Without more, a subclass drops nothing and reads no files.
     """
+
+    def __post_init__(self) -> None:
+        """Check the settings against their types. Raises UsageError if one does not fit."""
+        check_fields(self)
 
     name: ClassVar[str]
     """Its table in a recipe, and its name in the report: `gopher_quality`."""
@@ -197,7 +208,8 @@ def part_batches(path: str, columns: Iterable[str] = ()) -> Iterator[tuple[int, 
 def text_buffers(column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     """The offsets int64 [rows + 1] into the UTF-8 bytes uint8 [*] of a text column without nulls, without a copy.
 
-    Row i is `data[offsets[i]:offsets[i + 1]]`, also if the column is a slice of another.
+    Row i is `data[offsets[i]:offsets[i + 1]]`, also if the column is a slice of another. Neither can be written: numba
+    compiles a function anew for arrays that can, and columns come as both.
     """
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
@@ -206,7 +218,9 @@ def text_buffers(column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArra
     assert column.null_count == 0
     _, offsets, data = column.buffers()
     rows = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
-    return rows, np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)
+    found = np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)
+    rows.flags.writeable = found.flags.writeable = False
+    return rows, found
 
 
 def text_column(offsets: NDArray[np.int64], data: NDArray[np.uint8]) -> pa.LargeStringArray:

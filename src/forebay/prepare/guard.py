@@ -23,9 +23,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from forebay.errors import ForebayError, PrepareError, UsageError
+from pydantic import Field
+
+from forebay.errors import ForebayError, PrepareError
+from forebay.prepare.settings import Positive, Settings
 
 _POLL_S = 0.05
 _NOTE_BYTES, _PID_BYTES, _TEXT_AT = 256, 8, 9  # a process, whether it has read the request, what it does
@@ -42,7 +45,7 @@ Run = Callable[[Any, Buffer], tuple[Any, Buffer]]
 
 
 @dataclass(frozen=True)
-class Limits:
+class Limits(Settings):
     """`[limits]`: what the stages may take for a batch of documents, or for one that is larger than a batch.
 
     A document that takes more is malformed. Stages of your own, and `toxic` with a `classifier`, have no limits.
@@ -52,14 +55,9 @@ class Limits:
         memory_bytes: Memory that the stages may take besides 32 times the text. (What models need does not count.)
     """
 
-    seconds: float = 60.0
-    seconds_per_mb: float = 30.0
-    memory_bytes: int = 1 << 30
-
-    def __post_init__(self) -> None:
-        for name in ("seconds", "seconds_per_mb", "memory_bytes"):
-            if getattr(self, name) <= 0:
-                raise UsageError(f"{name}: expected more than 0, got {getattr(self, name)}")
+    seconds: Annotated[float, Field(gt=0)] = 60.0
+    seconds_per_mb: Annotated[float, Field(gt=0)] = 30.0
+    memory_bytes: Positive = 1 << 30
 
     def of(self, size: int) -> tuple[float, int]:
         """CPU seconds and bytes of memory for a batch with so many bytes of text."""

@@ -23,7 +23,7 @@ from forebay.errors import PrepareError, UsageError
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import batched
 from forebay.prepare.filters.perplexity import spaced
-from forebay.prepare.filters.words import hash_points, read_only
+from forebay.prepare.filters.words import hash_points
 from forebay.storage.atomic import open_atomic, remove_stale, temporary_directory
 
 UNKNOWN, START, END = 0, 1, 2
@@ -42,7 +42,7 @@ def read_words(texts: Iterable[str], spill: Path, vocab_limit: int) -> tuple[lis
             _, data = spaced(pa.array(batch, pa.large_string()), _DOCUMENT_BYTES)
             room = 3 * len(data) // 2 + 3  # a line of one letter is three: the word, END, START
             hashes, starts = np.empty(room, np.uint64), np.empty(room, np.int64)
-            n = _hash_words(read_only(data), hashes, starts)
+            n = _hash_words(data, hashes, starts)
             file.write(hashes[:n].data)
             unique, first, times = np.unique(hashes[:n], return_index=True, return_counts=True)
             for h, at, count in zip(unique.tolist(), starts[first].tolist(), times.tolist(), strict=True):

@@ -43,6 +43,7 @@ from forebay.prepare.stats import PERPLEXITY, Tally, percentile_threshold
 from forebay.prepare.text import (
     TextResult,
     TextTask,
+    TrimTask,
     content_key,
     finished_text,
     hash_source,
@@ -51,12 +52,12 @@ from forebay.prepare.text import (
     sift,
     stage_files,
     task_key,
+    trim,
     versions,
     write_rejects,
 )
 from forebay.prepare.tokens.encode import Encoded, sample_texts
 from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer, train_tokenizer, vocab_to_train
-from forebay.prepare.trim import TrimTask, trim
 from forebay.storage.atomic import atomic_write, remove_stale
 
 if TYPE_CHECKING:

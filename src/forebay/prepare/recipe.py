@@ -17,12 +17,11 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import Field
 
 from forebay.errors import ForebayError, UsageError
 from forebay.extras import install_command
@@ -31,11 +30,11 @@ from forebay.prepare.documents import Stage, portable
 from forebay.prepare.guard import Limits
 from forebay.prepare.layers import Keys, Layer, merge, parse_layer, place_of
 from forebay.prepare.read.base import ReadOptions
+from forebay.prepare.settings import Positive, Settings, Share, field_types, fit
 from forebay.prepare.tokens.rows import TEMPLATES, Conversations
+from forebay.prepare.tokens.slicing import MIN_SLICE_BYTES
 from forebay.prepare.tokens.subsets import Subsets
 from forebay.sizes import parse_size
-
-MIN_SLICE_BYTES = 4096
 
 STAGES = {
     "extract": "forebay.prepare.extract:Extract",
@@ -45,11 +44,11 @@ STAGES = {
     "boilerplate": "forebay.prepare.clean.boilerplate:Boilerplate",
     "url": "forebay.prepare.filters.url:Url",
     "length": "forebay.prepare.filters.length:Length",
-    "gopher_quality": "forebay.prepare.filters.gopher:GopherQuality",
-    "gopher_repetition": "forebay.prepare.filters.gopher:GopherRepetition",
+    "gopher_quality": "forebay.prepare.filters.quality:GopherQuality",
+    "gopher_repetition": "forebay.prepare.filters.quality:GopherRepetition",
     "c4": "forebay.prepare.filters.c4:C4",
     "code": "forebay.prepare.filters.code:Code",
-    "fineweb": "forebay.prepare.filters.fineweb:FineWeb",
+    "fineweb": "forebay.prepare.filters.quality:FineWeb",
     "language": "forebay.prepare.filters.language:Language",
     "perplexity": "forebay.prepare.filters.perplexity:Perplexity",
 }
@@ -73,7 +72,7 @@ class Tokenize:
 
 
 @dataclass(frozen=True)
-class Slicing:
+class Slicing(Settings):
     """`[slice]`: the size of slices and the order of documents in them.
 
     Args:
@@ -83,23 +82,15 @@ class Slicing:
         seed: Of the permutation, and of the sample that `train:` learns from.
     """
 
-    bytes: int = 64 << 20
-    tokens: int | None = None
-    rows: int | None = None
+    bytes: Annotated[int, Field(ge=MIN_SLICE_BYTES)] = 64 << 20
+    tokens: Positive | None = None
+    rows: Positive | None = None
     shuffle: bool = False
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if self.bytes < MIN_SLICE_BYTES:
-            raise UsageError(f"bytes: expected at least {MIN_SLICE_BYTES}, got {self.bytes}")
-        for name in ("tokens", "rows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name}: expected at least 1, got {value}")
-
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Settings):
     """`[rows]`: conversations to rows of one length, for fine-tuning, in place of a stream of tokens.
 
     Args:
@@ -110,15 +101,11 @@ class Rows:
         packed: Several whole conversations share a row, told apart by `position_ids` and `segment_ids`.
     """
 
-    max_tokens: int = 2048
+    max_tokens: Annotated[int, Field(ge=2)] = 2048
     template: Literal["plain", "chatml"] = "plain"
     too_long: Literal["cut", "drop"] = "cut"
     labels: Literal["I32", "I64"] = "I64"
     packed: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 2:
-            raise UsageError(f"max_tokens: expected at least 2, got {self.max_tokens}")
 
     def conversations(self) -> Conversations:
         """What encodes them."""
@@ -126,13 +113,13 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Settings):
     """All that decides the bytes of a dataset. `inputs` are what is read if the command line names none."""
 
     inputs: tuple[str, ...] = ()
     name: str = ""
-    max_bad: float = 0.05
-    sample: float = 1.0
+    max_bad: Share = 0.05
+    sample: Annotated[float, Field(gt=0, le=1)] = 1.0
     read: ReadOptions = field(default_factory=ReadOptions)
     limits: Limits = field(default_factory=Limits)
     stages: tuple[Stage, ...] = ()
@@ -141,12 +128,6 @@ class Recipe:
     slice: Slicing = field(default_factory=Slicing)
     subsets: Subsets = field(default_factory=Subsets)
     rows: Rows | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.max_bad <= 1:
-            raise UsageError(f"max_bad: expected a fraction from 0 to 1, got {self.max_bad}")
-        if not 0 < self.sample <= 1:
-            raise UsageError(f"sample: expected a fraction above 0, at most 1, got {self.sample}")
 
     @property
     def percentiles(self) -> tuple[float, ...]:
@@ -288,14 +269,19 @@ def _subsets(table: Any) -> Subsets:
     """`validation = 0.01`, and perhaps `salt = "…"`."""
     if not isinstance(table, dict):
         raise _Problem(("subsets",), f"expected a table of names and shares, got {table!r}")
-    shares = {key: _fit(float, value, ("subsets", key)) for key, value in table.items() if key != "salt"}
-    for key, share in shares.items():
+    shares = {}
+    for key, value in table.items():
         try:
-            Subsets.of({key: share})
+            if key == "salt":
+                fit(str, value, key)
+                continue
+            share = _number(float, value, ("subsets", key)) if isinstance(value, str) else value
+            shares[key] = fit(float, share, key)
+            Subsets.of({key: shares[key]})
         except UsageError as error:
             raise _Problem(("subsets", key), str(error).partition(": ")[2]) from error
     try:
-        return Subsets.of(shares, _fit(str, table.get("salt", ""), ("subsets", "salt")))
+        return Subsets.of(shares, table.get("salt", ""))
     except UsageError as error:
         raise _Problem(("subsets",), str(error)) from error
 
@@ -333,18 +319,28 @@ def _stage(name: str, table: Any, path: Keys) -> Stage:
     return stage
 
 
+def _choices(kind: Any) -> Sequence[Any]:
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
 def _build(cls: Any, table: Any, path: Keys) -> Any:
     """The dataclass from a table, each value checked against its field's type."""
     if not isinstance(table, dict):
         raise _Problem(path, f"expected a table of settings, got {table!r}")
-    types_of = _field_types(cls)
-    values = {}
+    types_of = field_types(cls)
+    values, built = {}, {}
     for key, value in table.items():
         if key not in types_of:
             raise _unknown_key((*path, key), list(types_of))
-        values[key] = _fit(types_of[key], value, (*path, key))
+        nested = next((kind for kind in _choices(types_of[key]) if dataclasses.is_dataclass(kind)), None)
+        if nested is not None:
+            built[key] = _build(nested, value, (*path, key))
+        elif isinstance(value, dict) and typing.get_origin(types_of[key]) is tuple:
+            values[key] = list(value.items())
+        else:
+            values[key] = _number(types_of[key], value, (*path, key)) if isinstance(value, str) else value
     try:
-        return cls(**values)
+        return cls(**{key: fit(types_of[key], value, key) for key, value in values.items()}, **built)
     except ForebayError as error:
         key, _, message = str(error).partition(": ")
         if key in types_of:
@@ -352,49 +348,17 @@ def _build(cls: Any, table: Any, path: Keys) -> Any:
         raise _Problem(path, str(error)) from error
 
 
-@cache
-def _field_types(cls: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
-
-
-_EXPECTED = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "string_type": "a string",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
-    "dict_type": "a table",
-}
-"""What a kind of error of pydantic's wanted, where it does not say it in our words."""
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
-
-
-def _fit(kind: Any, value: Any, path: Keys) -> Any:
-    """`value` as TOML or the command line gave it, as the field's type wants it."""
-    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    for choice in typing.get_args(kind) if is_union else (kind,):
-        if dataclasses.is_dataclass(choice):
-            return _build(choice, value, path)
-    if typing.get_origin(kind) is tuple and isinstance(value, dict):
-        value = list(value.items())
-    if kind is int and isinstance(value, str) and "bytes" in str(path[-1]):
+def _number(kind: Any, value: str, path: Keys) -> Any:
+    """The number that `64MiB`, `1%` or `inf` stands for, where a number is wanted."""
+    kind = kind.__origin__ if typing.get_origin(kind) is Annotated else kind
+    if kind is int and "bytes" in str(path[-1]):
         try:
-            value = parse_size(value)
+            return parse_size(value)
         except UsageError as error:
             raise _Problem(path, f"expected a size such as 64MiB, got {value!r}") from error
-    if kind is float and isinstance(value, str) and (number := re.fullmatch(r"-?inf|([\d.]+)%", value)):
-        value = float(number[1]) / 100 if number[1] else float(value)
-    try:  # As JSON, whose lists may be tuples.
-        return _adapter(kind).validate_json(json.dumps(value, default=str), strict=True)
-    except ValidationError as error:
-        wrong = error.errors()
-        expected = (_EXPECTED.get(e["type"], e["msg"].removeprefix("Input should be ")) for e in wrong)
-        raise _Problem(path, f"expected {' or '.join(dict.fromkeys(expected))}, got {wrong[0]['input']!r}") from error
+    if kind is float and (number := re.fullmatch(r"-?inf|([\d.]+)%", value)):
+        return float(number[1]) / 100 if number[1] else float(value)
+    return value
 
 
 def describe(name: str) -> str:
@@ -403,13 +367,12 @@ def describe(name: str) -> str:
     Raises:
         UsageError: If there is no such table.
     """
-    tables = {f.name: _field_types(Recipe)[f.name] for f in dataclasses.fields(Recipe)}
+    tables = field_types(Recipe)
     if name in STAGES:
         module, _, attribute = STAGES[name].partition(":")
         cls = getattr(importlib.import_module(module), attribute)
     else:
-        found = tables.get(name)
-        choices = [c for c in (found, *typing.get_args(found)) if dataclasses.is_dataclass(c)]
+        choices = [kind for kind in _choices(tables.get(name)) if dataclasses.is_dataclass(kind)]
         if not choices:
             known = [*(n for n, t in tables.items() if n != "stages"), *STAGES]
             near = difflib.get_close_matches(name, [*known, *recipe_names()], 1)

@@ -1,4 +1,4 @@
-"""TEXT tasks: a piece of raw input to the documents of it that pass every stage.
+"""TEXT tasks: a piece of raw input to the documents of it that pass every stage. TRIM tasks: those within percentiles.
 
 Hides: what a task leaves on disk: `NAME.arrow` (the documents that passed, Arrow IPC, LZ4), its signatures,
 `NAME.stats` (its tally), `NAME.rejects` (malformed records, a JSON line each) and `NAME.json` (its result), written
@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from forebay.dataset.slices import hash_file
 from forebay.errors import ForebayError, PrepareError
 from forebay.prepare.dedup.config import Dedup
-from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, Verdict, portable
+from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, Verdict, part_batches, portable
 from forebay.prepare.guard import Buffer, Limits, ending, say, worker_for
 from forebay.prepare.read import read
 from forebay.prepare.read.base import Piece, ReadOptions, Source
@@ -626,3 +626,65 @@ def keeping(prefix: str, dedup: Dedup | None) -> Iterator[Kept]:
         kept = Kept(file, signer, dedup.score if dedup is not None else "")
         yield kept
         kept.writer(SCHEMA).close()
+
+
+TRIM_VERSION = 1
+_TRIM_REASONS = ("below_percentile", "above_percentile")
+
+
+@dataclass(frozen=True)
+class TrimTask:
+    """Documents of a part with `low <= perplexity < high`, signed if `sign`.
+
+    A pass of its own: a percentile is known only when every document has been scored, and what it drops must not stand
+    for its copies in the deduplication that follows.
+    """
+
+    part: TextPart
+    text: TextResult
+    low: float
+    high: float
+    dedup: Dedup
+    sign: bool
+    folder: str
+
+    @cached_property
+    def name(self) -> str:
+        """A hash of all that the result depends on."""
+        facts = [TRIM_VERSION, self.text.name, self.low, self.high, self.dedup.signature() if self.sign else {}]
+        return _hash(facts)
+
+    @property
+    def prefix(self) -> str:
+        """Path of its files, without the ending."""
+        return f"{self.folder}/{self.name}"
+
+    @property
+    def label(self) -> str:
+        """What a person calls it."""
+        return f"percentiles of {self.part.arrow}"
+
+
+def trim(task: TrimTask, scale: int) -> TextResult:
+    """The part without the documents outside the bounds; `scale` is not used: batches are as they were written.
+
+    Raises:
+        OSError: If it cannot be read or written.
+    """
+    done = finished_text(task)
+    if done is not None:
+        return done
+    tally = Tally()
+    with keeping(task.prefix, task.dedup if task.sign else None) as out:
+        for _, batch in part_batches(task.part.arrow):
+            values = batch.column("perplexity").to_numpy(zero_copy_only=False)
+            drop = np.where(values < task.low, 0, np.where(values >= task.high, 1, -1)).astype(np.int16)
+            keys = mix(batch.column("place").to_numpy().astype(np.uint64), np.uint64(2))
+
+            def where(row: int, batch: pa.RecordBatch = batch) -> str:
+                return f"{batch.column('id')[row].as_py() or batch.column('place')[row].as_py() + 1}"
+
+            tally.judge("perplexity_percentile", _TRIM_REASONS, batch, Verdict(batch, drop), keys, where)
+            out.add(batch.filter(pa.array(drop < 0)))
+    result = replace(task.text, name=task.name, documents_out=out.documents, bytes_out=out.bytes)
+    return commit_text(task.prefix, tally, result)

@@ -26,9 +26,8 @@ from forebay.network.swarm import Holder
 from forebay.network.waiting import waiting
 from forebay.order.plan import samples_per_slice
 from forebay.schedule.desk import Bad
-from forebay.schedule.exchange import BadReport, Grant, Lease
+from forebay.schedule.exchange import BadReport, Grant, Lease, proof_of, range_of
 from forebay.schedule.jobs import JobSpec, Source
-from forebay.schedule.possession import proof_of, range_of
 from forebay.schedule.sessions import Session
 from forebay.storage.atomic import atomic_write, remove_stale
 from forebay.store.foreign import FromUrls
@@ -349,9 +348,9 @@ class Catalog:
         before = sum(int(one.samples.sum()) for one in self.of(grant.job)[: ids.index(grant.dataset_id)])
         row, manifest = found.table.row(grant.index), found.manifest
         return Lease(
-            **vars(grant), job_id=job_id, dataset=found.name, name=row.name, sha256=row.sha256, bytes=row.bytes,
-            sample_base=before + int(found.bases[grant.index]), seed=plan.seed, seq_len=plan.seq_len,
-            layout=manifest.layout, dtype=manifest.dtype, vocab_size=manifest.vocab_size,
+            **vars(grant), job_id=job_id, dataset="" if found.name == grant.job else found.name, name=row.name,
+            sha256=row.sha256, bytes=row.bytes, sample_base=before + int(found.bases[grant.index]), seed=plan.seed,
+            seq_len=plan.seq_len, layout=manifest.layout, dtype=manifest.dtype, vocab_size=manifest.vocab_size,
         )  # fmt: skip
 
     def check_slice(self, dataset_id: str, index: int, holder: Holder | None) -> bool | None:
@@ -369,7 +368,7 @@ class Catalog:
         return None if None in answers or not answers else False
 
     def check_proof(self, dataset_id: str, index: int, lease_id: str, peer_id: str, proof: str) -> bool | None:
-        """Whether a proof (see `possession`) is of a slice's bytes, as any origin gives them; None: none does now."""
+        """Whether a proof (`exchange.proof_of`) is of a slice's bytes, as an origin gives them; None: none does now."""
         row = self._row(dataset_id, index)
         start, stop = range_of(lease_id, peer_id, row.bytes)
         is_any = None

@@ -19,6 +19,7 @@ import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,11 +28,26 @@ from fastapi import FastAPI, Query, Request, Response
 from forebay.errors import StateError
 from forebay.network.app import ApiError, JsonResponse, Metric, gauge, make_app, peer_of, role, wait_until
 from forebay.network.limits import Limits, TokenBucket
-from forebay.network.messages import ConfigRequest, JoinRequest, LeaveRequest, MeetReply, MeetRequest, MemberMessage
+from forebay.network.messages import ConfigRequest, MeetReply
 from forebay.network.server import Server
-from forebay.schedule.member_requests import REQUESTS, config_reply, event_of, generation_reply, is_due, reply
-from forebay.schedule.members import Agree, Disconnect, Event, Formed, Note, Refuse, Rules, Tick, Waits
-from forebay.schedule.membership import apply
+from forebay.schedule.members import (
+    Agree,
+    Disconnect,
+    Event,
+    Formed,
+    Heartbeat,
+    Join,
+    Leave,
+    MeetRequest,
+    MemberMessage,
+    Note,
+    Ready,
+    Refuse,
+    Rules,
+    Tick,
+    Waits,
+)
+from forebay.schedule.membership import REQUESTS, apply, config_reply, generation_reply, is_due, reply
 from forebay.schedule.roster import Roster
 
 if TYPE_CHECKING:
@@ -53,24 +69,6 @@ _SUMMARIES = {
 }
 Count = Annotated[int | None, Query(ge=0, lt=10**18)]
 log = logging.getLogger(__name__)
-
-
-class JoinRate:
-    """How often workers of one certificate may join: twice as many as it may have at once, then each in 10 minutes."""
-
-    def __init__(self, workers_per_peer: int) -> None:
-        self._burst, self._rate = 2.0 * workers_per_peer, workers_per_peer / REJOIN_S
-        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
-
-    def wait_s(self, peer_id: str, now: float) -> float:
-        """Counts a join, and returns 0; or how long it has to wait. Without certificates nothing is counted."""
-        if not peer_id:
-            return 0.0
-        bucket = self._buckets.setdefault(peer_id, TokenBucket(self._rate, self._burst))
-        self._buckets.move_to_end(peer_id)
-        if len(self._buckets) > 4 * MAX_WORKERS:
-            self._buckets.popitem(last=False)
-        return bucket.try_take(1.0, now)
 
 
 class Coordinator:
@@ -108,7 +106,7 @@ class Coordinator:
         self._unwritten: deque[Event] = deque()  # what must be applied, once the disk takes it
         self._sessions: dict[asyncio.Future[None], tuple[str, str]] = {}  # who asked last, by connection
         self._is_open = identity is None
-        self._joins = JoinRate(self.rules.workers_per_peer)
+        self._joins: OrderedDict[str, TokenBucket] = OrderedDict()  # by certificate
         most = 4 * MAX_WORKERS
         limits = Limits(
             connections=most, connections_per_peer=most if identity is None else 4 * self.rules.workers_per_peer,
@@ -319,7 +317,7 @@ class Coordinator:
         return app
 
     def _endpoint(self, kind: type[MemberMessage]) -> Callable[..., Awaitable[Response]]:
-        async def answer(request: Request, message: MemberMessage) -> Response:
+        async def answer(request: Request, message: Any) -> Response:
             return await self._answer(request, message)
 
         answer.__annotations__ = {"request": Request, "message": kind, "return": Response}
@@ -333,7 +331,7 @@ class Coordinator:
         if member is not None and member.session == message.session and member.peer_id != peer_of(request).peer_id:
             raise ApiError(403, "not_yours", f"worker {message.worker_id!r}: the session is another peer's.")
         last, step = self._state.config.get("num_steps"), getattr(message, "step", 0)
-        if isinstance(message, JoinRequest):
+        if isinstance(message, Join):
             if member is None:
                 self._check_room(peer_of(request).peer_id)
         elif type(last) is int and step > last:
@@ -346,7 +344,14 @@ class Coordinator:
         if peer_id and sum(member.peer_id == peer_id for member in members.values()) >= most:
             text = f"certificate of {peer_id}: expected at most {most} workers. See --workers-per-member."
             raise ApiError(429, "too_many_workers", text, 10.0)
-        if (wait_s := self._joins.wait_s(peer_id, time.monotonic())) > 0:
+        if not peer_id:
+            return
+        # Twice as many joins as it may have workers at once, then each of these in REJOIN_S.
+        bucket = self._joins.setdefault(peer_id, TokenBucket(most / REJOIN_S, 2.0 * most))
+        self._joins.move_to_end(peer_id)
+        if len(self._joins) > 4 * MAX_WORKERS:
+            self._joins.popitem(last=False)
+        if (wait_s := bucket.try_take(1.0, time.monotonic())) > 0:
             text = f"certificate of {peer_id}: joins too often. Each join stops all workers at the end of a step."
             raise ApiError(429, "joins_too_often", text, wait_s)
 
@@ -368,12 +373,14 @@ class Coordinator:
             self._tell(Agree(message.settings))
         return JsonResponse(config_reply(self._state, self.run_id))
 
-    async def _answer(self, request: Request, message: MemberMessage) -> Response:
-        """Applies a member's request, waits until its answer is due, and answers; see `member_requests`."""
+    async def _answer(self, request: Request, message: Join | Ready | Heartbeat | Leave) -> Response:
+        """Applies a member's request, waits until its answer is due, and answers; see `membership`."""
         self._check(request, message)
-        refused = self._tell(event_of(message, peer_of(request).peer_id))
+        if isinstance(message, Join):
+            message = replace(message, peer_id=peer_of(request).peer_id)
+        refused = self._tell(message)
         if refused is None:
-            if not isinstance(message, LeaveRequest):
+            if not isinstance(message, Leave):
                 await self._wait(request, message)
             answer = reply(self._state, message, self.run_id)
             if isinstance(answer, dict):

@@ -117,6 +117,10 @@ class Standing:
         self.barred_until = now + stall_s * min(64, 2 ** (self.num_stalls - 1))
 
 
+class StaleAttemptError(LeaseError):
+    """An exchange comes again, or after a later one of its session; another attempt is answered."""
+
+
 class Desk:
     """Several jobs and their swarms.
 
@@ -162,15 +166,16 @@ class Desk:
             bad: What `ask.bad` comes to, of slices that are or lately were leased to it.
 
         Raises:
-            LeaseError: If it names a job that is not here, has slices that a dataset does not have, or comes after a
-                later attempt.
+            LeaseError: If it names a job that is not here, or has slices that a dataset does not have.
+            StaleAttemptError: If it comes after a later attempt.
         """
         if ask.job and ask.job not in self.jobs:
             raise LeaseError(f"job {ask.job}: this scheduler has none of that name, but {', '.join(self.jobs)}.")
         done: list[Event] = []
         session = self._session((peer_id, ask.session), now)
         if 0 < ask.attempt <= session.attempt:
-            raise LeaseError(f"exchange: attempt {ask.attempt} came after {session.attempt}. It was given up; drop it.")
+            text = f"exchange: attempt {ask.attempt} came after {session.attempt}. It was given up; drop it."
+            raise StaleAttemptError(text)
         session.attempt = max(session.attempt, ask.attempt)
         self._hear(session, ask, organisation, now)
         accepted, refused = self._take_uses(peer_id, ask, done, now)
@@ -465,8 +470,8 @@ class Desk:
         is_cached = session.has(dataset_id, index)
         providers = () if is_cached else tuple(swarm.providers(index, lease.worker, now, MAX_PROVIDERS))
         return Grant(
-            lease_id, job.name, lease.epoch, job.bases[dataset] + index, dataset_id, index, lease.start, lease.stop,
-            int(table.samples[index]), providers, round(table.lease_s, 3),
+            lease_id, job.name, lease.epoch, job.bases[dataset] + index, dataset_id, lease.start, lease.stop,
+            int(table.samples[index]), providers, round(table.lease_s, 3), first=job.bases[dataset],
         )  # fmt: skip
 
     # What happens.

@@ -8,8 +8,8 @@ the fields hold for what comes in over the network. What a sender has to know:
 - `uses` are of one job: `job_id` says which, and `signature` is over `receipt_message(job_id, uses)`. Uses of two
   jobs go in two exchanges. `epoch` and `slice` repeat the lease's. `digest`, which may be left out, is
   `order.shard_windows.receipt` of the sample ids that were read. A use begins where the last one recorded ended.
-- `proof` with the first use of a lease: `possession.prove` over its slice. The scheduler checks some against a data
-  node; a wrong one bars the peer for a while.
+- `proof` with the first use of a lease: `prove` over its slice. The scheduler checks some against a data node; a wrong
+  one bars the peer for a while.
 - `horizons`: the worker uses no sample from there on before it hears an answer to this exchange; it does not raise
   the horizon while an exchange is unanswered, though it may have been lost. A lease without one is not cut.
 - `live` has each lease held that is not lost: its `stop` may have moved to the horizon. A lease whose stop is
@@ -20,9 +20,12 @@ the fields hold for what comes in over the network. What a sender has to know:
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
@@ -39,6 +42,9 @@ MAX_USES = 4096
 MAX_REPORTS = 64
 MAX_REASON = 300
 MAX_WANT = 16
+RANGE_BYTES = 4 << 10
+ALWAYS_CHECKED = 8
+CHECKED_OF = 16
 
 log = logging.getLogger("forebay.worker")
 
@@ -175,7 +181,8 @@ class Live:
 class Grant:
     """A new lease: samples [start, stop) of the `count` of a slice in its own shuffled order.
 
-    `slice` counts over the job, as in the ledger; `index` over the dataset, as in `have`.
+    `slice` counts over the job, as in the ledger; `first` is the dataset's first slice; `index` counts from there,
+    as in `have`.
     """
 
     lease_id: str
@@ -183,25 +190,28 @@ class Grant:
     epoch: Count
     slice: Count
     dataset_id: Sha256
-    index: Count
     start: Count
     stop: Count
     count: Count
     providers: Annotated[tuple[Holder, ...], Field(max_length=64)]
     expires_in_s: Seconds
+    first: Count = field(default=0, kw_only=True)
 
     __pydantic_config__ = _REPLY
+
+    @property
+    def index(self) -> int:
+        return self.slice - self.first
 
 
 @dataclass(frozen=True)
 class Lease(Grant):
     """A grant, and what a worker has to know of its slice; `job_id` is that of the ledger.
 
-    `sample_base` + sample is the global id.
+    `sample_base` + sample is the global id. `dataset` is not sent where it is the job's name.
     """
 
     job_id: str
-    dataset: str
     name: str
     sha256: Sha256
     bytes: Annotated[int, Field(ge=1, le=2**62)]
@@ -211,6 +221,7 @@ class Lease(Grant):
     layout: str
     dtype: str
     vocab_size: Count
+    dataset: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -243,9 +254,12 @@ class Reply:
 def _usable(leases: tuple[Lease, ...]) -> tuple[Lease, ...]:
     """Leases of samples that there are, without providers that make no sense: the others of a lease still count."""
     for lease in leases:
-        if not lease.start < lease.stop <= lease.count:
+        if not lease.start < lease.stop <= lease.count or lease.first > lease.slice:
             raise ValueError(f"expected samples of a slice, got [{lease.start}, {lease.stop}) of {lease.count}")
-    return tuple(replace(lease, providers=tuple(_usable_providers(lease.providers))) for lease in leases)
+    return tuple(
+        replace(lease, dataset=lease.dataset or lease.job, providers=tuple(_usable_providers(lease.providers)))
+        for lease in leases
+    )
 
 
 def _usable_providers(providers: Iterable[Holder]) -> Iterator[Holder]:
@@ -286,3 +300,37 @@ class Answer(Reply):
 
 
 _ASK, _ANSWER = TypeAdapter(Ask), TypeAdapter(Answer)
+
+
+# Proof that a worker had a slice: a keyed digest over a range of it that the lease and the worker determine.
+#
+# It comes with the first use of each lease. It shows that this worker read these bytes for this lease, not that it
+# trained on them: it cannot be made without the bytes, nor be another worker's. The scheduler checks it against a data
+# node: for a worker's first leases each time, later for one lease in 16, which nobody but the scheduler can foretell.
+
+
+def is_checked(secret: bytes, lease_id: str, num_proven: int) -> bool:
+    """Whether the proof of a lease is checked, of a worker that had so many proofs accepted."""
+    chance = hmac.digest(secret, lease_id.encode(), "sha256")[0]
+    return num_proven < ALWAYS_CHECKED or chance % CHECKED_OF == 0
+
+
+def range_of(lease_id: str, peer_id: str, num_bytes: int) -> tuple[int, int]:
+    """The range [start, stop) of a slice that a worker proves to have under a lease."""
+    length = min(RANGE_BYTES, num_bytes)
+    key = hashlib.sha256(f"range {lease_id} {peer_id}".encode()).digest()
+    start = int.from_bytes(key[:8], "big") % (num_bytes - length + 1)
+    return start, start + length
+
+
+def proof_of(lease_id: str, peer_id: str, data: bytes) -> str:
+    """The proof over the bytes of the range: the first 48 bits of an HMAC-SHA256, 12 hex digits."""
+    return hmac.digest(f"{lease_id} {peer_id}".encode(), data, "sha256").hex()[:12]
+
+
+def prove(lease_id: str, peer_id: str, path: Path, num_bytes: int) -> str:
+    """The proof for a slice in a file. OSError if it cannot be read."""
+    start, stop = range_of(lease_id, peer_id, num_bytes)
+    with path.open("rb") as file:
+        file.seek(start)
+        return proof_of(lease_id, peer_id, file.read(stop - start))

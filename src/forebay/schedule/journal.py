@@ -238,7 +238,7 @@ class Journal:
                 return
             try:
                 self._write(batch)
-            except (LedgerError, sqlite3.Error, OSError) as error:
+            except Exception as error:  # whatever it is, this batch is not on disk, and the next must not pass for it
                 folder = next(iter(self.ledgers.values())).path.parent
                 self.broken = f"journal in {folder}: cannot write: {error}. If its disk is full, free some space."
                 raise LedgerError(self.broken) from error

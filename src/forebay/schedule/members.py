@@ -3,7 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import ConfigDict, Field, StringConstraints
+
+from forebay.network.messages import MAX_WAIT_S, Address, CoordinatorSession, Count, WorkerId
 
 ANSWER_S = 5.0
 """A member takes an answer for lost, and asks again, when none came for so long beyond the time it was to wait."""
@@ -154,45 +158,77 @@ class Agree:
 
 
 @dataclass(frozen=True)
-class Join:
-    worker_id: str
-    session: str
-    address: str = ""
-    peer_id: str = ""
-    step: int = 0
-    samples: int = 0
+class MemberMessage:
+    """What a member's process says, an event and a request in one. `session` is random, one a process.
 
-
-@dataclass(frozen=True)
-class Ready:
-    """Stopped at a boundary with `step` steps finished; `broken`: the step under way cannot be finished.
-
-    `held` are the steps and samples that its weights have learned, where it could not take over the source's.
+    Constraints on the fields hold for what comes in over the network. `wait_s`: how long to wait for news.
     """
 
-    worker_id: str
-    session: str
-    generation: int
-    step: int
+    worker_id: WorkerId
+    session: CoordinatorSession
+    wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S)] = field(default=0.0, kw_only=True)
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+
+@dataclass(frozen=True)
+class Join(MemberMessage):
+    """Join; `step` and `samples` are where the state that it brings stands.
+
+    `peer_id`: whose certificate it came with, "" over plain HTTP; no member says it itself.
+    """
+
+    address: Address = ""
+    peer_id: Annotated[str, Field(max_length=0)] = ""
+    step: Count = 0
+    samples: Count = 0
+
+
+@dataclass(frozen=True)
+class GenerationMessage(MemberMessage):
+    """A member's generation, and the steps that it finished."""
+
+    generation: Count = 0
+    step: Count = 0
+
+
+@dataclass(frozen=True)
+class Ready(GenerationMessage):
+    """Stopped at a boundary with `step` steps finished; `broken`: the step under way cannot be finished.
+
+    `held_step` and `held_samples`: what its weights have learned, where it could not take over the source's.
+    """
+
     broken: bool = False
-    held: tuple[int, int] | None = None
+    held_step: Count | None = None
+    held_samples: Count = 0
 
 
 @dataclass(frozen=True)
-class Heartbeat:
-    worker_id: str
-    session: str
-    generation: int
-    step: int
+class Heartbeat(GenerationMessage):
+    """Alive; `changing` and `broken` are what it believes: answered when it is otherwise."""
+
+    changing: bool = False
+    broken: bool = False
 
 
 @dataclass(frozen=True)
-class Leave:
-    worker_id: str
-    session: str
-    generation: int
-    step: int
+class Leave(GenerationMessage):
+    """Not a member any more; `finished`: the last step is done."""
+
     finished: bool = False
+
+
+@dataclass(frozen=True)
+class MeetRequest(MemberMessage):
+    """A value for the ranks of a generation under a key, or without one: what is there, once it is.
+
+    `value` is base64. The first value of a key counts.
+    """
+
+    generation: Count
+    key: Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,300}$")]
+    value: Annotated[str, StringConstraints(pattern="^[A-Za-z0-9+/=]{0,65536}$")] | None = None
 
 
 @dataclass(frozen=True)

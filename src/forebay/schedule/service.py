@@ -11,10 +11,12 @@ after it, by all who wait at once.
 import asyncio
 import hashlib
 import logging
+import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,15 +32,14 @@ from forebay.network.dialing import Dialer
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.identity import Identity, Peer, verify
 from forebay.network.limits import Limits
-from forebay.network.messages import ReadmitRequest, WeightsRequest
+from forebay.network.messages import STALE_ATTEMPT, ReadmitRequest, WeightsRequest
 from forebay.network.server import Server
 from forebay.schedule import status
 from forebay.schedule.catalog import Catalog, Finder, JobPlan, Kept, Wanted, begun, holders
-from forebay.schedule.desk import Desk
+from forebay.schedule.desk import Desk, StaleAttemptError
 from forebay.schedule.events import Banned, Enlisted, Event, Recorded, Reported
-from forebay.schedule.exchange import Answer, Ask
+from forebay.schedule.exchange import Answer, Ask, is_checked
 from forebay.schedule.journal import Journal, job_body, ledger_path, lock_state
-from forebay.schedule.possession import is_checked
 from forebay.schedule.sessions import MAX_SESSIONS_PER_PEER
 from forebay.store.foreign import FromUrls
 from forebay.store.tracker import BanNotes
@@ -127,7 +128,9 @@ class SchedulerService:
         self._exchanges, self._desk_s = 0, 0.0
         self._over_from = 0.0
         self._journal: Journal | None = None
+        self._state_lock = -1  # beside the journal's: no standby has the state while a journal is opened again
         self._commit: asyncio.Task[None] | None = None
+        self._disk = ThreadPoolExecutor(1)  # of its own: the loop's threads may all wait for a data node that hangs
         self._server = Server(
             self._app(), identity, host, port, limits=limits, discovery=discovery, known=self._addresses
         )
@@ -178,13 +181,14 @@ class SchedulerService:
         lock = self._take_state()
         if lock is None:
             return
-        self._journal = self._read_journal(lock)
-        if self.is_done():
-            self._over_from = time.monotonic() + END_S
-        for dataset_id, swarm in self._journal.desk.swarms.items():
-            self._bans.know(dataset_id, swarm.facts()["banned"])
-        self._name_origins()
+        self._state_lock = os.dup(lock)
         try:
+            self._journal = self._read_journal(lock)
+            if self.is_done():
+                self._over_from = time.monotonic() + END_S
+            for dataset_id, swarm in self._journal.desk.swarms.items():
+                self._bans.know(dataset_id, swarm.facts()["banned"])
+            self._name_origins()
             self._server.start()
             self._announce()
         except BaseException:
@@ -208,7 +212,7 @@ class SchedulerService:
             if self._stopping.wait(0.05):
                 return None
 
-    def _read_journal(self, lock: int | None) -> Journal:
+    def _read_journal(self, lock: int) -> Journal:
         specs, key = list(self._catalog.specs.values()), self.identity.public_key.hex()
         bodies = {spec.name: job_body(spec, scheduler=key, **self._catalog.facts(spec.name)) for spec in specs}
         # Leases get ids that no earlier life of this scheduler gave.
@@ -222,10 +226,14 @@ class SchedulerService:
         self._stopping.set()
         self._server.drain(5.0)
         self._server.close()
+        self._disk.shutdown()
         self._dialer.close()
         with self._lock:
             if self._journal is not None:
                 self._journal.close()
+            if self._state_lock >= 0:
+                os.close(self._state_lock)
+                self._state_lock = -1
 
     def _open_journal(self) -> Journal:
         if self._journal is None:
@@ -306,13 +314,17 @@ class SchedulerService:
         """
         while not journal.is_durable(ticket):
             if self._commit is None or self._commit.done():
-                self._commit = asyncio.create_task(_commit(journal))
+                self._commit = asyncio.create_task(self._write(journal))
             await asyncio.shield(self._commit)
+
+    async def _write(self, journal: Journal) -> None:
+        await asyncio.sleep(GATHER_S)
+        await asyncio.get_running_loop().run_in_executor(self._disk, journal.write)
 
     def _begin_anew(self, journal: Journal) -> None:
         """What could not be written is not true: the desk is read again from the disk."""
         journal.close()
-        self._journal = self._read_journal(None)
+        self._journal = self._read_journal(os.dup(self._state_lock))
         self._name_origins()
         log.warning("scheduler %s: the journal was opened again; workers say again what was not recorded", self.name)
 
@@ -537,15 +549,11 @@ class SchedulerService:
             return status.metrics(jobs, len(self._workers), self._exchanges, self._desk_s)
 
 
-async def _commit(journal: Journal) -> None:
-    await asyncio.sleep(GATHER_S)
-    await asyncio.to_thread(journal.write)
-
-
 async def _refused(request: Request, error: Exception) -> Response:
     """What the desk or the ledger raises, as an answer."""
     if isinstance(error, LeaseError):
-        return ApiError(409, "refused", str(error)).response()
+        code = STALE_ATTEMPT if isinstance(error, StaleAttemptError) else "refused"
+        return ApiError(409, code, str(error)).response()
     if isinstance(error, UsageError):
         return ApiError(400, "bad_request", str(error)).response()
     log.error("scheduler: %s", error)

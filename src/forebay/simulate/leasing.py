@@ -19,8 +19,8 @@ from forebay.schedule.events import Cut, Event, Returned, from_row, to_row
 from forebay.schedule.exchange import Ask, Grant, Reply
 from forebay.simulate.book import Book, Range
 from forebay.simulate.bound import lease_bound
-from forebay.simulate.clock import Clock
 from forebay.simulate.faults import Faults, Machine, draw
+from forebay.simulate.links import Clock
 from forebay.simulate.nodes import Net
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings

@@ -1,4 +1,4 @@
-"""Links: transfers under way, and how fast each goes.
+"""Virtual time, and links: transfers under way, and how fast each goes.
 
 Every node has a bandwidth up and one down, and transfers share them max-min fairly: no transfer could be faster
 without slowing one that is no faster. That is what many TCP streams over two access links come to. A transfer's
@@ -8,13 +8,45 @@ narrowest of all their transfers are settled in one go, the rest shares what is 
 What it costs: one look a beginning or end, 0.1 to 0.4 ms for 1,000 transfers at once (NumPy over all of them).
 """
 
+import heapq
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.simulate.clock import Clock
+
+class Clock:
+    """Moments in seconds from the start of the world: events in order of their moment, then of their making.
+
+    Nothing sleeps and nothing asks a real clock: a run depends on its arguments alone. An event costs some 2 us.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.num_events = 0
+        self._queue: list[tuple[float, int, Callable[[], object]]] = []
+        self._tie = itertools.count()
+
+    def at(self, moment: float, act: Callable[[], object]) -> None:
+        """Do it at a moment; at once, after what is due already, if that has passed."""
+        heapq.heappush(self._queue, (max(moment, self.now), next(self._tie), act))
+
+    def after(self, seconds: float, act: Callable[[], object]) -> None:
+        """Do it after so long."""
+        self.at(self.now + seconds, act)
+
+    def run(self, is_over: Callable[[], bool], until: float) -> bool:
+        """Lets time pass until it is over, nothing is left to happen, or a moment; whether it is over."""
+        while not is_over():
+            if not self._queue or self._queue[0][0] > until:
+                return False
+            self.now, _, act = heapq.heappop(self._queue)
+            self.num_events += 1
+            act()
+        return True
+
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 from forebay.network.backoff import backoff_s
 from forebay.network.swarm import Holder
-from forebay.simulate.clock import Clock
 from forebay.simulate.faults import Faults, Machine
-from forebay.simulate.links import Flow, Links
+from forebay.simulate.links import Clock, Flow, Links
 from forebay.simulate.settings import Settings
 
 STALL_S = 5.0

@@ -250,7 +250,7 @@ class Worker:
         self.silence_s, self._replied_at = max(self.silence_s, now - self._replied_at), now
         leases = tuple(
             Lease(
-                **vars(grant), job_id=grant.job, dataset=grant.job, name=str(grant.index), sha256=f"{grant.index:064x}",
+                **vars(grant), job_id=grant.job, name=str(grant.index), sha256=f"{grant.index:064x}",
                 bytes=self.net.settings.slice_bytes, sample_base=0, seed=0, seq_len=1, layout="tokens", dtype="U16",
                 vocab_size=1,
             )

@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +40,7 @@ class BucketOrigin:
     """
 
     r2_right = "READ"
+    max_retries = 0
 
     def __init__(self, url: str, *, patience: Patience | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
@@ -63,44 +64,28 @@ class BucketOrigin:
 
     def head(self, name: str) -> Head:
         """See HeadOrigin."""
-        obstore, store = self._store()
-        try:
-            found = obstore.head(store, self._prefix + name)
-        except Exception as error:  # the library's errors share no base
-            raise self._told(name, error) from error
-        return Head(int(found["size"]), str(found["e_tag"] or ""))
+        with self._telling(name) as (obstore, store):
+            return _head(obstore.head(store, self._prefix + name))
 
     def find(self, name: str) -> list[tuple[str, Head]]:
         """The object of that name, or all below it, in any order. Errors as of `get`."""
-        obstore, store = self._store()
-        try:
+        with self._telling(name) as (obstore, store):
             if name and not name.endswith("/"):
                 with contextlib.suppress(FileNotFoundError):  # a prefix
-                    found = obstore.head(store, self._prefix + name)
-                    return [(name, Head(int(found["size"]), str(found["e_tag"] or "")))]
+                    return [(name, _head(obstore.head(store, self._prefix + name)))]
             listed = obstore.list(store, (self._prefix + name).rstrip("/") or None)
-            entries = [entry for part in listed for entry in part]
-        except Exception as error:  # the library's errors share no base
-            raise self._told(name, error) from error
-        return [
-            (str(entry["path"])[len(self._prefix) :], Head(int(entry["size"]), str(entry["e_tag"] or "")))
-            for entry in entries
-        ]
+            return [(str(entry["path"])[len(self._prefix) :], _head(entry)) for part in listed for entry in part]
 
     def names(self, prefix: str) -> list[str]:
         """Of the objects that begin so, sorted; not below a further `/`. Errors as of `get`."""
-        obstore, store = self._store()
-        try:
+        with self._telling(prefix) as (obstore, store):
             found = obstore.list_with_delimiter(store, self._prefix.rstrip("/") or None)["objects"]
-        except Exception as error:  # the library's errors share no base
-            raise self._told(prefix, error) from error
         names = (str(item["path"])[len(self._prefix) :] for item in found)
         return sorted(name for name in names if name.startswith(prefix))
 
-    def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
+    def read(self, name: str, start: int, stop: int, etag: str = "") -> Generator[memoryview, None, None]:
         """See Origin."""
-        obstore, store = self._store()
-        try:
+        with self._telling(name) as (obstore, store):
             result = obstore.get(store, self._prefix + name, options={"range": (start, stop)})
             check_etag(f"{self.url}/{name}", etag, str(result.meta["e_tag"] or ""))
             if tuple(result.range) != (start, stop):
@@ -108,23 +93,14 @@ class BucketOrigin:
             stream = iter(result.stream(min_chunk_size=STEP_BYTES))
             while (chunk := next(stream, None)) is not None:
                 yield memoryview(chunk)
-        except ForebayError:
-            raise
-        except Exception as error:  # the library's errors share no base
-            raise self._told(name, error) from error
 
     def get(self, name: str, max_bytes: int) -> bytes:
         """See Origin."""
-        obstore, store = self._store()
-        try:
+        with self._telling(name) as (obstore, store):
             result = obstore.get(store, self._prefix + name)
             if int(result.meta["size"]) > max_bytes:
                 raise RefusedError(f"{self.url}/{name} is larger than {max_bytes} bytes")
             return bytes(result.bytes())
-        except ForebayError:
-            raise
-        except Exception as error:  # the library's errors share no base
-            raise self._told(name, error) from error
 
     def sources(self) -> Sequence[Origin]:
         """See Origin."""
@@ -163,7 +139,7 @@ class BucketOrigin:
         opener: Any = from_url  # the options come from the user, not from its types
         try:
             return obstore, opener(
-                self._address, **self._options, client_options=client, retry_config={"max_retries": 0}
+                self._address, **self._options, client_options=client, retry_config={"max_retries": self.max_retries}
             )
         except Exception as error:
             why = " ".join(str(error).split())[:300]
@@ -184,6 +160,17 @@ class BucketOrigin:
         bucket = bucket or environment("R2_DATASET_BUCKET_NAME", "r2")
         return bucket, prefix or environment("DATASET_BINS_PATH", "r2").strip("/")
 
+    @contextlib.contextmanager
+    def _telling(self, name: str) -> Iterator[tuple[Any, Any]]:
+        """The library and the bucket; the library's errors, which share no base, become ours."""
+        opened = self._store()
+        try:
+            yield opened
+        except ForebayError:
+            raise
+        except Exception as error:
+            raise self._told(name, error) from error
+
     def _told(self, name: str, error: Exception) -> ForebayError:
         """A library's error as ours."""
         kind, why = type(error).__name__, " ".join(str(error).split()).split(" Debug source:")[0][:300]
@@ -197,3 +184,7 @@ class BucketOrigin:
         ):
             return RefusedError(text)
         return PassingError(text, throttled=bool(_BUSY.search(why)))
+
+
+def _head(found: Mapping[str, Any]) -> Head:
+    return Head(int(found["size"]), str(found["e_tag"] or ""))

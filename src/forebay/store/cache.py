@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import stat
@@ -36,9 +37,12 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import UsageError
 from forebay.storage.atomic import atomic_write, commit_files, remove_stale
 from forebay.store.locks import SHARED, Lock, at_fork, take, try_take
-from forebay.store.room import SHA256, Evict, Futures, Room, Use, never
+from forebay.store.room import SHA256, Evict, Futures, Room, Use
 
 _MIN_LINES = 4096  # Fewer are not worth writing anew.
+_RAM = Path("/dev/shm")
+_USE_NS = 10**9  # The last use is known to a second.
+log = logging.getLogger("forebay.store")
 
 
 class VerifiedIndex:
@@ -116,11 +120,6 @@ class VerifiedIndex:
 
 def _mark(found: os.stat_result) -> bytes:
     return b"%d %d %d" % (found.st_size, found.st_mtime_ns, found.st_ino)
-
-
-_RAM = Path("/dev/shm")
-_USE_NS = 10**9  # The last use is known to a second.
-log = logging.getLogger("forebay.store")
 
 
 @dataclass(frozen=True)
@@ -342,7 +341,8 @@ class SliceCache:
             if final.exists():
                 _clear(lock)
                 return Refusal("here")
-            made = self._room.make(sha256, num_bytes, lock, self._futures, steps, next_use or never, evict)
+            next_use = next_use or (lambda _: math.inf)
+            made = self._room.make(sha256, num_bytes, lock, self._futures, steps, next_use, evict)
         except BaseException:
             _clear(lock)
             raise

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ class Flight:
     fault: OSError | None = None
 
 
-class Flights:
-    """The transfers of one run. One thread changes it; others may look at `under_way`.
+class Flights(dict[int, Flight]):
+    """The transfers of one run that are under way, by key. One thread changes it; others may look.
 
     A slice is named by the thread that ended its transfer, so that whoever waits for it need not wait for a look too.
 
@@ -48,7 +48,7 @@ class Flights:
         on_done: Callable[[int], None],
         clock: Callable[[], float],
     ) -> None:
-        self.under_way: dict[int, Flight] = {}
+        super().__init__()
         self.counts = {"fetched_slices": 0, "fetched_bytes": 0, "repeated_fetches": 0, "failed": 0}
         self.counts |= {"refetched_slices": 0, "refetched_bytes": 0}
         self._sizes = sizes
@@ -58,18 +58,9 @@ class Flights:
         self._fetched: dict[int, int | None] = {}  # The epoch of the last fetch.
         self._lock = threading.Lock()  # Of the counts, and what was fetched.
 
-    def __contains__(self, key: object) -> bool:
-        return key in self.under_way
-
-    def __len__(self) -> int:
-        return len(self.under_way)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.under_way)
-
     def num_bytes(self) -> int:
         """Of all slices under way."""
-        return sum(self._sizes[key] for key in self.under_way)
+        return sum(self._sizes[key] for key in self)
 
     def start(self, key: int, reservation: Reservation, epoch: int | None) -> Exception | None:
         """Begin a transfer; the reservation is taken over. None, or why it failed at once.
@@ -82,20 +73,20 @@ class Flights:
         except Exception as error:  # noqa: BLE001 - whoever waits for the slice gets it
             reservation.release()
             return self._fail(key, error)
-        self.under_way[key] = flight = Flight(transfer, reservation, epoch)
+        self[key] = flight = Flight(transfer, reservation, epoch)
         transfer.on_done(lambda _: self._ended(key, flight))
         return None
 
     def cancel(self, key: int) -> None:
         """Make a transfer end soon; what it fetched stays, to go on with."""
-        flight = self.under_way[key]
+        flight = self[key]
         if not flight.cancelled:
             flight.cancelled = True
             self._cancel(flight.transfer)
 
     def finish(self, key: int) -> tuple[bool, Exception | None]:
         """Forget a transfer that has ended: whether its slice is here now, and why not unless it was cancelled."""
-        flight = self.under_way.pop(key)
+        flight = self.pop(key)
         error = flight.transfer.error
         if error is not None:
             return False, None if flight.cancelled else self._fail(key, error)
@@ -127,16 +118,12 @@ class Flights:
 
     def close(self) -> None:
         """Cancel all. A reservation ends when nothing writes to it any more: at once, or later if it must be."""
-        for key in self.under_way:
+        for key in self:
             self.cancel(key)
         deadline = time.monotonic() + _CLOSE_S
-        for flight in self.under_way.values():
+        for flight in self.values():
             flight.transfer.done.wait(max(0.0, deadline - time.monotonic()))
-        self.under_way = {}
-
-    def abandon(self) -> None:
-        """After a fork: what is under way is the parent's."""
-        self.under_way = {}
+        self.clear()
 
     def _ended(self, key: int, flight: Flight) -> None:
         """From any thread."""

@@ -14,6 +14,9 @@ from forebay.store.foreign import FromUrls, open_foreign_origin
 from forebay.store.origins import Origin, PassingError, RefusedError
 
 REQUEST_BYTES = 2 << 20
+STALL_S = 10.0
+MIN_BYTES_PER_S = 1 << 20  # of a check, which others wait for; who is slower counts as one that does not answer
+log = logging.getLogger("forebay.network")
 OnFault = Callable[[NetworkError], object]
 
 
@@ -100,11 +103,6 @@ def told(url: str, error: NetworkError) -> NetworkError:
     if isinstance(error, RemoteError):
         return PassingError(text, wait_s=error.wait_s, throttled=error.status in (429, 503))
     return PassingError(text)
-
-
-STALL_S = 10.0
-MIN_BYTES_PER_S = 1 << 20  # of a check, which others wait for; who is slower counts as one that does not answer
-log = logging.getLogger("forebay.network")
 
 
 def read_from(

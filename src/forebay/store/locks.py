@@ -10,7 +10,7 @@ import fcntl
 import os
 import weakref
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 SHARED, EXCLUSIVE = fcntl.LOCK_SH, fcntl.LOCK_EX
 
@@ -40,15 +40,8 @@ class Lock:
         self.release()
 
 
-class Forked(Protocol):
-    """What has state that a forked child must not share."""
-
-    def after_fork(self) -> None:
-        """Called in the child, which has one thread only."""
-
-
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
-_forked: weakref.WeakSet[Forked] = weakref.WeakSet()
+_forked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def take(path: Path, kind: int = EXCLUSIVE) -> Lock:
@@ -75,8 +68,8 @@ def is_locked(path: Path, kind: int) -> bool:
     return False
 
 
-def at_fork(holder: Forked) -> None:
-    """Have `holder.after_fork` called in every child; kept weakly."""
+def at_fork(holder: Any) -> None:
+    """Have `holder.after_fork()` called in every child, which has one thread only; kept weakly."""
     _forked.add(holder)
 
 

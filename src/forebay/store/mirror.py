@@ -9,14 +9,13 @@ Disk: slices on their way, at most four and 1 GiB unless one is larger, beside t
 Memory: the transfers' (`connections` x 256 KiB), and 32 MiB an upload to a bucket.
 """
 
-import contextlib
 import functools
 import hashlib
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +63,6 @@ class MirrorReport:
     skipped_bytes: int
     missing: int
     complete: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, by name."""
-        return asdict(self)
 
 
 def mirror(
@@ -263,8 +258,10 @@ def _copy(
         ended.put((transfer, error))
 
     def hand_over(transfer: Pending) -> None:
-        with contextlib.suppress(RuntimeError):  # the pool was closed: another slice failed
+        try:
             submit(functools.partial(finish, transfer))
+        except RuntimeError as error:  # no thread for it; or the pool was closed, as another slice failed
+            ended.put((transfer, error))
 
     waiting = list(reversed(rows))
     under_way: dict[Pending, int] = {}  # bytes told of
@@ -281,8 +278,9 @@ def _copy(
             transfer, error = ended.get(timeout=_LOOK_S)
         except queue.Empty:
             for transfer, told in under_way.items():
-                under_way[transfer] = transfer.received
-                say(under_way[transfer] - told)
+                if (received := transfer.received) != told:
+                    under_way[transfer] = received
+                    say(received - told)
             continue
         if error is not None:
             raise error

@@ -215,7 +215,7 @@ class Planner:
                 self._push(step, key)
 
     def _finish(self, key: int, outcome: Outcome) -> None:
-        again = self.flights.under_way[key].again
+        again = self.flights[key].again
         is_here, error = self.flights.finish(key)
         if is_here:
             why = self.lost_to.pop(key, "room")

@@ -135,7 +135,7 @@ class SliceFeed:
         """The thread and the transfers stay with the parent."""
         self._begin()
         self._closed, self._thread = True, None
-        self._planner.flights.abandon()
+        self._planner.flights.clear()
 
     def seek(self, step: int) -> None:
         """The consumer stands before `step`, forward or back: lets go of all that it acquired.
@@ -296,7 +296,7 @@ class SliceFeed:
                             raise named(error, self._sha256s[key], key) from error
                     self._check_open()
                     for key in keys:
-                        if (flight := self._planner.flights.under_way.get(key)) is not None:
+                        if (flight := self._planner.flights.get(key)) is not None:
                             flight.transfer.needed = True
                     lost = [key for key in keys if key in self._planner.here and not self.held(key)]
                     if lost:  # evicted by another process
@@ -333,7 +333,7 @@ class SliceFeed:
         total = sum(self._sizes[key] for key in keys)
         received = 0
         for key in keys:
-            flight = self._planner.flights.under_way.get(key)
+            flight = self._planner.flights.get(key)
             if self.held(key):
                 received += self._sizes[key]
             elif flight is not None:

@@ -22,6 +22,10 @@ from forebay.store.locks import EXCLUSIVE, SHARED, Lock, is_locked, take, try_ta
 
 _HEADER = 96
 Use = tuple[int, int, int | None]  # First and last run step of the next uses, and the first one after them.
+SHA256 = re.compile(r"[0-9a-f]{64}")
+_PIECE_BYTES = 8 << 20
+log = logging.getLogger("forebay.store")
+Evict = Literal["unwanted", "later", "any"]
 
 
 @dataclass
@@ -135,12 +139,6 @@ def _read(path: Path, known: Future | None) -> Future:
         told = json.loads(file.read() or b'{"uses": {}, "released": []}')
     uses = {sha256: (first, last, after) for sha256, (first, last, after) in told["uses"].items()}
     return Future(int(birth), int(now), int(version), float(starved_at), uses, set(told["released"]))
-
-
-SHA256 = re.compile(r"[0-9a-f]{64}")
-_PIECE_BYTES = 8 << 20
-log = logging.getLogger("forebay.store")
-Evict = Literal["unwanted", "later", "any"]
 
 
 @dataclass(slots=True)
@@ -305,19 +303,10 @@ class Room:
             soonest = min([own, *(future.steps_to(entry.sha256) for future in others)])
             allowed = evict == "any" or soonest == math.inf or (evict == "later" and soonest > steps)
             if evict == "later" and steps <= 0.0 < own and not allowed:
-                allowed = not any(_defers(futures, future, entry.sha256) for future in others)
+                # Of two that cannot both go on, the elder does: what it needs at once stays.
+                elder = [future for future in others if future.birth < futures.birth]
+                allowed = all(future.steps_to(entry.sha256) > 0.0 for future in elder)
             if allowed:
                 ranked.append((-soonest, not entry.is_part, entry.used_at, entry))
         ranked.sort(key=lambda rank: rank[:3])
         return [rank[3] for rank in ranked]
-
-
-def _defers(futures: Futures, other: Future, sha256: str) -> bool:
-    """Whether an elder process needs a slice at once. Of two that cannot both go on, the elder does."""
-    return other.birth < futures.birth and other.steps_to(sha256) <= 0.0
-
-
-def never(sha256: str) -> float:
-    """For whoever reads no slice again."""
-    del sha256
-    return math.inf

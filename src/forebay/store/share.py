@@ -110,7 +110,8 @@ class SliceServer:
         self._client = Client(identity)
         self.tracker = Tracker(self._client)
         self._stopping, self._changed = threading.Event(), threading.Event()
-        self._app = make_slice_app(title, self)
+        with _building:
+            self._app = _make_app(title, self)
         self._server = Server(
             self._app, identity, host, port, limits=limits, throttle=throttle, on_bytes=self._count, discovery=discovery
         )
@@ -259,13 +260,10 @@ class SliceShare(SliceServer):
         discovery: Discovery | None = None,
         named: str = "",
         ttl_s: float = 60.0,
-        max_connections: int = 256,
     ) -> None:
-        limits = Limits(connections=max_connections)
         super().__init__(
-            "Forebay worker", identity, host, port, discovery=discovery, ttl_s=ttl_s, limits=limits, throttle=throttle,
-            named=named,
-        )  # fmt: skip
+            "Forebay worker", identity, host, port, discovery=discovery, ttl_s=ttl_s, throttle=throttle, named=named
+        )
         self.session = secrets.token_hex(8)
         self.cache = cache
         self.hashes = hashes
@@ -302,13 +300,8 @@ class SliceShare(SliceServer):
 _building = threading.Lock()
 
 
-def make_slice_app(title: str, source: SliceServer) -> FastAPI:
-    """The HTTP API of a server; safe to call from several threads."""
-    with _building:
-        return _make_slice_app(title, source)
-
-
-def _make_slice_app(title: str, source: SliceServer) -> FastAPI:
+def _make_app(title: str, source: SliceServer) -> FastAPI:
+    """The HTTP API of a server."""
     app = make_app(title, source.metrics)
     ranged: dict[int | str, dict[str, Any]] = {
         200: {"content": {BINARY: {}}, "description": "All of it."},

@@ -11,33 +11,33 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, SliceTable
 from forebay.dataset.reader import listed_files
 from forebay.errors import ForebayError, NetworkError, ProtocolViolation, UsageError
+from forebay.network.avoidance import node_of
 from forebay.network.client import Client, parse_address
 from forebay.network.dialing import named_host
 from forebay.network.limits import Throttle
+from forebay.network.members import Holder
 from forebay.store.holders import HolderSource
 from forebay.store.origins import Origin, read_small
 from forebay.store.peers import PeerOrigin
 from forebay.store.remote import RemoteDataset
 from forebay.store.share import Offer, Shelf, SliceShare
 from forebay.store.swarm_state import Body, Flags, SwarmReaderState
-from forebay.store.trackers import TrackerAt, Trackers
+from forebay.store.trackers import Trackers
 from forebay.store.transfer import Transfers
 from forebay.store.work import SteeredTransfer, TransferCancelledError
 from forebay.threads import Supervised
 
 log = logging.getLogger("forebay.swarm")
-
-__all__ = ["SteeredTransfer", "SwarmReader", "TrackerAt"]
+_MAX_SMALL_BYTES = 1 << 30  # of a dataset, all together: they lie in memory
+_FRESH_S = 15.0
+_AGAIN_S = 3.0
 
 
 class SwarmReader:
@@ -48,7 +48,6 @@ class SwarmReader:
         held: [num_slices] flags of what this node has and shares.
         share: Its server, if it shares; stays the caller's. None: it only gets.
         downloads: Slices at once. `connections`: requests at once, over all of them.
-        uploads: Slices that others may fetch from here at once.
         open_url: The origin behind a URL that a tracker names, if it may be read; raises NetworkError if not.
         patience_s: Nothing came for so long, and nobody was there who might give it: what is wanted fails.
     """
@@ -58,12 +57,11 @@ class SwarmReader:
         client: Client,
         dataset_id: str,
         table: SliceTable,
-        trackers: Callable[[], Iterable[TrackerAt]],
+        trackers: Callable[[], Iterable[Holder]],
         held: Callable[[], Flags],
         *,
         share: SliceShare | None = None,
         downloads: int = 4,
-        uploads: int = 4,
         connections: int = 16,
         open_url: Callable[[str], Origin] | None = None,
         patience_s: float = 120.0,
@@ -75,13 +73,13 @@ class SwarmReader:
         self._session = share.session if share is not None else secrets.token_hex(8)
         address = share.address if share is not None else ""
         self._state = SwarmReaderState(
-            clock(), session=self._session, address=address, slots=uploads, downloads=downloads,
+            clock(), session=self._session, address=address, downloads=downloads,
             patience_s=patience_s,
         )  # fmt: skip
         self._changed = threading.Condition()  # and the lock of the state and of what is below
         self._transfers_by_index: dict[int, SteeredTransfer] = {}
         self._closed = False
-        own = TrackerAt(share.identity.peer_id, address, False) if share is not None else None
+        own = Holder(share.identity.peer_id, address, False) if share is not None else None
         self._trackers = Trackers(client, dataset_id, trackers, own, clock)
         # One source for each: no other is faster.
         self._transfers = Transfers(connections, tries=2, patience_s=5.0, hedge_s=30.0)
@@ -202,7 +200,7 @@ class SwarmReader:
             with self._changed:
                 self._state.introduce(body, held)
 
-    def _begin(self, index: int, holder: TrackerAt) -> None:
+    def _begin(self, index: int, holder: Holder) -> None:
         transfer, wrong = self._transfers_by_index[index], list[str]()
         try:
             source = self._source(holder, transfer.info)
@@ -220,14 +218,14 @@ class SwarmReader:
         if transfer.cancelled:
             self._transfers.cancel(transfer.current)
 
-    def _source(self, holder: TrackerAt, info: SliceInfo) -> Origin:
-        if "://" not in holder.address:
-            return HolderSource(self._client, holder.peer_id, holder.address, info.sha256, 10.0)
+    def _source(self, holder: Holder, info: SliceInfo) -> Origin:
+        if not holder.is_url:
+            return HolderSource(self._client, node_of(holder.peer_id), holder.address, info.sha256, 10.0)
         if self._open_url is None:
             raise ProtocolViolation(f"swarm: expected a peer, got the URL {holder.address}")
         return self._open_url(holder.address)
 
-    def _ended(self, transfer: SteeredTransfer, holder: TrackerAt, error: Exception | None, wrong: bool) -> None:
+    def _ended(self, transfer: SteeredTransfer, holder: Holder, error: Exception | None, wrong: bool) -> None:
         index, is_cancelled = transfer.info.index, transfer.cancelled or self._closed
         transfer.current = None
         if is_cancelled or SwarmReaderState.is_final(error):
@@ -255,11 +253,6 @@ class SwarmReader:
             )
 
 
-_MAX_SMALL_BYTES = 1 << 30  # of a dataset, all together: they lie in memory
-_FRESH_S = 15.0
-_AGAIN_S = 3.0
-
-
 class SwarmMember:
     """Takes part from construction until `close`.
 
@@ -283,12 +276,11 @@ class SwarmMember:
         self,
         dataset: RemoteDataset,
         shelf: Shelf,
-        held: Callable[[], NDArray[np.bool_]],
+        held: Callable[[], Flags],
         *,
         share: bool | str | SliceShare = True,
         throttle: Throttle | None = None,
         downloads: int = 4,
-        uploads: int = 4,
         connections: int = 16,
     ) -> None:
         origin = dataset.origin
@@ -310,8 +302,9 @@ class SwarmMember:
             self.share.hashes.update({sha256: (size, dataset.name) for sha256, size in zip(hashes, sizes)})
             self.share.offer(Offer(origin.name, dataset.id, dataset.num_slices, self.files, held))
         self.reader = SwarmReader(
-            origin.client, dataset.id, dataset.table, lambda: _trackers(origin), held,
-            share=self.share, downloads=downloads, uploads=uploads, connections=connections,
+            origin.client, dataset.id, dataset.table,
+            lambda: [Holder(claim.peer_id, claim.address, claim.is_whole) for claim in origin.claims(_AGAIN_S)], held,
+            share=self.share, downloads=downloads, connections=connections,
             open_url=origin.open_url,
         )  # fmt: skip
 
@@ -338,8 +331,3 @@ def open_share(origin: PeerOrigin, shelf: Shelf, share: bool | str, throttle: Th
     named = named_host(host, origin.claims(_FRESH_S)[0].address)
     named = "" if named == host else named  # the server names where it listens by itself
     return SliceShare(origin.identity, shelf, {}, host, port, throttle, discovery=origin.discovery, named=named)
-
-
-def _trackers(origin: PeerOrigin) -> Iterator[TrackerAt]:
-    for claim in origin.claims(_AGAIN_S):
-        yield TrackerAt(claim.peer_id, claim.address, claim.is_whole)

@@ -5,7 +5,6 @@ is under way at a time: `request`, then `receive` or `unanswered`; a driver call
 who may give what; whether bytes are right is found out by whoever fetches them, and said with `ended`.
 """
 
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,10 +12,10 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from forebay.errors import IntegrityError, NetworkError, ProtocolViolation
-from forebay.network.members import format_ranges
+from forebay.network.members import Holder, format_ranges
 from forebay.network.messages import MAX_SWARM_ITEMS, SwarmReply
 from forebay.store.origins import RefusedError
-from forebay.store.trackers import TrackerAt
+from forebay.store.trackers import holder_of
 
 MAX_WANTED = 4096
 """Wanted slices that one request names."""
@@ -30,17 +29,6 @@ _SETTLE_S = 4.0  # a sharer that began to track must be found by the others befo
 
 Body: TypeAlias = dict[str, Any]
 Flags: TypeAlias = NDArray[np.bool_]
-
-
-@dataclass
-class _News:
-    """What the tracker is to learn, until a request carries it."""
-
-    finished: list[int] = field(default_factory=list)
-    failed: list[Body] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
-    wants: bool = False  # something new
 
 
 class SwarmReaderState:
@@ -73,7 +61,9 @@ class SwarmReaderState:
         self.counts = {"from_origins": 0, "from_peers": 0, "failed": 0}
         self._who = {"session": session, "address": address, "slots": slots}
         self._downloads, self._patience_s = downloads, patience_s
-        self._news = _News()
+        # What the tracker is to learn, until a request carries it.
+        self._news: dict[str, list[Any]] = {"finished": [], "failed": [], "dropped": [], "lost": []}
+        self._wants = False  # something new
         self._reported: Flags | None = None  # what the tracker knows that is here
         self._reported_at = float("-inf")
         self._refused: dict[int, RefusedError] = {}  # by slice: the last URL that this reader did not open
@@ -86,7 +76,7 @@ class SwarmReaderState:
     def want(self, index: int, now: float) -> None:
         """A slice is wanted."""
         self.wanted[index] = now
-        self._news.wants = True
+        self._wants = True
 
     def need(self, index: int, now: float) -> None:
         """Somebody waits for a slice: if its fetch has not begun after 5 s, it is taken from wherever it is."""
@@ -99,16 +89,16 @@ class SwarmReaderState:
 
     def lose(self, index: int) -> None:
         """A slice is here no longer."""
-        self._news.lost.append(index)
+        self._news["lost"].append(index)
 
     def ask_soon(self) -> None:
         """A request is due now."""
-        self._news.wants = True
+        self._wants = True
 
     def ended(
         self,
         index: int,
-        holder: TrackerAt,
+        holder: Holder,
         error: Exception | None,
         now: float,
         *,
@@ -126,13 +116,13 @@ class SwarmReaderState:
         self._good_at = now
         if error is None:
             self._refused.pop(index, None)
-            self._news.finished.append(index)
+            self._news["finished"].append(index)
             self.counts["from_origins" if holder.is_origin else "from_peers"] += 1
         elif cancelled or self.is_final(error):
-            self._news.dropped.append(index)
+            self._news["dropped"].append(index)
         else:
             is_wrong = wrong or isinstance(error, (IntegrityError, ProtocolViolation))
-            self._news.failed.append({"index": index, "member": holder.member, "wrong": is_wrong})
+            self._news["failed"].append({"index": index, "member": holder.peer_id, "wrong": is_wrong})
             self.counts["failed"] += 1
             if isinstance(error, RefusedError):
                 self._refused[index] = error
@@ -153,7 +143,7 @@ class SwarmReaderState:
         """
         late = [i for i, wanted_at in self.wanted.items() if i in self._refused and now - wanted_at > _REFUSED_S]
         ended: list[tuple[int, RefusedError | None]] = [(index, self._refused.pop(index)) for index in late]
-        self._news.dropped += late
+        self._news["dropped"] += late
         if not self.running and now - self._good_at >= self._patience_s:
             ended += [(index, None) for index in self.wanted if index not in late]
         for index, _ in ended:
@@ -165,8 +155,7 @@ class SwarmReaderState:
     @property
     def has_news(self) -> bool:
         """Whether a request is due now, whatever the tracker said of when."""
-        news = self._news
-        return bool(news.finished or news.failed or news.dropped or news.lost or news.wants)
+        return self._wants or any(self._news.values())
 
     def is_have_due(self, now: float) -> bool:
         """Whether the next request should be given what is here."""
@@ -178,7 +167,7 @@ class SwarmReaderState:
         Args:
             held: [num_slices] flags of what is here, where `is_have_due`; else None.
         """
-        news, waiting = self._news, list(self.wanted)[:MAX_WANTED]
+        waiting = list(self.wanted)[:MAX_WANTED]
         late = [index for index, at in self._needed.items() if index in self.wanted and now - at > _MUST_S]
         num, most = max(0, self._downloads - len(self.running)), MAX_SWARM_ITEMS
         self._asks_for_more = num > 0
@@ -186,13 +175,10 @@ class SwarmReaderState:
             **self._who,
             "want": format_ranges(np.array(sorted(waiting), np.int64)),
             "num": num,
-            "finished": news.finished[:most],
-            "failed": news.failed[:most],
-            "dropped": news.dropped[:most],
-            "lost": news.lost[:most],
+            **{name: items[:most] for name, items in self._news.items()},
             "must": late[:_MAX_MUST],
         }
-        self._news = _News(news.finished[most:], news.failed[most:], news.dropped[most:], news.lost[most:])
+        self._news, self._wants = {name: items[most:] for name, items in self._news.items()}, False
         if held is not None:
             if self._reported is None or not np.array_equal(held, self._reported):
                 self.introduce(body, held)
@@ -207,14 +193,13 @@ class SwarmReaderState:
 
     def unanswered(self, body: Body) -> float:
         """No tracker answered: the news is news again. When to ask next, seconds from now."""
-        for name in ("finished", "failed", "dropped", "lost"):
-            setattr(self._news, name, body[name] + getattr(self._news, name))
+        self._news = {name: body[name] + items for name, items in self._news.items()}
         self._reported = None
         return _UNANSWERED_S
 
     def receive(
-        self, reply: Body, now: float, tracker: TrackerAt | None = None, tracked_s: float = 0.0
-    ) -> tuple[list[tuple[int, TrackerAt]], list[TrackerAt], float]:
+        self, reply: Body, now: float, tracker: Holder | None = None, tracked_s: float = 0.0
+    ) -> tuple[list[tuple[int, Holder]], list[Holder], float]:
         """What a reply says: slices to fetch now, each from whom; other sharers; when to ask again, seconds from now.
 
         Args:
@@ -231,8 +216,8 @@ class SwarmReaderState:
             ) from error
         named = [(one.index, one) for one in message.assignments]
         named += [(one.index, one.holders[0]) for one in message.must if one.holders]  # type: ignore[misc]
-        assigned = [(index, TrackerAt.of(holder)) for index, holder in named]
-        sharers = [TrackerAt.of(one) for one in message.sharers[:16]]
+        assigned = [(index, holder_of(holder)) for index, holder in named]
+        sharers = [holder_of(one) for one in message.sharers[:16]]
         is_origin = tracker is not None and tracker.is_origin
         self.settled = message.settled and tracker is not None and (is_origin or tracked_s >= _SETTLE_S)
         if assigned or sharers or is_origin:

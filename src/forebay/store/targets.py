@@ -7,7 +7,6 @@ kill cuts off is never seen under the object's name, but takes room until the bu
 import contextlib
 import hashlib
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,21 +16,20 @@ from forebay.errors import ForebayError, UsageError
 from forebay.storage.atomic import atomic_write, commit_files, remove_stale
 from forebay.store.buckets import BucketOrigin
 from forebay.store.locks import Lock, try_take
-from forebay.store.origins import PassingError, RefusedError, open_origin
+from forebay.store.origins import RefusedError, open_origin
 
 _LOCK_FILE = ".mirror.lock"
 _HASH = "sha256"  # The name under which an object's hash is kept with it.
 _CHUNK_BYTES = 8 << 20
 _MOST_CHUNKS = 9000  # A bucket takes 10 000 parts.
 _CHUNKS_AT_ONCE = 4
-_TRIES = 6
-_WAIT_S = 0.5
 
 
 class Target(Protocol):
-    """A place for the files of one dataset. Threads share it."""
+    """A place for the files of one dataset, locked against other mirrors while it is open. Threads share it."""
 
     url: str
+    _mirror_lock: Lock
 
     def has(self, name: str, num_bytes: int, sha256: str | None) -> bool:
         """Whether the file is there, of this size; and with this hash, unless that is None."""
@@ -50,9 +48,13 @@ class Target(Protocol):
 
     def free_bytes(self) -> int | None:
         """What may still be written; None for no known limit."""
+        return None
 
     def close(self) -> None:
         """Let go of it. May be called twice."""
+        if self._mirror_lock.descriptor >= 0:
+            self._mirror_lock.path.unlink(missing_ok=True)
+            self._mirror_lock.release()
 
 
 def open_target(url: str | Path, temporary: Path) -> Target:
@@ -73,13 +75,13 @@ def open_target(url: str | Path, temporary: Path) -> Target:
     raise UsageError(f"mirror: expected a directory, s3://, r2://, gs:// or az:// to write to, got {text!r}.")
 
 
-class FolderTarget:
-    """A directory, locked against other mirrors while it is open."""
+class FolderTarget(Target):
+    """A directory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.url = str(folder)
-        self._lock = _lock(folder, self.url)
+        self._mirror_lock = _lock(folder, self.url)
         remove_stale(folder)
 
     def has(self, name: str, num_bytes: int, sha256: str | None) -> bool:
@@ -121,12 +123,8 @@ class FolderTarget:
         """See Target."""
         return shutil.disk_usage(self.folder).free
 
-    def close(self) -> None:
-        """See Target."""
-        _unlock(self._lock)
 
-
-class BucketTarget(BucketOrigin):
+class BucketTarget(BucketOrigin, Target):
     """Objects below a prefix of a bucket; credentials as for reading, `R2_DATASET_WRITE_*` for `r2://`.
 
     Each object carries its sha256 as metadata, so that a mirror that goes on need not read what is there.
@@ -134,12 +132,12 @@ class BucketTarget(BucketOrigin):
     """
 
     r2_right = "WRITE"
+    max_retries = 10  # for three minutes at most, of one request
 
-    def __init__(self, url: str, temporary: Path, *, sleep: Callable[[float], object] = time.sleep) -> None:
+    def __init__(self, url: str, temporary: Path) -> None:
         super().__init__(url)
         self._temporary = temporary
-        self._sleep = sleep
-        self._lock_file = _lock(temporary, str(temporary))
+        self._mirror_lock = _lock(temporary, str(temporary))
 
     def has(self, name: str, num_bytes: int, sha256: str | None) -> bool:
         """See Target. An object without its hash is read to be sure."""
@@ -168,13 +166,9 @@ class BucketTarget(BucketOrigin):
         """See Target."""
         self._put(name, data, len(data), sha256)
 
-    def free_bytes(self) -> int | None:
-        """See Target."""
-        return None
-
     def close(self) -> None:
         """See Target."""
-        _unlock(self._lock_file)
+        super().close()
         with contextlib.suppress(OSError):  # Parts to be gone on with stay.
             self._temporary.rmdir()
 
@@ -204,24 +198,15 @@ class BucketTarget(BucketOrigin):
         return digest.hexdigest()
 
     def _try(self, name: str, do: Callable[[], Any]) -> Any:
-        """What `do` gives, tried again while faults may pass; None if it is refused."""
-        for tried in range(1, _TRIES + 1):
-            try:
-                return do()
-            except RefusedError:
-                return None
-            except ForebayError:
-                raise
-            except Exception as error:  # the library's errors share no base
-                told = self._told(name, error)
-                if isinstance(told, RefusedError):
-                    if isinstance(error, FileNotFoundError):
-                        return None
-                    raise told from error
-                if tried == _TRIES or not isinstance(told, PassingError):
-                    raise told from error
-                self._sleep(_WAIT_S * 2 ** (tried - 1))
-        raise AssertionError
+        """What `do` gives, which obstore tries again while faults may pass; None if it is refused."""
+        try:
+            return do()
+        except (RefusedError, FileNotFoundError):
+            return None
+        except ForebayError:
+            raise
+        except Exception as error:  # the library's errors share no base
+            raise self._told(name, error) from error
 
 
 def _lock(folder: Path, where: str) -> Lock:
@@ -233,9 +218,3 @@ def _lock(folder: Path, where: str) -> Lock:
     if lock is None:
         raise UsageError(f"mirror: expected {where} for itself, got another mirror writing there. Wait for it to end.")
     return lock
-
-
-def _unlock(lock: Lock) -> None:
-    if lock.descriptor >= 0:
-        lock.path.unlink(missing_ok=True)
-        lock.release()

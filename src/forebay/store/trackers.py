@@ -13,12 +13,13 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from forebay.errors import ForebayError, NetworkError
 from forebay.network.addresses import check_url, peer_address
+from forebay.network.avoidance import node_of
 from forebay.network.client import Client, RemoteError
+from forebay.network.members import Holder
 from forebay.network.messages import HolderReply
 
 ASK_S = 10.0
@@ -32,28 +33,14 @@ _MAX_ANSWER_BYTES = 1 << 20
 log = logging.getLogger("forebay.swarm")
 
 
-@dataclass(frozen=True)
-class TrackerAt:
-    """Where a tracker stands. `is_origin`: it has the whole dataset, so it is asked before others.
+def holder_of(reply: HolderReply) -> Holder:
+    """Whom a reply names, at `host:port` or a URL.
 
-    Attributes:
-        member: What it is known by in the swarm, where that is not its peer id.
+    Raises:
+        ProtocolViolation: If its address is none.
     """
-
-    peer_id: str
-    address: str
-    is_origin: bool
-    member: str = ""
-
-    @classmethod
-    def of(cls, holder: HolderReply) -> TrackerAt:
-        """As a reply names a holder, at `host:port` or a URL.
-
-        Raises:
-            ProtocolViolation: If its address is none.
-        """
-        (check_url if "://" in holder.address else peer_address)(holder.address)
-        return cls(holder.peer_id[:2048], holder.address, holder.is_origin, holder.member[:2048])
+    (check_url if "://" in reply.address else peer_address)(reply.address)
+    return Holder(reply.member[:2048], reply.address, reply.is_origin)
 
 
 class Trackers:
@@ -72,23 +59,23 @@ class Trackers:
         self,
         client: Client,
         dataset_id: str,
-        find: Callable[[], Iterable[TrackerAt]],
-        own: TrackerAt | None,
+        find: Callable[[], Iterable[Holder]],
+        own: Holder | None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.num_lost = 0
-        self.answering: TrackerAt | None = None
+        self.answering: Holder | None = None
         self.since = float("-inf")
         self._client, self._dataset_id, self._find, self._own, self._clock = client, dataset_id, find, own, clock
         self._now, self._day = now, 0
         self._found_at = float("-inf")
         self._is_new = True  # nobody else was found so far
-        self._ranked: list[TrackerAt] = []
-        self._sharers: dict[str, TrackerAt] = {}  # by address
+        self._ranked: list[Holder] = []
+        self._sharers: dict[str, Holder] = {}  # by address
         self._dead: dict[str, float] = {}  # by address, until when
 
-    def met(self, sharers: Iterable[TrackerAt]) -> None:
+    def met(self, sharers: Iterable[Holder]) -> None:
         """These can be asked when nobody else is left: 16 of an answer, and 256 in all, those named last."""
         for one in itertools.islice(sharers, _MAX_SHARERS_AT_ONCE):
             self._sharers.pop(one.address, None)
@@ -138,7 +125,7 @@ class Trackers:
 
     def _look_up(self, now: float) -> None:
         self._found_at = now
-        found: list[TrackerAt] = []
+        found: list[Holder] = []
         try:
             found = list(self._find())
         except (ForebayError, OSError) as error:
@@ -150,20 +137,22 @@ class Trackers:
         self._rank([*found, self._own] if self._own is not None and (is_alone or not self._is_new) else found)
         self._is_new = self._is_new and is_alone
 
-    def _rank(self, found: Sequence[TrackerAt]) -> None:
+    def _rank(self, found: Sequence[Holder]) -> None:
         known = {**self._sharers, **{one.address: one for one in found}}
         alive = [one for one in known.values() if self._dead.get(one.address, 0.0) <= self._clock()]
         self._day = int(self._now() // _DAY_S)
-        self._ranked = sorted(alive, key=lambda one: (not one.is_origin, self._place(one.peer_id), one.address))
+        self._ranked = sorted(
+            alive, key=lambda one: (not one.is_origin, self._place(node_of(one.peer_id)), one.address)
+        )
 
     def _place(self, peer_id: str) -> bytes:
         return hashlib.sha256(f"forebay/2 tracker\n{self._dataset_id}\n{self._day}\n{peer_id}".encode()).digest()
 
-    def _tell(self, tracker: TrackerAt, body: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
+    def _tell(self, tracker: Holder, body: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
         path = f"/v1/swarm/{self._dataset_id}"
         try:
             answer, _ = self._client.request_json(
-                tracker.address, "POST", path, body, tracker.peer_id, timeout_s, _MAX_ANSWER_BYTES
+                tracker.address, "POST", path, body, node_of(tracker.peer_id), timeout_s, _MAX_ANSWER_BYTES
             )
         except NetworkError as error:
             log.info("swarm of %s: tracker %s: %s", self._dataset_id[:12], tracker.address, error)

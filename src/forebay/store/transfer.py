@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
@@ -165,10 +165,10 @@ class Transfers:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def stats(self) -> dict[str, Any]:
-        """`bytes`, `attempts`, `retries`, `finished`, `failed`, and of each source by URL what it gave and how fast."""
+    def stats(self) -> dict[str, int]:
+        """`bytes`, `attempts`, `retries`, `finished` and `failed`."""
         with self._changed:
-            return {**self._counts, "sources": {url: source.to_json() for url, source in self._known.items()}}
+            return dict(self._counts)
 
     def _grow(self, wanted: int) -> RuntimeError | None:
         """Start threads as they are needed; why there are fewer, if the process cannot have more now."""
@@ -293,8 +293,6 @@ class Transfers:
         with self._changed:
             source.active -= 1
             work.flying.pop(span, None)
-            source.attempts += 1
-            source.bytes += got
             self._counts["attempts"] += 1
             self._counts["bytes"] += got
             if got:
@@ -302,7 +300,6 @@ class Transfers:
             if fault is None:
                 source.finished(self.connections)
                 return
-            source.failures += 1
             self._counts["retries"] += 1
             work.attempts += 1
         self._settle(work, span, source, fault, began_at, got)

@@ -26,6 +26,9 @@ _LATE_UNKNOWN = 5.0  # times the least, of a source that has given nothing yet
 _LEAST_BYTES = 64 << 10  # fewer say nothing of speed
 _REQUEST_S = 0.1  # short enough that slices come one after the other, long enough that asking costs little
 LEAST_SPAN_BYTES = 1 << 20
+REFRESH_S = 15.0
+log = logging.getLogger("forebay.store")
+OnBad = Callable[[Origin, str], None]
 Backoff: TypeAlias = Callable[[int], float]
 """Seconds to wait after so many faults in a row, from 1."""
 
@@ -40,9 +43,6 @@ class Source:
     origin: Origin
     limit: float
     active: int = 0
-    bytes: int = 0
-    attempts: int = 0
-    failures: int = 0
     lies: int = 0
     speed: float | None = None
     failing: int = 0
@@ -87,17 +87,6 @@ class Source:
         self.failing += 1
         self.avoid_until = now + backoff(self.failing)
 
-    def to_json(self) -> dict[str, Any]:
-        """As it stands in `Transfers.stats`."""
-        return {
-            "bytes": self.bytes,
-            "attempts": self.attempts,
-            "failures": self.failures,
-            "lies": self.lies,
-            "connection_bytes_per_s": round(self.speed or 0.0),
-            "limit": round(self.limit, 1),
-        }
-
 
 def choose(sources: Iterable[Source], now: float) -> tuple[Source | None, float]:
     """Whom to ask now, or None and when to look again (infinity: when a request ends).
@@ -126,11 +115,6 @@ def least_span_bytes(sources: Iterable[Source]) -> int:
     """What to ask for in one request at least, where all connections have work: as much as comes in 0.1 s."""
     most = max((source.speed or 0.0 for source in sources), default=0.0) * _REQUEST_S
     return max(LEAST_SPAN_BYTES, 1 << int(most).bit_length() - 1) if most >= 1 else LEAST_SPAN_BYTES
-
-
-OnBad = Callable[[Origin, str], None]
-REFRESH_S = 15.0
-log = logging.getLogger("forebay.store")
 
 
 @dataclass(eq=False)
@@ -179,14 +163,11 @@ class Work:
 
     def allowed(self) -> list[Source]:
         """Whom it may ask."""
-        return [source for url, source in self.sources.items() if self._may_ask(url)]
+        return [source for source in self.left() if self.alone in (None, source.origin.url)]
 
     def left(self) -> list[Source]:
         """Who has not refused or lied, `alone` or not."""
         return [source for url, source in self.sources.items() if url not in self.refused]
-
-    def _may_ask(self, url: str) -> bool:
-        return url not in self.refused and self.alone in (None, url)
 
     def stuck(self, now: float, least_s: float) -> Span | None:
         """A span that nobody else took over yet and whose source is late with it, taken over now."""

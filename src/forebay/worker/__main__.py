@@ -89,11 +89,7 @@ def _add(group: Any, flags: tuple[_Flag, ...]) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Settings of a TOML file, by the names of WorkerConfig's fields; `-` may stand for `_`.
-
-    Raises:
-        UsageError: If it cannot be read, or has a setting that there is not.
-    """
+    """Settings of a TOML file, by the names of WorkerConfig's fields; `-` may stand for `_`."""
     found = {name.replace("-", "_"): value for name, value in read_toml(path).items()}
     known = [field.name for field in fields(WorkerConfig)]
     if unknown := sorted(set(found) - set(known)):

@@ -22,14 +22,11 @@ class Batches(ABC):
 
     Labels are the next tokens (label i is input i + 1): a model must not shift them once more. Both share memory; do
     not write to them. Iterating begins with the first batch each time; after `load_state_dict`, once, with the batch
-    after those that the state counts. One iteration at a time.
+    after those that the state counts. One iteration at a time. `tensors` is "auto" (PyTorch's if it is installed),
+    "torch" or "numpy"; int64 in any case.
 
-    Args:
-        tensors: "auto" (PyTorch's if it is installed), "torch", or "numpy"; int64 in any case.
-
-    Attributes:
-        sample_ids: int64 [batch_size], numbers of the samples given out last, over all ranks; each of its own epoch.
-        epoch: Of the samples given out last.
+    `sample_ids` are the numbers (int64 [batch_size]) of the samples given out last, over all ranks, each of its own
+    `epoch`.
     """
 
     def __init__(

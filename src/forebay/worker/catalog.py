@@ -17,31 +17,19 @@ _BYTES_PER_TOKEN = 4  # English under GPT-2's vocabulary: 4.4 bytes of FineWeb a
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """A dataset of the hub, and what is used where its user names nothing else.
+    """A dataset of the hub, and what is used where its user names nothing else."""
 
-    Args:
-        name: Short, or the hub's OWNER/NAME.
-        repository: The hub's OWNER/NAME; or a path here.
-        size: As people say it.
-        size_tokens, size_bytes: None where it is not known; bytes of text that follow from tokens are about 4 each.
-        num_sources: Of which it was made, if that is known.
-        buffer_size: Documents that are mixed.
-        tokenizer: As `forebay prepare --tokenizer` names it.
-        seq_len: Tokens of a sample.
-        text_key: The column with the text.
-    """
-
-    name: str
-    repository: str
-    size: str = "unknown"
+    name: str  # short, or the hub's OWNER/NAME
+    repository: str  # the hub's OWNER/NAME; or a path here
+    size: str = "unknown"  # as people say it
     description: str = ""
-    size_tokens: int | None = None
-    size_bytes: int | None = None
-    num_sources: int | None = None
-    buffer_size: int = 10_000
-    tokenizer: str = "gpt2"
-    seq_len: int = 512
-    text_key: str = "text"
+    size_tokens: int | None = None  # None where it is not known
+    size_bytes: int | None = None  # of text; where it follows from tokens, about 4 each
+    num_sources: int | None = None  # of which it was made, if that is known
+    buffer_size: int = 10_000  # documents that are mixed
+    tokenizer: str = "gpt2"  # as `forebay prepare --tokenizer` names it
+    seq_len: int = 512  # tokens of a sample
+    text_key: str = "text"  # the column with the text
 
     @property
     def streaming(self) -> bool:
@@ -101,8 +89,7 @@ def list_available_datasets() -> list[dict[str, Any]]:
 def find_entry(name: str) -> CatalogEntry:
     """The entry of a short name, a hub's OWNER/NAME, or a path (it begins with `.`, `/` or `~`).
 
-    Raises:
-        UnknownDatasetError: If it has no slash and is not in the catalogue; the message names what comes near.
+    UnknownDatasetError, which names what comes near, for one without a slash that is not in the catalogue.
     """
     if name in CATALOG:
         return CATALOG[name]

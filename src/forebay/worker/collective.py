@@ -43,9 +43,8 @@ class PeerLostError(NetworkError):
 class MeetingStore(dist.Store):  # type: ignore[misc]
     """Where the ranks of a generation find each other: values that the coordinator keeps for its members alone.
 
-    Args:
-        meet: Sets a value under a key, or waits for one; see `Membership.meet`.
-        abandon: Asked while a value is missing: whether to stop waiting, as another generation is wanted.
+    `meet` sets a value under a key, or waits for one: see `Membership.meet`. `abandon` is asked while a value is
+    missing: whether to stop waiting, as another generation is wanted.
     """
 
     def __init__(self, meet: Meet, timeout_s: float, abandon: Callable[[], bool]) -> None:
@@ -83,15 +82,9 @@ class MeetingStore(dist.Store):  # type: ignore[misc]
 class Collective:
     """The ranks of one generation as a group. One at a time in a process; `close` it, or use it in a `with`.
 
-    Args:
-        meet: How ranks find each other; see MeetingStore.
-        device: Where gradients lie; "cuda" uses NCCL, else Gloo.
-        timeout_s: A rank that is silent for longer counts as lost.
-        abandon: Asked while ranks are missing: whether to stop waiting, as another generation is wanted.
-        broken: Asked while gradients are summed: whether another rank says that this cannot end.
-
-    Raises:
-        PeerLostError: If not all ranks come in time.
+    Gradients on "cuda" use NCCL, else Gloo. A rank that is silent for `timeout_s` counts as lost: PeerLostError.
+    `abandon` is asked while ranks are missing: whether to stop waiting, as another generation is wanted; `broken` while
+    gradients are summed: whether another rank says that this cannot end.
     """
 
     def __init__(
@@ -136,10 +129,8 @@ class Collective:
     def share(self, model: Any, optimizer: Any) -> None:
         """All ranks take the weights, buffers and optimizer state of the generation's source.
 
-        The state travels as torch.save writes it, and is read with weights_only: no code comes along.
-
-        Raises:
-            PeerLostError: If a rank is lost; this rank has what it had.
+        The state travels as torch.save writes it, and is read with weights_only: no code comes along. On a
+        PeerLostError this rank has what it had.
         """
         source, is_source = self.generation.source, self.generation.rank == self.generation.source
         data = io.BytesIO()
@@ -177,11 +168,8 @@ class Collective:
     def average(self, parameters: Iterable[Any], loss: float, *, stop: bool = False) -> tuple[float, bool]:
         """The gradients become their means over the ranks, the same bits on each; a missing one counts as zeros.
 
-        Returns:
-            The mean loss, and whether any rank wants to stop after this step.
-
-        Raises:
-            PeerLostError: If a rank is lost; the gradients are as they were: take no optimizer step.
+        Returns the mean loss, and whether any rank wants to stop after this step. On a PeerLostError the gradients are
+        as they were: take no optimizer step.
         """
         held = [parameter for parameter in parameters if parameter.requires_grad]
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in held]

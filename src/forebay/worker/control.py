@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay.errors import NetworkError, ProtocolViolation
-from forebay.network.addresses import parse_address
+from forebay.network.addresses import join_address, parse_address
 from forebay.network.backoff import backoff_s
 from forebay.network.client import Client, RemoteError
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.identity import Identity
+from forebay.network.messages import STALE_ATTEMPT
 from forebay.network.waiting import waiting
 
 log = logging.getLogger("forebay.worker")
@@ -37,16 +38,10 @@ class SchedulerGone(NetworkError):  # noqa: N818  # it says what happened
 class Control:
     """Calls a scheduler's doors; safe from several threads.
 
-    The first scheduler that answers for the name is pinned by its peer id: after a restart, at whatever
-    address, it must be the same one. Without a fixed address it is found in the DHT.
-
-    Raises:
-        UsageError: If `fixed_address` is no address.
-
-    Args:
-        name: The job's; "" takes whatever job the scheduler gives, and needs an address.
-        attempt: Attempts of exchanges are numbered from the one after, so that one which was given up and comes
-            late is not heard once a later one was.
+    The first scheduler that answers for the name is pinned by its peer id: after a restart, at whatever address, it
+    must be the same one. Without a fixed address it is found in the DHT. The name is the job's; "" takes whatever job
+    the scheduler gives, and needs an address. Exchanges are numbered from the one after `attempt`, so that one which
+    was given up and comes late is not heard once a later one was.
     """
 
     identity: Identity
@@ -70,9 +65,7 @@ class Control:
     def exchange(self, body: dict[str, Any], patience_s: float | None = None) -> dict[str, Any]:
         """One exchange, repeated with back-off while the scheduler is away; a longer wait is logged with its cause.
 
-        Raises:
-            RemoteError: If the scheduler refuses it; never for its being away.
-            SchedulerGone: After `patience_s`, or at once when the worker is told to stop.
+        RemoteError if the scheduler refuses it; SchedulerGone after `patience_s`, or at once when told to stop.
         """
         with waiting(log, lambda: f"the scheduler of {self._what}: {self._reason}"):
             return self._exchange(body, patience_s)
@@ -85,7 +78,7 @@ class Control:
         patience_s = self.patience_s if patience_s is None else patience_s
         deadline = time.monotonic() + patience_s
         began_stopping = time.monotonic()
-        tried, is_repeat = 0, False
+        tried = 0
         while True:
             tried, asked_s = tried + 1, 0.0
             address = self._find()
@@ -101,10 +94,9 @@ class Control:
                         raise ProtocolViolation(f"scheduler {address}: expected an object, got {answer!r:.80}")
                     return answer
                 except RemoteError as error:
-                    # 409 once: an earlier copy of this attempt may have been heard, and its answer lost.
-                    if error.status not in (429, 503) and (error.status != 409 or is_repeat):
+                    # A stale attempt: a copy of it was heard, and its answer lost. The next one is not.
+                    if error.status < 500 and error.status != 429 and error.code != STALE_ATTEMPT:
                         raise
-                    is_repeat = is_repeat or error.status == 409
                     self._reason, asked_s = str(error), error.wait_s
                 except NetworkError as error:
                     self._reason = str(error)
@@ -142,10 +134,7 @@ class Control:
             if self.discovery is not None:
                 key = record_key(self.identity.network_id, "scheduler", self.name)
                 try:
-                    candidates += [
-                        f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-                        for host, port in self.discovery.find(key, 2.0)
-                    ]
+                    candidates += [join_address(*where) for where in self.discovery.find(key, 2.0)]
                     self._reason = "the DHT was asked and names none"
                 except NetworkError as error:  # the caller's patience decides
                     self._reason = f"the DHT cannot be asked: {error}"

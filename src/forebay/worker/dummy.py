@@ -62,11 +62,9 @@ class DummyDataset(Batches):
 
     @property
     def vocab_size(self) -> int:
-        """See Batches."""
         return self._vocab_size
 
     def describe(self) -> str:
-        """See Batches."""
         kind = f"{self._num_samples:,} random samples, dealt" if self._num_samples else "random samples"
         return f"{kind}, ids below {self._vocab_size:,}"
 
@@ -75,18 +73,15 @@ class DummyDataset(Batches):
         return self._position
 
     def go_to(self, mark: Any) -> None:
-        """See Batches."""
         self._position = int(mark)
 
     def dealt(self, rank: int, world_size: int) -> DummyDataset:
-        """See Batches."""
         other = copy.copy(self)
         other.rank, other.world_size = rank_of_world(rank, world_size)
         other._given, other._resuming = 0, False
         return other
 
     def endless(self) -> Generator[Batch, None, None]:
-        """See Batches."""
         while True:
             start, step = self._position, self.effective_batch_size
             places = start + np.arange(self.rank, step, self.world_size, dtype=np.int64)

@@ -20,8 +20,7 @@ from forebay.errors import ForebayError, IntegrityError, NetworkError
 from forebay.network.backoff import backoff_s
 from forebay.network.client import Client, WrongPeerError
 from forebay.network.members import Holder, format_ranges
-from forebay.schedule.exchange import Lease
-from forebay.schedule.possession import prove
+from forebay.schedule.exchange import Lease, prove
 from forebay.store.cache import Refusal, SliceCache
 from forebay.store.foreign import FromUrls, open_foreign_origin
 from forebay.store.holders import HolderSource
@@ -41,8 +40,7 @@ _FILE = re.compile(r"([0-9a-f]{64})\.known")
 class Shelf:
     """What of each dataset lies in a cache. Threads and processes share it, as they do the cache.
 
-    Attributes:
-        sizes: Bytes and dataset's name of each slice that this worker was ever leased, by hash: what it may hand on.
+    `sizes` has bytes and dataset's name of each slice that this worker was ever leased, by hash: what it may hand on.
     """
 
     def __init__(self, cache: SliceCache) -> None:
@@ -107,12 +105,9 @@ class _NoSourceError(NetworkError):
 
 
 class Fetcher:
-    """Fetches the slices of a worker's leases, in threads of its own, from `start` to `close`.
+    """Fetches the slices of a worker's leases, `threads` at once, in threads of its own, from `start` to `close`.
 
-    Args:
-        threads: Slices fetched at once.
-        from_urls: Which URLs that data nodes stand for are read (see store.foreign).
-        patience_s: A slice that nobody gives for so long, and no other either, is the end of the worker.
+    A slice that nobody gives for `patience_s`, and no other either, is the end of the worker.
     """
 
     def __init__(
@@ -181,7 +176,8 @@ class Fetcher:
         except IntegrityError as error:
             self._leases.fail(held, str(error))
         except Exception as error:  # a full disk or no descriptor left too: it is tried again
-            if isinstance(error, ForebayError) and not isinstance(error, NetworkError):
+            is_passing = isinstance(error, NetworkError) or isinstance(error.__cause__, OSError)
+            if isinstance(error, ForebayError) and not is_passing:
                 raise
             if not isinstance(error, NetworkError):
                 log.exception("slice %s: cannot fetch it; its lease is released", grant.name)
@@ -198,6 +194,8 @@ class Fetcher:
         if not self.slices and grant.providers and all(provider.is_url for provider in grant.providers):
             patience_s = min(patience_s, _URLS_ONLY_S) if isinstance(error, _NoSourceError) else patience_s
         if self._misses >= 5 and time.monotonic() - self._hit_at > patience_s:
+            if isinstance(error, ForebayError) and not isinstance(error, NetworkError):
+                raise error  # the disk's: it says where and what to do
             raise NetworkError(
                 f"worker: no provider gave any slice for {patience_s:g} s, "
                 f"last {grant.name}: {error}. Is a data node running?"
@@ -271,11 +269,7 @@ class Fetcher:
             self._exclude(grant, source, f"gave under {_PACE_BYTES} bytes in {_PACE_S:g} s", wrong=False)
 
     def _sources(self, grant: Lease, providers: Sequence[Holder]) -> list[Origin]:
-        """Those of the providers that can be asked.
-
-        Raises:
-            NetworkError: If there is none, with the last reason.
-        """
+        """Those of the providers that can be asked; NetworkError with the last reason if there is none."""
         sources, why = list[Origin](), ""
         for provider in providers:
             try:

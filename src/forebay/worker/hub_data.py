@@ -153,7 +153,6 @@ class HubDataset(Batches):
 
     @property
     def vocab_size(self) -> int:
-        """See Batches."""
         return self._stream.vocab_size
 
     @property
@@ -166,23 +165,16 @@ class HubDataset(Batches):
         return self._stream.stats()
 
     def describe(self) -> str:
-        """See Batches."""
         return self._about
 
     def mark(self) -> Moment:
-        """See Batches."""
         return self._stream.moment
 
     def go_to(self, mark: Any) -> None:
-        """See Batches."""
         self._stream.go_to(mark)
 
     def dealt(self, rank: int, world_size: int) -> HubDataset:
-        """See Batches.
-
-        Raises:
-            UsageError: With partition "records": a rank's place says nothing of another world's.
-        """
+        """See Batches. Not with partition "records": a rank's place says nothing of another world's."""
         if self._stream.partition == "records" and (rank, world_size) != (self.rank, self.world_size):
             raise UsageError(
                 f"partition 'records': expected {self.world_size} ranks throughout, got {world_size}. Use partition "
@@ -199,7 +191,6 @@ class HubDataset(Batches):
         return other
 
     def endless(self) -> Generator[Batch, None, None]:
-        """See Batches."""
         with closing(iter(self._stream)) as batches:  # type: ignore[type-var]  # a generator
             for batch in batches:
                 if batch.epoch > self._told:
@@ -223,5 +214,4 @@ class HubDataset(Batches):
         self._stream.load_state_dict(stream)
 
     def close(self) -> None:
-        """See Batches."""
         self._stream.close()

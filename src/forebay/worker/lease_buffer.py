@@ -18,14 +18,7 @@ _LOOK_S = 1.0
 
 
 class LeaseBuffer:
-    """The leases of one worker. Threads share it.
-
-    Args:
-        clock: Seconds; only differences count.
-
-    Attributes:
-        state: For reading single attributes, which needs no lock.
-    """
+    """The leases of one worker. Threads share it; reading a single attribute of `state` needs no lock."""
 
     def __init__(self, state: LeaseState, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = state

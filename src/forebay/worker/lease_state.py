@@ -25,13 +25,6 @@ from forebay.schedule.exchange import Answer, Ask, BadReport, Failed, Lease, Ref
 class ActiveLease:
     """A lease of this worker. Of its samples [start, stop) those before `acked` are on record, those before `used` are
     used, those before `taken` are used or in the current step, and none from `limit` on may be taken now.
-
-    Attributes:
-        path: The verified slice, pinned in the cache; None until it is fetched. `proof`: that it is there.
-        read: int64 [stop - start of the grant], the global ids of the samples that were read, as far as `used`.
-        fetching: A fetch of its slice was started. `training`: it is in use.
-        over: Nothing more of it is used: it was lost, has failed or is to be released.
-        reason: Why it failed; empty if it did not.
     """
 
     grant: Lease
@@ -41,13 +34,13 @@ class ActiveLease:
     taken: int
     limit: int
     step: int = 0
-    path: Path | None = None
-    proof: str = ""
-    read: NDArray[np.int64] | None = None
-    fetching: bool = False
-    training: bool = False
-    over: bool = False
-    reason: str = ""
+    path: Path | None = None  # the verified slice, pinned in the cache; None until it is fetched
+    proof: str = ""  # that it is there
+    read: NDArray[np.int64] | None = None  # [stop - start of the grant], ids of the samples read, up to `used`
+    fetching: bool = False  # a fetch of its slice was started
+    training: bool = False  # it is in use
+    over: bool = False  # nothing more of it is used: it was lost, has failed or is to be released
+    reason: str = ""  # why it failed; empty if it did not
     refusals: int = 0
 
     @classmethod
@@ -96,14 +89,11 @@ _MAX_REFUSALS = 3
 class LeaseState:
     """The leases of one worker, as a state machine. Not safe for threads: see `LeaseBuffer`.
 
-    Args:
-        batch_size: Samples of a step.
-        ahead: Leases beyond the one in use, 1 to 15; None: as many as keep the fetching ahead of the use.
-        max_bytes: Limit for the slices of all leases together; one slice is always allowed.
-        receipt_s: Bounds what is wasted when leases are lost: the samples used in this time, and two steps. Requests
-            that acknowledge uses are half of it apart, and horizons reach half of it ahead; a step may end between two
-            requests, and another one is in progress.
-        on_release: Called once for each slice that was fetched and is not needed any more.
+    A step has `batch_size` samples. `ahead`: see LeaseSettings. The slices of all leases together take at most
+    `max_bytes`; one slice is always allowed. `receipt_s` bounds what is wasted when leases are lost: the samples used
+    in this time, and two steps. Requests that acknowledge uses are half of it apart, and horizons reach half of it
+    ahead; a step may end between two requests, and another one is in progress. `on_release` is called once for each
+    slice that was fetched and is not needed any more.
     """
 
     log = logging.getLogger("forebay.worker")
@@ -212,9 +202,7 @@ class LeaseState:
     def report(self, peer_id: str, sha256: str, reason: str, *, wrong: bool, rejected: bool = True) -> None:
         """A provider of a slice failed; the next request says so.
 
-        Args:
-            wrong: It sent wrong bytes, and was not only late or unreachable.
-            rejected: It is not asked for this slice again.
+        `wrong`: it sent wrong bytes, and was not only late or unreachable. `rejected`: it is not asked for it again.
         """
         report = BadReport(peer_id, sha256, reason[:300], wrong)
         self._reports.append(report)
@@ -224,11 +212,7 @@ class LeaseState:
     # Requests to the scheduler, one at a time.
 
     def request(self, now: float, last: bool = False) -> Ask:
-        """The next request; its horizons bind until `receive` has its reply. Also instead of one that got no reply.
-
-        Args:
-            last: All leases are released.
-        """
+        """The next request, or one for a lost one; its horizons bind until its reply. The `last` releases all."""
         self._requested_at = now
         if last:
             for lease in self._leases.values():

@@ -93,9 +93,6 @@ class LeaseSettings:
             every address of this machine; None: nowhere.
         upload_bytes_per_s: What it sends to them at most.
         from_urls: Which URLs that data nodes stand for are read: none, `public` or `any` (see store.foreign).
-
-    Raises:
-        UsageError: If a value is out of range.
     """
 
     name: str

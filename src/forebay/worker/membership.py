@@ -121,11 +121,7 @@ class Membership:
 
     @property
     def generation(self) -> Generation:
-        """The generation that this worker is in.
-
-        Raises:
-            MembershipLostError: Before `join`.
-        """
+        """The generation that this worker is in; MembershipLostError before `join`."""
         if self._state.generation is None:
             raise MembershipLostError(f"worker {self.worker_id!r}: in no generation yet. Call join() first.")
         return self._state.generation

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeAlias, TypeVar
 
+from pydantic import TypeAdapter
+
 from forebay.errors import LeaseError, NetworkError, ProtocolViolation
 from forebay.network.backoff import backoff_s
 from forebay.network.client import RemoteError
@@ -92,10 +94,8 @@ class Generation:
     def from_json(cls, value: Any) -> Generation:
         """A generation as the coordinator must describe it; ProtocolViolation if it does not."""
         try:
-            members = tuple(Member(str(m["worker_id"]), int(m["rank"]), str(m["address"])) for m in value["members"])
-            keys = ("number", "rank", "world_size", "start_step", "start_sample", "source")
-            return cls(members=members, run_id=str(value["run_id"]), **{key: int(value[key]) for key in keys})
-        except (KeyError, TypeError, ValueError) as error:
+            return _GENERATION.validate_python(value)
+        except ValueError as error:
             raise ProtocolViolation(f"coordinator: expected a generation, got {value!r:.200}") from error
 
     def first_sample(self, step: int, batch_size: int) -> int:
@@ -108,21 +108,14 @@ class Generation:
         return range(first + self.rank, first + batch_size * self.world_size, self.world_size)
 
 
+_GENERATION = TypeAdapter(Generation)
+
+
 class MembershipState:
-    """One process's membership of a run.
+    """One process's membership of a run; `settings` to `on_note` as of `Membership`.
 
-    Args:
-        coordinator: Its address, for messages.
-        settings, defaults, lockstep, step, samples, patience_s, on_note: As of `Membership`.
-        clock: Seconds; only differences count.
-        new_session: A name that no process had before.
-        random: Spreads the repetitions of requests.
-
-    Attributes:
-        config: What the run does, once agreed.
-        generation: That this worker is in; None before it joined.
-        changing: Another generation is wanted: stop at the next boundary. `broken`: a rank cannot finish its step.
-        closed: It has left; what is under way ends.
+    `coordinator` is its address, for messages. `clock` gives seconds of which only differences count, `new_session` a
+    name that no process had before; `random` spreads the repetitions of requests.
     """
 
     def __init__(
@@ -143,10 +136,10 @@ class MembershipState:
         random: Random,
     ) -> None:
         self.worker_id = worker_id
-        self.config: dict[str, Any] = {}
-        self.generation: Generation | None = None
+        self.config: dict[str, Any] = {}  # what the run does, once agreed
+        self.generation: Generation | None = None  # None before it joined
         self.session = ""
-        self.closed = False
+        self.closed = False  # it has left; what is under way ends
         self._coordinator = coordinator
         self._address = address
         self._settings = {**settings, "lockstep": lockstep}

@@ -42,14 +42,7 @@ _alone = threading.Lock()
 
 
 def train_together(training: Training) -> TrainingReport:
-    """Train as a member of the coordinator's run to its end, or until told to stop.
-
-    Raises:
-        CoordinatorGoneError: If the coordinator does not answer for patience_s.
-        DuplicateWorkerError: If another live process has this worker's id.
-        UsageError: If another worker of this process trains together already, or ranks share documents.
-        OutOfMemory: If a step does not fit its device.
-    """
+    """Train as a member of the coordinator's run to its end, or until told to stop. Raises as `WorkerClient` says."""
     if training.config.partition != "samples":
         raise UsageError("partition: expected 'samples' where a coordinator deals ranks, got 'records'.")
     if not _alone.acquire(blocking=False):

@@ -46,14 +46,10 @@ class Trainer(Protocol):
 
 
 class LockstepTrainer(Trainer, Protocol):
-    """One whose gradients can be averaged over workers, by PyTorch, between `gradients` and `apply`.
+    """One whose gradients can be averaged over workers, by PyTorch, between `gradients` and `apply`."""
 
-    Attributes:
-        model: A torch.nn.Module, and `optimizer` what steps its weights, as torch.optim has it; both on `device`.
-    """
-
-    model: Any
-    optimizer: Any
+    model: Any  # a torch.nn.Module
+    optimizer: Any  # steps its weights, as torch.optim has it; both on `device`
     device: str
 
     def gradients(self, inputs: Integers, labels: Integers) -> tuple[float, int]:
@@ -135,11 +131,7 @@ def share_processors() -> None:
 
 @functools.cache
 def trainer_class(name: str) -> Callable[..., Trainer]:
-    """What makes the trainers of a name: counts, or the class NAME of a program, FILE.py:NAME, which is run for it.
-
-    Raises:
-        UsageError: If there is none of this name, or a package that the program imports is not installed.
-    """
+    """What makes the trainers of a name: counts, or the class NAME of a program, FILE.py:NAME, which is run for it."""
     if name in ("auto", "count"):
         return CountTrainer
     path, _, attribute = check_trainer(name).rpartition(":")
@@ -166,12 +158,7 @@ def check_trainer(name: str) -> str:
 def make_trainer(name: str, *, vocab_size: int, dtype: str, seq_len: int, layout: str) -> Trainer | None:
     """The trainer of a name for a leased job, None for `none` and for `auto` with rows.
 
-    Args:
-        vocab_size: 0 where the dataset does not say (adopted files): then all that a U16 can be, for U32
-            counting only.
-
-    Raises:
-        UsageError: If there is none of this name, or the trainer cannot learn from this layout.
+    `vocab_size` is 0 where the dataset does not say (adopted files): then all that a U16 can be, for U32 counting only.
     """
     check_trainer(name)
     if name == "none" or (layout != "tokens" and name == "auto"):

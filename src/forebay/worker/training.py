@@ -34,11 +34,7 @@ def write_checkpoint(directory: Path, state: dict[str, Any], trainer: bytes) -> 
 
 
 def read_checkpoint(directory: Path) -> tuple[dict[str, Any], bytes] | None:
-    """What was kept, or None.
-
-    Raises:
-        StateError: If it is damaged.
-    """
+    """What was kept, or None; StateError if it is damaged."""
     path = directory / CHECKPOINT
     remove_stale(directory)
     if not path.exists():
@@ -97,11 +93,7 @@ class TrainingReport:
 
 
 def open_data(config: WorkerConfig) -> Batches:
-    """The dataset of a configuration, as the only rank reads it; `dealt` gives another's share.
-
-    Raises:
-        UnknownDatasetError, DownloadError, MissingPackageError, PrepareError.
-    """
+    """The dataset of a configuration, as the only rank reads it; `dealt` gives another's share."""
     common: dict[str, Any] = {
         "num_batches": config.num_steps, "batch_size": config.batch_size, "seq_len": config.resolved_seq_len(),
         "seed": config.seed, "tensors": "numpy",
@@ -118,10 +110,8 @@ def open_data(config: WorkerConfig) -> Batches:
 class Training:
     """A run in one thread; `stop` may be set from any, and ends it after the step under way.
 
-    Args:
-        tell: Told a line at the beginning, every two seconds, and at the end.
-        on_step: Called after each step with its number, from 0, this rank's batch, and the loss.
-        bar: Draw a bar on stderr in place of the lines on the way.
+    `tell` is told a line at the beginning, every two seconds, and at the end; `bar` draws a bar on stderr in place of
+    those on the way. `on_step` is called after each step with its number, from 0, this rank's batch, and the loss.
     """
 
     def __init__(
@@ -172,11 +162,7 @@ class Training:
         return self._trainer
 
     def run(self) -> TrainingReport:
-        """Train alone to the end, or until told to stop.
-
-        Raises:
-            OutOfMemory: If a step does not fit its device.
-        """
+        """Train alone to the end, or until told to stop; OutOfMemory if a step does not fit its device."""
         self.resume()
         self.begin()
         self.dealt(0, 1)

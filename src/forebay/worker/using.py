@@ -27,19 +27,12 @@ OnBatch: TypeAlias = Callable[[dict[str, NDArray[Any]], NDArray[np.int64]], None
 
 @dataclass
 class WorkerReport:
-    """What a worker did. Losses are means over the first and last steps; `wait_share` is in [0, 1].
-
-    Attributes:
-        wasted: Samples used here and not acknowledged in time: others use them again.
-        leases_lost: Leases that were begun and taken away.
-        rejected: Providers left out for a slice: `peer_id`, `sha256`, `reason`, `wrong`.
-        done: Whether nothing is left to lease. `num_left_out`: samples of slices set aside, which nobody used.
-    """
+    """What a worker did. Losses are means over the first and last steps; `wait_share` is in [0, 1]."""
 
     samples: int = 0
     tokens: int = 0
     steps: int = 0
-    wasted: int = 0
+    wasted: int = 0  # samples used here and not acknowledged in time: others use them again
     tokens_per_s: float = 0.0
     loss_first: float | None = None
     loss_last: float | None = None
@@ -49,27 +42,21 @@ class WorkerReport:
     bytes_shared: int = 0
     slices_fetched: int = 0
     slices_failed: int = 0
-    leases_lost: int = 0
-    rejected: list[dict[str, Any]] = field(default_factory=list)
-    done: bool = False
-    num_left_out: int = 0
+    leases_lost: int = 0  # begun and taken away
+    rejected: list[dict[str, Any]] = field(default_factory=list)  # providers left out for a slice
+    done: bool = False  # nothing is left to lease
+    num_left_out: int = 0  # samples of slices set aside, which nobody used
 
 
 @dataclass(eq=False)
 class Consumer:
-    """Uses the samples of leases, in the thread that calls `run`.
-
-    Args:
-        trainer: As of `make_trainer`; one is made for each job.
-        on_batch: Called after each step with the batch and its global sample ids.
-        on_progress: Called at most every half second, after a step.
-    """
+    """Uses the samples of leases, in the thread that calls `run`."""
 
     leases: LeaseBuffer
     report: WorkerReport
-    trainer: str
-    on_batch: OnBatch | None
-    on_progress: Callable[[], None]
+    trainer: str  # as of `make_trainer`; one is made for each job
+    on_batch: OnBatch | None  # called after each step with the batch and its global sample ids
+    on_progress: Callable[[], None]  # called at most every half second, after a step
 
     def __post_init__(self) -> None:
         self._trainers: dict[tuple[str, str], Trainer | None] = {}

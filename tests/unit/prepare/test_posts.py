@@ -80,10 +80,11 @@ def test_posts_and_damage(tmp_path: Path) -> None:
         ("3", "Some text & more"),
         ("6", "Some text & more"),
     ]
+    size = len(row(5, body="x" * 3000))
     assert [r.problem for r in found if r.problem] == [
         "a row that does not end",
         "a row without Id or Body",
-        "a post of more than max_document_bytes = 2000",
+        f"a line of {size} bytes is longer than max_document_bytes, 2000",
     ]
     path.write_bytes(path.read_bytes().replace(b"text", b"\xff\xfe", 1))
     assert "not UTF-8" in read(STACKEXCHANGE, path)[0].problem

@@ -244,3 +244,30 @@ def test_it_is_detected() -> None:
 )
 def test_markup_that_stands_alone_leaves_nothing(source: str, text: str) -> None:
     assert to_text(source) == text
+
+
+@pytest.mark.parametrize("size", [0, 1500])
+def test_of_many_revisions_the_last_is_read(tmp_path: Path, size: int) -> None:
+    """Earlier ones are let go of as they come, however many they are; so is a text that is too large."""
+    revision = "<revision><id>9</id><text>{}</text></revision>"
+    many = "".join(revision.format(f"old {i} " * 1000) for i in range(300))
+    path = tmp_path / "a.xml"
+    last = revision.format("new " + "x" * size)
+    whole = page(1, "a").replace("<revision>", many + "<revision>", 1).replace("</page>", last + "</page>")
+    path.write_text(HEAD + whole + page(2, "b") + "</mediawiki>")
+    first, second = read(path, max_document_bytes=1000)
+    assert second.text == "Page 2\n\nb"
+    assert first.id == "1" and "max_document_bytes" in first.problem if size else first.text == "Page 1\n\nnew"
+    huge = page(1, "x" * (3 << 20))
+    path.write_text(HEAD + huge + page(2, "b") + "</mediawiki>")
+    first, second = read(path, max_document_bytes=1000)
+    assert (first.id, "max_document_bytes" in first.problem, second.text) == ("1", True, "Page 2\n\nb")
+
+
+@pytest.mark.parametrize("end", ["</mediawik", "<page><title>x</title>", "<page><revision>", ""])
+def test_a_dump_that_ends_early_is_told_once(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "a.xml"
+    path.write_text(HEAD + page(1, "a") + end)
+    assert [(r.id, r.problem[:11]) for r in read(path)] == [("1", ""), ("", "damaged XML")]
+    path.write_text(HEAD + page(1, "a") + " " * ((256 << 10) - len(HEAD + page(1, "a")) - 11) + "</mediawiki>\n")
+    assert [r.problem for r in read(path)] == [""]

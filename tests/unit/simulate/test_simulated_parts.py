@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from forebay.errors import UsageError
 from forebay.simulate.book import Book, Range
 from forebay.simulate.bound import lease_bound
-from forebay.simulate.clock import Clock
 from forebay.simulate.faults import draw
-from forebay.simulate.links import Links, fair_rates
+from forebay.simulate.links import Clock, Links, fair_rates
 from forebay.simulate.settings import Settings
 
 

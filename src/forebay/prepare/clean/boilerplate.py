@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.prepare.clean.phrases import Automaton, apart, build, word_table
-from forebay.prepare.clean.spans import frozen_buffers, splice
+from forebay.prepare.clean.spans import splice
 from forebay.prepare.compiled import Bytes, Ints, jit
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column
-from forebay.prepare.filters.fields import need_count, need_flag
+from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers
+from forebay.prepare.settings import Count, Positive, check_fields
 
 _ENGLISH = resources.files("forebay.prepare.clean") / "english.txt"
 ANYWHERE, BEGINNING, WHOLE = 0, 1, 2
@@ -162,15 +162,13 @@ class Boilerplate(Stage):
     reasons: ClassVar[tuple[str, ...]] = ("empty",)
     english: bool = True
     patterns: str = ""
-    max_line_bytes: int = 200
-    menu_lines: int = 5
-    menu_words: int = 3
+    max_line_bytes: Positive = 200
+    menu_lines: Count = 5
+    menu_words: Positive = 3
 
     def __post_init__(self) -> None:
-        need_flag(self, "english")
-        need_count(self, "max_line_bytes", "menu_words", low=1)
-        need_count(self, "menu_lines")
-        if not isinstance(self.patterns, str) or (self.patterns and not Path(self.patterns).is_file()):
+        check_fields(self)
+        if self.patterns and not Path(self.patterns).is_file():
             raise UsageError(f"patterns: expected a file of phrases, got {self.patterns!r}, which is no file")
 
     def files(self) -> tuple[str, ...]:
@@ -180,8 +178,8 @@ class Boilerplate(Stage):
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """The batch without those lines; counts `phrase_lines` and `menu_lines` of the documents kept."""
         column = batch.column("text")
-        offsets, data = frozen_buffers(pc.ascii_lower(column))  # as long as it was
-        real, _ = frozen_buffers(column)
+        offsets, data = text_buffers(pc.ascii_lower(column))  # as long as it was
+        real, _ = text_buffers(column)
         rows = int(np.count_nonzero(data[offsets[0] : offsets[-1]] == 10)) + len(batch)
         place = np.int32 if offsets[-1] < 1 << 31 else np.int64  # a giant of very short lines has millions
         starts, stops, kinds = np.empty(rows, place), np.empty(rows, place), np.empty(rows, np.int8)

@@ -9,14 +9,14 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
 import re2
+from pydantic import Field
 
-from forebay.errors import UsageError
 from forebay.prepare.clean.pii_scan import (
     CARD,
     EMAIL,
@@ -30,11 +30,13 @@ from forebay.prepare.clean.pii_scan import (
     iban_table,
     scan,
 )
-from forebay.prepare.clean.spans import frozen_buffers, splice
+from forebay.prepare.clean.spans import splice
 from forebay.prepare.compiled import Ints
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column
+from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers
+from forebay.prepare.settings import check_fields
 
-KINDS = ("email", "ipv4", "ipv6", "iban", "card", "phone", "key")
+Kind = Literal["email", "ipv4", "ipv6", "iban", "card", "phone", "key"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 """In the order of the numbers of `pii_scan`; `key` is ours."""
 assert tuple(range(6)) == (EMAIL, IPV4, IPV6, IBAN, CARD, PHONE)
 FINEWEB_MASKS = {
@@ -112,29 +114,20 @@ class Pii(Stage):
 
     name: ClassVar[str] = "pii"
     version: ClassVar[int] = 2
-    kinds: tuple[str, ...] = KINDS
-    style: str = "mask"
-    masks: tuple[tuple[str, str], ...] = field(default=())
+    kinds: Annotated[tuple[Kind, ...], Field(min_length=1)] = KINDS
+    style: Literal["mask", "fineweb"] = "mask"
+    masks: tuple[tuple[Kind, str], ...] = ()
     public_only: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.masks, dict):  # as a recipe gives it; a stage must be hashable
             object.__setattr__(self, "masks", tuple(sorted(self.masks.items())))
-        if not isinstance(self.kinds, str):
-            object.__setattr__(self, "kinds", tuple(self.kinds))
-        if isinstance(self.kinds, str) or not self.kinds or set(self.kinds) - set(KINDS):
-            raise UsageError(f"kinds: expected some of {', '.join(KINDS)}, got {self.kinds!r}")
-        if self.style not in ("mask", "fineweb"):
-            raise UsageError(f"style: expected mask or fineweb, got {self.style!r}")
-        if any(kind not in KINDS or not isinstance(mask, str) for kind, mask in self.masks):
-            raise UsageError(f"masks: expected text by kind ({', '.join(KINDS)}), got {dict(self.masks)!r}")
-        if not isinstance(self.public_only, bool):
-            raise UsageError(f"public_only: expected true or false, got {self.public_only!r}")
+        check_fields(self)
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """The batch with its texts masked, and how many of each kind."""
         column = batch.column("text")
-        offsets, _ = frozen_buffers(column)
+        offsets, _ = text_buffers(column)
         starts, stops, kinds = self.find(column)
         masks = self._masks()
         first = np.cumsum([0, *map(len, masks)])
@@ -146,7 +139,9 @@ class Pii(Stage):
             turn = np.arange(len(mine)) - np.searchsorted(rows[mine], rows[mine], side="left")
             which[mine] += turn % len(masks[kind])
         column = splice(column, starts, stops, puts, which)
-        counts = {KINDS[kind]: n for kind, n in enumerate(np.bincount(kinds, minlength=len(KINDS)).tolist()) if n}
+        counts: dict[str, int] = {
+            KINDS[kind]: n for kind, n in enumerate(np.bincount(kinds, minlength=len(KINDS)).tolist()) if n
+        }
         return Verdict(replace_column(batch, "text", column), keep_all(len(batch)), counts)
 
     def find(self, column: pa.LargeStringArray) -> Spans:
@@ -164,7 +159,7 @@ class Pii(Stage):
         return starts[order], stops[order], kinds[order]
 
     def _scanned(self, column: pa.LargeStringArray) -> Spans:
-        offsets, data = frozen_buffers(column)
+        offsets, data = text_buffers(column)
         wanted = sum(1 << KINDS.index(kind) for kind in set(self.kinds) - {"key"})
         size = int(offsets[-1] - offsets[0]) // MIN_SPAN_BYTES + 1
         starts, stops, found = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.uint8)
@@ -183,8 +178,8 @@ class Pii(Stage):
         return starts[keep], stops[keep], kinds[keep]
 
     def _masks(self) -> list[tuple[bytes, ...]]:
-        given = {kind: (mask.encode(),) for kind, mask in self.masks}
-        usual = {kind: (f"<{kind}>".encode(),) for kind in KINDS}
+        given: dict[str, tuple[bytes, ...]] = {kind: (mask.encode(),) for kind, mask in self.masks}
+        usual: dict[str, tuple[bytes, ...]] = {kind: (f"<{kind}>".encode(),) for kind in KINDS}
         return [{**usual, **(FINEWEB_MASKS if self.style == "fineweb" else {}), **given}[kind] for kind in KINDS]
 
 
@@ -210,7 +205,7 @@ def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _keys(column: pa.LargeStringArray) -> Iterator[tuple[int, int]]:
     """The spans of keys, which may overlap, row by row."""
-    offsets, data = frozen_buffers(column)
+    offsets, data = text_buffers(column)
     starts = _compiled(STARTS)
     for first, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
         text = data[first:stop].tobytes()

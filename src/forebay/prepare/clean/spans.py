@@ -12,13 +12,6 @@ from forebay.prepare.compiled import Bytes, Ints, jit
 from forebay.prepare.documents import text_buffers, text_column
 
 
-def frozen_buffers(column: pa.LargeStringArray) -> tuple[Ints, Bytes]:
-    """`text_buffers`, never writable: numba compiles a kernel anew for arrays that are, and columns come as both."""
-    offsets, data = text_buffers(column)
-    offsets.flags.writeable = data.flags.writeable = False
-    return offsets, data
-
-
 @jit()
 def _splice(
     offsets: Ints,
@@ -68,7 +61,7 @@ def splice(
     """
     if not len(starts):
         return column
-    offsets, data = frozen_buffers(column)
+    offsets, data = text_buffers(column)
     put_offsets = np.zeros(len(puts) + 1, np.int64)
     np.cumsum([len(put) for put in puts], out=put_offsets[1:])
     size = int(offsets[-1] - offsets[0] - (stops - starts).sum() + np.diff(put_offsets)[which].sum())
@@ -82,7 +75,7 @@ def replace_rows(column: pa.LargeStringArray, texts: Mapping[int, str]) -> pa.La
     """The column with other texts in those rows, which must not be empty: nobody repairs an empty text."""
     if not texts:
         return column
-    offsets, _ = frozen_buffers(column)
+    offsets, _ = text_buffers(column)
     rows = np.array(sorted(texts), np.int64)
     assert (offsets[rows + 1] > offsets[rows]).all()
     puts = [texts[row].encode() for row in rows.tolist()]

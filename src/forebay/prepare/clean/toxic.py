@@ -12,18 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import Field
 
 from forebay.errors import UsageError
 from forebay.prepare.clean.phrases import Automaton, apart, build, fold, word_table
-from forebay.prepare.clean.spans import frozen_buffers
 from forebay.prepare.compiled import Bytes, Ints, jit
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column
-from forebay.prepare.filters.fields import need_flag, need_number
+from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers
+from forebay.prepare.settings import Share, check_fields
 
 UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "yue", "wuu", "bo"))
 """Languages written without spaces: a phrase is found anywhere."""
@@ -85,25 +85,16 @@ class Toxic(Stage):
     lists: str = ""
     language: str = "en"
     allow: tuple[str, ...] = ALLOWED
-    max_matches: int = 0
-    max_fraction: float = 1.0
+    max_matches: Annotated[int, Field(ge=-1)] = 0
+    max_fraction: Share = 1.0
     classifier: str = ""
     model: str = ""
     label: str = "__label__toxic"
-    threshold: float = 0.5
+    threshold: Share = 0.5
     soft: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("lists", "language", "classifier", "model", "label"):
-            if not isinstance(getattr(self, key), str):
-                raise UsageError(f"{key}: expected text, got {getattr(self, key)!r}")
-        if isinstance(self.allow, str) or not all(isinstance(entry, str) for entry in self.allow):
-            raise UsageError(f"allow: expected a list of phrases, got {self.allow!r}")
-        object.__setattr__(self, "allow", tuple(self.allow))
-        if isinstance(self.max_matches, bool) or not isinstance(self.max_matches, int) or self.max_matches < -1:
-            raise UsageError(f"max_matches: expected -1 or more, got {self.max_matches!r}")
-        need_number(self, "max_fraction", "threshold", high=1)
-        need_flag(self, "soft")
+        check_fields(self)
         if not (self.lists or self.classifier or self.model):
             raise UsageError(
                 "lists: expected a file or directory of word lists (or a classifier, or a model), got none of them. "
@@ -139,7 +130,7 @@ class Toxic(Stage):
         column, drop, counts = batch.column("text"), keep_all(len(batch)), Counter[str]()
         if self.lists:
             matches, covered, listed = self._matches(batch)
-            sizes = np.maximum(np.diff(frozen_buffers(column)[0]), 1)
+            sizes = np.maximum(np.diff(text_buffers(column)[0]), 1)
             over = covered / sizes > self.max_fraction
             if self.max_matches >= 0:
                 over |= matches > self.max_matches
@@ -168,7 +159,7 @@ class Toxic(Stage):
                 continue
             rows = np.flatnonzero(np.array([language == other for other in languages]))
             some = folded if len(rows) == len(batch) else folded.take(pa.array(rows))
-            offsets, data = frozen_buffers(some)
+            offsets, data = text_buffers(some)
             here = np.zeros((len(rows), 2), np.int64)
             bounded = language not in UNSPACED
             _count(offsets, data, automaton, word_table(), bounded, here)

@@ -11,22 +11,20 @@ import re
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import ftfy
 import numpy as np
 import pyarrow as pa
 from ftfy.badness import is_bad
 from numpy.typing import NDArray
+from pydantic import Field
 
-from forebay.errors import UsageError
-from forebay.prepare.clean.spans import frozen_buffers, replace_rows
+from forebay.prepare.clean.spans import replace_rows
 from forebay.prepare.compiled import Bytes, Ints, jit
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_column
-from forebay.prepare.filters.fields import need_flag
+from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers, text_column
 from forebay.prepare.filters.words import next_point
 
-FORMS = ("NFC", "NFKC", "none")
 ROUNDS = 8
 MAX_MARKS = 30
 """Combining marks that may follow each other. Source: Unicode Standard Annex 15, section 13 (Stream-Safe Text Format).
@@ -213,20 +211,13 @@ class Unicode(Stage):
     name: ClassVar[str] = "unicode"
     version: ClassVar[int] = 2
     mojibake: bool = True
-    form: str = "NFC"
+    form: Literal["NFC", "NFKC", "none"] = "NFC"
     controls: bool = True
     zero_width: bool = True
     soft_hyphens: bool = True
     bidi_marks: bool = False
     trailing_spaces: bool = True
-    max_blank_lines: int = 2
-
-    def __post_init__(self) -> None:
-        need_flag(self, "mojibake", "controls", "zero_width", "soft_hyphens", "bidi_marks", "trailing_spaces")
-        if self.form not in FORMS:
-            raise UsageError(f"form: expected one of {', '.join(FORMS)}, got {self.form!r}")
-        if not isinstance(self.max_blank_lines, int) or self.max_blank_lines < -1:
-            raise UsageError(f"max_blank_lines: expected -1 or more, got {self.max_blank_lines!r}")
+    max_blank_lines: Annotated[int, Field(ge=-1)] = 2
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """The batch with its texts repaired; counts `mojibake`, `normalised` (documents) and those of KINDS."""
@@ -246,7 +237,7 @@ class Unicode(Stage):
 
         Those were not ASCII before, and are not empty now.
         """
-        offsets, data = frozen_buffers(column)
+        offsets, data = text_buffers(column)
         flags = np.zeros(len(column), np.uint8)
         _gate(offsets, data, _pairs(), flags)
         changed = np.zeros(len(column), bool)
@@ -259,7 +250,7 @@ class Unicode(Stage):
             rows = np.flatnonzero((flags & ask != 0) | (changed & (flags != 0)))
             normalise = functools.partial(_normalise, self.form)
             column = self._edit(column, rows, normalise, "normalised", changed, counts)
-        sizes = np.diff(frozen_buffers(column)[0])
+        sizes = np.diff(text_buffers(column)[0])
         return column, np.flatnonzero(changed), np.flatnonzero(changed & (flags != 0) & (sizes > 0))
 
     def _edit(
@@ -283,7 +274,7 @@ class Unicode(Stage):
     def _tidied(
         self, column: pa.LargeStringArray, changed: NDArray[np.bool_], counts: Counter[str]
     ) -> pa.LargeStringArray:
-        offsets, data = frozen_buffers(column)
+        offsets, data = text_buffers(column)
         out = np.empty(int(offsets[-1] - offsets[0]), np.uint8)
         out_offsets = np.zeros(len(offsets), np.int64)
         by_row = np.zeros((len(column), len(KINDS)), np.int64)

@@ -4,14 +4,15 @@ Hides: nothing; the vocabulary of this package.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from forebay.errors import UsageError
+from forebay.prepare.settings import Positive, check_fields
 
 SIGNATURE_VERSION = 2
 """Raised when the same text would get another signature, so that old ones are not compared with new ones."""
-NORMALISE = ("", "none", "space", "words")
-KEEP = ("first", "longest", "best")
 
 
 @dataclass(frozen=True)
@@ -46,30 +47,20 @@ class Dedup:
     paragraphs: bool = False
     lines: bool = False
     minhash: bool = False
-    bands: int = 14
-    rows: int = 8
-    ngram: int = 5
-    seed: int = 1
-    keep: str = "first"
+    bands: Annotated[int, Field(ge=1, le=1024)] = 14
+    rows: Annotated[int, Field(ge=1, le=256)] = 8
+    ngram: Annotated[int, Field(ge=1, le=256)] = 5
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1
+    keep: Literal["first", "longest", "best"] = "first"
     score: str = ""
-    normalise: str = ""
-    min_characters: int = 24
+    normalise: Literal["", "none", "space", "words"] = ""
+    min_characters: Positive = 24
     against: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "against", tuple(self.against))
-        for key, least, most in (("bands", 1, 1024), ("rows", 1, 256), ("ngram", 1, 256), ("min_characters", 1, None)):
-            value = getattr(self, key)
-            if value < least or (most is not None and value > most):
-                limits = f"at least {least}" if most is None else f"{least} to {most}"
-                raise UsageError(f"{key}: expected {limits}, got {value}")
+        check_fields(self)
         if self.bands * self.rows > 4096:
             raise UsageError(f"bands: expected at most 4096 hashes in bands x rows, got {self.bands * self.rows}")
-        if not 0 <= self.seed < 1 << 63:
-            raise UsageError(f"seed: expected 0 to 2^63 - 1, got {self.seed}")
-        for key, known in (("keep", KEEP), ("normalise", NORMALISE)):
-            if getattr(self, key) not in known:
-                raise UsageError(f"{key}: expected one of {', '.join(filter(None, known))}, got {getattr(self, key)!r}")
         if (self.keep == "best") != bool(self.score):
             wanted = "the name of a column" if self.keep == "best" else 'none without keep = "best"'
             raise UsageError(f"score: expected {wanted}, got {self.score!r}")

@@ -15,8 +15,8 @@ import pyarrow as pa
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, Verdict, replace_column, text_buffers, text_column
 from forebay.prepare.filters.characters import BREAK, PUNCTUATION, SPACE, TERMINAL
-from forebay.prepare.filters.fields import need_count, need_flag
-from forebay.prepare.filters.words import cut_words, decode, encode, kind, read_only, room_of, tables, trim
+from forebay.prepare.filters.words import cut_words, decode, encode, kind, room_of, tables, trim
+from forebay.prepare.settings import Count
 
 LINES = ("long_word", "unended", "few_words", "javascript", "policy")
 """Why a line is taken out, as it is counted: `lines_long_word`."""
@@ -30,7 +30,7 @@ _MORE_PHRASES = ("use of cookies", "use cookies")
 def _packed() -> tuple[np.ndarray, np.ndarray]:
     phrases = [p.encode() for p in (*_PHRASES, *_MORE_PHRASES)]
     ends = np.cumsum([0] + [len(p) for p in phrases])
-    return read_only(ends), read_only(np.frombuffer(b"".join(phrases), np.uint8))
+    return ends, np.frombuffer(b"".join(phrases), np.uint8)
 
 
 @dataclass(frozen=True)
@@ -50,23 +50,18 @@ class C4(Stage):
     """
 
     terminal_punctuation: bool = True
-    min_words_per_line: int = 3
-    max_word_chars: int = 1000
+    min_words_per_line: Count = 3
+    max_word_chars: Count = 1000
     remove_citations: bool = True
     javascript_lines: bool = True
     policy_lines: bool = True
     lorem_ipsum: bool = True
     curly_brackets: bool = True
-    min_sentences: int = 5
+    min_sentences: Count = 5
 
     name: ClassVar[str] = "c4"
     version: ClassVar[int] = 1
     reasons: ClassVar[tuple[str, ...]] = ("c4_lorem_ipsum", "c4_curly_bracket", "c4_few_sentences")
-
-    def __post_init__(self) -> None:
-        need_count(self, "min_words_per_line", "max_word_chars", "min_sentences")
-        need_flag(self, "terminal_punctuation", "remove_citations", "javascript_lines", "policy_lines")
-        need_flag(self, "lorem_ipsum", "curly_brackets")
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Texts without the lines that break a rule; of a dropped page the text stays as it was."""
@@ -74,12 +69,12 @@ class C4(Stage):
         flags = (self.terminal_punctuation, self.remove_citations, self.javascript_lines, self.policy_lines)
         settings = (*flags, self.lorem_ipsum, self.curly_brackets)
         limits = (self.min_words_per_line, self.max_word_chars, self.min_sentences)
-        rules = read_only(np.array([*settings, *limits], np.int64))
+        rules = np.array([*settings, *limits], np.int64)
         drop = np.full(batch.num_rows, -1, np.int16)
         counts = np.zeros(len(LINES), np.int64)
         out = np.empty(offsets[-1] - offsets[0], np.uint8)
         ends = np.zeros(batch.num_rows + 1, np.int64)
-        _rewrite(read_only(offsets), read_only(data), *tables(), *_packed(), rules, drop, counts, out, ends)
+        _rewrite(offsets, data, *tables(), *_packed(), rules, drop, counts, out, ends)
         text = text_column(ends, out[: ends[-1]].copy())
         found = {f"lines_{kind_}": int(n) for kind_, n in zip(LINES, counts, strict=True) if n}
         return Verdict(replace_column(batch, "text", text), drop, found)

@@ -11,9 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Stage, Verdict, text_buffers
-from forebay.prepare.filters.fields import first_failing, need_number
-from forebay.prepare.filters.words import read_only
+from forebay.prepare.documents import Stage, Verdict, first_failing, text_buffers
+from forebay.prepare.settings import Number, Share
 
 
 @dataclass(frozen=True)
@@ -26,23 +25,19 @@ class Code(Stage):
         min_alphanumeric: Share of letters and digits among all characters: 0.25.
     """
 
-    max_mean_line_chars: float = 100
-    max_line_chars: float = 1000
-    min_alphanumeric: float = 0.25
+    max_mean_line_chars: Number = 100
+    max_line_chars: Number = 1000
+    min_alphanumeric: Share = 0.25
 
     name: ClassVar[str] = "code"
     version: ClassVar[int] = 1
     reasons: ClassVar[tuple[str, ...]] = ("code_long_lines", "code_long_line", "code_few_alphanumeric")
 
-    def __post_init__(self) -> None:
-        need_number(self, "max_mean_line_chars", "max_line_chars")
-        need_number(self, "min_alphanumeric", high=1)
-
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what fails a rule."""
         offsets, data = text_buffers(batch.column("text"))
         m = np.zeros((4, batch.num_rows), np.int64)
-        _measure(read_only(offsets), read_only(data), m)
+        _measure(offsets, data, m)
         sizes, newlines, longest, alphanumeric = m
         with np.errstate(divide="ignore", invalid="ignore"):
             failed = (

@@ -12,8 +12,17 @@ import numpy as np
 
 from forebay.prepare.compiled import jit
 from forebay.prepare.filters.characters import BREAK, SPACE, TERMINAL
-from forebay.prepare.filters.word_table import HAS_LETTER, IS_TEXT
-from forebay.prepare.filters.words import decode, hash_points, kind, look_up, next_point, room_of, trim
+from forebay.prepare.filters.words import (
+    HAS_LETTER,
+    IS_TEXT,
+    decode,
+    hash_points,
+    kind,
+    look_up,
+    next_point,
+    room_of,
+    trim,
+)
 
 QUALITY = (
     "words",
@@ -68,23 +77,23 @@ def _table_size(entries):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def measure_quality(offsets, stops, data, starts, hashes, chars, flags, table, stop_keys, stop_values, out):  # type: ignore[no-untyped-def]
+def measure_quality(cut, table, stop_keys, stop_values, out):  # type: ignore[no-untyped-def]
     """`QUALITY` int64 [rows, 10] of documents `data[offsets[i]:stops[i]]`."""
-    points = np.empty(room_of(offsets, stops), np.uint32)
+    points = np.empty(room_of(cut.offsets, cut.stops), np.uint32)
     seen = np.full(len(stop_keys), -1, np.int64)
-    for row in range(len(stops)):
-        n = decode(data, offsets[row], stops[row], points)
+    for row in range(len(cut.stops)):
+        n = decode(cut.data, cut.offsets[row], cut.stops[row], points)
         text_words = text_chars = alpha_words = found = 0
-        for w in range(starts[row], starts[row + 1]):
-            if flags[w] & IS_TEXT:
+        for w in range(cut.starts[row], cut.starts[row + 1]):
+            if cut.flags[w] & IS_TEXT:
                 text_words += 1
-                text_chars += chars[w]
-            alpha_words += flags[w] & HAS_LETTER != 0
-            stop = look_up(stop_keys, stop_values, hashes[w])
+                text_chars += cut.chars[w]
+            alpha_words += cut.flags[w] & HAS_LETTER != 0
+            stop = look_up(stop_keys, stop_values, cut.hashes[w])
             if stop >= 0 and seen[stop] != row:
                 seen[stop] = row
                 found += 1
-        out[row, 0] = starts[row + 1] - starts[row]
+        out[row, 0] = cut.starts[row + 1] - cut.starts[row]
         out[row, 1], out[row, 2], out[row, 3], out[row, 9] = text_words, text_chars, alpha_words, found
         signs = ellipses = lines = bullets = trails = 0
         start, dots = 0, 0
@@ -213,19 +222,19 @@ def _measure_grams(sums, lengths, words, sizes, places, slots, counts, slot_of, 
 
 
 @jit()
-def measure_repetition(offsets, stops, data, starts, hashes, chars, flags, table, sizes, out):  # type: ignore[no-untyped-def]
+def measure_repetition(cut, table, sizes, out):  # type: ignore[no-untyped-def]
     """`REPETITION`, then what `sizes` asks for: int64 [rows, 7 + len(sizes)]."""
-    room = room_of(offsets, stops)
+    room = room_of(cut.offsets, cut.stops)
     points = np.empty(room, np.uint32)
     sums, lengths = np.zeros(room, np.uint64), np.zeros(room, np.int32)
     places, slot_of = np.empty(room, np.int32), np.empty(room, np.int32)
     slots, counts = np.empty(0, np.uint64), np.empty(0, np.int32)
-    for row in range(len(stops)):
-        n = decode(data, offsets[row], stops[row], points)
+    for row in range(len(cut.stops)):
+        n = decode(cut.data, cut.offsets[row], cut.stops[row], points)
         breaks = 1
         for i in range(n):
             breaks += points[i] == 10
-        words = starts[row + 1] - starts[row]
+        words = cut.starts[row + 1] - cut.starts[row]
         size = _table_size(max(breaks, words) + 1)
         if size > len(slots):
             slots, counts = np.empty(size, np.uint64), np.empty(size, np.int32)
@@ -237,17 +246,17 @@ def measure_repetition(offsets, stops, data, starts, hashes, chars, flags, table
         parts[:] = 0
         out[row, 4], out[row, 5], out[row, 6] = _same_parts(points, 0, n, 1, parts)
         for w in range(words):
-            sums[w + 1] = sums[w] * _FACTOR + hashes[starts[row] + w]
-            lengths[w + 1] = lengths[w] + chars[starts[row] + w]
+            sums[w + 1] = sums[w] * _FACTOR + cut.hashes[cut.starts[row] + w]
+            lengths[w + 1] = lengths[w] + cut.chars[cut.starts[row] + w]
         _measure_grams(sums, lengths, words, sizes, places, slots, counts, slot_of, out[row])
 
 
 @jit()
-def measure_lines(offsets, stops, data, starts, hashes, chars, flags, table, short, out):  # type: ignore[no-untyped-def]
+def measure_lines(cut, table, short, out):  # type: ignore[no-untyped-def]
     """`FINEWEB` int64 [rows, 7]; a line is short with at most `short` characters."""
-    points = np.empty(room_of(offsets, stops), np.uint32)
-    for row in range(len(stops)):
-        n = decode(data, offsets[row], stops[row], points)
+    points = np.empty(room_of(cut.offsets, cut.stops), np.uint32)
+    for row in range(len(cut.stops)):
+        n = decode(cut.data, cut.offsets[row], cut.stops[row], points)
         newlines = 0
         for i in range(n):
             newlines += points[i] == 10
@@ -265,7 +274,7 @@ def measure_lines(offsets, stops, data, starts, hashes, chars, flags, table, sho
                 if _insert(slots, hash_points(points, start, i)):
                     same_chars += i - start
             start = i + 1
-        words = starts[row + 1] - starts[row]
+        words = cut.starts[row + 1] - cut.starts[row]
         out[row, 0], out[row, 1], out[row, 2], out[row, 3] = lines, ended, shorts, same_chars
         out[row, 4], out[row, 5], out[row, 6] = n - newlines, newlines, words
 

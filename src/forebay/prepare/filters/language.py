@@ -18,8 +18,8 @@ import pyarrow as pa
 
 from forebay.errors import UsageError
 from forebay.extras import install_command
-from forebay.prepare.documents import Stage, Verdict, replace_column
-from forebay.prepare.filters.fields import first_failing, need_number, need_strings
+from forebay.prepare.documents import Stage, Verdict, first_failing, replace_column
+from forebay.prepare.settings import Share, Texts
 
 LOOK_CHARS = 20_000
 """Of a longer document the first so many characters decide."""
@@ -37,20 +37,14 @@ class Language(Stage):
     Source: Joulin et al. 2016 for the model; Penedo et al. 2024, section 3.3, for the threshold.
     """
 
-    keep: tuple[str, ...] = ("en",)
-    min_score: float = 0.65
+    keep: Texts = ("en",)
+    min_score: Share = 0.65
     model: str = ""
 
     name: ClassVar[str] = "language"
     version: ClassVar[int] = 1
     # Unsure: the likeliest language is one to keep, with too low a score.
     reasons: ClassVar[tuple[str, ...]] = ("language_other", "language_unsure")
-
-    def __post_init__(self) -> None:
-        need_strings(self, "keep")
-        need_number(self, "min_score", high=1)
-        if not isinstance(self.model, str):
-            raise UsageError(f"model: expected the path of a fastText model, got {self.model!r}")
 
     def files(self) -> tuple[str, ...]:
         """The model."""

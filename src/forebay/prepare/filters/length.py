@@ -9,11 +9,10 @@ from typing import ClassVar
 import numpy as np
 import pyarrow as pa
 
-from forebay.prepare.documents import Stage, Verdict, text_buffers
+from forebay.prepare.documents import Stage, Verdict, first_failing, text_buffers
 from forebay.prepare.filters.characters import character_table
-from forebay.prepare.filters.fields import first_failing, need_number, need_order
 from forebay.prepare.filters.kernels import measure_length
-from forebay.prepare.filters.words import read_only
+from forebay.prepare.settings import Number, check_fields, check_order
 
 BYTES_PER_TOKEN = 4
 """UTF-8 bytes of English text to a token of a vocabulary of 50 000, about; an estimate, before there is a tokenizer."""
@@ -29,12 +28,12 @@ class Length(Stage):
         min_tokens, max_tokens: Estimated: bytes / 4.
     """
 
-    min_chars: float = 1
-    max_chars: float = float("inf")
-    min_words: float = 0
-    max_words: float = float("inf")
-    min_tokens: float = 0
-    max_tokens: float = float("inf")
+    min_chars: Number = 1
+    max_chars: Number = float("inf")
+    min_words: Number = 0
+    max_words: Number = float("inf")
+    min_tokens: Number = 0
+    max_tokens: Number = float("inf")
 
     name: ClassVar[str] = "length"
     version: ClassVar[int] = 1
@@ -48,15 +47,15 @@ class Length(Stage):
     )
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for unit in ("chars", "words", "tokens"):
-            need_number(self, f"min_{unit}", f"max_{unit}")
-            need_order(self, f"min_{unit}", f"max_{unit}")
+            check_order(self, f"min_{unit}", f"max_{unit}")
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what is outside one of the intervals."""
         offsets, data = text_buffers(batch.column("text"))
         counts = np.zeros((batch.num_rows, 2), np.int64)
-        measure_length(read_only(offsets), read_only(data), character_table(), counts)
+        measure_length(offsets, data, character_table(), counts)
         chars, words = counts.T
         tokens = np.diff(offsets) / BYTES_PER_TOKEN
         return Verdict(

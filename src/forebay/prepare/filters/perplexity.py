@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from forebay.errors import UsageError
 from forebay.extras import install_command
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Stage, Verdict, replace_column, text_buffers
+from forebay.prepare.documents import Stage, Verdict, first_failing, replace_column, text_buffers
 from forebay.prepare.filters.characters import BREAK
-from forebay.prepare.filters.fields import first_failing, need_number, need_order
-from forebay.prepare.filters.words import clip, cut_words, decode, encode, kind, read_only, room_of, tables
+from forebay.prepare.filters.words import clip, cut_words, decode, encode, kind, room_of, tables
+from forebay.prepare.settings import Number, check_fields, check_order
 
 LOOK_BYTES = 1 << 18
 """Of a longer document the first so many bytes are scored."""
@@ -43,8 +43,8 @@ class Perplexity(Stage):
     """
 
     model: str = ""
-    min_perplexity: float = 0
-    max_perplexity: float = float("inf")
+    min_perplexity: Number = 0
+    max_perplexity: Number = float("inf")
     keep_percentile: tuple[float, ...] = ()
 
     name: ClassVar[str] = "perplexity"
@@ -53,18 +53,16 @@ class Perplexity(Stage):
     reasons: ClassVar[tuple[str, ...]] = ("perplexity_low", "perplexity_high", "perplexity_percentile")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
+        check_fields(self)
+        if not self.model:
             raise UsageError(
                 f"model: expected the path of a KenLM model (ARPA or binary), got {self.model!r}. "
                 "`forebay lm train` makes one of your own text."
             )
-        need_number(self, "min_perplexity", "max_perplexity")
-        need_order(self, "min_perplexity", "max_perplexity")
-        value: Any = self.keep_percentile
-        good = isinstance(value, (list, tuple)) and all(type(p) in (int, float) for p in value)
-        if not good or (len(value) != 0 and not (len(value) == 2 and 0 <= value[0] < value[1] <= 100)):
+        check_order(self, "min_perplexity", "max_perplexity")
+        value = self.keep_percentile
+        if value and not (len(value) == 2 and 0 <= value[0] < value[1] <= 100):
             raise UsageError(f"keep_percentile: expected [low, high] with 0 <= low < high <= 100, got {value!r}")
-        object.__setattr__(self, "keep_percentile", tuple(float(p) for p in value))
 
     def files(self) -> tuple[str, ...]:
         """The model."""
@@ -123,7 +121,7 @@ def spaced(texts: pa.LargeStringArray, limit: int) -> tuple[NDArray[np.int64], N
     room = int((stops - offsets[:-1]).sum())
     out = np.empty(2 * room + len(stops), np.uint8)
     ends = np.zeros(len(stops) + 1, np.int64)
-    _space(read_only(offsets), read_only(stops), read_only(data), *tables(), out, ends)
+    _space(offsets, stops, data, *tables(), out, ends)
     return ends, out[: ends[-1]]
 
 

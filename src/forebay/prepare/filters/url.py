@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.documents import Stage, Verdict
-from forebay.prepare.filters.fields import need_strings
+from forebay.prepare.settings import Texts, check_fields
 
 _WORD = re.compile(r"[^\W_]+")
 
@@ -30,15 +30,15 @@ class Url(Stage):
         words: Files of words; a document goes if its address holds one as a whole word (`casino` in `/casino-offers`).
     """
 
-    hosts: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()
+    hosts: Texts = ()
+    words: Texts = ()
 
     name: ClassVar[str] = "url"
     version: ClassVar[int] = 1
     reasons: ClassVar[tuple[str, ...]] = ("url_host", "url_word")
 
     def __post_init__(self) -> None:
-        need_strings(self, "hosts", "words")
+        check_fields(self)
         if not self.hosts and not self.words:
             raise UsageError("hosts: expected files of hosts here or of words in `words`, got none")
 

@@ -6,6 +6,7 @@ only its header says how large it will be. Costs a read of a few bytes for each 
 Source: Arrow's Message.fbs and File.fbs, and the flatbuffers internals (tables and vectors).
 """
 
+import io
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -125,11 +126,7 @@ def check_blocks(file: BinaryIO, start: int, stop: int) -> None:
         batches = _vector(footer, root, 3, "<qi4xq")
         for offset, metadata_bytes, _ in [*_vector(footer, root, 2, "<qi4xq"), *batches[start : stop or len(batches)]]:
             _seek(file, offset)
-            head = file.read(8)
-            skipped = 8 if head[:4] == b"\xff\xff\xff\xff" else 4
-            _seek(file, offset + skipped)
-            metadata = file.read(min(max(0, metadata_bytes - skipped), _MAX_METADATA))
-            _check_message(metadata, _reader_at(file, offset + metadata_bytes))
+            _check_message(_read_head(file)[1], _reader_at(file, offset + metadata_bytes))
 
 
 def _seek(file: BinaryIO, offset: int) -> None:
@@ -172,22 +169,16 @@ def _read_head(file: BinaryIO) -> tuple[bytes, bytes]:
 
 def checked_stream(file: BinaryIO) -> BinaryIO:
     """The bytes of an Arrow stream that is read once; reading raises `Damaged` before a message that is too large."""
-    return ChunkStream(_checked_messages(file))
 
+    def messages() -> Iterator[bytes]:
+        with _flatbuffer():
+            while (head := _read_head(file))[0]:
+                size = _body_bytes(head[1]) if head[1] else 0
+                if size > MAX_HELD_BYTES:
+                    raise Damaged(f"a batch of {size} bytes is larger than can be held: at most {MAX_HELD_BYTES}.")
+                body = file.read(size)
+                if body:
+                    _check_message(head[1], _reader_at(io.BytesIO(body), 0))
+                yield from (*head, body)
 
-def _checked_messages(file: BinaryIO) -> Iterator[bytes]:
-    while (message := _read_message(file))[0]:
-        yield from message
-
-
-def _read_message(file: BinaryIO) -> tuple[bytes, bytes, bytes]:
-    """What stands before a message, its metadata and its body, which was checked."""
-    with _flatbuffer():
-        head, metadata = _read_head(file)
-        size = _body_bytes(metadata) if metadata else 0
-        if size > MAX_HELD_BYTES:
-            raise Damaged(f"a batch of {size} bytes is larger than can be held: at most {MAX_HELD_BYTES}.")
-        body = file.read(size)
-        if body:
-            _check_message(metadata, lambda offset, count: body[offset : offset + count])
-        return head, metadata, body
+    return ChunkStream(messages())

@@ -35,19 +35,25 @@ def _cut_bytes(source: Source, options: ReadOptions) -> Iterator[tuple[int, int,
 
 
 def _lines(piece: Piece, options: ReadOptions) -> Iterator[tuple[int, bytes, str]]:
-    """Where each line of a piece begins, the line, and what is wrong with it if it is too long or cut off."""
     with open_source(piece.sources[0], options) as file:
-        position, stop = piece.start, piece.stop
-        if position:  # the line that crosses the border is the other piece's
-            skip_to(file, position - 1)
-            position += _rest_of_line(file) - 1
-        while not stop or position < stop:
-            line, size, problem, ended = _next_line(file, options.max_document_bytes)
-            if size or problem:
-                yield position, line.removeprefix(_BOM) if position == 0 else line, problem
-            position += size
-            if ended:
-                return
+        yield from lines_of(file, options, piece.start, piece.stop)
+
+
+def lines_of(
+    file: BinaryIO, options: ReadOptions, position: int = 0, stop: int = 0
+) -> Iterator[tuple[int, bytes, str]]:
+    """Where each line that begins in `[position, stop)` begins (stop 0: to the end), the line, and what is wrong with
+    it if it is too long or cut off: then it is its beginning."""
+    if position:  # the line that crosses the border is the other piece's
+        skip_to(file, position - 1)
+        position += _rest_of_line(file) - 1
+    while not stop or position < stop:
+        line, size, problem, ended = _next_line(file, options.max_document_bytes)
+        if size or problem:
+            yield position, line.removeprefix(_BOM) if position == 0 else line, problem
+        position += size
+        if ended:
+            return
 
 
 def _next_line(file: BinaryIO, limit: int) -> tuple[bytes, int, str, bool]:
@@ -222,7 +228,7 @@ def _read_csv(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     wrong: list[str] = []
     lines = _decoded(piece, options, wrong)
     first = next(lines, "")
-    rows = csv.reader(_again(first, lines), _dialect(piece.sources[0], options, first))
+    rows = csv.reader(itertools.chain([first] if first else [], lines), _dialect(piece.sources[0], options, first))
     names: list[str] | None = None
     places: dict[str, int] = {}
     place = -1
@@ -262,12 +268,6 @@ def _decoded(piece: Piece, options: ReadOptions, wrong: list[str]) -> Iterator[s
             yield "\n"
         else:
             yield line.decode("utf-8", "surrogateescape")
-
-
-def _again(first: str, rest: Iterator[str]) -> Iterator[str]:
-    if first:
-        yield first
-    yield from rest
 
 
 def _dialect(source: Source, options: ReadOptions, first: str) -> type[csv.Dialect]:

@@ -290,7 +290,7 @@ def _decoded(packed: Counted, compression: str, options: ReadOptions) -> Iterato
         case "xz":
             yield from _unpack_members(packed, lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY))
         case "zst":
-            yield from _unpack_members(packed, lambda: _Zstd(options.max_window_bytes), _ZSTD_PACKED)
+            yield from _unpack_zstd(packed, options.max_window_bytes)
         case "lz4":
             with pa.CompressedInputStream(pa.PythonFile(packed, "r"), "lz4") as stream:
                 while data := stream.read(_PACKED):
@@ -332,35 +332,27 @@ class _Gzip:
         return b"".join(found)
 
 
-class _Zstd:
-    """zstandard's decoder of a frame with the manners of bz2's; what it gives is bounded by what it is given."""
-
-    needs_input = True
-
-    def __init__(self, max_window_bytes: int) -> None:
-        self._max_window_bytes = max_window_bytes
-        self._frame = zstandard.ZstdDecompressor(max_window_size=max_window_bytes).decompressobj()
-        self._head = b""
-
-    @property
-    def eof(self) -> bool:
-        return self._frame.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._frame.unused_data
-
-    def decompress(self, data: bytes, max_length: int = -1) -> bytes:
-        if len(self._head) < _ZSTD_HEAD:
-            self._head += data[:_ZSTD_HEAD]
-            with suppress(zstandard.ZstdError):  # a head that is cut or damaged: the decoder says so
-                window = zstandard.get_frame_parameters(self._head).window_size
-                if window > self._max_window_bytes:
-                    raise Broken(
-                        f"its window is {window} bytes, more than max_window_bytes = {self._max_window_bytes}. To "
-                        f"read it, set read.max_window_bytes to {window}"
-                    )
-        return self._frame.decompress(data)
+def _unpack_zstd(packed: Counted, max_window_bytes: int) -> Iterator[bytes]:
+    unpacker = zstandard.ZstdDecompressor(max_window_size=max_window_bytes)
+    rest = packed.read(_ZSTD_PACKED)
+    while rest:
+        frame, head = unpacker.decompressobj(), b""
+        while not frame.eof:
+            if not rest and not (rest := packed.read(_ZSTD_PACKED)):
+                raise Broken("it ends early")
+            head += rest[: _ZSTD_HEAD - len(head)]
+            try:
+                yield frame.decompress(rest)
+            except zstandard.ZstdError:
+                with suppress(zstandard.ZstdError):  # a damaged head
+                    if (window := zstandard.get_frame_parameters(head).window_size) > max_window_bytes:
+                        raise Broken(
+                            f"its window is {window} bytes, more than max_window_bytes = {max_window_bytes}. To read "
+                            f"it, set read.max_window_bytes to {window}"
+                        ) from None
+                raise
+            rest = b""
+        rest = frame.unused_data or packed.read(_ZSTD_PACKED)
 
 
 def unpack_gzip(packed: Counted) -> Iterator[bytes]:
@@ -369,18 +361,16 @@ def unpack_gzip(packed: Counted) -> Iterator[bytes]:
 
 
 def _unpack_members(
-    packed: Counted,
-    start: Callable[[], _Gzip | _Zstd | bz2.BZ2Decompressor | lzma.LZMADecompressor],
-    step: int = _PACKED,
+    packed: Counted, start: Callable[[], _Gzip | bz2.BZ2Decompressor | lzma.LZMADecompressor]
 ) -> Iterator[bytes]:
     """Members one after the other, perhaps with zeros between them or at the end."""
-    rest = packed.read(step)
+    rest = packed.read(_PACKED)
     while rest:
         packed.member = packed.count - len(rest)
         decoder, ended = start(), False
         while not decoder.eof:
             if decoder.needs_input and not rest and not ended:
-                rest = packed.read(step)
+                rest = packed.read(_PACKED)
                 ended = not rest
             data = decoder.decompress(rest, _BUFFER)
             rest = b""
@@ -389,5 +379,5 @@ def _unpack_members(
             elif ended and not decoder.eof:
                 raise Broken("it ends early")
         rest = decoder.unused_data.lstrip(b"\0")
-        while not rest and (more := packed.read(step)):
+        while not rest and (more := packed.read(_PACKED)):
             rest = more.lstrip(b"\0")

@@ -79,18 +79,28 @@ def open_url(url: str, size: int = 0, version: str = "") -> BinaryIO:
     return io.BufferedReader(_Remote(url, size, version), _STEP)
 
 
-def _retried(url: str, attempt: Callable[[], _T]) -> _T:
+def _retried(url: str, attempt: Callable[[], _T], version: str = "") -> _T:
+    """What `attempt` gives; asked again where it raises PassingError.
+
+    Raises:
+        Changed: If the origin has another version than this one.
+        PrepareError: If it refuses, or fails too often.
+    """
     tries = _TRIES if url.startswith("http") else _BUCKET_TRIES
-    for tried in range(tries):
+    for tried in range(1, tries + 1):
         try:
             return attempt()
         except PassingError as error:
-            if tried == tries - 1:
+            if tried == tries:
                 raise PrepareError(
                     f"{url}: cannot read input after {tries} tries: {_reason(error, url)}. Try again later."
                 ) from error
-            wait_s = backoff_s(tried + 1, _FIRST_WAIT_S, _LONGEST_WAIT_S, error.wait_s)
-            time.sleep(min(_LONGEST_WAIT_S, wait_s))
+            time.sleep(min(_LONGEST_WAIT_S, backoff_s(tried, _FIRST_WAIT_S, _LONGEST_WAIT_S, error.wait_s)))
+        except RefusedError as error:
+            if isinstance(error, ChangedError) or error.status == 412 or (error.status == 416 and version):
+                raise Changed(url) from error
+            told = "expected a file, got" if error.status else "cannot read input:"
+            raise PrepareError(f"{url}: {told} {_reason(error, url)}. Check the URL and the credentials.") from error
     raise AssertionError
 
 
@@ -123,7 +133,7 @@ class _Remote(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         if not self._held:
-            self._held = memoryview(_retried(self._url, self._next))
+            self._held = memoryview(_retried(self._url, self._next, self._version))
         size = min(len(self._held), len(buffer))
         buffer[:size] = self._held[:size]
         self._held = self._held[size:]
@@ -138,7 +148,11 @@ class _Remote(io.RawIOBase):
                 if self._url.startswith("http"):
                     opened = _open_http(self._url, self._at, self._version)
                 else:
-                    opened = _open_bucket(self._url, self._at, self._size, self._version)
+                    (origin, path), etag = _bucket(self._url), self._version.removeprefix("etag:")
+                    if not self._size:
+                        check_etag(self._url, etag, origin.head(path).etag)
+                        return b""
+                    opened = _Opened(origin.read(path, self._at, self._size, etag), self._size, self._version)
                 if (self._version and opened.version != self._version) or (
                     self._size and opened.size not in (0, self._size)
                 ):
@@ -173,14 +187,8 @@ def _open_http(url: str, position: int, version: str) -> _Opened:
         asked["If-Match"] = tag
     elif kind == "modified":
         asked["If-Unmodified-Since"] = tag
-    try:
-        origin = WebOrigin(url, patience=Patience(_TIMEOUT_S, _TIMEOUT_S))
-        partial, headers, body = origin.stream(url, position, asked)
-    except RefusedError as error:
-        if error.status == 412 or (error.status == 416 and version):
-            raise Changed(url) from error
-        told = "expected a file, got" if error.status else "cannot read input:"
-        raise PrepareError(f"{url}: {told} {_reason(error, url)}. Check the URL.") from error
+    origin = WebOrigin(url, patience=Patience(_TIMEOUT_S, _TIMEOUT_S))
+    partial, headers, body = origin.stream(url, position, asked)
     length = headers.get("Content-Length") or "0"
     if not (length.isascii() and length.isdigit() and len(length) < 20 and int(length) <= MAX_SOURCE_BYTES):
         body.close()
@@ -207,34 +215,7 @@ def _bucket(url: str) -> tuple[BucketOrigin, str]:
 
 def _list_bucket(url: str) -> list[Found]:
     origin, path = _bucket(url)
-    try:
-        found = origin.find(path)
-    except RefusedError as error:
-        raise _refused(url, error) from error
+    found = sorted(origin.find(path), key=lambda one: one[0].split("/"))
     if not found:
         raise PrepareError(f"{url}: expected a file or a prefix with files, got none. Check the URL.")
-    found.sort(key=lambda one: one[0].split("/"))
     return [Found(f"{origin.url}/{name}", head.bytes, f"etag:{head.etag}" if head.etag else "") for name, head in found]
-
-
-def _open_bucket(url: str, position: int, size: int, version: str) -> _Opened:
-    origin, path = _bucket(url)
-    return _Opened(_bucket_pieces(origin, url, path, position, size, version.removeprefix("etag:")), size, version)
-
-
-def _bucket_pieces(
-    origin: BucketOrigin, url: str, path: str, position: int, size: int, etag: str
-) -> Generator[memoryview, None, None]:
-    try:
-        if size:
-            yield from origin.read(path, position, size, etag)
-        else:
-            check_etag(url, etag, origin.head(path).etag)
-    except ChangedError as error:
-        raise Changed(url) from error
-    except RefusedError as error:
-        raise _refused(url, error) from error
-
-
-def _refused(url: str, error: RefusedError) -> PrepareError:
-    return PrepareError(f"{url}: cannot read input: {_reason(error, url)}. Check the URL and the credentials.")

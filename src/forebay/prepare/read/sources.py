@@ -48,12 +48,8 @@ class Found:
     skipped: tuple[Skipped, ...] = ()
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file whose format is not known yet: `given` if the user named it, rather than a directory above it."""
-
-    source: Source
-    given: bool
+_Entry = tuple[Source, bool] | Skipped
+"""A file, and whether the user named it, rather than a directory above it."""
 
 
 def find_sources(
@@ -88,10 +84,8 @@ def find_sources(
         raise UsageError("prepare: expected inputs (files, directories, URLs), named or in the recipe, got none.")
     shown = shown_path(", ".join(map(str, inputs)))
 
-    def look_at(file: _File | Source | Skipped) -> Source | Skipped:
-        if isinstance(file, _File):
-            return _known(file, options)
-        return settle(file, options) if isinstance(file, Source) else file
+    def look_at(found: _Entry) -> Source | Skipped:
+        return found if isinstance(found, Skipped) else _known(*found, options)
 
     with waiting(log, lambda: f"the list of inputs and their first bytes: {shown[:200]}"):
         files = [file for given in inputs for file in _files(given, leave_out, follow_links)]
@@ -107,18 +101,19 @@ def find_sources(
     return Found(sources, skipped)
 
 
-def _files(given: str | Path, leave_out: Path | None, follow_links: bool) -> Iterator[_File | Source | Skipped]:
+def _files(given: str | Path, leave_out: Path | None, follow_links: bool) -> Iterator[_Entry]:
     if isinstance(given, str) and given.startswith(PREFIX):
         source = hub_source(given)
         dataset = find_dataset(given)
-        yield from [source] if dataset is None else filter(None, map(dataset.source, range(len(dataset.files()))))
+        listed = [source] if dataset is None else filter(None, map(dataset.source, range(len(dataset.files()))))
+        yield from ((source, True) for source in listed)
     elif isinstance(given, str) and "://" in given:
         from forebay.prepare.read.remote import find_urls
 
         base = given.partition("?")[0].rstrip("/").rpartition("/")[0] + "/"
         for found in find_urls(given):
             name = found.url.removeprefix(base).partition("?")[0]
-            yield _file(found.url, name, found.url == given, found.size, found.version)
+            yield Source(found.url, name, "", "", found.size, found.version, found.version), found.url == given
     elif Path(given).is_dir():
         yield from _below(Path(given), leave_out, follow_links)
     elif Path(given).is_file():
@@ -135,18 +130,12 @@ def settle(source: Source, options: ReadOptions) -> Source:
     Raises:
         PrepareError: If they are of no known format.
     """
-    if source.format == "hub":
-        return source
-    if options.format != "auto":
-        return replace(source, format=options.format)
-    if source.format:
-        return source
-    found = _known(_File(source, True), options)
+    found = _known(source, True, options)
     assert isinstance(found, Source)  # one that is given is never left out
-    return replace(found, sha256=source.sha256)
+    return found
 
 
-def _below(directory: Path, leave_out: Path | None, follow_links: bool) -> Iterator[_File | Skipped]:
+def _below(directory: Path, leave_out: Path | None, follow_links: bool) -> Iterator[_Entry]:
     root = directory.resolve().name
     for found in list_files(directory, follow_links=follow_links, leave_out=leave_out):
         if isinstance(found, Skipped):
@@ -158,23 +147,21 @@ def _below(directory: Path, leave_out: Path | None, follow_links: bool) -> Itera
             yield Skipped(str(found), f"cannot be read: {error.strerror or error}", "failed")
 
 
-def _local(path: Path, name: str, given: bool) -> _File:
+def _local(path: Path, name: str, given: bool) -> _Entry:
     version = local_version(path)
-    size = int(version.partition("-")[0])
-    return _file(str(path), name.encode("utf-8", "replace").decode(), given, size, version)
+    name = name.encode("utf-8", "replace").decode()
+    return Source(str(path), name, "", "", int(version.partition("-")[0]), "", version), given
 
 
-def _file(path: str, name: str, given: bool, size: int, version: str) -> _File:
-    return _File(Source(path, name, "", "", size, version, version), given)
-
-
-def _known(file: _File, options: ReadOptions) -> Source | Skipped:
+def _known(source: Source, given: bool, options: ReadOptions) -> Source | Skipped:
     """The file as a source; or, with the reason, one to leave out.
 
     Raises:
         PrepareError: If the user named a file that cannot be read.
     """
-    source = file.source
+    forced = options.format != "auto" and source.format != "hub"
+    if source.format or (forced and source.path.startswith(PREFIX)):  # the hub's
+        return replace(source, format=options.format) if forced else source
     try:
         if source.bytes > MAX_SOURCE_BYTES:
             raise Unreadable(f"{source.path}: expected at most {MAX_SOURCE_BYTES >> 40} TiB, got {source.bytes} bytes.")
@@ -186,10 +173,10 @@ def _known(file: _File, options: ReadOptions) -> Source | Skipped:
                 )
             packed.seek(0)
             found = detect(packed, source.name)
-        if "://" not in source.path:
+        if "://" not in source.path and not source.sha256:
             source = replace(source, sha256=f"head:{hashlib.sha256(head).hexdigest()}")
         name, why = (found.format, found.why) if options.format == "auto" else (options.format, "")
-        if not name and found.problem and (file.given or promised(source.name) in FORMATS):
+        if not name and found.problem and (given or promised(source.name) in FORMATS):
             raise Unreadable(f"{source.path}: {found.problem}")
         if name in FORMATS:
             encoding = found.encoding if options.encoding == "auto" else _normalized(options.encoding)
@@ -200,10 +187,10 @@ def _known(file: _File, options: ReadOptions) -> Source | Skipped:
         raise lost.error from lost
     except (Unreadable, OSError) as error:
         why = str(error) if isinstance(error, Unreadable) else f"cannot be read: {error.strerror or error}"
-        if file.given:
+        if given:
             raise PrepareError(why if isinstance(error, Unreadable) else f"{source.path}: {why}.") from error
         return Skipped(source.path, why.removeprefix(f"{source.path}: "), "failed")
-    if file.given:
+    if given:
         raise PrepareError(
             f"{source.path}: expected one of {', '.join(FORMATS)}, got {why} that begins with bytes "
             f"{head[:8].hex(' ')}. Force a format with --format, or leave the file out."

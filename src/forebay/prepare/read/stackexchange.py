@@ -25,6 +25,7 @@ from forebay.prepare.documents import Record, without_turns
 from forebay.prepare.extract import HtmlError, all_text
 from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
 from forebay.prepare.read.fields import integers_of, min_score_of
+from forebay.prepare.read.lines import lines_of
 from forebay.prepare.read.opening import MIN_UNPACKED_BYTES, ChunkStream, Damaged, open_source
 
 _ATTRIBUTE = re.compile(r'([A-Za-z]{1,40})="([^"]*)"')
@@ -48,26 +49,21 @@ def _posts(stream: BinaryIO, site: str, options: ReadOptions) -> Iterator[Record
     """A record for each post that is a document, or damage; None for what is no document."""
     numbers = integers_of(options, "post_types", [1, 2], "1 are questions, 2 answers.")
     types, min_score = frozenset(map(str, numbers)), min_score_of(options)
-    for position, row, problem in _rows(stream, options.max_document_bytes):
-        where = f"byte {position}"
-        if problem:
-            yield Record(0, text=row[:512].decode("utf-8", "replace"), problem=problem, where=where)
-            continue
+    for position, row, problem in _rows(stream, options):
+        where, shown, post = f"byte {position}", row[:512].decode("utf-8", "replace"), dict[str, str]()
         try:
             post = dict(_ATTRIBUTE.findall(row.decode("utf-8")))
         except UnicodeDecodeError as error:
-            shown = row[:512].decode("utf-8", "replace")
-            yield Record(0, text=shown, problem=f"not UTF-8: {error.reason} at byte {error.start}", where=where)
-            continue
-        if "Id" not in post or "Body" not in post:
-            yield Record(0, text=row[:512].decode(), problem="a row without Id or Body", where=where)
+            problem = problem or f"not UTF-8: {error.reason} at byte {error.start}"
+        if problem or "Id" not in post or "Body" not in post:
+            yield Record(0, text=shown, problem=problem or "a row without Id or Body", where=where)
         else:
             wanted = not types or post.get("PostTypeId", "") in types
             liked = min_score is None or _number(post.get("Score", "0")) >= min_score
             try:
                 yield _document(post, site, where) if wanted and liked else None
             except HtmlError as error:
-                yield Record(0, post["Id"], row[:512].decode(), problem=str(error), where=where)
+                yield Record(0, post["Id"], shown, problem=str(error), where=where)
 
 
 def _document(post: dict[str, str], site: str, where: str) -> Record | None:
@@ -80,48 +76,12 @@ def _document(post: dict[str, str], site: str, where: str) -> Record | None:
     return Record(0, post["Id"], text, f"https://{site}/{kind}/{post['Id']}" if site else "", where=where)
 
 
-def _rows(stream: BinaryIO, cap: int) -> Iterator[tuple[int, bytes, str]]:
+def _rows(stream: BinaryIO, options: ReadOptions) -> Iterator[tuple[int, bytes, str]]:
     """Where each `<row … />` begins, its bytes, and what is wrong with it. Dumps have one a line."""
-    position, held, start = 0, bytearray(), 0
-    while True:
-        try:
-            line = stream.readline(cap + 1)
-        except Damaged as error:
-            yield position, bytes(held), str(error)
-            return
-        if not line:
-            if held:
-                yield start, bytes(held), "a row that does not end"
-            return
-        if line.lstrip(b" \t").startswith(b"<row"):
-            if held:
-                yield start, bytes(held), "a row that does not end"
-            held, start = bytearray(), position
-        elif not held:
-            position += len(line)
-            continue
-        position += len(line)
-        held += line
-        if line.rstrip().endswith((b"/>", b"</row>")):
-            yield start, bytes(held), ""
-            held = bytearray()
-        elif len(held) > cap:
-            position += _rest_of_line(stream, line)
-            yield start, bytes(held[:512]), f"a post of more than max_document_bytes = {cap}"
-            held = bytearray()
-
-
-def _rest_of_line(stream: BinaryIO, line: bytes) -> int:
-    passed = 0
-    while not line.endswith(b"\n"):
-        try:
-            line = stream.readline(_STEP)
-        except Damaged:
-            break  # the next read says so
-        if not line:
-            break
-        passed += len(line)
-    return passed
+    for position, line, problem in lines_of(stream, options):
+        row = line.strip()
+        if problem or row.startswith(b"<row"):
+            yield position, row, problem or ("" if row.endswith((b"/>", b"</row>")) else "a row that does not end")
 
 
 def _number(text: str) -> int:

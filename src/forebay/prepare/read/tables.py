@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
@@ -127,27 +128,19 @@ def _rows_at_once(source: Source, column: Any, stays_dictionary: bool) -> int:
 def most_rows(found: Sequence[Page], budget_bytes: int, most: int) -> int:
     """How many rows, a power of two up to `most`, may be read at once so that no run has more bytes; at least 1.
 
-    All values of a page but one may be small: a run is given all bytes of each page that it touches.
+    All values of a page but one may be small: a run is given all bytes of each page that it touches. The one that
+    touches most begins with the last value of a page.
     """
     data = [page for page in found if not page.is_dictionary]
+    stops = np.cumsum([page.values for page in data])
+    totals = np.cumsum([0, *(page.bytes for page in data)])
     rows = most
-    while rows > 1 and _largest_run(data, rows) > budget_bytes:
+    while rows > 1 and data:
+        last = np.minimum(np.searchsorted(stops, stops + rows - 2, "right"), len(data) - 1)
+        if (totals[last + 1] - totals[:-1]).max() <= budget_bytes:
+            break
         rows //= 2
     return rows
-
-
-def _largest_run(data: Sequence[Page], rows: int) -> int:
-    """Bytes of the pages that `rows` values after one another may touch, at most."""
-    largest = held = first = between = 0
-    for last, page in enumerate(data):
-        held += page.bytes
-        while first < last and between > rows - 2:  # one value of the first and one of the last, and all between
-            held -= data[first].bytes
-            first += 1
-            between -= data[first].values if first < last else 0
-        largest = max(largest, held)
-        between += page.values if last > first else 0
-    return largest
 
 
 def _chosen(schema: pa.Schema, options: ReadOptions, source: Source) -> dict[str, pa.DataType]:
@@ -183,16 +176,7 @@ def _type_of(schema: pa.Schema, key: str) -> pa.DataType | None:
 def _is_text(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    return any(
-        test(kind)
-        for test in (
-            pa.types.is_string,
-            pa.types.is_large_string,
-            pa.types.is_string_view,
-            pa.types.is_binary,
-            pa.types.is_large_binary,
-        )
-    )
+    return kind in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary())
 
 
 def _rows(batch: pa.RecordBatch, keys: list[str]) -> Iterator[dict[str, object]]:

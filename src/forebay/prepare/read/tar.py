@@ -69,16 +69,7 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
         for _, group in itertools.groupby(members.all(), lambda m: (m.key, m.problem and m.position)):
             sample = _bounded(group, options)
             for index, record in enumerate(_sample(sample, options)):
-                yield Record(
-                    next(places),
-                    record.id,
-                    record.text,
-                    record.url,
-                    record.html,
-                    record.problem,
-                    record.where,
-                    -1 if index else sample[0].start,
-                )
+                yield replace(record, place=next(places), start=-1 if index else sample[0].start)
 
 
 def _bounded(group: Iterator[Member], options: ReadOptions) -> list[Member]:

@@ -1,7 +1,8 @@
 """Wikipedia and other MediaWiki dumps (`pages-articles.xml`, also `.bz2` in many streams) as documents.
 
-Hides: XML, revisions, namespaces and redirects. One page is in memory at a time, and never more of its text than
-`max_document_bytes`. After damage reading goes on at the next `<page>`. Entities are not expanded: dumps have none.
+Hides: XML, revisions, namespaces and redirects. One revision of one page is in memory at a time, at most twice
+`max_document_bytes` and 1 MiB. Each page is parsed alone, so that damage costs a page. Entities are not expanded:
+dumps have none.
 
 Options: `namespaces` (default `[0]`; `[]` is all), `redirects` (default false: they are no documents).
 A page of several revisions is its last one.
@@ -9,8 +10,8 @@ A page of several revisions is its last one.
 
 import re
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from html import unescape
 from typing import BinaryIO
 from urllib.parse import quote
 from xml.parsers import expat
@@ -23,25 +24,12 @@ from forebay.prepare.read.opening import Damaged, open_source
 from forebay.prepare.read.wikitext import FILES_AND_CATEGORIES, to_text
 
 _CHUNK = 256 << 10
-_PAGE = re.compile(rb"<page[\s>]")
+_MARK = re.compile(rb"<(page|revision|/page)[\s>]")
+_BASE = re.compile(rb"<base>([^<]{0,4000})</base>")
+_NAMESPACE = re.compile(rb'<namespace key="(?:6|14|-2)"[^<>]{0,200}>([^<]{1,200})</namespace>')
 _REDIRECT = re.compile(r"\s{0,100}#[^\s\[\]{}]{4,20}\s{0,10}:?\s{0,10}\[\[")
 _HEAD_BYTES = 1 << 20
-_FIELD_CHARACTERS = 64 << 10
-
-
-@dataclass
-class _Page:
-    """What a `<page>` says, as far as it was read."""
-
-    start: int
-    title: str = ""
-    namespace: str = "0"
-    id: str = ""
-    model: str = ""
-    parts: list[str] = field(default_factory=list)
-    size: int = 0
-    redirect: bool = False
-    deleted: bool = False
+_FIELDS = ("title", "ns", "id", "revision/model", "revision/text")
 
 
 @dataclass
@@ -49,7 +37,14 @@ class _Site:
     """What `<siteinfo>` says: where pages are on the web, and how files and categories are called here."""
 
     base: str = ""
-    dropped: set[str] = field(default_factory=set)
+    dropped: frozenset[str] = FILES_AND_CATEGORIES
+
+    def learn(self, head: bytes) -> None:
+        """Take what the head of the file says."""
+        if found := _BASE.search(head):
+            self.base = unescape(found[1].decode("utf-8", "replace")).strip()
+        names = (unescape(name.decode("utf-8", "replace")).strip().lower() for name in _NAMESPACE.findall(head))
+        self.dropped = self.dropped.union(names)
 
     def url(self, title: str) -> str:
         """The page's address; "" if the dump does not say."""
@@ -57,115 +52,14 @@ class _Site:
         return f"{stem}/{quote(title.replace(' ', '_'), safe='/:(),')}" if stem else ""
 
 
-class _Failure(Exception):  # noqa: N818 - becomes a record's problem
-    """What is wrong with the XML, and where in the file."""
+@dataclass(frozen=True)
+class _Page:
+    """A page's XML with its last revision alone, and where it begins; or what is wrong there."""
 
-    def __init__(self, offset: int, reason: str) -> None:
-        self.offset = offset
-        self.reason = reason
-
-
-class _Parser:
-    """Expat's events as pages."""
-
-    def __init__(self, offset: int, head: bytes, site: _Site, cap: int) -> None:
-        self._expat = expat.ParserCreate()
-        self._expat.buffer_text = True
-        self._expat.buffer_size = 64 << 10
-        self._expat.StartElementHandler = self._start
-        self._expat.EndElementHandler = self._end
-        self._expat.CharacterDataHandler = self._characters
-        self._expat.EntityDeclHandler = self._refuse
-        self._base = offset - len(head)
-        self._site = site
-        self._cap = cap
-        self._field = ""
-        self._text: list[str] = []
-        self._key = ""
-        self._in_revision = False
-        self.awaited = False  # whether bytes were fed that begin a page
-        self.page: _Page | None = None
-        self.done: list[_Page] = []
-        if head:
-            self._expat.Parse(head, False)
-
-    def feed(self, data: bytes, last: bool) -> list[_Page]:
-        """The pages that end in these bytes.
-
-        Raises:
-            _Failure: If it is no XML from some byte on; `done` has the pages before.
-        """
-        self.done = []
-        try:
-            self._expat.Parse(data, last)
-        except expat.ExpatError as error:
-            reason = expat.ErrorString(error.code)
-            raise _Failure(self._base + self._expat.ErrorByteIndex, f"damaged XML: {reason}") from error
-        return self.done
-
-    @property
-    def stuck(self) -> bool:
-        """Whether another page cannot begin here: one is open, or something that swallows markup."""
-        return self.page is not None or self.awaited
-
-    def _refuse(self, *_: object) -> None:
-        raise _Failure(self._base + self._expat.CurrentByteIndex, "an entity declaration, which no dump has")
-
-    def _start(self, name: str, attributes: dict[str, str]) -> None:
-        if name == "page":
-            self.page = _Page(self._base + self._expat.CurrentByteIndex)
-            self.awaited = False
-            self._in_revision = False
-        elif name == "namespace":
-            self._key = attributes.get("key", "")
-            self._begin(name)
-        elif self.page is None:
-            if name == "base":
-                self._begin(name)
-        elif name == "redirect":
-            self.page.redirect = True
-        elif name == "revision":
-            self._in_revision = True
-            self.page.parts, self.page.size, self.page.model = [], 0, ""
-        elif name == "text":
-            self.page.deleted = "deleted" in attributes
-            self._begin(name)
-        elif name == "model" or (not self._in_revision and name in ("title", "ns", "id")):
-            self._begin(name)
-
-    def _begin(self, name: str) -> None:
-        self._field, self._text = name, []
-
-    def _characters(self, data: str) -> None:
-        if self._field == "text" and self.page is not None:
-            self.page.size += len(data)
-            if self.page.size <= self._cap:
-                self.page.parts.append(data)
-            else:
-                self.page.parts = self.page.parts[:1]
-        elif self._field and len(self._text) < 64:
-            self._text.append(data[:_FIELD_CHARACTERS])
-
-    def _end(self, name: str) -> None:
-        if name == "page" and self.page is not None:
-            self.done.append(self.page)
-            self.page = None
-        if name != self._field:
-            return
-        self._field = ""
-        value = "".join(self._text)
-        if name == "base":
-            self._site.base = value.strip()
-        elif name == "namespace" and self._key in ("6", "14", "-2"):
-            self._site.dropped.add(value.strip().lower())
-        elif self.page is not None and name == "title":
-            self.page.title = value
-        elif self.page is not None and name == "ns":
-            self.page.namespace = value.strip()
-        elif self.page is not None and name == "id":
-            self.page.id = self.page.id or value.strip()
-        elif self.page is not None and name == "model":
-            self.page.model = value.strip()
+    start: int
+    xml: bytes = b""
+    too_large: bool = False
+    problem: str = ""
 
 
 def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
@@ -184,67 +78,61 @@ def _read_source(
     source: Source, piece: Piece, options: ReadOptions, namespaces: frozenset[str]
 ) -> Iterator[Record | None]:
     """A record for each document or damage, None for a page that is no document."""
-    site = _Site(dropped=set(FILES_AND_CATEGORIES))
-    start, stop = (piece.start, piece.stop) if piece.stop else (0, 0)
+    site = _Site()
     with open_source(source, options) as stream:
-        if start:
-            _learn_site(stream, site, options.max_document_bytes)
-            stream.seek(start)
-        for page in _pages(stream, start, site, options.max_document_bytes):
-            if isinstance(page, _Failure):
-                if stop and page.offset >= stop:
-                    return
-                yield Record(0, problem=page.reason, where=f"byte {page.offset}")
-            elif stop and page.start >= stop:
+        if piece.start:
+            site.learn(stream.read(_HEAD_BYTES).partition(b"<page")[0])
+            stream.seek(piece.start)
+        for page in _pages(stream, piece.start, site, 2 * options.max_document_bytes + _HEAD_BYTES):
+            if piece.stop and page.start >= piece.stop:
                 return
-            else:
-                yield _document(page, site, options, namespaces)
+            yield _document(page, site, options, namespaces)
 
 
-def _learn_site(stream: BinaryIO, site: _Site, cap: int) -> None:
-    """Takes what the head of the file says of the site."""
-    with suppress(_Failure):
-        _Parser(0, b"", site, cap).feed(stream.read(_HEAD_BYTES), False)
+def _pages(stream: BinaryIO, offset: int, site: _Site, limit: int) -> Iterator[_Page]:
+    """The pages from an offset on, whatever damage stands between them; of each at most `limit` bytes.
 
-
-def _pages(stream: BinaryIO, offset: int, site: _Site, cap: int) -> Iterator[_Page | _Failure]:
-    """The pages from an offset on; after each damage, those from the next `<page>` on."""
-    parser = None if offset else _Parser(0, b"", site, cap)
-    position = offset
+    Text holds no `<`: each mark is where an element begins or ends.
+    """
+    held, start, end = bytearray(), -1 if offset else -2, offset  # start -2: the head, -1: between pages
+    revision, too_large = -1, False
     for part in _parts(stream, offset):
-        if isinstance(part, _Failure):
+        if part.problem:
             yield part
             return
-        position, data, begins = part
-        if begins and parser is not None and parser.stuck:
-            yield _Failure(position, "damaged XML: a page begins within another")
-            parser = None
-        if begins and parser is None:
-            parser = _Parser(position, b"<mediawiki>", site, cap)
-        if parser is None:
-            continue
-        parser.awaited = parser.awaited or begins
-        try:
-            yield from parser.feed(data, False)
-        except _Failure as failure:
-            yield from parser.done
-            yield failure
-            parser = None
-    if parser is not None:
-        try:
-            parser.feed(b"", True)
-        except _Failure as failure:
-            yield failure
+        mark, data, end = _MARK.match(part.xml), part.xml, part.start + len(part.xml)
+        kind = mark[1] if mark else b""
+        if kind == b"page":
+            if start >= 0:
+                yield _Page(start, problem="damaged XML: a page begins within another")
+            elif start == -2:
+                site.learn(bytes(held))
+                if b"<!ENTITY" in held:
+                    yield _Page(0, problem="an entity declaration, which no dump has")
+            held, start, revision, too_large = bytearray(), part.start, -1, False
+        elif kind == b"/page" and start >= 0:
+            yield _Page(start, bytes(held) + b"</page>", too_large)
+            held, start = bytearray(), -1
+        elif kind == b"revision" and start >= 0:
+            del held[revision if revision >= 0 else len(held) :]  # another one comes after it
+            revision, too_large = len(held), False
+        if start < 0:
+            del held[: -_HEAD_BYTES if start == -2 else -16]
+        elif too_large or len(held) + len(data) > limit:
+            too_large, data = True, b""
+            del held[max(revision, 0) :]
+        held += data
+    if start >= 0:
+        yield _Page(start, problem="damaged XML: a page that does not end")
+    elif b"</mediawiki" not in held:
+        yield _Page(end, problem="damaged XML: it ends early")
 
 
-def _parts(stream: BinaryIO, offset: int) -> Iterator[tuple[int, bytes, bool] | _Failure]:
-    """The stream in parts that end before each `<page>`: offset, bytes, and whether they begin with one.
-
-    Text holds no `<`, so that each is the beginning of a page, whatever damage stands before it.
-    """
-    held, begins, ended = b"", False, False
+def _parts(stream: BinaryIO, offset: int) -> Iterator[_Page]:
+    """The stream in parts that end before each mark; the damage that ends it."""
+    held, ended = b"", False
     while not ended:
-        failure = None
+        failure = ""
         try:
             data = stream.read(_CHUNK)
         except Damaged as error:
@@ -252,34 +140,63 @@ def _parts(stream: BinaryIO, offset: int) -> Iterator[tuple[int, bytes, bool] | 
         ended = not data
         held += data
         start = 0
-        for found in _PAGE.finditer(held):
+        for found in _MARK.finditer(held):
             if found.start() > start:
-                yield offset + start, held[start : found.start()], begins
-            start, begins = found.start(), True
-        open_mark = held.rfind(b"<", max(start + 1, len(held) - 6))
+                yield _Page(offset + start, held[start : found.start()])
+            start = found.start()
+        open_mark = held.rfind(b"<", max(start + 1, len(held) - 10))
         stop = len(held) if ended or open_mark < 0 else open_mark
         if stop > start:
-            yield offset + start, held[start:stop], begins
-            begins = False
+            yield _Page(offset + start, held[start:stop])
         offset, held = offset + stop, held[stop:]
-        if failure is not None:
-            yield _Failure(offset, failure)
+        if failure:
+            yield _Page(offset, problem=failure)
 
 
 def _document(page: _Page, site: _Site, options: ReadOptions, namespaces: frozenset[str]) -> Record | None:
-    if (namespaces and page.namespace not in namespaces) or page.deleted or page.model not in ("", "wikitext"):
+    if page.problem:
+        return Record(0, problem=page.problem, where=f"byte {page.start}")
+    try:
+        fields = _fields(page.xml)
+    except expat.ExpatError as error:
+        problem = f"damaged XML: {expat.ErrorString(error.code)}"
+        return Record(0, problem=problem, where=f"byte {page.start}")
+    title, namespace, name, model, source = map(fields.get, _FIELDS, ("", "0", "", "", ""))
+    if "deleted" in fields or model.strip() not in ("", "wikitext"):
         return None
-    source = "".join(page.parts)
-    where = f'page "{page.title}"'
-    if page.size > options.max_document_bytes:
+    if namespaces and (namespace.strip() or "0") not in namespaces:
+        return None
+    where = f'page "{title}"'
+    if page.too_large or len(source) > options.max_document_bytes:
         problem = f"a page of more than max_document_bytes = {options.max_document_bytes}"
-        return Record(0, page.id, source[:512], site.url(page.title), problem=problem, where=where)
-    if not options.options.get("redirects", False) and (page.redirect or _REDIRECT.match(source)):
+        return Record(0, name.strip(), source[:512], site.url(title), problem=problem, where=where)
+    redirect = "redirect" in fields or _REDIRECT.match(source)
+    if redirect and not options.options.get("redirects", False):
         return None
-    text = to_text(source, frozenset(site.dropped))
-    if not text:
-        return None
-    return Record(0, page.id, f"{page.title}\n\n{text}", site.url(page.title), where=where)
+    plain = to_text(source, site.dropped)
+    return Record(0, name.strip(), f"{title}\n\n{plain}", site.url(title), where=where) if plain else None
+
+
+def _fields(xml: bytes) -> dict[str, str]:
+    """The text of each element of a page that is wanted, and `redirect`, `deleted` where it has them."""
+    parser, path, found = expat.ParserCreate(), list[str](), dict[str, list[str]]()
+    parser.buffer_text, parser.buffer_size = True, 64 << 10
+
+    def start(name: str, attributes: dict[str, str]) -> None:
+        path.append(name)
+        if len(path) in (2, 3):
+            found.setdefault("/".join(path[1:]), [])
+            if name == "text" and "deleted" in attributes:
+                found["deleted"] = []
+
+    def characters(data: str) -> None:
+        if len(path) in (2, 3):
+            found["/".join(path[1:])].append(data)
+
+    parser.StartElementHandler, parser.CharacterDataHandler = start, characters
+    parser.EndElementHandler = lambda name: path.pop()
+    parser.Parse(xml, True)
+    return {name: "".join(parts) for name, parts in found.items()}
 
 
 WIKIPEDIA = Format("wikipedia", read, LINES.cut)

@@ -18,15 +18,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import Field
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import UsageError
 from forebay.prepare.documents import TURN_GIVEN, TURN_LEARNT
+from forebay.prepare.settings import Settings
 from forebay.prepare.tokens.coders import CoderSpec, coder_for
 from forebay.prepare.tokens.shuffle import TokenPart
 from forebay.prepare.tokens.slicing import Ends, SlicePlan, write_plan
@@ -71,7 +73,7 @@ def split_turns(text: str) -> list[tuple[bool, str]]:
 
 
 @dataclass(frozen=True)
-class Conversations:
+class Conversations(Settings):
     """Encodes marked texts; what `EncodeTask.rendering` takes.
 
     Args:
@@ -79,16 +81,9 @@ class Conversations:
         too_long: `cut` at the end (counted as `truncated`), or `drop` (dropped as `too_long`).
     """
 
-    max_tokens: int
+    max_tokens: Annotated[int, Field(ge=2)]
     template: Template = TEMPLATES["plain"]
-    too_long: str = "cut"
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 2 or self.too_long not in ("cut", "drop"):
-            raise UsageError(
-                f"rows: expected max_tokens of at least 2 and too_long of 'cut' or 'drop', got {self.max_tokens} and "
-                f"{self.too_long!r}."
-            )
+    too_long: Literal["cut", "drop"] = "cut"
 
     @property
     def dtype(self) -> str:
@@ -158,18 +153,14 @@ def _fixed(spec: CoderSpec, text: str) -> NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class RowShape:
+class RowShape(Settings):
     """The tensors of a row: their width and types, what pads, and whether conversations share rows."""
 
     max_tokens: int
-    dtype: str
+    dtype: Annotated[str, Field(pattern="^U(16|32)$")]
     pad_id: int = 0
-    labels: str = "I64"
+    labels: Literal["I32", "I64"] = "I64"
     packed: bool = False
-
-    def __post_init__(self) -> None:
-        if self.labels not in ("I32", "I64") or self.dtype not in TOKEN_DTYPES:
-            raise UsageError(f"rows: expected labels I32 or I64 and ids U16 or U32, got {self.labels}, {self.dtype}.")
 
     @property
     def row_bytes(self) -> int:

@@ -303,14 +303,11 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def train_tokenizer(
-    texts: Iterator[str], vocab: int, *, special: Sequence[str] = (), eos: bool | str = True, bos: bool | str = False
-) -> TokenizerFile:
+def train_tokenizer(texts: Iterator[str], vocab: int) -> TokenizerFile:
     """Byte-level BPE trained on these texts: same texts, same bytes, for any number of threads.
 
     Args:
         texts: At most about 64 MiB (see `sample_texts`): memory is about 15 times that.
-        special: Further special tokens, after `<|endoftext|>`: those of a chat template.
 
     Raises:
         PrepareError: If the texts are empty.
@@ -318,12 +315,11 @@ def train_tokenizer(
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    named = [name for name in (eos, bos) if isinstance(name, str)] + (["<s>"] if bos is True else [])
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=list(dict.fromkeys([EOS, *named, *special])),
+        special_tokens=[EOS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
-    return _describe(f"train:{vocab}", tokenizer.to_str(pretty=True).encode(), eos, bos)
+    return _describe(f"train:{vocab}", tokenizer.to_str(pretty=True).encode(), True, False)

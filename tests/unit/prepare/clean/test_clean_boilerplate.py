@@ -82,8 +82,8 @@ def test_agrees_with_the_plain_rule(lines: list[str], menu_lines: int) -> None:
     ("options", "message"),
     [
         ({"patterns": "/nowhere"}, "patterns: expected a file"),
-        ({"menu_lines": -1}, "menu_lines: expected a whole number from 0, got -1"),
-        ({"max_line_bytes": 0}, "max_line_bytes: expected a whole number from 1, got 0"),
+        ({"menu_lines": -1}, "menu_lines: expected at least 0, got -1"),
+        ({"max_line_bytes": 0}, "max_line_bytes: expected at least 1, got 0"),
         ({"english": "yes"}, "english: expected true or false"),
     ],
 )

@@ -101,10 +101,10 @@ def test_options_and_counts(texts_of: TextsOf) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kinds": ("mail",)}, "kinds: expected some of email, .*got"),
+        ({"kinds": ("mail",)}, "kinds: expected 'email', .*'key', got 'mail'"),
         ({"kinds": "email"}, "kinds: expected"),
-        ({"style": "x"}, "style: expected mask or fineweb, got 'x'"),
-        ({"masks": {"mail": "x"}}, "masks: expected text by kind"),
+        ({"style": "x"}, "style: expected 'mask' or 'fineweb', got 'x'"),
+        ({"masks": {"mail": "x"}}, "masks: expected 'email', .*'key', got 'mail'"),
         ({"public_only": 1}, "public_only: expected true or false, got 1"),
     ],
 )

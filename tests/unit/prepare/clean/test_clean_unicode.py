@@ -71,8 +71,8 @@ def test_options(texts_of: TextsOf) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"form": "NFD"}, "form: expected one of NFC, NFKC, none, got 'NFD'"),
-        ({"max_blank_lines": -2}, "max_blank_lines: expected -1 or more, got -2"),
+        ({"form": "NFD"}, "form: expected 'NFC', 'NFKC' or 'none', got 'NFD'"),
+        ({"max_blank_lines": -2}, "max_blank_lines: expected at least -1, got -2"),
         ({"controls": 1}, "controls: expected true or false, got 1"),
     ],
 )

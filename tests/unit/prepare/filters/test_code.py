@@ -39,5 +39,5 @@ def test_the_longest_line_is_found(texts: list[str], limit: int) -> None:
 
 
 def test_wrong_settings() -> None:
-    with pytest.raises(UsageError, match="min_alphanumeric: expected a number from 0 to 1"):
+    with pytest.raises(UsageError, match="min_alphanumeric: expected at most 1, got 2"):
         Code(min_alphanumeric=2)

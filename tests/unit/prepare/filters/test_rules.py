@@ -11,11 +11,10 @@ from benchmarks.prepare.batches import to_batches
 from forebay.errors import UsageError
 from forebay.prepare.documents import Record, Stage
 from forebay.prepare.filters.c4 import C4
-from forebay.prepare.filters.fineweb import FineWeb
-from forebay.prepare.filters.gopher import GopherQuality, GopherRepetition
 from forebay.prepare.filters.language import Language
 from forebay.prepare.filters.length import Length
 from forebay.prepare.filters.perplexity import Perplexity
+from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition
 
 INF = math.inf
 FILTERS = {stage.name: stage for stage in (Length, GopherQuality, GopherRepetition, C4, FineWeb, Language, Perplexity)}

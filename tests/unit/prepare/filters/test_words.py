@@ -13,15 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.prepare.documents import SCHEMA, Record
-from forebay.prepare.filters import word_table
 from forebay.prepare.filters import words as module
 from forebay.prepare.filters.c4 import C4
 from forebay.prepare.filters.characters import SPACE, character_table
 from forebay.prepare.filters.exceptions import hash_word
-from forebay.prepare.filters.fineweb import FineWeb
-from forebay.prepare.filters.gopher import GopherQuality, GopherRepetition
 from forebay.prepare.filters.length import Length
 from forebay.prepare.filters.perplexity import spaced
+from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition
 from forebay.prepare.filters.words import cut_words, decode, hash_points, tables
 
 STAGES = (Length(), GopherQuality(), GopherRepetition(), C4(), FineWeb())
@@ -156,7 +154,8 @@ def test_a_megabyte_of_anything_takes_linear_time(unit: str) -> None:
 
 
 def test_long_documents_are_judged_by_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(word_table, "clip", lambda offsets, data: module.clip(offsets, data, 1001))
+    clip = module.clip
+    monkeypatch.setattr(module, "clip", lambda offsets, data: clip(offsets, data, 1001))
     (batch,) = to_batches([Record(0, text="é" * 600 + " the and" * 60)])
     assert GopherQuality().reasons[GopherQuality().apply(batch).drop[0]] == "gopher_short"
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_parts import coder, text_part
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from forebay.dataset.manifest import FORMAT_VERSION, MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, open_dataset
@@ -28,7 +29,6 @@ from forebay.prepare.tokens.rows import (
     split_turns,
 )
 from forebay.prepare.tokens.slicing import write_slice
-from forebay.prepare.tokens.tokenizers import train_tokenizer
 
 BARE = Template(given_suffix="")
 
@@ -123,8 +123,14 @@ def test_packing_loses_nothing(
 
 
 def test_special_tokens_of_a_template_are_tokens_there_only(tmp_path: Path) -> None:
-    trained = train_tokenizer(iter(["user assistant hello"] * 9), 300, special=["<|im_start|>", "<|im_end|>"])
-    (tmp_path / "t.json").write_bytes(trained.data)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
+    )
+    tokenizer.train_from_iterator(["user assistant hello"] * 9, trainer=trainer)
+    tokenizer.save(str(tmp_path / "t.json"))
     spec = coder(tmp_path, str(tmp_path / "t.json"))
     part = text_part(tmp_path, [f"{G}hi<|im_end|>{L}yo"])
     rendering = Conversations(100, TEMPLATES["chatml"])

@@ -1,35 +1,43 @@
-"""The rules by which Gopher's training text was chosen: quality and repetition.
+"""The rules by which Gopher's training text was chosen, quality and repetition, and those that FineWeb adds to them.
 
 Hides: that a rule is a comparison of two columns measured in compiled code (whose compiler, 0.5 s to import, is left
 to the processes that measure); rules are tried in the published order and the first that fails is the reason.
 
-Source: Rae et al. 2021, "Scaling Language Models" (Gopher), section A.1.1 and table A1. What they leave open (what is
-a word, a duplicate, a top n-gram) is decided as datatrove 0.10 does.
+Source: Rae et al. 2021, "Scaling Language Models" (Gopher), section A.1.1 and table A1; Penedo et al. 2024, "The
+FineWeb Datasets", section 3.5 (custom filters). What they leave open (what is a word, a duplicate, a top n-gram) is
+decided as datatrove 0.10 does.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import Field
 
 from forebay.errors import UsageError
-from forebay.prepare.documents import Stage, Verdict
+from forebay.prepare.documents import Stage, Verdict, first_failing
 from forebay.prepare.filters.exceptions import hash_table
-from forebay.prepare.filters.fields import (
-    first_failing,
-    measure,
-    need_count,
-    need_number,
-    need_order,
-    need_strings,
-)
+from forebay.prepare.settings import Count, Number, Share, Texts, check_fields, check_order
 
+Ngrams = tuple[tuple[Annotated[int, Field(ge=1, le=100)], Number], ...]
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))
 DUPLICATE_NGRAMS = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
+
+
+def measure(kernel: Any, batch: pa.RecordBatch, columns: int, extra: Sequence[object] = ()) -> NDArray[np.int64]:
+    """What a kernel of `kernels.py` measures of each text: int64 [columns, rows]."""
+    from forebay.prepare.filters.characters import character_table
+    from forebay.prepare.filters.words import word_table
+
+    cut = word_table(batch.column("text"))
+    out = np.zeros((batch.num_rows, columns), np.int64)
+    kernel(cut, character_table(), *extra, out)
+    return out.T
 
 
 @dataclass(frozen=True)
@@ -51,16 +59,16 @@ class GopherQuality(Stage):
     Source: Rae et al. 2021, section A.1.1, "Quality Filtering".
     """
 
-    min_words: float = 50
-    max_words: float = 100_000
-    min_word_chars: float = 3
-    max_word_chars: float = 10
-    max_symbols_per_word: float = 0.1
-    max_bullet_lines: float = 0.9
-    max_ellipsis_lines: float = 0.3
-    min_alpha_words: float = 0.8
-    min_stop_words: int = 2
-    stop_words: tuple[str, ...] = STOP_WORDS
+    min_words: Number = 50
+    max_words: Number = 100_000
+    min_word_chars: Number = 3
+    max_word_chars: Number = 10
+    max_symbols_per_word: Number = 0.1
+    max_bullet_lines: Number = 0.9
+    max_ellipsis_lines: Number = 0.3
+    min_alpha_words: Share = 0.8
+    min_stop_words: Count = 2
+    stop_words: Texts = STOP_WORDS
 
     name: ClassVar[str] = "gopher_quality"
     version: ClassVar[int] = 1
@@ -79,13 +87,9 @@ class GopherQuality(Stage):
     shares_words: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        need_number(self, "min_words", "max_words", "min_word_chars", "max_word_chars", "max_symbols_per_word")
-        need_number(self, "max_bullet_lines", "max_ellipsis_lines")
-        need_number(self, "min_alpha_words", high=1)
-        need_count(self, "min_stop_words")
-        need_strings(self, "stop_words")
-        need_order(self, "min_words", "max_words")
-        need_order(self, "min_word_chars", "max_word_chars")
+        check_fields(self)
+        check_order(self, "min_words", "max_words")
+        check_order(self, "min_word_chars", "max_word_chars")
         if self.min_stop_words > len(set(self.stop_words)):
             got = f"got {self.min_stop_words}"
             raise UsageError(
@@ -136,22 +140,23 @@ class GopherRepetition(Stage):
     Source: Rae et al. 2021, table A1.
     """
 
-    max_duplicate_paragraphs: float = 0.30
-    max_duplicate_paragraph_chars: float = 0.20
-    max_duplicate_lines: float = 0.30
-    max_duplicate_line_chars: float = 0.20
-    top_ngrams: tuple[tuple[int, float], ...] = TOP_NGRAMS
-    duplicate_ngrams: tuple[tuple[int, float], ...] = DUPLICATE_NGRAMS
+    max_duplicate_paragraphs: Number = 0.30
+    max_duplicate_paragraph_chars: Number = 0.20
+    max_duplicate_lines: Number = 0.30
+    max_duplicate_line_chars: Number = 0.20
+    top_ngrams: Ngrams = TOP_NGRAMS
+    duplicate_ngrams: Ngrams = DUPLICATE_NGRAMS
 
     name: ClassVar[str] = "gopher_repetition"
     version: ClassVar[int] = 1
     shares_words: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        need_number(self, "max_duplicate_paragraphs", "max_duplicate_paragraph_chars")
-        need_number(self, "max_duplicate_lines", "max_duplicate_line_chars")
+        check_fields(self)
         for name in ("top_ngrams", "duplicate_ngrams"):
-            object.__setattr__(self, name, _ngram_limits(name, getattr(self, name)))
+            pairs = getattr(self, name)
+            if len({n for n, _ in pairs}) != len(pairs):
+                raise UsageError(f"{name}: expected pairs [n, share] of different n, got {pairs!r}")
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -169,11 +174,10 @@ class GopherRepetition(Stage):
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Drop what fails a rule."""
         from forebay.prepare.filters.kernels import REPETITION, measure_repetition
-        from forebay.prepare.filters.words import read_only
 
         grams = (*self.top_ngrams, *self.duplicate_ngrams)
         sizes = sorted((n, len(REPETITION) + i, i < len(self.top_ngrams)) for i, (n, _) in enumerate(grams))
-        table = read_only(np.array(sizes, np.int64).reshape(-1, 3))
+        table = np.array(sizes, np.int64).reshape(-1, 3)
         columns = measure(measure_repetition, batch, len(REPETITION) + len(grams), [table])
         m = dict(zip(REPETITION, columns[: len(REPETITION)], strict=True))
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -191,16 +195,49 @@ class GopherRepetition(Stage):
         return Verdict(batch, first_failing(*failed))
 
 
-def _ngram_limits(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    good = isinstance(value, (list, tuple)) and all(
-        isinstance(pair, (list, tuple))
-        and len(pair) == 2
-        and type(pair[0]) is int
-        and 1 <= pair[0] <= 100
-        and type(pair[1]) in (int, float)
-        and pair[1] >= 0
-        for pair in value
+@dataclass(frozen=True)
+class FineWeb(Stage):
+    """Drop lists, menus and boilerplate by the shape of their lines (those that are not blank).
+
+    A minimum of 0 or a maximum of `inf` switches its rule off. A value at a threshold is kept.
+
+    Args:
+        min_ended_lines: Share of lines that end with a sentence's punctuation: 0.12.
+        keep_unended: Keep a document none of whose lines ends so (text without punctuation).
+        max_short_lines, short_line_chars: Share of lines of at most so many characters: 0.67 of 30.
+        max_duplicate_chars: Share of characters in lines that came before: 0.01.
+        max_newlines_per_word: 0.3.
+
+    Source: Penedo et al. 2024, section 3.5: 0.12, 0.67 and 0.1 for duplicates; the code that made FineWeb, in
+    datatrove, has 0.01 for duplicates, and 0.3 for newlines.
+    """
+
+    min_ended_lines: Share = 0.12
+    keep_unended: bool = False
+    max_short_lines: Number = 0.67
+    short_line_chars: Count = 30
+    max_duplicate_chars: Number = 0.01
+    max_newlines_per_word: Number = 0.3
+
+    name: ClassVar[str] = "fineweb"
+    version: ClassVar[int] = 1
+    reasons: ClassVar[tuple[str, ...]] = tuple(
+        f"fineweb_{name}" for name in ("empty", "few_ended_lines", "short_lines", "duplicate_chars", "newlines")
     )
-    if not good or len({n for n, _ in value}) != len(value):
-        raise UsageError(f"{name}: expected pairs [n, share] of different n from 1 to 100, got {value!r}")
-    return tuple((n, float(share)) for n, share in value)
+    shares_words: ClassVar[bool] = True
+
+    def apply(self, batch: pa.RecordBatch) -> Verdict:
+        """Drop what fails a rule."""
+        from forebay.prepare.filters.kernels import FINEWEB, measure_lines
+
+        m = dict(zip(FINEWEB, measure(measure_lines, batch, len(FINEWEB), [self.short_line_chars]), strict=True))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            unended = (m["ended"] == 0) & self.keep_unended
+            failed = (
+                m["lines"] == 0,
+                (m["ended"] / m["lines"] < self.min_ended_lines) & ~unended,
+                m["short"] / m["lines"] > self.max_short_lines,
+                m["same_chars"] / m["chars"] > self.max_duplicate_chars,
+                m["newlines"] / m["words"] > self.max_newlines_per_word,
+            )
+        return Verdict(batch, first_failing(*failed))

@@ -1,0 +1,103 @@
+"""Settings that fit their types: the fields of frozen dataclasses, checked when one is made, by pydantic.
+
+Hides: pydantic, and its words for what is wrong. A field's annotation is all that is said of its range.
+"""
+
+import dataclasses
+import json
+import typing
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from forebay.errors import UsageError
+
+Number = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Texts = tuple[Annotated[str, Field(min_length=1)], ...]
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+    "too_short": "more items",
+    "too_long": "fewer items",
+    "missing": "more items",
+}
+"""What a kind of error of pydantic's wanted, where it does not say it in our words."""
+_LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+
+
+@cache
+def field_types(cls: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields, with the ranges that are annotated."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
+
+
+def fit(kind: Any, value: Any, name: str) -> Any:
+    """The value of the setting `name` as its type wants it: a list as a tuple, a whole number as a float.
+
+    Raises:
+        UsageError: If it does not fit.
+    """
+    try:  # As JSON, whose lists may be tuples.
+        return _adapter(kind).validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        wrong = [one for one in error.errors() if one["type"] != "too_short"] or error.errors()
+        expected = " or ".join(dict.fromkeys(map(_expected, wrong)))
+        raise UsageError(f"{name}: expected {expected}, got {wrong[0]['input']!r}") from error
+
+
+def _expected(error: Any) -> str:
+    for key, words in _LIMITS.items():
+        if (limit := error.get("ctx", {}).get(key)) is not None:
+            return f"{words} {int(limit) if limit == int(limit) else limit}"
+    return _EXPECTED.get(error["type"]) or str(error["msg"]).removeprefix("Input should be ")
+
+
+def check_order(settings: object, low: str, high: str) -> None:
+    """Raise UsageError if the field `low` is above the field `high`."""
+    if getattr(settings, low) > getattr(settings, high):
+        raise UsageError(f"{low}: expected at most {high} ({getattr(settings, high)}), got {getattr(settings, low)}")
+
+
+class Settings:
+    """A frozen dataclass whose fields are checked."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def check_fields(settings: Any) -> None:
+    """Check the fields of a dataclass that was just made; lists become tuples, so that it can be hashed.
+
+    Defaults, and objects that no file can hold (a stage of one's own may have such), are taken as they are.
+
+    Raises:
+        UsageError: If one does not fit its type; the message begins with its name.
+    """
+    cls: Any = type(settings)
+    for one in dataclasses.fields(cls):
+        value = getattr(settings, one.name)
+        if value is one.default or not one.init:
+            continue
+        try:
+            json.dumps(value)
+        except TypeError:
+            continue
+        fitted = fit(field_types(cls)[one.name], value, one.name)
+        if isinstance(fitted, tuple):
+            object.__setattr__(settings, one.name, fitted)
