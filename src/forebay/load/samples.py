@@ -85,37 +85,28 @@ class View:
         return kept_pieces(ends, num_tokens, self.documents, int(self.first_documents[index]), before, after)
 
 
+@dataclass
 class _Counting:
     """How many samples each slice has; reads no more ends than that takes."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        seq_len: int,
-        packing: str,
-        documents: DocumentFilter | None,
-        first_documents: I64,
-        read_ends: ReadEnds | None,
-    ) -> None:
-        self._id = dataset.id
-        self._table = dataset.table
-        self._seq_len = seq_len
-        self._fit = packing == "fit"
-        self._documents = documents
-        self._first_documents = first_documents
-        self._read = read_ends or ends_reader(dataset)
-        self.before: I64 | None = None
-        self.after: I64 | None = None
+    dataset: Dataset
+    seq_len: int
+    fit: bool
+    documents: DocumentFilter | None
+    first_documents: I64
+    read: ReadEnds
+    before: I64 | None = None
+    after: I64 | None = None
 
     def count(self, counts: I64, remember: Path | None) -> int:
         """Put the samples of slices that the table alone cannot tell into `counts`; all kept tokens."""
         chosen = self._concerned()
         if not len(chosen):
-            return int(self._table.count.sum())
+            return int(self.dataset.table.count.sum())
         path = None if remember is None else remember / f"samples-{self._digest()}.counts"
         found = self._remembered(path)
         if found is None:
-            found = np.stack([counts, self._table.count, np.zeros_like(counts), np.zeros_like(counts)])
+            found = np.stack([counts, self.dataset.table.count, np.zeros_like(counts), np.zeros_like(counts)])
             with ThreadPoolExecutor(_READERS) as pool:
                 if self._by_length:
                     found[2], found[3] = self._lengths_beyond(pool)
@@ -133,11 +124,11 @@ class _Counting:
 
     @property
     def _by_length(self) -> bool:
-        return self._documents is not None and self._documents.by_length
+        return self.documents is not None and self.documents.by_length
 
     def _digest(self) -> str:
-        documents = "" if self._documents is None else self._documents.digest()
-        text = f"{_COUNTING_VERSION};{self._id};{self._seq_len};{self._fit};{documents}"
+        documents = "" if self.documents is None else self.documents.digest()
+        text = f"{_COUNTING_VERSION};{self.dataset.id};{self.seq_len};{self.fit};{documents}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _remembered(self, path: Path | None) -> I64 | None:
@@ -146,44 +137,44 @@ class _Counting:
             data = b"" if path is None else path.read_bytes()
         except FileNotFoundError:
             return None
-        size = len(self._table)
+        size = len(self.dataset.table)
         return np.frombuffer(data, "<i8").reshape(4, size).astype(np.int64) if len(data) == 32 * size else None
 
     def _concerned(self) -> I64:
-        if self._fit or self._by_length:
-            return np.arange(len(self._table), dtype=np.int64)
-        if self._documents is None:
+        if self.fit or self._by_length:
+            return np.arange(len(self.dataset.table), dtype=np.int64)
+        if self.documents is None:
             return np.empty(0, np.int64)
-        low = np.searchsorted(self._documents.numbers, self._first_documents)
+        low = np.searchsorted(self.documents.numbers, self.first_documents)
         # The document after a slice's last end may lie in it, too.
-        high = np.searchsorted(self._documents.numbers, self._first_documents + self._table.documents, "right")
+        high = np.searchsorted(self.documents.numbers, self.first_documents + self.dataset.table.documents, "right")
         return np.flatnonzero(high > low)
 
     def _lengths_beyond(self, pool: ThreadPoolExecutor) -> tuple[I64, I64]:
         """Of the documents that a slice begins and ends in: the tokens in other slices."""
-        size = len(self._table)
+        size = len(self.dataset.table)
         edges = list(pool.map(self._edges, range(size)))
         before, after = np.zeros(size, np.int64), np.zeros(size, np.int64)
         for index in range(1, size):
-            through = int(before[index - 1]) if self._table.documents[index - 1] == 0 else 0
+            through = int(before[index - 1]) if self.dataset.table.documents[index - 1] == 0 else 0
             before[index] = edges[index - 1][1] + through
         for index in range(size - 2, -1, -1):
-            through = int(after[index + 1]) if self._table.documents[index + 1] == 0 else 0
+            through = int(after[index + 1]) if self.dataset.table.documents[index + 1] == 0 else 0
             after[index] = edges[index + 1][0] + through
         return before, after
 
     def _edges(self, index: int) -> tuple[int, int]:
         """Tokens until the first end of a slice, and after the last."""
-        ends, size = self._read(index), int(self._table.count[index])
+        ends, size = self.read(index), int(self.dataset.table.count[index])
         return (int(ends[0]), size - int(ends[-1])) if len(ends) else (size, size)
 
     def _count_one(self, index: int) -> tuple[int, int]:
         """(samples, kept tokens) of a slice."""
         before = 0 if self.before is None else int(self.before[index])
         after = 0 if self.after is None else int(self.after[index])
-        first, size = int(self._first_documents[index]), int(self._table.count[index])
-        pieces = kept_pieces(self._read(index), size, self._documents, first, before, after)
-        samples = count_fit(pieces, self._seq_len) if self._fit else pieces.num_tokens // self._seq_len
+        first, size = int(self.first_documents[index]), int(self.dataset.table.count[index])
+        pieces = kept_pieces(self.read(index), size, self.documents, first, before, after)
+        samples = count_fit(pieces, self.seq_len) if self.fit else pieces.num_tokens // self.seq_len
         return samples, pieces.num_tokens
 
 
@@ -217,7 +208,8 @@ def plan_samples(
     if layout == "tokens":
         assert seq_len is not None
         counts = counts.copy()
-        found = _Counting(dataset, seq_len, packing, documents, first_documents, read_ends)
+        read = read_ends or ends_reader(dataset)
+        found = _Counting(dataset, seq_len, packing == "fit", documents, first_documents, read)
         kept = found.count(counts, remember)
         before, after = found.before, found.after
         excluded = dataset.num_tokens - kept
