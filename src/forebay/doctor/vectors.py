@@ -26,8 +26,6 @@ from forebay.formats import npy
 from forebay.formats.detect import LLMC_TYPES, NPY_MAGIC, detect
 from forebay.formats.foreign import U64, Bytes8, head_of, map_file
 
-_LLMC_BYTES = 1024
-_MOST_HEADER = 10_000
 _MOST_EXTENTS = 100_000
 _LENGTHS = tuple(1 << n for n in range(5, 18))
 _Sample = Callable[[int, int], NDArray[Any]]
@@ -68,7 +66,7 @@ class Survey(Report):
 
 def header_at(memory: Bytes8, at: int) -> Header | None:
     """NumPy's header at a byte, if a whole one stands there."""
-    head = memory[at : at + _MOST_HEADER + 12].tobytes()
+    head = memory[at : at + npy.MOST_HEADER + 12].tobytes()
     if not head.startswith(NPY_MAGIC):
         return None
     file = io.BytesIO(head)
@@ -174,8 +172,8 @@ def _join(found: Survey, at: int, header: Header | None) -> None:
 def _open_llmc(path: Path, memory: Bytes8) -> Survey:
     code, _, count = (int(n) for n in np.frombuffer(head_of(path, 12), "<i4"))
     dtype = np.dtype(LLMC_TYPES[code][1])
-    wanted = _LLMC_BYTES + count * dtype.itemsize
-    start, stop = min(_LLMC_BYTES, len(memory)), min(len(memory), wanted) if count > 0 else len(memory)
+    wanted = npy.LLMC_BYTES + count * dtype.itemsize
+    start, stop = min(npy.LLMC_BYTES, len(memory)), min(len(memory), wanted) if count > 0 else len(memory)
     found = Survey(path, memory=memory, start=start, stop=stop - (stop - start) % dtype.itemsize, dtype=dtype)
     found.facts["dtype"] = str(dtype)
     if len(memory) != wanted:

@@ -41,8 +41,8 @@ from forebay.formats.foreign import (
 )
 
 HEADERS = ("npy", "llm.c")  # Formats of `detect` whose files say the type of their tokens.
-_LLMC_BYTES = 1024
-_MOST_HEADER = 10_000  # NumPy's own bound.
+LLMC_BYTES = 1024  # Of llm.c's header.
+MOST_HEADER = 10_000  # NumPy's own bound.
 _SPOT_SAMPLES = 8
 NO_SAMPLE = int.from_bytes(hashlib.blake2b(b"", digest_size=8).digest(), "little")
 """13020603013274838756: the id of no bytes at all."""
@@ -223,15 +223,15 @@ def _raw(path: Path, kind: np.dtype[Any], num_bytes: int | None = None) -> Vecto
 
 
 def _llmc(path: Path) -> Vector:
-    head, size = head_of(path, _LLMC_BYTES), size_of(path)
+    head, size = head_of(path, LLMC_BYTES), size_of(path)
     kind = np.dtype(LLMC_TYPES[int.from_bytes(head[:4], "little")][1])
     count = int.from_bytes(head[8:12], "little")
-    if size != _LLMC_BYTES + count * kind.itemsize:
+    if size != LLMC_BYTES + count * kind.itemsize:
         raise DatasetError(
-            f"{path}: expected {_LLMC_BYTES + count * kind.itemsize} bytes, as its header says, got {size}. "
+            f"{path}: expected {LLMC_BYTES + count * kind.itemsize} bytes, as its header says, got {size}. "
             "Fetch it again."
         )
-    return Vector(path, _LLMC_BYTES, kind, count, size)
+    return Vector(path, LLMC_BYTES, kind, count, size)
 
 
 def vector_in(path: Path, num_bytes: int, dtype: Any = None) -> Vector:
@@ -242,7 +242,7 @@ def vector_in(path: Path, num_bytes: int, dtype: Any = None) -> Vector:
 
 
 def _npy(path: Path, num_bytes: int | None = None) -> Vector:
-    head = head_of(path, 12 + _MOST_HEADER)
+    head = head_of(path, 12 + MOST_HEADER)
     size = size_of(path) if num_bytes is None else num_bytes
     file = io.BytesIO(head)
     try:

@@ -27,7 +27,8 @@ from forebay.formats.foreign import token_kind
 from forebay.formats.npy import npy_head, sample_id
 from forebay.storage.atomic import atomic_write, open_atomic, remove_stale
 
-SHARDS_FILE = "shards.json"
+LIST_FILE = "shards.json"
+LIST_FORMAT = "forebay shards 2"
 SHARD_TOKENS = 100 << 30
 Generation = Literal["bin", "npy"]
 _BLOCK_BYTES = 4 << 20
@@ -86,7 +87,7 @@ def write_shards(
         raise UsageError(f"shards: expected uint16 or uint32, got {kind}. Say dtype=.")
     out.mkdir(parents=True, exist_ok=True)
     remove_stale(out)
-    (out / SHARDS_FILE).unlink(missing_ok=True)
+    (out / LIST_FILE).unlink(missing_ok=True)
     shards = write_unlisted(
         chain([first], pieces), out, seq_len, shard_tokens // seq_len, kind, generation, header, prefix
     )
@@ -172,5 +173,5 @@ def _write_list(out: Path, shards: list[Shard], seq_len: int, kind: np.dtype[Any
         return {"name": path.name, "bytes": path.stat().st_size, "sha256": hash_file(path)}
 
     rows = [{"samples": s.num_samples, "tokens": file(s.tokens), "ids": file(s.ids)} for s in shards]
-    told = {"format": "forebay shards 2", "seq_len": seq_len, "dtype": kind.name, "shards": rows}
-    atomic_write(out / SHARDS_FILE, json.dumps(told, indent=1).encode() + b"\n")
+    told = {"format": LIST_FORMAT, "seq_len": seq_len, "dtype": kind.name, "shards": rows}
+    atomic_write(out / LIST_FILE, json.dumps(told, indent=1).encode() + b"\n")

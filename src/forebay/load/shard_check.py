@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 from forebay.errors import DatasetError, IntegrityError
 from forebay.formats.detect import NPY_MAGIC
 from forebay.formats.foreign import map_file
-from forebay.formats.npy import Vector, vector_in
+from forebay.formats.npy import NO_SAMPLE, Vector, vector_in
 from forebay.store.transfer import PIECE_BYTES
 
 _BLOCK_BYTES = 1 << 20
 _TRIES = 2  # after the first, with the same wrong bytes
 _MOST_TRIES = 10
 _LEAST_SAMPLES = 64  # none right of so many: ids of another shard
-_NO_BYTES = 13020603013274838756  # the id of nothing: one writer gave it to every sample of the second half
 LEAST_HEAD = 12 << 10  # bytes that hold any header
 
 
@@ -165,7 +164,7 @@ class SampleCheck:
         first, count = min(self._bad), len(self._bad)
         assert self.vector is not None
         why = ""
-        if int(self.ids[first]) == _NO_BYTES:
+        if int(self.ids[first]) == NO_SAMPLE:  # One writer gave it to every sample of the second half.
             why = "Its id is that of no bytes at all, a known fault of one writer. "
         return IntegrityError(
             f"shard {self.index}: expected each sample to have its id, got {count} of {len(self.ids)} that have not, "

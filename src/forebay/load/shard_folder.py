@@ -22,14 +22,13 @@ import numpy as np
 
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, IntegrityError, UsageError
+from forebay.formats.shard_writer import LIST_FILE, LIST_FORMAT
 from forebay.load.shard_check import LEAST_HEAD, SampleCheck
 from forebay.storage.atomic import atomic_write, remove_stale
 from forebay.store.large import Fetched, Workers, fetch_part, head_of, head_origin, part_path, place, plan_large
 from forebay.store.locks import EXCLUSIVE, SHARED, Lock, is_locked, take, try_take
 from forebay.store.origins import ChangedError, Head, Origin, PassingError, RefusedError
 
-LIST_FILE = "shards.json"
-LIST_FORMAT = "forebay shards 2"
 _MOST_DROPPED = 4 << 30
 _ROUNDS = 8
 _WAIT_S = 0.1

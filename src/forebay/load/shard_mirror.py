@@ -20,7 +20,8 @@ from typing import Any
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, IntegrityError, UsageError
-from forebay.load.shard_folder import LIST_FILE, Pair, ShardFolder
+from forebay.formats.shard_writer import LIST_FILE
+from forebay.load.shard_folder import Pair, ShardFolder
 from forebay.sizes import words_of_bytes
 from forebay.store.large import Workers, head_of, head_origin
 from forebay.store.origins import Head, open_origin, read_small
