@@ -27,14 +27,10 @@ def failures() -> dict[str, int]:
 class Supervised:
     """A thread that runs `target` until it returns, and runs it again after an unexpected exception.
 
-    An exception is logged with its traceback and counted. The next run starts after `first_wait_s`, doubled for each
-    further failure up to 60 s; a run of more than 60 s without a failure starts at `first_wait_s` again.
-
-    Args:
-        target: The body, which usually loops until `stopping` is set. A normal return ends the thread.
-        name: Of the thread, and the label under which failures are counted.
-        stopping: Set by `stop`; an event of the owner's, if it has one.
-        fatal: For a body that must not run twice: called with the exception, in the thread, which then ends.
+    An exception is logged with its traceback and counted by `name`. The next run starts after `first_wait_s`, doubled
+    for each further failure up to 60 s; a run of more than 60 s without a failure starts at `first_wait_s` again.
+    `stop` sets `stopping`, an event of the owner's, if it has one. `fatal` is for a body that must not run twice: it is
+    called with the exception, in the thread, which then ends.
     """
 
     def __init__(
@@ -63,11 +59,7 @@ class Supervised:
         return self._thread.is_alive()
 
     def start(self) -> "Supervised":
-        """Start the thread, once.
-
-        Raises:
-            RuntimeError: If the process cannot have another thread now.
-        """
+        """Start the thread, once; RuntimeError if the process cannot have another now."""
         self._thread.start()
         return self
 

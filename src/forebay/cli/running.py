@@ -33,13 +33,8 @@ def joined_network(
 ) -> Iterator[tuple[Identity, LibtorrentDht]]:
     """This node's identity and its place in the DHT, from here to the end of the block.
 
-    Args:
-        stop: Ends the wait for a bootstrap node, as an interrupt does.
-        required: Whether to raise if no bootstrap node answers within `args.timeout`; else a warning is logged.
-
-    Raises:
-        NetworkError: If no bootstrap node answers, or the DHT node cannot listen.
-        UsageError: If the directory, an address or the log of refusals is wrong.
+    `stop` ends the wait for a bootstrap node, as an interrupt does. If none answers within `args.timeout`, it raises
+    NetworkError where `required`, else logs a warning.
     """
     from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
     from forebay.network.identity import Identity

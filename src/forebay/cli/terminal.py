@@ -16,11 +16,8 @@ _UNSAFE_BUT_RETURN = re.compile(_UNSAFE.pattern.replace("\x0b-", "\x0b\x0c\x0e-"
 
 
 def printable(text: str, *, allow_return: bool = False) -> str:
-    """The text with each character that a terminal may obey as its escape: `\\x1b`.
-
-    Args:
-        allow_return: Leave carriage returns as they are: a progress line begins anew with one.
-    """
+    """The text with each character that a terminal may obey as its escape: `\\x1b`. With `allow_return` carriage
+    returns stay as they are: a progress line begins anew with one."""
     pattern = _UNSAFE_BUT_RETURN if allow_return else _UNSAFE
     return pattern.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 

@@ -29,18 +29,12 @@ def check_from_urls(value: str) -> None:
 def open_foreign_origin(
     url: str, from_urls: FromUrls, *, signed: Collection[str] = (), patience: Patience | None = None
 ) -> Origin:
-    """The web server or public bucket behind a URL that came from the network. Opens no connection.
+    """The web server or public bucket behind a URL that came from the network; RefusedError if the reader's `from_urls`
+    does not allow it. Opens no connection.
 
-    What is not of the public internet is refused where it is connected to, also after a redirect; `any` lifts that.
-    A bucket is read over https without a signature: `s3://` at AWS, `gs://` at Google.
-
-    Args:
-        from_urls: What the reader allowed.
-        signed: URLs that the dataset's publisher signed: they are opened without being allowed, as `public`.
-
-    Raises:
-        RefusedError: If it is not allowed.
-        ProtocolViolation: If it is no such URL.
+    What is not of the public internet is refused where it is connected to, also after a redirect; `any` lifts that. A
+    bucket is read over https without a signature: `s3://` at AWS, `gs://` at Google. URLs in `signed`, by the dataset's
+    publisher, are opened without being allowed, as `public`.
     """
     parts = check_url(url)
     if not from_urls and url not in signed:

@@ -23,11 +23,9 @@ OnFault = Callable[[NetworkError], object]
 class HolderSource:
     """One slice at one peer, whatever name it is asked for by. See Origin.
 
-    Args:
-        address: `host:port`, where `peer_id` must stand.
-        stall_s: For each wait; slower than 4 KiB/s over this long counts as stalled.
-        on_fault: Told of each request that failed, from the thread that asked.
-        once: It is not asked again after one that failed: there are others.
+    `peer_id` must stand at `address`, `host:port`. A wait of more than `stall_s`, or less than 4 KiB/s over this long,
+    counts as stalled. `on_fault` is told of each request that failed, from the thread that asked. With `once` it is not
+    asked again after that: there are others.
     """
 
     def __init__(

@@ -111,12 +111,7 @@ def mirror_by_swarm(
 ) -> tuple[MirrorReport, dict[str, Any]]:
     """As `mirror`, of `forebay://` to a directory; and the swarm's figures.
 
-    Args:
-        share: See SwarmMember.
-        linger_s: How long to go on sharing at the end, at most; until all who share have all.
-
-    Raises:
-        UsageError: If the target is no directory, or the dataset is of no network. Others as of `mirror`.
+    `share` is as of SwarmMember. At the end it goes on sharing for `linger_s` at most, until all who share have all.
     """
     from forebay.network.limits import Throttle
     from forebay.store.share import Folder

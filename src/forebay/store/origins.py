@@ -178,14 +178,10 @@ def read_small(
     start: int | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> bytes:
-    """A whole small object, asked for up to eight times within some 15 s, or 25 s where each answer takes long.
+    """A whole small object, or with `start` the `max_bytes` bytes from there on; asked for up to eight times within
+    some 15 s, or 25 s where each answer takes long.
 
-    Args:
-        start: Given, the `max_bytes` bytes from there on, in place of the whole.
-
-    Raises:
-        DatasetError: If the origin says that it is not there, or not for us.
-        NetworkError: If it cannot be had now.
+    DatasetError if the origin says that it is not there, or not for us; NetworkError if it cannot be had now.
     """
     began, answers = time.monotonic(), ["no answer yet"]
     for tried in range(1, _SMALL_TRIES + 1):
@@ -284,11 +280,7 @@ def _local_path(text: str) -> Path:
 
 
 def environment(name: str, why: str) -> str:
-    """An environment variable that must be set.
-
-    Raises:
-        UsageError: If it is not; names it and no value.
-    """
+    """An environment variable that must be set; the error names it and no value."""
     value = os.environ.get(name, "")
     if not value:
         raise UsageError(f"{why}: expected the environment variable {name}, got none. Set it.")

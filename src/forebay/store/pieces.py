@@ -30,11 +30,8 @@ class Check(Protocol):
         """
 
     def wrong(self) -> list[tuple[int, int]]:
-        """Of the whole file, the bytes to be fetched again; empty if it is right.
-
-        Raises:
-            ForebayError: If fetching again is no use.
-        """
+        """Of the whole file, the bytes to be fetched again; empty if it is right. ForebayError: fetching again is no
+        use."""
 
 
 class Sha256Check:
@@ -95,17 +92,9 @@ class Span:
 class PartFile:
     """The partial file of one slice. One lock: nobody writes after `close`.
 
-    Args:
-        path: Made if absent; one that fits is resumed, any other begun anew.
-        piece_bytes: A power of two.
-        num_spans: At least so many spans are made of it, so that all connections have work, if they can be of
-        least_span_bytes: so many bytes.
-        span_bytes: Of a span, in place of those two; a multiple of `piece_bytes`.
-        check: Judges the bytes in place of the hash, which is not computed then.
-
-    Attributes:
-        spans: All of them by start; those of pieces that were there already are complete.
-        received: Bytes written, those that were there included.
+    One that fits is resumed, any other begun anew. `piece_bytes` is a power of two. At least `num_spans` spans are made
+    of it, so that all connections have work, if they can be of `least_span_bytes`; or spans of `span_bytes`, a multiple
+    of `piece_bytes`. `check` judges the bytes in place of the hash, which is not computed then.
     """
 
     def __init__(
@@ -122,7 +111,7 @@ class PartFile:
         self.path = path
         self.num_bytes = num_bytes
         self.lock = threading.Lock()
-        self.received = 0
+        self.received = 0  # bytes written, those that were there included
         self.checked = 0
         self._piece_bytes = piece_bytes
         self._num_pieces = -(-num_bytes // piece_bytes)
@@ -134,7 +123,7 @@ class PartFile:
         self._file = -1
         self._left: list[int] = []
         self._first_open = 0
-        self.spans: list[Span] = []
+        self.spans: list[Span] = []  # all, by start; those of pieces that were there already are complete
         self._index_of: dict[int, int] = {}  # by start
 
     def open(self) -> None:

@@ -47,11 +47,7 @@ class RemoteDataset(Dataset):
         raise self._elsewhere(f"slice {index}")
 
     def verify(self, on_progress: Callable[[int], None] | None = None, workers: int | None = None) -> VerifyReport:
-        """Read and hash every slice and listed file where it lies; keeps nothing. As `Dataset.verify` besides.
-
-        Raises:
-            NetworkError: If the origin cannot be reached.
-        """
+        """Read and hash every slice and listed file where it lies; keeps nothing. As `Dataset.verify` besides."""
         table = self.table
         files: list[File] = [(name, None, sha256) for name, sha256 in sorted(listed_files(self.manifest).items())]
         hashes = [row.tobytes().hex() for row in table.sha256]
@@ -127,14 +123,8 @@ def verify_files(
     on_progress: Callable[[int], object] | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> VerifyReport:
-    """Hash every file behind an origin and compare. Files that nobody listed cannot be seen there.
-
-    Args:
-        on_progress: Called with the bytes of each slice, from one thread.
-
-    Raises:
-        NetworkError: If the origin cannot be reached: nothing is known of a file then.
-    """
+    """Hash every file behind an origin and compare. Files that nobody listed cannot be seen there. `on_progress` is
+    called with the bytes of each slice, from one thread."""
     changed: list[str] = []
     missing: list[str] = []
     with ThreadPoolExecutor(workers) as pool:

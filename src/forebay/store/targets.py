@@ -58,14 +58,8 @@ class Target(Protocol):
 
 
 def open_target(url: str | Path, temporary: Path) -> Target:
-    """The target behind a path, `file://`, `s3://`, `r2://`, `gs://` or `az://`.
-
-    Args:
-        temporary: Where slices are kept on their way to a bucket; made if absent.
-
-    Raises:
-        UsageError: If the URL is of another kind, or another mirror writes there.
-    """
+    """The target behind a path, `file://`, `s3://`, `r2://`, `gs://` or `az://`; UsageError if another mirror writes
+    there. Slices on their way to a bucket lie in `temporary`, made if absent."""
     text = str(url)
     scheme = text.partition("://")[0].lower() if "://" in text else ""
     if scheme in ("", "file"):

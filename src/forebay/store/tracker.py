@@ -61,12 +61,8 @@ class _Tracked:
 
 
 class Tracker:
-    """The swarms of several datasets. Safe to share between threads; `close` may be called twice.
-
-    Args:
-        client: Dials members back. Stays the caller's.
-        ttl_s: Who is not heard of for so long is gone.
-    """
+    """The swarms of several datasets. Safe to share between threads; `close` may be called twice. `client`, the
+    caller's, dials members back; who is not heard of for `ttl_s` is gone."""
 
     def __init__(self, client: Client, *, ttl_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.ttl_s = ttl_s
@@ -107,15 +103,8 @@ class Tracker:
         return dataset_id in self._tracked
 
     def answer(self, peer: Peer, dataset_id: str, ask: SwarmRequest, source: str = "") -> dict[str, Any]:
-        """The reply to a member's message; see SwarmReply.
-
-        Args:
-            source: The IP address that the message came from.
-
-        Raises:
-            ProtocolViolation: If its message names a slice that is not there, or it has too many sessions.
-            KeyError: If the dataset is not tracked here.
-        """
+        """The reply to a member's message from the IP address `source`; see SwarmReply. ProtocolViolation: it names a
+        slice that is not there, or the member has too many sessions. KeyError: the dataset is not tracked here."""
         tracked = self._tracked[dataset_id]
         swarm = tracked.swarm
         _check_indexes(ask, swarm.num_slices)
@@ -199,15 +188,12 @@ class Tracker:
 def steer(
     swarm: Swarm, member: Holder, message: SwarmRequest, now: float, *, organisation: str = "", may_fetch: bool = True
 ) -> dict[str, Any]:
-    """Apply a member's message to its swarm; the reply, a SwarmReply.
+    """Apply a member's message to its swarm, or nothing of it if its ranges are malformed; the reply, a SwarmReply.
 
     Args:
         member: By whose name and address the others are told of it; without an address it is never named.
         organisation: To which its certificate belongs; its members accuse with one voice.
         may_fetch: False while it is being found out whether others reach it: it is to ask again in a moment.
-
-    Raises:
-        ProtocolViolation: If its ranges are malformed; nothing was applied then.
     """
     me, known = member.peer_id, swarm.knows(member.peer_id)
     have = None if message.have is None else _flags(message.have, swarm.num_slices)

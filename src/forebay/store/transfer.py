@@ -53,7 +53,6 @@ class Transfers:
         hedge_s: An idle connection takes over from one that got no byte for so long, and for three times as long as its
             source usually takes, once a place.
         hashers: Threads that hash, each some 1.5 GB/s; by default one a processor, 2 to 4.
-        clock, chance: Time and chance, as arguments.
     """
 
     def __init__(
@@ -105,12 +104,8 @@ class Transfers:
     ) -> Transfer:
         """Fetch a slice into `part`; what an earlier run left there is resumed. Earlier transfers go first.
 
-        Args:
-            on_bad: Told, from another thread, of a source that gave wrong bytes or broke the protocol, and why.
-            span_bytes, check: See PartFile; with a check, `info.sha256` is not looked at.
-
-        Raises:
-            UsageError: If the pool is closed or there is no origin.
+        `on_bad` is told, from another thread, of a source that gave wrong bytes or broke the protocol, and why.
+        `span_bytes` and `check` are as of PartFile; with a check, `info.sha256` is not looked at.
         """
         if os.getpid() != self._pid:
             raise UsageError("transfers: expected the process that made them, got a fork of it. Make new ones there.")

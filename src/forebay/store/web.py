@@ -134,9 +134,8 @@ class WebOrigin:
     ) -> tuple[bool, Mapping[str, str], Generator[memoryview, None, None]]:
         """What follows byte `start` of the object at an address, whatever its size; `asked` are headers to send too.
 
-        Returns:
-            Whether the server knows ranges, as far as this answer shows; its headers; the bytes, in pieces each of
-            which is valid until the next is asked for. Close it to give the rest up. Errors as of `read`.
+        Whether the server knows ranges, as far as this answer shows; its headers; the bytes, in pieces each of which is
+        valid until the next is asked for. Close it to give the rest up. Errors as of `read`.
         """
         connection, answer = self._open("", {"Range": f"bytes={start}-", **asked} if start else asked, address)
 
@@ -313,11 +312,7 @@ class _Pool:
 
 
 def hub_address(url: str) -> tuple[str, dict[str, str]]:
-    """Where the hub keeps the files of `hf://datasets/OWNER/NAME[@REVISION][/PATH]`, and the headers to send.
-
-    Raises:
-        UsageError: If the URL lacks a part.
-    """
+    """Where the hub keeps the files of `hf://datasets/OWNER/NAME[@REVISION][/PATH]`, and the headers to send."""
     found = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", url)
     if found is None:
         raise UsageError(f"open an origin: expected hf://datasets/OWNER/NAME[@REVISION][/PATH], got {url!r}.")
@@ -398,11 +393,7 @@ def asked_wait_s(headers: Mapping[str, str]) -> float:
 
 def check_redirect(origin: str, target: str, *, https_only: bool = False) -> None:
     """Refuse a redirect to anything but http and https, and from a public address to one inside: this machine, its
-    networks, a cloud's metadata; with `https_only` also one to http.
-
-    Raises:
-        RefusedError: If it must not be followed.
-    """
+    networks, a cloud's metadata; with `https_only` also one to http."""
     was, goes = urllib.parse.urlsplit(origin), urllib.parse.urlsplit(target)
     if goes.scheme not in ("http", "https") or (https_only and goes.scheme != "https"):
         expected = "https" if https_only else "http or https"
