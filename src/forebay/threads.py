@@ -49,11 +49,6 @@ class Supervised:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
-    def name(self) -> str:
-        """Of the thread."""
-        return self._thread.name
-
-    @property
     def is_alive(self) -> bool:
         """Whether the thread has started and not ended; also while it waits to run its body again."""
         return self._thread.is_alive()
@@ -74,7 +69,7 @@ class Supervised:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        wait_s = self._first_wait_s
+        name, wait_s = self._thread.name, self._first_wait_s
         while not self.stopping.is_set():
             started = time.monotonic()
             try:
@@ -82,13 +77,13 @@ class Supervised:
                 return
             except Exception as error:  # noqa: BLE001  # the reason of this class: whatever it is, the work goes on
                 with _lock:
-                    _failures[self.name] += 1
+                    _failures[name] += 1
                 if self._fatal is not None:
-                    _log.exception("thread failed: name=%s; it is not restarted", self.name)
+                    _log.exception("thread failed: name=%s; it is not restarted", name)
                     self._fatal(error)
                     return
                 if time.monotonic() - started > MAX_WAIT_S:
                     wait_s = self._first_wait_s
-                _log.exception("thread failed: name=%s restart_in_s=%.1f", self.name, wait_s)
+                _log.exception("thread failed: name=%s restart_in_s=%.1f", name, wait_s)
             self.stopping.wait(wait_s)
             wait_s = min(MAX_WAIT_S, 2 * wait_s)

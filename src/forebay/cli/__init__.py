@@ -30,14 +30,12 @@ from forebay.cli import (
     work,
 )
 from forebay.cli.running import Verb
-from forebay.cli.terminal import filtered_streams
-from forebay.errors import ForebayError, UsageError
-from forebay.extras import install_command
+from forebay.errors import ForebayError, UsageError, install_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; no error leaves it as a traceback."""
-    with filtered_streams():
+    with logs.filtered_streams():
         args = make_parser().parse_args(argv)
         with logs.logging_to_stderr(args):
             return _run(args)

@@ -14,7 +14,6 @@ from forebay.errors import UsageError
 
 if TYPE_CHECKING:
     from forebay.observe.blame import Part
-    from forebay.order.run import Run
 
 
 def _ledger_verify(args: argparse.Namespace) -> int:
@@ -152,21 +151,17 @@ def _blame_order(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     if not batch or (dataset.manifest.layout == "tokens" and not seq_len):
         raise UsageError("blame: expected --global-batch and, for tokens, --seq-len: what the Loader was given.")
     seed = args.seed if args.seed is not None else int(config.get("seed", 0))
-    run = _loader_run(args.dataset[0], seq_len, int(batch), seed)
+    from forebay.load.loader import Loader
+
+    with Loader(
+        args.dataset[0], seq_len=seq_len, global_batch_size=int(batch), seed=seed, rank=0, world_size=1, epochs=None
+    ) as loader:
+        run = loader.run
     parts = blame_order(
         run, args.step, world_size=args.world_size or len(workers) or 1, workers=workers,
         documents=Documents(dataset), seq_len=seq_len, text=not args.no_text,
     )  # fmt: skip
     return Blame([part for part in parts if args.worker in ("", part.worker)]), facts
-
-
-def _loader_run(dataset: str, seq_len: int | None, batch: int, seed: int) -> Run:
-    from forebay.load.loader import Loader
-
-    with Loader(
-        dataset, seq_len=seq_len, global_batch_size=batch, seed=seed, rank=0, world_size=1, epochs=None
-    ) as loader:
-        return loader.run
 
 
 def _headline(part: Part) -> str:
@@ -244,7 +239,6 @@ def _tokens(text: str) -> tuple[int, int]:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    """Adds the verbs of this module."""
     verbs = group("ledger", "who used which samples")
     p = verb("verify", _ledger_verify, "prove that each sample of an epoch was used exactly once", verbs)
     p.add_argument("file", type=Path, help="a ledger, or a coordinator's state")

@@ -100,7 +100,6 @@ def _find(args: argparse.Namespace) -> int:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    """Adds the verbs of this module."""
     p = add_node(verb, "dht", _dht, "nodes of the Kademlia DHT that others start from", network=False)
     p.add_argument(
         "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="of the first node (UDP); port 0: a free one"

@@ -128,7 +128,6 @@ def _memory() -> int:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    del group
     p = verb("plan", _plan, "disk, time and memory that a run will need, before it starts; exit 1 if it cannot be")
     p.add_argument("dataset", nargs="?", help="a directory or URL; only its description is read")
     p.add_argument("--bytes", type=size, help="of a dataset to come, instead: 2TB")

@@ -144,17 +144,11 @@ def _say_pages(progress: api.Progress) -> None:
 def _lm_train(args: argparse.Namespace) -> int:
     from forebay.prepare.lm import train_lm
     from forebay.prepare.pipeline import texts_of
-
-    summary = train_lm(texts_of(args.inputs, _recipe_for_text(args)), args.out, order=args.order)
-    show(dataclasses.asdict(summary), args.json)
-    return 0
-
-
-def _recipe_for_text(args: argparse.Namespace) -> Recipe:
     from forebay.prepare.recipe import load_recipe
 
-    settings = {"read": {"text_key": args.text_key}} if args.text_key else {}
-    return load_recipe(args.recipe, args.config, settings)
+    recipe = load_recipe(args.recipe, args.config, {"read": {"text_key": args.text_key}} if args.text_key else {})
+    show(dataclasses.asdict(train_lm(texts_of(args.inputs, recipe), args.out, order=args.order)), args.json)
+    return 0
 
 
 _API_FILE = """\

@@ -14,7 +14,7 @@ from forebay.cli.arguments import add_from_urls, add_limits, positive
 from forebay.cli.running import add_node, joined_network, listen_at, log, on_stop, ready
 from forebay.errors import LeaseError, UsageError
 from forebay.network.waiting import waiting
-from forebay.sizes import words_of_bytes
+from forebay.sizes import words_of_bytes, words_of_seconds
 from forebay.threads import Supervised
 
 if TYPE_CHECKING:
@@ -179,7 +179,6 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    """Adds the verbs of this module."""
     about = "a scheduler: find datasets and lease their slices; or steer its jobs"
     p = add_node(verb, "schedule", _schedule, about, timeout_of="a bootstrap node, then for a data node")
     p.add_argument("names", nargs="*", metavar="NAME", help="a dataset: a job each; or, with --at, a verb and a job")
@@ -242,7 +241,8 @@ def _node_lines(status: Mapping[str, Any]) -> Iterator[str]:
     state = "draining" if status["draining"] else "up"
     yield (
         f"data node {status['name']} ({status['peer_id']}) at {status['address']}: {state} for "
-        f"{_span(status['up_s'])}, {status['connections']:,} connections, {words_of_bytes(status['bytes_sent'])} sent"
+        f"{words_of_seconds(status['up_s'])}, {status['connections']:,} connections, "
+        f"{words_of_bytes(status['bytes_sent'])} sent"
     )
     if status["announce_error"]:
         yield f"  cannot be found by name: {status['announce_error']}"
@@ -265,10 +265,3 @@ def _swarm(status: Mapping[str, Any], dataset_id: str) -> str:
     banned = f", banned: {', '.join(swarm['banned'])}" if swarm["banned"] else ""
     given, passed = swarm["from_origins"], swarm["from_peers"]
     return f"; swarm of {swarm['members']:,}: {given:,} slices from here, {passed:,} passed on{banned}"
-
-
-def _span(seconds: float) -> str:
-    for name, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:,.1f} {name}"
-    return f"{seconds:,.0f} s"

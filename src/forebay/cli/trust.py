@@ -314,7 +314,6 @@ def _add_days(p: argparse.ArgumentParser) -> None:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    """Adds the verbs of this module."""
     network = group("network", "identities and membership")
     _add_membership(verb, network)
     p = verb("revoke", _network_revoke, "shut a peer or an organisation out, in force without a restart", network)

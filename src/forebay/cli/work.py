@@ -94,7 +94,6 @@ def _progress_line(p: dict[str, Any]) -> str:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    """Adds the verbs of this module."""
     about = "a worker: lease, fetch, verify, train, acknowledge, hand on"
     waits = "a bootstrap node, then for a scheduler or data nodes that do not answer"
     p = add_node(verb, "work", _work, about, timeout_s=60.0, timeout_of=waits)

@@ -7,7 +7,7 @@ anything that is the reader's: no credentials, no options, no proxy of the envir
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Literal, NoReturn, TypeAlias
 
 from forebay.errors import NetworkError, UsageError
@@ -57,7 +57,7 @@ def open_foreign_origin(
     return origin
 
 
-class RefusingOrigin:
+class RefusingOrigin(Origin):
     """A source that cannot be used, and says why to whoever asks it."""
 
     def __init__(self, url: str, why: NetworkError) -> None:
@@ -65,16 +65,10 @@ class RefusingOrigin:
         self.why = why
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        """See Origin."""
         self._refuse()
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """See Origin."""
         self._refuse()
-
-    def sources(self) -> Sequence[Origin]:
-        """See Origin."""
-        return [self]
 
     def _refuse(self) -> NoReturn:
         raise RefusedError(str(self.why)) from self.why

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolViolation
@@ -20,8 +20,8 @@ log = logging.getLogger("forebay.network")
 OnFault = Callable[[NetworkError], object]
 
 
-class HolderSource:
-    """One slice at one peer, whatever name it is asked for by. See Origin.
+class HolderSource(Origin):
+    """One slice at one peer, whatever name it is asked for by.
 
     `peer_id` must stand at `address`, `host:port`. A wait of more than `stall_s`, or less than 4 KiB/s over this long,
     counts as stalled. `on_fault` is told of each request that failed, from the thread that asked. With `once` it is not
@@ -48,7 +48,6 @@ class HolderSource:
         self._once = once
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        """See Origin."""
         try:
             yield from read_by_hash(
                 self._client, self._address, self.peer_id, self._sha256, start, stop, self._stall_s, self.url
@@ -63,10 +62,6 @@ class HolderSource:
     def get(self, name: str, max_bytes: int) -> bytes:
         """See Origin: there are slices here and nothing else."""
         raise RefusedError(f"{self.url}: expected a slice to be asked for, got {name}")
-
-    def sources(self) -> Sequence[Origin]:
-        """See Origin."""
-        return [self]
 
 
 def read_by_hash(

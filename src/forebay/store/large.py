@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -185,8 +185,7 @@ def fetch_part(
     stop: threading.Event | None = None,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> Fetched:
-    """Fetch an object of this head into its partial file, checked and synced; ChangedError if it is another one by
-    now."""
+    """Fetch an object of this head into its partial file, checked and synced; ChangedError if it is another now."""
     if head.bytes == 0:
         part.write_bytes(b"")
         return Fetched(part, 0, 0, head.etag, 0.0, 0)
@@ -271,7 +270,7 @@ def head_origin(origin: Origin) -> HeadOrigin:
     return cast(HeadOrigin, origin)
 
 
-class _Pinned:
+class _Pinned(Origin):
     """An origin of one version of an object."""
 
     def __init__(self, origin: HeadOrigin, etag: str) -> None:
@@ -280,16 +279,10 @@ class _Pinned:
         self.url = origin.url
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        """See Origin."""
         return self._origin.read(name, start, stop, self._etag)
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """See Origin."""
         return self._origin.get(name, max_bytes)
-
-    def sources(self) -> Sequence[Origin]:
-        """See Origin."""
-        return [self]
 
 
 def _split(source: str | Path | Origin) -> tuple[str, str]:

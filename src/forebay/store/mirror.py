@@ -114,17 +114,16 @@ def mirror_by_swarm(
     `share` is as of SwarmMember. At the end it goes on sharing for `linger_s` at most, until all who share have all.
     """
     from forebay.network.limits import Throttle
-    from forebay.store.share import Folder
     from forebay.store.swarm import SwarmMember
 
     if "://" in target.url:
         raise UsageError(f"mirror: expected a directory to share from, got {target.url}. Leave out --share.")
-    folder, held = Folder(), np.zeros(dataset.num_slices, np.bool_)
+    folder, held = dict[str, Path](), np.zeros(dataset.num_slices, np.bool_)
     throttle = Throttle(upload_bytes_per_s) if upload_bytes_per_s is not None else None
     with SwarmMember(dataset, folder, held.copy, share=share, throttle=throttle, connections=connections) as member:
 
         def show(row: SliceInfo) -> None:
-            folder.put(row.sha256, Path(target.url) / row.name)
+            folder[row.sha256] = Path(target.url) / row.name
             held[row.index] = True
 
         def place(transfer: Pending) -> None:
@@ -163,7 +162,12 @@ def _mirror(
     stop = dataset.num_slices if stop is None else stop
     if not 0 <= start <= stop <= dataset.num_slices:
         raise UsageError(f"slices: expected a range in 0:{dataset.num_slices}, got {start}:{stop}.")
-    _check_target(dataset, target)
+    found = target.read_whole(MANIFEST_FILE)
+    if found is not None and dataset_id(found) != dataset.id:
+        raise UsageError(
+            f"{target.url}: expected nothing there, or the dataset {dataset.id}, got {dataset_id(found)}. "
+            "Choose another place."
+        )
     say = on_progress or (lambda _: None)
     absent: list[SliceInfo] = []
     skipped: list[SliceInfo] = []
@@ -189,15 +193,6 @@ def _mirror(
         dataset.id, dataset.origin.url, target.url, dataset.num_slices, len(absent), len(skipped),
         sum(row.bytes for row in absent), sum(row.bytes for row in skipped), missing, not missing,
     )  # fmt: skip
-
-
-def _check_target(dataset: RemoteDataset, target: Target) -> None:
-    found = target.read_whole(MANIFEST_FILE)
-    if found is not None and dataset_id(found) != dataset.id:
-        raise UsageError(
-            f"{target.url}: expected nothing there, or the dataset {dataset.id}, got {dataset_id(found)}. "
-            "Choose another place."
-        )
 
 
 def _check_room(target: Target, rows: list[SliceInfo]) -> None:

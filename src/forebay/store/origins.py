@@ -81,11 +81,10 @@ class Patience:
 
 
 class Origin(Protocol):
-    """Objects below one URL. Threads share it; it opens nothing before it is asked."""
+    """Objects below one URL, which names it in messages and holds no secret. Threads share it; it opens nothing before
+    it is asked."""
 
-    @property
-    def url(self) -> str:
-        """What names it in messages; holds no secret."""
+    url: str
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         """Bytes [start, stop) of the object `name`, in pieces; each is valid until the next is asked for.
@@ -103,6 +102,7 @@ class Origin(Protocol):
 
     def sources(self) -> Sequence[Origin]:
         """Who is asked one by one: itself, or the peers that stand behind it now. May look them up."""
+        return [self]
 
 
 class HeadOrigin(Origin, Protocol):
@@ -208,7 +208,7 @@ def read_small(
     raise AssertionError
 
 
-class PathOrigin:
+class PathOrigin(HeadOrigin):
     """A directory."""
 
     def __init__(self, folder: Path) -> None:
@@ -216,7 +216,6 @@ class PathOrigin:
         self.url = str(folder)
 
     def head(self, name: str) -> Head:
-        """See HeadOrigin."""
         try:
             found = (self.folder / name).stat()
         except OSError as error:
@@ -228,7 +227,6 @@ class PathOrigin:
         return sorted(path.name for path in self.folder.glob(f"{prefix}*") if path.is_file())
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
-        """See Origin."""
         if etag:
             check_etag(str(self.folder / name), etag, self.head(name).etag)
         buffer = memoryview(bytearray(min(STEP_BYTES, max(stop - start, 1))))
@@ -244,17 +242,12 @@ class PathOrigin:
             raise RefusedError(f"{self.folder / name} ends at byte {start}, before {stop}")
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """See Origin."""
         try:
             with (self.folder / name).open("rb") as file:
                 data = file.read(max_bytes + 1)
         except OSError as error:
             raise _path_error(error) from error
         return at_most(data, max_bytes, str(self.folder / name))
-
-    def sources(self) -> Sequence[Origin]:
-        """See Origin."""
-        return [self]
 
 
 def at_most(data: bytes, max_bytes: int, what: str) -> bytes:

@@ -19,8 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
-from forebay.extras import install_command
+from forebay.errors import NetworkError, ProtocolViolation, UsageError, install_command
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers
 from forebay.network.identity import Identity
@@ -35,7 +34,7 @@ _FIND_S = 10.0
 _FRESH_S = 15.0
 
 
-class PeerOrigin:
+class PeerOrigin(Origin):
     """A dataset of a network, by name, behind all peers that serve it.
 
     `discovery` None is the network's own DHT, joined at the first look-up; `expected_id` None whatever id all who
@@ -192,7 +191,7 @@ class PeerOrigin:
         return claims
 
 
-class PeerSource:
+class PeerSource(Origin):
     """One peer that serves a dataset."""
 
     def __init__(self, origin: PeerOrigin, claim: Claim) -> None:
@@ -201,13 +200,11 @@ class PeerSource:
         self._origin = origin
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        """See Origin."""
         origin, claim = self._origin, self.claim
         sha256, stall_s = origin.sha256_of(name), origin.patience.stall_s
         yield from read_by_hash(origin.client, claim.address, claim.peer_id, sha256, start, stop, stall_s, self.url)
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """See Origin."""
         claim = self.claim
         try:
             return self._origin.client.get_bytes(
@@ -219,10 +216,6 @@ class PeerSource:
             )
         except NetworkError as error:
             raise told(self.url, error) from error
-
-    def sources(self) -> Sequence[Origin]:
-        """See Origin."""
-        return [self]
 
 
 def _worst(faults: list[NetworkError], none: str) -> NetworkError:

@@ -30,18 +30,18 @@ class Check(Protocol):
         """
 
     def wrong(self) -> list[tuple[int, int]]:
-        """Of the whole file, the bytes to be fetched again; empty if it is right. ForebayError: fetching again is no
-        use."""
+        """Of the whole file, the bytes to be fetched again; empty if it is right. ForebayError: it is no use."""
+        return []
 
 
-class Sha256Check:
+class Sha256Check(Check):
     """Hashes a file; what is wrong is found out by whoever knows the hash."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
     def advance(self, path: Path, start: int, stop: int) -> None:
-        """See Check. Raises OSError."""
+        """Raises OSError."""
         if start == 0:
             self._digest = hashlib.sha256()
         buffer = memoryview(bytearray(min(_READ_BYTES, stop - start)))
@@ -54,24 +54,16 @@ class Sha256Check:
                 self._digest.update(buffer[:got])
                 start += got
 
-    def wrong(self) -> list[tuple[int, int]]:
-        """See Check."""
-        return []
-
     def hexdigest(self) -> str:
         """The sha256 of the bytes so far."""
         return self._digest.hexdigest()
 
 
-class SizeOnly:
+class SizeOnly(Check):
     """The check of a file of which nothing but its size is known."""
 
     def advance(self, path: Path, start: int, stop: int) -> None:
-        """See Check."""
-
-    def wrong(self) -> list[tuple[int, int]]:
-        """See Check."""
-        return []
+        """Nothing to look at."""
 
 
 @dataclass(eq=False, slots=True)

@@ -178,8 +178,7 @@ class Room:
         return disk.f_bavail * disk.f_frsize
 
     def remove(self, path: Path, guard: Path) -> bool:
-        """Delete a file unless its guard is locked; whether it did. Under the room's lock, which every pin takes
-        too."""
+        """Delete a file unless its guard is locked; whether it did. Under the room's lock, as every pin is."""
         if is_locked(guard, EXCLUSIVE):
             return False
         with contextlib.suppress(FileNotFoundError):

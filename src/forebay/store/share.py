@@ -120,8 +120,7 @@ class SliceServer:
         return f"{self._named}:{self.port}" if self._named else self._server.address
 
     def stop(self, timeout_s: float = 30.0) -> bool:
-        """Take no more requests, let downloads finish for up to `timeout_s`, then cut; whether all finished. May be
-        repeated."""
+        """Take no more requests, let downloads end for `timeout_s`, then cut; whether all ended. May be repeated."""
         self._stopping.set()
         self._changed.set()
         drained = self._server.drain(timeout_s)
@@ -197,26 +196,10 @@ class SliceServer:
 
 
 class Shelf(Protocol):
-    """Where verified slices lie: a SliceCache, or another."""
+    """Where verified slices lie: a SliceCache, or a dict of files by hash."""
 
-    def get(self, sha256: str) -> Path | None:
+    def get(self, sha256: str, /) -> Path | None:
         """The file of a slice; None if it is not here now."""
-
-
-class Folder:
-    """Slices that lie under names of their own, by hash."""
-
-    def __init__(self) -> None:
-        self._paths: dict[str, Path] = {}
-
-    def put(self, sha256: str, path: Path) -> None:
-        """A verified slice is here."""
-        self._paths[sha256] = path
-
-    def get(self, sha256: str) -> Path | None:
-        """See Shelf."""
-        path = self._paths.get(sha256)
-        return path if path is not None and path.is_file() else None
 
 
 class SliceShare(SliceServer):
@@ -267,10 +250,9 @@ class SliceShare(SliceServer):
         self.close()
 
     def find_slice(self, sha256: str) -> SliceFile | None:
-        """See SliceServer."""
         known = self.hashes.get(sha256)
         path = self.cache.get(sha256) if known is not None else None
-        return None if known is None or path is None else SliceFile(path, *known)
+        return SliceFile(path, *known) if known is not None and path is not None and path.is_file() else None
 
     def _count(self, peer: Peer, num_bytes: int) -> None:
         self.bytes_sent += num_bytes

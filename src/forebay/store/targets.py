@@ -79,7 +79,6 @@ class FolderTarget(Target):
         remove_stale(folder)
 
     def has(self, name: str, num_bytes: int, sha256: str | None) -> bool:
-        """See Target."""
         path = self.folder / name
         try:
             if path.stat().st_size != num_bytes:
@@ -89,32 +88,25 @@ class FolderTarget(Target):
             return False
 
     def read_whole(self, name: str) -> bytes | None:
-        """See Target."""
         try:
             return (self.folder / name).read_bytes()
         except FileNotFoundError:
             return None
 
     def part_of(self, name: str) -> Path:
-        """See Target."""
         path = self.folder / f"{name}.part"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def place(self, name: str, part: Path, sha256: str) -> None:
-        """See Target."""
-        del sha256
         commit_files({part: self.folder / name})
 
     def write(self, name: str, data: bytes, sha256: str) -> None:
-        """See Target."""
-        del sha256
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, data)
 
     def free_bytes(self) -> int | None:
-        """See Target."""
         return shutil.disk_usage(self.folder).free
 
 
@@ -143,25 +135,20 @@ class BucketTarget(BucketOrigin, Target):
         return bool(self._try(name, lambda: self._hash(name, num_bytes)) == sha256)
 
     def read_whole(self, name: str) -> bytes | None:
-        """See Target."""
         data: bytes | None = self._try(name, lambda: self.get(name, 1 << 30))
         return data
 
     def part_of(self, name: str) -> Path:
-        """See Target."""
         return self._temporary / f"{name.replace('/', '_')}.part"
 
     def place(self, name: str, part: Path, sha256: str) -> None:
-        """See Target."""
         self._put(name, part, part.stat().st_size, sha256)
         part.unlink()
 
     def write(self, name: str, data: bytes, sha256: str) -> None:
-        """See Target."""
         self._put(name, data, len(data), sha256)
 
     def close(self) -> None:
-        """See Target."""
         super().close()
         with contextlib.suppress(OSError):  # Parts to be gone on with stay.
             self._temporary.rmdir()

@@ -37,13 +37,6 @@ _WAIT_S, _IDLE_S, _MOST_ASKS_PER_S = 0.2, 2.0, 200.0
 Flags = NDArray[np.bool_]
 
 
-def _check_indexes(message: SwarmRequest, num_slices: int) -> None:
-    """Raises ProtocolViolation if a message names a slice that is not there."""
-    named = (*message.must, *message.finished, *message.dropped, *message.lost, *(f.index for f in message.failed))
-    if named and max(named) >= num_slices:
-        raise ProtocolViolation(f"swarm: expected slices in [0, {num_slices}), got {max(named)}")
-
-
 def _flags(text: str, num_slices: int) -> NDArray[np.bool_]:
     flags = np.zeros(num_slices, np.bool_)
     flags[parse_ranges(text, num_slices)] = True
@@ -84,7 +77,6 @@ class Tracker:
         held: Callable[[], Flags] | None = None,
         *,
         slice_of: Callable[[int], SliceInfo] | None = None,
-        slots: int = 4,
         origin_slots: int = 8,
     ) -> None:
         """Track a dataset.
@@ -94,7 +86,7 @@ class Tracker:
             held: What `own` hold, where they are no origins; asked for every second.
             slice_of: The table's row of a slice, to check who is said to give wrong bytes; None: two are believed.
         """
-        swarm = Swarm(num_slices, ttl_s=self.ttl_s, slots=slots, origin_slots=origin_slots, checks=slice_of is not None)
+        swarm = Swarm(num_slices, ttl_s=self.ttl_s, origin_slots=origin_slots, checks=slice_of is not None)
         with self._lock:
             self._tracked.setdefault(dataset_id, _Tracked(swarm, own, held, slice_of))
 
@@ -107,7 +99,9 @@ class Tracker:
         slice that is not there, or the member has too many sessions. KeyError: the dataset is not tracked here."""
         tracked = self._tracked[dataset_id]
         swarm = tracked.swarm
-        _check_indexes(ask, swarm.num_slices)
+        named = (*ask.must, *ask.finished, *ask.dropped, *ask.lost, *(failed.index for failed in ask.failed))
+        if named and max(named) >= swarm.num_slices:
+            raise ProtocolViolation(f"swarm: expected slices in [0, {swarm.num_slices}), got {max(named)}")
         me = member_id(peer.peer_id, ask.session)
         now = self._clock()
         with self._lock:

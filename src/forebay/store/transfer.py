@@ -32,9 +32,6 @@ from forebay.threads import Supervised
 
 _AHEAD_BYTES = 1 << 20  # less is not worth waking a thread for
 
-
-__all__ = ["PIECE_BYTES", "OnBad", "Transfer", "TransferCancelledError", "Transfers"]
-
 PIECE_BYTES = 8 << 20
 _CLOSE_S = 1.0
 _TURN_TRIES = 3  # of a source that is asked alone, before another is

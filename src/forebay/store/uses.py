@@ -60,7 +60,8 @@ class Uses:
         while self._chunks and self._chunks[0][0] <= now:
             self._num_uses -= self._chunks.popleft()[1]
         if self._num_intervals >= _MAX_INTERVALS:
-            self._forget(now)
+            for key in list(self._intervals):
+                self.use(key, now)  # forgets what was before
         return self.ended or self._num_intervals >= _MAX_INTERVALS or self._num_uses >= _MAX_USES
 
     def extend(self) -> list[tuple[int, int]]:
@@ -131,10 +132,6 @@ class Uses:
         by_first = np.argsort(order[starts])
         starts, ends = starts[by_first], ends[by_first]
         return list(zip(by_key[starts].tolist(), at[starts].tolist(), at[ends].tolist()))
-
-    def _forget(self, now: int) -> None:
-        for key in list(self._intervals):
-            self.use(key, now)
 
 
 Keep = Literal["budget", "window", "all"]

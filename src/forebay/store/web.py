@@ -12,7 +12,7 @@ import socket
 import ssl
 import time
 import urllib.parse
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 from urllib.request import getproxies, proxy_bypass  # the environment's settings, and nothing of its client
@@ -34,7 +34,7 @@ from forebay.network.http import (
     bounded_context,
     exchange,
 )
-from forebay.store.origins import STEP_BYTES, Head, Origin, PassingError, Patience, RefusedError, check_etag
+from forebay.store.origins import STEP_BYTES, Head, HeadOrigin, PassingError, Patience, RefusedError, check_etag
 
 _KEEP_IDLE_S = 30.0
 _MOST_REDIRECTS = 5
@@ -46,7 +46,7 @@ _PASSING = (408, 423, 425, 429)
 _THROTTLED = (429, 503)
 
 
-class WebOrigin:
+class WebOrigin(HeadOrigin):
     """A directory of a web server. The query of its URL, if any, goes with each request and into no message.
 
     Args:
@@ -91,7 +91,6 @@ class WebOrigin:
         return Head(size, etag)
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
-        """See Origin."""
         connection, answer = self._open(name, {"Range": f"bytes={start}-{stop - 1}"})
         try:
             check_etag(f"{self.url}/{name}", etag, answer.headers.get("ETag", ""))
@@ -107,7 +106,6 @@ class WebOrigin:
             self._pool.put_back(connection, answer)
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """See Origin."""
         return self.ask(name, max_bytes)[0]
 
     def ask(self, name: str, max_bytes: int, address: str = "") -> tuple[bytes, Mapping[str, str]]:
@@ -154,10 +152,6 @@ class WebOrigin:
         opened = pieces()
         next(opened)  # from now on closing it closes the connection
         return answer.status == 206, answer.headers, opened
-
-    def sources(self) -> Sequence[Origin]:
-        """See Origin."""
-        return [self]
 
     def _address(self, name: str) -> str:
         return urllib.parse.urlunsplit(self._base._replace(path=f"{self._base.path}/{urllib.parse.quote(name)}"))

@@ -304,7 +304,6 @@ class Transfer(Pending):
 
     @property
     def received(self) -> int:
-        """See Pending."""
         return self._work.file.received
 
 
@@ -318,6 +317,5 @@ class SteeredTransfer(Pending):
 
     @property
     def received(self) -> int:
-        """See Pending."""
         current = self.current
         return self.info.bytes if self.done.is_set() and self.error is None else current.received if current else 0
