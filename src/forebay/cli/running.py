@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import address, plain, seconds
 from forebay.errors import NetworkError, UsageError
+from forebay.network.waiting import waiting
 from forebay.threads import Supervised
 
 Verb = Callable[[argparse.Namespace], int]
@@ -24,7 +25,7 @@ log = logging.getLogger("forebay.cli")
 
 if TYPE_CHECKING:
     from forebay.network.dht import LibtorrentDht
-    from forebay.network.identity import Identity
+    from forebay.network.identity import Identity, Peer
 
 
 @contextmanager
@@ -69,6 +70,17 @@ def joined_network(
 def listen_at(args: argparse.Namespace, discovery: LibtorrentDht) -> tuple[str, int]:
     """Where a server listens: as told, else at a free port of the address under which the DHT names this host."""
     return address(args.listen) if args.listen else (discovery.host, 0)
+
+
+def ask(args: argparse.Namespace, at: str, path: str, body: Any = None, timeout_s: float = 10.0) -> tuple[Any, Peer]:
+    """A scheduler's or data node's answer to a GET, or with a body to a POST, by the node of `--network`; and whose."""
+    from forebay.network.addresses import parse_address
+    from forebay.network.client import Client
+    from forebay.network.identity import Identity
+
+    parse_address(at)
+    with Client(Identity.load(args.network)) as client, waiting(log, lambda: f"an answer of {at}"):
+        return client.request_json(at, "GET" if body is None else "POST", path, body, timeout_s=timeout_s)
 
 
 def ready(args: argparse.Namespace, **facts: Any) -> None:
