@@ -142,6 +142,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_verbs(verb, main_parser)
     for p, flags in made:  # last in the help
         for flag in flags.split():
-            p.add_argument(f"--{flag}", action="store_true")
+            p.add_argument(f"--{flag}", action="store_true", help=parser.FLAGS[flag])
     main_parser.epilog = parser.panels(abouts)
     return main_parser

@@ -129,7 +129,7 @@ def add_node(
     timeout_of: str = "a bootstrap node",
 ) -> argparse.ArgumentParser:
     """A verb that runs a node: the flags which all of them have."""
-    p = verb(name, run, about)
+    p = verb(name, run, about, flags="json lifeline")
     p.set_defaults(default_log_level="info")
     if network:
         p.add_argument("--network", type=Path, metavar="DIR", help="this node's directory, from network join")
@@ -141,6 +141,4 @@ def add_node(
         "--bootstrap", action="append", default=[], metavar="HOST:PORT",
         help="a DHT node to enter by, in place of the network's; may be repeated",
     )  # fmt: skip
-    p.add_argument("--json", action="store_true", help="print JSON lines")
-    p.add_argument("--lifeline", action="store_true", help="stop when standard input ends")
     return p

@@ -7,8 +7,8 @@ anything that is the reader's: no credentials, no options, no proxy of the envir
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Collection, Iterator
-from typing import Literal, NoReturn, TypeAlias
+from collections.abc import Collection
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from forebay.errors import NetworkError, UsageError
 from forebay.network.addresses import check_url
@@ -64,11 +64,7 @@ class RefusingOrigin(Origin):
         self.url = url
         self.why = why
 
-    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        self._refuse()
-
-    def get(self, name: str, max_bytes: int) -> bytes:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def read(self, *_: Any, **__: Any) -> NoReturn:
         raise RefusedError(str(self.why)) from self.why
+
+    get = read

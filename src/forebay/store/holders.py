@@ -59,10 +59,6 @@ class HolderSource(Origin):
                 raise RefusedError(str(error)) from error
             raise
 
-    def get(self, name: str, max_bytes: int) -> bytes:
-        """See Origin: there are slices here and nothing else."""
-        raise RefusedError(f"{self.url}: expected a slice to be asked for, got {name}")
-
 
 def read_by_hash(
     client: Client, address: str, peer_id: str | None, sha256: str, start: int, stop: int, stall_s: float, url: str

@@ -281,9 +281,6 @@ class _Pinned(Origin):
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         return self._origin.read(name, start, stop, self._etag)
 
-    def get(self, name: str, max_bytes: int) -> bytes:
-        return self._origin.get(name, max_bytes)
-
 
 def _split(source: str | Path | Origin) -> tuple[str, str]:
     """An object's URL as its directory's and its name."""

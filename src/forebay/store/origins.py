@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +98,7 @@ class Origin(Protocol):
 
     def get(self, name: str, max_bytes: int) -> bytes:
         """A whole small object; errors as of `read`, and RefusedError if it is larger than `max_bytes`."""
+        raise RefusedError(f"{self.url}: expected a slice to be asked for, got {name}")
 
     def sources(self) -> Sequence[Origin]:
         """Who is asked one by one: itself, or the peers that stand behind it now. May look them up."""
@@ -149,7 +149,9 @@ def open_origin(
     scheme = text.partition("://")[0].lower() if "://" in text else ""
     match scheme:
         case "" | "file":
-            return PathOrigin(_local_path(text))
+            from forebay.dataset.reader import local_path
+
+            return PathOrigin(local_path(text).absolute())
         case "http" | "https":
             from forebay.store.web import WebOrigin
 
@@ -261,15 +263,6 @@ def _path_error(error: OSError) -> ForebayError:
     if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)):
         return RefusedError(f"{error.filename}: {error.strerror}")
     return PassingError(str(error))
-
-
-def _local_path(text: str) -> Path:
-    if "://" not in text:
-        return Path(text).absolute()
-    parts = urllib.parse.urlsplit(text)
-    if parts.netloc not in ("", "localhost"):
-        raise UsageError(f"open an origin: expected file:///PATH, got {text}. A host cannot be read by file://.")
-    return Path(urllib.parse.unquote(parts.path))
 
 
 def environment(name: str, why: str) -> str:
