@@ -129,16 +129,15 @@ def _report(args: argparse.Namespace) -> int:
 def _acquire(args: argparse.Namespace) -> int:
     from forebay.prepare.read.api import acquire
 
-    folder = acquire(args.spec, args.out, on_progress=None if args.quiet else _say_pages)
-    if sys.stderr.isatty() and not args.quiet:
+    def show_pages(progress: api.Progress) -> None:
+        print(f"\r{progress.pages:,} pages, {progress.items:,} items", end="", file=sys.stderr)
+
+    is_shown = sys.stderr.isatty() and not args.quiet
+    folder = acquire(args.spec, args.out, on_progress=show_pages if is_shown else None)
+    if is_shown:
         print(file=sys.stderr)
     print(folder)
     return 0
-
-
-def _say_pages(progress: api.Progress) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{progress.pages:,} pages, {progress.items:,} items", end="", file=sys.stderr)
 
 
 def _lm_train(args: argparse.Namespace) -> int:

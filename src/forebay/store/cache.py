@@ -278,8 +278,7 @@ class SliceCache:
             )
 
     def clean(self, wanted: Collection[str]) -> None:
-        """Remove what killed processes left: locks of absent slices, and partial files that nobody will go on with;
-        those of `wanted` stay."""
+        """Remove what killed processes left: locks of absent slices, partial files of slices that nobody wants."""
         with self._room.lock():
             futures = self._futures.others()
             here = set()

@@ -198,19 +198,13 @@ def _mirror(
 def _check_room(target: Target, rows: list[SliceInfo]) -> None:
     free, needed = target.free_bytes(), sum(row.bytes for row in rows)
     if free is not None:
-        held = sum(_blocks(target.part_of(row.name)) for row in rows) if rows else 0
+        parts = [target.part_of(row.name) for row in rows]
+        held = sum(part.stat().st_blocks * 512 for part in parts if part.exists())
         if needed > free + held:
             raise UsageError(
                 f"{target.url}: expected room for {needed} bytes, got {free + held}. "
                 f"Free {needed - free - held} bytes, copy fewer slices (--slices A:B), or choose another disk."
             )
-
-
-def _blocks(path: Path) -> int:
-    try:
-        return path.stat().st_blocks * 512
-    except FileNotFoundError:
-        return 0
 
 
 def _look(target: Target, rows: Iterator[SliceInfo], *, verify: bool) -> Iterator[tuple[SliceInfo, bool]]:

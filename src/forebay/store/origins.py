@@ -80,10 +80,9 @@ class Patience:
 
 
 class Origin(Protocol):
-    """Objects below one URL, which names it in messages and holds no secret. Threads share it; it opens nothing before
-    it is asked."""
+    """Objects below one URL. Threads share it; it opens nothing before it is asked."""
 
-    url: str
+    url: str  # names it in messages; holds no secret
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         """Bytes [start, stop) of the object `name`, in pieces; each is valid until the next is asked for.

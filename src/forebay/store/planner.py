@@ -116,7 +116,9 @@ class Planner:
         outcome = Outcome()
         began = time.perf_counter()
         self._now, self._asked = now, asked
-        self._measure()
+        at, step, _ = self._rate
+        if (elapsed := self._clock() - at) >= 1.0:
+            self._rate = (self._clock(), now, max(0, now - step) / elapsed)
         self._finished += finished
         while self._finished:
             self._finish(self._finished.pop(), outcome)
@@ -153,11 +155,6 @@ class Planner:
         if step is None:
             return math.inf if self._uses.ended else self._uses.known - self._now
         return step - self._now
-
-    def _measure(self) -> None:
-        at, step, _ = self._rate
-        if (elapsed := self._clock() - at) >= 1.0:
-            self._rate = (self._clock(), self._now, max(0, self._now - step) / elapsed)
 
     def _list(self) -> None:
         """What is here, of all that processes do in this directory."""

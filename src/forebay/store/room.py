@@ -269,8 +269,7 @@ class Room:
     def _victims(
         self, entries: list[Entry], futures: Futures, steps: float, next_use: Callable[[str], float], evict: Evict
     ) -> list[Entry]:
-        """What may go, in order: broken-off downloads and slices that nobody wants, longest unused first; then what
-        is read last."""
+        """What may go, in order: broken-off downloads and what nobody wants, longest unused first; then read last."""
         others = futures.others()
         ranked = []
         for entry in entries:

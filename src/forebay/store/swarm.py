@@ -149,12 +149,6 @@ class SwarmReader:
             transfer.finish(TransferCancelledError.of(transfer.info))
         self._thread.join(2.0)
 
-    def __enter__(self) -> SwarmReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def _run(self) -> None:
         wait_s = 0.0
         while not self._closed:
@@ -254,15 +248,13 @@ class SwarmReader:
 
 
 class SwarmMember:
-    """Takes part from construction until `close`.
+    """Takes part in the swarm of a network's dataset from construction until `close`.
 
     Args:
-        dataset: Of a network.
         shelf: Where what is fetched lies once it is verified.
         held: [num_slices] flags of what lies there.
         share: `HOST:PORT` to listen at and be known by; True: any port, at the address of this host from which the
             data node is reached; False: give nothing. Or a server that shares others too: it stays the caller's.
-        throttle: Of uploads.
     """
 
     def __init__(

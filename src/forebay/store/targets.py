@@ -156,15 +156,8 @@ class BucketTarget(BucketOrigin, Target):
     def _put(self, name: str, what: Path | bytes, num_bytes: int, sha256: str) -> None:
         obstore, store = self._store()
         chunk = max(_CHUNK_BYTES, -(-num_bytes // _MOST_CHUNKS))
-
-        def put() -> bool:
-            obstore.put(
-                store, self._prefix + name, what,
-                attributes={_HASH: sha256}, chunk_size=chunk, max_concurrency=_CHUNKS_AT_ONCE,
-            )  # fmt: skip
-            return True
-
-        if self._try(name, put) is None:
+        options = {"attributes": {_HASH: sha256}, "chunk_size": chunk, "max_concurrency": _CHUNKS_AT_ONCE}
+        if self._try(name, lambda: obstore.put(store, self._prefix + name, what, **options)) is None:
             raise UsageError(f"{self.url}/{name}: may not be written. Check the bucket and the credentials.")
 
     def _head(self, name: str) -> tuple[int, str]:

@@ -37,12 +37,6 @@ _WAIT_S, _IDLE_S, _MOST_ASKS_PER_S = 0.2, 2.0, 200.0
 Flags = NDArray[np.bool_]
 
 
-def _flags(text: str, num_slices: int) -> NDArray[np.bool_]:
-    flags = np.zeros(num_slices, np.bool_)
-    flags[parse_ranges(text, num_slices)] = True
-    return flags
-
-
 @dataclass
 class _Tracked:
     swarm: Swarm
@@ -182,7 +176,8 @@ class Tracker:
 def steer(
     swarm: Swarm, member: Holder, message: SwarmRequest, now: float, *, organisation: str = "", may_fetch: bool = True
 ) -> dict[str, Any]:
-    """Apply a member's message to its swarm, or nothing of it if its ranges are malformed; the reply, a SwarmReply.
+    """Apply a member's message to its swarm; the reply, a SwarmReply. ProtocolViolation, and nothing applied, if its
+    ranges are malformed.
 
     Args:
         member: By whose name and address the others are told of it; without an address it is never named.
@@ -190,7 +185,10 @@ def steer(
         may_fetch: False while it is being found out whether others reach it: it is to ask again in a moment.
     """
     me, known = member.peer_id, swarm.knows(member.peer_id)
-    have = None if message.have is None else _flags(message.have, swarm.num_slices)
+    have = None
+    if message.have is not None:
+        have = np.zeros(swarm.num_slices, np.bool_)
+        have[parse_ranges(message.have, swarm.num_slices)] = True
     want = parse_ranges(message.want, swarm.num_slices)
     slots = None if message.slots is None else min(MAX_AT_ONCE, message.slots)
     is_new = known is None or known.address != member.address

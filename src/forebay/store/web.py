@@ -153,12 +153,10 @@ class WebOrigin(HeadOrigin):
         next(opened)  # from now on closing it closes the connection
         return answer.status == 206, answer.headers, opened
 
-    def _address(self, name: str) -> str:
-        return urllib.parse.urlunsplit(self._base._replace(path=f"{self._base.path}/{urllib.parse.quote(name)}"))
-
     def _open(self, name: str, asked: Mapping[str, str], address: str = "") -> tuple[Connection, Answer]:
         """The answer to a GET, redirects followed."""
-        address = address or self._address(name)
+        own = self._base._replace(path=f"{self._base.path}/{urllib.parse.quote(name)}")
+        address = address or urllib.parse.urlunsplit(own)
         moved, until = self._moved.get(name, ("", 0.0))
         known = moved and until > time.monotonic()
         target = moved if known else address
