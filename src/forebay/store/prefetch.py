@@ -360,15 +360,12 @@ class SliceFeed:
             if self._seek_to is None and self._now >= self._plan_at:
                 self._dirty = True
             self._changed.notify_all()
-        self._tell(outcome)
-        return outcome.again_s
-
-    def _tell(self, outcome: Outcome) -> None:
         if self._on_evict is not None and outcome.gone:
             gone = set(outcome.gone)
             for key, same in enumerate(self._same):
                 if same in gone:
                     self._on_evict(key)
+        return outcome.again_s
 
 
 def _run(reference: weakref.ref[SliceFeed], changed: threading.Condition, planner: Planner) -> None:

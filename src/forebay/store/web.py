@@ -73,7 +73,8 @@ class WebOrigin(HeadOrigin):
         self.url = urllib.parse.urlunsplit((parts.scheme, host, self._base.path, "", ""))
         self._headers = dict(headers or {})
         if parts.username is not None and "Authorization" not in self._headers:
-            self._headers["Authorization"] = _basic(parts)
+            pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+            self._headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
         self._patience = patience or Patience()
         self._same_host, self._foreign = same_host, foreign
         self._pool = _Pool(self._patience, foreign)
@@ -341,11 +342,6 @@ def _joined(target: str, location: str, fault: Exception) -> str:
     except ValueError as error:
         raise fault from error
     return joined
-
-
-def _basic(parts: urllib.parse.SplitResult) -> str:
-    pair = f"{urllib.parse.unquote(parts.username or '')}:{urllib.parse.unquote(parts.password or '')}"
-    return "Basic " + base64.b64encode(pair.encode()).decode()
 
 
 def _host(address: str) -> tuple[str, str]:

@@ -173,7 +173,7 @@ class Work:
             insort(self.pending, span, key=lambda span: span.start)
 
     def receive(self, span: Span, source: Source, clock: Callable[[], float], look: Callable[[Work], object]) -> None:
-        """Put what a request gives into the file and `look` as it grows, without the lock. PassingError: it broke off."""
+        """Put what a request gives into the file, `look` as it grows; without the lock. PassingError: it broke off."""
         url, start, stop = source.origin.url, span.at, span.stop
         body = self.found[url].read(self.info.name, start, stop)
         try:
