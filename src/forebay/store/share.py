@@ -66,7 +66,7 @@ class Offer:
     dataset_id: str
     num_slices: int
     files: Mapping[str, bytes | Path]  # by name, small ones or where they lie: manifest and table at least
-    held: Callable[[], NDArray[np.bool_]] | None = None  # [num_slices], what is here; None: all, or all at `url`
+    held: Callable[[], NDArray[np.bool_]] | None = None  # [num_slices] flags; None: all, unless at `url`
     url: str = ""
 
 
