@@ -73,10 +73,7 @@ class DataNode(SliceServer):
             raise UsageError(f"serve: expected each dataset once, got one twice among {names}. Serve it once.")
         if not ttl_s > 0:
             raise UsageError(f"serve: expected ttl_s > 0, got {ttl_s}")
-        names = [dataset.name for dataset in datasets if not identity.scope.covers(dataset.name)]
-        if names or not identity.scope.allows("data"):
-            lacks = f"does not cover {', '.join(names)}" if names else "lacks the role data"
-            raise UsageError(f"serve: the certificate of {identity.name} {lacks}. Ask its issuer for one that does.")
+        _check_scope(identity, datasets)
         super().__init__(
             "Forebay data node", identity, host, port, discovery=discovery, ttl_s=ttl_s, limits=limits,
             throttle=throttle,
@@ -190,6 +187,13 @@ class DataNode(SliceServer):
             ids = {dataset["id"] for dataset in status["datasets"]}
             status["swarms"] = {key: facts for key, facts in status["swarms"].items() if key in ids}
         return JsonResponse(status)
+
+
+def _check_scope(identity: Identity, datasets: Sequence[Dataset]) -> None:
+    names = [dataset.name for dataset in datasets if not identity.scope.covers(dataset.name)]
+    if names or not identity.scope.allows("data"):
+        lacks = f"does not cover {', '.join(names)}" if names else "lacks the role data"
+        raise UsageError(f"serve: the certificate of {identity.name} {lacks}. Ask its issuer for one that does.")
 
 
 def _small_files(dataset: Dataset, origin: Origin) -> dict[str, bytes]:
