@@ -94,7 +94,7 @@ class DataNode(SliceServer):
             NetworkError: If it cannot listen, or reach the server behind a dataset.
         """
         for dataset in self.datasets:
-            origin = _origin_of(dataset)
+            origin = dataset.origin if isinstance(dataset, RemoteDataset) else None  # where its slices lie
             if origin is None:
                 for index in range(dataset.num_slices):
                     row = dataset.table.row(index)
@@ -142,7 +142,6 @@ class DataNode(SliceServer):
         }
 
     def metrics(self) -> list[Metric]:
-        """See SliceServer."""
         with self._lock:
             sent = {peer_id: float(num_bytes) for peer_id, num_bytes in self._sent.items()}
         return [
@@ -158,7 +157,6 @@ class DataNode(SliceServer):
             self._sent[peer.peer_id] = self._sent.get(peer.peer_id, 0) + num_bytes
 
     def find_slice(self, sha256: str) -> SliceFile | None:
-        """See SliceServer."""
         found = self._slices.get(sha256)
         if found is None:
             return None
@@ -173,7 +171,6 @@ class DataNode(SliceServer):
         return found
 
     def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
-        """See SliceServer."""
         reason = self._access.check(peer, dataset, dataset_id, num_bytes, time.time())
         if reason is None:
             return
@@ -197,11 +194,6 @@ def _check_scope(identity: Identity, datasets: Sequence[Dataset]) -> None:
     if names or not identity.scope.allows("data"):
         lacks = f"does not cover {', '.join(names)}" if names else "lacks the role data"
         raise UsageError(f"serve: the certificate of {identity.name} {lacks}. Ask its issuer for one that does.")
-
-
-def _origin_of(dataset: Dataset) -> Origin | None:
-    """Where the slices of a remote dataset lie; None for a local one."""
-    return dataset.origin if isinstance(dataset, RemoteDataset) else None
 
 
 def _small_files(dataset: Dataset, origin: Origin) -> dict[str, bytes]:

@@ -9,11 +9,7 @@ _UNITS |= {f"{u}B": 1000**i for i, u in enumerate("KMGT", 1)}
 
 
 def parse_size(text: str) -> int:
-    """Bytes from `64MiB`, `1 GB` or `4096`; above zero.
-
-    Raises:
-        UsageError: If it is none of these.
-    """
+    """Bytes from `64MiB`, `1 GB` or `4096`; above zero."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if not found or found.group(2).upper() not in _UNITS:
         raise UsageError(f"{text!r} is not a size: try 64MiB, 1GB or 4096")
@@ -24,11 +20,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second from `1Gb/s`, `10 Gbit/s`, `179MB/s` or `100 MiB/s`; a small b is a bit. Above zero.
-
-    Raises:
-        UsageError: If it is none of these.
-    """
+    """Bytes per second from `1Gb/s`, `10 Gbit/s`, `179MB/s` or `100 MiB/s`; a small b is a bit. Above zero."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)(b|bit|B)(?:/s|ps)", text.strip())
     if not found or (found.group(3) and not found.group(2)):
         raise UsageError(f"{text!r} is not a rate: try 1Gb/s (bits), 125MB/s (bytes) or 100MiB/s")

@@ -27,13 +27,9 @@ def failures() -> dict[str, int]:
 class Supervised:
     """A thread that runs `target` until it returns, and runs it again after an unexpected exception.
 
-    An exception is logged with its traceback and counted. The next run starts after `first_wait_s`, doubled for each
-    further failure up to 60 s; a run of more than 60 s without a failure starts at `first_wait_s` again.
-
-    Args:
-        target: The body, which usually loops until `stopping` is set. A normal return ends the thread.
-        name: Of the thread, and the label under which failures are counted.
-        stopping: Set by `stop`; an event of the owner's, if it has one.
+    An exception is logged with its traceback and counted by `name`. The next run starts after `first_wait_s`, doubled
+    for each further failure up to 60 s; a run of more than 60 s without a failure starts at `first_wait_s` again.
+    `stop` sets `stopping`, an event of the owner's, if it has one.
     """
 
     def __init__(
@@ -50,21 +46,12 @@ class Supervised:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
-    def name(self) -> str:
-        """Of the thread."""
-        return self._thread.name
-
-    @property
     def is_alive(self) -> bool:
         """Whether the thread has started and not ended; also while it waits to run its body again."""
         return self._thread.is_alive()
 
     def start(self) -> "Supervised":
-        """Start the thread, once.
-
-        Raises:
-            RuntimeError: If the process cannot have another thread now.
-        """
+        """Start the thread, once; RuntimeError if the process cannot have another now."""
         self._thread.start()
         return self
 
@@ -79,7 +66,7 @@ class Supervised:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        wait_s = self._first_wait_s
+        name, wait_s = self._thread.name, self._first_wait_s
         while not self.stopping.is_set():
             started = time.monotonic()
             try:
@@ -87,9 +74,9 @@ class Supervised:
                 return
             except Exception:  # noqa: BLE001  # the reason of this class: whatever it is, the work goes on
                 with _lock:
-                    _failures[self.name] += 1
+                    _failures[name] += 1
                 if time.monotonic() - started > MAX_WAIT_S:
                     wait_s = self._first_wait_s
-                _log.exception("thread failed: name=%s restart_in_s=%.1f", self.name, wait_s)
+                _log.exception("thread failed: name=%s restart_in_s=%.1f", name, wait_s)
             self.stopping.wait(wait_s)
             wait_s = min(MAX_WAIT_S, 2 * wait_s)

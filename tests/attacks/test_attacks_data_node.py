@@ -24,7 +24,7 @@ from forebay.network.limits import Limits
 from forebay.network.swarm import Holder
 from forebay.serve import DataNode
 from forebay.store import holders, tracker
-from forebay.store.share import Folder, Offer, SliceShare
+from forebay.store.share import Offer, SliceShare
 from rude_peer import RudePeer, http
 from wire import until
 
@@ -45,9 +45,9 @@ def node(dataset: Dataset, network_dir: Path) -> Iterator[DataNode]:
 @contextlib.contextmanager
 def sharing(member: Identity, dataset: Dataset) -> Iterator[SliceShare]:
     """A member that hands on all slices of the dataset."""
-    folder, rows = Folder(), [dataset.table.row(index) for index in range(SLICES)]
+    folder, rows = {}, [dataset.table.row(index) for index in range(SLICES)]
     for row in rows:
-        folder.put(row.sha256, dataset.path / row.name)
+        folder[row.sha256] = dataset.path / row.name
     hashes = {row.sha256: (row.bytes, dataset.name) for row in rows}
     with SliceShare(member, folder, hashes, HOST, 0) as share:
         yield share

@@ -23,7 +23,7 @@ import pytest
 import forebay
 from calibration import scaled
 from forebay.dataset.reader import Dataset, open_dataset
-from forebay.extras import install_command
+from forebay.errors import install_command
 
 KEYS = {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped"}
 

@@ -25,7 +25,7 @@ from forebay.serve import DataNode
 from forebay.store.cache import SliceCache
 from forebay.store.mirror import mirror_by_swarm
 from forebay.store.remote import RemoteDataset, open_remote
-from forebay.store.share import Folder, SliceShare
+from forebay.store.share import SliceShare
 from forebay.store.swarm import Holder, SwarmMember, SwarmReader
 from forebay.store.targets import open_target
 from handlers import Request, serve
@@ -55,17 +55,17 @@ def remote(world: Path, name: str, *addresses: str, query: str = "", id: str | N
     return open_remote(f"forebay://net/c4{query}", identity=world / name, discovery=known, dataset_id=id)
 
 
-def member(world: Path, name: str, node: DataNode, folder: Folder, share: bool) -> SwarmMember:
+def member(world: Path, name: str, node: DataNode, folder: dict[str, Path], share: bool) -> SwarmMember:
     dataset = remote(world, name, node.address)
     hashes = [dataset.table.row(index).sha256 for index in range(SLICES)]
     return SwarmMember(dataset, folder, lambda: np.array([folder.get(h) is not None for h in hashes]), share=share)
 
 
-def take_all(one: SwarmMember, folder: Folder, out: Path) -> None:
+def take_all(one: SwarmMember, folder: dict[str, Path], out: Path) -> None:
     out.mkdir()
     for index in range(SLICES):
         transfer = one.reader.fetch(index, out / f"{index}.part")
-        transfer.on_done(lambda done: folder.put(done.info.sha256, done.part))
+        transfer.on_done(lambda done: folder.__setitem__(done.info.sha256, done.part))
         assert transfer.wait(20.0) and transfer.error is None
 
 
@@ -79,7 +79,7 @@ def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
 def test_a_sharer_is_dialled_back_and_named_and_one_that_only_gets_never_is(
     world: Path, node: DataNode, tmp_path: Path
 ) -> None:
-    shelves = [Folder() for _ in range(3)]
+    shelves: list[dict[str, Path]] = [{} for _ in range(3)]
     swarm = node.tracker._tracked[node.datasets[0].id].swarm
     with member(world, "b", node, shelves[0], share=False) as leech:
         take_all(leech, shelves[0], tmp_path / "leech")
@@ -105,7 +105,7 @@ def test_an_address_where_somebody_else_stands_is_not_believed(world: Path, node
 def test_who_comes_after_the_data_nodes_death_gets_all_from_who_shares(
     world: Path, node: DataNode, tmp_path: Path
 ) -> None:
-    folder = Folder()
+    folder: dict[str, Path] = {}
     with member(world, "a", node, folder, share=True) as sharer:
         take_all(sharer, folder, tmp_path / "first")
         node.stop(0.0)
@@ -152,7 +152,7 @@ def test_a_slice_that_vanished_from_a_cache_is_answered_404(world: Path, tmp_pat
 def test_what_somebody_must_have_is_told_at_once_whoever_else_is_getting_it(world: Path, node: DataNode) -> None:
     path = f"/v1/swarm/{node.datasets[0].id}"
     with (
-        SliceShare(Identity.load(world / "a"), Folder(), {}, "127.0.0.1", 0) as share,
+        SliceShare(Identity.load(world / "a"), {}, {}, "127.0.0.1", 0) as share,
         Client(Identity.load(world / "a")) as first,
         Client(Identity.load(world / "b")) as second,
     ):
@@ -179,8 +179,8 @@ def test_two_versions_of_a_name_are_flagged_and_each_is_had_by_its_id(world: Pat
 
 def test_a_sharer_keeps_to_what_certificates_cover(world: Path) -> None:
     row = open_dataset(world / "c4").table.row(0)
-    folder = Folder()
-    folder.put(row.sha256, world / "c4" / row.name)
+    folder: dict[str, Path] = {}
+    folder[row.sha256] = world / "c4" / row.name
     join(world / "network", world / "outsider", "outsider", scope=Scope(datasets=("books-*",)))
     with (
         SliceShare(Identity.load(world / "a"), folder, {row.sha256: (row.bytes, "c4")}, "127.0.0.1", 0) as share,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,10 @@ def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp
             raise held.pop()
         return []
 
-    with Client(None) as client, SwarmReader(client, "ab" * 32, table, trackers, _never, patience_s=0.5) as reader:
+    with (
+        Client(None) as client,
+        closing(SwarmReader(client, "ab" * 32, table, trackers, _never, patience_s=0.5)) as reader,
+    ):
         transfer = reader.fetch(0, tmp_path / "part")
         assert transfer.wait(scaled(20))
         assert isinstance(transfer.error, NetworkError) and "nobody who has it" in str(transfer.error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -132,7 +133,7 @@ def test_a_tracker_that_answers_nonsense_ends_nobody(world: World, answers: list
         ]
         table = world.dataset.table
         flags = np.zeros(1, np.bool_)
-        with SwarmReader(client, world.dataset.id, table, lambda: found, lambda: flags) as reader:
+        with closing(SwarmReader(client, world.dataset.id, table, lambda: found, lambda: flags)) as reader:
             transfer = reader.fetch(0, part)
             assert transfer.wait(scaled(30)) and transfer.error is None
             assert rude.asked
@@ -148,7 +149,9 @@ def test_a_tracker_is_left_for_the_next_on_its_first_answer_without_sense(world:
         honest_at = Holder(world.node.identity.peer_id, world.node.address, False)  # comes second
         flags, part = np.zeros(1, np.bool_), next(world.parts)
         trackers = [rude_at, honest_at]
-        with SwarmReader(client, world.dataset.id, world.dataset.table, lambda: trackers, lambda: flags) as reader:
+        with closing(
+            SwarmReader(client, world.dataset.id, world.dataset.table, lambda: trackers, lambda: flags)
+        ) as reader:
             began = time.monotonic()
             transfer = reader.fetch(0, part)
             assert transfer.wait(scaled(30)) and transfer.error is None

@@ -27,8 +27,8 @@ from forebay.errors import IntegrityError, NetworkError, ProtocolViolation, Usag
 from forebay.network.backoff import backoff_s
 from forebay.store.origins import Origin, Patience, RefusedError, open_origin
 from forebay.store.pieces import PartFile
-from forebay.store.transfer import Transfer, TransferCancelledError, Transfers
-from forebay.store.work import Source, choose, least_span_bytes
+from forebay.store.transfer import Transfers
+from forebay.store.work import Source, Transfer, TransferCancelledError, choose, least_span_bytes
 from origin_server import OriginServer
 
 MIB = 1 << 20

@@ -30,14 +30,12 @@ from forebay.cli import (
     work,
 )
 from forebay.cli.running import Verb
-from forebay.cli.terminal import filtered_streams
-from forebay.errors import ForebayError, UsageError
-from forebay.extras import install_command
+from forebay.errors import ForebayError, UsageError, install_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; no error leaves it as a traceback."""
-    with filtered_streams():
+    with logs.filtered_streams():
         args = make_parser().parse_args(argv)
         with logs.logging_to_stderr(args):
             return _run(args)
@@ -120,13 +118,15 @@ def make_parser() -> argparse.ArgumentParser:
     logs.add_options(main_parser)
     verbs = main_parser.add_subparsers(metavar="COMMAND", required=True, prog="forebay", help=argparse.SUPPRESS)
     abouts: dict[str, str] = {}
+    made: list[tuple[argparse.ArgumentParser, str]] = []
 
-    def verb(name: str, run: Verb, about: str, parent: Any = None) -> argparse.ArgumentParser:
+    def verb(name: str, run: Verb, about: str, parent: Any = None, flags: str = "") -> argparse.ArgumentParser:
         # The panels list the commands, so the parser of all commands gets no help for them; those of a group do.
         shown: dict[str, Any] = {} if parent is None else {"help": about}
         p: argparse.ArgumentParser = (parent or verbs).add_parser(name, description=about, **shown)
         p.set_defaults(verb=run)
         logs.add_options(p)
+        made.append((p, flags))
         if parent is None:
             abouts[name] = about
         return p
@@ -140,5 +140,8 @@ def make_parser() -> argparse.ArgumentParser:
     ):  # fmt: skip
         commands.add_verbs(verb, group)
     parser.add_verbs(verb, main_parser)
+    for p, flags in made:  # last in the help
+        for flag in flags.split():
+            p.add_argument(f"--{flag}", action="store_true", help=parser.FLAGS[flag])
     main_parser.epilog = parser.panels(abouts)
     return main_parser

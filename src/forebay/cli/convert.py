@@ -72,7 +72,7 @@ def _height_width(text: str) -> tuple[int, int]:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    p = verb("convert", _convert, "from one format of training data to another, verified")
+    p = verb("convert", _convert, "from one format of training data to another, verified", flags="json quiet")
     p.add_argument("source", metavar="SRC", help="a file, a directory, or a pattern in quotes")
     p.add_argument("out", metavar="OUT", type=Path, help="where to write; must be free")
     p.add_argument("--to", metavar="FORMAT", help="safetensors, npy, bin, ds, megatron, mds, litdata, arrow, parquet …")
@@ -108,5 +108,3 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     )
     p.add_argument("--force", action="store_true", help="replace OUT once the new is whole")
     p.add_argument("--no-verify", action="store_true", help="do not read again what was written")
-    p.add_argument("--json", action="store_true")
-    p.add_argument("--quiet", action="store_true")

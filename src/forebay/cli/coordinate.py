@@ -88,7 +88,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    del group
     p = verb("coordinate", _coordinate, "give the workers of a run their rank, and hold their generations apart")
     p.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="default 127.0.0.1:8000")
     p.add_argument("--min-workers", type=positive, default=1, metavar="N", help="begin when N are there")

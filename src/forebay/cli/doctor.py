@@ -70,8 +70,7 @@ def _show(report: Report) -> None:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    del group
-    p = verb("doctor", _doctor, "what a training-data file is, what is wrong with it, and what to do")
+    p = verb("doctor", _doctor, "what a training-data file is, what is wrong with it, and what to do", flags="json")
     p.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, directories, or a pattern in quotes")
     p.add_argument("--dtype", metavar="TYPE", help="of tokens that no header tells: uint16, uint32, int64")
     p.add_argument("--vocab-size", type=positive, metavar="N", help="every id is below it")
@@ -79,4 +78,3 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--seq-len", type=positive, metavar="N", help="tokens of a sample: finds samples that occur twice")
     p.add_argument("--eos-id", type=whole_number, metavar="N", help="ends each document")
     p.add_argument("--full", action="store_true", help="read every byte (default: 256 MiB of each, 1 GiB of all)")
-    p.add_argument("--json", action="store_true")

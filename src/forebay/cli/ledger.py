@@ -14,7 +14,6 @@ from forebay.errors import UsageError
 
 if TYPE_CHECKING:
     from forebay.observe.blame import Part
-    from forebay.order.run import Run
 
 
 def _ledger_verify(args: argparse.Namespace) -> int:
@@ -152,21 +151,17 @@ def _blame_order(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     if not batch or (dataset.manifest.layout == "tokens" and not seq_len):
         raise UsageError("blame: expected --global-batch and, for tokens, --seq-len: what the Loader was given.")
     seed = args.seed if args.seed is not None else int(config.get("seed", 0))
-    run = _loader_run(args.dataset[0], seq_len, int(batch), seed)
+    from forebay.load.loader import Loader
+
+    with Loader(
+        args.dataset[0], seq_len=seq_len, global_batch_size=int(batch), seed=seed, rank=0, world_size=1, epochs=None
+    ) as loader:
+        run = loader.run
     parts = blame_order(
         run, args.step, world_size=args.world_size or len(workers) or 1, workers=workers,
         documents=Documents(dataset), seq_len=seq_len, text=not args.no_text,
     )  # fmt: skip
     return Blame([part for part in parts if args.worker in ("", part.worker)]), facts
-
-
-def _loader_run(dataset: str, seq_len: int | None, batch: int, seed: int) -> Run:
-    from forebay.load.loader import Loader
-
-    with Loader(
-        dataset, seq_len=seq_len, global_batch_size=batch, seed=seed, rank=0, world_size=1, epochs=None
-    ) as loader:
-        return loader.run
 
 
 def _headline(part: Part) -> str:
@@ -244,9 +239,8 @@ def _tokens(text: str) -> tuple[int, int]:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    """Adds the verbs of this module."""
     verbs = group("ledger", "who used which samples")
-    p = verb("verify", _ledger_verify, "prove that each sample of an epoch was used exactly once", verbs)
+    p = verb("verify", _ledger_verify, "prove that each sample of an epoch was used exactly once", verbs, "json")
     p.add_argument("file", type=Path, help="a ledger, or a coordinator's state")
     p.add_argument("--key", metavar="HEX", help="the scheduler's public key (default: the one the ledger names)")
     p.add_argument(
@@ -257,18 +251,16 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         help="of an epoch's samples that may be set aside, 0 to 1 (default: 0)",
     )
     p.add_argument("--samples", action="store_true", help="by sample ids, too: recompute the order of every use")
-    p.add_argument("--json", action="store_true")
 
-    p = verb("prove", _ledger_prove, "prove a slice's use to somebody without the ledger, or check that", verbs)
+    p = verb("prove", _ledger_prove, "prove a slice's use to somebody without the ledger, or check that", verbs, "json")
     p.add_argument("file", type=Path, nargs="?", help="the ledger")
     p.add_argument("--epoch", type=int, metavar="E", help="from 0")
     p.add_argument("--slice", type=int, metavar="I", help="index in the job, from 0")
     p.add_argument("--check", type=Path, metavar="PROOF", help="a file with what this command printed")
     p.add_argument("--root", metavar="HEX", help="a root from elsewhere, that the proof must lead to")
     p.add_argument("--key", metavar="HEX", help="the scheduler's public key (default: the one the proof names)")
-    p.add_argument("--json", action="store_true")
 
-    p = verb("blame", _ledger_blame, "from a step to its samples, documents and workers", verbs)
+    p = verb("blame", _ledger_blame, "from a step to its samples, documents and workers", verbs, "json")
     p.add_argument("file", help="a ledger; a coordinator's state; - for a Loader's run, which needs no record")
     p.add_argument("step", type=int, help="of the worker, or of the run")
     p.add_argument("--worker", default="", metavar="P", help="a worker's name, or the beginning of its peer id")
@@ -278,19 +270,16 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--global-batch", type=positive, metavar="N", help="of the Loader")
     p.add_argument("--world-size", type=positive, metavar="W", help="ranks among which the batch is shared")
     p.add_argument("--no-text", action="store_true", help="no previews")
-    p.add_argument("--json", action="store_true")
 
-    p = verb("who", _ledger_who, "from a document to every step and worker that saw it", verbs)
+    p = verb("who", _ledger_who, "from a document to every step and worker that saw it", verbs, "json")
     p.add_argument("file", type=Path, help="the ledger")
     p.add_argument("--document", metavar="ID", help="its source id, or #NUMBER in the dataset")
     p.add_argument("--dataset", action="append", metavar="DIR", help="to find the document in; may be repeated")
     p.add_argument("--slice", type=int, metavar="I", help="index in the job, with --tokens")
     p.add_argument("--tokens", type=_tokens, metavar="A:B", help="of the slice; of a row dataset, rows")
-    p.add_argument("--json", action="store_true")
 
-    p = verb("export", _ledger_export, "its uses as a table", verbs)
+    p = verb("export", _ledger_export, "its uses as a table", verbs, "json")
     p.add_argument("file", type=Path, help="the ledger")
     p.add_argument("--format", choices=["jsonl", "csv", "parquet"], default="jsonl", help="of the table")
     p.add_argument("--out", required=True, type=Path, metavar="FILE", help="where it goes")
     p.add_argument("--sample-ids", action="store_true", help="a column with the ids of the samples")
-    p.add_argument("--json", action="store_true")

@@ -13,10 +13,6 @@ from forebay.cli.arguments import add_from_urls, positive, show, size
 from forebay.errors import UsageError
 
 
-def _mirror(args: argparse.Namespace) -> int:
-    return _mirror_shards(args) if _is_of_shards(args) else _mirror_dataset(args)
-
-
 def _is_of_shards(args: argparse.Namespace) -> bool:
     """What the source has, where the arguments do not say."""
     if args.shards is not None and (args.slices is not None or args.id is not None):
@@ -50,7 +46,9 @@ def _mirror_shards(args: argparse.Namespace) -> int:
     return 0
 
 
-def _mirror_dataset(args: argparse.Namespace) -> int:
+def _mirror(args: argparse.Namespace) -> int:
+    if _is_of_shards(args):
+        return _mirror_shards(args)
     from forebay.observe.progress import bar
     from forebay.store.mirror import mirror, mirror_by_swarm
     from forebay.store.remote import open_remote
@@ -95,8 +93,8 @@ def _slices(text: str) -> tuple[int, int | None]:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    del group
-    p = verb("mirror", _mirror, "copy a dataset or shared shards to a directory or a bucket; run it again to go on")
+    about = "copy a dataset or shared shards to a directory or a bucket; run it again to go on"
+    p = verb("mirror", _mirror, about, flags="json quiet")
     p.add_argument("source", metavar="SRC", help="any URL of a dataset or of shared shards; r2://: by R2_DATASET_*")
     p.add_argument("target", metavar="DST", help="a directory, s3://, r2://, gs:// or az://")
     p.add_argument("--slices", type=_slices, metavar="A:B", help="only these, from 0")
@@ -120,5 +118,3 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument(
         "--linger", type=float, default=60.0, metavar="S", help="with --share: go on while others lack slices, so long"
     )
-    p.add_argument("--json", action="store_true")
-    p.add_argument("--quiet", action="store_true")

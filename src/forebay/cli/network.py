@@ -10,18 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from forebay.cli.arguments import add_limits, address, positive, seconds, show, size
-from forebay.cli.running import add_node, joined_network, listen_at, log, on_stop, ready, until_stopped
+from forebay.cli.running import add_node, ask, joined_network, listen_at, log, on_stop, ready, until_stopped
 from forebay.network.waiting import waiting
 
 
 def _probe(args: argparse.Namespace) -> int:
-    from forebay.network.addresses import parse_address
-    from forebay.network.client import Client
-    from forebay.network.identity import Identity
-
-    parse_address(args.address)
-    with Client(Identity.load(args.network)) as client, waiting(log, lambda: f"an answer of {args.address}"):
-        body, peer = client.request_json(args.address, "GET", "/v1/status", timeout_s=args.timeout)
+    body, peer = ask(args, args.address, "/v1/status", timeout_s=args.timeout)
     draining = isinstance(body, dict) and bool(body.get("draining"))
     show({"address": args.address, "peer_id": peer.peer_id, "name": peer.name, "healthy": not draining}, args.json)
     return 1 if draining else 0
@@ -100,7 +94,6 @@ def _find(args: argparse.Namespace) -> int:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    """Adds the verbs of this module."""
     p = add_node(verb, "dht", _dht, "nodes of the Kademlia DHT that others start from", network=False)
     p.add_argument(
         "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="of the first node (UDP); port 0: a free one"
@@ -115,8 +108,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--access", type=Path, metavar="FILE", help="who may read what, and how much a day (TOML)")
     p = add_node(verb, "find", _find, "who has a dataset", timeout_s=10.0, timeout_of="an answer of the DHT")
     p.add_argument("name", help="the dataset's")
-    p = verb("probe", _probe, "whether a scheduler or data node answers and takes requests: exit 0 or 1")
+    p = verb("probe", _probe, "whether a scheduler or data node answers and takes requests: exit 0 or 1", flags="json")
     p.add_argument("address", metavar="HOST:PORT", help="of a scheduler or data node")
     p.add_argument("--network", type=Path, required=True, metavar="DIR", help="the asking node's directory")
     p.add_argument("--timeout", type=seconds, default=2.0, metavar="S", help="longest wait for its answer")
-    p.add_argument("--json", action="store_true", help="print JSON")

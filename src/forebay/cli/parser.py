@@ -14,8 +14,8 @@ PANELS = {
     "Network": ("network", "dht", "serve", "find"),
     "Operate": ("status", "probe", "simulate", "demo", "completion"),
 }  # fmt: skip
-_HELP = {"--json": "print JSON", "--quiet": "show no progress"}
-"""Of options that mean the same in every command, where it says nothing else."""
+FLAGS = {"json": "print JSON", "quiet": "show no progress", "lifeline": "stop when standard input ends"}
+"""Options that mean the same in every command that has them, with their help."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,12 +23,6 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **options})
-
-    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """As of argparse; fills in the help of options that mean the same everywhere."""
-        if names and names[0] in _HELP and options.get("action") == "store_true":
-            options.setdefault("help", _HELP[names[0]])
-        return super().add_argument(*names, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As of argparse; refuses what it does not know here, where the options that come near are known."""

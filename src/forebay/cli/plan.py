@@ -128,8 +128,8 @@ def _memory() -> int:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    del group
-    p = verb("plan", _plan, "disk, time and memory that a run will need, before it starts; exit 1 if it cannot be")
+    about = "disk, time and memory that a run will need, before it starts; exit 1 if it cannot be"
+    p = verb("plan", _plan, about, flags="json")
     p.add_argument("dataset", nargs="?", help="a directory or URL; only its description is read")
     p.add_argument("--bytes", type=size, help="of a dataset to come, instead: 2TB")
     p.add_argument("--slice-bytes", type=size, help="200GB")
@@ -163,4 +163,3 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--chunk-bytes", type=size, default=8 << 20, help="the most that one request asks for")
     p.add_argument("--prefetch", type=int, default=0, help="batches made ahead")
     p.add_argument("--network", metavar="DIR", help="for forebay:// URLs: the node's directory")
-    p.add_argument("--json", action="store_true")

@@ -129,32 +129,25 @@ def _report(args: argparse.Namespace) -> int:
 def _acquire(args: argparse.Namespace) -> int:
     from forebay.prepare.read.api import acquire
 
-    folder = acquire(args.spec, args.out, on_progress=None if args.quiet else _say_pages)
-    if sys.stderr.isatty() and not args.quiet:
+    def show_pages(progress: api.Progress) -> None:
+        print(f"\r{progress.pages:,} pages, {progress.items:,} items", end="", file=sys.stderr)
+
+    is_shown = sys.stderr.isatty() and not args.quiet
+    folder = acquire(args.spec, args.out, on_progress=show_pages if is_shown else None)
+    if is_shown:
         print(file=sys.stderr)
     print(folder)
     return 0
 
 
-def _say_pages(progress: api.Progress) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{progress.pages:,} pages, {progress.items:,} items", end="", file=sys.stderr)
-
-
 def _lm_train(args: argparse.Namespace) -> int:
     from forebay.prepare.lm import train_lm
     from forebay.prepare.pipeline import texts_of
-
-    summary = train_lm(texts_of(args.inputs, _recipe_for_text(args)), args.out, order=args.order)
-    show(dataclasses.asdict(summary), args.json)
-    return 0
-
-
-def _recipe_for_text(args: argparse.Namespace) -> Recipe:
     from forebay.prepare.recipe import load_recipe
 
-    settings = {"read": {"text_key": args.text_key}} if args.text_key else {}
-    return load_recipe(args.recipe, args.config, settings)
+    recipe = load_recipe(args.recipe, args.config, {"read": {"text_key": args.text_key}} if args.text_key else {})
+    show(dataclasses.asdict(train_lm(texts_of(args.inputs, recipe), args.out, order=args.order)), args.json)
+    return 0
 
 
 _API_FILE = """\
@@ -185,7 +178,7 @@ example:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    p = verb("prepare", _prepare, "raw text to a dataset")
+    p = verb("prepare", _prepare, "raw text to a dataset", flags="quiet json")
     p.add_argument("inputs", nargs="*", metavar="INPUT", help="files, directories, URLs (default: those of the recipe)")
     p.add_argument("--out", type=Path, metavar="DIR", help="the dataset to make; must be free, or an interrupted run's")
     p.add_argument("--recipe", metavar="NAME", help="fineweb, gopher, c4, wikipedia, code or sft")
@@ -218,27 +211,23 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--max-bad", type=float, metavar="FRACTION", help="more malformed records than this: stop")
     p.add_argument("--follow-links", action="store_true", help="read what links in input folders lead to elsewhere")
     p.add_argument("--strict", action="store_true", help="stop if an input is left out or cannot be read")
-    p.add_argument("--quiet", action="store_true")
-    p.add_argument("--json", action="store_true")
 
     p = verb("recipe", _show_recipe, "a recipe to copy, or what a table of one means")
     p.add_argument("name", nargs="?", metavar="NAME", help="a recipe or a table; without it: a list of both")
 
-    p = verb("report", _report, "what preparation kept and dropped, and why")
+    p = verb("report", _report, "what preparation kept and dropped, and why", flags="json")
     p.add_argument("dataset", help="a dataset, or its report.html")
-    p.add_argument("--json", action="store_true")
 
-    p = verb("acquire", _acquire, "fetch a paged JSON API to JSONL, resumably")
+    p = verb("acquire", _acquire, "fetch a paged JSON API to JSONL, resumably", flags="quiet")
     p.epilog = _API_FILE
     p.add_argument("spec", type=Path, help="a TOML file that describes the API, see below")
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="where the JSONL goes; again to resume")
-    p.add_argument("--quiet", action="store_true")
 
-    p = verb("train", _lm_train, "a Kneser-Ney language model of text", group("lm", "models for the perplexity filter"))
+    verbs = group("lm", "models for the perplexity filter")
+    p = verb("train", _lm_train, "a Kneser-Ney language model of text", verbs, "json")
     p.add_argument("inputs", nargs="+", metavar="INPUT", help="files, directories, URLs of text")
     p.add_argument("--out", required=True, type=Path, metavar="FILE", help="the model to write")
     p.add_argument("--order", type=positive, default=3, metavar="N", help="words of an n-gram")
     p.add_argument("--recipe", metavar="NAME", help="cleans and filters the text first")
     p.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with settings of your own")
     p.add_argument("--text-key", metavar="NAME", help="the field or column that holds the text")
-    p.add_argument("--json", action="store_true")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import address, plain, seconds
 from forebay.errors import NetworkError, UsageError
+from forebay.network.waiting import waiting
 from forebay.threads import Supervised
 
 Verb = Callable[[argparse.Namespace], int]
@@ -24,7 +25,7 @@ log = logging.getLogger("forebay.cli")
 
 if TYPE_CHECKING:
     from forebay.network.dht import LibtorrentDht
-    from forebay.network.identity import Identity
+    from forebay.network.identity import Identity, Peer
 
 
 @contextmanager
@@ -33,13 +34,8 @@ def joined_network(
 ) -> Iterator[tuple[Identity, LibtorrentDht]]:
     """This node's identity and its place in the DHT, from here to the end of the block.
 
-    Args:
-        stop: Ends the wait for a bootstrap node, as an interrupt does.
-        required: Whether to raise if no bootstrap node answers within `args.timeout`; else a warning is logged.
-
-    Raises:
-        NetworkError: If no bootstrap node answers, or the DHT node cannot listen.
-        UsageError: If the directory, an address or the log of refusals is wrong.
+    `stop` ends the wait for a bootstrap node, as an interrupt does. If none answers within `args.timeout`, it raises
+    NetworkError where `required`, else logs a warning.
     """
     from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
     from forebay.network.identity import Identity
@@ -74,6 +70,17 @@ def joined_network(
 def listen_at(args: argparse.Namespace, discovery: LibtorrentDht) -> tuple[str, int]:
     """Where a server listens: as told, else at a free port of the address under which the DHT names this host."""
     return address(args.listen) if args.listen else (discovery.host, 0)
+
+
+def ask(args: argparse.Namespace, at: str, path: str, body: Any = None, timeout_s: float = 10.0) -> tuple[Any, Peer]:
+    """A scheduler's or data node's answer to a GET, or with a body to a POST, by the node of `--network`; and whose."""
+    from forebay.network.addresses import parse_address
+    from forebay.network.client import Client
+    from forebay.network.identity import Identity
+
+    parse_address(at)
+    with Client(Identity.load(args.network)) as client, waiting(log, lambda: f"an answer of {at}"):
+        return client.request_json(at, "GET" if body is None else "POST", path, body, timeout_s=timeout_s)
 
 
 def ready(args: argparse.Namespace, **facts: Any) -> None:
@@ -122,7 +129,7 @@ def add_node(
     timeout_of: str = "a bootstrap node",
 ) -> argparse.ArgumentParser:
     """A verb that runs a node: the flags which all of them have."""
-    p = verb(name, run, about)
+    p = verb(name, run, about, flags="json lifeline")
     p.set_defaults(default_log_level="info")
     if network:
         p.add_argument("--network", type=Path, metavar="DIR", help="this node's directory, from network join")
@@ -134,6 +141,4 @@ def add_node(
         "--bootstrap", action="append", default=[], metavar="HOST:PORT",
         help="a DHT node to enter by, in place of the network's; may be repeated",
     )  # fmt: skip
-    p.add_argument("--json", action="store_true", help="print JSON lines")
-    p.add_argument("--lifeline", action="store_true", help="stop when standard input ends")
     return p

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import add_from_urls, add_limits, positive
-from forebay.cli.running import add_node, joined_network, listen_at, log, on_stop, ready
+from forebay.cli.running import add_node, ask, joined_network, listen_at, on_stop, ready
 from forebay.errors import LeaseError, UsageError
-from forebay.network.waiting import waiting
-from forebay.sizes import words_of_bytes
+from forebay.sizes import words_of_bytes, words_of_seconds
 from forebay.threads import Supervised
 
 if TYPE_CHECKING:
@@ -139,12 +138,8 @@ def _change(text: str, names: list[str]) -> tuple[int, tuple[float, ...]]:
 
 
 def _steer(args: argparse.Namespace) -> int:
-    from forebay.network.addresses import parse_address
-    from forebay.network.client import Client
-    from forebay.network.identity import Identity
     from forebay.schedule.status import job_line
 
-    parse_address(args.at)
     if len(args.names) < 2 or args.names[0] not in VERBS or args.network is None:
         raise UsageError(f"schedule --at: expected {'|'.join(VERBS)} JOB … --at HOST:PORT --network DIR")
     verb, job, *more = args.names
@@ -156,21 +151,15 @@ def _steer(args: argparse.Namespace) -> int:
     path = f"/v1/jobs/{urllib.parse.quote(job, safe='')}/{verb}"
     if verb == "pardon":
         path = f"/v1/peers/{urllib.parse.quote(job, safe='')}/pardon"
-    with waiting(log, lambda: f"an answer of {args.at}"):
-        answer, _ = Client(Identity.load(args.network)).request_json(args.at, "POST", path, body)
+    answer, _ = ask(args, args.at, path, body)
     print(json.dumps(answer) if args.json else f"pardoned {job}" if verb == "pardon" else job_line(answer))
     return 0
 
 
 def _status(args: argparse.Namespace) -> int:
-    from forebay.network.addresses import parse_address
-    from forebay.network.client import Client
-    from forebay.network.identity import Identity
     from forebay.schedule.status import lines
 
-    parse_address(args.address)
-    with waiting(log, lambda: f"an answer of {args.address}"):
-        body, _ = Client(Identity.load(args.network)).request_json(args.address, "GET", "/v1/status")
+    body, _ = ask(args, args.address, "/v1/status")
     if args.json:
         print(json.dumps(body))
     else:
@@ -179,7 +168,6 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    """Adds the verbs of this module."""
     about = "a scheduler: find datasets and lease their slices; or steer its jobs"
     p = add_node(verb, "schedule", _schedule, about, timeout_of="a bootstrap node, then for a data node")
     p.add_argument("names", nargs="*", metavar="NAME", help="a dataset: a job each; or, with --at, a verb and a job")
@@ -228,10 +216,9 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument(
         "--at", metavar="HOST:PORT", help=f"a running scheduler: {', '.join(VERBS)} NAME's job; needs the role admin"
     )
-    p = verb("status", _status, "what a scheduler or data node says of itself")
+    p = verb("status", _status, "what a scheduler or data node says of itself", flags="json")
     p.add_argument("address", metavar="HOST:PORT", help="of a scheduler or data node")
     p.add_argument("--network", type=Path, required=True, metavar="DIR", help="the asking node's directory")
-    p.add_argument("--json", action="store_true", help="print JSON")
 
 
 _MOST_PEERS = 10
@@ -242,7 +229,8 @@ def _node_lines(status: Mapping[str, Any]) -> Iterator[str]:
     state = "draining" if status["draining"] else "up"
     yield (
         f"data node {status['name']} ({status['peer_id']}) at {status['address']}: {state} for "
-        f"{_span(status['up_s'])}, {status['connections']:,} connections, {words_of_bytes(status['bytes_sent'])} sent"
+        f"{words_of_seconds(status['up_s'])}, {status['connections']:,} connections, "
+        f"{words_of_bytes(status['bytes_sent'])} sent"
     )
     if status["announce_error"]:
         yield f"  cannot be found by name: {status['announce_error']}"
@@ -265,10 +253,3 @@ def _swarm(status: Mapping[str, Any], dataset_id: str) -> str:
     banned = f", banned: {', '.join(swarm['banned'])}" if swarm["banned"] else ""
     given, passed = swarm["from_origins"], swarm["from_peers"]
     return f"; swarm of {swarm['members']:,}: {given:,} slices from here, {passed:,} passed on{banned}"
-
-
-def _span(seconds: float) -> str:
-    for name, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:,.1f} {name}"
-    return f"{seconds:,.0f} s"

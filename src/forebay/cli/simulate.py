@@ -69,9 +69,7 @@ _OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    """Adds the verbs of this module."""
-    del group
-    p = verb("simulate", _simulate, "a whole network in virtual time, on the real code; exit 1 if a sample is lost")
+    about = "a whole network in virtual time, on the real code; exit 1 if a sample is lost"
+    p = verb("simulate", _simulate, about, flags="json")
     for flag, (kind, about) in _OPTIONS.items():
         p.add_argument(f"--{flag}", type=kind, help=about)
-    p.add_argument("--json", action="store_true")

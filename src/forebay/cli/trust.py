@@ -314,7 +314,6 @@ def _add_days(p: argparse.ArgumentParser) -> None:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    """Adds the verbs of this module."""
     network = group("network", "identities and membership")
     _add_membership(verb, network)
     p = verb("revoke", _network_revoke, "shut a peer or an organisation out, in force without a restart", network)
@@ -325,10 +324,9 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("directory", type=Path, help="the network's")
     p.add_argument("--finish", action="store_true", help="the second step: put the next key in place")
     p.add_argument("--days", type=days, help="how long the next root's certificate is valid (default: 3650)")
-    p = verb("show", _network_show, "who a node is, what it may do, until when, and whom it shuts out", network)
+    p = verb("show", _network_show, "who a node is, what it may do, until when, and whom it shuts out", network, "json")
     p.add_argument("directory", type=Path, help="a node's, an organisation's or the network's")
-    p.add_argument("--json", action="store_true")
-    p = verb("sign", _network_sign, "vouch for a dataset as its publisher", network)
+    p = verb("sign", _network_sign, "vouch for a dataset as its publisher", network, "json")
     p.add_argument("dataset", help="a local dataset")
     p.add_argument("--network", type=Path, required=True, metavar="DIR", help="the publisher's node directory")
     p.add_argument(
@@ -337,7 +335,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     )  # fmt: skip
     p.add_argument("--days", type=days, help="how long readers accept the signature (default: 365)")
     p.add_argument("--serial", type=int, metavar="N", help="the version, greater than before (default: the unix time)")
-    p.add_argument("--json", action="store_true")
 
 
 def _add_membership(verb: Callable[..., argparse.ArgumentParser], network: Any) -> None:
@@ -368,12 +365,11 @@ def _add_membership(verb: Callable[..., argparse.ArgumentParser], network: Any) 
     p.add_argument("--hours", type=positive, default=24, help="how long the token holds (24)")
     _add_scope(p, "what those who join may be; may be repeated; required")
     _add_days(p)
-    p = verb("admit", _network_admit, "the server that turns tokens into certificates; holds the key", network)
+    about = "the server that turns tokens into certificates; holds the key"
+    p = verb("admit", _network_admit, about, network, "json lifeline")
     p.add_argument("directory", type=Path, help="the network's or an organisation's")
     p.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="port 0: a free one")
     p.add_argument("--audit", type=Path, metavar="FILE", help="log of admissions and refusals")
-    p.add_argument("--json", action="store_true")
-    p.add_argument("--lifeline", action="store_true", help="stop when standard input ends")
     p = verb("renew", _network_renew, "a new certificate for a node's key; its peer id stays", network)
     p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="ISSUER NODE; with --at only NODE")
     p.add_argument("--at", metavar="HOST:PORT", help="the issuer's admission server")

@@ -59,19 +59,9 @@ def _share_at(share: str | None, host: str) -> str | None:
 
 def _work_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Flags over the file's [work] table over defaults."""
-    settings: dict[str, Any] = {
-        "name": None,
-        "scheduler": None,
-        "cache_dir": "./forebay-cache",
-        "cache_bytes": 4 << 30,
-        "batch_size": 8,
-        "trainer": "auto",
-        "ahead": None,
-        "share": None,
-        "upload_limit": None,
-        "network": None,
-        "from_urls": None,
-    }
+    settings: dict[str, Any] = {"cache_dir": "./forebay-cache", "cache_bytes": 4 << 30, "batch_size": 8}
+    settings |= {"trainer": "auto", "name": None, "scheduler": None, "network": None}
+    settings |= dict.fromkeys(("ahead", "share", "upload_limit", "from_urls"))
     if args.config:
         table = read_toml(args.config).get("work", {})
         if unknown := sorted(set(table) - set(settings)):
@@ -94,7 +84,6 @@ def _progress_line(p: dict[str, Any]) -> str:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    """Adds the verbs of this module."""
     about = "a worker: lease, fetch, verify, train, acknowledge, hand on"
     waits = "a bootstrap node, then for a scheduler or data nodes that do not answer"
     p = add_node(verb, "work", _work, about, timeout_s=60.0, timeout_of=waits)

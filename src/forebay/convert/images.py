@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from forebay.convert.content import Options, TableSource
 from forebay.convert.table import BATCH_BYTES, column_of, field_of, rows_at_once
 from forebay.convert.values import is_bytes
-from forebay.errors import DatasetError, MissingPackageError, UsageError
-from forebay.extras import install_command
+from forebay.errors import DatasetError, MissingPackageError, UsageError, install_command
 from forebay.formats.detect import is_image
 from forebay.prepare.documents import batched
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from forebay.errors import PrepareError, UsageError
-from forebay.extras import install_command
+from forebay.errors import PrepareError, UsageError, install_command
 from forebay.prepare.engines import Attempts, Engine, Trouble
 from forebay.prepare.guard import Outcome, attempt, result_of, use_one_core
 

@@ -23,8 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from forebay.errors import ForebayError, UsageError
-from forebay.extras import install_command
+from forebay.errors import ForebayError, UsageError, install_command
 from forebay.prepare.dedup.config import Dedup
 from forebay.prepare.documents import Stage, portable
 from forebay.prepare.guard import Limits

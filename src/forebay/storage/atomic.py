@@ -51,17 +51,10 @@ def temporary_directory(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def open_atomic(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Open a file for writing that takes its name when the block ends without an exception.
+    """Open a binary file, readable and writable, that takes its name when the block ends without an exception.
 
-    Args:
-        path: The final name; an existing file is replaced.
-        mode: Permissions of the new file, less the umask. They hold from the first byte on.
-
-    Yields:
-        A binary file, readable and writable. The block may close it.
-
-    Raises:
-        OSError: As the file system says (full, read-only, missing directory). The old file is then untouched.
+    An existing file is replaced; after an exception it is untouched. `mode`, less the umask, holds from the first byte
+    on. The block may close the file.
     """
     path = Path(path)
     temporary = temporary_path(path)
@@ -85,13 +78,8 @@ def atomic_write(path: str | Path, data: bytes | Iterable[bytes | memoryview], m
 def commit_files(files: Mapping[Path, Path]) -> None:
     """Give written files their final names: flush all, then rename all, then flush each directory once.
 
-    Each file is atomic, the group is not: write a file last that says that the others are whole.
-
-    Args:
-        files: The final name of each file, on the same file system; an existing file is replaced.
-
-    Raises:
-        OSError: As the file system says; files that were not renamed yet keep their first names.
+    Each file is atomic, the group is not: write a file last that says that the others are whole. `files` maps each to
+    its final name, on the same file system. After an OSError, those that were not renamed yet keep their first names.
     """
     for path in files:
         sync_file(path)

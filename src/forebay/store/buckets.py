@@ -8,16 +8,15 @@ import os
 import re
 import threading
 import urllib.parse
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
-from forebay.errors import ForebayError, UsageError
-from forebay.extras import install_command
+from forebay.errors import ForebayError, UsageError, install_command
 from forebay.store.origins import (
     STEP_BYTES,
     Head,
-    Origin,
+    HeadOrigin,
     PassingError,
     Patience,
     RefusedError,
@@ -30,7 +29,7 @@ _BUSY = re.compile(r"\b(429|503)\b|SlowDown|TooManyRequests", re.IGNORECASE)
 _used_by = 0  # Which process has obstore's threads.
 
 
-class BucketOrigin:
+class BucketOrigin(HeadOrigin):
     """Objects below a prefix of a bucket.
 
     `s3://BUCKET/PREFIX` takes `AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_ACCESS_KEY_ID` and so on from the environment;
@@ -63,7 +62,6 @@ class BucketOrigin:
         self._opened: tuple[Any, Any] | None = None
 
     def head(self, name: str) -> Head:
-        """See HeadOrigin."""
         with self._telling(name) as (obstore, store):
             return _head(obstore.head(store, self._prefix + name))
 
@@ -84,7 +82,6 @@ class BucketOrigin:
         return sorted(name for name in names if name.startswith(prefix))
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Generator[memoryview, None, None]:
-        """See Origin."""
         with self._telling(name) as (obstore, store):
             result = obstore.get(store, self._prefix + name, options={"range": (start, stop)})
             check_etag(f"{self.url}/{name}", etag, str(result.meta["e_tag"] or ""))
@@ -95,16 +92,11 @@ class BucketOrigin:
                 yield memoryview(chunk)
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """See Origin."""
         with self._telling(name) as (obstore, store):
             result = obstore.get(store, self._prefix + name)
             if int(result.meta["size"]) > max_bytes:
                 raise RefusedError(f"{self.url}/{name} is larger than {max_bytes} bytes")
             return bytes(result.bytes())
-
-    def sources(self) -> Sequence[Origin]:
-        """See Origin."""
-        return [self]
 
     def _store(self) -> tuple[Any, Any]:
         global _used_by

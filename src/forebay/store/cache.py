@@ -156,11 +156,7 @@ class Reservation:
 
 
 def cache_directory(directory: str | Path) -> Path:
-    """Where a cache lies: a path, or for the texts `ram` and `ram:NAME` a directory of this user's in memory.
-
-    Raises:
-        UsageError: If memory is asked for and there is no /dev/shm, or the directory there is another user's.
-    """
+    """Where a cache lies: a path, or for `ram` and `ram:NAME` a directory of this user's alone in memory (/dev/shm)."""
     if not isinstance(directory, str) or not re.match(r"ram(:|$)", directory):
         return Path(directory)
     name = directory[4:]
@@ -269,14 +265,7 @@ class SliceCache:
             return sum(entry.counted for entry in self._room.entries())
 
     def check_space(self, num_bytes: int) -> None:
-        """Refuse at the start what could not end well.
-
-        Args:
-            num_bytes: All that will be read; more than the budget counts as the budget.
-
-        Raises:
-            UsageError: If the disk has no room for it, with what the cache holds already.
-        """
+        """UsageError if the disk, with what the cache holds, has no room for what will be read, the budget at most."""
         needed = min(num_bytes, self.budget_bytes)
         with self._room.lock():
             there = sum(entry.written for entry in self._room.entries())
@@ -289,11 +278,7 @@ class SliceCache:
             )
 
     def clean(self, wanted: Collection[str]) -> None:
-        """Remove what killed processes left: partial files that nobody will go on with, locks of absent slices.
-
-        Args:
-            wanted: Slices whose partial files stay, to be resumed.
-        """
+        """Remove what killed processes left: locks of absent slices, partial files of slices that nobody wants."""
         with self._room.lock():
             futures = self._futures.others()
             here = set()
@@ -324,9 +309,6 @@ class SliceCache:
             next_use: How soon this process will read another one, infinite for never; by default never.
             evict: `unwanted`: only what no live process will read again; `later`: also what all read later than
                 this one is needed, the latest first, and what only younger processes need at once; `any`.
-
-        Raises:
-            UsageError: If the slice is larger than the budget.
         """
         final = self.path_of(sha256)
         if num_bytes > self.budget_bytes:

@@ -32,12 +32,7 @@ class Flights(dict[int, Flight]):
     """The transfers of one run that are under way, by key. One thread changes it; others may look.
 
     A slice is named by the thread that ended its transfer, so that whoever waits for it need not wait for a look too.
-
-    Args:
-        sizes: Bytes of each slice, by key.
-        start: Begins a transfer into a partial file.
-        cancel: Makes one end soon.
-        on_done: Told the key of one that ended, from any thread.
+    `sizes` are bytes; `on_done` is told the key of a transfer that ended, from any thread.
     """
 
     def __init__(
@@ -63,11 +58,8 @@ class Flights(dict[int, Flight]):
         return sum(self._sizes[key] for key in self)
 
     def start(self, key: int, reservation: Reservation, epoch: int | None) -> Exception | None:
-        """Begin a transfer; the reservation is taken over. None, or why it failed at once.
-
-        Args:
-            epoch: Any number of the epoch that needs it: a second fetch for one epoch is counted; None is no epoch.
-        """
+        """Begin a transfer, which takes the reservation over: None, or why it failed at once. A second fetch for one
+        `epoch` (any number that names it; None: no epoch) is counted."""
         try:
             transfer = self._start(key, reservation.part)
         except Exception as error:  # noqa: BLE001 - whoever waits for the slice gets it

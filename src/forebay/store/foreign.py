@@ -7,8 +7,8 @@ anything that is the reader's: no credentials, no options, no proxy of the envir
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Collection, Iterator, Sequence
-from typing import Literal, NoReturn, TypeAlias
+from collections.abc import Collection
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from forebay.errors import NetworkError, UsageError
 from forebay.network.addresses import check_url
@@ -29,18 +29,12 @@ def check_from_urls(value: str) -> None:
 def open_foreign_origin(
     url: str, from_urls: FromUrls, *, signed: Collection[str] = (), patience: Patience | None = None
 ) -> Origin:
-    """The web server or public bucket behind a URL that came from the network. Opens no connection.
+    """The web server or public bucket behind a URL that came from the network; RefusedError if the reader's `from_urls`
+    does not allow it. Opens no connection.
 
-    What is not of the public internet is refused where it is connected to, also after a redirect; `any` lifts that.
-    A bucket is read over https without a signature: `s3://` at AWS, `gs://` at Google.
-
-    Args:
-        from_urls: What the reader allowed.
-        signed: URLs that the dataset's publisher signed: they are opened without being allowed, as `public`.
-
-    Raises:
-        RefusedError: If it is not allowed.
-        ProtocolViolation: If it is no such URL.
+    What is not of the public internet is refused where it is connected to, also after a redirect; `any` lifts that. A
+    bucket is read over https without a signature: `s3://` at AWS, `gs://` at Google. URLs in `signed`, by the dataset's
+    publisher, are opened without being allowed, as `public`.
     """
     parts = check_url(url)
     if not from_urls and url not in signed:
@@ -63,24 +57,14 @@ def open_foreign_origin(
     return origin
 
 
-class RefusingOrigin:
+class RefusingOrigin(Origin):
     """A source that cannot be used, and says why to whoever asks it."""
 
     def __init__(self, url: str, why: NetworkError) -> None:
         self.url = url
         self.why = why
 
-    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        """See Origin."""
-        self._refuse()
-
-    def get(self, name: str, max_bytes: int) -> bytes:
-        """See Origin."""
-        self._refuse()
-
-    def sources(self) -> Sequence[Origin]:
-        """See Origin."""
-        return [self]
-
-    def _refuse(self) -> NoReturn:
+    def read(self, *_: Any, **__: Any) -> NoReturn:
         raise RefusedError(str(self.why)) from self.why
+
+    get = read

@@ -3,7 +3,8 @@
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolViolation
@@ -20,55 +21,37 @@ log = logging.getLogger("forebay.network")
 OnFault = Callable[[NetworkError], object]
 
 
-class HolderSource:
-    """One slice at one peer, whatever name it is asked for by. See Origin.
+@dataclass(eq=False)
+class HolderSource(Origin):
+    """One slice at one peer, whatever name it is asked for by.
 
-    Args:
-        address: `host:port`, where `peer_id` must stand.
-        stall_s: For each wait; slower than 4 KiB/s over this long counts as stalled.
-        on_fault: Told of each request that failed, from the thread that asked.
-        once: It is not asked again after one that failed: there are others.
+    `peer_id` must stand at `address`, `host:port`. A wait of more than `stall_s`, or less than 4 KiB/s over this long,
+    counts as stalled. `on_fault` is told of each request that failed, from the thread that asked. With `once` it is not
+    asked again after that: there are others.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        peer_id: str,
-        address: str,
-        sha256: str,
-        stall_s: float,
-        on_fault: OnFault | None = None,
-        once: bool = False,
-    ) -> None:
-        self.url = f"forebay-peer://{peer_id}@{address}"
-        self.peer_id = peer_id
-        self._client = client
-        self._address = address
-        self._sha256 = sha256
-        self._stall_s = stall_s
-        self._on_fault = on_fault
-        self._once = once
+    client: Client
+    peer_id: str
+    address: str
+    sha256: str
+    stall_s: float
+    on_fault: OnFault | None = None
+    once: bool = False
+
+    def __post_init__(self) -> None:
+        self.url = f"forebay-peer://{self.peer_id}@{self.address}"
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        """See Origin."""
         try:
             yield from read_by_hash(
-                self._client, self._address, self.peer_id, self._sha256, start, stop, self._stall_s, self.url
+                self.client, self.address, self.peer_id, self.sha256, start, stop, self.stall_s, self.url
             )
         except NetworkError as error:
-            if self._on_fault is not None:
-                self._on_fault(error)
-            if self._once and isinstance(error, PassingError):
+            if self.on_fault is not None:
+                self.on_fault(error)
+            if self.once and isinstance(error, PassingError):
                 raise RefusedError(str(error)) from error
             raise
-
-    def get(self, name: str, max_bytes: int) -> bytes:
-        """See Origin: there are slices here and nothing else."""
-        raise RefusedError(f"{self.url}: expected a slice to be asked for, got {name}")
-
-    def sources(self) -> Sequence[Origin]:
-        """See Origin."""
-        return [self]
 
 
 def read_by_hash(

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -185,12 +185,7 @@ def fetch_part(
     stop: threading.Event | None = None,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> Fetched:
-    """Fetch all of an object of this head into its partial file, which is checked, synced and stays where it is.
-
-    Raises:
-        ChangedError: If the object is another one by now.
-        ForebayError: As of `download_large_file`.
-    """
+    """Fetch an object of this head into its partial file, checked and synced; ChangedError if it is another now."""
     if head.bytes == 0:
         part.write_bytes(b"")
         return Fetched(part, 0, 0, head.etag, 0.0, 0)
@@ -230,12 +225,8 @@ def _changed(origin: HeadOrigin, name: str, head: Head, error: Exception) -> Cha
 
 
 def head_of(origin: HeadOrigin, name: str, *, patience_s: float = 300.0, stop: threading.Event | None = None) -> Head:
-    """What an origin says of an object, asked again while faults may pass and `patience_s` is not over.
-
-    Raises:
-        DatasetError: If it is not there, or not for us; its cause is the RefusedError.
-        NetworkError: If the origin cannot be reached.
-    """
+    """What an origin says of an object, asked again while faults may pass and `patience_s` is not over. DatasetError,
+    caused by the RefusedError, if it is not there or not for us."""
     began, tries = time.monotonic(), 0
     stop = stop or threading.Event()
     while True:
@@ -256,11 +247,7 @@ def head_of(origin: HeadOrigin, name: str, *, patience_s: float = 300.0, stop: t
 
 
 def place(part: Path, path: Path, check_copy: Callable[[Path], object] | None = None) -> None:
-    """Give a whole, synced file its name; from another volume, by a copy beside it, which is then checked.
-
-    Raises:
-        UsageError: If it cannot be written.
-    """
+    """Give a whole, synced file its name; from another volume, by a copy beside it, which is then checked."""
     try:
         if part.stat().st_dev != path.parent.stat().st_dev:
             copy = path.with_name(f".{path.name}.copy.part")
@@ -277,17 +264,13 @@ def place(part: Path, path: Path, check_copy: Callable[[Path], object] | None = 
 
 
 def head_origin(origin: Origin) -> HeadOrigin:
-    """An origin that can describe its objects.
-
-    Raises:
-        UsageError: If it cannot, as peers do not.
-    """
+    """An origin that can describe its objects; UsageError if it cannot, as peers do not."""
     if not hasattr(origin, "head"):
         raise UsageError(f"{origin.url}: expected a directory, http(s)://, s3://, r2://, gs:// or az://. Give one.")
     return cast(HeadOrigin, origin)
 
 
-class _Pinned:
+class _Pinned(Origin):
     """An origin of one version of an object."""
 
     def __init__(self, origin: HeadOrigin, etag: str) -> None:
@@ -296,16 +279,7 @@ class _Pinned:
         self.url = origin.url
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        """See Origin."""
         return self._origin.read(name, start, stop, self._etag)
-
-    def get(self, name: str, max_bytes: int) -> bytes:
-        """See Origin."""
-        return self._origin.get(name, max_bytes)
-
-    def sources(self) -> Sequence[Origin]:
-        """See Origin."""
-        return [self]
 
 
 def _split(source: str | Path | Origin) -> tuple[str, str]:

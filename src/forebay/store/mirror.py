@@ -111,25 +111,19 @@ def mirror_by_swarm(
 ) -> tuple[MirrorReport, dict[str, Any]]:
     """As `mirror`, of `forebay://` to a directory; and the swarm's figures.
 
-    Args:
-        share: See SwarmMember.
-        linger_s: How long to go on sharing at the end, at most; until all who share have all.
-
-    Raises:
-        UsageError: If the target is no directory, or the dataset is of no network. Others as of `mirror`.
+    `share` is as of SwarmMember. At the end it goes on sharing for `linger_s` at most, until all who share have all.
     """
     from forebay.network.limits import Throttle
-    from forebay.store.share import Folder
     from forebay.store.swarm import SwarmMember
 
     if "://" in target.url:
         raise UsageError(f"mirror: expected a directory to share from, got {target.url}. Leave out --share.")
-    folder, held = Folder(), np.zeros(dataset.num_slices, np.bool_)
+    folder, held = dict[str, Path](), np.zeros(dataset.num_slices, np.bool_)
     throttle = Throttle(upload_bytes_per_s) if upload_bytes_per_s is not None else None
     with SwarmMember(dataset, folder, held.copy, share=share, throttle=throttle, connections=connections) as member:
 
         def show(row: SliceInfo) -> None:
-            folder.put(row.sha256, Path(target.url) / row.name)
+            folder[row.sha256] = Path(target.url) / row.name
             held[row.index] = True
 
         def place(transfer: Pending) -> None:
@@ -168,7 +162,12 @@ def _mirror(
     stop = dataset.num_slices if stop is None else stop
     if not 0 <= start <= stop <= dataset.num_slices:
         raise UsageError(f"slices: expected a range in 0:{dataset.num_slices}, got {start}:{stop}.")
-    _check_target(dataset, target)
+    found = target.read_whole(MANIFEST_FILE)
+    if found is not None and dataset_id(found) != dataset.id:
+        raise UsageError(
+            f"{target.url}: expected nothing there, or the dataset {dataset.id}, got {dataset_id(found)}. "
+            "Choose another place."
+        )
     say = on_progress or (lambda _: None)
     absent: list[SliceInfo] = []
     skipped: list[SliceInfo] = []
@@ -196,31 +195,16 @@ def _mirror(
     )  # fmt: skip
 
 
-def _check_target(dataset: RemoteDataset, target: Target) -> None:
-    found = target.read_whole(MANIFEST_FILE)
-    if found is not None and dataset_id(found) != dataset.id:
-        raise UsageError(
-            f"{target.url}: expected nothing there, or the dataset {dataset.id}, got {dataset_id(found)}. "
-            "Choose another place."
-        )
-
-
 def _check_room(target: Target, rows: list[SliceInfo]) -> None:
     free, needed = target.free_bytes(), sum(row.bytes for row in rows)
     if free is not None:
-        held = sum(_blocks(target.part_of(row.name)) for row in rows) if rows else 0
+        parts = [target.part_of(row.name) for row in rows]
+        held = sum(part.stat().st_blocks * 512 for part in parts if part.exists())
         if needed > free + held:
             raise UsageError(
                 f"{target.url}: expected room for {needed} bytes, got {free + held}. "
                 f"Free {needed - free - held} bytes, copy fewer slices (--slices A:B), or choose another disk."
             )
-
-
-def _blocks(path: Path) -> int:
-    try:
-        return path.stat().st_blocks * 512
-    except FileNotFoundError:
-        return 0
 
 
 def _look(target: Target, rows: Iterator[SliceInfo], *, verify: bool) -> Iterator[tuple[SliceInfo, bool]]:

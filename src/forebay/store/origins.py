@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,9 +82,7 @@ class Patience:
 class Origin(Protocol):
     """Objects below one URL. Threads share it; it opens nothing before it is asked."""
 
-    @property
-    def url(self) -> str:
-        """What names it in messages; holds no secret."""
+    url: str  # names it in messages; holds no secret
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         """Bytes [start, stop) of the object `name`, in pieces; each is valid until the next is asked for.
@@ -100,9 +97,11 @@ class Origin(Protocol):
 
     def get(self, name: str, max_bytes: int) -> bytes:
         """A whole small object; errors as of `read`, and RefusedError if it is larger than `max_bytes`."""
+        raise RefusedError(f"{self.url}: expected a slice to be asked for, got {name}")
 
     def sources(self) -> Sequence[Origin]:
         """Who is asked one by one: itself, or the peers that stand behind it now. May look them up."""
+        return [self]
 
 
 class HeadOrigin(Origin, Protocol):
@@ -149,7 +148,9 @@ def open_origin(
     scheme = text.partition("://")[0].lower() if "://" in text else ""
     match scheme:
         case "" | "file":
-            return PathOrigin(_local_path(text))
+            from forebay.dataset.reader import local_path
+
+            return PathOrigin(local_path(text).absolute())
         case "http" | "https":
             from forebay.store.web import WebOrigin
 
@@ -178,14 +179,10 @@ def read_small(
     start: int | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> bytes:
-    """A whole small object, asked for up to eight times within some 15 s, or 25 s where each answer takes long.
+    """A whole small object, or with `start` the `max_bytes` bytes from there on; asked for up to eight times within
+    some 15 s, or 25 s where each answer takes long.
 
-    Args:
-        start: Given, the `max_bytes` bytes from there on, in place of the whole.
-
-    Raises:
-        DatasetError: If the origin says that it is not there, or not for us.
-        NetworkError: If it cannot be had now.
+    DatasetError if the origin says that it is not there, or not for us; NetworkError if it cannot be had now.
     """
     began, answers = time.monotonic(), ["no answer yet"]
     for tried in range(1, _SMALL_TRIES + 1):
@@ -212,7 +209,7 @@ def read_small(
     raise AssertionError
 
 
-class PathOrigin:
+class PathOrigin(HeadOrigin):
     """A directory."""
 
     def __init__(self, folder: Path) -> None:
@@ -220,7 +217,6 @@ class PathOrigin:
         self.url = str(folder)
 
     def head(self, name: str) -> Head:
-        """See HeadOrigin."""
         try:
             found = (self.folder / name).stat()
         except OSError as error:
@@ -232,7 +228,6 @@ class PathOrigin:
         return sorted(path.name for path in self.folder.glob(f"{prefix}*") if path.is_file())
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
-        """See Origin."""
         if etag:
             check_etag(str(self.folder / name), etag, self.head(name).etag)
         buffer = memoryview(bytearray(min(STEP_BYTES, max(stop - start, 1))))
@@ -248,17 +243,12 @@ class PathOrigin:
             raise RefusedError(f"{self.folder / name} ends at byte {start}, before {stop}")
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """See Origin."""
         try:
             with (self.folder / name).open("rb") as file:
                 data = file.read(max_bytes + 1)
         except OSError as error:
             raise _path_error(error) from error
         return at_most(data, max_bytes, str(self.folder / name))
-
-    def sources(self) -> Sequence[Origin]:
-        """See Origin."""
-        return [self]
 
 
 def at_most(data: bytes, max_bytes: int, what: str) -> bytes:
@@ -274,21 +264,8 @@ def _path_error(error: OSError) -> ForebayError:
     return PassingError(str(error))
 
 
-def _local_path(text: str) -> Path:
-    if "://" not in text:
-        return Path(text).absolute()
-    parts = urllib.parse.urlsplit(text)
-    if parts.netloc not in ("", "localhost"):
-        raise UsageError(f"open an origin: expected file:///PATH, got {text}. A host cannot be read by file://.")
-    return Path(urllib.parse.unquote(parts.path))
-
-
 def environment(name: str, why: str) -> str:
-    """An environment variable that must be set.
-
-    Raises:
-        UsageError: If it is not; names it and no value.
-    """
+    """An environment variable that must be set; the error names it and no value."""
     value = os.environ.get(name, "")
     if not value:
         raise UsageError(f"{why}: expected the environment variable {name}, got none. Set it.")

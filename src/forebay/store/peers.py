@@ -19,8 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
-from forebay.extras import install_command
+from forebay.errors import NetworkError, ProtocolViolation, UsageError, install_command
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers
 from forebay.network.identity import Identity
@@ -35,14 +34,12 @@ _FIND_S = 10.0
 _FRESH_S = 15.0
 
 
-class PeerOrigin:
+class PeerOrigin(Origin):
     """A dataset of a network, by name, behind all peers that serve it.
 
-    Args:
-        discovery: None: the network's own DHT, joined at the first look-up.
-        expected_id: The dataset id; None: whatever all who announce the name agree on.
-        publishers: Peer ids; only what one of them signed counts. Without any all does.
-        from_urls: Which URLs that peers claim to stand for are read (see store.foreign).
+    `discovery` None is the network's own DHT, joined at the first look-up; `expected_id` None whatever id all who
+    announce the name agree on. With `publishers` (peer ids) only what one of them signed counts. `from_urls` says which
+    URLs that peers claim to stand for are read (see store.foreign).
     """
 
     signed_urls: Collection[str] = ()
@@ -94,11 +91,7 @@ class PeerOrigin:
             return list(self._found)
 
     def claims(self, max_age_s: float) -> list[Claim]:
-        """Who serves it now, or a part of it, as it was found so long ago at most.
-
-        Raises:
-            PassingError: If nobody does.
-        """
+        """Who serves it now, or a part of it, as it was found so long ago at most; PassingError if nobody does."""
         with self._lock:
             if time.monotonic() - self._claimed_at >= max_age_s or not self._claimed:
                 self._claimed = self._claims()
@@ -106,12 +99,7 @@ class PeerOrigin:
             return self._claimed
 
     def open_url(self, url: str) -> Origin:
-        """The origin behind a URL that a tracker named, if a data node claims to stand for it.
-
-        Raises:
-            ProtocolViolation: If none does.
-            RefusedError: If this reader opens no such URL.
-        """
+        """The origin behind a URL that a tracker named; ProtocolViolation if no data node claims to stand for it."""
         with self._lock:
             if url not in {claim.url for claim in self._claimed}:
                 raise ProtocolViolation(f"swarm: expected a URL that a data node claims, got {url[:200]!r}")
@@ -203,7 +191,7 @@ class PeerOrigin:
         return claims
 
 
-class PeerSource:
+class PeerSource(Origin):
     """One peer that serves a dataset."""
 
     def __init__(self, origin: PeerOrigin, claim: Claim) -> None:
@@ -212,13 +200,11 @@ class PeerSource:
         self._origin = origin
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        """See Origin."""
         origin, claim = self._origin, self.claim
         sha256, stall_s = origin.sha256_of(name), origin.patience.stall_s
         yield from read_by_hash(origin.client, claim.address, claim.peer_id, sha256, start, stop, stall_s, self.url)
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """See Origin."""
         claim = self.claim
         try:
             return self._origin.client.get_bytes(
@@ -230,10 +216,6 @@ class PeerSource:
             )
         except NetworkError as error:
             raise told(self.url, error) from error
-
-    def sources(self) -> Sequence[Origin]:
-        """See Origin."""
-        return [self]
 
 
 def _worst(faults: list[NetworkError], none: str) -> NetworkError:
@@ -250,15 +232,9 @@ def open_peers(
     patience: Patience,
     from_urls: FromUrls = "",
 ) -> PeerOrigin:
-    """The origin behind `forebay://NETWORK/NAME`.
+    """The origin behind `forebay://NETWORK/NAME`; `identity` as of `open_origin`.
 
     With `?publisher=PEER_ID` only what that peer signed counts; with `?id=DATASET_ID` it is that version.
-
-    Args:
-        identity: A member, or its directory; by default `$FOREBAY_HOME/NETWORK` (`~/.forebay/NETWORK`).
-
-    Raises:
-        UsageError: If a part is missing, the identity cannot be read, or is of a network of another name.
     """
     parts = urllib.parse.urlsplit(url)
     network, name = urllib.parse.unquote(parts.netloc), urllib.parse.unquote(parts.path.strip("/"))

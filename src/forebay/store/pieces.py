@@ -30,21 +30,18 @@ class Check(Protocol):
         """
 
     def wrong(self) -> list[tuple[int, int]]:
-        """Of the whole file, the bytes to be fetched again; empty if it is right.
-
-        Raises:
-            ForebayError: If fetching again is no use.
-        """
+        """Of the whole file, the bytes to be fetched again; empty if it is right. ForebayError: it is no use."""
+        return []
 
 
-class Sha256Check:
+class Sha256Check(Check):
     """Hashes a file; what is wrong is found out by whoever knows the hash."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
     def advance(self, path: Path, start: int, stop: int) -> None:
-        """See Check. Raises OSError."""
+        """Raises OSError."""
         if start == 0:
             self._digest = hashlib.sha256()
         buffer = memoryview(bytearray(min(_READ_BYTES, stop - start)))
@@ -57,24 +54,16 @@ class Sha256Check:
                 self._digest.update(buffer[:got])
                 start += got
 
-    def wrong(self) -> list[tuple[int, int]]:
-        """See Check."""
-        return []
-
     def hexdigest(self) -> str:
         """The sha256 of the bytes so far."""
         return self._digest.hexdigest()
 
 
-class SizeOnly:
+class SizeOnly(Check):
     """The check of a file of which nothing but its size is known."""
 
     def advance(self, path: Path, start: int, stop: int) -> None:
-        """See Check."""
-
-    def wrong(self) -> list[tuple[int, int]]:
-        """See Check."""
-        return []
+        """Nothing to look at."""
 
 
 @dataclass(eq=False, slots=True)
@@ -95,17 +84,9 @@ class Span:
 class PartFile:
     """The partial file of one slice. One lock: nobody writes after `close`.
 
-    Args:
-        path: Made if absent; one that fits is resumed, any other begun anew.
-        piece_bytes: A power of two.
-        num_spans: At least so many spans are made of it, so that all connections have work, if they can be of
-        least_span_bytes: so many bytes.
-        span_bytes: Of a span, in place of those two; a multiple of `piece_bytes`.
-        check: Judges the bytes in place of the hash, which is not computed then.
-
-    Attributes:
-        spans: All of them by start; those of pieces that were there already are complete.
-        received: Bytes written, those that were there included.
+    One that fits is resumed, any other begun anew. `piece_bytes` is a power of two. At least `num_spans` spans are made
+    of it, so that all connections have work, if they can be of `least_span_bytes`; or spans of `span_bytes`, a multiple
+    of `piece_bytes`. `check` judges the bytes in place of the hash, which is not computed then.
     """
 
     def __init__(
@@ -122,7 +103,7 @@ class PartFile:
         self.path = path
         self.num_bytes = num_bytes
         self.lock = threading.Lock()
-        self.received = 0
+        self.received = 0  # bytes written, those that were there included
         self.checked = 0
         self._piece_bytes = piece_bytes
         self._num_pieces = -(-num_bytes // piece_bytes)
@@ -134,7 +115,7 @@ class PartFile:
         self._file = -1
         self._left: list[int] = []
         self._first_open = 0
-        self.spans: list[Span] = []
+        self.spans: list[Span] = []  # all, by start; those of pieces that were there already are complete
         self._index_of: dict[int, int] = {}  # by start
 
     def open(self) -> None:

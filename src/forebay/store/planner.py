@@ -45,32 +45,17 @@ log = logging.getLogger("forebay")
 
 @dataclass
 class Outcome:
-    """What one look came to.
+    """What one look came to."""
 
-    Attributes:
-        gone: Keys that were here and are no longer.
-        errors: Of keys that were asked for.
-        wake_at: Look again when the consumer stands before this step.
-        again_s: Look again after so long in any case.
-        starved: Why there is no room for what was asked for.
-    """
-
-    gone: list[int] = field(default_factory=list)
-    errors: dict[int, Exception] = field(default_factory=dict)
-    wake_at: int = NEVER
-    again_s: float = _POLL_S
-    starved: str = ""
+    gone: list[int] = field(default_factory=list)  # keys that were here and are no longer
+    errors: dict[int, Exception] = field(default_factory=dict)  # of keys that were asked for
+    wake_at: int = NEVER  # look again when the consumer stands before this step
+    again_s: float = _POLL_S  # look again after so long in any case
+    starved: str = ""  # why there is no room for what was asked for
 
 
 class Planner:
-    """What a `SliceFeed` does between two waits; its arguments are explained there.
-
-    Attributes:
-        here: Keys known to be in the cache.
-        flights: Transfers under way, by key.
-        evicted: Slices that this process evicted since the start.
-        lost_to: Why a slice that was here is not: `room`, `another process` or `damage`; by key.
-    """
+    """What a `SliceFeed` does between two waits; its arguments are explained there."""
 
     def __init__(
         self,
@@ -89,10 +74,10 @@ class Planner:
         window_steps: int = 0,
     ) -> None:
         self.cache = cache
-        self.here: set[int] = set()
+        self.here: set[int] = set()  # keys known to be in the cache
         self.flights = Flights(slices.sizes, start_transfer, cancel_transfer, on_done, clock)
-        self.evicted = 0
-        self.lost_to: dict[int, str] = {}
+        self.evicted = 0  # slices, by this process
+        self.lost_to: dict[int, str] = {}  # why a slice is here no longer: `room`, `another process` or `damage`
         self._refetched_for: Counter[str] = Counter()
         self.lead_s = _LEAD_S
         self._slices = slices
@@ -126,18 +111,14 @@ class Planner:
         self._first = [key for at, _, key in self._queue if at <= step and self._first_alone]
 
     def look(self, now: int, asked: Collection[int], finished: Iterable[int], lost: Iterable[int]) -> Outcome:
-        """Name what has arrived, evict, start what can be started.
-
-        Args:
-            now: The step before which the consumer stands.
-            asked: Keys it waits for.
-            finished: Keys whose transfers have ended.
-            lost: Keys that were thought to be here and are not.
-        """
+        """Name what has arrived, evict, start what can be started. The consumer stands before step `now` and waits for
+        `asked`; the transfers of `finished` have ended; `lost` were thought to be here and are not."""
         outcome = Outcome()
         began = time.perf_counter()
         self._now, self._asked = now, asked
-        self._measure()
+        at, step, _ = self._rate
+        if (elapsed := self._clock() - at) >= 1.0:
+            self._rate = (self._clock(), now, max(0, now - step) / elapsed)
         self._finished += finished
         while self._finished:
             self._finish(self._finished.pop(), outcome)
@@ -174,11 +155,6 @@ class Planner:
         if step is None:
             return math.inf if self._uses.ended else self._uses.known - self._now
         return step - self._now
-
-    def _measure(self) -> None:
-        at, step, _ = self._rate
-        if (elapsed := self._clock() - at) >= 1.0:
-            self._rate = (self._clock(), self._now, max(0, self._now - step) / elapsed)
 
     def _list(self) -> None:
         """What is here, of all that processes do in this directory."""

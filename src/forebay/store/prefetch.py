@@ -74,9 +74,6 @@ class SliceFeed:
             where the way is narrow, it would share it with what is needed later.
         window_steps: What is read again within so many steps is not evicted for what is fetched ahead.
         patience_s: How long to wait for room when nobody can make any.
-
-    Raises:
-        UsageError: If a slice cannot fit the budget, or with `all` the whole.
     """
 
     def __init__(
@@ -138,11 +135,7 @@ class SliceFeed:
         self._planner.flights.clear()
 
     def seek(self, step: int) -> None:
-        """The consumer stands before `step`, forward or back: lets go of all that it acquired.
-
-        Raises:
-            UsageError: If the feed is closed, or the disk has no room for the budget or the run's slices.
-        """
+        """The consumer stands before `step`, forward or back: lets go of all that it acquired."""
         self._check_open()
         if self._thread is None:
             self.cache.check_space(self._slices.num_bytes())
@@ -165,10 +158,8 @@ class SliceFeed:
     def acquire(self, key: int, until: int) -> Path:
         """The file of a slice, kept at least until `advance(until)`; waits until it is here and verified.
 
-        Raises:
-            NetworkError, IntegrityError: If its transfer failed, after the tries that it had; naming the slice.
-                Asked again, it is tried again.
-            UsageError: If the disk is full, or nobody can make room, or the feed was closed meanwhile.
+        NetworkError or IntegrityError, naming the slice, if its transfer failed after the tries that it had; asked
+        again, it is tried again.
         """
         if self._pins.get(self._same[key], -1) >= until > self._now:
             return self.cache.directory / self._sha256s[key]
@@ -369,15 +360,12 @@ class SliceFeed:
             if self._seek_to is None and self._now >= self._plan_at:
                 self._dirty = True
             self._changed.notify_all()
-        self._tell(outcome)
-        return outcome.again_s
-
-    def _tell(self, outcome: Outcome) -> None:
         if self._on_evict is not None and outcome.gone:
             gone = set(outcome.gone)
             for key, same in enumerate(self._same):
                 if same in gone:
                     self._on_evict(key)
+        return outcome.again_s
 
 
 def _run(reference: weakref.ref[SliceFeed], changed: threading.Condition, planner: Planner) -> None:

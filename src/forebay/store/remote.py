@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
 from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable, dataset_id
 from forebay.dataset.reader import Dataset, VerifyReport, check_totals, listed_files
-from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
 from forebay.network.backoff import backoff_s
 from forebay.store.origins import Origin, PassingError, Patience, RefusedError, open_origin, read_small
@@ -38,31 +37,22 @@ class RemoteDataset(Dataset):
     def __repr__(self) -> str:
         return f"RemoteDataset({self.name!r}, id={self.id[:12]}…, slices={self.num_slices}, url={self.origin.url!r})"
 
-    def slice_path(self, index: int) -> Path:
-        """Raises UsageError: there is no such file here."""
-        raise self._elsewhere(f"slice {index}")
+    def slice_path(self, index: int) -> NoReturn:
+        """UsageError: there is no such file here; a slice is fetched first."""
+        raise UsageError(
+            f"slice {index} of {self.origin.url}: expected a dataset in a local directory, got a remote one. "
+            "Open it with a Loader, which fetches and verifies slices, or copy it here first."
+        )
 
-    def open_slice(self, index: int) -> Slice:
-        """Raises UsageError: a slice is fetched first."""
-        raise self._elsewhere(f"slice {index}")
+    open_slice = slice_path
 
     def verify(self, on_progress: Callable[[int], None] | None = None, workers: int | None = None) -> VerifyReport:
-        """Read and hash every slice and listed file where it lies; keeps nothing. As `Dataset.verify` besides.
-
-        Raises:
-            NetworkError: If the origin cannot be reached.
-        """
+        """Read and hash every slice and listed file where it lies; keeps nothing. As `Dataset.verify` besides."""
         table = self.table
         files: list[File] = [(name, None, sha256) for name, sha256 in sorted(listed_files(self.manifest).items())]
         hashes = [row.tobytes().hex() for row in table.sha256]
         files += zip(table.names.to_pylist(), table.bytes.tolist(), hashes)
         return verify_files(self.origin, files, workers=workers or 8, on_progress=on_progress)
-
-    def _elsewhere(self, what: str) -> UsageError:
-        return UsageError(
-            f"{what} of {self.origin.url}: expected a dataset in a local directory, got a remote one. "
-            "Open it with a Loader, which fetches and verifies slices, or copy it here first."
-        )
 
 
 def open_remote(
@@ -127,14 +117,8 @@ def verify_files(
     on_progress: Callable[[int], object] | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> VerifyReport:
-    """Hash every file behind an origin and compare. Files that nobody listed cannot be seen there.
-
-    Args:
-        on_progress: Called with the bytes of each slice, from one thread.
-
-    Raises:
-        NetworkError: If the origin cannot be reached: nothing is known of a file then.
-    """
+    """Hash every file behind an origin and compare. Files that nobody listed cannot be seen there. `on_progress` is
+    called with the bytes of each slice, from one thread."""
     changed: list[str] = []
     missing: list[str] = []
     with ThreadPoolExecutor(workers) as pool:

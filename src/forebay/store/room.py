@@ -30,22 +30,14 @@ Evict = Literal["unwanted", "later", "any"]
 
 @dataclass
 class Future:
-    """What one live process will read. Steps are counted by that process.
+    """What one live process will read. Steps are counted by that process."""
 
-    Attributes:
-        birth: Elder processes have the lower one.
-        now: The step it stands before.
-        starved_at: `time.monotonic()` since when it waits for room in vain, or 0.
-        uses: By sha256.
-        released: Slices that it does not ask others to keep, though it may read them again.
-    """
-
-    birth: int = 0
-    now: int = 0
+    birth: int = 0  # elder processes have the lower one
+    now: int = 0  # the step it stands before
     version: int = -1
-    starved_at: float = 0.0
-    uses: Mapping[str, Use] = field(default_factory=dict)
-    released: Collection[str] = ()
+    starved_at: float = 0.0  # `time.monotonic()` since when it waits for room in vain, or 0
+    uses: Mapping[str, Use] = field(default_factory=dict)  # by sha256
+    released: Collection[str] = ()  # it does not ask others to keep these, though it may read them again
 
     def steps_to(self, sha256: str) -> float:
         """Steps from now until it reads a slice; infinite if it does not say that it will."""
@@ -70,9 +62,6 @@ class Futures:
     Whoever reads does so under the cache's room lock, as does whoever writes the rest.
 
     What it costs: about 90 bytes a slice told; a reader parses a file again only when its version has changed.
-
-    Args:
-        directory: Exists.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -160,11 +149,7 @@ def part_bytes(num_bytes: int) -> int:
 
 
 class Room:
-    """The room in a directory. `lock` excludes whoever reserves, evicts or pins.
-
-    Args:
-        directory: With `locks` and `futures` in it.
-    """
+    """The room in a directory, with `locks` and `futures` in it. `lock` excludes whoever reserves, evicts or pins."""
 
     def __init__(self, directory: Path, budget_bytes: int) -> None:
         self.directory = directory
@@ -172,11 +157,7 @@ class Room:
         self.locks = directory / "locks"
 
     def lock(self) -> Lock:
-        """Wait for the room's lock and hold it. A directory that was deleted meanwhile is made anew, and is empty.
-
-        Raises:
-            UsageError: If it cannot be written.
-        """
+        """Wait for the room's lock and hold it. A directory that was deleted meanwhile is made anew, and is empty."""
         try:
             try:
                 return take(self.locks / "room")
@@ -197,11 +178,7 @@ class Room:
         return disk.f_bavail * disk.f_frsize
 
     def remove(self, path: Path, guard: Path) -> bool:
-        """Delete a file of the cache's unless its guard is locked; under the room's lock, which every pin takes too.
-
-        Returns:
-            Whether it was there, and is no longer.
-        """
+        """Delete a file unless its guard is locked; whether it did. Under the room's lock, as every pin is."""
         if is_locked(guard, EXCLUSIVE):
             return False
         with contextlib.suppress(FileNotFoundError):
@@ -292,8 +269,7 @@ class Room:
     def _victims(
         self, entries: list[Entry], futures: Futures, steps: float, next_use: Callable[[str], float], evict: Evict
     ) -> list[Entry]:
-        """What may go, in order: broken-off downloads and slices that nobody wants, longest unused first; then what
-        is read last."""
+        """What may go, in order: broken-off downloads and what nobody wants, longest unused first; then read last."""
         others = futures.others()
         ranked = []
         for entry in entries:

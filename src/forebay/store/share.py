@@ -60,26 +60,18 @@ class SliceFile:
 
 @dataclass(frozen=True)
 class Offer:
-    """A dataset that is shared, or a part of it.
-
-    Attributes:
-        files: The small files by name, or where they lie if they do: manifest and table at least.
-        held: [num_slices] flags of what is here now; None: all, unless they lie at `url`.
-    """
+    """A dataset that is shared, or a part of it."""
 
     name: str
     dataset_id: str
     num_slices: int
-    files: Mapping[str, bytes | Path]
-    held: Callable[[], NDArray[np.bool_]] | None = None
+    files: Mapping[str, bytes | Path]  # by name, small ones or where they lie: manifest and table at least
+    held: Callable[[], NDArray[np.bool_]] | None = None  # [num_slices] flags; None: all, unless at `url`
     url: str = ""
 
 
 class SliceServer:
     """What those who hand out slices have in common. A subclass says what and to whom.
-
-    Attributes:
-        tracker: Of the swarms of what is offered.
 
     Args:
         host: Where to listen. `port`: TCP; 0 takes a free one.
@@ -128,11 +120,7 @@ class SliceServer:
         return f"{self._named}:{self.port}" if self._named else self._server.address
 
     def stop(self, timeout_s: float = 30.0) -> bool:
-        """Take no more requests, let downloads in flight finish for up to `timeout_s`, then cut. May be repeated.
-
-        Returns:
-            Whether every download finished.
-        """
+        """Take no more requests, let downloads end for `timeout_s`, then cut; whether all ended. May be repeated."""
         self._stopping.set()
         self._changed.set()
         drained = self._server.drain(timeout_s)
@@ -208,44 +196,19 @@ class SliceServer:
 
 
 class Shelf(Protocol):
-    """Where verified slices lie: a SliceCache, or another."""
+    """Where verified slices lie: a SliceCache, or a dict of files by hash."""
 
-    def get(self, sha256: str) -> Path | None:
+    def get(self, sha256: str, /) -> Path | None:
         """The file of a slice; None if it is not here now."""
-
-
-class Folder:
-    """Slices that lie under names of their own, by hash."""
-
-    def __init__(self) -> None:
-        self._paths: dict[str, Path] = {}
-
-    def put(self, sha256: str, path: Path) -> None:
-        """A verified slice is here."""
-        self._paths[sha256] = path
-
-    def get(self, sha256: str) -> Path | None:
-        """See Shelf."""
-        path = self._paths.get(sha256)
-        return path if path is not None and path.is_file() else None
 
 
 class SliceShare(SliceServer):
     """The server in every worker, from construction until `close`. A child made by a fork has no part in it, and closes
     nothing.
 
-    Attributes:
-        session: Which process of its node this is, in a swarm.
-        bytes_sent: Of slices and answers, since it was made.
-
-    Args:
-        cache: Where the slices lie. Stays the caller's.
-        hashes: Of each slice that may be handed out, its bytes and its dataset's name, by hash; looked at anew at each
-            request, so that the caller may add to it. Whose certificate does not cover the name is refused.
-        Others: See SliceServer.
-
-    Raises:
-        NetworkError: If it cannot listen.
+    `cache`, where the slices lie, stays the caller's. `hashes` has, of each slice that may be handed out, its bytes and
+    its dataset's name; it is looked at anew at each request, so that the caller may add to it. Whose certificate does
+    not cover the name is refused.
     """
 
     def __init__(
@@ -264,10 +227,10 @@ class SliceShare(SliceServer):
         super().__init__(
             "Forebay worker", identity, host, port, discovery=discovery, ttl_s=ttl_s, throttle=throttle, named=named
         )
-        self.session = secrets.token_hex(8)
+        self.session = secrets.token_hex(8)  # which process of its node this is, in a swarm
         self.cache = cache
         self.hashes = hashes
-        self.bytes_sent = 0
+        self.bytes_sent = 0  # of slices and answers
         self._pid = os.getpid()
         self._server.start()
         self._announcer.start()
@@ -287,10 +250,9 @@ class SliceShare(SliceServer):
         self.close()
 
     def find_slice(self, sha256: str) -> SliceFile | None:
-        """See SliceServer."""
         known = self.hashes.get(sha256)
         path = self.cache.get(sha256) if known is not None else None
-        return None if known is None or path is None else SliceFile(path, *known)
+        return SliceFile(path, *known) if known is not None and path is not None and path.is_file() else None
 
     def _count(self, peer: Peer, num_bytes: int) -> None:
         self.bytes_sent += num_bytes

@@ -149,12 +149,6 @@ class SwarmReader:
             transfer.finish(TransferCancelledError.of(transfer.info))
         self._thread.join(2.0)
 
-    def __enter__(self) -> SwarmReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def _run(self) -> None:
         wait_s = 0.0
         while not self._closed:
@@ -254,22 +248,13 @@ class SwarmReader:
 
 
 class SwarmMember:
-    """Takes part from construction until `close`.
-
-    Attributes:
-        files: The dataset's small files by name, as they were fetched.
+    """Takes part in the swarm of a network's dataset from construction until `close`.
 
     Args:
-        dataset: Of a network.
         shelf: Where what is fetched lies once it is verified.
         held: [num_slices] flags of what lies there.
         share: `HOST:PORT` to listen at and be known by; True: any port, at the address of this host from which the
             data node is reached; False: give nothing. Or a server that shares others too: it stays the caller's.
-        throttle: Of uploads.
-
-    Raises:
-        UsageError: If the dataset is of no network.
-        NetworkError: If nobody serves it now, or it cannot listen.
     """
 
     def __init__(
@@ -287,7 +272,7 @@ class SwarmMember:
         if not isinstance(origin, PeerOrigin):
             raise UsageError(f"share: expected a dataset of forebay://NETWORK/NAME, got {origin.url}. Leave it out.")
         names = {MANIFEST_FILE, TABLE_FILE, *listed_files(dataset.manifest)}
-        self.files: dict[str, bytes] = {}
+        self.files: dict[str, bytes] = {}  # the dataset's small ones by name
         room = _MAX_SMALL_BYTES
         for name in sorted(names):
             if "/" not in name:  # had now, while somebody has them
@@ -322,11 +307,7 @@ class SwarmMember:
 
 
 def open_share(origin: PeerOrigin, shelf: Shelf, share: bool | str, throttle: Throttle | None = None) -> SliceShare:
-    """A server for what is offered by it later. As SwarmMember.
-
-    Raises:
-        NetworkError: If nobody serves the origin's dataset now, or it cannot listen.
-    """
+    """A server for what is offered by it later. As SwarmMember."""
     host, port = parse_address(share) if isinstance(share, str) else ("0.0.0.0", 0)
     named = named_host(host, origin.claims(_FRESH_S)[0].address)
     named = "" if named == host else named  # the server names where it listens by itself

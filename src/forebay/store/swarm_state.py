@@ -39,10 +39,6 @@ class SwarmReaderState:
         session: Which process of its node this is. `address`: where it shares; "" if it does not.
         downloads: Slices at once. `slots`: slices that others may fetch from it at once.
         patience_s: Nothing came for so long, and nobody was there who might give it: what is wanted is given up.
-
-    Attributes:
-        wanted: When each slice was wanted first, of those that are not being fetched. `running`: of those that are.
-        settled: Whether all who share the dataset had all of it, as of the last reply.
     """
 
     def __init__(
@@ -55,9 +51,9 @@ class SwarmReaderState:
         downloads: int = 4,
         patience_s: float = 120.0,
     ) -> None:
-        self.wanted: dict[int, float] = {}
-        self.running: dict[int, float] = {}
-        self.settled = False
+        self.wanted: dict[int, float] = {}  # when it was wanted first, of slices that are not being fetched
+        self.running: dict[int, float] = {}  # the same of those that are
+        self.settled = False  # whether all who share the dataset had all of it, as of the last reply
         self.counts = {"from_origins": 0, "from_peers": 0, "failed": 0}
         self._who = {"session": session, "address": address, "slots": slots}
         self._downloads, self._patience_s = downloads, patience_s
@@ -105,13 +101,9 @@ class SwarmReaderState:
         wrong: bool = False,
         cancelled: bool = False,
     ) -> bool:
-        """A fetch ended. Whether the slice is settled: it is here, or was given up; else it is wanted again.
-
-        Args:
-            error: Why it failed; None if it did not.
-            wrong: The holder gave wrong bytes or broke the protocol.
-            cancelled: The slice is wanted no longer, so an error says nothing about the holder.
-        """
+        """A fetch ended. Whether the slice is settled: it is here, or was given up; else it is wanted again. `wrong`:
+        the holder gave wrong bytes or broke the protocol. `cancelled`: it is wanted no longer, so an error says nothing
+        about the holder."""
         wanted_at = self.running.pop(index, now)
         self._good_at = now
         if error is None:
@@ -162,11 +154,7 @@ class SwarmReaderState:
         return bool(self._who["address"]) and (self._reported is None or now - self._reported_at > _HAVE_S)
 
     def request(self, now: float, held: Flags | None) -> Body:
-        """The next request, a SwarmRequest; its news is news no longer.
-
-        Args:
-            held: [num_slices] flags of what is here, where `is_have_due`; else None.
-        """
+        """The next request, whose news is news no longer. `held`: [num_slices] flags if `is_have_due`, else None."""
         waiting = list(self.wanted)[:MAX_WANTED]
         late = [index for index, at in self._needed.items() if index in self.wanted and now - at > _MUST_S]
         num, most = max(0, self._downloads - len(self.running)), MAX_SWARM_ITEMS
@@ -202,11 +190,8 @@ class SwarmReaderState:
     ) -> tuple[list[tuple[int, Holder]], list[Holder], float]:
         """What a reply says: slices to fetch now, each from whom; other sharers; when to ask again, seconds from now.
 
-        Args:
-            tracker: Who replied, and for how long it has without another between.
-
-        Raises:
-            ProtocolViolation: If the reply is malformed: leave this tracker for the next.
+        `tracker` is who replied, and for how long it has without another between. ProtocolViolation: leave it for the
+        next.
         """
         try:
             message = SwarmReply.model_validate(reply)

@@ -58,14 +58,8 @@ class Target(Protocol):
 
 
 def open_target(url: str | Path, temporary: Path) -> Target:
-    """The target behind a path, `file://`, `s3://`, `r2://`, `gs://` or `az://`.
-
-    Args:
-        temporary: Where slices are kept on their way to a bucket; made if absent.
-
-    Raises:
-        UsageError: If the URL is of another kind, or another mirror writes there.
-    """
+    """The target behind a path, `file://`, `s3://`, `r2://`, `gs://` or `az://`; UsageError if another mirror writes
+    there. Slices on their way to a bucket lie in `temporary`, made if absent."""
     text = str(url)
     scheme = text.partition("://")[0].lower() if "://" in text else ""
     if scheme in ("", "file"):
@@ -85,7 +79,6 @@ class FolderTarget(Target):
         remove_stale(folder)
 
     def has(self, name: str, num_bytes: int, sha256: str | None) -> bool:
-        """See Target."""
         path = self.folder / name
         try:
             if path.stat().st_size != num_bytes:
@@ -95,32 +88,25 @@ class FolderTarget(Target):
             return False
 
     def read_whole(self, name: str) -> bytes | None:
-        """See Target."""
         try:
             return (self.folder / name).read_bytes()
         except FileNotFoundError:
             return None
 
     def part_of(self, name: str) -> Path:
-        """See Target."""
         path = self.folder / f"{name}.part"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def place(self, name: str, part: Path, sha256: str) -> None:
-        """See Target."""
-        del sha256
         commit_files({part: self.folder / name})
 
     def write(self, name: str, data: bytes, sha256: str) -> None:
-        """See Target."""
-        del sha256
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, data)
 
     def free_bytes(self) -> int | None:
-        """See Target."""
         return shutil.disk_usage(self.folder).free
 
 
@@ -149,25 +135,20 @@ class BucketTarget(BucketOrigin, Target):
         return bool(self._try(name, lambda: self._hash(name, num_bytes)) == sha256)
 
     def read_whole(self, name: str) -> bytes | None:
-        """See Target."""
         data: bytes | None = self._try(name, lambda: self.get(name, 1 << 30))
         return data
 
     def part_of(self, name: str) -> Path:
-        """See Target."""
         return self._temporary / f"{name.replace('/', '_')}.part"
 
     def place(self, name: str, part: Path, sha256: str) -> None:
-        """See Target."""
         self._put(name, part, part.stat().st_size, sha256)
         part.unlink()
 
     def write(self, name: str, data: bytes, sha256: str) -> None:
-        """See Target."""
         self._put(name, data, len(data), sha256)
 
     def close(self) -> None:
-        """See Target."""
         super().close()
         with contextlib.suppress(OSError):  # Parts to be gone on with stay.
             self._temporary.rmdir()
@@ -175,15 +156,8 @@ class BucketTarget(BucketOrigin, Target):
     def _put(self, name: str, what: Path | bytes, num_bytes: int, sha256: str) -> None:
         obstore, store = self._store()
         chunk = max(_CHUNK_BYTES, -(-num_bytes // _MOST_CHUNKS))
-
-        def put() -> bool:
-            obstore.put(
-                store, self._prefix + name, what,
-                attributes={_HASH: sha256}, chunk_size=chunk, max_concurrency=_CHUNKS_AT_ONCE,
-            )  # fmt: skip
-            return True
-
-        if self._try(name, put) is None:
+        options = {"attributes": {_HASH: sha256}, "chunk_size": chunk, "max_concurrency": _CHUNKS_AT_ONCE}
+        if self._try(name, lambda: obstore.put(store, self._prefix + name, what, **options)) is None:
             raise UsageError(f"{self.url}/{name}: may not be written. Check the bucket and the credentials.")
 
     def _head(self, name: str) -> tuple[int, str]:

@@ -37,19 +37,6 @@ _WAIT_S, _IDLE_S, _MOST_ASKS_PER_S = 0.2, 2.0, 200.0
 Flags = NDArray[np.bool_]
 
 
-def _check_indexes(message: SwarmRequest, num_slices: int) -> None:
-    """Raises ProtocolViolation if a message names a slice that is not there."""
-    named = (*message.must, *message.finished, *message.dropped, *message.lost, *(f.index for f in message.failed))
-    if named and max(named) >= num_slices:
-        raise ProtocolViolation(f"swarm: expected slices in [0, {num_slices}), got {max(named)}")
-
-
-def _flags(text: str, num_slices: int) -> NDArray[np.bool_]:
-    flags = np.zeros(num_slices, np.bool_)
-    flags[parse_ranges(text, num_slices)] = True
-    return flags
-
-
 @dataclass
 class _Tracked:
     swarm: Swarm
@@ -61,12 +48,8 @@ class _Tracked:
 
 
 class Tracker:
-    """The swarms of several datasets. Safe to share between threads; `close` may be called twice.
-
-    Args:
-        client: Dials members back. Stays the caller's.
-        ttl_s: Who is not heard of for so long is gone.
-    """
+    """The swarms of several datasets. Safe to share between threads; `close` may be called twice. `client`, the
+    caller's, dials members back; who is not heard of for `ttl_s` is gone."""
 
     def __init__(self, client: Client, *, ttl_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.ttl_s = ttl_s
@@ -88,7 +71,6 @@ class Tracker:
         held: Callable[[], Flags] | None = None,
         *,
         slice_of: Callable[[int], SliceInfo] | None = None,
-        slots: int = 4,
         origin_slots: int = 8,
     ) -> None:
         """Track a dataset.
@@ -98,7 +80,7 @@ class Tracker:
             held: What `own` hold, where they are no origins; asked for every second.
             slice_of: The table's row of a slice, to check who is said to give wrong bytes; None: two are believed.
         """
-        swarm = Swarm(num_slices, ttl_s=self.ttl_s, slots=slots, origin_slots=origin_slots, checks=slice_of is not None)
+        swarm = Swarm(num_slices, ttl_s=self.ttl_s, origin_slots=origin_slots, checks=slice_of is not None)
         with self._lock:
             self._tracked.setdefault(dataset_id, _Tracked(swarm, own, held, slice_of))
 
@@ -107,18 +89,13 @@ class Tracker:
         return dataset_id in self._tracked
 
     def answer(self, peer: Peer, dataset_id: str, ask: SwarmRequest, source: str = "") -> dict[str, Any]:
-        """The reply to a member's message; see SwarmReply.
-
-        Args:
-            source: The IP address that the message came from.
-
-        Raises:
-            ProtocolViolation: If its message names a slice that is not there, or it has too many sessions.
-            KeyError: If the dataset is not tracked here.
-        """
+        """The reply to a member's message from the IP address `source`; see SwarmReply. ProtocolViolation: it names a
+        slice that is not there, or the member has too many sessions. KeyError: the dataset is not tracked here."""
         tracked = self._tracked[dataset_id]
         swarm = tracked.swarm
-        _check_indexes(ask, swarm.num_slices)
+        named = (*ask.must, *ask.finished, *ask.dropped, *ask.lost, *(failed.index for failed in ask.failed))
+        if named and max(named) >= swarm.num_slices:
+            raise ProtocolViolation(f"swarm: expected slices in [0, {swarm.num_slices}), got {max(named)}")
         me = member_id(peer.peer_id, ask.session)
         now = self._clock()
         with self._lock:
@@ -199,18 +176,19 @@ class Tracker:
 def steer(
     swarm: Swarm, member: Holder, message: SwarmRequest, now: float, *, organisation: str = "", may_fetch: bool = True
 ) -> dict[str, Any]:
-    """Apply a member's message to its swarm; the reply, a SwarmReply.
+    """Apply a member's message to its swarm; the reply, a SwarmReply. ProtocolViolation, and nothing applied, if its
+    ranges are malformed.
 
     Args:
         member: By whose name and address the others are told of it; without an address it is never named.
         organisation: To which its certificate belongs; its members accuse with one voice.
         may_fetch: False while it is being found out whether others reach it: it is to ask again in a moment.
-
-    Raises:
-        ProtocolViolation: If its ranges are malformed; nothing was applied then.
     """
     me, known = member.peer_id, swarm.knows(member.peer_id)
-    have = None if message.have is None else _flags(message.have, swarm.num_slices)
+    have = None
+    if message.have is not None:
+        have = np.zeros(swarm.num_slices, np.bool_)
+        have[parse_ranges(message.have, swarm.num_slices)] = True
     want = parse_ranges(message.want, swarm.num_slices)
     slots = None if message.slots is None else min(MAX_AT_ONCE, message.slots)
     is_new = known is None or known.address != member.address

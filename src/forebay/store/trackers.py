@@ -34,11 +34,7 @@ log = logging.getLogger("forebay.swarm")
 
 
 def holder_of(reply: HolderReply) -> Holder:
-    """Whom a reply names, at `host:port` or a URL.
-
-    Raises:
-        ProtocolViolation: If its address is none.
-    """
+    """Whom a reply names, at `host:port` or a URL; ProtocolViolation if its address is neither."""
     (check_url if "://" in reply.address else peer_address)(reply.address)
     return Holder(reply.member[:2048], reply.address, reply.is_origin)
 
@@ -46,13 +42,8 @@ def holder_of(reply: HolderReply) -> Holder:
 class Trackers:
     """The trackers of one dataset. One thread.
 
-    Args:
-        find: Finds them anew: those that are origins first. Called when one is needed.
-        own: This node's own, the last resort; None if it does not share.
-
-    Attributes:
-        num_lost: Those that answered no more.
-        answering: Which one answered last, and `since` when without another between.
+    `find` finds them anew, when one is needed: those that are origins first. `own` is this node's, the last resort;
+    None if it does not share.
     """
 
     def __init__(
@@ -64,9 +55,9 @@ class Trackers:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.num_lost = 0
-        self.answering: Holder | None = None
-        self.since = float("-inf")
+        self.num_lost = 0  # trackers that answered no more
+        self.answering: Holder | None = None  # which one answered last,
+        self.since = float("-inf")  # and when it began to, without another between
         self._client, self._dataset_id, self._find, self._own, self._clock = client, dataset_id, find, own, clock
         self._now, self._day = now, 0
         self._found_at = float("-inf")
@@ -89,11 +80,8 @@ class Trackers:
             self._lose()
 
     def ask(self, body: dict[str, Any], introduce: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
-        """The answer of the first that gives one; None if nobody does.
-
-        Args:
-            introduce: Adds to the question what one needs that hears of this member for the first time.
-        """
+        """The answer of the first that gives one; None if nobody does. `introduce` adds to the question what one needs
+        that hears of this member for the first time."""
         now = self._clock()
         is_home_due = bool(self._ranked) and not self._ranked[0].is_origin and now - self._found_at > _HOME_S
         if not self._ranked or is_home_due or int(self._now() // _DAY_S) != self._day:

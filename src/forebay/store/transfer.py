@@ -32,9 +32,6 @@ from forebay.threads import Supervised
 
 _AHEAD_BYTES = 1 << 20  # less is not worth waking a thread for
 
-
-__all__ = ["PIECE_BYTES", "OnBad", "Transfer", "TransferCancelledError", "Transfers"]
-
 PIECE_BYTES = 8 << 20
 _CLOSE_S = 1.0
 _TURN_TRIES = 3  # of a source that is asked alone, before another is
@@ -53,7 +50,6 @@ class Transfers:
         hedge_s: An idle connection takes over from one that got no byte for so long, and for three times as long as its
             source usually takes, once a place.
         hashers: Threads that hash, each some 1.5 GB/s; by default one a processor, 2 to 4.
-        clock, chance: Time and chance, as arguments.
     """
 
     def __init__(
@@ -105,12 +101,8 @@ class Transfers:
     ) -> Transfer:
         """Fetch a slice into `part`; what an earlier run left there is resumed. Earlier transfers go first.
 
-        Args:
-            on_bad: Told, from another thread, of a source that gave wrong bytes or broke the protocol, and why.
-            span_bytes, check: See PartFile; with a check, `info.sha256` is not looked at.
-
-        Raises:
-            UsageError: If the pool is closed or there is no origin.
+        `on_bad` is told, from another thread, of a source that gave wrong bytes or broke the protocol, and why.
+        `span_bytes` and `check` are as of PartFile; with a check, `info.sha256` is not looked at.
         """
         if os.getpid() != self._pid:
             raise UsageError("transfers: expected the process that made them, got a fork of it. Make new ones there.")

@@ -32,18 +32,10 @@ _MAX_USES = 1 << 25
 
 
 class Uses:
-    """The next uses of each slice from a step on. For one thread.
+    """The next uses of each slice from a step on; nothing before it counts. For one thread.
 
-    Args:
-        uses: Run steps [start, stop) to (steps, keys), distinct pairs by step, then in order of first use.
-        num_steps: Where the run ends; None for never.
-        step: Nothing before it counts.
-        exact: Bridge no gap.
-
-    Attributes:
-        known: Steps before it were looked at.
-        ended: All of the run was.
-        bridged: Some gap was bridged.
+    `uses`: run steps [start, stop) to (steps, keys), distinct pairs by step, then in order of first use. `num_steps`:
+    where the run ends; None for never. `exact`: bridge no gap.
     """
 
     def __init__(self, uses: UsesOf, num_steps: int | None, step: int, *, exact: bool = False) -> None:
@@ -56,8 +48,8 @@ class Uses:
         self._last: dict[int, int] = {}
         self._num_intervals = 0
         self._num_uses = 0
-        self.known = step
-        self.bridged = False
+        self.known = step  # steps before it were looked at
+        self.bridged = False  # some gap was
 
     @property
     def ended(self) -> bool:
@@ -68,7 +60,8 @@ class Uses:
         while self._chunks and self._chunks[0][0] <= now:
             self._num_uses -= self._chunks.popleft()[1]
         if self._num_intervals >= _MAX_INTERVALS:
-            self._forget(now)
+            for key in list(self._intervals):
+                self.use(key, now)  # forgets what was before
         return self.ended or self._num_intervals >= _MAX_INTERVALS or self._num_uses >= _MAX_USES
 
     def extend(self) -> list[tuple[int, int]]:
@@ -140,34 +133,21 @@ class Uses:
         starts, ends = starts[by_first], ends[by_first]
         return list(zip(by_key[starts].tolist(), at[starts].tolist(), at[ends].tolist()))
 
-    def _forget(self, now: int) -> None:
-        for key in list(self._intervals):
-            self.use(key, now)
-
 
 Keep = Literal["budget", "window", "all"]
 
 
 @dataclass(frozen=True)
 class RunSlices:
-    """The slices of one run.
+    """The slices of one run."""
 
-    Attributes:
-        sha256s: Hex, by key.
-        sizes: Bytes, by key.
-        uses: Run steps [start, stop) to (steps, keys), by step, then in order of first use; the first of its keys
-            stands for a slice that has several.
-        num_steps: Where the run ends; None for never.
-        keys: First key of each slice.
-        same: First key of the slice of each key.
-    """
-
-    sha256s: Sequence[str]
-    sizes: Sequence[int]
+    sha256s: Sequence[str]  # hex, by key
+    sizes: Sequence[int]  # bytes, by key
+    # Run steps [start, stop) to (steps, keys), by step, then in order of first use; of a slice's keys only the first.
     uses: UsesOf
-    num_steps: int | None
-    keys: Mapping[str, int]
-    same: Sequence[int]
+    num_steps: int | None  # None: the run never ends
+    keys: Mapping[str, int]  # first key of each slice
+    same: Sequence[int]  # by key, the first key of its slice
 
     @classmethod
     def of(

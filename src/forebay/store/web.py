@@ -12,7 +12,7 @@ import socket
 import ssl
 import time
 import urllib.parse
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 from urllib.request import getproxies, proxy_bypass  # the environment's settings, and nothing of its client
@@ -34,7 +34,7 @@ from forebay.network.http import (
     bounded_context,
     exchange,
 )
-from forebay.store.origins import STEP_BYTES, Head, Origin, PassingError, Patience, RefusedError, check_etag
+from forebay.store.origins import STEP_BYTES, Head, HeadOrigin, PassingError, Patience, RefusedError, check_etag
 
 _KEEP_IDLE_S = 30.0
 _MOST_REDIRECTS = 5
@@ -46,7 +46,7 @@ _PASSING = (408, 423, 425, 429)
 _THROTTLED = (429, 503)
 
 
-class WebOrigin:
+class WebOrigin(HeadOrigin):
     """A directory of a web server. The query of its URL, if any, goes with each request and into no message.
 
     Args:
@@ -73,7 +73,8 @@ class WebOrigin:
         self.url = urllib.parse.urlunsplit((parts.scheme, host, self._base.path, "", ""))
         self._headers = dict(headers or {})
         if parts.username is not None and "Authorization" not in self._headers:
-            self._headers["Authorization"] = _basic(parts)
+            pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+            self._headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
         self._patience = patience or Patience()
         self._same_host, self._foreign = same_host, foreign
         self._pool = _Pool(self._patience, foreign)
@@ -91,7 +92,6 @@ class WebOrigin:
         return Head(size, etag)
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
-        """See Origin."""
         connection, answer = self._open(name, {"Range": f"bytes={start}-{stop - 1}"})
         try:
             check_etag(f"{self.url}/{name}", etag, answer.headers.get("ETag", ""))
@@ -107,7 +107,6 @@ class WebOrigin:
             self._pool.put_back(connection, answer)
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """See Origin."""
         return self.ask(name, max_bytes)[0]
 
     def ask(self, name: str, max_bytes: int, address: str = "") -> tuple[bytes, Mapping[str, str]]:
@@ -134,9 +133,8 @@ class WebOrigin:
     ) -> tuple[bool, Mapping[str, str], Generator[memoryview, None, None]]:
         """What follows byte `start` of the object at an address, whatever its size; `asked` are headers to send too.
 
-        Returns:
-            Whether the server knows ranges, as far as this answer shows; its headers; the bytes, in pieces each of
-            which is valid until the next is asked for. Close it to give the rest up. Errors as of `read`.
+        Whether the server knows ranges, as far as this answer shows; its headers; the bytes, in pieces each of which is
+        valid until the next is asked for. Close it to give the rest up. Errors as of `read`.
         """
         connection, answer = self._open("", {"Range": f"bytes={start}-", **asked} if start else asked, address)
 
@@ -156,16 +154,10 @@ class WebOrigin:
         next(opened)  # from now on closing it closes the connection
         return answer.status == 206, answer.headers, opened
 
-    def sources(self) -> Sequence[Origin]:
-        """See Origin."""
-        return [self]
-
-    def _address(self, name: str) -> str:
-        return urllib.parse.urlunsplit(self._base._replace(path=f"{self._base.path}/{urllib.parse.quote(name)}"))
-
     def _open(self, name: str, asked: Mapping[str, str], address: str = "") -> tuple[Connection, Answer]:
         """The answer to a GET, redirects followed."""
-        address = address or self._address(name)
+        own = self._base._replace(path=f"{self._base.path}/{urllib.parse.quote(name)}")
+        address = address or urllib.parse.urlunsplit(own)
         moved, until = self._moved.get(name, ("", 0.0))
         known = moved and until > time.monotonic()
         target = moved if known else address
@@ -313,11 +305,7 @@ class _Pool:
 
 
 def hub_address(url: str) -> tuple[str, dict[str, str]]:
-    """Where the hub keeps the files of `hf://datasets/OWNER/NAME[@REVISION][/PATH]`, and the headers to send.
-
-    Raises:
-        UsageError: If the URL lacks a part.
-    """
+    """Where the hub keeps the files of `hf://datasets/OWNER/NAME[@REVISION][/PATH]`, and the headers to send."""
     found = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", url)
     if found is None:
         raise UsageError(f"open an origin: expected hf://datasets/OWNER/NAME[@REVISION][/PATH], got {url!r}.")
@@ -354,11 +342,6 @@ def _joined(target: str, location: str, fault: Exception) -> str:
     except ValueError as error:
         raise fault from error
     return joined
-
-
-def _basic(parts: urllib.parse.SplitResult) -> str:
-    pair = f"{urllib.parse.unquote(parts.username or '')}:{urllib.parse.unquote(parts.password or '')}"
-    return "Basic " + base64.b64encode(pair.encode()).decode()
 
 
 def _host(address: str) -> tuple[str, str]:
@@ -398,11 +381,7 @@ def asked_wait_s(headers: Mapping[str, str]) -> float:
 
 def check_redirect(origin: str, target: str, *, https_only: bool = False) -> None:
     """Refuse a redirect to anything but http and https, and from a public address to one inside: this machine, its
-    networks, a cloud's metadata; with `https_only` also one to http.
-
-    Raises:
-        RefusedError: If it must not be followed.
-    """
+    networks, a cloud's metadata; with `https_only` also one to http."""
     was, goes = urllib.parse.urlsplit(origin), urllib.parse.urlsplit(target)
     if goes.scheme not in ("http", "https") or (https_only and goes.scheme != "https"):
         expected = "https" if https_only else "http or https"

@@ -119,19 +119,7 @@ def least_span_bytes(sources: Iterable[Source]) -> int:
 
 @dataclass(eq=False)
 class Work:
-    """One transfer as the pool sees it; under the pool's lock, except `file`, which has one of its own.
-
-    Attributes:
-        pending: Spans that nobody fetches now, by start; `flying`: those that somebody does, and from whom.
-        found: The origin behind each URL, as this transfer was given it: another's of the same URL may be of another
-            slice.
-        sources: What is known of each, by URL, shared by all transfers; `refused` and `reasons` say who will not give
-            it, and who did not and why.
-        alone: The only source that may be asked, after bytes of several did not verify together.
-        lookup: Stands for looking up the sources, with its tries and when it may be tried again.
-        byte_at: When its last byte came.
-        finished: Called once when it ended, with the error or None.
-    """
+    """One transfer as the pool sees it; under the pool's lock, except `file`, which has one of its own."""
 
     info: SliceInfo
     file: PartFile
@@ -139,16 +127,16 @@ class Work:
     on_bad: OnBad | None
     began_at: float
     byte_at: float
-    finished: Callable[[Exception | None], object] = lambda error: None
-    flying: dict[Span, Source] = field(default_factory=dict)
-    pending: list[Span] = field(default_factory=list)
-    found: dict[str, Origin] = field(default_factory=dict)
-    sources: dict[str, Source] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
+    finished: Callable[[Exception | None], object] = lambda error: None  # called once
+    flying: dict[Span, Source] = field(default_factory=dict)  # spans that somebody fetches, and from whom
+    pending: list[Span] = field(default_factory=list)  # the others, by start
+    found: dict[str, Origin] = field(default_factory=dict)  # by URL; another transfer's may be of another slice
+    sources: dict[str, Source] = field(default_factory=dict)  # by URL, shared by all transfers
+    refused: dict[str, str] = field(default_factory=dict)  # by URL, who will not give it, and why
+    reasons: dict[str, str] = field(default_factory=dict)  # by URL, who did not give it, and why
     liars: set[str] = field(default_factory=set)
-    alone: str | None = None
-    lookup: Span = field(default_factory=lambda: Span(0, 0, 0, 0))
+    alone: str | None = None  # the only source to ask, after bytes of several did not verify together
+    lookup: Span = field(default_factory=lambda: Span(0, 0, 0, 0))  # its tries, and when to look sources up again
     looking: bool = False
     looked_at: float = float("-inf")
     hashing: bool = False
@@ -185,12 +173,7 @@ class Work:
             insort(self.pending, span, key=lambda span: span.start)
 
     def receive(self, span: Span, source: Source, clock: Callable[[], float], look: Callable[[Work], object]) -> None:
-        """What one request gives, into the file; `look` is called as it grows. Without the lock.
-
-        Raises:
-            PassingError: If the body broke off.
-            ProtocolViolation: If there is more of it than was asked for.
-        """
+        """Put what a request gives into the file, `look` as it grows; without the lock. PassingError: it broke off."""
         url, start, stop = source.origin.url, span.at, span.stop
         body = self.found[url].read(self.info.name, start, stop)
         try:
@@ -269,20 +252,14 @@ class TransferCancelledError(NetworkError):
 
 
 class Pending:
-    """One slice on its way into a partial file.
-
-    Attributes:
-        done: Set when it ended, well or not; from then on nothing is written to `part`.
-        error: Why it failed, or None. Without one, `part` is whole, verified, synced and exactly `info.bytes` long.
-        needed: Set by whoever waits for it.
-    """
+    """One slice on its way into a partial file."""
 
     def __init__(self, info: SliceInfo, part: Path) -> None:
         self.info = info
         self.part = part
-        self.done = threading.Event()
-        self.error: Exception | None = None
-        self.needed = False
+        self.done = threading.Event()  # set when it ended; from then on nothing is written to `part`
+        self.error: Exception | None = None  # None at the end: `part` is verified, synced, exactly `info.bytes` long
+        self.needed = False  # set by whoever waits for it
         self._callbacks: list[Callable[[Any], object]] = []
         self._lock = threading.Lock()
 
@@ -326,7 +303,6 @@ class Transfer(Pending):
 
     @property
     def received(self) -> int:
-        """See Pending."""
         return self._work.file.received
 
 
@@ -340,6 +316,5 @@ class SteeredTransfer(Pending):
 
     @property
     def received(self) -> int:
-        """See Pending."""
         current = self.current
         return self.info.bytes if self.done.is_set() and self.error is None else current.received if current else 0

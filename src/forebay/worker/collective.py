@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
-from forebay.errors import NetworkError, UsageError
-from forebay.extras import install_command
+from forebay.errors import NetworkError, UsageError, install_command
 from forebay.worker.membership import Generation
 
 if importlib.util.find_spec("torch") is None:

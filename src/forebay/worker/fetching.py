@@ -26,7 +26,8 @@ from forebay.store.foreign import FromUrls, open_foreign_origin
 from forebay.store.holders import HolderSource
 from forebay.store.origins import Origin, PassingError
 from forebay.store.room import part_bytes
-from forebay.store.transfer import Transfer, Transfers
+from forebay.store.transfer import Transfers
+from forebay.store.work import Transfer
 from forebay.threads import Supervised
 from forebay.worker.lease_buffer import LeaseBuffer
 from forebay.worker.lease_state import MAX_FETCHES, ActiveLease

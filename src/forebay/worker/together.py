@@ -15,8 +15,7 @@ import threading
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from forebay.errors import MissingPackageError, UsageError
-from forebay.extras import install_command
+from forebay.errors import MissingPackageError, UsageError, install_command
 from forebay.load.batch import Batch
 from forebay.threads import Supervised
 from forebay.worker.config import WorkerConfig

@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from forebay.errors import UsageError
-from forebay.extras import install_command
+from forebay.errors import UsageError, install_command
 from forebay.prepare.documents import Stage, Verdict, first_failing, replace_column
 from forebay.prepare.settings import Share, Texts
 

@@ -17,8 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from forebay.errors import UsageError
-from forebay.extras import install_command
+from forebay.errors import UsageError, install_command
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, Verdict, first_failing, replace_column, text_buffers
 from forebay.prepare.filters.characters import BREAK

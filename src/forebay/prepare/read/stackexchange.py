@@ -19,8 +19,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
-from forebay.errors import PrepareError
-from forebay.extras import install_command
+from forebay.errors import PrepareError, install_command
 from forebay.prepare.documents import Record, without_turns
 from forebay.prepare.extract import HtmlError, all_text
 from forebay.prepare.read.base import Format, Piece, ReadOptions, Source

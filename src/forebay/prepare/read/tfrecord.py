@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import BinaryIO
 
-from forebay.errors import PrepareError
-from forebay.extras import install_command
+from forebay.errors import PrepareError, install_command
 from forebay.prepare.documents import Record
 from forebay.prepare.read.base import Format, Piece, ReadOptions
 from forebay.prepare.read.fields import to_record

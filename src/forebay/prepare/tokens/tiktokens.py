@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forebay.errors import PrepareError, UsageError
-from forebay.extras import install_command
+from forebay.errors import PrepareError, UsageError, install_command
 
 
 @dataclass(frozen=True)
