@@ -488,6 +488,7 @@ BESIDE = "many_certificates_of_one_organisation redirect_of_a_peer peer_that_dri
 LEFT_OUT = {
     "test_attacks_coordinator": "a job in lease mode has no coordinator",
     "test_attacks_files": "files that a user converts, and tables of data nodes: not sent by a worker",
+    "only_who_is_accused_can_be_pardoned": "what an administrator asks, not a worker",
     "after_an_address_without_answer": "moves the clock of the node",
     "where_a_member_may_have_a_node_connect_to": "calls a function with addresses of other machines",
     "checks_that_hang": "needs a data node that hangs",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -242,6 +243,8 @@ def test_news_of_a_member_are_limited_as_each_costs_a_write(coordinator: Coordin
     evil = issue(network_dir, "evil", "worker")
     assert says(coordinator, evil, "join")[0] == 200
     beats = [{"worker_id": "evil", "session": "evil-session", "generation": 1, "step": step} for step in range(60)]
+    rate, began = coordinator._server.limits.requests_per_s, time.monotonic()
     with connection(evil, coordinator.address) as sock:
-        found = answers(sock, *(request("POST", "/v1/members/heartbeat", one) for one in beats))
-    assert {answer.status for answer in found} == {200, 429}
+        found = [one.status for one in answers(sock, *(request("POST", "/v1/members/heartbeat", one) for one in beats))]
+    allowed = rate * (2 + time.monotonic() - began) + 1  # a slow machine asks less often
+    assert set(found) <= {200, 429} and found.count(200) <= allowed

@@ -559,7 +559,6 @@ def test_shards_are_mirrored_to_ones_own_bucket(
     own.mkdir()
     monkeypatch.setenv("R2_DATASET_WRITE_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("R2_DATASET_WRITE_SECRET_ACCESS_KEY", SECRET_KEY)
-    monkeypatch.setattr("forebay.store.targets._WAIT_S", 0.02)
     to = ["r2://", "r2://own/copy", "--tmp-dir", str(tmp_path / "tmp")]
     server.faults.drop = 0.05
     try:

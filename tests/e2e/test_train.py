@@ -310,7 +310,7 @@ def test_an_exchange_that_comes_late_takes_nothing_back(world: World) -> None:
 
 def test_a_use_needs_proof_that_its_slice_was_there(world: World) -> None:
     world.serve("data-1")
-    service = world.scheduler(jobs=[JobPlan(NAME, (Wanted(NAME),), SEQ_LEN, max_tokens_per_s=1e4, stall_s=60.0)])
+    service = world.scheduler(jobs=[JobPlan(NAME, (Wanted(NAME),), SEQ_LEN, max_tokens_per_s=200.0, stall_s=60.0)])
     client, by = world.client("w1"), world.identity("w1")
 
     def use(lease: dict[str, Any], proof: str | None) -> dict[str, Any]:
