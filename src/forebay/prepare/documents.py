@@ -183,9 +183,6 @@ def part_batches(path: str, columns: Iterable[str] = ()) -> Iterator[tuple[int, 
 
     Args:
         columns: Read only those of these that are there; all columns if empty.
-
-    Raises:
-        PrepareError: If they cannot be read.
     """
     try:
         with pa.OSFile(path, "rb") as source:

@@ -62,9 +62,6 @@ class Engine(ABC):
             run: A function that a new process can import.
             tasks: Picklable. What a task is called in messages is its `label` or `name`, if it has one.
             weights: What each task costs, in any unit: the heaviest go first, so that none is left over at the end.
-
-        Raises:
-            PrepareError: If a task's worker dies at every scale.
         """
         self._map(run, tasks, on_done, Attempts(tasks, weights, self._on_trouble))
 
@@ -92,9 +89,6 @@ def local_engine(workers: int, *, on_trouble: Trouble | None = None) -> Engine:
     Args:
         workers: How many tasks run at once.
         on_trouble: Told of each death of a worker, and what is done about it.
-
-    Raises:
-        UsageError: If `workers` is less than 1.
     """
     if workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
@@ -140,11 +134,7 @@ class Attempts:
             self._queue.appendleft(index)
 
     def died(self, index: int, scale: int, how: str) -> None:
-        """Note that an attempt took its worker with it.
-
-        Raises:
-            PrepareError: If there is no smaller scale to try.
-        """
+        """Note that an attempt took its worker with it."""
         name = f"task {index} ({label(self._tasks[index])})"
         if scale >= MAX_SCALE:
             raise PrepareError(

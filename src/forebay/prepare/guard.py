@@ -126,12 +126,7 @@ class Worker:
         theirs.close()
 
     def call(self, run: Run, task: Any, data: Buffer, limits: tuple[float, int]) -> tuple[Any, bytes] | str:
-        """What `run(task, data)` returns; or how the process ended over it.
-
-        Raises:
-            MemoryError: If both processes ended.
-            Exception: What `run` raises.
-        """
+        """What `run(task, data)` returns; or how the process ended over it."""
         seconds, memory_bytes = limits
         self._note[_PID_BYTES:] = bytes(_NOTE_BYTES - _PID_BYTES)
         try:

@@ -144,10 +144,6 @@ def train_lm(
         order: 1 to 8, or fewer if no line has so many words; KenLM as it is usually built reads 2 to 6.
         vocab_limit: The most frequent words are known, up to this; the others are `<unk>`. At most 2 000 000.
         chunk: Words held in memory at once.
-
-    Raises:
-        UsageError: If an argument is out of range.
-        PrepareError: If there is no word in the texts.
     """
     for name, value, most in (("order", order, 8), ("vocab_limit", vocab_limit, 2_000_000)):
         if not 1 <= value <= most:

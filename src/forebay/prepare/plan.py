@@ -87,11 +87,7 @@ class Plan:
 def plan(
     inputs: Sequence[str | Path], recipe: Recipe, *, workers: int | None = None, follow_links: bool = False
 ) -> Plan:
-    """What `prepare` would run, on how much.
-
-    Raises:
-        PrepareError: If an input is missing.
-    """
+    """What `prepare` would run, on how much."""
     found = find_sources(inputs or recipe.inputs, recipe.read, follow_links=follow_links)
     pieces, _ = sampled(cut(found.sources, recipe.read), recipe.sample)
     by_format: dict[str, tuple[int, int]] = {}

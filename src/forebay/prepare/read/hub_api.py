@@ -83,14 +83,7 @@ class HubFile:
 
 
 def find_repo(kind: str, name: str, revision: str = "main", *, tries: int = TRIES) -> Repo:
-    """The repository of that name.
-
-    Raises:
-        UnknownDatasetError: If there is none (or it is hidden from us).
-        UsageError: If it has no such revision.
-        AccessError: If it is closed.
-        DownloadError: If the hub does not answer.
-    """
+    """The repository of that name."""
     what = called(kind, name)
     query = "?expand=sha&expand=cardData&expand=gated"
     address = f"api/{kind}/{urllib.parse.quote(name)}/revision/{urllib.parse.quote(revision, safe='')}{query}"
@@ -195,11 +188,7 @@ def _origin(endpoint: str, headers: tuple[tuple[str, str], ...], stall_s: float)
 
 
 def retried(what: str, attempt: Callable[[], _T], tries: int) -> _T:
-    """What `attempt` gives; asked again where it raises PassingError.
-
-    Raises:
-        DownloadError: After so many tries.
-    """
+    """What `attempt` gives; asked again where it raises PassingError."""
     began = time.monotonic()
     for tried in range(1, tries + 1):
         try:

@@ -78,10 +78,6 @@ def download_hub(url: str, *, progress: Callable[[int, int], None] | None = None
 
     Args:
         progress: Called with the bytes that are here and those of all files, from any thread.
-
-    Raises:
-        As `find_dataset`; MissingPackageError if the files are of none of our formats; PrepareError if the disk lacks
-        room; IntegrityError if the hub gives other bytes than it says.
     """
     url = url if url.startswith(PREFIX) else PREFIX + url.removeprefix("hf:")
     name = parse_url(url)
@@ -108,9 +104,6 @@ def download_hub(url: str, *, progress: Callable[[int, int], None] | None = None
 def fetch_tokenizer(name: str) -> Path:
     """A folder with the model's tokenizer.json and tokenizer_config.json; without the first, all small files that a
     tokenizer may be made of.
-
-    Raises:
-        UnknownDatasetError, AccessError, DownloadError: If the hub does not give it, and it was not fetched before.
     """
     folder = hub_cache() / f"models--{name.replace('/', '--')}"
     index = folder / "main.json"
@@ -195,11 +188,7 @@ def _fetch(repo: Repo, files: Sequence[HubFile], folder: Path, progress: Callabl
 
 
 def below(folder: Path, name: str) -> Path:
-    """The path of that name below a folder; of a name that somebody else gave.
-
-    Raises:
-        PrepareError: If it leads elsewhere.
-    """
+    """The path of that name below a folder; of a name that somebody else gave."""
     parts = PurePosixPath(name).parts
     if not parts or parts[0] == "/" or ".." in parts or "\0" in name:
         raise PrepareError(

@@ -47,12 +47,7 @@ def open_hub_file(url: str, size: int) -> BinaryIO:
 
 
 def fetch_range(url: str, start: int, stop: int, take: Callable[[memoryview], object]) -> None:
-    """Give bytes [start, stop) of a file to `take(piece)`, in order; what was given is not asked for again.
-
-    Raises:
-        DownloadError: If the hub cannot be reached.
-        AccessError, PrepareError: If it does not give the file, or the URL names none.
-    """
+    """Give bytes [start, stop) of a file to `take(piece)`, in order; what was given is not asked for again."""
     found = _URL.fullmatch(url)
     if found is None:
         raise PrepareError(f"{url}: expected hf://datasets/OWNER/NAME@COMMIT/PATH. Check the input.")

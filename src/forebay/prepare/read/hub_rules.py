@@ -67,9 +67,6 @@ def parts_of(repo: Repo, config: str | None, split: str) -> tuple[tuple[Part, ..
 
     Args:
         config: A configuration of the card, or a folder or glob of files. None: the card's default.
-
-    Raises:
-        UsageError: If there is no such configuration or split; it names those that there are.
     """
     configs = _configs(repo.card)
     if config is not None and config not in configs and _is_path(config):

@@ -67,11 +67,7 @@ class Budget:
         self._left = limit * piece.bytes // size if 0 < piece.bytes < size else limit
 
     def spend(self, size: int) -> None:
-        """Count bytes.
-
-        Raises:
-            Damaged: If they are more than are left.
-        """
+        """Count bytes."""
         self._left -= size
         if self._left < 0:
             raise Damaged(
@@ -152,12 +148,7 @@ class _Chunks(io.RawIOBase):
 
 
 def open_source(source: Source, options: ReadOptions) -> BinaryIO:
-    """The unpacked bytes of a source, as a buffered stream; seekable if it is not compressed.
-
-    Raises:
-        PrepareError: If the file or URL cannot be read; when opened or, after retries, at any read.
-        Damaged: Where a read comes to bytes that cannot be unpacked, to a premature end, or to a bomb.
-    """
+    """The unpacked bytes of a source, as a buffered stream; seekable if it is not compressed."""
     raw = open_packed(source)
     if source.compression:
         raw = unpack(raw, source.compression, options)
@@ -187,11 +178,7 @@ def open_packed(source: Source) -> BinaryIO:
 
 
 def open_local(path: str | Path) -> BinaryIO:
-    """The bytes of a file, buffered and seekable.
-
-    Raises:
-        Unreadable: If it cannot be opened.
-    """
+    """The bytes of a file, buffered and seekable."""
     try:
         return Path(path).open("rb", _BUFFER)
     except OSError as error:

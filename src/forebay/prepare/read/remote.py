@@ -52,11 +52,7 @@ class _Opened:
 
 
 def find_urls(url: str) -> list[Found]:
-    """The file at a URL, or for an object store all below it, in sorted order.
-
-    Raises:
-        PrepareError: If there is none, or it cannot be read.
-    """
+    """The file at a URL, or for an object store all below it, in sorted order."""
     if urllib.parse.urlsplit(url).scheme not in _SCHEMES:
         raise PrepareError(f"{url}: expected a URL of {', '.join(_SCHEMES)} or hf, or a path. Check the input.")
     if url.startswith("http"):
@@ -68,9 +64,6 @@ def find_urls(url: str) -> list[Found]:
 
 def open_url(url: str, size: int = 0, version: str = "") -> BinaryIO:
     """A buffered stream of the file at a URL, as it was at that version; seekable if the origin says how large it is.
-
-    Raises:
-        Changed: When read, if the origin has another version.
     """
     if url.startswith("hf://"):
         from forebay.prepare.read.hub_files import open_hub_file
@@ -80,12 +73,7 @@ def open_url(url: str, size: int = 0, version: str = "") -> BinaryIO:
 
 
 def _retried(url: str, attempt: Callable[[], _T], version: str = "") -> _T:
-    """What `attempt` gives; asked again where it raises PassingError.
-
-    Raises:
-        Changed: If the origin has another version than this one.
-        PrepareError: If it refuses, or fails too often.
-    """
+    """What `attempt` gives; asked again where it raises PassingError."""
     tries = _TRIES if url.startswith("http") else _BUCKET_TRIES
     for tried in range(1, tries + 1):
         try:

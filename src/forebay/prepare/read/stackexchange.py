@@ -108,11 +108,7 @@ def _py7zr() -> Any:
 
 
 def _members(file: BinaryIO, entries: Sequence[Any]) -> Generator[tuple[str, BinaryIO], None, None]:
-    """Each member as a stream, to be read before the next: a thread unpacks them into a pipe, which holds it back.
-
-    Raises:
-        Damaged: After the last, if damage ended them; reading a member raises it too.
-    """
+    """Each member as a stream, to be read before the next: a thread unpacks them into a pipe, which holds it back."""
     import py7zr.io
 
     read_end, write_end = os.pipe()

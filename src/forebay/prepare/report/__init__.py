@@ -30,9 +30,6 @@ def load_report(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Args:
         path: A page, or the folder of a dataset with `report.html` in it.
-
-    Raises:
-        DatasetError: If there is none, or it is not one of ours.
     """
     place = Path(path)
     if place.is_dir():

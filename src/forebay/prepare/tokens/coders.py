@@ -89,11 +89,7 @@ class Coder(Protocol):
 
 
 def coder_for(spec: CoderSpec) -> Coder:
-    """The fastest coder of these ids that is installed; one is kept a process.
-
-    Raises:
-        PrepareError: If the file is no tokenizer.
-    """
+    """The fastest coder of these ids that is installed; one is kept a process."""
     return _coder(spec.path, spec.sha256, spec.kind, os.environ.get("FOREBAY_CODER", ""))
 
 

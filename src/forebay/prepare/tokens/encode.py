@@ -126,10 +126,6 @@ class Encoded:
 
 def encode(task: EncodeTask, scale: int = 0) -> Encoded:
     """Run the task, or take up its result if it is done. Memory is about 40 times the batch: 4 MiB, a quarter a scale.
-
-    Raises:
-        PrepareError: If the part or the drop file is not what was announced.
-        OSError: If the result cannot be written.
     """
     done = finished(task)
     if done is not None:
@@ -309,9 +305,6 @@ _PART_BYTES = 4 << 20
 def sample_texts(parts: Sequence[TextPart], seed: int, limit: int = SAMPLE_BYTES) -> Iterator[str]:
     """Texts of at most `limit` bytes: parts in the order of a keyed hash, from the beginning of each at most 4 MiB, or
     an equal share of the limit if that is more. A function of the parts' names and contents, the seed and the limit.
-
-    Raises:
-        PrepareError: If a part cannot be read.
     """
 
     def key(part: TextPart) -> bytes:

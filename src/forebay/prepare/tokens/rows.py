@@ -206,10 +206,6 @@ def plan_row_slices(
     may have fewer.
 
     `plan.tasks(out, shape)` write them. Conversations stay whole.
-
-    Raises:
-        UsageError: If not even one row fits.
-        PrepareError: If a part is not as it was written.
     """
     rows = slice_rows or (slice_bytes - _HEADER_BYTES) // shape.row_bytes
     if rows < 1:

@@ -119,12 +119,7 @@ def plan_shuffle(parts: Sequence[TokenPart], folder: Path | str, bucket_bytes: i
 
 
 def shuffle(task: ShuffleTask, scale: int = 0) -> TokenPart:
-    """Run the task, or take up its result if it is done. At scale 1 and up no bucket is held in memory.
-
-    Raises:
-        PrepareError: If a part is not as it was written.
-        OSError: If the result cannot be written.
-    """
+    """Run the task, or take up its result if it is done. At scale 1 and up no bucket is held in memory."""
     done = finished_shuffle(task)
     if done is not None:
         return done

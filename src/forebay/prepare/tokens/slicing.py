@@ -75,10 +75,6 @@ def plan_slices(
     Args:
         slice_bytes: Each slice but the last is as large as fits in this: header, tokens, 8 bytes a document end.
         slice_tokens: If given, each slice but the last has so many tokens instead.
-
-    Raises:
-        UsageError: If the size is too small, or the parts have several types.
-        PrepareError: If a part is not as it was written.
     """
     if slice_bytes < MIN_SLICE_BYTES or slice_tokens < 0:
         raise UsageError(f"slice size: expected at least {MIN_SLICE_BYTES} bytes or 1 token, got {slice_bytes}.")
@@ -264,12 +260,7 @@ def _parts(path: str) -> tuple[list[TokenPart], NDArray[np.int64], NDArray[np.in
 
 
 def write_slice(task: SliceTask, scale: int = 0) -> SliceInfo:
-    """Write the slice, or take up the one of an earlier run. `scale` changes nothing: a slice is written whole.
-
-    Raises:
-        PrepareError: If a part is not as it was written.
-        OSError: If it cannot be written.
-    """
+    """Write the slice, or take up the one of an earlier run. `scale` changes nothing: a slice is written whole."""
     done = finished_slice(task)
     if done is not None:
         return done

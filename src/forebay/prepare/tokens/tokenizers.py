@@ -95,12 +95,6 @@ def load_tokenizer(spec: str, *, eos: bool | str = True, bos: bool | str = False
         eos: Whether a token ends each document: the vocabulary's own, the one of that name, or (`auto`) the
             vocabulary's own if it has one.
         bos: Whether one begins it, likewise.
-
-    Raises:
-        UsageError: If the spec is none of these, or the vocabulary has no such EOS or BOS.
-        UnknownDatasetError, AccessError, DownloadError: If it is a name, and the hub has none such or is away.
-        MissingPackageError: If the model has no tokenizer.json, and transformers is not here to make one.
-        PrepareError: If its file is no tokenizer.
     """
     if spec == "bytes":
         data = byte_tokenizer().to_str(pretty=True).encode()
@@ -237,9 +231,6 @@ def parse(data: bytes, description: str) -> Tokenizer:
 
     Nothing is cut off, padded or left to chance (BPE dropout), and a special token's name in a document is ordinary
     text: a document cannot end itself.
-
-    Raises:
-        PrepareError: If they hold none.
     """
     with _named(description, "expected a tokenizer.json"):
         tokenizer = Tokenizer.from_str(data.decode())
@@ -272,11 +263,7 @@ def _named(description: str, what: str) -> Iterator[None]:
 
 
 def encode_batch(tokenizer: Tokenizer, texts: Sequence[str], description: str = "tokenizer.json") -> list[Any]:
-    """The encodings of texts, without special tokens.
-
-    Raises:
-        PrepareError: If the library fails, over a regular expression that takes too long for example.
-    """
+    """The encodings of texts, without special tokens."""
     with _named(description, f"failed on one of {len(texts)} texts"):
         found: list[Any] = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     return found
@@ -308,9 +295,6 @@ def train_tokenizer(texts: Iterator[str], vocab: int) -> TokenizerFile:
 
     Args:
         texts: At most about 64 MiB (see `sample_texts`): memory is about 15 times that.
-
-    Raises:
-        PrepareError: If the texts are empty.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
