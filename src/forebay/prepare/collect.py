@@ -62,7 +62,6 @@ class Corpus:
 
     @property
     def documents_in(self) -> int:
-        """How many were read."""
         return sum(text.documents_in for text in self.texts)
 
     @property
@@ -235,8 +234,7 @@ def collect(run: Run, corpus: Corpus, tally: Tally) -> None:
 def write_ids(run: Run, corpus: Corpus, left_out: Sequence[Path]) -> None:
     """Write the kept ids, in the order of the input.
 
-    Args:
-        left_out: For each part a file of u32: rows that deduplication kept, but that came to nothing later.
+    `left_out`: for each part a file of u32, the rows that deduplication kept, but that came to nothing later.
     """
     if run.keep_ids is None:
         return

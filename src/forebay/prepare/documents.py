@@ -179,11 +179,7 @@ def batched(items: Iterable[T], weigh: Callable[[T], int], most: int, most_items
 
 
 def part_batches(path: str, columns: Iterable[str] = ()) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The batches of documents that a task wrote, each with the row at which it begins.
-
-    Args:
-        columns: Read only those of these that are there; all columns if empty.
-    """
+    """The batches that a task wrote (all columns, or of these those that are there), each with the row of its first."""
     try:
         with pa.OSFile(path, "rb") as source:
             reader = pa.ipc.open_file(source)

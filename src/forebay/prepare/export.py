@@ -50,12 +50,10 @@ class ExportTask:
 
     @property
     def label(self) -> str:
-        """What a person calls it."""
         return f"text of {self.piece.sources[0].path}"
 
     @property
     def file(self) -> str:
-        """Within the output."""
         return f"text/{self.index:06d}.parquet"
 
 

@@ -109,7 +109,7 @@ class Extract(Stage):
 def extract_html(html: str) -> str:
     """The main text of a page: paragraphs, headings and list items, a line each; "" if there is none.
 
-    Cost: about 20 MB of HTML a CPU second, linear in its length.
+    Raises HtmlError for a page that would cost too much. Cost: about 20 MB of HTML a CPU second, linear in its length.
     """
     page = _parsed(html)
     text = _plain(html, page, _SKIPPED)

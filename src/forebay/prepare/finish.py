@@ -145,7 +145,8 @@ def _slice(run: Run, corpus: Corpus, encoded: Sequence[Encoded], used: Tokenizer
     parts = [result.subsets[subset] for result in encoded if subset in result.subsets]
     documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
     if run.recipe.slice.shuffle:
-        parts = _shuffle(run, parts)
+        tasks = plan_shuffle(parts, run.tasks)
+        parts = run.map(shuffle, tasks, finished_shuffle, run.counted("shuffle", len(tasks), " buckets"))
     plans = run.work / "plans"
     plans.mkdir(exist_ok=True)
     size = run.recipe.slice
@@ -161,11 +162,6 @@ def _slice(run: Run, corpus: Corpus, encoded: Sequence[Encoded], used: Tokenizer
     _forget_other_slices(folder, len(infos))
     files = {DOCUMENTS_FILE: write_documents(folder / DOCUMENTS_FILE, corpus, parts)} if run.document_ids else {}
     return Made(subset, folder, documents, tokens, SliceTable.from_rows(infos), files)
-
-
-def _shuffle(run: Run, parts: Sequence[TokenPart]) -> list[TokenPart]:
-    tasks = plan_shuffle(parts, run.tasks)
-    return run.map(shuffle, tasks, finished_shuffle, run.counted("shuffle", len(tasks), " buckets"))
 
 
 def _manifest(run: Run, made: Made, used: TokenizerFile, lineage: dict[str, Any]) -> Manifest:

@@ -47,7 +47,6 @@ class Plan:
         return int(sum(size for _, size in self.inputs.values()) * self.sample)
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "inputs": {name: {"files": files, "bytes": size} for name, (files, size) in self.inputs.items()},
             "skipped": count_reasons(self.skipped),
@@ -58,7 +57,6 @@ class Plan:
         }
 
     def to_text(self) -> str:
-        """For people."""
         recipe = self.recipe
         lines = ["read"]
         for name, (files, size) in sorted(self.inputs.items()):

@@ -42,10 +42,9 @@ def ray_engine(
     Args:
         address: `auto`, `host:6379` or `ray://host:10001`; None starts a cluster of this machine alone, ended with
             the engine. A Ray that the caller has initialised is used as it is, and left running.
-        workers: How many tasks run at once; None for as many as the cluster has CPUs.
+        workers: None for as many as the cluster has CPUs.
         shared: A folder that every node must see under the same path: each is asked to read and write in it first.
             Not needed on this machine alone.
-        on_trouble: Told of each death of a worker or node, and what is done about it.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
@@ -150,7 +149,8 @@ class _RayEngine(Engine):
         while True:
             if time.monotonic() - asked_at >= _CPUS_S:
                 # A task waits at each CPU, so that none has to wait for us.
-                limit, asked_at = self._workers or 2 * self._cpus(), time.monotonic()
+                cpus = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+                limit, asked_at = self._workers or 2 * cpus, time.monotonic()
             while len(running) < limit and (pair := attempts.next(len(running))) is not None:
                 task = pickle.dumps(tasks[pair[0]], pickle.HIGHEST_PROTOCOL)
                 running[self._remote.remote(function, task, pair[1])] = pair
@@ -181,9 +181,6 @@ class _RayEngine(Engine):
         except (errors.NodeDiedError, errors.ObjectLostError, errors.LocalRayletDiedError) as error:
             return None, f"lost its node ({type(error).__name__})", True
         return (None, "ran out of memory", False) if outcome[0] == "memory" else (outcome, "", False)
-
-    def _cpus(self) -> int:
-        return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
     def _begin(self) -> None:
         """Find or start the cluster, once."""

@@ -44,7 +44,6 @@ class StageCount:
     changed: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: StageCount) -> None:
-        """Take up another count of the same stage."""
         self.documents_in += other.documents_in
         self.documents_out += other.documents_out
         self.bytes_in += other.bytes_in
@@ -151,7 +150,6 @@ class Tally:
             del held[SAMPLES:]
 
     def add(self, other: Tally) -> None:
-        """Take up another tally."""
         for name, count in other.funnel.items():
             self.stage(name).add(count)
         for name, sides in other.histograms.items():
@@ -182,7 +180,6 @@ class Tally:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Tally:
-        """The inverse of `to_json`."""
         tally = cls()
         tally.funnel = {name: StageCount(**count) for name, count in data["funnel"].items()}
         tally.histograms = {

@@ -19,7 +19,7 @@ from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -66,11 +66,7 @@ _USED_BY = {
 
 @dataclass(frozen=True)
 class TextTask:
-    """One piece to be read and sifted.
-
-    Args:
-        recipe_key: A hash of all that the result depends on besides the piece: `task_key`.
-    """
+    """One piece to be read and sifted; `recipe_key` hashes all else that the result depends on (`task_key`)."""
 
     piece: Piece
     read: ReadOptions
@@ -91,14 +87,12 @@ class TextTask:
 
     @property
     def label(self) -> str:
-        """What a person calls it."""
         more = f" and {len(self.piece.sources) - 1} more" if len(self.piece.sources) > 1 else ""
         at = f" from {self.piece.start}" if self.piece.start else ""
         return f"{self.piece.sources[0].path}{at}{more}"
 
     @property
     def prefix(self) -> str:
-        """Path of its files, without the ending."""
         return f"{self.folder}/{self.name}"
 
 
@@ -125,11 +119,7 @@ def task_key(content: str, format: str, stages: Iterable[Stage], dedup: Dedup, s
 
 
 def random_key(content: str, piece: Piece, sha256s: Mapping[str, str]) -> str:
-    """What random choices hang on: a hash of a piece's content and of what is done to it.
-
-    Args:
-        sha256s: Of the files that lie here, by path.
-    """
+    """What random choices hang on: a hash of a piece's content (`sha256s` by path) and of what is done to it."""
     sources = [(sha256s.get(s.path, s.sha256), s.format, s.compression) for s in piece.sources]
     return _hash([sources, [piece.start, piece.stop], content])
 
@@ -167,7 +157,6 @@ class TextResult:
         return TextPart(f"{folder}/{self.name}.arrow", self.documents_out, self.key)
 
     def tally(self, folder: str) -> Tally:
-        """What was counted on the way."""
         return Tally.from_json(json.loads(Path(f"{folder}/{self.name}.stats").read_bytes()))
 
 
@@ -250,15 +239,7 @@ def stage_names(stages: Iterable[Stage]) -> list[str]:
     return names
 
 
-class HasPrefix(Protocol):
-    """A task that gives a TextResult."""
-
-    @property
-    def prefix(self) -> str:
-        """Path of its files, without the ending."""
-
-
-def finished_text(task: HasPrefix) -> TextResult | None:
+def finished_text(task: TextTask | TrimTask) -> TextResult | None:
     """The result that an earlier run committed; None if there is none."""
     try:
         return TextResult(**json.loads(Path(f"{task.prefix}.json").read_bytes()))
@@ -647,12 +628,10 @@ class TrimTask:
 
     @property
     def prefix(self) -> str:
-        """Path of its files, without the ending."""
         return f"{self.folder}/{self.name}"
 
     @property
     def label(self) -> str:
-        """What a person calls it."""
         return f"percentiles of {self.part.arrow}"
 
 

@@ -16,11 +16,12 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import UsageError
-from forebay.prepare.clean.phrases import Automaton, apart, build, fold, word_table
+from forebay.prepare.clean.phrases import Automaton, apart, build, word_table
 from forebay.prepare.compiled import Bytes, Ints, jit
 from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers
 from forebay.prepare.settings import Share, check_fields
@@ -152,7 +153,7 @@ class Toxic(Stage):
         languages = [self.language] * len(batch)
         if "language" in batch.schema.names:
             languages = [language or self.language for language in batch.column("language").to_pylist()]
-        folded = fold(batch.column("text"))
+        folded = pc.utf8_lower(batch.column("text"))
         for language in sorted(set(languages)):
             automaton = _automaton(self.lists, language, self.allow)
             if automaton is None:
@@ -193,7 +194,7 @@ def _automaton(lists: str, language: str, allow: tuple[str, ...]) -> Automaton |
     except UnicodeDecodeError as error:
         raise UsageError(f"lists: expected UTF-8, got {error} ({path})") from error
     phrases = sorted({line.strip() for line in lines} - {"", *allow})
-    return build(fold(pa.array(phrases, pa.large_string())).to_pylist()) if phrases else None
+    return build(pc.utf8_lower(pa.array(phrases, pa.large_string())).to_pylist()) if phrases else None
 
 
 @functools.cache

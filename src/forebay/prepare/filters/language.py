@@ -47,11 +47,9 @@ class Language(Stage):
     reasons: ClassVar[tuple[str, ...]] = ("language_other", "language_unsure")
 
     def files(self) -> tuple[str, ...]:
-        """The model."""
         return (self.model or default_model(),)
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
-        """Label all, drop those not to keep."""
         model = _load(self.files()[0])
         labels: list[str] = []
         scores = np.zeros(batch.num_rows, np.float32)

@@ -24,7 +24,10 @@ __all__ = ["FORMATS", "Found", "Piece", "ReadOptions", "Skipped", "Source", "cut
 
 
 def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
-    """The documents of a piece, one at a time, in order; memory is bounded by the largest document."""
+    """The documents of a piece, one at a time, in order; memory is bounded by the largest document.
+
+    A file of which nothing can be read is a Record that `failed`; raises only for what is not in the data.
+    """
     chosen = FORMATS[piece.format]
     records = chosen.read(piece, options)
     place = -1
@@ -52,7 +55,7 @@ def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
 
 
 def _bounded(records: Iterator[Record], piece: Piece, options: ReadOptions) -> Iterator[Record]:
-    """The records up to where their text, or what is wrong with them, becomes too much."""
+    """The records; raises Damaged where their text, or what is wrong with them, becomes too much."""
     budget = Budget(piece, options)
     documents = malformed = without = 0
     for record in records:

@@ -60,7 +60,6 @@ class Piece:
 
     @property
     def format(self) -> str:
-        """The format of all its sources."""
         return self.sources[0].format
 
 

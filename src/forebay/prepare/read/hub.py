@@ -41,11 +41,7 @@ class HubName(NamedTuple):
 
 class HubDataset:
     """The files of one split at one commit, in the order of their paths (beyond a page of 1000: by pages of the hub),
-    listed as they are wanted.
-
-    Attributes:
-        url: Names it for good: with its configuration and commit. May be opened again.
-    """
+    listed as they are wanted. `url` names it for good, with its configuration and commit."""
 
     def __init__(self, repo: Repo, config: str, split: str, files: Iterator[HubFile]) -> None:
         self.repo, self.config, self.split = repo, config, split
@@ -63,7 +59,6 @@ class HubDataset:
         return self._listed[index]
 
     def files(self) -> list[HubFile]:
-        """All of them."""
         while self.file(len(self._listed)) is not None:
             pass
         return self._listed

@@ -62,7 +62,7 @@ def _body_bytes(metadata: bytes) -> int:
 
 
 def _check_message(metadata: bytes, read_at: _ReadAt) -> None:
-    """Refuse a message whose packed buffers would take more than MAX_HELD_BYTES."""
+    """Raise TooLarge for a message whose packed buffers would take more than MAX_HELD_BYTES."""
     message = _follow(metadata, 0)
     kind, header = _field(metadata, message, 1), _field(metadata, message, 2)
     if not kind or not header or metadata[kind] not in (_DICTIONARY_BATCH, _RECORD_BATCH):
@@ -102,8 +102,7 @@ def check_ipc(path: Path) -> None:
 
 
 def check_blocks(file: BinaryIO, start: int, stop: int) -> None:
-    """Refuse an Arrow file if a dictionary, or one of its batches `[start, stop)`, takes too much memory (stop 0: all).
-    """
+    """Refuse an Arrow file if a dictionary, or one of its batches `[start, stop)`, takes too much memory (0: all)."""
     with _flatbuffer():
         end = file.seek(-10, 2)
         size = int.from_bytes(file.read(4), "little")

@@ -67,7 +67,7 @@ class Budget:
         self._left = limit * piece.bytes // size if 0 < piece.bytes < size else limit
 
     def spend(self, size: int) -> None:
-        """Count bytes."""
+        """Count bytes; Damaged if they are more than are left."""
         self._left -= size
         if self._left < 0:
             raise Damaged(
@@ -77,11 +77,7 @@ class Budget:
 
 
 class ChunkStream(io.BufferedReader):
-    """A buffered stream of the chunks that an iterator gives, at whose `Damaged` all bytes before it are given first.
-
-    Args:
-        close: Called when the stream is closed.
-    """
+    """A buffered stream of the chunks that an iterator gives; all bytes before its `Damaged` are given first."""
 
     def __init__(self, chunks: Iterator[bytes | memoryview], close: Callable[[], object] = lambda: None) -> None:
         self._chunks = _Chunks(chunks, close)
@@ -96,12 +92,10 @@ class ChunkStream(io.BufferedReader):
         return data
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """As of any stream."""
         data: bytes = self._checked(super().read(size), size)
         return data
 
     def read1(self, size: int = -1, /) -> bytes:
-        """As of any stream."""
         data: bytes = self._checked(super().read1(size), size)
         return data
 
@@ -111,7 +105,6 @@ class ChunkStream(io.BufferedReader):
         return data
 
     def readinto(self, buffer: Any, /) -> int:
-        """As of any stream."""
         read: int = self._checked(super().readinto(buffer), len(buffer))
         return read
 
@@ -148,7 +141,10 @@ class _Chunks(io.RawIOBase):
 
 
 def open_source(source: Source, options: ReadOptions) -> BinaryIO:
-    """The unpacked bytes of a source, as a buffered stream; seekable if it is not compressed."""
+    """The unpacked bytes of a source, as a buffered stream; seekable if it is not compressed.
+
+    A read raises Damaged where bytes cannot be unpacked, end early or are a bomb; PrepareError if they cannot be had.
+    """
     raw = open_packed(source)
     if source.compression:
         raw = unpack(raw, source.compression, options)
@@ -178,7 +174,7 @@ def open_packed(source: Source) -> BinaryIO:
 
 
 def open_local(path: str | Path) -> BinaryIO:
-    """The bytes of a file, buffered and seekable."""
+    """The bytes of a file, buffered and seekable; Unreadable if it cannot be opened."""
     try:
         return Path(path).open("rb", _BUFFER)
     except OSError as error:

@@ -63,8 +63,7 @@ def find_urls(url: str) -> list[Found]:
 
 
 def open_url(url: str, size: int = 0, version: str = "") -> BinaryIO:
-    """A buffered stream of the file at a URL, as it was at that version; seekable if the origin says how large it is.
-    """
+    """A buffered stream of the file at a URL, at that version; seekable if the origin says how large it is."""
     if url.startswith("hf://"):
         from forebay.prepare.read.hub_files import open_hub_file
 
@@ -73,7 +72,7 @@ def open_url(url: str, size: int = 0, version: str = "") -> BinaryIO:
 
 
 def _retried(url: str, attempt: Callable[[], _T], version: str = "") -> _T:
-    """What `attempt` gives; asked again where it raises PassingError."""
+    """What `attempt` gives; asked again where it raises PassingError, then Changed or PrepareError."""
     tries = _TRIES if url.startswith("http") else _BUCKET_TRIES
     for tried in range(1, tries + 1):
         try:

@@ -63,13 +63,8 @@ def find_sources(
     """The files behind the inputs: as given, directories in sorted order. Each is a source, or left out for a reason.
 
     A file in a directory that no reader knows (an image, a program) is left out; one that the user names is an error.
-
-    Args:
-        inputs: Paths of files and directories; URLs of http, https, s3, gs, az (also prefixes) and hf.
-        options: A `format` other than `auto` is that of all inputs.
-        workers: Threads that look at files.
-        leave_out: Files below are no input: a dataset may be written inside the directory that it is made of.
-        follow_links: As of `list_files`.
+    Inputs are paths, and URLs of http, https, s3, gs, az (also prefixes) and hf; `workers` threads look at files.
+    Files below `leave_out` are no input: a dataset may be written inside the directory that it is made of.
     """
     if options.format != "auto" and options.format not in FORMATS:
         names = ", ".join(FORMATS)

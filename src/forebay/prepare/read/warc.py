@@ -190,7 +190,6 @@ class _Archive:
         self._told = False
 
     def records(self) -> Iterator[RawRecord]:
-        """See `read_raw`."""
         while self._need(1) or self._break is not None:
             while self._need(1) and self._data[self._at] in _BLANK:
                 self._at += 1

@@ -313,10 +313,7 @@ def _raw_text(name: str, text: str) -> str:
 def to_text(source: str, dropped_prefixes: frozenset[str] = FILES_AND_CATEGORIES) -> str:
     """The plain text of a page's wikitext: paragraphs, headings and list items, a line each.
 
-    Args:
-        source: Wikitext.
-        dropped_prefixes: In lower case; links to pages with these before the colon are left out.
-
+    Links to pages with `dropped_prefixes` (in lower case) before the colon are left out.
     Cost: linear in `len(source)` for any input; about 17 MB a CPU second on articles.
     """
     text = _Scan(source, dropped_prefixes).text()

@@ -156,13 +156,10 @@ class ByteCoder:
     name = "bytes"
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """As `Coder` says."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
 class LibraryCoder:
-    """The tokenizers library."""
-
     name = "tokenizers"
 
     def __init__(self, data: bytes) -> None:
@@ -190,7 +187,6 @@ class TiktokenCoder:
         )
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """As `Coder` says."""
         return [self._one(text) for text in texts]
 
     def _one(self, text: str) -> NDArray[Any]:
@@ -216,7 +212,6 @@ class FastCoder:
         self._base_bytes = _resident_bytes()
 
     def agrees(self, texts: Sequence[str]) -> bool:
-        """Whether it gives the reference's ids."""
         ours = [self._engine.encode(text) for text in texts]
         return all(np.array_equal(a, b) for a, b in zip(ours, self._reference.encode(texts)))
 
@@ -285,7 +280,6 @@ class Cutting:
         self.coder, self.name, self.cut = coder, coder.name, cut
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """As `Coder` says."""
         if all(len(text) <= LONG_CHARS for text in texts):
             return self.coder.encode(texts)
         return [np.concatenate([self.coder.encode([piece])[0] for piece in cut_long(text, self.cut)]) for text in texts]

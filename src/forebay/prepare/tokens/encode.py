@@ -115,18 +115,15 @@ class Encoded:
 
     @property
     def documents_out(self) -> int:
-        """Documents in all subsets."""
         return sum(part.documents for part in self.subsets.values())
 
     @property
     def tokens(self) -> int:
-        """Tokens in all subsets."""
         return sum(part.tokens for part in self.subsets.values())
 
 
 def encode(task: EncodeTask, scale: int = 0) -> Encoded:
-    """Run the task, or take up its result if it is done. Memory is about 40 times the batch: 4 MiB, a quarter a scale.
-    """
+    """Run the task, or take up its result if it is done. Memory is about 40 batches of 4 MiB, a quarter a scale."""
     done = finished(task)
     if done is not None:
         return done

@@ -76,9 +76,7 @@ def split_turns(text: str) -> list[tuple[bool, str]]:
 class Conversations(Settings):
     """Encodes marked texts; what `EncodeTask.rendering` takes.
 
-    Args:
-        max_tokens: L: no conversation is longer.
-        too_long: `cut` at the end (counted as `truncated`), or `drop` (dropped as `too_long`).
+    One of more than `max_tokens` tokens is `cut` at its end (counted as `truncated`), or `drop`ped as `too_long`.
     """
 
     max_tokens: Annotated[int, Field(ge=2)]

@@ -72,7 +72,6 @@ class TokenPart:
 
     @property
     def itemsize(self) -> int:
-        """Bytes a token."""
         return TOKEN_DTYPES[self.dtype].itemsize
 
 

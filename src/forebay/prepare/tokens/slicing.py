@@ -70,11 +70,10 @@ class SlicePlan:
 def plan_slices(
     parts: Sequence[TokenPart], folder: Path | str, *, slice_bytes: int = 64 << 20, slice_tokens: int = 0
 ) -> SlicePlan:
-    """Cut the parts, as one stream, into slices; written to `folder`, or taken up if it is there.
+    """Cut the parts, as one stream, into slices; the plan is written to `folder`, or taken up if it is there.
 
-    Args:
-        slice_bytes: Each slice but the last is as large as fits in this: header, tokens, 8 bytes a document end.
-        slice_tokens: If given, each slice but the last has so many tokens instead.
+    Each slice but the last has `slice_tokens`, or is as large as fits in `slice_bytes`: header, tokens, 8 bytes a
+    document end.
     """
     if slice_bytes < MIN_SLICE_BYTES or slice_tokens < 0:
         raise UsageError(f"slice size: expected at least {MIN_SLICE_BYTES} bytes or 1 token, got {slice_bytes}.")
@@ -83,7 +82,7 @@ def plan_slices(
     def cut(ends: Ends, start: int) -> tuple[int, int]:
         if slice_tokens:
             stop = min(ends.total, start + slice_tokens)
-            return stop, ends.first + ends.count_until(stop)
+            return stop, ends.first + int(np.searchsorted(ends.until(stop, 1 << 62), stop, "right"))
         budget = slice_bytes - TOKEN_HEADER_BYTES
         near = ends.until(min(ends.total, start + budget // itemsize), budget // 8 + 1)
         stop, inside = next_cut(near, start, 0, ends.total, itemsize, slice_bytes)
@@ -124,9 +123,7 @@ def _cuts(ends: Ends, cut: Cutter) -> Iterator[bytes]:
 class Ends:
     """The document ends of all parts as one rising sequence, read as they are needed and forgotten when cut off.
 
-    Attributes:
-        first: Index of the first end that is not forgotten.
-        total: Tokens in all parts.
+    `first` is the index of the first end that is not forgotten, `total` the tokens in all parts.
     """
 
     def __init__(self, parts: Sequence[TokenPart]) -> None:
@@ -159,10 +156,6 @@ class Ends:
         if len(blocks) > 1:
             self._near = np.concatenate(blocks)
         return self._near
-
-    def count_until(self, token: int) -> int:
-        """How many ends from `first` on are at most `token`."""
-        return int(np.searchsorted(self.until(token, 1 << 62), token, "right"))
 
     def forget(self, index: int) -> None:
         """Let go of all ends before `index`."""
@@ -210,7 +203,6 @@ class Stretch:
     last_end: int
 
     def read_tokens(self) -> NDArray[Any]:
-        """Its tokens, in the parts' type."""
         found = [
             np.fromfile(part.file("tokens"), TOKEN_DTYPES[part.dtype], count=b - a, offset=a * part.itemsize)
             for part, a, b in ((self.parts[i], a, b) for i, a, b in _overlaps(self.token_starts, self.start, self.stop))

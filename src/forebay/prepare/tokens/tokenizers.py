@@ -59,7 +59,6 @@ class TokenizerFile:
 
     @property
     def sha256(self) -> str:
-        """Hash of the bytes."""
         return hashlib.sha256(self.data).hexdigest()
 
     @property
@@ -156,7 +155,8 @@ def _from_pair(folder: Path, vocab_name: str, merges_name: str) -> bytes:
     try:
         vocab = json.loads((folder / vocab_name).read_bytes())
         lines = (folder / merges_name).read_text("utf-8").split("\n")
-        merges = [_pair(line) for line in lines if line and not line.startswith("#version")]
+        pairs = (line.split(" ") for line in lines if line and not line.startswith("#version"))
+        merges = [(left, right) for left, right in pairs]
         model = models.BPE(vocab=vocab, merges=merges)
     except Exception as error:
         raise PrepareError(f"{where}: expected GPT-2's {vocab_name} and {merges_name}: {error}.") from error
@@ -172,11 +172,6 @@ def _from_pair(folder: Path, vocab_name: str, merges_name: str) -> bytes:
     names = [name for name in (EOS, "<s>", "</s>") if name in vocab]
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     return tokenizer.to_str(pretty=True).encode()
-
-
-def _pair(line: str) -> tuple[str, str]:
-    left, right = line.split(" ")
-    return left, right
 
 
 def _describe(
@@ -293,8 +288,7 @@ def byte_tokenizer() -> Tokenizer:
 def train_tokenizer(texts: Iterator[str], vocab: int) -> TokenizerFile:
     """Byte-level BPE trained on these texts: same texts, same bytes, for any number of threads.
 
-    Args:
-        texts: At most about 64 MiB (see `sample_texts`): memory is about 15 times that.
+    Memory is about 15 times the texts, which are at most about 64 MiB (see `sample_texts`).
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
