@@ -190,7 +190,7 @@ def nothing_left(run: Run, corpus: Corpus, tally: Tally) -> PrepareError:
     write_empty_report(run, corpus, tally)
     stages = []
     for name, count in tally.funnel.items():
-        reasons = sorted(count.dropped.items(), key=lambda item: -item[1])[:3]
+        reasons = count.dropped.most_common(3)
         stages += [f"{name} ({', '.join(f'{reason} {n:,}' for reason, n in reasons)})"] if reasons else []
     if stages:
         why = f"dropped by {'; '.join(stages)}. See {run.out / REPORT_FILE}, and loosen these stages."
@@ -253,7 +253,7 @@ def _count_copies(result: DedupResult, tally: Tally, kept_bytes: int) -> None:
     count = tally.stage("dedup")
     count.documents_in, count.bytes_in = result.documents, last.bytes_out
     count.documents_out, count.bytes_out = result.documents - result.exact - result.near, kept_bytes
-    count.dropped = {reason: n for reason, n in ((EXACT, result.exact), (NEAR, result.near)) if n}
+    count.dropped.update({reason: n for reason, n in ((EXACT, result.exact), (NEAR, result.near)) if n})
     if result.units_cut:
         count.changed["lines or paragraphs cut"] = result.units_cut
     for size, number in result.sizes:

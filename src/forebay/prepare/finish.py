@@ -125,18 +125,15 @@ def _encode(run: Run, corpus: Corpus, used: TokenizerFile) -> list[Encoded]:
 
 
 def _count(tally: Tally, encoded: Sequence[Encoded]) -> None:
-    """The last step of the funnel."""
+    """The last step of the funnel; duplicates are counted, by kind, where they were found."""
     last = next(reversed(tally.funnel.values()))
     count = tally.stage("tokenize")
     count.documents_in, count.bytes_in = last.documents_out, last.bytes_out
     count.documents_out = sum(result.documents_out for result in encoded)
     count.bytes_out = sum(result.text_bytes for result in encoded)
     for result in encoded:
-        for reason, n in result.dropped.items():
-            if reason != "duplicate":  # these are counted, by kind, where they were found
-                count.dropped[reason] = count.dropped.get(reason, 0) + n
-        for kind, n in result.changed.items():
-            count.changed[kind] = count.changed.get(kind, 0) + n
+        count.dropped.update({reason: n for reason, n in result.dropped.items() if reason != "duplicate"})
+        count.changed.update(result.changed)
 
 
 def _slice(run: Run, corpus: Corpus, encoded: Sequence[Encoded], used: TokenizerFile, subset: str) -> Made:

@@ -115,15 +115,12 @@ class _RayEngine(Engine):
         try:
             self._begin()
             self._map_over(run, tasks, on_done, attempts, running)
-        except self._ray.exceptions.RayError as error:
+        except BaseException as error:
             self._stop(running)
-            raise PrepareError(f"engine ray: {type(error).__name__}: {error} Finished work is kept.") from error
-        except Exception:
-            self._stop(running)
-            raise
-        except BaseException:
-            self._stop(running)
-            self.close()
+            if isinstance(error, self._ray.exceptions.RayError):
+                raise PrepareError(f"engine ray: {type(error).__name__}: {error} Finished work is kept.") from error
+            if not isinstance(error, Exception):
+                self.close()
             raise
 
     def _stop(self, running: Iterable[Any]) -> None:

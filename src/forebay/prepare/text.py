@@ -463,7 +463,7 @@ class _Reader:
             self.documents += 1
             count.documents_in += 1
             if record.problem:
-                count.dropped["malformed"] = count.dropped.get("malformed", 0) + 1
+                count.dropped["malformed"] += 1
                 text = record.text[:REJECT_CHARACTERS]
                 found = {"place": record.place, "where": record.where, "reason": record.problem, "text": text}
                 self.reject([found])
@@ -471,7 +471,7 @@ class _Reader:
                     self.failed[str(record.place if len(self._task.piece.sources) > 1 else 0)] = record.problem
                 continue
             if not record.text:
-                count.dropped["empty"] = count.dropped.get("empty", 0) + 1
+                count.dropped["empty"] += 1
                 continue
             held.append(record)
             size += len(record.text)
@@ -489,10 +489,9 @@ class _Reader:
             yield from read(self._task.piece, self._task.read)
             return
         place = -1
-        if self._stop:
-            for record in islice(read(self._task.piece, self._task.read), self._stop):
-                place = record.place
-                yield record
+        for record in islice(read(self._task.piece, self._task.read), self._stop):
+            place = record.place
+            yield record
         yield Record(place + 1, problem=self._why)
 
     def _counted(self, records: list[Record], tally: Tally) -> pa.RecordBatch:
@@ -518,7 +517,7 @@ class _Reader:
         count = tally.stage("read")
         count.documents_out -= batch.num_rows
         count.bytes_out -= int(text_bytes(batch).sum())
-        count.dropped["malformed"] = count.dropped.get("malformed", 0) + batch.num_rows
+        count.dropped["malformed"] += batch.num_rows
         self.reject(_reject(batch, row, how) for row in range(batch.num_rows))
 
     def _sampled(self, place: int) -> bool:

@@ -162,7 +162,7 @@ def _read_lines(piece: Piece, options: ReadOptions) -> Iterator[Record]:
         elif problem:
             yield Record(place, text=_shown(line), problem=problem, where=f"byte {position}", start=position)
         else:
-            yield _whole(place, line, f"byte {position}", start=position)
+            yield whole_record(place, line, f"byte {position}", start=position)
 
 
 def _read_json(piece: Piece, options: ReadOptions) -> Iterator[Record]:
@@ -326,16 +326,17 @@ def _file(place: int, source: Source, options: ReadOptions, html: bool) -> Recor
     if len(data) > limit:
         problem = f"larger than max_document_bytes, {limit}. For one document a line force the format `lines`"
         return Record(place, text=_shown(data), problem=problem, where=source.name)
-    record = _whole(place, data, "", html)
+    record = whole_record(place, data, "", html)
     if not record.problem or options.encoding != "auto":
         return record
     if html:
         return Record(place, text=without_turns(body_text(data, "", True)), html=True)
     encoding = find_encoding(data)
-    return _whole(place, data.decode(encoding, "replace").encode(), "") if encoding else record
+    return whole_record(place, data.decode(encoding, "replace").encode(), "") if encoding else record
 
 
-def _whole(place: int, data: bytes, where: str, html: bool = False, start: int = -1) -> Record:
+def whole_record(place: int, data: bytes, where: str, html: bool = False, start: int = -1) -> Record:
+    """The document that these bytes are; `where` is said of what is no UTF-8."""
     try:
         return Record(place, text=without_turns(data.decode("utf-8-sig")), html=html, start=start)
     except UnicodeDecodeError as error:

@@ -117,10 +117,6 @@ class Encoded:
     def documents_out(self) -> int:
         return sum(part.documents for part in self.subsets.values())
 
-    @property
-    def tokens(self) -> int:
-        return sum(part.tokens for part in self.subsets.values())
-
 
 def encode(task: EncodeTask, scale: int = 0) -> Encoded:
     """Run the task, or take up its result if it is done. Memory is about 40 batches of 4 MiB, a quarter a scale."""

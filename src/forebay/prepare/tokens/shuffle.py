@@ -123,11 +123,11 @@ def shuffle(task: ShuffleTask, scale: int = 0) -> TokenPart:
     if done is not None:
         return done
     parts = [TokenPart(**plain) for plain in json.loads(Path(task.plan).read_bytes())]
-    sources = [piece for part in parts if (piece := _Run.of(part, task.first_key, task.last_key)).documents]
+    sources = [piece for part in parts if len((piece := _Run.of(part, task.first_key, task.last_key)).keys)]
     keys = np.concatenate([np.empty(0, np.uint64), *[source.keys for source in sources]])
     order = np.argsort(keys, kind="stable")  # Parts stand in their order, rows in theirs: ties keep it.
     first = parts[0]
-    tokens = sum(source.tokens for source in sources)
+    tokens = sum(int(source.token_edges[-1] - source.token_edges[0]) for source in sources)
     made = TokenPart(task.folder, task.name, len(keys), tokens, first.dtype, True, first.with_ids)
     _write_sorted(made, sources, keys[order], order, held=scale == 0)
     atomic_write(made.file("json"), json.dumps({**asdict(made), "folder": ""}).encode())
@@ -158,14 +158,6 @@ class _Run:
     keys: NDArray[np.uint64]
     token_edges: NDArray[np.int64]
     id_edges: NDArray[np.int64]
-
-    @property
-    def documents(self) -> int:
-        return len(self.keys)
-
-    @property
-    def tokens(self) -> int:
-        return int(self.token_edges[-1] - self.token_edges[0])
 
     @classmethod
     def of(cls, part: TokenPart, first_key: int, last_key: int, *, is_sorted: bool = True) -> _Run:
@@ -210,7 +202,7 @@ def _write_sorted(
 ) -> None:
     """Write the files of `made`: the documents of all sources, counted through, in this order."""
     atomic_write(made.file("keys"), keys.astype("<u8").tobytes())
-    owner = np.repeat(np.arange(len(sources)), [source.documents for source in sources])[order]
+    owner = np.repeat(np.arange(len(sources)), [len(source.keys) for source in sources])[order]
     for kind, ends_kind in (("tokens", "ends"), ("ids", "id_ends")):
         if kind not in made.kinds:
             continue
