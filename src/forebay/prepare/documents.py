@@ -1,7 +1,7 @@
 """Documents in flight: Arrow record batches, and what a stage says of them.
 
-Hides: nothing; this is the vocabulary that readers, stages and tasks share. A stage is a frozen dataclass whose fields
-are its configuration (the keys of its table in a recipe) and whose `apply` is a pure function of a batch.
+A stage is a frozen dataclass whose fields are its configuration (the keys of its table in a recipe), and whose `apply`
+is a pure function of a batch.
 
 Each batch has at least the columns of `SCHEMA`. A stage may change `text`, and may add columns (`language`,
 `language_score`, `perplexity`) that later stages and the report read. It never adds, removes or moves rows: it marks
@@ -129,7 +129,6 @@ class Stage(Protocol):
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Its verdict on a batch; rows do not influence each other, so that batches may be cut anywhere."""
-        ...
 
 
 def portable(stage: Stage) -> Stage:

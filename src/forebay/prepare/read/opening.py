@@ -43,15 +43,9 @@ class Unreadable(PrepareError):  # noqa: N818 - says what the file is
     """A source of which nothing can be read, whatever is done: the others are read without it."""
 
 
-class Changed(PrepareError):  # noqa: N818 - says what happened to the file
-    """A source is not the one any more that was listed."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"{name}: the input changed while it was read. Start again.")
-        self._name = name
-
-    def __reduce__(self) -> tuple[type[Changed], tuple[str]]:
-        return Changed, (self._name,)
+def changed(name: str) -> PrepareError:
+    """What to raise where a source is not the one any more that was listed."""
+    return PrepareError(f"{name}: the input changed while it was read. Start again.")
 
 
 class Budget:
@@ -197,7 +191,7 @@ def local_version(path: str | Path) -> str:
 
 
 def check_unchanged(source: Source) -> None:
-    """Raise Changed if a local source is another file, or has other bytes, than when it was listed.
+    """Raise PrepareError if a local source is another file, or has other bytes, than when it was listed.
 
     What lies at a URL is compared where it is opened.
     """
@@ -209,7 +203,7 @@ def check_unchanged(source: Source) -> None:
         except OSError:
             return  # Opening it says what is wrong.
         if now != source.version:
-            raise Changed(source.path)
+            raise changed(source.path)
 
 
 def unpack(packed: BinaryIO, compression: str, options: ReadOptions) -> BinaryIO:
@@ -219,12 +213,8 @@ def unpack(packed: BinaryIO, compression: str, options: ReadOptions) -> BinaryIO
 
 def _transcoded(raw: BinaryIO, encoding: str) -> Iterator[bytes]:
     """Text of another encoding as UTF-8; what cannot be decoded becomes U+FFFD."""
-    decoder = codecs.getincrementaldecoder(encoding)("replace")
-    ended = False
-    while not ended:
-        data = raw.read(_PACKED)
-        ended = not data
-        yield decoder.decode(data, ended).encode("utf-8", "replace")
+    for text in codecs.iterdecode(iter(lambda: raw.read(_PACKED), b""), encoding, "replace"):
+        yield text.encode("utf-8", "replace")
 
 
 def _unpacked(packed: Counted, compression: str, options: ReadOptions) -> Iterator[bytes]:

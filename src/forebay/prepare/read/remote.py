@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TypeVar
 from forebay.errors import PrepareError
 from forebay.network.backoff import backoff_s
 from forebay.prepare.read.base import MAX_SOURCE_BYTES
-from forebay.prepare.read.opening import Changed
+from forebay.prepare.read.opening import changed
 from forebay.store.buckets import BucketOrigin
 from forebay.store.origins import ChangedError, PassingError, Patience, RefusedError, check_etag
 from forebay.store.web import WebOrigin
@@ -72,7 +72,7 @@ def open_url(url: str, size: int = 0, version: str = "") -> BinaryIO:
 
 
 def _retried(url: str, attempt: Callable[[], _T], version: str = "") -> _T:
-    """What `attempt` gives; asked again where it raises PassingError, then Changed or PrepareError."""
+    """What `attempt` gives; asked again where it raises PassingError, then PrepareError."""
     tries = _TRIES if url.startswith("http") else _BUCKET_TRIES
     for tried in range(1, tries + 1):
         try:
@@ -85,7 +85,7 @@ def _retried(url: str, attempt: Callable[[], _T], version: str = "") -> _T:
             time.sleep(min(_LONGEST_WAIT_S, backoff_s(tried, _FIRST_WAIT_S, _LONGEST_WAIT_S, error.wait_s)))
         except RefusedError as error:
             if isinstance(error, ChangedError) or error.status == 412 or (error.status == 416 and version):
-                raise Changed(url) from error
+                raise changed(url) from error
             told = "expected a file, got" if error.status else "cannot read input:"
             raise PrepareError(f"{url}: {told} {_reason(error, url)}. Check the URL and the credentials.") from error
     raise AssertionError
@@ -144,7 +144,7 @@ class _Remote(io.RawIOBase):
                     self._size and opened.size not in (0, self._size)
                 ):
                     opened.pieces.close()
-                    raise Changed(self._url)
+                    raise changed(self._url)
                 self._body, self._version = opened.pieces, opened.version
                 self._size = self._size or opened.size
             chunk = bytes(next(self._body, b""))

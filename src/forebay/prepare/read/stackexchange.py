@@ -99,16 +99,6 @@ def _site_of(path: str, options: ReadOptions) -> str:
     return next((match[0] for match in reversed(found) if match), "")
 
 
-def _py7zr() -> Any:
-    try:
-        import py7zr
-    except ImportError as error:
-        raise PrepareError(
-            f"7z archives need py7zr, which is not installed. Run: {install_command('prepare')}."
-        ) from error
-    return py7zr
-
-
 def _members(file: BinaryIO, entries: Sequence[Any]) -> Generator[tuple[str, BinaryIO], None, None]:
     """Each member as a stream, to be read before the next: a thread unpacks them into a pipe, which holds it back."""
     import py7zr.io
@@ -161,7 +151,12 @@ def _members(file: BinaryIO, entries: Sequence[Any]) -> Generator[tuple[str, Bin
 
 def _read_7z(source: Source, options: ReadOptions) -> Iterator[Record | None]:
     """The posts of each `Posts.xml` of an archive."""
-    py7zr = _py7zr()
+    try:
+        import py7zr
+    except ImportError as error:
+        raise PrepareError(
+            f"7z archives need py7zr, which is not installed. Run: {install_command('prepare')}."
+        ) from error
     with open_source(replace(source, compression=""), options) as file:
         try:
             with py7zr.SevenZipFile(file) as archive:

@@ -85,7 +85,6 @@ class Coder(Protocol):
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """The ids of each text, unsigned."""
-        ...
 
 
 def coder_for(spec: CoderSpec) -> Coder:

@@ -168,13 +168,8 @@ def next_cut(
 ) -> tuple[int, int]:
     """Where the slice that begins at token `start` stops: as late as header, tokens and ends fit in `slice_bytes`.
 
-    Args:
-        ends: Integers [D], exclusive ends of documents in the stream, rising.
-        first_end: Index of the first end after `start`.
-        total: Tokens in the whole stream.
-
-    Returns:
-        The stop, and the index after the last document end in (start, stop].
+    And the index after the last document end in (start, stop]. `ends`: integers [D], the exclusive ends of documents
+    in the stream of `total` tokens, rising; `first_end` is the index of the first after `start`.
     """
     budget = slice_bytes - TOKEN_HEADER_BYTES
     low, high = start + 1, min(total, start + budget // itemsize)
