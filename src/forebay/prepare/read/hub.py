@@ -59,8 +59,7 @@ class HubDataset:
         return self._listed[index]
 
     def files(self) -> list[HubFile]:
-        while self.file(len(self._listed)) is not None:
-            pass
+        self._listed += self._more
         return self._listed
 
     def source(self, index: int) -> Source | None:

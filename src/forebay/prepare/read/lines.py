@@ -20,7 +20,7 @@ import orjson
 
 from forebay.formats.detect import find_encoding
 from forebay.prepare.documents import Record, without_turns
-from forebay.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source, spans
+from forebay.prepare.read.base import MAX_PIECES, PIECE_BYTES, Format, Piece, ReadOptions, Source
 from forebay.prepare.read.fields import keys_of, surrogate_in, to_record
 from forebay.prepare.read.http_message import body_text
 from forebay.prepare.read.opening import Damaged, Unreadable, open_source, skip_to
@@ -31,7 +31,11 @@ _STEP = 1 << 20
 
 
 def _cut_bytes(source: Source, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
-    return spans(source, PIECE_BYTES)
+    """A source that may be cut at any byte, in pieces of `PIECE_BYTES`, but at most `MAX_PIECES` of them."""
+    step = max(PIECE_BYTES, -(-source.bytes // MAX_PIECES))
+    for start in range(0, source.bytes, step):
+        stop = min(start + step, source.bytes)
+        yield start, stop, stop - start
 
 
 def _lines(piece: Piece, options: ReadOptions) -> Iterator[tuple[int, bytes, str]]:
@@ -187,7 +191,9 @@ def _values(file: BinaryIO, limit: int) -> Iterator[object]:
     decode, text_of = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8-sig")()
     text, at, started, ended, in_list, failure = "", 0, False, False, False, ""
     while True:
-        at = _end(_BETWEEN, text, at)
+        between = _BETWEEN.match(text, at)
+        assert between is not None  # it may be empty
+        at = between.end()
         if not started and at < len(text):
             started, in_list = True, text[at] == "["
             at += in_list
@@ -214,12 +220,6 @@ def _values(file: BinaryIO, limit: int) -> Iterator[object]:
         data = file.read(max(_STEP, len(text) - at))
         ended = not data
         text, at = text[at:] + text_of.decode(data, ended), 0
-
-
-def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    match = pattern.match(text, at)
-    assert match is not None
-    return match.end()
 
 
 def _read_csv(piece: Piece, options: ReadOptions) -> Iterator[Record]:

@@ -78,10 +78,8 @@ class ChunkStream(io.BufferedReader):
         super().__init__(self._chunks, _BUFFER)
 
     def _checked(self, data: Any, size: int | None) -> Any:
-        if not data and size != 0 and self._chunks.damage is not None:
-            damage = (
-                self._chunks.damage
-            )  # Another each time: pyarrow's readers, in its traceback, would hold it for ever.
+        if not data and size != 0 and (damage := self._chunks.damage) is not None:
+            # Another each time: pyarrow's readers, in its traceback, would hold it for ever.
             raise type(damage)(*damage.args)
         return data
 
