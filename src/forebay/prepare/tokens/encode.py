@@ -191,7 +191,12 @@ def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: p
         sides = sides[keep]
     result.text_bytes += int(pc.sum(pc.binary_length(texts)).as_py() or 0)
     if task.rendering is None and len(texts) == 1 and pc.binary_length(texts)[0].as_py() > LONG_CHARS:
-        _encode_long(task, outputs, task.subsets.names[int(sides[0])], batch, texts, rows)
+        # One giant document, a stretch at a time: its tokens alone may be half a gigabyte.
+        subset = task.subsets.names[int(sides[0])]
+        for tokens in encode_long(task.spec, texts[0].as_py()):
+            outputs.write(subset, tokens, np.empty(0, np.int64), rows[:0], [])
+        ids = _id_lines(task, batch, np.zeros(1, np.intp)) if task.with_ids else []
+        outputs.write(subset, tokens[:0], np.zeros(1, np.int64), rows, ids)
         return
     if task.rendering is not None:
         tokens, lengths, counts = task.rendering.encode(task.spec, texts)
@@ -207,21 +212,6 @@ def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: p
             mine = tokens if len(task.subsets.names) == 1 else tokens[np.repeat(sides == side, lengths)]
             ids = _id_lines(task, batch, chosen) if task.with_ids else []
             outputs.write(name, mine, lengths[chosen], rows[chosen], ids)
-
-
-def _encode_long(
-    task: EncodeTask,
-    outputs: _Outputs,
-    subset: str,
-    batch: pa.RecordBatch,
-    texts: pa.LargeStringArray,
-    rows: NDArray[np.int64],
-) -> None:
-    """One giant document, a stretch at a time: its tokens alone may be half a gigabyte."""
-    for tokens in encode_long(task.spec, texts[0].as_py()):
-        outputs.write(subset, tokens, np.empty(0, np.int64), rows[:0], [])
-    ids = _id_lines(task, batch, np.zeros(1, np.intp)) if task.with_ids else []
-    outputs.write(subset, tokens[:0], np.zeros(1, np.int64), rows, ids)
 
 
 def _id_lines(task: EncodeTask, batch: pa.RecordBatch, chosen: NDArray[np.intp]) -> list[bytes]:

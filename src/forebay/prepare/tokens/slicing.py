@@ -77,7 +77,10 @@ def plan_slices(
     """
     if slice_bytes < MIN_SLICE_BYTES or slice_tokens < 0:
         raise UsageError(f"slice size: expected at least {MIN_SLICE_BYTES} bytes or 1 token, got {slice_bytes}.")
-    itemsize = _one_type(parts).itemsize
+    kinds = {part.dtype for part in parts} or {"U16"}
+    if len(kinds) > 1:
+        raise UsageError(f"slices: expected parts of one type of token, got {sorted(kinds)}.")
+    itemsize = TOKEN_DTYPES[kinds.pop()].itemsize
 
     def cut(ends: Ends, start: int) -> tuple[int, int]:
         if slice_tokens:
@@ -89,13 +92,6 @@ def plan_slices(
         return stop, ends.first + inside
 
     return write_plan(parts, folder, ["tokens", slice_tokens or 0, 0 if slice_tokens else slice_bytes], cut)
-
-
-def _one_type(parts: Sequence[TokenPart]) -> np.dtype[Any]:
-    kinds = {part.dtype for part in parts}
-    if len(kinds) > 1:
-        raise UsageError(f"slices: expected parts of one type of token, got {sorted(kinds)}.")
-    return TOKEN_DTYPES[kinds.pop() if kinds else "U16"]
 
 
 def write_plan(parts: Sequence[TokenPart], folder: Path | str, facts: list[Any], cut: Cutter) -> SlicePlan:
