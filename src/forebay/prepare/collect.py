@@ -62,7 +62,6 @@ class Corpus:
 
     @property
     def documents_in(self) -> int:
-        """How many were read."""
         return sum(text.documents_in for text in self.texts)
 
     @property
@@ -191,7 +190,7 @@ def nothing_left(run: Run, corpus: Corpus, tally: Tally) -> PrepareError:
     write_empty_report(run, corpus, tally)
     stages = []
     for name, count in tally.funnel.items():
-        reasons = sorted(count.dropped.items(), key=lambda item: -item[1])[:3]
+        reasons = count.dropped.most_common(3)
         stages += [f"{name} ({', '.join(f'{reason} {n:,}' for reason, n in reasons)})"] if reasons else []
     if stages:
         why = f"dropped by {'; '.join(stages)}. See {run.out / REPORT_FILE}, and loosen these stages."
@@ -235,8 +234,7 @@ def collect(run: Run, corpus: Corpus, tally: Tally) -> None:
 def write_ids(run: Run, corpus: Corpus, left_out: Sequence[Path]) -> None:
     """Write the kept ids, in the order of the input.
 
-    Args:
-        left_out: For each part a file of u32: rows that deduplication kept, but that came to nothing later.
+    `left_out`: for each part a file of u32, the rows that deduplication kept, but that came to nothing later.
     """
     if run.keep_ids is None:
         return
@@ -255,7 +253,7 @@ def _count_copies(result: DedupResult, tally: Tally, kept_bytes: int) -> None:
     count = tally.stage("dedup")
     count.documents_in, count.bytes_in = result.documents, last.bytes_out
     count.documents_out, count.bytes_out = result.documents - result.exact - result.near, kept_bytes
-    count.dropped = {reason: n for reason, n in ((EXACT, result.exact), (NEAR, result.near)) if n}
+    count.dropped.update({reason: n for reason, n in ((EXACT, result.exact), (NEAR, result.near)) if n})
     if result.units_cut:
         count.changed["lines or paragraphs cut"] = result.units_cut
     for size, number in result.sizes:

@@ -1,7 +1,7 @@
 """Documents in flight: Arrow record batches, and what a stage says of them.
 
-Hides: nothing; this is the vocabulary that readers, stages and tasks share. A stage is a frozen dataclass whose fields
-are its configuration (the keys of its table in a recipe) and whose `apply` is a pure function of a batch.
+A stage is a frozen dataclass whose fields are its configuration (the keys of its table in a recipe), and whose `apply`
+is a pure function of a batch.
 
 Each batch has at least the columns of `SCHEMA`. A stage may change `text`, and may add columns (`language`,
 `language_score`, `perplexity`) that later stages and the report read. It never adds, removes or moves rows: it marks
@@ -129,7 +129,6 @@ class Stage(Protocol):
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
         """Its verdict on a batch; rows do not influence each other, so that batches may be cut anywhere."""
-        ...
 
 
 def portable(stage: Stage) -> Stage:
@@ -179,14 +178,7 @@ def batched(items: Iterable[T], weigh: Callable[[T], int], most: int, most_items
 
 
 def part_batches(path: str, columns: Iterable[str] = ()) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The batches of documents that a task wrote, each with the row at which it begins.
-
-    Args:
-        columns: Read only those of these that are there; all columns if empty.
-
-    Raises:
-        PrepareError: If they cannot be read.
-    """
+    """The batches that a task wrote (all columns, or of these those that are there), each with the row of its first."""
     try:
         with pa.OSFile(path, "rb") as source:
             reader = pa.ipc.open_file(source)

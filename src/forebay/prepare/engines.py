@@ -39,8 +39,7 @@ Trouble = Callable[[str], None]
 class Engine(ABC):
     """Maps functions over tasks; a context manager, whose end closes it.
 
-    Args:
-        on_trouble: Told of each death of a worker, and what is done about it.
+    `on_trouble` is told of each death of a worker, and what is done about it.
     """
 
     def __init__(self, on_trouble: Trouble | None) -> None:
@@ -57,14 +56,8 @@ class Engine(ABC):
 
         `scale` is 0, or 1 to `MAX_SCALE` for a task whose worker died or ran out of memory: then nothing else runs
         beside it. An error that `run` raises ends the map and is raised here, with its type; `on_done` may raise too.
-
-        Args:
-            run: A function that a new process can import.
-            tasks: Picklable. What a task is called in messages is its `label` or `name`, if it has one.
-            weights: What each task costs, in any unit: the heaviest go first, so that none is left over at the end.
-
-        Raises:
-            PrepareError: If a task's worker dies at every scale.
+        `run` can be imported by a new process, tasks can be pickled, and are called in messages what their `label` or
+        `name` says. The heaviest go first (`weights`, in any unit), so that none is left over at the end.
         """
         self._map(run, tasks, on_done, Attempts(tasks, weights, self._on_trouble))
 
@@ -88,13 +81,6 @@ def local_engine(workers: int, *, on_trouble: Trouble | None = None) -> Engine:
 
     With one worker, or for one task before any process was started, all runs in this process (where libraries may use
     all their threads).
-
-    Args:
-        workers: How many tasks run at once.
-        on_trouble: Told of each death of a worker, and what is done about it.
-
-    Raises:
-        UsageError: If `workers` is less than 1.
     """
     if workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
@@ -140,11 +126,7 @@ class Attempts:
             self._queue.appendleft(index)
 
     def died(self, index: int, scale: int, how: str) -> None:
-        """Note that an attempt took its worker with it.
-
-        Raises:
-            PrepareError: If there is no smaller scale to try.
-        """
+        """Note that an attempt took its worker with it; PrepareError if there is no smaller scale to try."""
         name = f"task {index} ({label(self._tasks[index])})"
         if scale >= MAX_SCALE:
             raise PrepareError(
@@ -153,13 +135,6 @@ class Attempts:
             )
         self._on_trouble(f"{name} {how}: retried alone with smaller batches (scale {scale + 1} of {MAX_SCALE})")
         self._again.append((index, scale + 1))
-
-
-def _run_here(run: Callable[[T, int], R], task: T, scale: int) -> tuple[str, R | None]:
-    try:
-        return "", run(task, scale)
-    except MemoryError as error:
-        return f"ran out of memory ({error})" if str(error) else "ran out of memory", None
 
 
 class _Worker:
@@ -217,9 +192,10 @@ class _LocalEngine(Engine):
         # A process that is warm has loaded what the task needs.
         if min(self._num_workers, len(tasks)) <= 1 and not self._workers:
             while (pair := attempts.next(0)) is not None:
-                trouble, result = _run_here(run, tasks[pair[0]], pair[1])
-                if trouble:
-                    attempts.died(*pair, trouble)
+                try:
+                    result = run(tasks[pair[0]], pair[1])
+                except MemoryError as error:
+                    attempts.died(*pair, f"ran out of memory ({error})" if str(error) else "ran out of memory")
                 else:
                     on_done(pair[0], result)
             return
@@ -247,11 +223,8 @@ class _LocalEngine(Engine):
 
     def _heard(self) -> list[_Worker]:
         """Wait for some worker that sent something or died."""
-        ways: dict[Any, _Worker] = {}
-        for worker in self._workers:
-            ways[worker.pipe] = ways[worker.process.sentinel] = worker
-        heard = {id(worker): worker for worker in (ways[way] for way in connection.wait(list(ways)))}
-        return list(heard.values())
+        ways: dict[Any, _Worker] = {way: w for w in self._workers for way in (w.pipe, w.process.sentinel)}
+        return list(dict.fromkeys(ways[way] for way in connection.wait(list(ways))))
 
     def _hear(self, worker: _Worker, on_done: Callable[[int, Any], None], attempts: Attempts) -> None:
         outcome = worker.receive()

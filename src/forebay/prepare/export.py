@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -50,12 +49,10 @@ class ExportTask:
 
     @property
     def label(self) -> str:
-        """What a person calls it."""
         return f"text of {self.piece.sources[0].path}"
 
     @property
     def file(self) -> str:
-        """Within the output."""
         return f"text/{self.index:06d}.parquet"
 
 
@@ -106,7 +103,11 @@ def finish_text(run: Run, corpus: Corpus, tally: Tally, lineage: dict[str, Any])
     """Write the text of all that is kept, the report, and `text.json` last."""
     collect(run, corpus, tally)
     (run.out / "text").mkdir(exist_ok=True)
-    tasks = list(_tasks(run, corpus))
+    tasks = []
+    for index, (text, base) in enumerate(zip(corpus.texts, corpus.bases)):
+        drop, cut, _ = corpus.marks(index, run.recipe.dedup)
+        arrow = f"{corpus.folder}/{text.name}.arrow"
+        tasks.append(ExportTask(arrow, text.documents_out, corpus.pieces[index], base, drop, cut, str(run.out), index))
     note = run.counted("text out", len(tasks), " files")
     files = [result for result in run.map(export, tasks, note=note) if result.documents]
     write_ids(run, corpus, [left_out_file(task) for task in tasks])
@@ -118,7 +119,7 @@ def finish_text(run: Run, corpus: Corpus, tally: Tally, lineage: dict[str, Any])
     if before != documents_out:
         count = tally.stage("text")
         count.documents_in, count.documents_out = before, documents_out
-        count.dropped = {"empty": before - documents_out}
+        count.dropped["empty"] = before - documents_out
     counts: dict[str, Any] = {
         "documents_in": corpus.documents_in,
         "documents_out": documents_out,
@@ -134,10 +135,3 @@ def finish_text(run: Run, corpus: Corpus, tally: Tally, lineage: dict[str, Any])
     whole = json.dumps(facts, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
     commit = partial(atomic_write, run.out / TEXT_FILE, whole)
     return conclude(run, corpus, tally, hashlib.sha256(whole).hexdigest(), counts, {}, commit)
-
-
-def _tasks(run: Run, corpus: Corpus) -> Iterator[ExportTask]:
-    for index, (text, base) in enumerate(zip(corpus.texts, corpus.bases)):
-        drop, cut, _ = corpus.marks(index, run.recipe.dedup)
-        arrow = f"{corpus.folder}/{text.name}.arrow"
-        yield ExportTask(arrow, text.documents_out, corpus.pieces[index], base, drop, cut, str(run.out), index)

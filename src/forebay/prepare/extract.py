@@ -109,11 +109,7 @@ class Extract(Stage):
 def extract_html(html: str) -> str:
     """The main text of a page: paragraphs, headings and list items, a line each; "" if there is none.
 
-    Cost: about 20 MB of HTML a CPU second, linear in its length.
-
-    Raises:
-        HtmlError: If a tag has more than 1,000 attributes, `<body>` or `<html>` stand there more than 1,000 times, or
-            lists are nested so deep that the text would be many times as long as the page.
+    Raises HtmlError for a page that would cost too much. Cost: about 20 MB of HTML a CPU second, linear in its length.
     """
     page = _parsed(html)
     text = _plain(html, page, _SKIPPED)
@@ -126,11 +122,7 @@ def extract_html(html: str) -> str:
 
 
 def all_text(html: str) -> str:
-    """The text of a fragment or page with all that a browser shows of it.
-
-    Raises:
-        HtmlError: As `extract_html`.
-    """
+    """The text of a fragment or page with all that a browser shows of it."""
     return _plain(html, _parsed(html), None)
 
 

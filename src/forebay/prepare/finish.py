@@ -125,18 +125,15 @@ def _encode(run: Run, corpus: Corpus, used: TokenizerFile) -> list[Encoded]:
 
 
 def _count(tally: Tally, encoded: Sequence[Encoded]) -> None:
-    """The last step of the funnel."""
+    """The last step of the funnel; duplicates are counted, by kind, where they were found."""
     last = next(reversed(tally.funnel.values()))
     count = tally.stage("tokenize")
     count.documents_in, count.bytes_in = last.documents_out, last.bytes_out
     count.documents_out = sum(result.documents_out for result in encoded)
     count.bytes_out = sum(result.text_bytes for result in encoded)
     for result in encoded:
-        for reason, n in result.dropped.items():
-            if reason != "duplicate":  # these are counted, by kind, where they were found
-                count.dropped[reason] = count.dropped.get(reason, 0) + n
-        for kind, n in result.changed.items():
-            count.changed[kind] = count.changed.get(kind, 0) + n
+        count.dropped.update({reason: n for reason, n in result.dropped.items() if reason != "duplicate"})
+        count.changed.update(result.changed)
 
 
 def _slice(run: Run, corpus: Corpus, encoded: Sequence[Encoded], used: TokenizerFile, subset: str) -> Made:
@@ -145,7 +142,8 @@ def _slice(run: Run, corpus: Corpus, encoded: Sequence[Encoded], used: Tokenizer
     parts = [result.subsets[subset] for result in encoded if subset in result.subsets]
     documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
     if run.recipe.slice.shuffle:
-        parts = _shuffle(run, parts)
+        tasks = plan_shuffle(parts, run.tasks)
+        parts = run.map(shuffle, tasks, finished_shuffle, run.counted("shuffle", len(tasks), " buckets"))
     plans = run.work / "plans"
     plans.mkdir(exist_ok=True)
     size = run.recipe.slice
@@ -161,11 +159,6 @@ def _slice(run: Run, corpus: Corpus, encoded: Sequence[Encoded], used: Tokenizer
     _forget_other_slices(folder, len(infos))
     files = {DOCUMENTS_FILE: write_documents(folder / DOCUMENTS_FILE, corpus, parts)} if run.document_ids else {}
     return Made(subset, folder, documents, tokens, SliceTable.from_rows(infos), files)
-
-
-def _shuffle(run: Run, parts: Sequence[TokenPart]) -> list[TokenPart]:
-    tasks = plan_shuffle(parts, run.tasks)
-    return run.map(shuffle, tasks, finished_shuffle, run.counted("shuffle", len(tasks), " buckets"))
 
 
 def _manifest(run: Run, made: Made, used: TokenizerFile, lineage: dict[str, Any]) -> Manifest:

@@ -126,12 +126,7 @@ class Worker:
         theirs.close()
 
     def call(self, run: Run, task: Any, data: Buffer, limits: tuple[float, int]) -> tuple[Any, bytes] | str:
-        """What `run(task, data)` returns; or how the process ended over it.
-
-        Raises:
-            MemoryError: If both processes ended.
-            Exception: What `run` raises.
-        """
+        """What `run(task, data)` returns or raises; or how the process ended over it. MemoryError if both ended."""
         seconds, memory_bytes = limits
         self._note[_PID_BYTES:] = bytes(_NOTE_BYTES - _PID_BYTES)
         try:
@@ -144,18 +139,18 @@ class Worker:
                 before = before or taken
                 if taken - before > memory_bytes:
                     self._replace()
-                    return f"{self._doing()}needed more than {memory_bytes >> 20} MiB of memory"
+                    return f"{_said(self._note)}needed more than {memory_bytes >> 20} MiB of memory"
             answer = self._pipe.recv_bytes()
             if answer.startswith(_ENDED):
                 code = int(answer.removeprefix(_ENDED))
                 if code == -signal.SIGPROF:
-                    return f"{self._doing()}took more than {seconds:.3g} s of CPU time"
-                return self._doing() + _ended(code)
+                    return f"{_said(self._note)}took more than {seconds:.3g} s of CPU time"
+                return _said(self._note) + _ended(code)
             outcome: Any = pickle.loads(answer)
             out = bytes(_receive(self._pipe, self._shared)) if outcome[0] == "done" else b""
             if outcome[0] == "memory":
                 self._replace()
-                return f"{self._doing()}ran out of memory"
+                return f"{_said(self._note)}ran out of memory"
         except (EOFError, OSError) as error:
             close()
             raise MemoryError("the processes of the stages ended") from error
@@ -163,9 +158,6 @@ class Worker:
 
     def _serving(self) -> int:
         return int.from_bytes(self._note[:_PID_BYTES], "little")
-
-    def _doing(self) -> str:
-        return _said(self._note)
 
     def _replace(self) -> None:
         """Have another process serve."""

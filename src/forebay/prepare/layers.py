@@ -33,11 +33,7 @@ class Layer:
 
 
 def parse_layer(data: bytes, file: str) -> Layer:
-    """The settings in a TOML file.
-
-    Raises:
-        UsageError: If it is none, with the line.
-    """
+    """The settings in a TOML file."""
     text = decode(data, file)
     return Layer(file, parse_toml(text, file), dict(key_lines(text)))
 

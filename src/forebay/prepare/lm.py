@@ -107,15 +107,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LmSummary:
-    """What was trained.
+    """What was trained: `lines` and `words` (without the ends of lines) were read, `ngrams` written, by order.
 
-    Args:
-        order: The longest n-grams.
-        lines, words: Read, not counting the ends of lines.
-        vocabulary: Words that the model knows, without `<unk>`, `<s>` and `</s>`.
-        unknown_share: Of the words read, those that became `<unk>`.
-        ngrams: Written, by order.
-        discounts: Of counts 1, 2 and 3 or more, by order.
+    `vocabulary`: words that the model knows, without `<unk>`, `<s>` and `</s>`; `unknown_share`: of the words read,
+    those that became `<unk>`; `discounts`: of counts 1, 2 and 3 or more, by order.
     """
 
     order: int
@@ -144,10 +139,6 @@ def train_lm(
         order: 1 to 8, or fewer if no line has so many words; KenLM as it is usually built reads 2 to 6.
         vocab_limit: The most frequent words are known, up to this; the others are `<unk>`. At most 2 000 000.
         chunk: Words held in memory at once.
-
-    Raises:
-        UsageError: If an argument is out of range.
-        PrepareError: If there is no word in the texts.
     """
     for name, value, most in (("order", order, 8), ("vocab_limit", vocab_limit, 2_000_000)):
         if not 1 <= value <= most:
@@ -192,18 +183,11 @@ class _Level:
     backoff: Floats
 
 
-def _unigrams(words: int) -> _Level:
-    at_start = np.arange(words) == START
-    empty = np.zeros(0, np.int64)
-    counts = np.full(words, 1 << 62, np.int64)
-    return _Level(
-        1, np.arange(words), counts, empty, at_start, np.zeros(words, np.int64), np.zeros(words), np.ones(words)
-    )
-
-
 def _levels(work: Path, order: int, words: int, chunk: int) -> list[_Level]:
     """The n-grams of all orders, up to the longest that the text has."""
-    levels = [_unigrams(words)]
+    numbers, counts = np.arange(words), np.full(words, 1 << 62, np.int64)
+    none, adjusted = np.zeros(0, np.int64), np.zeros(words, np.int64)
+    levels = [_Level(1, numbers, counts, none, numbers == START, adjusted, np.zeros(words), np.ones(words))]
     for n in range(2, order + 1):
         level = _count(work, n, levels[-1], n < order, chunk)
         if level is None:  # the last order counts in another way: again, with the one before as the last

@@ -301,11 +301,7 @@ def _with_settings(recipe: Recipe, out: Path, settings: dict[str, Any]) -> Recip
 
 
 def _for_output(recipe: Recipe, to: str) -> Recipe:
-    """The recipe with a tokenizer, which text does not need.
-
-    Raises:
-        UsageError: If there is none, or no such output.
-    """
+    """The recipe with a tokenizer, which text does not need; UsageError if it has none."""
     if to not in ("dataset", "text"):
         raise UsageError(f"to: expected dataset or text, got {to!r}.")
     if to == "text":

@@ -47,7 +47,6 @@ class Plan:
         return int(sum(size for _, size in self.inputs.values()) * self.sample)
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
         return {
             "inputs": {name: {"files": files, "bytes": size} for name, (files, size) in self.inputs.items()},
             "skipped": count_reasons(self.skipped),
@@ -58,7 +57,6 @@ class Plan:
         }
 
     def to_text(self) -> str:
-        """For people."""
         recipe = self.recipe
         lines = ["read"]
         for name, (files, size) in sorted(self.inputs.items()):
@@ -87,11 +85,7 @@ class Plan:
 def plan(
     inputs: Sequence[str | Path], recipe: Recipe, *, workers: int | None = None, follow_links: bool = False
 ) -> Plan:
-    """What `prepare` would run, on how much.
-
-    Raises:
-        PrepareError: If an input is missing.
-    """
+    """What `prepare` would run, on how much."""
     found = find_sources(inputs or recipe.inputs, recipe.read, follow_links=follow_links)
     pieces, _ = sampled(cut(found.sources, recipe.read), recipe.sample)
     by_format: dict[str, tuple[int, int]] = {}

@@ -41,13 +41,9 @@ def ray_engine(
     Args:
         address: `auto`, `host:6379` or `ray://host:10001`; None starts a cluster of this machine alone, ended with
             the engine. A Ray that the caller has initialised is used as it is, and left running.
-        workers: How many tasks run at once; None for as many as the cluster has CPUs.
+        workers: None for as many as the cluster has CPUs.
         shared: A folder that every node must see under the same path: each is asked to read and write in it first.
             Not needed on this machine alone.
-        on_trouble: Told of each death of a worker or node, and what is done about it.
-
-    Raises:
-        UsageError: If Ray is not installed, or `workers` is less than 1.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
@@ -118,15 +114,12 @@ class _RayEngine(Engine):
         try:
             self._begin()
             self._map_over(run, tasks, on_done, attempts, running)
-        except self._ray.exceptions.RayError as error:
+        except BaseException as error:
             self._stop(running)
-            raise PrepareError(f"engine ray: {type(error).__name__}: {error} Finished work is kept.") from error
-        except Exception:
-            self._stop(running)
-            raise
-        except BaseException:
-            self._stop(running)
-            self.close()
+            if isinstance(error, self._ray.exceptions.RayError):
+                raise PrepareError(f"engine ray: {type(error).__name__}: {error} Finished work is kept.") from error
+            if not isinstance(error, Exception):
+                self.close()
             raise
 
     def _stop(self, running: Iterable[Any]) -> None:
@@ -152,7 +145,8 @@ class _RayEngine(Engine):
         while True:
             if time.monotonic() - asked_at >= _CPUS_S:
                 # A task waits at each CPU, so that none has to wait for us.
-                limit, asked_at = self._workers or 2 * self._cpus(), time.monotonic()
+                cpus = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+                limit, asked_at = self._workers or 2 * cpus, time.monotonic()
             while len(running) < limit and (pair := attempts.next(len(running))) is not None:
                 task = pickle.dumps(tasks[pair[0]], pickle.HIGHEST_PROTOCOL)
                 running[self._remote.remote(function, task, pair[1])] = pair
@@ -183,9 +177,6 @@ class _RayEngine(Engine):
         except (errors.NodeDiedError, errors.ObjectLostError, errors.LocalRayletDiedError) as error:
             return None, f"lost its node ({type(error).__name__})", True
         return (None, "ran out of memory", False) if outcome[0] == "memory" else (outcome, "", False)
-
-    def _cpus(self) -> int:
-        return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
     def _begin(self) -> None:
         """Find or start the cluster, once."""
@@ -219,11 +210,7 @@ class _RayEngine(Engine):
         return quiet | {"address": self._address, "runtime_env": {"py_modules": [package]}}
 
     def _probe(self, folder: Path) -> None:
-        """Check that every node that takes tasks reads and writes the same folder as we do.
-
-        Raises:
-            PrepareError: If one does not.
-        """
+        """Check that every node that takes tasks reads and writes the same folder as we do."""
         token = os.urandom(8).hex()
         name = f".probe-{token}"
         folder.mkdir(parents=True, exist_ok=True)

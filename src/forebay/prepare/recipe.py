@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
@@ -107,7 +107,6 @@ class Rows(Settings):
     packed: bool = False
 
     def conversations(self) -> Conversations:
-        """What encodes them."""
         return Conversations(self.max_tokens, TEMPLATES[self.template], self.too_long)
 
 
@@ -173,13 +172,12 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+_SHIPPED = resources.files("forebay.prepare") / "recipes"
+
+
 def recipe_names() -> list[str]:
     """The recipes that come with the package."""
-    return sorted(f.name.removesuffix(".toml") for f in _shipped().iterdir() if f.name.endswith(".toml"))
-
-
-def _shipped() -> Any:
-    return resources.files("forebay.prepare") / "recipes"
+    return sorted(f.name.removesuffix(".toml") for f in _SHIPPED.iterdir() if f.name.endswith(".toml"))
 
 
 def load_recipe(
@@ -206,7 +204,7 @@ def load_recipe(
             raise UsageError(
                 f"recipe {name!r}: expected one of {', '.join(recipe_names())}; a file goes with --config."
             )
-        layers.append(parse_layer(_shipped().joinpath(f"{name}.toml").read_bytes(), f"{name}.toml"))
+        layers.append(parse_layer(_SHIPPED.joinpath(f"{name}.toml").read_bytes(), f"{name}.toml"))
     if config is not None:
         try:
             data = Path(config).read_bytes()
@@ -314,8 +312,7 @@ def _stage(name: str, table: Any, path: Keys) -> Stage:
         raise _Problem((*path, "use"), f"cannot import {target!r}: {type(error).__name__}: {error}") from error
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise _Problem((*path, "use"), f"expected the class of a stage, a dataclass, got {target!r}")
-    stage: Stage = _build(cls, {key: value for key, value in table.items() if key != "use"}, path)
-    return stage
+    return cast(Stage, _build(cls, {key: value for key, value in table.items() if key != "use"}, path))
 
 
 def _choices(kind: Any) -> Sequence[Any]:
@@ -361,11 +358,7 @@ def _number(kind: Any, value: str, path: Keys) -> Any:
 
 
 def describe(name: str) -> str:
-    """What a table of a recipe does, and its keys with their defaults, for people.
-
-    Raises:
-        UsageError: If there is no such table.
-    """
+    """What a table of a recipe does, and its keys with their defaults, for people."""
     tables = field_types(Recipe)
     if name in STAGES:
         module, _, attribute = STAGES[name].partition(":")
@@ -378,30 +371,21 @@ def describe(name: str) -> str:
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise UsageError(f"recipe {name!r}: expected a recipe or one of its tables: {', '.join(known)}.{hint}")
         cls = choices[0]
-    about = inspect.cleandoc(cls.__doc__ or "").partition("\n\nRaises:")[0]
-    lines = [f"[{name}]", "", about, ""]
+    lines = [f"[{name}]", "", inspect.cleandoc(cls.__doc__ or ""), ""]
     for one in dataclasses.fields(cls):
         if one.default is not dataclasses.MISSING:
-            lines.append(f"{one.name} = {_toml(one.default)}")
+            plain = _plain(one.default)
+            lines.append(f"{one.name} = {'(none)' if plain is None else json.dumps(plain, ensure_ascii=False)}")
     return "\n".join(lines)
-
-
-def _toml(value: Any) -> str:
-    plain = _plain(value)
-    return json.dumps(plain, ensure_ascii=False) if plain is not None else "(none)"
 
 
 def recipe_text(name: str) -> str:
     """The file of a shipped recipe, to copy and change."""
-    return str(_shipped().joinpath(f"{name}.toml").read_text("utf-8"))
+    return str(_SHIPPED.joinpath(f"{name}.toml").read_text("utf-8"))
 
 
 def parse_setting(text: str) -> dict[str, Any]:
-    """`gopher_quality.min_words=20` as nested tables; the value is TOML, or else a string.
-
-    Raises:
-        UsageError: If there is no `=`.
-    """
+    """`gopher_quality.min_words=20` as nested tables; the value is TOML, or else a string."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise UsageError(f"--set {text!r}: expected KEY=VALUE, such as gopher_quality.min_words=20.")

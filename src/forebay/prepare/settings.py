@@ -48,11 +48,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def fit(kind: Any, value: Any, name: str) -> Any:
-    """The value of the setting `name` as its type wants it: a list as a tuple, a whole number as a float.
-
-    Raises:
-        UsageError: If it does not fit.
-    """
+    """The value of the setting `name` as its type wants it: a list as a tuple, a whole number as a float."""
     try:  # As JSON, whose lists may be tuples.
         return _adapter(kind).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
@@ -85,9 +81,6 @@ def check_fields(settings: Any) -> None:
     """Check the fields of a dataclass that was just made; lists become tuples, so that it can be hashed.
 
     Defaults, and objects that no file can hold (a stage of one's own may have such), are taken as they are.
-
-    Raises:
-        UsageError: If one does not fit its type; the message begins with its name.
     """
     cls: Any = type(settings)
     for one in dataclasses.fields(cls):

@@ -7,6 +7,7 @@ tasks, so that the report is the same for any number of processes.
 from __future__ import annotations
 
 import heapq
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -40,18 +41,16 @@ class StageCount:
     documents_out: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    changed: dict[str, int] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
+    changed: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: StageCount) -> None:
-        """Take up another count of the same stage."""
         self.documents_in += other.documents_in
         self.documents_out += other.documents_out
         self.bytes_in += other.bytes_in
         self.bytes_out += other.bytes_out
-        for mine, theirs in ((self.dropped, other.dropped), (self.changed, other.changed)):
-            for key, count in theirs.items():
-                mine[key] = mine.get(key, 0) + count
+        self.dropped.update(other.dropped)
+        self.changed.update(other.changed)
 
 
 @dataclass(frozen=True, order=True)
@@ -70,7 +69,7 @@ class Tally:
     def __init__(self) -> None:
         self.funnel: dict[str, StageCount] = {}
         self.histograms: dict[str, dict[str, NDArray[np.int64]]] = {}
-        self.languages: dict[str, dict[str, int]] = {}
+        self.languages: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.samples: dict[tuple[str, str], list[Sample]] = {}
 
     def stage(self, name: str) -> StageCount:
@@ -86,7 +85,7 @@ class Tally:
             self.observe(PERPLEXITY, side, batch.column("perplexity").to_numpy(zero_copy_only=False))
         if "language" in names:
             for row in pc.value_counts(batch.column("language")).to_pylist():
-                self._language(row["values"] or "unknown", side, row["counts"])
+                self.languages[row["values"] or "unknown"][side] += row["counts"]
 
     def observe(self, name: str, side: str, values: ArrayLike, times: int = 1) -> None:
         """Add values, each so many times, to the histogram of that name."""
@@ -99,10 +98,6 @@ class Tally:
         if side not in sides:
             sides[side] = np.zeros(len(EDGES[name]) - 1, np.int64)
         return sides[side]
-
-    def _language(self, language: str, side: str, count: int) -> None:
-        sides = self.languages.setdefault(language, {})
-        sides[side] = sides.get(side, 0) + count
 
     def judge(
         self,
@@ -126,13 +121,12 @@ class Tally:
         count.documents_out += int(seen.sum() - dropped.sum())
         count.bytes_in += int(sizes_in[seen].sum())
         count.bytes_out += int(sizes_out[seen & ~dropped].sum())
-        for kind, n in verdict.counts.items():
-            count.changed[kind] = count.changed.get(kind, 0) + int(n)
+        count.changed.update({kind: int(n) for kind, n in verdict.counts.items()})
         if not dropped.any():
             return
         per_reason = np.bincount(verdict.drop[dropped], minlength=len(reasons))
         for index in np.flatnonzero(per_reason).tolist():
-            count.dropped[reasons[index]] = count.dropped.get(reasons[index], 0) + int(per_reason[index])
+            count.dropped[reasons[index]] += int(per_reason[index])
             rows = np.flatnonzero(dropped & (verdict.drop == index))
             self.sample(stage, reasons[index], before, rows, keys, where)
 
@@ -151,30 +145,24 @@ class Tally:
             del held[SAMPLES:]
 
     def add(self, other: Tally) -> None:
-        """Take up another tally."""
         for name, count in other.funnel.items():
             self.stage(name).add(count)
         for name, sides in other.histograms.items():
             for side, counts in sides.items():
                 self._histogram(name, side)[:] += counts
         for language, by_side in other.languages.items():
-            for side, n in by_side.items():
-                self._language(language, side, n)
+            self.languages[language].update(by_side)
         for key, samples in other.samples.items():
             self.samples[key] = heapq.nsmallest(SAMPLES, [*self.samples.get(key, ()), *samples])
 
     def dropped(self) -> dict[str, int]:
         """Documents dropped by all stages, by reason."""
-        found: dict[str, int] = {}
-        for count in self.funnel.values():
-            for reason, n in count.dropped.items():
-                found[reason] = found.get(reason, 0) + n
-        return dict(sorted(found.items()))
+        return dict(sorted(sum((count.dropped for count in self.funnel.values()), Counter[str]()).items()))
 
     def to_json(self) -> dict[str, Any]:
         """For a task's result; `from_json` takes it back."""
         return {
-            "funnel": {name: asdict(count) for name, count in self.funnel.items()},
+            "funnel": {name: vars(count) for name, count in self.funnel.items()},
             "histograms": {n: {s: c.tolist() for s, c in sides.items()} for n, sides in self.histograms.items()},
             "languages": self.languages,
             "samples": [[*key, [asdict(s) for s in samples]] for key, samples in self.samples.items()],
@@ -182,13 +170,14 @@ class Tally:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Tally:
-        """The inverse of `to_json`."""
         tally = cls()
-        tally.funnel = {name: StageCount(**count) for name, count in data["funnel"].items()}
+        for name, count in data["funnel"].items():
+            counters = {key: Counter(count[key]) for key in ("dropped", "changed")}
+            tally.funnel[name] = StageCount(**{**count, **counters})
         tally.histograms = {
             n: {s: np.array(c, np.int64) for s, c in sides.items()} for n, sides in data["histograms"].items()
         }
-        tally.languages = {language: dict(sides) for language, sides in data["languages"].items()}
+        tally.languages.update({language: Counter(sides) for language, sides in data["languages"].items()})
         tally.samples = {(stage, reason): [Sample(**s) for s in held] for stage, reason, held in data["samples"]}
         return tally
 

@@ -19,7 +19,7 @@ from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -66,11 +66,7 @@ _USED_BY = {
 
 @dataclass(frozen=True)
 class TextTask:
-    """One piece to be read and sifted.
-
-    Args:
-        recipe_key: A hash of all that the result depends on besides the piece: `task_key`.
-    """
+    """One piece to be read and sifted; `recipe_key` hashes all else that the result depends on (`task_key`)."""
 
     piece: Piece
     read: ReadOptions
@@ -91,14 +87,12 @@ class TextTask:
 
     @property
     def label(self) -> str:
-        """What a person calls it."""
         more = f" and {len(self.piece.sources) - 1} more" if len(self.piece.sources) > 1 else ""
         at = f" from {self.piece.start}" if self.piece.start else ""
         return f"{self.piece.sources[0].path}{at}{more}"
 
     @property
     def prefix(self) -> str:
-        """Path of its files, without the ending."""
         return f"{self.folder}/{self.name}"
 
 
@@ -125,11 +119,7 @@ def task_key(content: str, format: str, stages: Iterable[Stage], dedup: Dedup, s
 
 
 def random_key(content: str, piece: Piece, sha256s: Mapping[str, str]) -> str:
-    """What random choices hang on: a hash of a piece's content and of what is done to it.
-
-    Args:
-        sha256s: Of the files that lie here, by path.
-    """
+    """What random choices hang on: a hash of a piece's content (`sha256s` by path) and of what is done to it."""
     sources = [(sha256s.get(s.path, s.sha256), s.format, s.compression) for s in piece.sources]
     return _hash([sources, [piece.start, piece.stop], content])
 
@@ -167,7 +157,6 @@ class TextResult:
         return TextPart(f"{folder}/{self.name}.arrow", self.documents_out, self.key)
 
     def tally(self, folder: str) -> Tally:
-        """What was counted on the way."""
         return Tally.from_json(json.loads(Path(f"{folder}/{self.name}.stats").read_bytes()))
 
 
@@ -230,11 +219,7 @@ def _version(package: str) -> str:
 
 
 def stage_files(stages: Iterable[Stage]) -> tuple[tuple[str, str], ...]:
-    """The files that stages read, with their hashes.
-
-    Raises:
-        PrepareError: If one cannot be read.
-    """
+    """The files that stages read, with their hashes."""
     found = []
     for stage in stages:
         for path in stage.files():
@@ -254,15 +239,7 @@ def stage_names(stages: Iterable[Stage]) -> list[str]:
     return names
 
 
-class HasPrefix(Protocol):
-    """A task that gives a TextResult."""
-
-    @property
-    def prefix(self) -> str:
-        """Path of its files, without the ending."""
-
-
-def finished_text(task: HasPrefix) -> TextResult | None:
+def finished_text(task: TextTask | TrimTask) -> TextResult | None:
     """The result that an earlier run committed; None if there is none."""
     try:
         return TextResult(**json.loads(Path(f"{task.prefix}.json").read_bytes()))
@@ -271,12 +248,7 @@ def finished_text(task: HasPrefix) -> TextResult | None:
 
 
 def sift(task: TextTask, scale: int) -> TextResult:
-    """Read the piece, run the stages over its documents, sign what is kept, and commit it.
-
-    Raises:
-        PrepareError: If an input is gone, or a stage cannot run.
-        OSError: If it cannot be written.
-    """
+    """Read the piece, run the stages over its documents, sign what is kept, and commit it."""
     done = finished_text(task)
     if done is not None:
         return done
@@ -491,7 +463,7 @@ class _Reader:
             self.documents += 1
             count.documents_in += 1
             if record.problem:
-                count.dropped["malformed"] = count.dropped.get("malformed", 0) + 1
+                count.dropped["malformed"] += 1
                 text = record.text[:REJECT_CHARACTERS]
                 found = {"place": record.place, "where": record.where, "reason": record.problem, "text": text}
                 self.reject([found])
@@ -499,7 +471,7 @@ class _Reader:
                     self.failed[str(record.place if len(self._task.piece.sources) > 1 else 0)] = record.problem
                 continue
             if not record.text:
-                count.dropped["empty"] = count.dropped.get("empty", 0) + 1
+                count.dropped["empty"] += 1
                 continue
             held.append(record)
             size += len(record.text)
@@ -517,10 +489,9 @@ class _Reader:
             yield from read(self._task.piece, self._task.read)
             return
         place = -1
-        if self._stop:
-            for record in islice(read(self._task.piece, self._task.read), self._stop):
-                place = record.place
-                yield record
+        for record in islice(read(self._task.piece, self._task.read), self._stop):
+            place = record.place
+            yield record
         yield Record(place + 1, problem=self._why)
 
     def _counted(self, records: list[Record], tally: Tally) -> pa.RecordBatch:
@@ -546,7 +517,7 @@ class _Reader:
         count = tally.stage("read")
         count.documents_out -= batch.num_rows
         count.bytes_out -= int(text_bytes(batch).sum())
-        count.dropped["malformed"] = count.dropped.get("malformed", 0) + batch.num_rows
+        count.dropped["malformed"] += batch.num_rows
         self.reject(_reject(batch, row, how) for row in range(batch.num_rows))
 
     def _sampled(self, place: int) -> bool:
@@ -656,21 +627,15 @@ class TrimTask:
 
     @property
     def prefix(self) -> str:
-        """Path of its files, without the ending."""
         return f"{self.folder}/{self.name}"
 
     @property
     def label(self) -> str:
-        """What a person calls it."""
         return f"percentiles of {self.part.arrow}"
 
 
 def trim(task: TrimTask, scale: int) -> TextResult:
-    """The part without the documents outside the bounds; `scale` is not used: batches are as they were written.
-
-    Raises:
-        OSError: If it cannot be read or written.
-    """
+    """The part without the documents outside the bounds; `scale` is not used: batches are as they were written."""
     done = finished_text(task)
     if done is not None:
         return done

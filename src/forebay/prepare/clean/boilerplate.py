@@ -172,7 +172,6 @@ class Boilerplate(Stage):
             raise UsageError(f"patterns: expected a file of phrases, got {self.patterns!r}, which is no file")
 
     def files(self) -> tuple[str, ...]:
-        """The user's patterns."""
         return (self.patterns,) if self.patterns else ()
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from forebay.prepare.compiled import Bytes, Ints, jit
@@ -39,11 +37,6 @@ class Automaton(NamedTuple):
     phrase: NDArray[np.int32]
     shorter: NDArray[np.int32]
     lengths: Ints
-
-
-def fold(texts: pa.Array) -> pa.LargeStringArray:
-    """Lower case, as phrases and text are compared."""
-    return pc.utf8_lower(texts)
 
 
 def build(phrases: Sequence[str]) -> Automaton:

@@ -164,7 +164,7 @@ class Pii(Stage):
         size = int(offsets[-1] - offsets[0]) // MIN_SPAN_BYTES + 1
         starts, stops, found = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.uint8)
         wanted |= PUBLIC_ONLY if self.public_only else 0
-        n = scan(offsets, data, wanted, _iban_table(), starts, stops, found)
+        n = scan(offsets, data, wanted, iban_table(), starts, stops, found)
         starts, stops, kinds = starts[:n].copy(), stops[:n].copy(), found[:n].astype(np.int64)
         context, keep = _compiled(CONTEXT), np.ones(n, bool)
         for i in _in_turn(np.flatnonzero(kinds == EMAIL)):
@@ -187,11 +187,6 @@ def _in_turn(numbers: Ints) -> Iterator[int]:
     """As Python's numbers, of which millions together would take hundreds of MB."""
     for at in range(0, len(numbers), 4096):
         yield from numbers[at : at + 4096].tolist()
-
-
-@functools.cache
-def _iban_table() -> Any:
-    return iban_table()
 
 
 def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

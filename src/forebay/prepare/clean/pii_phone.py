@@ -144,9 +144,7 @@ def _thousands(data: Bytes, n: int, groups: Ints) -> bool:
 def phone(data: Bytes, start: int, stop: int, i: int, groups: Ints) -> tuple[int, int]:
     """SURE, MAYBE or 0 for the number whose first digit, `+` or `(` is at i, and where it ends.
 
-    Args:
-        start, stop: Of the row.
-        groups: int64 [3, 8], written.
+    The row is `[start, stop)`; `groups` (int64 [3, 8]) is written.
     """
     if i > start:
         b = data[i - 1]

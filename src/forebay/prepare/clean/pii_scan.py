@@ -5,6 +5,8 @@ looks at a bounded number of bytes around it (64 before an `@`, 255 after; 8 gro
 linear in any text. Figures: `benchmarks/prepare/clean.py`.
 """
 
+import functools
+
 import numpy as np
 
 from forebay.prepare.clean.pii_phone import MAYBE, alnum, digit, ends, letter, phone
@@ -39,6 +41,7 @@ IBAN_COUNTRIES = {
 """Countries by length. Source: the IBAN registry of ISO 13616."""
 
 
+@functools.cache
 def iban_table() -> Bytes:
     """uint8 [676]: the length by the country's two letters in base 26; 0 for none."""
     table = np.zeros(676, np.uint8)
@@ -319,13 +322,9 @@ def scan(
     stops: Ints,
     kinds: Bytes,
 ) -> int:
-    """Writes the spans of all rows, ascending and not overlapping; how many they are.
+    """Writes the spans of all rows to `starts`, `stops`, `kinds` [data bytes // MIN_SPAN_BYTES + 1]; how many they are.
 
-    Args:
-        offsets, data: Of a text column.
-        wanted: The sum of `1 << kind`, and `PUBLIC_ONLY`.
-        lengths: `iban_table()`.
-        starts, stops, kinds: [data bytes // MIN_SPAN_BYTES + 1], written.
+    They ascend and do not overlap. `wanted`: the sum of `1 << kind`, and PUBLIC_ONLY; `lengths`: `iban_table()`.
     """
     n, groups = 0, np.zeros((3, 8), np.int64)
     for row in range(len(offsets) - 1):

@@ -24,7 +24,6 @@ def _splice(
     out: Bytes,
     out_offsets: Ints,
 ) -> None:
-    """Writes the rows with `puts[which[i]]` in place of span i."""
     at, span = 0, 0
     for row in range(len(offsets) - 1):
         i, stop = offsets[row], offsets[row + 1]
@@ -50,14 +49,9 @@ def splice(
     puts: Sequence[bytes],
     which: Ints,
 ) -> pa.LargeStringArray:
-    """The column with `puts[which[i]]` in place of its bytes `[starts[i], stops[i])`.
+    """The column, without nulls, with `puts[which[i]]` (UTF-8) in place of bytes `[starts[i], stops[i])` of its buffer.
 
-    Args:
-        column: Without nulls.
-        starts, stops: int64 [spans], ascending, not overlapping, none empty or across two rows; positions in the data
-            buffer.
-        puts: UTF-8.
-        which: int64 [spans].
+    `starts`, `stops`, `which`: int64 [spans]; spans ascend, do not overlap, and none is empty or across two rows.
     """
     if not len(starts):
         return column

@@ -12,17 +12,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import UsageError
-from forebay.prepare.clean.phrases import Automaton, apart, build, fold, word_table
+from forebay.prepare.clean.phrases import Automaton, apart, build, word_table
 from forebay.prepare.compiled import Bytes, Ints, jit
 from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers
+from forebay.prepare.filters.language import load_model
 from forebay.prepare.settings import Share, check_fields
 
 UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "yue", "wuu", "bo"))
@@ -152,7 +154,7 @@ class Toxic(Stage):
         languages = [self.language] * len(batch)
         if "language" in batch.schema.names:
             languages = [language or self.language for language in batch.column("language").to_pylist()]
-        folded = fold(batch.column("text"))
+        folded = pc.utf8_lower(batch.column("text"))
         for language in sorted(set(languages)):
             automaton = _automaton(self.lists, language, self.allow)
             if automaton is None:
@@ -168,7 +170,7 @@ class Toxic(Stage):
 
     def _scores(self, texts: list[str]) -> NDArray[np.float64]:
         if self.model:
-            model = _model(self.model)
+            model = load_model(self.model)
             found = (dict(zip(*model.predict(text.replace("\n", " "), -1))) for text in texts)
             return np.array([min(float(scores.get(self.label, 0.0)), 1.0) for scores in found], np.float64)
         given = np.asarray(_classifier(self.classifier)(texts), np.float64)
@@ -193,17 +195,7 @@ def _automaton(lists: str, language: str, allow: tuple[str, ...]) -> Automaton |
     except UnicodeDecodeError as error:
         raise UsageError(f"lists: expected UTF-8, got {error} ({path})") from error
     phrases = sorted({line.strip() for line in lines} - {"", *allow})
-    return build(fold(pa.array(phrases, pa.large_string())).to_pylist()) if phrases else None
-
-
-@functools.cache
-def _model(path: str) -> Any:
-    import fasttext  # an extra, and only where a model is used
-
-    try:
-        return fasttext.load_model(path)
-    except ValueError as error:
-        raise UsageError(f"model: expected a fastText model, got {path!r}: {error}") from error
+    return build(pc.utf8_lower(pa.array(phrases, pa.large_string())).to_pylist()) if phrases else None
 
 
 @functools.cache

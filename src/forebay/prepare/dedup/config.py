@@ -1,7 +1,4 @@
-"""The settings of a deduplication, and which of them decide what is in a signature.
-
-Hides: nothing; the vocabulary of this package.
-"""
+"""The settings of a deduplication, and which of them decide what is in a signature."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

@@ -35,7 +35,7 @@ from forebay.prepare.dedup.links import (
     sort_run,
 )
 from forebay.prepare.dedup.settle import EXACT, KEPT, NEAR, Mark, Settle, mark, settle
-from forebay.prepare.dedup.signer import UNIT, Signed, read_signed, scratch_for, table_for
+from forebay.prepare.dedup.signer import UNIT, Signed, character_table, read_signed, scratch_for
 from forebay.prepare.documents import text_buffers, text_column
 from forebay.storage.atomic import atomic_write, open_atomic, remove_stale
 
@@ -121,17 +121,8 @@ def deduplicate(
 ) -> DedupResult:
     """Which documents and lines of the corpus are copies. Depends on the parts' signatures and their order alone.
 
-    May be killed at any time and called again: what was finished is taken up.
-
-    Args:
-        parts: In corpus order, signed with the same settings.
-        folder: For the result and the steps' files; of one call at a time.
-        map: What runs the tasks.
-        memory_bytes: About what one task may take.
-
-    Raises:
-        PrepareError: If signatures are missing, cut off or of other settings.
-        UsageError: If memory_bytes is less than 64 KiB.
+    May be killed at any time and called again: what was finished is taken up. `parts` are in corpus order, signed with
+    the same settings; `folder` is of one call at a time; a task may take about `memory_bytes`.
     """
     if memory_bytes < 1 << 16:
         raise UsageError(f"memory_bytes: expected at least {1 << 16}, got {memory_bytes}")
@@ -282,11 +273,8 @@ def _load(corpus: _Corpus, facts: dict[str, Any]) -> DedupResult:
 class Cutter:
     """Cuts a part's texts, given all of them in the order in which they were signed, in any batches. Picklable.
 
-    Documents that are dropped pass too (they have marks, and may be cut or not): drop them after this.
-
-    Args:
-        flags: `DedupResult.cut` of the part.
-        config: As they were signed with.
+    Documents that are dropped pass too (they have marks, and may be cut or not): drop them after this. `flags` is
+    `DedupResult.cut` of the part.
     """
 
     def __init__(self, flags: Flags, config: Dedup) -> None:
@@ -295,17 +283,13 @@ class Cutter:
         self._used = 0
 
     def cut(self, texts: pa.LargeStringArray, first_row: int) -> pa.LargeStringArray:
-        """The texts of the part's rows from `first_row` without what is marked; one of which nothing is left is "".
-
-        Raises:
-            PrepareError: If they are not the texts that were signed.
-        """
+        """The texts of the part's rows from `first_row` without what is marked; one of which nothing is left is ""."""
         if first_row == 0:
             self._cut, self._used = self._flags.load(), 0
         offsets, data = text_buffers(texts)
         config = self._config
         self._scratch = scratch_for(offsets, self._scratch)
-        table = table_for(config.normalise_of(config.unit))
+        table = character_table(config.normalise_of(config.unit))
         out, out_offsets = np.empty(int(offsets[-1] - offsets[0]), np.uint8), np.empty(len(offsets), np.int64)
         # A text of n bytes has at most n units; marks past the end are read only if these are other texts.
         marks = self._cut[self._used : self._used + len(out) + 1]
@@ -331,9 +315,6 @@ def store_signatures(parts: Sequence[Part], result: DedupResult, config: Dedup, 
     The rows are of the documents that stayed and of those that were dropped as near duplicates: what is near one of
     these belongs to the cluster, and would have been dropped with it. (Equal documents have equal signatures.) Of lines
     and paragraphs those that stayed. That is 128 bytes a document by default, and 16 a line.
-
-    Raises:
-        OSError: If it cannot be written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -355,12 +336,7 @@ def store_signatures(parts: Sequence[Part], result: DedupResult, config: Dedup, 
 
 
 def find_stored(path: str, config: Dedup) -> tuple[str, str]:
-    """The folder of signatures that a user names, by itself or by the dataset around it, and a hash of what is there.
-
-    Raises:
-        UsageError: If there are none.
-        PrepareError: If they are of other settings than `config`.
-    """
+    """The folder of signatures that a user names, by itself or by the dataset around it, and a hash of its contents."""
     for folder in (Path(path), Path(path) / STORED):
         if (folder / f"{STORED}.signatures").is_file():
             signed = read_signed(str(folder / STORED), config, ignore=("weight",))

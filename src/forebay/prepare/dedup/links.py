@@ -47,11 +47,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Sort:
-    """Rows to a sorted run `NAME.run`, and links among them `NAME.links`.
+    """Rows of a kind (`exact`, `minhash`, `units`) to a sorted run `NAME.run`, and links among them `NAME.links`.
 
-    Args:
-        kind: `exact`, `minhash` or `units`.
-        drop: A file with a byte a document of the corpus: the rows of a document that has one are left out.
+    `drop`: a file with a byte a document of the corpus: the rows of a document whose byte is not 0 are left out.
     """
 
     name: str
@@ -99,7 +97,8 @@ def sort_run(task: Sort, scale: int) -> str:
                     file.write(column.data)
         with open_atomic(out) as whole:
             for piece in pieces:
-                _append(whole, piece)
+                with piece.open("rb") as sorted_column:
+                    shutil.copyfileobj(sorted_column, whole, 1 << 20)
     return task.name
 
 
@@ -131,18 +130,13 @@ def _ranges(low: int, high: int, pieces: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, high)
 
 
-def _within(key: U64, low: int, high: int) -> NDArray[np.bool_]:
-    inside: NDArray[np.bool_] = key >= np.uint64(low)
-    if high < 1 << 64:
-        inside &= key < np.uint64(high)
-    return inside
-
-
 def _rows(task: Sort) -> Iterator[list[U64]]:
     """The records of its spans: columns of keys, then numbers; those of dropped documents and of nothing left out."""
     width = task.columns
     for span in task.spans:
-        ends = _unit_ends(span) if task.kind == "units" and task.drop and span.document >= 0 else None
+        ends: U64 | None = None
+        if task.kind == "units" and task.drop and span.document >= 0:
+            ends = np.cumsum(np.fromfile(f"{span.prefix}.counts", "<u4"), dtype=np.uint64)
         for start in range(span.start, span.stop, _CHUNK_ROWS):
             stop = min(start + _CHUNK_ROWS, span.stop)
             rows = read_u64(f"{span.prefix}.{task.kind}", start * width, stop * width).reshape(-1, width)
@@ -154,10 +148,6 @@ def _rows(task: Sort) -> Iterator[list[U64]]:
                 yield [rows.reshape(-1), np.repeat(numbers, width)]
             else:
                 yield [rows[:, 0], rows[:, 1], numbers]
-
-
-def _unit_ends(span: Span) -> U64:
-    return np.cumsum(np.fromfile(f"{span.prefix}.counts", "<u4"), dtype=np.uint64)
 
 
 def _is_kept(drop: str, span: Span, start: int, stop: int, ends: U64 | None) -> NDArray[np.bool_]:
@@ -177,11 +167,7 @@ def read_flags(path: str | Path, start: int, count: int) -> NDArray[np.uint8]:
 
 
 def read_u64(path: str | Path, start: int, stop: int) -> U64:
-    """Words [start, stop) of a file of u64.
-
-    Raises:
-        PrepareError: If it is shorter than that.
-    """
+    """Words [start, stop) of a file of u64."""
     found: U64 = np.fromfile(path, "<u8", stop - start, offset=8 * start)
     if len(found) != stop - start:
         raise PrepareError(
@@ -193,7 +179,7 @@ def read_u64(path: str | Path, start: int, stop: int) -> U64:
 def _select(chunks: Iterator[list[U64]], keys: int, low: int, high: int) -> list[U64]:
     found: list[list[U64]] = [[np.empty(0, np.uint64)] for _ in range(keys + 1)]
     for columns in chunks:
-        inside = _within(columns[0], low, high)
+        inside = (columns[0] >= np.uint64(low)) & (columns[0] <= np.uint64(high - 1))
         for held, column in zip(found, columns):
             held.append(column[inside])
     return [np.concatenate(held) for held in found]
@@ -227,10 +213,5 @@ def _slice_of_run(path: Path, keys: int, low: int, high: int) -> list[U64]:
         return [np.empty(0, np.uint64)] * (keys + 1)
     key = np.memmap(path, "<u8", "r", shape=(rows,))
     start = int(np.searchsorted(key, np.uint64(low)))
-    stop = rows if high == 1 << 64 else int(np.searchsorted(key, np.uint64(high)))
+    stop = int(np.searchsorted(key, np.uint64(high - 1), "right"))
     return [read_u64(path, column * rows + start, column * rows + stop) for column in range(keys + 1)]
-
-
-def _append(out: BinaryIO, path: Path) -> None:
-    with path.open("rb") as file:
-        shutil.copyfileobj(file, out, 1 << 20)

@@ -46,13 +46,9 @@ CLUSTERS = pa.schema(
 class Settle:
     """Links to `NAME.drop`: a byte for each document of the corpus, KEPT or `code`.
 
-    Args:
-        links: Names of files of links in the folder.
-        parts: (prefix, documents) in corpus order; the first `against` of them are other datasets' and always win.
-        weighted: Whether the parts have `.weight` files.
-        code: What a document that is not its component's best becomes.
-        base: A `.drop` of an earlier Settle, whose codes stay.
-        clusters: Whether to write `NAME.parquet` too, and the histogram of sizes into `NAME.json`.
+    `parts`: (prefix, documents) in corpus order; the first `against` of them are other datasets' and always win. If
+    `weighted`, they have `.weight` files. A document that is not its component's best becomes `code`; codes in the
+    `.drop` of an earlier Settle, `base`, stay. `clusters`: write `NAME.parquet` too, and the histogram of sizes.
     """
 
     name: str

@@ -43,18 +43,15 @@ _ALONE = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF)
 
 @lru_cache
 def character_table(normalise: str) -> NDArray[np.uint32]:
-    """What each character below 2^17 becomes; those above stay as they are.
+    """uint32 [2^17]: GAP, IGNORED or a code point (with ALONE set if it is a word by itself) for each character.
 
-    Args:
-        normalise: `words`: lower case, without the accents of Latin, Greek and Cyrillic, width and ligature-free
-            compatibility forms folded; punctuation, symbols, spaces and control characters are gaps, invisible
-            characters are ignored. `space`: white space is a gap, all else stays.
-
-    Returns:
-        uint32 [2^17]: GAP, IGNORED, or a code point, with ALONE set if it is a word by itself.
+    Those above stay as they are. `words`: lower case, without the accents of Latin, Greek and Cyrillic, width and
+    ligature-free compatibility forms folded; punctuation, symbols, spaces and control characters are gaps, invisible
+    characters are ignored. `none`: an empty table. `space`: white space is a gap, all else stays.
     """
+    size = TABLE_SIZE if normalise != "none" else 0
     entry = _word_entry if normalise == "words" else _space_entry
-    table = np.fromiter(map(entry, range(TABLE_SIZE)), np.uint32, TABLE_SIZE)
+    table = np.fromiter(map(entry, range(size)), np.uint32, size)
     if normalise == "words":
         for start, stop in _ALONE:
             codes = np.arange(start, stop + 1, dtype=np.uint32)
@@ -98,12 +95,7 @@ class Signed:
 
 
 class Signer:
-    """Writes the signatures of one piece. A context manager; on an exception nothing is left.
-
-    Args:
-        prefix: Path of the files without their endings.
-        config: What is to be compared.
-    """
+    """Writes the signatures of a piece, `prefix` and an ending. A context manager; on an exception nothing is left."""
 
     def __init__(self, prefix: Path, config: Dedup) -> None:
         self._prefix = Path(prefix)
@@ -113,23 +105,24 @@ class Signer:
         self._sha256: dict[str, Any] = {}
         self._files: dict[str, BinaryIO] = {}
         self._stack = ExitStack()
-        self._closed: list[Path] = []
 
     def __enter__(self) -> Signer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        if kind is None:
-            self.close()
-        else:
+        if kind is not None:
             self._stack.__exit__(kind, *error)
+            return
+        for ending in [*self._config.signature(), *(["counts"] if self._config.unit else [])]:
+            self._file(ending)
+        self._stack.close()
+        each = [[ending, self._sha256[ending].hexdigest()] for ending in sorted(self._files)]
+        sha256 = hashlib.sha256(json.dumps(each).encode()).hexdigest()
+        signed = Signed(self._documents, self._units, self._config.signature(), sha256)
+        atomic_write(self._path("signatures"), json.dumps(asdict(signed)).encode())
 
     def add(self, texts: pa.LargeStringArray, scores: pa.Array | None = None) -> None:
-        """Sign the next documents.
-
-        Args:
-            scores: Their numbers in the column `config.score`, where `config.keep` is `best`.
-        """
+        """Sign the next documents; `scores` are those of the column `config.score`, where `config.keep` is `best`."""
         offsets, data = text_buffers(texts)
         config = self._config
         self._documents += len(offsets) - 1
@@ -145,22 +138,6 @@ class Signer:
             self._write("counts", counts.astype("<u4"))
         if config.keep != "first":
             self._write("weight", _weights(offsets, scores, config))
-
-    def close(self) -> list[Path]:
-        """Commit: the files, all on disk. May be called twice."""
-        if self._closed:
-            return self._closed
-        for ending in [*self._config.signature(), *(["counts"] if self._config.unit else [])]:
-            self._file(ending)
-        self._stack.close()
-        signed = Signed(self._documents, self._units, self._config.signature(), self._hash_of_all())
-        atomic_write(self._path("signatures"), json.dumps(asdict(signed)).encode())
-        self._closed = [self._path(ending) for ending in (*sorted(self._files), "signatures")]
-        return self._closed
-
-    def _hash_of_all(self) -> str:
-        each = [[ending, self._sha256[ending].hexdigest()] for ending in sorted(self._files)]
-        return hashlib.sha256(json.dumps(each).encode()).hexdigest()
 
     def _path(self, ending: str) -> Path:
         return self._prefix.with_name(f"{self._prefix.name}.{ending}")
@@ -183,21 +160,9 @@ class Signer:
         if unit:
             rows += int(np.count_nonzero(data[offsets[0] : offsets[-1]] == 10))
         hashes, counts = np.empty((rows, 2), np.uint64), np.empty(len(offsets) - 1, np.int64)
-        table = table_for(self._config.normalise_of(unit))
+        table = character_table(self._config.normalise_of(unit))
         n = kernels.hash_units(data, offsets, UNIT[unit], table, least, self._scratch, hashes, counts)
         return hashes[:n], counts
-
-
-def table_for(normalise: str) -> NDArray[np.uint32]:
-    """The table that `kernels.normalise` wants."""
-    return _no_table() if normalise == "none" else character_table(normalise)
-
-
-@lru_cache
-def _no_table() -> NDArray[np.uint32]:
-    table = np.empty(0, np.uint32)
-    table.setflags(write=False)
-    return table
 
 
 def scratch_for(offsets: NDArray[np.int64], old: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -235,11 +200,7 @@ def _weights(offsets: NDArray[np.int64], scores: pa.Array | None, config: Dedup)
 
 
 def read_signed(prefix: str, config: Dedup, ignore: Sequence[str] = ()) -> Signed:
-    """What is signed at a prefix, if that serves a deduplication with these settings.
-
-    Raises:
-        PrepareError: If the signatures are missing, unfinished or of other settings.
-    """
+    """What is signed at a prefix; PrepareError unless that serves a deduplication with these settings."""
     path = Path(f"{prefix}.signatures")
     try:
         signed = Signed(**json.loads(path.read_bytes()))

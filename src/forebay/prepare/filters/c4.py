@@ -27,10 +27,8 @@ _MORE_PHRASES = ("use of cookies", "use cookies")
 """Source: c4_utils.py, _POLICY_SUBSTRINGS."""
 
 
-def _packed() -> tuple[np.ndarray, np.ndarray]:
-    phrases = [p.encode() for p in (*_PHRASES, *_MORE_PHRASES)]
-    ends = np.cumsum([0] + [len(p) for p in phrases])
-    return ends, np.frombuffer(b"".join(phrases), np.uint8)
+_PHRASE_BYTES = np.frombuffer("".join((*_PHRASES, *_MORE_PHRASES)).encode(), np.uint8)
+_PHRASE_ENDS = np.cumsum([0, *map(len, (*_PHRASES, *_MORE_PHRASES))])
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class C4(Stage):
         counts = np.zeros(len(LINES), np.int64)
         out = np.empty(offsets[-1] - offsets[0], np.uint8)
         ends = np.zeros(batch.num_rows + 1, np.int64)
-        _rewrite(offsets, data, *tables(), *_packed(), rules, drop, counts, out, ends)
+        _rewrite(offsets, data, *tables(), _PHRASE_ENDS, _PHRASE_BYTES, rules, drop, counts, out, ends)
         text = text_column(ends, out[: ends[-1]].copy())
         found = {f"lines_{kind_}": int(n) for kind_, n in zip(LINES, counts, strict=True) if n}
         return Verdict(replace_column(batch, "text", text), drop, found)

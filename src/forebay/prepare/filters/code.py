@@ -34,7 +34,6 @@ class Code(Stage):
     reasons: ClassVar[tuple[str, ...]] = ("code_long_lines", "code_long_line", "code_few_alphanumeric")
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
-        """Drop what fails a rule."""
         offsets, data = text_buffers(batch.column("text"))
         m = np.zeros((4, batch.num_rows), np.int64)
         _measure(offsets, data, m)

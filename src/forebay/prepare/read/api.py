@@ -118,11 +118,7 @@ _WHAT = ("url", "items", "text", "id", "link", "next", "next_parameter", "parame
 
 
 def read_spec(path: str | Path) -> ApiSpec:
-    """The description in a TOML file.
-
-    Raises:
-        UsageError: If it is not one; says which key.
-    """
+    """The description in a TOML file."""
     told = read_toml(path)
     preset = told.pop("preset", None)
     if preset is not None and preset not in PRESETS:
@@ -181,10 +177,6 @@ def acquire(
 
     A line is `{"id", "item", "text", "url"}`, keys sorted, `item` as the API gave it. No item is lost or repeated,
     whenever the run was killed. A run that is done fetches nothing.
-
-    Raises:
-        UsageError: If the description is wrong, an environment variable is not set, or the folder holds another API's.
-        PrepareError: If the server refuses, or fails `max_attempts` times for one page; run again to resume.
     """
     spec = read_spec(spec_path)
     folder = Path(folder)

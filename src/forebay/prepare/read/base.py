@@ -60,7 +60,6 @@ class Piece:
 
     @property
     def format(self) -> str:
-        """The format of all its sources."""
         return self.sources[0].format
 
 
@@ -122,14 +121,6 @@ class ReadOptions:
 
 
 _DEFAULTS = ReadOptions()
-
-
-def spans(source: Source, piece_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """A source that may be cut at any byte, in pieces of `piece_bytes`, but at most `MAX_PIECES` of them."""
-    step = max(piece_bytes, -(-source.bytes // MAX_PIECES))
-    for start in range(0, source.bytes, step):
-        stop = min(start + step, source.bytes)
-        yield start, stop, stop - start
 
 
 Read = Callable[[Piece, ReadOptions], Iterator[Record]]

@@ -76,11 +76,7 @@ def name_of(value: object) -> str:
 
 
 def integers_of(options: ReadOptions, name: str, default: Sequence[int], advice: str) -> frozenset[int]:
-    """The numbers that an option of a format lists.
-
-    Raises:
-        UsageError: If it lists none; ends with the advice.
-    """
+    """The numbers that an option of a format lists."""
     given = options.options.get(name, default)
     if not isinstance(given, (list, tuple)) or not all(isinstance(number, int) for number in given):
         raise UsageError(f"{name}: expected a list of numbers, got {given!r}. {advice}")

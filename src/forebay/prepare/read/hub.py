@@ -41,11 +41,7 @@ class HubName(NamedTuple):
 
 class HubDataset:
     """The files of one split at one commit, in the order of their paths (beyond a page of 1000: by pages of the hub),
-    listed as they are wanted.
-
-    Attributes:
-        url: Names it for good: with its configuration and commit. May be opened again.
-    """
+    listed as they are wanted. `url` names it for good, with its configuration and commit."""
 
     def __init__(self, repo: Repo, config: str, split: str, files: Iterator[HubFile]) -> None:
         self.repo, self.config, self.split = repo, config, split
@@ -63,9 +59,7 @@ class HubDataset:
         return self._listed[index]
 
     def files(self) -> list[HubFile]:
-        """All of them."""
-        while self.file(len(self._listed)) is not None:
-            pass
+        self._listed += self._more
         return self._listed
 
     def source(self, index: int) -> Source | None:
@@ -88,9 +82,6 @@ def parse_url(url: str) -> HubName:
 
     A name has one slash, so the configuration is what follows a second one. A revision with a slash is quoted (%2F)
     where it stands before the configuration.
-
-    Raises:
-        PrepareError: If it names nothing.
     """
     rest = url.removeprefix(PREFIX)
     if rest.startswith(("/", ".")):
@@ -107,10 +98,6 @@ def find_dataset(url: str, *, tries: int = TRIES) -> HubDataset | None:
     """The dataset that a URL stands for; None if it is not one that is read without the hub's library.
 
     Asks the hub two to four times, whatever the size.
-
-    Raises:
-        UnknownDatasetError, AccessError, DownloadError: If nothing has that name, or the hub lets us not in or is away.
-        UsageError: If it has no such configuration, split or revision.
     """
     name = parse_url(url)
     if name.is_local or re.search(r"[\[+]", name.split):
@@ -169,11 +156,7 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
 
 
 def open_hub(url: str) -> Any:
-    """The dataset that a URL of the hub stands for, as the hub's library streams it.
-
-    Raises:
-        MissingPackageError: If the library is not installed.
-    """
+    """The dataset that a URL of the hub stands for, as the hub's library streams it."""
     try:
         import datasets
     except ImportError as error:

@@ -45,13 +45,9 @@ class Lost(PrepareError):  # noqa: N818 - says what happened to the file
 
 @dataclass(frozen=True)
 class Repo:
-    """A repository at one commit.
+    """A repository at one commit, of kind `datasets` or `models`, by the name that it has now if it was renamed.
 
-    Args:
-        kind: `datasets` or `models`.
-        name: As the hub spells it now; another than was asked for if it was renamed.
-        card: The YAML at the head of its README.md.
-        gated: Its files need a token.
+    `card` is the YAML at the head of its README.md; if `gated`, its files need a token.
     """
 
     kind: str
@@ -83,14 +79,7 @@ class HubFile:
 
 
 def find_repo(kind: str, name: str, revision: str = "main", *, tries: int = TRIES) -> Repo:
-    """The repository of that name.
-
-    Raises:
-        UnknownDatasetError: If there is none (or it is hidden from us).
-        UsageError: If it has no such revision.
-        AccessError: If it is closed.
-        DownloadError: If the hub does not answer.
-    """
+    """The repository of that name; DownloadError if the hub does not answer, else what `refusal` says."""
     what = called(kind, name)
     query = "?expand=sha&expand=cardData&expand=gated"
     address = f"api/{kind}/{urllib.parse.quote(name)}/revision/{urllib.parse.quote(revision, safe='')}{query}"
@@ -195,11 +184,7 @@ def _origin(endpoint: str, headers: tuple[tuple[str, str], ...], stall_s: float)
 
 
 def retried(what: str, attempt: Callable[[], _T], tries: int) -> _T:
-    """What `attempt` gives; asked again where it raises PassingError.
-
-    Raises:
-        DownloadError: After so many tries.
-    """
+    """What `attempt` gives; asked again where it raises PassingError, in the end DownloadError."""
     began = time.monotonic()
     for tried in range(1, tries + 1):
         try:

@@ -23,7 +23,7 @@ from typing import Any
 
 from forebay.errors import DatasetError, DownloadError, IntegrityError, PrepareError
 from forebay.prepare.read.base import Source
-from forebay.prepare.read.hub import PREFIX, HubName, find_dataset, hub_file_source, missing_packages, parse_url
+from forebay.prepare.read.hub import PREFIX, find_dataset, hub_file_source, missing_packages, parse_url
 from forebay.prepare.read.hub_api import TRIES, HubFile, Repo, find_repo, is_commit, list_pages
 from forebay.prepare.read.hub_files import fetch_range, file_url
 from forebay.storage.atomic import atomic_write, commit_files, remove_stale
@@ -35,12 +35,9 @@ _STEP = 1 << 20
 
 @dataclass(frozen=True)
 class HubCopy:
-    """A dataset's files of one split on this machine, in order. A TextStream takes it as its input.
+    """A dataset's files of one split on this machine, below `folder`, in order. A TextStream takes it as its input.
 
-    Args:
-        url: Names it for good, as HubDataset.url does: a stream's state fits both.
-        folder: `files` lie below it.
-        offline: The hub was not there, and this is what was fetched before.
+    `url` is HubDataset's: a stream's state fits both. `offline`: the hub did not answer; this was fetched before.
     """
 
     url: str
@@ -50,12 +47,10 @@ class HubCopy:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Where the files lie."""
         return tuple(self.folder / file.path for file in self.files)
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
         return sum(file.size for file in self.files)
 
     def source(self, index: int) -> Source | None:
@@ -75,20 +70,15 @@ def download_hub(url: str, *, progress: Callable[[int, int], None] | None = None
     """Fetch the files of `hf:NAME[/CONFIG][:SPLIT][@REVISION]`; those that are here are not fetched again.
 
     The hub is asked for its newest commit each time; if it does not answer, what was fetched before is used.
-
-    Args:
-        progress: Called with the bytes that are here and those of all files, from any thread.
-
-    Raises:
-        As `find_dataset`; MissingPackageError if the files are of none of our formats; PrepareError if the disk lacks
-        room; IntegrityError if the hub gives other bytes than it says.
+    `progress` is called with the bytes that are here and those of all files, from any thread.
     """
     url = url if url.startswith(PREFIX) else PREFIX + url.removeprefix("hf:")
     name = parse_url(url)
     if name.is_local:
         raise PrepareError(f"{url}: expected a name on the hub, got a directory, which is here already.")
     folder = hub_cache() / f"datasets--{name.name.replace('/', '--')}"
-    index = folder / f"{_quoted(name)}.json"
+    quoted = urllib.parse.quote(f"{name.config or 'default'}:{name.split}@{name.revision}", safe="@:")
+    index = folder / f"{quoted}.json"
     before = _read_copy(index, folder)
     try:
         found = find_dataset(url, tries=1 if before is not None else TRIES)
@@ -107,11 +97,7 @@ def download_hub(url: str, *, progress: Callable[[int, int], None] | None = None
 
 def fetch_tokenizer(name: str) -> Path:
     """A folder with the model's tokenizer.json and tokenizer_config.json; without the first, all small files that a
-    tokenizer may be made of.
-
-    Raises:
-        UnknownDatasetError, AccessError, DownloadError: If the hub does not give it, and it was not fetched before.
-    """
+    tokenizer may be made of."""
     folder = hub_cache() / f"models--{name.replace('/', '--')}"
     index = folder / "main.json"
     before = _read_copy(index, folder)
@@ -146,10 +132,6 @@ def _of_the_library(name: str) -> Path | None:
     except (OSError, ValueError):
         return None
     return folder if (folder / "tokenizer.json").is_file() else None
-
-
-def _quoted(name: HubName) -> str:
-    return urllib.parse.quote(f"{name.config or 'default'}:{name.split}@{name.revision}", safe="@:")
 
 
 def _read_copy(index: Path, folder: Path) -> HubCopy | None:
@@ -195,11 +177,7 @@ def _fetch(repo: Repo, files: Sequence[HubFile], folder: Path, progress: Callabl
 
 
 def below(folder: Path, name: str) -> Path:
-    """The path of that name below a folder; of a name that somebody else gave.
-
-    Raises:
-        PrepareError: If it leads elsewhere.
-    """
+    """The path of that name, which somebody else gave, below a folder; PrepareError if it leads elsewhere."""
     parts = PurePosixPath(name).parts
     if not parts or parts[0] == "/" or ".." in parts or "\0" in name:
         raise PrepareError(

@@ -47,12 +47,7 @@ def open_hub_file(url: str, size: int) -> BinaryIO:
 
 
 def fetch_range(url: str, start: int, stop: int, take: Callable[[memoryview], object]) -> None:
-    """Give bytes [start, stop) of a file to `take(piece)`, in order; what was given is not asked for again.
-
-    Raises:
-        DownloadError: If the hub cannot be reached.
-        AccessError, PrepareError: If it does not give the file, or the URL names none.
-    """
+    """Give bytes [start, stop) of a file to `take(piece)`, in order; what was given is not asked for again."""
     found = _URL.fullmatch(url)
     if found is None:
         raise PrepareError(f"{url}: expected hf://datasets/OWNER/NAME@COMMIT/PATH. Check the input.")
@@ -86,8 +81,7 @@ def fetch_range(url: str, start: int, stop: int, take: Callable[[memoryview], ob
 class Blocks:
     """The last blocks that were read or fetched ahead, of all files, and those on their way.
 
-    Attributes:
-        readers: Those that are open; their files share the window.
+    The files of the `readers`, which are those that are open, share the window.
     """
 
     def __init__(self) -> None:
@@ -102,11 +96,7 @@ class Blocks:
         self._blocks.clear()
 
     def read(self, url: str, size: int, number: int, ahead: int, fetch: Fetch) -> bytes:
-        """A block of a file of `size` bytes; waits for it, and raises what `fetch` raised of it.
-
-        Args:
-            ahead: So many blocks are wanted from this one on.
-        """
+        """A block of a file of `size` bytes; `ahead` are wanted from it on. Waits; raises what `fetch` raised."""
         with self._lock:
             found = self._blocks.get((url, number))
             if found is None or (found.done() and found.exception() is not None):

@@ -65,11 +65,7 @@ def kind_of(path: str) -> str:
 def parts_of(repo: Repo, config: str | None, split: str) -> tuple[tuple[Part, ...], str]:
     """Where the files of a split are, and the configuration that was chosen ("" if the repository has none).
 
-    Args:
-        config: A configuration of the card, or a folder or glob of files. None: the card's default.
-
-    Raises:
-        UsageError: If there is no such configuration or split; it names those that there are.
+    `config`: a configuration of the card, or a folder or glob of files; None: the card's default.
     """
     configs = _configs(repo.card)
     if config is not None and config not in configs and _is_path(config):
@@ -234,7 +230,6 @@ def _by_rules(repo: Repo, base: str, split: str) -> tuple[Part, ...]:
 
 
 def _is_of(rule: Callable[[str], list[str]], base: str, split: str, path: str) -> bool:
-    """Whether a rule counts a file to a split."""
     return not _is_hidden(path) and split in rule(path.removeprefix(base))
 
 

@@ -62,11 +62,7 @@ def _body_bytes(metadata: bytes) -> int:
 
 
 def _check_message(metadata: bytes, read_at: _ReadAt) -> None:
-    """Refuse a message whose packed buffers would take more than MAX_HELD_BYTES.
-
-    Raises:
-        Damaged: If they would, or this is no message.
-    """
+    """Raise TooLarge for a message whose packed buffers would take more than MAX_HELD_BYTES."""
     message = _follow(metadata, 0)
     kind, header = _field(metadata, message, 1), _field(metadata, message, 2)
     if not kind or not header or metadata[kind] not in (_DICTIONARY_BATCH, _RECORD_BATCH):
@@ -93,11 +89,7 @@ class TooLarge(Damaged):
 
 
 def check_ipc(path: Path) -> None:
-    """Refuse an Arrow file or stream if one of its messages takes too much memory; its reader finds other damage.
-
-    Raises:
-        TooLarge: If one does.
-    """
+    """Refuse an Arrow file or stream if one of its messages takes too much memory; its reader finds other damage."""
     with path.open("rb") as file:
         magic = file.read(6)
         file.seek(0)
@@ -110,11 +102,7 @@ def check_ipc(path: Path) -> None:
 
 
 def check_blocks(file: BinaryIO, start: int, stop: int) -> None:
-    """Refuse an Arrow file if a dictionary, or one of its batches `[start, stop)`, takes too much memory (stop 0: all).
-
-    Raises:
-        Damaged: If one does, or the file is damaged.
-    """
+    """Refuse an Arrow file if a dictionary, or one of its batches `[start, stop)`, takes too much memory (0: all)."""
     with _flatbuffer():
         end = file.seek(-10, 2)
         size = int.from_bytes(file.read(4), "little")
@@ -144,11 +132,7 @@ def _reader_at(file: BinaryIO, start: int) -> _ReadAt:
 
 
 def check_stream(file: BinaryIO) -> None:
-    """Refuse an Arrow stream, which can be sought in, if one of its messages takes too much memory.
-
-    Raises:
-        Damaged: If one does, or what can be seen of it is no stream.
-    """
+    """Refuse an Arrow stream, which can be sought in, if one of its messages takes too much memory."""
     with _flatbuffer():
         while (head := _read_head(file))[1]:
             start = file.tell()

@@ -20,7 +20,7 @@ import orjson
 
 from forebay.formats.detect import find_encoding
 from forebay.prepare.documents import Record, without_turns
-from forebay.prepare.read.base import PIECE_BYTES, Format, Piece, ReadOptions, Source, spans
+from forebay.prepare.read.base import MAX_PIECES, PIECE_BYTES, Format, Piece, ReadOptions, Source
 from forebay.prepare.read.fields import keys_of, surrogate_in, to_record
 from forebay.prepare.read.http_message import body_text
 from forebay.prepare.read.opening import Damaged, Unreadable, open_source, skip_to
@@ -31,7 +31,11 @@ _STEP = 1 << 20
 
 
 def _cut_bytes(source: Source, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
-    return spans(source, PIECE_BYTES)
+    """A source that may be cut at any byte, in pieces of `PIECE_BYTES`, but at most `MAX_PIECES` of them."""
+    step = max(PIECE_BYTES, -(-source.bytes // MAX_PIECES))
+    for start in range(0, source.bytes, step):
+        stop = min(start + step, source.bytes)
+        yield start, stop, stop - start
 
 
 def _lines(piece: Piece, options: ReadOptions) -> Iterator[tuple[int, bytes, str]]:
@@ -162,7 +166,7 @@ def _read_lines(piece: Piece, options: ReadOptions) -> Iterator[Record]:
         elif problem:
             yield Record(place, text=_shown(line), problem=problem, where=f"byte {position}", start=position)
         else:
-            yield _whole(place, line, f"byte {position}", start=position)
+            yield whole_record(place, line, f"byte {position}", start=position)
 
 
 def _read_json(piece: Piece, options: ReadOptions) -> Iterator[Record]:
@@ -187,7 +191,9 @@ def _values(file: BinaryIO, limit: int) -> Iterator[object]:
     decode, text_of = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8-sig")()
     text, at, started, ended, in_list, failure = "", 0, False, False, False, ""
     while True:
-        at = _end(_BETWEEN, text, at)
+        between = _BETWEEN.match(text, at)
+        assert between is not None  # it may be empty
+        at = between.end()
         if not started and at < len(text):
             started, in_list = True, text[at] == "["
             at += in_list
@@ -214,12 +220,6 @@ def _values(file: BinaryIO, limit: int) -> Iterator[object]:
         data = file.read(max(_STEP, len(text) - at))
         ended = not data
         text, at = text[at:] + text_of.decode(data, ended), 0
-
-
-def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    match = pattern.match(text, at)
-    assert match is not None
-    return match.end()
 
 
 def _read_csv(piece: Piece, options: ReadOptions) -> Iterator[Record]:
@@ -326,16 +326,17 @@ def _file(place: int, source: Source, options: ReadOptions, html: bool) -> Recor
     if len(data) > limit:
         problem = f"larger than max_document_bytes, {limit}. For one document a line force the format `lines`"
         return Record(place, text=_shown(data), problem=problem, where=source.name)
-    record = _whole(place, data, "", html)
+    record = whole_record(place, data, "", html)
     if not record.problem or options.encoding != "auto":
         return record
     if html:
         return Record(place, text=without_turns(body_text(data, "", True)), html=True)
     encoding = find_encoding(data)
-    return _whole(place, data.decode(encoding, "replace").encode(), "") if encoding else record
+    return whole_record(place, data.decode(encoding, "replace").encode(), "") if encoding else record
 
 
-def _whole(place: int, data: bytes, where: str, html: bool = False, start: int = -1) -> Record:
+def whole_record(place: int, data: bytes, where: str, html: bool = False, start: int = -1) -> Record:
+    """The document that these bytes are; `where` is said of what is no UTF-8."""
     try:
         return Record(place, text=without_turns(data.decode("utf-8-sig")), html=html, start=start)
     except UnicodeDecodeError as error:

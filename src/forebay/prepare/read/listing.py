@@ -30,11 +30,8 @@ class Skipped(NamedTuple):
 def list_files(folder: Path, *, follow_links: bool = False, leave_out: Path | None = None) -> Iterator[Path | Skipped]:
     """Every file below a folder, in the order of its path's parts: its path, or why it is left out.
 
-    A folder that is left out is one entry.
-
-    Args:
-        follow_links: Also follow links to what lies elsewhere.
-        leave_out: A folder that is no input, and not worth a word: where the output goes.
+    A folder that is left out is one entry; `leave_out`, where the output goes, is none. `follow_links`: also to what
+    lies elsewhere.
     """
     root, ours = os.path.realpath(folder), os.path.realpath(leave_out) if leave_out is not None else ""
     if ours and Path(root).is_relative_to(ours):

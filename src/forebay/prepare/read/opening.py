@@ -43,15 +43,9 @@ class Unreadable(PrepareError):  # noqa: N818 - says what the file is
     """A source of which nothing can be read, whatever is done: the others are read without it."""
 
 
-class Changed(PrepareError):  # noqa: N818 - says what happened to the file
-    """A source is not the one any more that was listed."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"{name}: the input changed while it was read. Start again.")
-        self._name = name
-
-    def __reduce__(self) -> tuple[type[Changed], tuple[str]]:
-        return Changed, (self._name,)
+def changed(name: str) -> PrepareError:
+    """What to raise where a source is not the one any more that was listed."""
+    return PrepareError(f"{name}: the input changed while it was read. Start again.")
 
 
 class Budget:
@@ -67,11 +61,7 @@ class Budget:
         self._left = limit * piece.bytes // size if 0 < piece.bytes < size else limit
 
     def spend(self, size: int) -> None:
-        """Count bytes.
-
-        Raises:
-            Damaged: If they are more than are left.
-        """
+        """Count bytes; Damaged if they are more than are left."""
         self._left -= size
         if self._left < 0:
             raise Damaged(
@@ -81,31 +71,23 @@ class Budget:
 
 
 class ChunkStream(io.BufferedReader):
-    """A buffered stream of the chunks that an iterator gives, at whose `Damaged` all bytes before it are given first.
-
-    Args:
-        close: Called when the stream is closed.
-    """
+    """A buffered stream of the chunks that an iterator gives; all bytes before its `Damaged` are given first."""
 
     def __init__(self, chunks: Iterator[bytes | memoryview], close: Callable[[], object] = lambda: None) -> None:
         self._chunks = _Chunks(chunks, close)
         super().__init__(self._chunks, _BUFFER)
 
     def _checked(self, data: Any, size: int | None) -> Any:
-        if not data and size != 0 and self._chunks.damage is not None:
-            damage = (
-                self._chunks.damage
-            )  # Another each time: pyarrow's readers, in its traceback, would hold it for ever.
+        if not data and size != 0 and (damage := self._chunks.damage) is not None:
+            # Another each time: pyarrow's readers, in its traceback, would hold it for ever.
             raise type(damage)(*damage.args)
         return data
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """As of any stream."""
         data: bytes = self._checked(super().read(size), size)
         return data
 
     def read1(self, size: int = -1, /) -> bytes:
-        """As of any stream."""
         data: bytes = self._checked(super().read1(size), size)
         return data
 
@@ -115,7 +97,6 @@ class ChunkStream(io.BufferedReader):
         return data
 
     def readinto(self, buffer: Any, /) -> int:
-        """As of any stream."""
         read: int = self._checked(super().readinto(buffer), len(buffer))
         return read
 
@@ -154,9 +135,7 @@ class _Chunks(io.RawIOBase):
 def open_source(source: Source, options: ReadOptions) -> BinaryIO:
     """The unpacked bytes of a source, as a buffered stream; seekable if it is not compressed.
 
-    Raises:
-        PrepareError: If the file or URL cannot be read; when opened or, after retries, at any read.
-        Damaged: Where a read comes to bytes that cannot be unpacked, to a premature end, or to a bomb.
+    A read raises Damaged where bytes cannot be unpacked, end early or are a bomb; PrepareError if they cannot be had.
     """
     raw = open_packed(source)
     if source.compression:
@@ -187,11 +166,7 @@ def open_packed(source: Source) -> BinaryIO:
 
 
 def open_local(path: str | Path) -> BinaryIO:
-    """The bytes of a file, buffered and seekable.
-
-    Raises:
-        Unreadable: If it cannot be opened.
-    """
+    """The bytes of a file, buffered and seekable; Unreadable if it cannot be opened."""
     try:
         return Path(path).open("rb", _BUFFER)
     except OSError as error:
@@ -214,7 +189,7 @@ def local_version(path: str | Path) -> str:
 
 
 def check_unchanged(source: Source) -> None:
-    """Raise Changed if a local source is another file, or has other bytes, than when it was listed.
+    """Raise PrepareError if a local source is another file, or has other bytes, than when it was listed.
 
     What lies at a URL is compared where it is opened.
     """
@@ -226,7 +201,7 @@ def check_unchanged(source: Source) -> None:
         except OSError:
             return  # Opening it says what is wrong.
         if now != source.version:
-            raise Changed(source.path)
+            raise changed(source.path)
 
 
 def unpack(packed: BinaryIO, compression: str, options: ReadOptions) -> BinaryIO:
@@ -236,12 +211,8 @@ def unpack(packed: BinaryIO, compression: str, options: ReadOptions) -> BinaryIO
 
 def _transcoded(raw: BinaryIO, encoding: str) -> Iterator[bytes]:
     """Text of another encoding as UTF-8; what cannot be decoded becomes U+FFFD."""
-    decoder = codecs.getincrementaldecoder(encoding)("replace")
-    ended = False
-    while not ended:
-        data = raw.read(_PACKED)
-        ended = not data
-        yield decoder.decode(data, ended).encode("utf-8", "replace")
+    for text in codecs.iterdecode(iter(lambda: raw.read(_PACKED), b""), encoding, "replace"):
+        yield text.encode("utf-8", "replace")
 
 
 def _unpacked(packed: Counted, compression: str, options: ReadOptions) -> Iterator[bytes]:

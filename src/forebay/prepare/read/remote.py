@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TypeVar
 from forebay.errors import PrepareError
 from forebay.network.backoff import backoff_s
 from forebay.prepare.read.base import MAX_SOURCE_BYTES
-from forebay.prepare.read.opening import Changed
+from forebay.prepare.read.opening import changed
 from forebay.store.buckets import BucketOrigin
 from forebay.store.origins import ChangedError, PassingError, Patience, RefusedError, check_etag
 from forebay.store.web import WebOrigin
@@ -52,11 +52,7 @@ class _Opened:
 
 
 def find_urls(url: str) -> list[Found]:
-    """The file at a URL, or for an object store all below it, in sorted order.
-
-    Raises:
-        PrepareError: If there is none, or it cannot be read.
-    """
+    """The file at a URL, or for an object store all below it, in sorted order."""
     if urllib.parse.urlsplit(url).scheme not in _SCHEMES:
         raise PrepareError(f"{url}: expected a URL of {', '.join(_SCHEMES)} or hf, or a path. Check the input.")
     if url.startswith("http"):
@@ -67,11 +63,7 @@ def find_urls(url: str) -> list[Found]:
 
 
 def open_url(url: str, size: int = 0, version: str = "") -> BinaryIO:
-    """A buffered stream of the file at a URL, as it was at that version; seekable if the origin says how large it is.
-
-    Raises:
-        Changed: When read, if the origin has another version.
-    """
+    """A buffered stream of the file at a URL, at that version; seekable if the origin says how large it is."""
     if url.startswith("hf://"):
         from forebay.prepare.read.hub_files import open_hub_file
 
@@ -80,12 +72,7 @@ def open_url(url: str, size: int = 0, version: str = "") -> BinaryIO:
 
 
 def _retried(url: str, attempt: Callable[[], _T], version: str = "") -> _T:
-    """What `attempt` gives; asked again where it raises PassingError.
-
-    Raises:
-        Changed: If the origin has another version than this one.
-        PrepareError: If it refuses, or fails too often.
-    """
+    """What `attempt` gives; asked again where it raises PassingError, then PrepareError."""
     tries = _TRIES if url.startswith("http") else _BUCKET_TRIES
     for tried in range(1, tries + 1):
         try:
@@ -98,7 +85,7 @@ def _retried(url: str, attempt: Callable[[], _T], version: str = "") -> _T:
             time.sleep(min(_LONGEST_WAIT_S, backoff_s(tried, _FIRST_WAIT_S, _LONGEST_WAIT_S, error.wait_s)))
         except RefusedError as error:
             if isinstance(error, ChangedError) or error.status == 412 or (error.status == 416 and version):
-                raise Changed(url) from error
+                raise changed(url) from error
             told = "expected a file, got" if error.status else "cannot read input:"
             raise PrepareError(f"{url}: {told} {_reason(error, url)}. Check the URL and the credentials.") from error
     raise AssertionError
@@ -157,7 +144,7 @@ class _Remote(io.RawIOBase):
                     self._size and opened.size not in (0, self._size)
                 ):
                     opened.pieces.close()
-                    raise Changed(self._url)
+                    raise changed(self._url)
                 self._body, self._version = opened.pieces, opened.version
                 self._size = self._size or opened.size
             chunk = bytes(next(self._body, b""))

@@ -63,17 +63,8 @@ def find_sources(
     """The files behind the inputs: as given, directories in sorted order. Each is a source, or left out for a reason.
 
     A file in a directory that no reader knows (an image, a program) is left out; one that the user names is an error.
-
-    Args:
-        inputs: Paths of files and directories; URLs of http, https, s3, gs, az (also prefixes) and hf.
-        options: A `format` other than `auto` is that of all inputs.
-        workers: Threads that look at files.
-        leave_out: Files below are no input: a dataset may be written inside the directory that it is made of.
-        follow_links: As of `list_files`.
-
-    Raises:
-        PrepareError: If an input does not exist, cannot be read or is of no known format, or there is no file at all.
-        UsageError: If there is no input, or the forced format is none of ours.
+    Inputs are paths, and URLs of http, https, s3, gs, az (also prefixes) and hf; `workers` threads look at files.
+    Files below `leave_out` are no input: a dataset may be written inside the directory that it is made of.
     """
     if options.format != "auto" and options.format not in FORMATS:
         names = ", ".join(FORMATS)
@@ -125,11 +116,7 @@ def _files(given: str | Path, leave_out: Path | None, follow_links: bool) -> Ite
 
 
 def settle(source: Source, options: ReadOptions) -> Source:
-    """The source with its format: the one that is forced, its own, or what its first bytes say.
-
-    Raises:
-        PrepareError: If they are of no known format.
-    """
+    """The source with its format: the one that is forced, its own, or what its first bytes say."""
     found = _known(source, True, options)
     assert isinstance(found, Source)  # one that is given is never left out
     return found
@@ -154,11 +141,7 @@ def _local(path: Path, name: str, given: bool) -> _Entry:
 
 
 def _known(source: Source, given: bool, options: ReadOptions) -> Source | Skipped:
-    """The file as a source; or, with the reason, one to leave out.
-
-    Raises:
-        PrepareError: If the user named a file that cannot be read.
-    """
+    """The file as a source; or, with the reason, one to leave out."""
     forced = options.format != "auto" and source.format != "hub"
     if source.format or (forced and source.path.startswith(PREFIX)):  # the hub's
         return replace(source, format=options.format) if forced else source

@@ -13,9 +13,10 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
@@ -32,16 +33,17 @@ _SITE = re.compile(
     r"(?:[a-z0-9-]{1,40}\.){0,3}(?:stackexchange|stackoverflow|serverfault|superuser|askubuntu|mathoverflow|stackapps)(?:\.com|\.net)"
 )
 _STEP = 1 << 20
+_ReadSource = Callable[[Source, ReadOptions], Iterator[Record | None]]
 
 
-def _read_posts(piece: Piece, options: ReadOptions) -> Iterator[Record]:
-    place = 0
-    for source in piece.sources:
-        with open_source(source, options) as stream:
-            for record in _posts(stream, _site_of(source.path, options), options):
-                if record is not None:
-                    yield replace(record, place=place)
-                place += 1
+def _read(read_source: _ReadSource, piece: Piece, options: ReadOptions) -> Iterator[Record]:
+    posts = (post for source in piece.sources for post in read_source(source, options))
+    yield from (replace(post, place=place) for place, post in enumerate(posts) if post is not None)
+
+
+def _read_xml(source: Source, options: ReadOptions) -> Iterator[Record | None]:
+    with open_source(source, options) as stream:
+        yield from _posts(stream, _site_of(source.path, options), options)
 
 
 def _posts(stream: BinaryIO, site: str, options: ReadOptions) -> Iterator[Record | None]:
@@ -96,22 +98,8 @@ def _site_of(path: str, options: ReadOptions) -> str:
     return next((match[0] for match in reversed(found) if match), "")
 
 
-def _py7zr() -> Any:
-    try:
-        import py7zr
-    except ImportError as error:
-        raise PrepareError(
-            f"7z archives need py7zr, which is not installed. Run: {install_command('prepare')}."
-        ) from error
-    return py7zr
-
-
 def _members(file: BinaryIO, entries: Sequence[Any]) -> Generator[tuple[str, BinaryIO], None, None]:
-    """Each member as a stream, to be read before the next: a thread unpacks them into a pipe, which holds it back.
-
-    Raises:
-        Damaged: After the last, if damage ended them; reading a member raises it too.
-    """
+    """Each member as a stream, to be read before the next: a thread unpacks them into a pipe, which holds it back."""
     import py7zr.io
 
     read_end, write_end = os.pipe()
@@ -160,18 +148,14 @@ def _members(file: BinaryIO, entries: Sequence[Any]) -> Generator[tuple[str, Bin
         raise Damaged(f"damaged 7z: {failures[0]}")
 
 
-def _read_7z(piece: Piece, options: ReadOptions) -> Iterator[Record]:
-    """The posts of each `Posts.xml` of archives."""
-    places = 0
-    for source in piece.sources:
-        for record in _read_archive(source, options):
-            if record is not None:
-                yield replace(record, place=places)
-            places += 1
-
-
-def _read_archive(source: Source, options: ReadOptions) -> Iterator[Record | None]:
-    py7zr = _py7zr()
+def _read_7z(source: Source, options: ReadOptions) -> Iterator[Record | None]:
+    """The posts of each `Posts.xml` of an archive."""
+    try:
+        import py7zr
+    except ImportError as error:
+        raise PrepareError(
+            f"7z archives need py7zr, which is not installed. Run: {install_command('prepare')}."
+        ) from error
     with open_source(replace(source, compression=""), options) as file:
         try:
             with py7zr.SevenZipFile(file) as archive:
@@ -204,5 +188,5 @@ def _read_archive(source: Source, options: ReadOptions) -> Iterator[Record | Non
             yield Record(0, problem=str(error), where=source.name)
 
 
-STACKEXCHANGE = Format("stackexchange", _read_posts)
-SEVENZIP = Format("7z", _read_7z)
+STACKEXCHANGE = Format("stackexchange", partial(_read, _read_xml))
+SEVENZIP = Format("7z", partial(_read, _read_7z))

@@ -103,9 +103,6 @@ def _rows_at_once(source: Source, column: Any, stays_dictionary: bool) -> int:
     """How many rows of a column chunk may be held at once; each may be the largest value of its dictionary.
 
     If the column is read as a dictionary, that is there once for all rows of a batch, and anew for each batch.
-
-    Raises:
-        Damaged: If a page is larger than memory should hold.
     """
     start, size = column.data_page_offset, column.total_compressed_size
     if column.has_dictionary_page and column.dictionary_page_offset:

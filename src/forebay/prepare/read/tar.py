@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 from forebay.formats.compression import COMPRESSIONS
-from forebay.prepare.documents import Record, without_turns
+from forebay.prepare.documents import Record
 from forebay.prepare.read.base import Format, Piece, ReadOptions
-from forebay.prepare.read.lines import parse_line
+from forebay.prepare.read.lines import parse_line, whole_record
 from forebay.prepare.read.opening import MIN_UNPACKED_BYTES, Damaged, open_source, skip_to, unpack
 
 _BLOCK = 512
@@ -107,15 +107,9 @@ def _sample(members: list[Member], options: ReadOptions) -> Iterator[Record]:
         assert told is not None
         yield _named(told, chosen.key, chosen.name)
     else:
-        html = chosen.kind in ("html", "htm")
         name, url = (told.id or chosen.key, told.url) if told is not None else (chosen.key, "")
-        try:
-            text = without_turns(chosen.data.decode("utf-8-sig"))
-            yield Record(0, name, text, url, html, where=chosen.name)
-        except UnicodeDecodeError as error:
-            shown = chosen.data[:_SHOWN].decode("utf-8", "replace")
-            problem = f"not UTF-8: {error.reason} at byte {error.start}"
-            yield Record(0, name, shown, problem=problem, where=chosen.name)
+        record = whole_record(0, chosen.data, chosen.name, chosen.kind in ("html", "htm"))
+        yield replace(record, id=name, url="" if record.problem else url, where=chosen.name)
 
 
 def _named(record: Record, name: str, where: str) -> Record:

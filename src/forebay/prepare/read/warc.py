@@ -1,12 +1,10 @@
 """Crawls: WARC, WET and ARC files as documents.
 
 Hides: the framing of records (lengths, gzip members, line ends), HTTP's transfer and content encodings, and what is
-done about damage. Framing is our own, because both libraries measured lose good records: on the 62 sample files
-fastwarc stops at the first record whose length is wrong, cannot read ARC, and ends a whole archive at one bad HTTP
-chunk; warcio refuses archives that are one gzip member. Where a record's length and the beginning of the next record
-disagree, the beginning is believed, and after a damaged gzip member reading goes on at the next. The price is CPU:
-fastwarc is 2.7 times as fast at framing (docs/decisions/0004-html-extraction.md). Memory: the largest record, at most
-max_document_bytes, and 1 MiB.
+done about damage. Framing is our own, because fastwarc and warcio lose good records, at the price of CPU: fastwarc is
+2.7 times as fast (docs/decisions/0004-html-extraction.md). Where a record's length and the beginning of the next record
+disagree, the beginning is believed, and after a damaged gzip member reading goes on at the next. Memory: the largest
+record, at most max_document_bytes, and 1 MiB.
 
 Requests, metadata, revisits, DNS, images and answers other than `options["statuses"]` (default `[200]`; `[]` is any)
 are not documents and not counted.
@@ -190,7 +188,6 @@ class _Archive:
         self._told = False
 
     def records(self) -> Iterator[RawRecord]:
-        """See `read_raw`."""
         while self._need(1) or self._break is not None:
             while self._need(1) and self._data[self._at] in _BLANK:
                 self._at += 1

@@ -10,7 +10,7 @@ A page of several revisions is its last one.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import unescape
 from typing import BinaryIO
 from urllib.parse import quote
@@ -66,12 +66,8 @@ def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
     """The articles of dumps, as `Format.read` says; their text begins with the title."""
     numbers = integers_of(options, "namespaces", [0], "Write namespaces = [0] for articles.")
     namespaces = frozenset(map(str, numbers))
-    place = 0
-    for source in piece.sources:
-        for record in _read_source(source, piece, options, namespaces):
-            if record is not None:
-                yield Record(place, record.id, record.text, record.url, False, record.problem, record.where)
-            place += 1
+    pages = (page for source in piece.sources for page in _read_source(source, piece, options, namespaces))
+    yield from (replace(page, place=place) for place, page in enumerate(pages) if page is not None)
 
 
 def _read_source(

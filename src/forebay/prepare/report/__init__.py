@@ -26,14 +26,7 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def load_report(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The dict that a page was written from.
-
-    Args:
-        path: A page, or the folder of a dataset with `report.html` in it.
-
-    Raises:
-        DatasetError: If there is none, or it is not one of ours.
-    """
+    """The dict that a page, or the `report.html` in a dataset's folder, was written from."""
     place = Path(path)
     if place.is_dir():
         place = place / "report.html"

@@ -45,7 +45,6 @@ def _template() -> jinja2.Template:
 
 
 def _of_none(figure: Any) -> Any:
-    """The function with 0 for what a report does not have."""
     return lambda *values: figure(*(value or 0 for value in values))
 
 
@@ -145,10 +144,8 @@ def _stage(stage: Report, wrong: str) -> dict[str, Any]:
 def histogram(data: Report) -> dict[str, Any]:
     """Where the parts of a chart stand: counts per bin of what was read (behind) and of what was kept; {} without any.
 
-    Each bin is equally wide; those at either end in which nothing lies are left out.
-
-    Args:
-        data: `edges` [n + 1], and `read` or `kept` or both, [n] each.
+    Each bin is equally wide; those at either end in which nothing lies are left out. `data` has `edges` [n + 1], and
+    `read` or `kept` or both, [n] each.
     """
     edges: list[float] = list(data.get("edges", ()))
     series = {kind: list(data[kind]) for kind in ("read", "kept") if any(data.get(kind) or ())}

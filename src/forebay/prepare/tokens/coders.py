@@ -85,15 +85,10 @@ class Coder(Protocol):
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """The ids of each text, unsigned."""
-        ...
 
 
 def coder_for(spec: CoderSpec) -> Coder:
-    """The fastest coder of these ids that is installed; one is kept a process.
-
-    Raises:
-        PrepareError: If the file is no tokenizer.
-    """
+    """The fastest coder of these ids that is installed; one is kept a process."""
     return _coder(spec.path, spec.sha256, spec.kind, os.environ.get("FOREBAY_CODER", ""))
 
 
@@ -160,13 +155,10 @@ class ByteCoder:
     name = "bytes"
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """As `Coder` says."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
 class LibraryCoder:
-    """The tokenizers library."""
-
     name = "tokenizers"
 
     def __init__(self, data: bytes) -> None:
@@ -194,7 +186,6 @@ class TiktokenCoder:
         )
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """As `Coder` says."""
         return [self._one(text) for text in texts]
 
     def _one(self, text: str) -> NDArray[Any]:
@@ -220,7 +211,6 @@ class FastCoder:
         self._base_bytes = _resident_bytes()
 
     def agrees(self, texts: Sequence[str]) -> bool:
-        """Whether it gives the reference's ids."""
         ours = [self._engine.encode(text) for text in texts]
         return all(np.array_equal(a, b) for a, b in zip(ours, self._reference.encode(texts)))
 
@@ -289,7 +279,6 @@ class Cutting:
         self.coder, self.name, self.cut = coder, coder.name, cut
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """As `Coder` says."""
         if all(len(text) <= LONG_CHARS for text in texts):
             return self.coder.encode(texts)
         return [np.concatenate([self.coder.encode([piece])[0] for piece in cut_long(text, self.cut)]) for text in texts]

@@ -115,22 +115,11 @@ class Encoded:
 
     @property
     def documents_out(self) -> int:
-        """Documents in all subsets."""
         return sum(part.documents for part in self.subsets.values())
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in all subsets."""
-        return sum(part.tokens for part in self.subsets.values())
 
 
 def encode(task: EncodeTask, scale: int = 0) -> Encoded:
-    """Run the task, or take up its result if it is done. Memory is about 40 times the batch: 4 MiB, a quarter a scale.
-
-    Raises:
-        PrepareError: If the part or the drop file is not what was announced.
-        OSError: If the result cannot be written.
-    """
+    """Run the task, or take up its result if it is done. Memory is about 40 batches of 4 MiB, a quarter a scale."""
     done = finished(task)
     if done is not None:
         return done
@@ -202,7 +191,12 @@ def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: p
         sides = sides[keep]
     result.text_bytes += int(pc.sum(pc.binary_length(texts)).as_py() or 0)
     if task.rendering is None and len(texts) == 1 and pc.binary_length(texts)[0].as_py() > LONG_CHARS:
-        _encode_long(task, outputs, task.subsets.names[int(sides[0])], batch, texts, rows)
+        # One giant document, a stretch at a time: its tokens alone may be half a gigabyte.
+        subset = task.subsets.names[int(sides[0])]
+        for tokens in encode_long(task.spec, texts[0].as_py()):
+            outputs.write(subset, tokens, np.empty(0, np.int64), rows[:0], [])
+        ids = _id_lines(task, batch, np.zeros(1, np.intp)) if task.with_ids else []
+        outputs.write(subset, tokens[:0], np.zeros(1, np.int64), rows, ids)
         return
     if task.rendering is not None:
         tokens, lengths, counts = task.rendering.encode(task.spec, texts)
@@ -218,21 +212,6 @@ def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: p
             mine = tokens if len(task.subsets.names) == 1 else tokens[np.repeat(sides == side, lengths)]
             ids = _id_lines(task, batch, chosen) if task.with_ids else []
             outputs.write(name, mine, lengths[chosen], rows[chosen], ids)
-
-
-def _encode_long(
-    task: EncodeTask,
-    outputs: _Outputs,
-    subset: str,
-    batch: pa.RecordBatch,
-    texts: pa.LargeStringArray,
-    rows: NDArray[np.int64],
-) -> None:
-    """One giant document, a stretch at a time: its tokens alone may be half a gigabyte."""
-    for tokens in encode_long(task.spec, texts[0].as_py()):
-        outputs.write(subset, tokens, np.empty(0, np.int64), rows[:0], [])
-    ids = _id_lines(task, batch, np.zeros(1, np.intp)) if task.with_ids else []
-    outputs.write(subset, tokens[:0], np.zeros(1, np.int64), rows, ids)
 
 
 def _id_lines(task: EncodeTask, batch: pa.RecordBatch, chosen: NDArray[np.intp]) -> list[bytes]:
@@ -309,9 +288,6 @@ _PART_BYTES = 4 << 20
 def sample_texts(parts: Sequence[TextPart], seed: int, limit: int = SAMPLE_BYTES) -> Iterator[str]:
     """Texts of at most `limit` bytes: parts in the order of a keyed hash, from the beginning of each at most 4 MiB, or
     an equal share of the limit if that is more. A function of the parts' names and contents, the seed and the limit.
-
-    Raises:
-        PrepareError: If a part cannot be read.
     """
 
     def key(part: TextPart) -> bytes:

@@ -76,9 +76,7 @@ def split_turns(text: str) -> list[tuple[bool, str]]:
 class Conversations(Settings):
     """Encodes marked texts; what `EncodeTask.rendering` takes.
 
-    Args:
-        max_tokens: L: no conversation is longer.
-        too_long: `cut` at the end (counted as `truncated`), or `drop` (dropped as `too_long`).
+    One of more than `max_tokens` tokens is `cut` at its end (counted as `truncated`), or `drop`ped as `too_long`.
     """
 
     max_tokens: Annotated[int, Field(ge=2)]
@@ -206,10 +204,6 @@ def plan_row_slices(
     may have fewer.
 
     `plan.tasks(out, shape)` write them. Conversations stay whole.
-
-    Raises:
-        UsageError: If not even one row fits.
-        PrepareError: If a part is not as it was written.
     """
     rows = slice_rows or (slice_bytes - _HEADER_BYTES) // shape.row_bytes
     if rows < 1:

@@ -72,7 +72,6 @@ class TokenPart:
 
     @property
     def itemsize(self) -> int:
-        """Bytes a token."""
         return TOKEN_DTYPES[self.dtype].itemsize
 
 
@@ -119,21 +118,16 @@ def plan_shuffle(parts: Sequence[TokenPart], folder: Path | str, bucket_bytes: i
 
 
 def shuffle(task: ShuffleTask, scale: int = 0) -> TokenPart:
-    """Run the task, or take up its result if it is done. At scale 1 and up no bucket is held in memory.
-
-    Raises:
-        PrepareError: If a part is not as it was written.
-        OSError: If the result cannot be written.
-    """
+    """Run the task, or take up its result if it is done. At scale 1 and up no bucket is held in memory."""
     done = finished_shuffle(task)
     if done is not None:
         return done
     parts = [TokenPart(**plain) for plain in json.loads(Path(task.plan).read_bytes())]
-    sources = [piece for part in parts if (piece := _Run.of(part, task.first_key, task.last_key)).documents]
+    sources = [piece for part in parts if len((piece := _Run.of(part, task.first_key, task.last_key)).keys)]
     keys = np.concatenate([np.empty(0, np.uint64), *[source.keys for source in sources]])
     order = np.argsort(keys, kind="stable")  # Parts stand in their order, rows in theirs: ties keep it.
     first = parts[0]
-    tokens = sum(source.tokens for source in sources)
+    tokens = sum(int(source.token_edges[-1] - source.token_edges[0]) for source in sources)
     made = TokenPart(task.folder, task.name, len(keys), tokens, first.dtype, True, first.with_ids)
     _write_sorted(made, sources, keys[order], order, held=scale == 0)
     atomic_write(made.file("json"), json.dumps({**asdict(made), "folder": ""}).encode())
@@ -164,14 +158,6 @@ class _Run:
     keys: NDArray[np.uint64]
     token_edges: NDArray[np.int64]
     id_edges: NDArray[np.int64]
-
-    @property
-    def documents(self) -> int:
-        return len(self.keys)
-
-    @property
-    def tokens(self) -> int:
-        return int(self.token_edges[-1] - self.token_edges[0])
 
     @classmethod
     def of(cls, part: TokenPart, first_key: int, last_key: int, *, is_sorted: bool = True) -> _Run:
@@ -216,7 +202,7 @@ def _write_sorted(
 ) -> None:
     """Write the files of `made`: the documents of all sources, counted through, in this order."""
     atomic_write(made.file("keys"), keys.astype("<u8").tobytes())
-    owner = np.repeat(np.arange(len(sources)), [source.documents for source in sources])[order]
+    owner = np.repeat(np.arange(len(sources)), [len(source.keys) for source in sources])[order]
     for kind, ends_kind in (("tokens", "ends"), ("ids", "id_ends")):
         if kind not in made.kinds:
             continue

@@ -70,37 +70,28 @@ class SlicePlan:
 def plan_slices(
     parts: Sequence[TokenPart], folder: Path | str, *, slice_bytes: int = 64 << 20, slice_tokens: int = 0
 ) -> SlicePlan:
-    """Cut the parts, as one stream, into slices; written to `folder`, or taken up if it is there.
+    """Cut the parts, as one stream, into slices; the plan is written to `folder`, or taken up if it is there.
 
-    Args:
-        slice_bytes: Each slice but the last is as large as fits in this: header, tokens, 8 bytes a document end.
-        slice_tokens: If given, each slice but the last has so many tokens instead.
-
-    Raises:
-        UsageError: If the size is too small, or the parts have several types.
-        PrepareError: If a part is not as it was written.
+    Each slice but the last has `slice_tokens`, or is as large as fits in `slice_bytes`: header, tokens, 8 bytes a
+    document end.
     """
     if slice_bytes < MIN_SLICE_BYTES or slice_tokens < 0:
         raise UsageError(f"slice size: expected at least {MIN_SLICE_BYTES} bytes or 1 token, got {slice_bytes}.")
-    itemsize = _one_type(parts).itemsize
+    kinds = {part.dtype for part in parts} or {"U16"}
+    if len(kinds) > 1:
+        raise UsageError(f"slices: expected parts of one type of token, got {sorted(kinds)}.")
+    itemsize = TOKEN_DTYPES[kinds.pop()].itemsize
 
     def cut(ends: Ends, start: int) -> tuple[int, int]:
         if slice_tokens:
             stop = min(ends.total, start + slice_tokens)
-            return stop, ends.first + ends.count_until(stop)
+            return stop, ends.first + int(np.searchsorted(ends.until(stop, 1 << 62), stop, "right"))
         budget = slice_bytes - TOKEN_HEADER_BYTES
         near = ends.until(min(ends.total, start + budget // itemsize), budget // 8 + 1)
         stop, inside = next_cut(near, start, 0, ends.total, itemsize, slice_bytes)
         return stop, ends.first + inside
 
     return write_plan(parts, folder, ["tokens", slice_tokens or 0, 0 if slice_tokens else slice_bytes], cut)
-
-
-def _one_type(parts: Sequence[TokenPart]) -> np.dtype[Any]:
-    kinds = {part.dtype for part in parts}
-    if len(kinds) > 1:
-        raise UsageError(f"slices: expected parts of one type of token, got {sorted(kinds)}.")
-    return TOKEN_DTYPES[kinds.pop() if kinds else "U16"]
 
 
 def write_plan(parts: Sequence[TokenPart], folder: Path | str, facts: list[Any], cut: Cutter) -> SlicePlan:
@@ -128,9 +119,7 @@ def _cuts(ends: Ends, cut: Cutter) -> Iterator[bytes]:
 class Ends:
     """The document ends of all parts as one rising sequence, read as they are needed and forgotten when cut off.
 
-    Attributes:
-        first: Index of the first end that is not forgotten.
-        total: Tokens in all parts.
+    `first` is the index of the first end that is not forgotten, `total` the tokens in all parts.
     """
 
     def __init__(self, parts: Sequence[TokenPart]) -> None:
@@ -164,10 +153,6 @@ class Ends:
             self._near = np.concatenate(blocks)
         return self._near
 
-    def count_until(self, token: int) -> int:
-        """How many ends from `first` on are at most `token`."""
-        return int(np.searchsorted(self.until(token, 1 << 62), token, "right"))
-
     def forget(self, index: int) -> None:
         """Let go of all ends before `index`."""
         self._near = self._near[index - self.first :]
@@ -179,13 +164,8 @@ def next_cut(
 ) -> tuple[int, int]:
     """Where the slice that begins at token `start` stops: as late as header, tokens and ends fit in `slice_bytes`.
 
-    Args:
-        ends: Integers [D], exclusive ends of documents in the stream, rising.
-        first_end: Index of the first end after `start`.
-        total: Tokens in the whole stream.
-
-    Returns:
-        The stop, and the index after the last document end in (start, stop].
+    And the index after the last document end in (start, stop]. `ends`: integers [D], the exclusive ends of documents
+    in the stream of `total` tokens, rising; `first_end` is the index of the first after `start`.
     """
     budget = slice_bytes - TOKEN_HEADER_BYTES
     low, high = start + 1, min(total, start + budget // itemsize)
@@ -214,7 +194,6 @@ class Stretch:
     last_end: int
 
     def read_tokens(self) -> NDArray[Any]:
-        """Its tokens, in the parts' type."""
         found = [
             np.fromfile(part.file("tokens"), TOKEN_DTYPES[part.dtype], count=b - a, offset=a * part.itemsize)
             for part, a, b in ((self.parts[i], a, b) for i, a, b in _overlaps(self.token_starts, self.start, self.stop))
@@ -264,12 +243,7 @@ def _parts(path: str) -> tuple[list[TokenPart], NDArray[np.int64], NDArray[np.in
 
 
 def write_slice(task: SliceTask, scale: int = 0) -> SliceInfo:
-    """Write the slice, or take up the one of an earlier run. `scale` changes nothing: a slice is written whole.
-
-    Raises:
-        PrepareError: If a part is not as it was written.
-        OSError: If it cannot be written.
-    """
+    """Write the slice, or take up the one of an earlier run. `scale` changes nothing: a slice is written whole."""
     done = finished_slice(task)
     if done is not None:
         return done

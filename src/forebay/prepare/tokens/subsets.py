@@ -30,11 +30,7 @@ TRAIN = "train"
 
 @dataclass(frozen=True)
 class Subsets:
-    """Named subsets and their shares, and a salt that gives another choice; in a recipe `validation = 0.01`.
-
-    Raises:
-        UsageError: If a name is no plain word or is `train`, or the shares are not in (0, 1) or leave nothing.
-    """
+    """Named subsets and their shares, and a salt that gives another choice; in a recipe `validation = 0.01`."""
 
     fractions: tuple[tuple[str, float], ...] = ()
     salt: str = ""

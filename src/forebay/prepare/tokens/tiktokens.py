@@ -63,12 +63,7 @@ _ENCODINGS: dict[str, tuple[str, int]] = {
 
 
 def load_tiktoken(spec: str) -> tuple[bytes, str]:
-    """The tokenizer.json of `tiktoken:ENCODING`, `tiktoken:FILE` or `tiktoken:ENCODING:FILE`, and its family.
-
-    Raises:
-        UsageError: If there is no such encoding or file, or tiktoken is not installed.
-        PrepareError: If the file is no rank file, or the download fails.
-    """
+    """The tokenizer.json of `tiktoken:ENCODING`, `tiktoken:FILE` or `tiktoken:ENCODING:FILE`, and its family."""
     name = spec.removeprefix("tiktoken:")
     encoding, _, path = name.rpartition(":") if not Path(name).is_file() else ("", "", name)
     encoding, path = (encoding, path) if encoding or "/" in path or path.endswith(".tiktoken") else (path, "")

@@ -59,7 +59,6 @@ class TokenizerFile:
 
     @property
     def sha256(self) -> str:
-        """Hash of the bytes."""
         return hashlib.sha256(self.data).hexdigest()
 
     @property
@@ -95,12 +94,6 @@ def load_tokenizer(spec: str, *, eos: bool | str = True, bos: bool | str = False
         eos: Whether a token ends each document: the vocabulary's own, the one of that name, or (`auto`) the
             vocabulary's own if it has one.
         bos: Whether one begins it, likewise.
-
-    Raises:
-        UsageError: If the spec is none of these, or the vocabulary has no such EOS or BOS.
-        UnknownDatasetError, AccessError, DownloadError: If it is a name, and the hub has none such or is away.
-        MissingPackageError: If the model has no tokenizer.json, and transformers is not here to make one.
-        PrepareError: If its file is no tokenizer.
     """
     if spec == "bytes":
         data = byte_tokenizer().to_str(pretty=True).encode()
@@ -162,7 +155,8 @@ def _from_pair(folder: Path, vocab_name: str, merges_name: str) -> bytes:
     try:
         vocab = json.loads((folder / vocab_name).read_bytes())
         lines = (folder / merges_name).read_text("utf-8").split("\n")
-        merges = [_pair(line) for line in lines if line and not line.startswith("#version")]
+        pairs = (line.split(" ") for line in lines if line and not line.startswith("#version"))
+        merges = [(left, right) for left, right in pairs]
         model = models.BPE(vocab=vocab, merges=merges)
     except Exception as error:
         raise PrepareError(f"{where}: expected GPT-2's {vocab_name} and {merges_name}: {error}.") from error
@@ -178,11 +172,6 @@ def _from_pair(folder: Path, vocab_name: str, merges_name: str) -> bytes:
     names = [name for name in (EOS, "<s>", "</s>") if name in vocab]
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     return tokenizer.to_str(pretty=True).encode()
-
-
-def _pair(line: str) -> tuple[str, str]:
-    left, right = line.split(" ")
-    return left, right
 
 
 def _describe(
@@ -237,9 +226,6 @@ def parse(data: bytes, description: str) -> Tokenizer:
 
     Nothing is cut off, padded or left to chance (BPE dropout), and a special token's name in a document is ordinary
     text: a document cannot end itself.
-
-    Raises:
-        PrepareError: If they hold none.
     """
     with _named(description, "expected a tokenizer.json"):
         tokenizer = Tokenizer.from_str(data.decode())
@@ -272,11 +258,7 @@ def _named(description: str, what: str) -> Iterator[None]:
 
 
 def encode_batch(tokenizer: Tokenizer, texts: Sequence[str], description: str = "tokenizer.json") -> list[Any]:
-    """The encodings of texts, without special tokens.
-
-    Raises:
-        PrepareError: If the library fails, over a regular expression that takes too long for example.
-    """
+    """The encodings of texts, without special tokens."""
     with _named(description, f"failed on one of {len(texts)} texts"):
         found: list[Any] = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     return found
@@ -306,11 +288,7 @@ def byte_tokenizer() -> Tokenizer:
 def train_tokenizer(texts: Iterator[str], vocab: int) -> TokenizerFile:
     """Byte-level BPE trained on these texts: same texts, same bytes, for any number of threads.
 
-    Args:
-        texts: At most about 64 MiB (see `sample_texts`): memory is about 15 times that.
-
-    Raises:
-        PrepareError: If the texts are empty.
+    Memory is about 15 times the texts, which are at most about 64 MiB (see `sample_texts`).
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

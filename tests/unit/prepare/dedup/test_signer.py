@@ -57,11 +57,10 @@ def test_nothing_is_left_after_an_exception(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_close_commits_once_and_says_what(tmp_path: Path) -> None:
-    signer = Signer(tmp_path / "p", Dedup(exact=True, minhash=True))
-    signer.add(pa.array(["a b", "c"], pa.large_string()))
-    paths = signer.close()
-    assert signer.close() == paths == [tmp_path / "p.exact", tmp_path / "p.minhash", tmp_path / "p.signatures"]
+def test_the_files_appear_at_the_end(tmp_path: Path) -> None:
+    with Signer(tmp_path / "p", Dedup(exact=True, minhash=True)) as signer:
+        signer.add(pa.array(["a b", "c"], pa.large_string()))
+    paths = [tmp_path / "p.exact", tmp_path / "p.minhash", tmp_path / "p.signatures"]
     assert sorted(tmp_path.iterdir()) == paths
     assert json.loads(paths[-1].read_bytes())["documents"] == 2
 

@@ -36,7 +36,7 @@ def test_each_document_once_in_order(tmp_path: Path) -> None:
     part = result.subsets["train"]
     assert documents([part]) == [[*text.encode(), 256] for text in TEXTS]
     assert (result.documents_in, result.documents_out, result.dropped) == (300, 300, {})
-    assert result.tokens == result.text_bytes + 300
+    assert sum(part.tokens for part in result.subsets.values()) == result.text_bytes + 300
     lines = part.file("ids").read_bytes().splitlines(keepends=True)
     assert [json.loads(line) for line in lines] == [[task.part.name, i, f"id{i}", ""] for i in range(300)]
     ends = np.fromfile(part.file("id_ends"), "<u8")
