@@ -181,7 +181,7 @@ def _alternate(
             while time.monotonic() < end:
                 coming = shards.upcoming_dataset
                 assert coming is not None
-                if coming.done.is_set():
+                if coming.pair is not None:
                     at += 1
                     shards.at_step(at)
                     while shards.upcoming_dataset is None or not shards.upcoming_dataset.received:

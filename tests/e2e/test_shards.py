@@ -26,6 +26,7 @@ from calibration import scaled
 from forebay.cli import main
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
 from forebay.formats.shard_writer import Shard, write_shards
+from forebay.load.shard_dataset import Arrival
 from forebay.load.shards import SharedShardedDatasetManager
 from forebay.order.shard_windows import receipt, window_sample_ids
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
@@ -33,6 +34,12 @@ from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 L, SAMPLES, SHARDS = 128, 2000, 4  # 500 KiB a shard
 RANK = Path(__file__).with_name("shard_rank.py")
 QUICK = {"sequence_length": L, "steps_per_shard": 3, "patience_s": 20.0, "chunk_size": 1 << 16}
+
+
+def arrived(shard: Arrival) -> bool:
+    """Wait for a shard that is on its way."""
+    shard.wait(20)
+    return shard.pair is not None
 
 
 def tokens_of(shard: int) -> Any:
@@ -104,7 +111,7 @@ def test_shards_cycle_and_swap_at_their_step(server: S3Server) -> None:
             assert (batch.inputs == rows).all() and (batch.labels[:, :-1] == rows[:, 1:]).all()
             assert (batch.labels[:, -1] == -100).all()
             if batch.run_step % 3 == 2 and shards.upcoming_dataset is not None:
-                assert shards.upcoming_dataset.done.wait(20)
+                assert arrived(shards.upcoming_dataset)
             whole = {name for name in files() if name.startswith("train")}
             peak = max(peak, len(whole))
             assert whole <= {f"train_{i % SHARDS:06d}.npy" for i in (index, index + 1)}
@@ -130,7 +137,7 @@ def test_the_disk_of_a_used_shard_is_free_at_once(
             with SharedShardedDatasetManager(**settings) as shards:
                 for batch in shards.batches(0, 3 * 12, batch_size=8):
                     if batch.run_step % 3 == 2 and shards.upcoming_dataset is not None:
-                        assert shards.upcoming_dataset.done.wait(20), shards.upcoming_dataset.error
+                        assert arrived(shards.upcoming_dataset), shards.upcoming_dataset.error
                     maps = Path("/proc/self/maps").read_text().splitlines()
                     assert not [line for line in maps if str(volume) in line and "(deleted)" in line]
                 assert shards.stats()["swaps"] == 11
@@ -157,7 +164,7 @@ def test_a_jump_to_another_step_leaves_nothing_behind(bucket: Path, tmp_path: Pa
     with SharedShardedDatasetManager(**QUICK, url=bucket, folder=tmp_path / "here", reset_step=10) as shards:
         for step, wanted in ((0, 0), (7, 2), (9, 3), (10, 0), (1, 0), (5, 1)):
             assert shards.at_step(step).index == wanted
-            assert shards.upcoming_dataset is not None and shards.upcoming_dataset.done.wait(20)
+            assert shards.upcoming_dataset is not None and arrived(shards.upcoming_dataset)
             kept = {wanted, shards.upcoming_dataset.index}
             assert files(str(tmp_path / "here")) == sorted(name for index in kept for name in pair(index))
 
@@ -190,7 +197,7 @@ def test_training_begins_with_the_first_shard_and_the_next_comes_beside_it(serve
         assert "train_000001.npy" not in files()
         until(lambda: "train_000001.npy" in files())
         assert asked(server, 2) == 0
-        assert shards.upcoming_dataset is not None and shards.upcoming_dataset.done.wait(20)
+        assert shards.upcoming_dataset is not None and arrived(shards.upcoming_dataset)
         shards.at_step(3)
         assert shards.stats()["late_swaps"] == 0  # it was there
 
@@ -428,7 +435,7 @@ def test_the_next_shard_comes_in_a_process_of_its_own(
         server.faults.bytes_per_s = 0
         assert shards.at_step(3)[7].tolist() == tokens_of(1)[7 * L : 8 * L].tolist()
         assert shards.stats()["fetched_bytes"] > SAMPLES * L * 2
-        assert shards.upcoming_dataset.done.wait(20)
+        assert arrived(shards.upcoming_dataset)
         server.faults.bytes_per_s = 1 << 18
         shards.at_step(6)
         until(lambda: asked(server, 3) > 0)
@@ -499,7 +506,7 @@ def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server,
         assert len(ids) == len(set(ids)) == 24
     with SharedShardedDatasetManager(**QUICK, tmp_dir="tmp") as shards:
         shards.at_step(0)
-        assert shards.upcoming_dataset is not None and shards.upcoming_dataset.done.wait(20)
+        assert shards.upcoming_dataset is not None and arrived(shards.upcoming_dataset)
         assert files() == sorted([*pair(0), *pair(1)])
         assert list(Path("tmp").glob("*")) == [] and not list(folder.glob(".*.part"))
 
