@@ -142,7 +142,7 @@ class Desk:
         for spec in jobs:
             for source in spec.sources:
                 self.swarms.setdefault(source.dataset_id, Swarm(len(source.samples), ttl_s=ttl_s, checks=checks))
-        self.sessions = Sessions(self.swarms, 4 * max(spec.lease_s for spec in jobs))
+        self.sessions = Sessions(self.swarms, 5 * max(spec.lease_s for spec in jobs))
         # (peer, dataset, slice) to who said that it gave wrong bytes: the reason, and the accuser.
         self.reports: dict[tuple[str, str, int], dict[str, tuple[str, str]]] = {}
         self.banned: dict[str, dict[str, None]] = {}  # by dataset

@@ -85,7 +85,7 @@ def _choose(victim: Owner, share: float) -> Lease:
 MAX_REMEMBERED = 32_768
 # How often owners that wait may ask, over all of them: those for whom a lease is to be cut, and those that only wait.
 STEALING_ASKS_PER_S = 400.0
-IDLE_ASKS_PER_S = 120.0
+IDLE_ASKS_PER_S = 80.0
 SHORT_WAIT_S = 0.2
 LONG_WAIT_S = 1.0
 
@@ -194,7 +194,7 @@ class LeaseTable:
             return min(wait_s, self.lease_s / 2)
         wait_s = max(min(LONG_WAIT_S, self.lease_s / 4), len(self.waiting) / IDLE_ASKS_PER_S)
         # Who has leases must be heard of before they expire.
-        return min(wait_s, self.lease_s / 2 if owner.leases else 3 * self.lease_s)
+        return min(wait_s, self.lease_s / 2 if owner.leases else 4 * self.lease_s)
 
     def stop_waiting(self, owner: Owner) -> None:
         """An owner has something to do, or is gone: nobody needs to cut a lease for it."""
