@@ -121,8 +121,10 @@ def test_what_was_appended_to_a_npy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [">u2", ">u4"])
 def test_the_other_byte_order(tmp_path: Path, name: str, kind: str) -> None:
     tokens = text_tokens(N, vocab=50257 if kind == ">u2" else 128_000, dtype=kind)
-    path = (saved if name.endswith("npy") else raw)(tmp_path / name, tokens)
-    only("byte-order", path)
+    write = saved if name.endswith("npy") else raw
+    little = kind.replace(">", "<")
+    assert f"'{little}'" in only("byte-order", write(tmp_path / name, tokens)).advice
+    assert not findings(write(tmp_path / f"little-{name}", tokens.astype(little)))
 
 
 def test_bytes_in_the_upper_half(tmp_path: Path) -> None:
@@ -147,7 +149,9 @@ def test_one_type_read_as_another(tmp_path: Path, kind: str, told: str) -> None:
 
 @pytest.mark.parametrize("kind", [np.int64, np.float32])
 def test_npy_of_a_type_that_loaders_refuse(tmp_path: Path, kind: type) -> None:
-    only("wrong-dtype", saved(tmp_path / "a.npy", text_tokens(N).astype(kind)))
+    found = only("wrong-dtype", saved(tmp_path / "a.npy", text_tokens(N).astype(kind)))
+    assert np.dtype(kind).name in found.evidence and "uint16" in found.advice
+    assert not findings(saved(tmp_path / "b.npy", text_tokens(N).astype(kind).astype(np.uint16)))
 
 
 def test_vocabulary_overflow_says_where(tmp_path: Path) -> None:

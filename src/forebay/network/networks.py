@@ -216,7 +216,10 @@ def read_certs(path: Path) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(path.read_bytes())
     except (OSError, ValueError, x509.InvalidVersion) as error:
-        raise UsageError(f"certificate: cannot read {path}: {type(error).__name__}: {error}") from error
+        raise UsageError(
+            f"certificate: expected PEM in {path}, got {type(error).__name__}: {str(error).split('. ')[0]}. "
+            "Restore the file from a copy, or join again with `forebay network join`."
+        ) from error
 
 
 def read_roots(folder: Path) -> tuple[bytes, ...]:

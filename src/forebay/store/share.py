@@ -12,6 +12,7 @@ import os
 import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ class Offer:
     url: str = ""
 
 
-class SliceServer:
+class SliceServer(ABC):
     """What those who hand out slices have in common. A subclass says what and to whom.
 
     Args:
@@ -158,9 +159,9 @@ class SliceServer:
         found = self._offers[dataset_id].files.get(name)
         return None if isinstance(found, Path) and not found.is_file() else found
 
+    @abstractmethod
     def find_slice(self, sha256: str) -> SliceFile | None:
         """The file of a slice; None if it has none of this hash now."""
-        raise NotImplementedError
 
     def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
         """Raises ApiError if a peer may not have so many bytes of a dataset; counts them if it may."""
@@ -171,8 +172,9 @@ class SliceServer:
         """Its own, beside those that every server has."""
         return ()
 
+    @abstractmethod
     def _count(self, peer: Peer, num_bytes: int) -> None:
-        raise NotImplementedError
+        """So many bytes of slices and files were sent to a peer."""
 
     def _keep_announced(self) -> None:
         while True:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from bisect import insort
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -251,7 +252,7 @@ class TransferCancelledError(NetworkError):
         return cls(f"{info.name}: the transfer was cancelled; what was fetched is kept and resumed")
 
 
-class Pending:
+class Pending(ABC):
     """One slice on its way into a partial file."""
 
     def __init__(self, info: SliceInfo, part: Path) -> None:
@@ -264,9 +265,9 @@ class Pending:
         self._lock = threading.Lock()
 
     @property
+    @abstractmethod
     def received(self) -> int:
         """Bytes there so far, those of an earlier run included."""
-        raise NotImplementedError
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it ended; whether it did in time."""
