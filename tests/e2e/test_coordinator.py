@@ -305,6 +305,25 @@ def test_a_coordinator_that_stays_away_is_named_and_a_dead_one_comes_back_as_it_
         assert [g["start_step"] for g in get(desk.address, "/v1/log")["generations"]] == [0, 5]
 
 
+def test_who_finishes_while_the_coordinator_is_away_tells_it_when_it_is_back(tmp_path: Path) -> None:
+    """Else the run would wait for ever for workers that have done all of it."""
+    config = {"batch_size": 1, "num_steps": 3}
+    with Coordinator(state_dir=tmp_path, config=config) as desk:
+        address = desk.address
+        membership = Membership(address, "w")
+        membership.join()
+    leaving = threading.Thread(target=lambda: membership.leave(finished=True))
+    assert membership.boundary(3).number == 1
+    leaving.start()
+    time.sleep(0.5)
+    assert leaving.is_alive()
+    host, port = address.rsplit(":", 1)
+    with Coordinator(host, int(port), state_dir=tmp_path, config=config) as desk:
+        leaving.join(scaled(20))
+        assert not leaving.is_alive()
+        assert desk.done and desk.status()["step"] == 3
+
+
 def test_a_state_of_another_version_is_named(tmp_path: Path) -> None:
     with Coordinator(state_dir=tmp_path):
         pass

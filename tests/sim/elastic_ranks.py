@@ -346,7 +346,7 @@ class Rank:
         assert generation is not None and self._uses is not None and self.run.num_steps is not None
         if self._step >= self.run.num_steps:
             self.done = True
-            self.world.send(self, self.membership.leave(finished=True), lambda answer, error: None)
+            self._drive(self.membership.leave(finished=True), lambda _: None)
             return self.world.done(self, self.learned)
         block, step = self._block, self._step
         if block is None or step >= block.first + len(block.bounds) - 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from hypothesis import settings
@@ -12,6 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from forebay.schedule.members import (
     ANSWER_S,
+    HEARTBEAT_WAIT_S,
+    RETRY_S,
     Agree,
     Disconnect,
     Formed,
@@ -30,6 +34,7 @@ from forebay.schedule.members import (
     Waits,
 )
 from forebay.schedule.membership import apply
+from forebay.schedule.roster import Roster
 
 RULES = Rules(min_workers=1, heartbeat_s=30, stale_s=90, lost_s=5, grace_s=300)
 
@@ -97,6 +102,23 @@ def test_a_restart_in_time_gets_its_rank_back() -> None:
         desk.ready(name, 7)
     assert desk.generation.number == 2 and desk.ranks == list("abcd")
     assert desk.generation.start_step == 7 and desk.generation.start_sample == 7 * 4 * 2 and desk.generation.source == 0
+
+
+def test_after_the_coordinators_restart_a_member_has_time_to_notice_that_it_was_gone(tmp_path: Path) -> None:
+    """Its heartbeat may wait for an answer that never comes, and it pauses before the next."""
+    desk = four()
+    with contextlib.closing(Roster(tmp_path)) as roster:
+        roster.save(desk.state, [], "run")
+    with contextlib.closing(Roster(tmp_path)) as roster:
+        desk.state, _ = roster.load(desk.state.rules, desk.state.told, desk.now, "")
+    desk.tell(Disconnect("b", "b/1"))
+    desk.join("e")
+    noticed_s = HEARTBEAT_WAIT_S + ANSWER_S + RETRY_S
+    desk.tell(Tick(), after_s=noticed_s)
+    assert list(desk.state.members) == list("acde")
+    desk.tell(Heartbeat("a", "a/1", 1, 3), Waits("a", "a/1", +1))
+    desk.tell(Tick(), after_s=RULES.lost_s + 0.1)
+    assert list(desk.state.members) == list("ae")
 
 
 def test_who_stays_keeps_its_order_and_who_comes_late_its_old_seat() -> None:

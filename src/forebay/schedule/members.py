@@ -11,6 +11,10 @@ from forebay.network.messages import MAX_WAIT_S, Address, CoordinatorSession, Co
 
 ANSWER_S = 5.0
 """A member takes an answer for lost, and asks again, when none came for so long beyond the time it was to wait."""
+HEARTBEAT_WAIT_S = 20.0
+"""The longest that a member lets the coordinator hold its heartbeat."""
+RETRY_S = 2.0
+"""The longest pause of a member between two requests without an answer."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 What is answered was written before (WAL, synchronous): killed at any moment, the coordinator goes on with the same
 generation, and no number is given twice. What a live connection says again by itself is not kept: who stands ready,
-who was seen when. So after a restart each member has its whole time again to show itself.
+who was seen when. So after a restart each member has its whole time again to show itself, counted from when it must
+have noticed that the coordinator was gone.
 
 The log only grows. A row says that steps [start, stop) were finished in a generation, each of `count` samples from
 `first_sample` on; where a step has several rows, that of the highest generation counts, the others were redone.
@@ -17,7 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import StateError
-from forebay.schedule.members import Action, Formed, Gap, Generation, Member, Note, Place, Rules, State, Stepped
+from forebay.schedule.members import (
+    ANSWER_S,
+    HEARTBEAT_WAIT_S,
+    RETRY_S,
+    Action,
+    Formed,
+    Gap,
+    Generation,
+    Member,
+    Note,
+    Place,
+    Rules,
+    State,
+    Stepped,
+)
 
 ROSTER_NAME = "roster.sqlite"
 _SCHEMA = """
@@ -86,13 +101,15 @@ class Roster:
                     f"coordinator's state: the run in {self.path} has {key} {body['config'].get(key)!r}, "
                     f"this start says {value!r}. Start it as it was, or choose another --state directory."
                 )
+        returns_at = now + min(rules.heartbeat_s, HEARTBEAT_WAIT_S) + ANSWER_S + RETRY_S
         try:
-            generation = body["generation"]
+            members, generation = body["members"], body["generation"]
             if generation is not None:
                 generation["places"] = tuple(Place(**place) for place in generation["places"])
             state = State(
                 rules, body["told"], body["config"], Generation(**generation) if generation else None,
-                {m["worker_id"]: Member(**m, seen_at=now, moved_at=now) for m in body["members"]}, body["seats"],
+                {m["worker_id"]: Member(**m, seen_at=now, moved_at=now, returns_at=returns_at) for m in members},
+                body["seats"],
                 body["reached"], body["floor"], body["run_to"], body["end"],
                 {session: (voter, step) for session, (voter, step) in body["finished"].items()},
                 tuple((rank, step) for rank, step in body["gone"]), body["broken"],

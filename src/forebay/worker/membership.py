@@ -50,8 +50,6 @@ __all__ = [
     "MembershipLostError",
 ]
 
-LEAVE_S = 3.0
-
 
 class Membership:
     """One process's membership of a run. Call it from one thread; `changing` may be read from any.
@@ -212,18 +210,20 @@ class Membership:
         """Ends the membership; never raises for a coordinator that is away. May be called twice, and from any thread.
 
         Args:
-            finished: All steps are done: the others need no new generation.
+            finished: All steps are done: the others need no new generation. A coordinator that is away is asked for
+                `patience_s`, as it would wait for this worker for ever after its restart.
         """
         if self._closing.is_set():
             return
-        self._closing.set()
-        is_member = bool(self._state.session)
-        request = self._state.leave(finished=finished)
-        if is_member:
+        if not finished:
+            self._closing.set()
+        if self._state.session:
             try:
-                self._send(request, LEAVE_S)
-            except NetworkError as error:
+                self._drive(self._state.leave(finished=finished))
+            except (NetworkError, MembershipLostError) as error:
                 self._on_note(f"left without telling the coordinator, which is away: {error}")
+        self._state.closed = True
+        self._closing.set()
         if self._heartbeats is not None:
             self._heartbeats.stop()
             self._heartbeats.join(2.0)

@@ -18,12 +18,12 @@ from pydantic import TypeAdapter
 from forebay.errors import LeaseError, NetworkError, ProtocolViolation
 from forebay.network.backoff import backoff_s
 from forebay.network.client import RemoteError
+from forebay.schedule.members import HEARTBEAT_WAIT_S, RETRY_S
 
 # How long the coordinator may hold a request of a worker that waits; one that is told to stop waits so long at most.
 WAIT_S = 2.0
 FIRST_WAIT_S = 0.3
-MAX_WAIT_S = 20.0
-MAX_PAUSE_S = 1.3  # between two requests without an answer, on average; never more than 2 s
+MAX_PAUSE_S = RETRY_S / 1.5  # between two requests without an answer, on average; never more than RETRY_S
 
 
 class CoordinatorGoneError(NetworkError):
@@ -247,7 +247,7 @@ class MembershipState:
     def heartbeats(self) -> Operation[None]:
         """Shows the coordinator that this worker lives, and learns of changes, until the session ends."""
         session, pause_s = self.session, 0.1
-        wait_s = min(self._heartbeat_s, MAX_WAIT_S)
+        wait_s = min(self._heartbeat_s, HEARTBEAT_WAIT_S)
         while not self.closed and self.session == session and self.generation is not None:
             number = self.generation.number
             body = {**self._me(), "generation": number, "step": self._step}
@@ -268,15 +268,19 @@ class MembershipState:
             if not answer or self._changing:
                 # While a change is awaited at a boundary, news that it was called off may take this long.
                 yield Pause(pause_s)
-                pause_s = min(2.0, 2 * pause_s) if not answer else 0.1
+                pause_s = min(RETRY_S, 2 * pause_s) if not answer else 0.1
 
-    def leave(self, *, finished: bool = False) -> Request:
-        """It has left: the last request, which need not be answered. `finished`: all steps are done."""
-        self.closed = True
+    def leave(self, *, finished: bool = False) -> Operation[None]:
+        """As `Membership.leave`; raises where the coordinator could not be told."""
         number = self.generation.number if self.generation is not None else 0
-        return Request(
-            "/v1/members/leave", {**self._me(), "generation": number, "step": self._step, "finished": finished}
-        )
+        body = {**self._me(), "generation": number, "step": self._step, "finished": finished}
+        try:
+            if finished:
+                yield from self._call("/v1/members/leave", body)
+        finally:
+            self.closed = True
+        if not finished:
+            yield Request("/v1/members/leave", body)
 
     def _me(self) -> dict[str, Any]:
         return {"worker_id": self.worker_id, "session": self.session}
