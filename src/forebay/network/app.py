@@ -47,7 +47,9 @@ class Connection(Protocol):
     """What an application sees of the connection that a request came by."""
 
     address: str  # the IP address at its other end
-    lost: asyncio.Future[None]  # done once it has ended
+
+    @property
+    def lost(self) -> asyncio.Future[None]: ...  # done once it has ended
 
     @property
     def piece_bytes(self) -> int: ...  # the most that is sent before others have their turn
