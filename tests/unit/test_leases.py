@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 import pytest
 
 from forebay.errors import LeaseError, UsageError
 from forebay.ledger.receipts import Used
-from forebay.schedule.leases import LeaseLostError, LeaseTable
+from forebay.schedule.leases import IDLE_ASKS_PER_S, LeaseLostError, LeaseTable
 from forebay.schedule.owners import Lease, Speed
 
 
@@ -61,6 +63,20 @@ def test_what_another_worker_has_cached_is_left_to_it_while_others_remain() -> N
     other.know(other.touch(("a", ""), 0.0), np.array([0, 1, 2]))
     other.late(100.0)
     assert other.parts.cached_by.max() == 0
+
+
+def test_those_that_only_wait_ask_one_after_another_even_if_they_came_together() -> None:
+    leases = table([1], steal_s=1e6)
+    grant(leases, "busy", "1")
+    due, asks = [(0.0, i) for i in range(2000)], np.zeros(100, np.int64)
+    while due[0][0] < len(asks):
+        now, number = due[0]
+        asks[int(now)] += 1
+        leases.touch(("busy", ""), now)
+        wait_s = leases.wait(leases.touch((f"w{number}", ""), now), now)
+        assert 0 < wait_s <= 1 + 1.5 * 2000 / IDLE_ASKS_PER_S
+        heapq.heapreplace(due, (now + wait_s, number))
+    assert asks[0] == 2000 and asks[2:].max() <= IDLE_ASKS_PER_S + 1 and asks[2:].min() >= 0.7 * IDLE_ASKS_PER_S
 
 
 def test_another_seed_and_another_epoch_give_another_order() -> None:

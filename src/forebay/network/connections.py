@@ -190,7 +190,7 @@ class PeerProtocol(HttpToolsProtocol):
     )  # fmt: skip
 
     def __init__(self, core: Core, address: str) -> None:
-        super().__init__(core.config, core.state, {}, core.loop)
+        super().__init__(core.config, core.state, core.app_state, core.loop)
         self.pipeline = _Pipeline()  # type: ignore[assignment]
         self.core = core
         self.address = address
@@ -247,11 +247,10 @@ class PeerProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport)  # type: ignore[assignment]
-        self.server = None  # the same for all, and not asked for
+        self.server, self.client = None, (self.address, 0)  # strings of its own would take 0.3 KiB
         tls = transport.get_extra_info("ssl_object")
         if not self.core.admit(self, tls.getpeercert(binary_form=True) if tls is not None else None):
             transport.abort()
-        self.app_state = {"peer": self.peer, "connection": self}
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -270,6 +269,7 @@ class PeerProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["state"].update(peer=self.peer, connection=self)
         self.phase, self.since = "head", self.loop.time()
         self.num_messages += 1
         self.head_bytes = self.unfinished_bytes = 0
@@ -341,6 +341,7 @@ class Core:
         self.on_bytes = on_bytes
         self.is_draining = False
         self.connections = ConnectionTable(limits)
+        self.app_state: dict[str, Any] = {}  # uvicorn copies it for each request
         self.num_bytes = 0
         self.answers: Counter[int] = Counter()
         self.limited: Counter[str] = Counter()

@@ -86,6 +86,7 @@ MAX_REMEMBERED = 32_768
 # How often owners that wait may ask, over all of them: those for whom a lease is to be cut, and those that only wait.
 STEALING_ASKS_PER_S = 400.0
 IDLE_ASKS_PER_S = 80.0
+IDLE_TICK_S = 0.25  # these ask at multiples of it: a processor that wakes for each costs three times as much an ask
 SHORT_WAIT_S = 0.2
 LONG_WAIT_S = 1.0
 
@@ -134,6 +135,7 @@ class LeaseTable:
         self.waiting: set[OwnerKey] = set()
         # Those of them who have nothing to use, and when they last asked, the latest last.
         self.idle: dict[OwnerKey, float] = {}
+        self.next_ask = -math.inf  # when the last of those that only wait was told to ask again
         self.parts = Parts(self.samples, seed)
         self.before = 0
         self.begin(0)
@@ -190,9 +192,15 @@ class LeaseTable:
             if wish is not None:
                 self.wishes[wish.lease_id] = wish
         if owner.wish is not None:
-            wait_s = max(min(SHORT_WAIT_S, self.lease_s / 4), len(self.wishes) / STEALING_ASKS_PER_S)
+            # Who has waited for long asks less often: its victim may not be heard of again.
+            patient_s = min((now - self.wishes[owner.wish].at) / 4, 2 * LONG_WAIT_S)
+            wait_s = max(min(SHORT_WAIT_S, self.lease_s / 4), patient_s, len(self.wishes) / STEALING_ASKS_PER_S)
             return min(wait_s, self.lease_s / 2)
-        wait_s = max(min(LONG_WAIT_S, self.lease_s / 4), len(self.waiting) / IDLE_ASKS_PER_S)
+        least_s = min(LONG_WAIT_S, self.lease_s / 4)
+        most_s = max(least_s, 1.5 * len(self.waiting) / IDLE_ASKS_PER_S)
+        # Four times a second a few, so that those who came together do not all ask together again.
+        self.next_ask = min(max(self.next_ask + 1 / IDLE_ASKS_PER_S, now + least_s), now + most_s)
+        wait_s = max(self.next_ask // IDLE_TICK_S * IDLE_TICK_S - now, least_s)
         # Who has leases must be heard of before they expire.
         return min(wait_s, self.lease_s / 2 if owner.leases else 4 * self.lease_s)
 
