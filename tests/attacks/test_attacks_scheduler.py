@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from nodes import NAME, make_dataset
 from forebay.cli import main
 from forebay.ledger.receipts import Used, receipt_message
 from forebay.network.client import Client
+from forebay.network.identity import Identity
 from forebay.schedule import service, sessions
 from forebay.schedule.desk import Desk, Doubt, JobSpec, Source
 from forebay.schedule.exchange import Ask
@@ -147,6 +149,36 @@ def test_who_fails_on_a_slice_that_is_good_is_leased_nothing_for_a_while() -> No
     assert len(desk.exchange("a", Ask(want=1), 50.0)[0].leases) == 1
 
 
+def _use_of(lease: dict[str, Any], worker: Identity) -> dict[str, Any]:
+    """A worker's word that it used a lease to its end."""
+    place = {"epoch": lease["epoch"], "slice": lease["slice"], "start": lease["start"], "stop": lease["stop"]}
+    signature = worker.sign(receipt_message(lease["job_id"], [Used(lease["lease_id"], *place.values(), 1)])).hex()
+    use = {"lease_id": lease["lease_id"], **place, "step": 1, "proof": "00" * 6}
+    return {"job_id": lease["job_id"], "uses": [use], "signature": signature}
+
+
+def test_proofs_that_are_checked_at_once_count_each(
+    scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a member with many sessions is checked at every lease for long, at the scheduler's cost."""
+    worker, together, checked = issue(network_dir, "worker", "worker"), threading.Barrier(3), list[object]()
+
+    def check(*about: object) -> bool:
+        checked.append(about)
+        together.wait(60)
+        return True
+
+    monkeypatch.setattr(service, "is_checked", lambda secret, lease_id, num_proven: num_proven < 3)
+    monkeypatch.setattr(scheduler._catalog, "check_proof", check)
+    leases = ask(worker, scheduler.address, "POST", "/v1/exchange", {"want": 4})[1]["leases"]
+    *first, last = [_use_of(lease, worker) for lease in leases]
+    with ThreadPoolExecutor(3) as pool:
+        sent = [pool.submit(ask, worker, scheduler.address, "POST", "/v1/exchange", said) for said in first]
+        assert [future.result()[0] for future in sent] == [200] * 3
+    assert ask(worker, scheduler.address, "POST", "/v1/exchange", last)[0] == 200
+    assert len(checked) == 3
+
+
 def test_checks_that_hang_hold_up_no_other_worker(
     scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,10 +196,7 @@ def test_checks_that_hang_hold_up_no_other_worker(
     scheduler._server.call(limit_threads())
     monkeypatch.setattr(scheduler._catalog, "check_proof", hang)
     (lease,) = ask(evil, scheduler.address, "POST", path, {"want": 1})[1]["leases"]
-    place = {"epoch": lease["epoch"], "slice": lease["slice"], "start": lease["start"], "stop": lease["stop"]}
-    signature = evil.sign(receipt_message(lease["job_id"], [Used(lease["lease_id"], *place.values(), 1)])).hex()
-    use = {"lease_id": lease["lease_id"], **place, "step": 1, "proof": "00" * 6}
-    said = {"job_id": lease["job_id"], "uses": [use], "signature": signature}
+    said = _use_of(lease, evil)
     with ThreadPoolExecutor(1) as pool:
         try:
             waiting = pool.submit(ask, evil, scheduler.address, "POST", path, said)

@@ -232,8 +232,8 @@ class Revocations:
         return frozenset(peer_of(root).peer_id for root in self.roots)
 
     def _by_root(self, peer_id: str) -> bool:
-        serial = serial_number_of(peer_id)
-        return any(serial in self._crls[root].serials for root in self.root_ids if root in self._crls)
+        crls = (self._crls.get(root) for root in self.root_ids)
+        return any(serial_number_of(peer_id) in crl.serials for crl in crls if crl is not None)
 
     def _look(self) -> None:
         """Reads the files that changed, once in LOOK_EVERY_S."""

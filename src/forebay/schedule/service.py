@@ -431,10 +431,9 @@ class SchedulerService:
             tokens = (use.stop - use.start) * plan.seq_len
             if (wait_s := tokens / plan.max_tokens_per_s - (now - lease.moved_at)) > 0:
                 raise ApiError(429, "too_fast", f"{what}: {tokens:,} tokens too soon (--max-tokens-per-s)", wait_s)
-            num_proven = self._proven.get(peer.peer_id, 0)
             if not use.proof:
                 raise ApiError(400, "no_proof", f"{what}: expected a proof that its slice is there")
-            if not is_checked(self._secret, use.lease_id, num_proven):
+            if not is_checked(self._secret, use.lease_id, self._proven.get(peer.peer_id, 0)):
                 continue
             dataset_id = job.spec.sources[dataset].dataset_id
             found = await asyncio.to_thread(
@@ -446,7 +445,7 @@ class SchedulerService:
                 self.identity.note("false_proof", peer=peer.peer_id, lease=use.lease_id)
                 raise ApiError(403, "false_proof", f"{what}: the proof is not of its slice's bytes")
             if found:
-                self._proven[peer.peer_id] = num_proven + 1
+                self._proven[peer.peer_id] = self._proven.get(peer.peer_id, 0) + 1  # others were checked meanwhile
 
     def _check(self, peer: Peer, message: Ask) -> None:
         if message.job:
