@@ -492,6 +492,7 @@ LEFT_OUT = {
     "after_an_address_without_answer": "moves the clock of the node",
     "where_a_member_may_have_a_node_connect_to": "calls a function with addresses of other machines",
     "checks_that_hang": "needs a data node that hangs",
+    "proofs_that_are_checked_at_once": "puts a check of its own in the scheduler",
     "doubts_that_nobody_answers": "sets the scheduler's failures by hand",
     "without_certificates_clients": "plain HTTP: no node here speaks it",
     "another_members_certificate": "no admission server takes part",
