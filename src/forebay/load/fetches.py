@@ -35,7 +35,8 @@ log = logging.getLogger("forebay.swarm")
 class Fetches:
     """Begins and ends transfers, in the process that made it, until `close`.
 
-    `share`: whether, or at which `HOST:PORT`, this process gives others what it has; then it gets by the swarm too.
+    `share`: whether this process serves its slices to peers, or the `HOST:PORT` to serve at; it then fetches from
+    peers as well.
     """
 
     def __init__(self, datasets: Sequence[Dataset], cache: SliceCache, connections: int, share: bool | str) -> None:
