@@ -26,6 +26,7 @@ import numpy as np
 import psutil
 
 from benchmarks.measure import Figure, process_cpu_s, show
+from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_token_slice
@@ -33,12 +34,11 @@ from forebay.ledger.receipts import Used, receipt_message
 from forebay.network.app import JsonResponse, Request, Response, make_app
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
-from forebay.network.identity import Identity, create_network, join
 from forebay.network.limits import Limits
+from forebay.network.pki.identity import Identity, create_network, join
 from forebay.network.server import Server
-from forebay.schedule.exchange import prove
-from forebay.schedule.service import SchedulerService
-from forebay.serve import DataNode
+from forebay.scheduler.messages import prove
+from forebay.scheduler.server import SchedulerService
 
 MINUTE_S = 60.0
 

@@ -46,19 +46,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.swarm import HOST, NAME, _Known, make_dataset
+from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.ledger.verify import verify_ledger
 from forebay.load.loader import Loader
 from forebay.network.client import Client, parse_address
 from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import Discovery
-from forebay.network.identity import Identity, create_network, join, verify
+from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.network.server import Server
-from forebay.schedule.service import SchedulerService
-from forebay.serve import DataNode
-from forebay.store.remote import open_remote
+from forebay.scheduler.server import SchedulerService
+from forebay.storage.origins import open_remote
 from forebay.threads import Supervised
-from forebay.worker.leasing import run_worker
+from forebay.worker.lease_worker import run_worker
 
 DEADLINE = 10.0  # undisturbed jobs that a disturbed one may take
 SEQ_LEN, SLICES, SLICE_BYTES, BATCH = 256, 12, 64 << 10, 4
@@ -72,7 +72,9 @@ TAKES = (
 )
 _begun = threading.Event()  # in a process of a job: it worked once
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["forebay.worker.leasing", "forebay.schedule.service", "forebay.serve", __name__])
+_processes.set_forkserver_preload(
+    ["forebay.worker.lease_worker", "forebay.scheduler.server", "forebay.data_node", __name__]
+)
 
 
 # The proxy.

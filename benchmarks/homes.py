@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from forebay.order.homes import homes_of
+from forebay.order.rendezvous import homes_of
 
 SLACKS = (None, 0.25, 0.1, 0.05, 0.0)
 

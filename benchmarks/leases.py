@@ -20,10 +20,10 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from forebay.ledger.receipts import Used
-from forebay.network.swarm import Holder
-from forebay.schedule.desk import JobSpec, Source
-from forebay.schedule.exchange import Ask, Grant
-from forebay.schedule.journal import Journal, job_body
+from forebay.network.peer import Provider
+from forebay.scheduler.core import JobSpec, Source
+from forebay.scheduler.journal import Journal, job_body
+from forebay.scheduler.messages import Ask, Grant
 
 SAMPLES = 32
 
@@ -47,7 +47,7 @@ def main() -> None:
         state = Path(directory)
         before = rss()
         with Journal.open(state, [spec], bodies, key.sign, salt="a") as journal:
-            journal.desk.origins("1" * 64, [Holder("origin", "10.0.0.1:1", True)], 0.0)
+            journal.desk.origins("1" * 64, [Provider("origin", "10.0.0.1:1", True)], 0.0)
             held = first_leases(journal, args.workers)
             print(f"memory: {(rss() - before) / 1e6:.0f} MB for {args.slices:,} slices and {args.workers:,} workers")
             run(journal, held, args)

@@ -32,7 +32,7 @@ from benchmarks.measure import Figure, cpu_s, median, percentile, process_cpu_s,
 from forebay.formats.shard_writer import write_shards
 from forebay.load.shard_check import SampleCheck
 from forebay.load.shards import SharedShardedDatasetManager
-from forebay.store.large import download_large_file
+from forebay.storage.ranged_download import download_large_file
 
 NUM_BYTES = 1 << 29
 CONNECTIONS = 4

@@ -22,19 +22,19 @@ from typing import Any
 
 import numpy as np
 
+from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.network.client import Client
 from forebay.network.discovery import Address
-from forebay.network.identity import Identity, create_network, join
 from forebay.network.limits import Throttle
-from forebay.schedule.service import SchedulerService
-from forebay.serve import DataNode
+from forebay.network.pki.identity import Identity, create_network, join
+from forebay.scheduler.server import SchedulerService
 from forebay.simulate import Settings, simulate
 from forebay.simulate.faults import draw
 from forebay.worker.lease_state import MAX_FETCHES
-from forebay.worker.leasing import run_worker
+from forebay.worker.lease_worker import run_worker
 
 HOST, NAME, SEQ_LEN = "127.0.0.1", "bench", 4096
 GOAL = 0.15

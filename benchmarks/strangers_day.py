@@ -45,10 +45,10 @@ from forebay.dataset.reader import open_dataset
 from forebay.ledger.receipts import Used, receipt_message
 from forebay.network.client import Client, parse_address
 from forebay.network.dht import LibtorrentDht
-from forebay.network.identity import Identity, create_network, create_organisation, join
-from forebay.network.networks import read_issuer
 from forebay.network.peer import Scope
-from forebay.network.revocation import sign_crl
+from forebay.network.pki.files import read_issuer
+from forebay.network.pki.identity import Identity, create_network, create_organisation, join
+from forebay.network.pki.revocation import sign_crl
 
 TESTS = Path(__file__).parent.parent / "tests"
 sys.path += [str(TESTS), str(TESTS / "attacks")]

@@ -26,17 +26,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_token_slice
+from forebay.mirror.dataset import mirror_by_swarm
 from forebay.network.client import Client, parse_address
-from forebay.network.identity import Identity, create_network, join
 from forebay.network.limits import Throttle
-from forebay.network.swarm import Assignment, Swarm
-from forebay.serve import DataNode
-from forebay.store.mirror import mirror_by_swarm
-from forebay.store.remote import open_remote
-from forebay.store.targets import open_target
+from forebay.network.pki.identity import Identity, create_network, join
+from forebay.storage.origins import open_remote
+from forebay.storage.targets import open_target
+from forebay.swarm.steering import Assignment, Swarm
 
 HOST = "127.0.0.1"
 NAME = "swarmed"

@@ -23,10 +23,10 @@ from benchmarks.measure import Figure, cpu_s, median, process_cpu_s, show
 from forebay.errors import NetworkError
 from forebay.network.app import Request, Response, file_response, make_app
 from forebay.network.client import CHUNK_BYTES, Client
-from forebay.network.identity import Identity, create_network, join
 from forebay.network.limits import Limits
+from forebay.network.pki.identity import Identity, create_network, join
 from forebay.network.server import Server
-from forebay.store.holders import read_by_hash
+from forebay.storage.peer_source import read_by_hash
 
 NUM_BYTES = 200 << 20
 CROWD_BYTES = 32 << 20  # for each of many clients

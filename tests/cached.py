@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
+from forebay.cache.cache import Refusal, Reservation, SliceCache
 from forebay.errors import UsageError
-from forebay.store.cache import Refusal, Reservation, SliceCache
 
 
 def reserve(cache: SliceCache, sha256: str, num_bytes: int) -> Reservation:

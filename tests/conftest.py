@@ -17,7 +17,7 @@ import pytest
 
 import calibration
 from calibration import slowness
-from forebay.network.identity import Identity, create_network, join
+from forebay.network.pki.identity import Identity, create_network, join
 from forebay.worker.trainer import share_processors
 
 # Programs that tests start import the helpers beside this file.
@@ -77,7 +77,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 @pytest.fixture
 def changes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes of this process look at their files of revocations at each request, not once a second."""
-    monkeypatch.setattr("forebay.network.revocation.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("forebay.network.pki.revocation.LOOK_EVERY_S", 0.0)
 
 
 @pytest.fixture

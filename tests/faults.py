@@ -244,7 +244,7 @@ class CacheFill(Scenario):
     contents = (b"a" * 3000, b"b" * 3000)
 
     def cache(self, folder: Path) -> Any:
-        from forebay.store.cache import SliceCache
+        from forebay.cache.cache import SliceCache
 
         return SliceCache(folder / "cache", 10_000)
 
@@ -381,7 +381,7 @@ class Mirror(Scenario):
         Adopt().act(folder / "in")
 
     def act(self, folder: Path) -> None:
-        from forebay.store.large import download_large_file
+        from forebay.storage.ranged_download import download_large_file
 
         for name in ("0.safetensors", "manifest.json"):
             download_large_file(folder / "in", name, folder / name)

@@ -13,8 +13,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from forebay.network.app import ApiError, make_app, peer_of
-from forebay.network.identity import Identity
 from forebay.network.peer import Peer
+from forebay.network.pki.identity import Identity
 from forebay.network.server import Server
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from calibration import scaled
+from forebay.cache.cache import SliceCache
 from forebay.network.client import Client
-from forebay.schedule.exchange import Answer
-from forebay.store.cache import SliceCache
-from forebay.store.foreign import FromUrls
+from forebay.scheduler.messages import Answer
+from forebay.storage.url_policy import FromUrls
 from forebay.worker.fetching import Fetcher, Shelf
 from forebay.worker.lease_buffer import LeaseBuffer
 from forebay.worker.lease_state import ActiveLease, LeaseState

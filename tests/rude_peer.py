@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from forebay.network.identity import Identity
+from forebay.network.pki.identity import Identity
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from calibration import scaled
-from forebay.network.identity import Identity
+from forebay.network.pki.identity import Identity
 from forebay.network.server import Server
 
 

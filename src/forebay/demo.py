@@ -24,7 +24,7 @@ from forebay.dataset.reader import open_dataset
 from forebay.errors import ForebayError, NetworkError, UsageError
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
-from forebay.network.identity import Identity, create_network, join, verify
+from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.observe.progress import PrepareBar, bar
 from forebay.prepare import prepare
 from forebay.threads import Supervised

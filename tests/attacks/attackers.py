@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from forebay.network.client import parse_address
-from forebay.network.identity import Identity, create_organisation, join
 from forebay.network.peer import Scope
+from forebay.network.pki.identity import Identity, create_organisation, join
 from wire import Answer, read_answers
 
 HOST = "127.0.0.1"

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from attackers import answers, ask, connection, issue, request
 
-from forebay.network.identity import Identity
-from forebay.schedule.coordinator import Coordinator
-from forebay.schedule.members import (
+from forebay.coordinator.membership import MAX_SEATS, apply
+from forebay.coordinator.messages import (
     Action,
     Heartbeat,
     Join,
@@ -27,7 +26,8 @@ from forebay.schedule.members import (
     Tick,
     Waits,
 )
-from forebay.schedule.membership import MAX_SEATS, apply
+from forebay.coordinator.server import Coordinator
+from forebay.network.pki.identity import Identity
 
 LIE = 2**61
 

@@ -13,18 +13,20 @@ import pytest
 from attackers import HOST, answers, ask, connection, issue, organisation, request
 from nodes import make_dataset
 
+from forebay.data_node import DataNode
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.errors import NetworkError
-from forebay.network import connections, dialing
+from forebay.network import reachability as dialing
+from forebay.network import server_connections as connections
 from forebay.network.client import Client, RemoteError
-from forebay.network.dialing import Dialer, may_dial
-from forebay.network.identity import Identity
 from forebay.network.limits import Limits
-from forebay.network.swarm import Holder
-from forebay.serve import DataNode
-from forebay.store import holders, tracker
-from forebay.store.share import Offer, SliceShare
+from forebay.network.peer import Provider
+from forebay.network.pki.identity import Identity
+from forebay.network.reachability import Dialer, may_dial
+from forebay.storage import peer_source as holders
+from forebay.swarm import tracker
+from forebay.swarm.share import Offer, SliceShare
 from rude_peer import RudePeer, http
 from wire import until
 
@@ -224,7 +226,7 @@ def test_a_check_of_a_peer_that_drips_ends(network_dir: Path, monkeypatch: pytes
 
     monkeypatch.setattr(holders, "read_from", drip)
     monkeypatch.setattr(holders, "STALL_S", 0.05)
-    info, holder = SliceInfo(0, "s", 10_000, "ab" * 32, 1, 1), Holder("p", f"{HOST}:1", False)
+    info, holder = SliceInfo(0, "s", 10_000, "ab" * 32, 1, 1), Provider("p", f"{HOST}:1", False)
     with Client(issue(network_dir, "n")) as client:
         assert holders.gives_right_bytes(client, holder, info) is None
 

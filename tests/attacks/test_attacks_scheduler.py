@@ -18,14 +18,15 @@ from attackers import HOST, ask, issue, organisation
 from nodes import NAME, make_dataset
 
 from forebay.cli import main
+from forebay.data_node import DataNode
 from forebay.ledger.receipts import Used, receipt_message
 from forebay.network.client import Client
-from forebay.network.identity import Identity
-from forebay.schedule import service, sessions
-from forebay.schedule.desk import Desk, Doubt, JobSpec, Source
-from forebay.schedule.exchange import Ask
-from forebay.schedule.service import SchedulerService
-from forebay.serve import DataNode
+from forebay.network.pki.identity import Identity
+from forebay.scheduler import server as service
+from forebay.scheduler import sessions
+from forebay.scheduler.core import Desk, Doubt, JobSpec, Source
+from forebay.scheduler.messages import Ask
+from forebay.scheduler.server import SchedulerService
 from local_discovery import LocalDiscovery
 from wire import until
 

@@ -17,15 +17,15 @@ from cryptography.x509.oid import NameOID
 from starlette.responses import Response
 
 from forebay.errors import ProtocolViolation
-from forebay.network import revocation
 from forebay.network.admission import Admissions
 from forebay.network.app import JsonResponse, make_app
-from forebay.network.certificates import SCOPE_OID, authority, der_of, judge, own_key_id
-from forebay.network.identity import Identity
 from forebay.network.messages import RenewRequest
-from forebay.network.networks import read_cert, read_issuer, read_key, read_roots
-from forebay.network.publish import read_publication, sign_dataset
-from forebay.network.revocation import parse_crl_if, sign_crl
+from forebay.network.pki import revocation
+from forebay.network.pki.certificates import SCOPE_OID, authority, der_of, judge, own_key_id
+from forebay.network.pki.files import read_cert, read_issuer, read_key, read_roots
+from forebay.network.pki.identity import Identity
+from forebay.network.pki.revocation import parse_crl_if, sign_crl
+from forebay.network.publications import read_publication, sign_dataset
 from forebay.network.server import Server
 from forebay.network.usage import MAX_REPLIES_PER_PEER
 from forebay.peer_id import serial_number_of

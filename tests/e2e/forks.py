@@ -155,7 +155,7 @@ def _node(ns: str, argv: list[str], log: str) -> NoReturn:
 
 def _slow(pause_s: float, argv: list[str]) -> list[str]:
     """A device that takes its time: `forebay work` sleeps after each step, and acknowledges often."""
-    from forebay.worker import leasing
+    from forebay.worker import lease_worker as leasing
 
     leasing.run_worker = functools.partial(
         leasing.run_worker, on_batch=lambda *_: time.sleep(pause_s), receipt_s=0.1, patience_s=30.0
@@ -167,10 +167,10 @@ def _main() -> None:
     import libtorrent  # noqa: F401
 
     import forebay.cli
+    import forebay.data_node
     import forebay.network.dht
-    import forebay.schedule.service
-    import forebay.serve
-    import forebay.worker.leasing  # noqa: F401
+    import forebay.scheduler.server
+    import forebay.worker.lease_worker  # noqa: F401
 
     die_with_parent()
     children: set[int] = set()

@@ -19,7 +19,7 @@ from typing import Any
 
 from forebay.dataset.reader import Dataset
 from forebay.network.discovery import Claim
-from forebay.network.identity import Identity
+from forebay.network.pki.identity import Identity
 
 Lie = Callable[[ssl.SSLSocket, bytes, int, int, int], None]
 LIES: dict[str, Lie] = {}

@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 
+from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
-from forebay.network.identity import Identity, create_network, join
-from forebay.schedule.service import SchedulerService
-from forebay.serve import DataNode
-from forebay.worker.leasing import run_worker
+from forebay.network.pki.identity import Identity, create_network, join
+from forebay.scheduler.server import SchedulerService
+from forebay.worker.lease_worker import run_worker
 
 HOST = "127.0.0.1"
 NAME = "tiny"

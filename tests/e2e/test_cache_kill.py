@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from calibration import scaled
-from forebay.store.cache import SliceCache
+from forebay.cache.cache import SliceCache
 
 NUM_SLICES = 24
 SLICE_BYTES = 200_000
@@ -27,8 +27,8 @@ READER = """
 import hashlib, random, sys, threading, time
 from pathlib import Path
 import numpy as np
-from forebay.store.cache import SliceCache
-from forebay.store.prefetch import SliceFeed
+from forebay.cache.cache import SliceCache
+from forebay.cache.prefetch import SliceFeed
 
 directory, size, slices, budget, rank, passes = sys.argv[1], *map(int, sys.argv[2:])
 contents = [np.random.default_rng(key).bytes(size) for key in range(slices)]

@@ -19,12 +19,12 @@ pytest.importorskip("libtorrent")
 
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
+from forebay.data_node import DataNode
 from forebay.errors import NetworkError
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
-from forebay.network.identity import Identity, verify
-from forebay.serve import DataNode
+from forebay.network.pki.identity import Identity, verify
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

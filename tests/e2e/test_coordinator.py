@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 
 from calibration import scaled
+from forebay.coordinator.messages import Rules
+from forebay.coordinator.server import MAX_VALUES, Coordinator
+from forebay.coordinator.store import ROSTER_NAME
 from forebay.errors import StateError, UsageError
 from forebay.network.client import Client, RemoteError
-from forebay.network.identity import Identity
-from forebay.schedule.coordinator import MAX_VALUES, Coordinator
-from forebay.schedule.members import Rules
-from forebay.schedule.roster import ROSTER_NAME
+from forebay.network.pki.identity import Identity
 from forebay.worker.membership import CoordinatorGoneError, DuplicateWorkerError, Membership
 
 HERE = Path(__file__).parent

@@ -19,16 +19,16 @@ import pytest
 from nodes import NAME, make_dataset
 
 from calibration import scaled
+from forebay.data_node import DataNode
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.network.addresses import host_towards
-from forebay.network.ask import ask_many
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import find_providers, record_key
-from forebay.network.identity import Identity
-from forebay.schedule.service import SchedulerService
-from forebay.serve import DataNode
-from forebay.store.peers import PeerOrigin
+from forebay.network.pki.identity import Identity
+from forebay.network.probe import ask_many
+from forebay.scheduler.server import SchedulerService
+from forebay.storage.peer_dataset import PeerOrigin
 from local_discovery import LocalDiscovery
 
 KEY = record_key("network", "dataset", "tiny")

@@ -28,7 +28,7 @@ from hosts import Host, Lab, lacking
 from nodes import NAME, make_dataset, make_network
 
 from forebay.ledger.verify import verify_ledger
-from forebay.network.identity import verify
+from forebay.network.pki.identity import verify
 
 SIZE = os.environ.get("FOREBAY_HOSTS", "")
 LONG = SIZE == "long"

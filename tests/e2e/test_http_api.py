@@ -17,12 +17,12 @@ import pytest
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 from calibration import scaled
+from forebay.coordinator.server import Coordinator
+from forebay.data_node import DataNode
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
-from forebay.network.identity import Identity
-from forebay.schedule.coordinator import Coordinator
-from forebay.schedule.service import SchedulerService
-from forebay.serve import DataNode
+from forebay.network.pki.identity import Identity
+from forebay.scheduler.server import SchedulerService
 
 SCHEMATHESIS = os.environ.get("FOREBAY_SCHEMATHESIS")
 EXAMPLES = os.environ.get("FOREBAY_SCHEMATHESIS_EXAMPLES", "100")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from feeding import make_dataset
 
+from forebay.cache.cache import cache_directory
 from forebay.dataset.slices import hash_file
 from forebay.errors import StateError, UsageError
 from forebay.load.loader import Loader
-from forebay.store.cache import cache_directory
 from origin_server import OriginServer
 
 SLICES, SAMPLES, SEQ_LEN = 24, 16, 2048

@@ -26,7 +26,7 @@ pytest.importorskip("libtorrent")
 from nodes import Bootstrap, Node, make_dataset, make_network
 
 from forebay.ledger.verify import verify_ledger
-from forebay.network.identity import verify
+from forebay.network.pki.identity import verify
 
 NUM_SLICES = 12
 TOKENS = 330

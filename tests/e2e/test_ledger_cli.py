@@ -13,14 +13,14 @@ pytest.importorskip("libtorrent")
 from nodes import HOST, Bootstrap, make_network
 
 from forebay.cli import main
+from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
-from forebay.network.identity import Identity
+from forebay.network.pki.identity import Identity
 from forebay.prepare.pipeline import prepare
-from forebay.schedule.service import SchedulerService
-from forebay.serve import DataNode
-from forebay.worker.leasing import run_worker
+from forebay.scheduler.server import SchedulerService
+from forebay.worker.lease_worker import run_worker
 
 SEQ_LEN = 16
 

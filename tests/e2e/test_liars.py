@@ -23,17 +23,17 @@ pytest.importorskip("libtorrent")
 from liars import LIES, Liar
 from nodes import NAME, make_dataset
 
+from forebay.data_node import DataNode
 from forebay.dataset.manifest import SliceTable
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
 from forebay.network.client import Client
-from forebay.network.dialing import Dialer
 from forebay.network.discovery import Claim, find_providers, record_key
-from forebay.network.identity import Identity
-from forebay.serve import DataNode
-from forebay.store.origins import Patience
-from forebay.store.remote import open_remote
-from forebay.store.transfer import Transfers
+from forebay.network.pki.identity import Identity
+from forebay.network.reachability import Dialer
+from forebay.storage.base import Timeouts
+from forebay.storage.origins import open_remote
+from forebay.storage.transfers import Transfers
 from forebay.worker import fetching
 from leases_by_hand import FetchingWorker
 from local_discovery import LocalDiscovery
@@ -99,7 +99,7 @@ def test_a_remote_dataset_is_read_from_the_honest_one(
 ) -> None:
     """What a Loader of forebay://NETWORK/NAME stands on: open_remote and Transfers."""
     table, reader = LocalDiscovery(), make_identity("reader")
-    url, patience = f"forebay://{reader.network_name}/{NAME}", Patience(stall_s=STALL_S)
+    url, patience = f"forebay://{reader.network_name}/{NAME}", Timeouts(stall_s=STALL_S)
     begun, bad = time.monotonic(), list[str]()
     with ExitStack() as stack:
         liars = [stack.enter_context(Liar(make_identity(f"liar-{i}"), dataset, tell, about)) for i in range(2)]

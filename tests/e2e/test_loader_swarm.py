@@ -14,13 +14,14 @@ import pytest
 from feeding import _processes, lines_of, make_dataset, read, steps_of
 
 from calibration import scaled
+from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
 from forebay.network.client import parse_address
-from forebay.network.identity import Identity, create_network, join
-from forebay.serve import DataNode
-from forebay.store.remote import RemoteDataset, open_remote
+from forebay.network.pki.identity import Identity, create_network, join
+from forebay.storage.origins import open_remote
+from forebay.storage.remote_dataset import RemoteDataset
 from local_discovery import LocalDiscovery
 
 SLICES, SAMPLES, SEQ_LEN, RANKS = 16, 16, 2048, 4

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
+from forebay.data_node import DataNode
 from forebay.network.dht import LibtorrentDht
-from forebay.network.identity import Identity
-from forebay.serve import DataNode
-from forebay.store.remote import open_remote
-from forebay.store.transfer import Transfers
+from forebay.network.pki.identity import Identity
+from forebay.storage.origins import open_remote
+from forebay.storage.transfers import Transfers
 
 
 def test_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

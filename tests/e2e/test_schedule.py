@@ -22,17 +22,17 @@ pytest.importorskip("libtorrent")
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 from forebay.cli import main
+from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.errors import StateError
 from forebay.ledger.receipts import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
-from forebay.network.identity import Identity, Scope, join, verify
-from forebay.schedule.catalog import JobPlan, Wanted
-from forebay.schedule.journal import ledger_path
-from forebay.schedule.service import SchedulerService
-from forebay.serve import DataNode
+from forebay.network.pki.identity import Identity, Scope, join, verify
+from forebay.scheduler.catalog import JobPlan, Wanted
+from forebay.scheduler.journal import ledger_path
+from forebay.scheduler.server import SchedulerService
 from local_discovery import LocalDiscovery
 from proofs import proof_by_hand
 

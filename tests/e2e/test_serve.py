@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from calibration import scaled
+from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
@@ -24,8 +25,7 @@ from forebay.network import client as peers
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import MAX_CLAIMS_BYTES, find_providers, parse_claim, record_key
-from forebay.network.identity import Identity, Peer, create_network, join, revoke
-from forebay.serve import DataNode
+from forebay.network.pki.identity import Identity, Peer, create_network, join, revoke
 from local_discovery import LocalDiscovery
 
 Make = Callable[[str], Identity]
@@ -258,8 +258,8 @@ NODE = """
 import sys
 from forebay.dataset.reader import open_dataset
 from forebay.network.dht import LibtorrentDht
-from forebay.network.identity import Identity
-from forebay.serve import DataNode
+from forebay.network.pki.identity import Identity
+from forebay.data_node import DataNode
 dht = LibtorrentDht("127.0.0.1", 0, [("127.0.0.1", int(sys.argv[3]))])
 node = DataNode(Identity.load(sys.argv[1]), [open_dataset(sys.argv[2])], "127.0.0.1", 0, dht, ttl_s=3)
 node.start()

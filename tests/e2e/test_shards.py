@@ -538,7 +538,7 @@ def test_memory_stays_below_the_bound(tmp_path: Path, monkeypatch: pytest.Monkey
         code = (
             "import re\n"
             "from forebay.load.shards import SharedShardedDatasetManager\n"
-            "from forebay.store.large import download_large_file\n"
+            "from forebay.storage.ranged_download import download_large_file\n"
             "import obstore, numpy\n"
             "def peak():\n"
             "    return int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"

@@ -15,13 +15,13 @@ pytest.importorskip("libtorrent")
 
 from nodes import HOST, NAME, Bootstrap, Node, make_dataset, make_network
 
+from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
-from forebay.network.identity import Identity, verify
-from forebay.schedule.service import SchedulerService
-from forebay.serve import DataNode
+from forebay.network.pki.identity import Identity, verify
+from forebay.scheduler.server import SchedulerService
 
 NUM_SLICES = 12
 TOKENS = 2000

@@ -15,19 +15,20 @@ from starlette.responses import Response
 
 from cached import put
 from calibration import scaled
+from forebay.cache.cache import SliceCache
+from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.errors import NetworkError, UsageError
+from forebay.mirror.dataset import mirror_by_swarm
 from forebay.network.access import Access
 from forebay.network.client import Client, RemoteError, parse_address
-from forebay.network.identity import Identity, create_network, join
 from forebay.network.peer import Scope
-from forebay.serve import DataNode
-from forebay.store.cache import SliceCache
-from forebay.store.mirror import mirror_by_swarm
-from forebay.store.remote import RemoteDataset, open_remote
-from forebay.store.share import SliceShare
-from forebay.store.swarm import Holder, SwarmMember, SwarmReader
-from forebay.store.targets import open_target
+from forebay.network.pki.identity import Identity, create_network, join
+from forebay.storage.origins import open_remote
+from forebay.storage.remote_dataset import RemoteDataset
+from forebay.storage.targets import open_target
+from forebay.swarm.reader import Provider, SwarmMember, SwarmReader
+from forebay.swarm.share import SliceShare
 from handlers import Request, serve
 from local_discovery import LocalDiscovery
 
@@ -209,7 +210,7 @@ def test_a_tracker_that_names_no_address_and_goes_ends_the_wait(
     tracker = Identity.load(world / "a")
     table = open_dataset(world / "c4").table
     with serve(tracker, handle) as server:
-        at = Holder(tracker.peer_id, server.address, True)
+        at = Provider(tracker.peer_id, server.address, True)
         client = Client(Identity.load(world / "b"))
         reader = SwarmReader(client, "ab" * 32, table, lambda: [at], lambda: np.zeros(SLICES, bool), patience_s=1.0)
         transfer = reader.fetch(0, tmp_path / "part")

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from calibration import scaled
+from forebay.coordinator.messages import Rules
+from forebay.coordinator.server import Coordinator
 from forebay.errors import ForebayError, UsageError
-from forebay.network.identity import Identity, create_network, join
-from forebay.schedule.coordinator import Coordinator
-from forebay.schedule.members import Rules
+from forebay.network.pki.identity import Identity, create_network, join
 from forebay.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
 from forebay.worker.membership import CoordinatorGoneError, Membership
 from forebay.worker.together import _Carried, agreed, default_settings, shared_settings

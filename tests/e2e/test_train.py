@@ -21,6 +21,7 @@ pytest.importorskip("libtorrent")
 from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 from calibration import scaled
+from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import write_rows_slice
@@ -29,11 +30,10 @@ from forebay.ledger.receipts import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client, RemoteError, parse_address
 from forebay.network.dht import LibtorrentDht
-from forebay.network.identity import Identity, verify
-from forebay.schedule.catalog import JobPlan, Wanted
-from forebay.schedule.service import SchedulerService
-from forebay.serve import DataNode
-from forebay.worker.leasing import WorkerReport, run_worker
+from forebay.network.pki.identity import Identity, verify
+from forebay.scheduler.catalog import JobPlan, Wanted
+from forebay.scheduler.server import SchedulerService
+from forebay.worker.lease_worker import WorkerReport, run_worker
 from proofs import proof_by_hand
 
 NUM_SLICES = 40

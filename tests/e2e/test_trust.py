@@ -19,6 +19,7 @@ import pytest
 from nodes import HOST, NAME, make_dataset
 
 from calibration import scaled
+from forebay.data_node import DataNode
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.network.access import Access
@@ -27,18 +28,17 @@ from forebay.network.app import Response, make_app
 from forebay.network.audit import AuditLog
 from forebay.network.client import Client, RemoteError, WrongPeerError, parse_address
 from forebay.network.discovery import find_providers, read_claims, record_key
-from forebay.network.identity import Identity, create_organisation, join, revoke
-from forebay.network.joining import join_by_token, renew_at
-from forebay.network.networks import finish_rotation, read_issuer, rotate_root
+from forebay.network.join import join_by_token, renew_at
 from forebay.network.peer import Scope
-from forebay.network.publish import sign_dataset
-from forebay.network.revocation import MAX_REVOKED, sign_crl
+from forebay.network.pki.files import finish_rotation, read_issuer, rotate_root
+from forebay.network.pki.identity import Identity, create_organisation, join, revoke
+from forebay.network.pki.revocation import MAX_REVOKED, sign_crl
+from forebay.network.pki.tokens import Token, sign_token
+from forebay.network.publications import sign_dataset
+from forebay.network.revocation_sync import TrustWatch, send_crl
 from forebay.network.server import Server
-from forebay.network.tokens import Token, sign_token
-from forebay.network.trust import TrustWatch, send_crl
-from forebay.schedule.service import SchedulerService
-from forebay.serve import DataNode
-from forebay.worker.control import Control
+from forebay.scheduler.server import SchedulerService
+from forebay.worker.scheduler_client import Control
 from local_discovery import LocalDiscovery
 
 Make = Callable[[str], Identity]
@@ -93,7 +93,7 @@ def test_only_role_data_is_an_origin_and_only_of_what_it_covers(
         with pytest.raises(UsageError, match=why):
             DataNode(identity, [dataset], HOST, 0, table)
         with monkeypatch.context() as patch:  # one whose program is changed claims all the same
-            patch.setattr("forebay.serve._check_scope", lambda *_: None)
+            patch.setattr("forebay.data_node._check_scope", lambda *_: None)
             liar = DataNode(identity, [dataset], HOST, 0, table)
         with liar:
             assert find_providers(table, client, liar.identity.network_id, NAME, 1.0) == []

@@ -20,16 +20,16 @@ from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 from test_schedule import SEQ_LEN, Hand
 
 from forebay.cli import main
+from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.ledger.chain import read_entries
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
-from forebay.network.identity import Identity, revoke, verify
+from forebay.network.pki.identity import Identity, revoke, verify
 from forebay.observe.blame import replay
-from forebay.schedule.catalog import JobPlan, Wanted
-from forebay.schedule.journal import ledger_path
-from forebay.schedule.service import SchedulerService
-from forebay.serve import DataNode
+from forebay.scheduler.catalog import JobPlan, Wanted
+from forebay.scheduler.journal import ledger_path
+from forebay.scheduler.server import SchedulerService
 from local_discovery import LocalDiscovery
 
 

@@ -46,25 +46,24 @@ from forebay.ledger.receipts import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
 from forebay.network.app import file_response
-from forebay.network.certificates import Issuer, judge
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import Claim, parse_claim
-from forebay.network.identity import Identity, create_network, join, verify
-from forebay.network.members import MAX_RANGES, parse_ranges
 from forebay.network.messages import SwarmRequest
-from forebay.network.networks import read_cert, read_key
-from forebay.network.peer import Peer
-from forebay.network.publish import read_publication
-from forebay.network.revocation import parse_crl, read_revoked, sign_crl
-from forebay.network.swarm import Holder
-from forebay.network.tokens import read_token
+from forebay.network.peer import Peer, Provider
+from forebay.network.pki.certificates import Issuer, judge
+from forebay.network.pki.files import read_cert, read_key
+from forebay.network.pki.identity import Identity, create_network, join, verify
+from forebay.network.pki.revocation import parse_crl, read_revoked, sign_crl
+from forebay.network.pki.tokens import read_token
+from forebay.network.publications import read_publication
 from forebay.prepare.extract import HtmlError, extract_html
 from forebay.prepare.read import ReadOptions, Source, cut, read
-from forebay.schedule import jobs
-from forebay.schedule.desk import Desk
-from forebay.schedule.exchange import Answer, Ask
-from forebay.store.tracker import Tracker
+from forebay.scheduler import jobs
+from forebay.scheduler.core import Desk
+from forebay.scheduler.messages import Answer, Ask
+from forebay.swarm.members import MAX_RANGES, parse_ranges
+from forebay.swarm.tracker import Tracker
 from handlers import Request, serve
 
 from .engine import Target
@@ -240,7 +239,7 @@ def swarm(directory: Path, identity: Identity) -> Target:
         "finished": [4], "failed": [{"index": 5, "member": "a" * 32, "wrong": True}], "dropped": [6], "leave": False,
     }  # fmt: skip
     tracker, client = Tracker(asking := Client(None)), itertools.count()
-    tracker.add("0" * 64, 1000, [Holder("o", "127.0.0.1:1", True)])
+    tracker.add("0" * 64, 1000, [Provider("o", "127.0.0.1:1", True)])
 
     def answer(message: SwarmRequest) -> object:
         peer_id = base64.b32encode(next(client).to_bytes(20, "big")).decode().lower()

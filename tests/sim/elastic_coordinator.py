@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter
 
-from forebay.network.client import RemoteError
-from forebay.schedule.members import (
+from forebay.coordinator.membership import REQUESTS, apply, config_reply, is_due, reply
+from forebay.coordinator.messages import (
     Agree,
     Disconnect,
     Event,
@@ -25,7 +25,7 @@ from forebay.schedule.members import (
     Tick,
     Waits,
 )
-from forebay.schedule.membership import REQUESTS, apply, config_reply, is_due, reply
+from forebay.network.client import RemoteError
 from forebay.simulate.links import Clock
 from forebay.worker.membership_state import Request
 

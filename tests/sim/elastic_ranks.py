@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 from swarm_readers import Reader
 
+from forebay.cache.planned_use import Uses
 from forebay.errors import NetworkError
 from forebay.order.run import Run, Steps
-from forebay.simulate.book import I64, Verdict
 from forebay.simulate.nodes import STALL_S, Net
-from forebay.store.uses import Uses
+from forebay.simulate.usage_record import I64, Verdict
 from forebay.worker.membership_state import (
     DuplicateWorkerError,
     Generation,

@@ -14,11 +14,11 @@ from elastic_coordinator import Coordinator
 from elastic_ranks import Answer, Group, Rank, Weights, check
 from swarm_readers import Reader, Tracker
 
+from forebay.coordinator.messages import ANSWER_S, Generation, Rules
 from forebay.errors import NetworkError
 from forebay.network.client import RemoteError
 from forebay.order.plan import Order
 from forebay.order.run import BatchSizes, Run
-from forebay.schedule.members import ANSWER_S, Generation, Rules
 from forebay.simulate.bound import Bound, filling, work_done_s
 from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.links import Clock

@@ -13,17 +13,18 @@ import numpy as np
 
 from forebay.errors import IntegrityError, NetworkError
 from forebay.network.messages import SwarmRequest
-from forebay.network.swarm import Holder, Swarm
-from forebay.simulate.book import Verdict
+from forebay.network.peer import Provider
 from forebay.simulate.bound import Bound
 from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.links import Clock
 from forebay.simulate.nodes import Fetch, Net, Node
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings
-from forebay.store.swarm_state import Body, SwarmReaderState
-from forebay.store.tracker import steer
-from forebay.store.trackers import ASK_S
+from forebay.simulate.usage_record import Verdict
+from forebay.swarm.reader_state import Body, SwarmReaderState
+from forebay.swarm.steering import Swarm
+from forebay.swarm.tracker import steer
+from forebay.swarm.tracker_client import ASK_S
 
 
 class Reader:
@@ -102,7 +103,7 @@ class Reader:
         for fetch in self._fetches.values():
             fetch.drop()
 
-    def _fetch(self, index: int, holder: Holder) -> None:
+    def _fetch(self, index: int, holder: Provider) -> None:
         wrong: list[str] = []
 
         def end(came: bool) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from calibration import scaled
+from forebay.cache.cache import SliceCache
+from forebay.cache.eviction import part_bytes
+from forebay.cache.prefetch import SliceFeed
 from forebay.errors import NetworkError
-from forebay.store.cache import SliceCache
-from forebay.store.prefetch import SliceFeed
-from forebay.store.room import part_bytes
 
 SIZE = 1000
 CONTENTS = [bytes([65 + key]) * SIZE for key in range(16)]

@@ -13,8 +13,8 @@ import pytest
 
 import forebay
 from calibration import scaled
-from forebay.storage import atomic
-from forebay.storage.atomic import (
+from forebay import files as atomic
+from forebay.files import (
     atomic_write,
     commit_files,
     open_atomic,
@@ -26,12 +26,12 @@ from forebay.storage.atomic import (
 SRC = Path(forebay.__file__).parent
 RENAMES = {"rename", "replace", "renames", "move"}
 ALLOWED = {
-    "storage/atomic.py": {"replace"},
+    "files.py": {"replace"},
     "convert/convert.py": {"rename"},  # A directory that is complete and synced takes its name.
     "convert/token_sinks.py": {"rename"},  # Within that directory, once the number of files is known.
 }
 TEMPORARY = {
-    "load/parcels.py": {"mkstemp"},  # The memory that processes share: never a file that stays.
+    "load/shared_memory.py": {"mkstemp"},  # The memory that processes share: never a file that stays.
     "network/admission.py": {"NamedTemporaryFile"},  # For a library that reads a certificate by its path only.
     "prepare/tokens/coders.py": {"NamedTemporaryFile"},  # The same for a vocabulary.
 }
@@ -59,8 +59,8 @@ def test_nothing_else_renames_files_or_names_temporary_ones() -> None:
                 found.setdefault(name, set()).add(attribute)
             if of == "tempfile" and attribute in ("mkstemp", "mktemp", "NamedTemporaryFile"):
                 temporary.setdefault(name, set()).add(attribute)
-    assert found == ALLOWED, "write files by forebay.storage.atomic"
-    assert temporary == TEMPORARY, "write files by forebay.storage.atomic"
+    assert found == ALLOWED, "write files by forebay.files"
+    assert temporary == TEMPORARY, "write files by forebay.files"
 
 
 def test_an_exception_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_files_are_flushed_then_renamed_then_their_directories(tmp_path: Path, m
 
 def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from forebay.storage.atomic import *\n"
+        "import os, signal, sys; from pathlib import Path; from forebay.files import *\n"
         "folder = Path(sys.argv[1])\n"
         "with temporary_directory(folder / 'b') as scratch, open_atomic(folder / 'a') as file:\n"
         "    (scratch / 'c').touch(); os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -14,11 +14,11 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.network.audit import AuditLog
 from forebay.network.client import Client
-from forebay.network.identity import Identity
 from forebay.network.messages import FailedFetch, SwarmRequest
-from forebay.network.swarm import Holder
-from forebay.schedule.catalog import Kept, check
-from forebay.store.tracker import Tracker
+from forebay.network.peer import Provider
+from forebay.network.pki.identity import Identity
+from forebay.scheduler.catalog import Kept, check
+from forebay.swarm.tracker import Tracker
 
 
 def test_a_tracker_notes_whom_two_nodes_accuse(make_identity: Callable[[str], Identity], tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_tracker_notes_whom_two_nodes_accuse(make_identity: Callable[[str], Id
     identity.audit = AuditLog(tmp_path / "audit.jsonl")
     with closing(identity.audit), Client(identity) as client:
         tracker = Tracker(client)
-        tracker.add("d", 8, [Holder("origin", "h:1", True)])
+        tracker.add("d", 8, [Provider("origin", "h:1", True)])
         peers = {name: make_identity(name) for name in ("a", "b", "c", "liar")}
         tracker.answer(peers["liar"].as_peer, "d", SwarmRequest(session="01"))
         member = f"{peers['liar'].peer_id}#01"

@@ -15,8 +15,8 @@ from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import Batch, make_batch
+from forebay.load.collate import make_maker
 from forebay.load.copying import Source
-from forebay.load.makers import make_maker
 from forebay.load.rows import row_ranges, stack_rows
 from forebay.load.samples import Made, plan_samples
 

@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from test_ledger import KEY, sign
 
+from forebay.coordinator.messages import Formed, Generation, Place, Rules, Stepped
+from forebay.coordinator.store import Roster
 from forebay.dataset.adopt import adopt
 from forebay.dataset.documents import Documents
 from forebay.dataset.reader import Dataset
@@ -26,8 +28,6 @@ from forebay.observe.ledger_export import export_uses
 from forebay.observe.steps import is_roster, verify_steps
 from forebay.order.plan import lease_order
 from forebay.peer_id import peer_id_of
-from forebay.schedule.members import Formed, Generation, Place, Rules, Stepped
-from forebay.schedule.roster import Roster
 
 SEQ_LEN, BATCH = 4, 3
 LENGTHS = [[5, 20, 15], [7], [33, 4]]  # The last document of a slice goes on in the next.

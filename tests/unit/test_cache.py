@@ -12,11 +12,11 @@ import pytest
 
 from cached import put, reserve
 from calibration import scaled
+from forebay.cache import cache as cache_module
+from forebay.cache.cache import Refusal, Reservation, SliceCache
+from forebay.cache.eviction import Evict, Room
 from forebay.errors import UsageError
-from forebay.store import cache as cache_module
-from forebay.store import locks
-from forebay.store.cache import Refusal, Reservation, SliceCache
-from forebay.store.room import Evict, Room
+from forebay.storage import locks
 
 
 def age(cache: SliceCache, sha256: str, at: int) -> None:
@@ -88,7 +88,7 @@ def test_a_killed_process_holds_neither_pin_nor_reservation(tmp_path: Path) -> N
     cache = SliceCache(tmp_path, 20)
     first = put(cache, b"a" * 5)
     code = (
-        "import os, signal, sys; from forebay.store.cache import SliceCache\n"
+        "import os, signal, sys; from forebay.cache.cache import SliceCache\n"
         f"cache = SliceCache({str(tmp_path)!r}, 20); cache.pin({first!r})\n"
         "cache.try_reserve('b' * 64, 15).part.write_bytes(b'half'); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -182,7 +182,7 @@ def test_a_dead_process_wants_nothing(tmp_path: Path) -> None:
     cache = SliceCache(tmp_path, 10)
     name = put(cache, b"a" * 10)
     code = (
-        "import os, signal; from forebay.store.cache import SliceCache\n"
+        "import os, signal; from forebay.cache.cache import SliceCache\n"
         f"cache = SliceCache({str(tmp_path)!r}, 10); cache.publish({{{name!r}: (0, 0, None)}})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -343,8 +343,8 @@ def test_what_a_kill_or_a_full_disk_leaves_of_the_index_costs_a_hash(tmp_path: P
 
 def test_processes_share_the_index_and_it_stays_small(tmp_path: Path) -> None:
     code = (
-        "import hashlib, sys; from forebay.store import cache as module; module._MIN_LINES = 50\n"
-        "from forebay.store.cache import SliceCache\n"
+        "import hashlib, sys; from forebay.cache import cache as module; module._MIN_LINES = 50\n"
+        "from forebay.cache.cache import SliceCache\n"
         f"cache = SliceCache({str(tmp_path)!r}, 1500)\n"
         "for number in range(300):\n"
         "    data = b'%s %d' % (sys.argv[1].encode(), number)\n"

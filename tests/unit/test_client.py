@@ -13,7 +13,7 @@ from calibration import scaled
 from forebay.errors import NetworkError, ProtocolViolation
 from forebay.network.app import JsonResponse
 from forebay.network.client import BrokenOffError, Client
-from forebay.network.identity import Identity
+from forebay.network.pki.identity import Identity
 from handlers import Request, serve
 
 Make = Callable[[str], Identity]

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from calibration import scaled
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.addresses import parse_address, peer_address
-from forebay.network.backoff import backoff_s, retry_after_s
 from forebay.network.client import Client, PeerGoneError, RemoteError, WrongPeerError
-from forebay.network.identity import Identity, Scope, create_network, join
+from forebay.network.pki.identity import Identity, Scope, create_network, join
+from forebay.network.retry import backoff_s, retry_after_s
 from rude_peer import Asked, RudePeer, http
 
 Make = Callable[[str], Identity]

@@ -23,7 +23,7 @@ from forebay.dataset.manifest import Manifest, SliceInfo, SliceTable, dataset_id
 from forebay.dataset.reader import open_dataset, verify_dataset
 from forebay.dataset.slices import hash_file, open_slice, write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, UsageError
-from forebay.storage.atomic import atomic_write
+from forebay.files import atomic_write
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

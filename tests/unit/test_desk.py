@@ -16,11 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from forebay.errors import LeaseError, UsageError
 from forebay.ledger.receipts import Used
-from forebay.network.swarm import Holder
-from forebay.schedule import events
-from forebay.schedule.desk import Bad, Desk, JobSpec, Source
-from forebay.schedule.events import Event, from_row, to_row
-from forebay.schedule.exchange import Ask, Failed, Grant, Reply
+from forebay.network.peer import Provider
+from forebay.scheduler import events
+from forebay.scheduler.core import Bad, Desk, JobSpec, Source
+from forebay.scheduler.events import Event, from_row, to_row
+from forebay.scheduler.messages import Ask, Failed, Grant, Reply
 
 EXAMPLES = int(os.environ.get("FOREBAY_DESK_EXAMPLES", "30"))
 WORKERS = ("a", "b", "c", "d")
@@ -335,13 +335,13 @@ def test_where_slices_are_checked_what_workers_say_sets_none_aside() -> None:
 
 def test_who_two_organisations_accuse_is_checked_and_can_be_pardoned() -> None:
     desk = Desk([spec("x", [3] * 8)], checks=True)
-    desk.origins("x0", [Holder("origin", "h:1", True), Holder("second", "h:2", True)], 0.0)
+    desk.origins("x0", [Provider("origin", "h:1", True), Provider("second", "h:2", True)], 0.0)
     for worker, organisation in (("a", "o"), ("b", "o"), ("c", "p")):
         assert desk.doubts() == []
         bad = tuple(Bad("origin", "x0", index, "wrong") for index in (0, 1))
         desk.exchange(worker, Ask(), 0.0, organisation=organisation, bad=bad)
     (doubt,) = desk.doubts()
-    assert doubt.peer == Holder("origin", "h:1", True)
+    assert doubt.peer == Provider("origin", "h:1", True)
     (banned,) = desk.resolve(doubt, False, 1.0)
     assert banned == events.Banned("origin", "x0") and desk.doubts() == []
     again = Desk([spec("x", [3] * 8)], checks=True)
@@ -397,7 +397,7 @@ def test_a_worker_that_failed_on_a_slice_gets_others_first_and_it_again_later() 
 
 def test_providers_come_from_the_swarm_and_one_liar_bans_nobody_for_all() -> None:
     desk = Desk([spec("x", [3] * 8)])
-    desk.origins("x0", [Holder("origin", "h:1", True)], 0.0)
+    desk.origins("x0", [Provider("origin", "h:1", True)], 0.0)
     have = {"x0": "0-7"}
     desk.exchange("a", Ask(address="h:2", have=have), 0.0)
     grant = desk.exchange("b", Ask(want=1), 0.0)[0].leases[0]

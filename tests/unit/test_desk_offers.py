@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from forebay.ledger.receipts import Used
-from forebay.network.swarm import Holder
-from forebay.schedule.desk import Bad, Desk, JobSpec, Source
-from forebay.schedule.exchange import Ask, Failed, Grant
+from forebay.network.peer import Provider
+from forebay.scheduler.core import Bad, Desk, JobSpec, Source
+from forebay.scheduler.messages import Ask, Failed, Grant
 
 SLICES = 600
-ORIGIN = Holder("origin", "h:1", True)
+ORIGIN = Provider("origin", "h:1", True)
 
 
 def make_desk(num_slices: int = SLICES) -> Desk:
@@ -77,7 +77,7 @@ def grant_of(desk: Desk, worker: str, now: float) -> Grant:
 
 def test_who_was_only_late_is_avoided_for_a_while_and_banned_for_nobody() -> None:
     desk = make_desk(8)
-    desk.origins("x0", [ORIGIN, Holder("other", "h:2", True)], 0.0)
+    desk.origins("x0", [ORIGIN, Provider("other", "h:2", True)], 0.0)
     late = [Bad("origin", "x0", index, "no bytes in 5 s", wrong=False) for index in (1, 2)]
     for worker, bad in (("a", late[0]), ("b", late[1])):
         _, happened = desk.exchange(worker, Ask(), 0.0, bad=[bad])

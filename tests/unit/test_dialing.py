@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from forebay.errors import ProtocolViolation
-from forebay.network.dialing import named_host
-from forebay.worker.leasing import LeaseSettings
+from forebay.network.reachability import named_host
+from forebay.worker.lease_worker import LeaseSettings
 
 
 def test_who_listens_everywhere_is_named_as_the_other_sees_it(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -15,7 +15,7 @@ from forebay.dataset.slices import locate_tensors, write_token_slice
 from forebay.errors import DatasetError
 from forebay.load.packing import DocumentFilter
 from forebay.load.samples import ReadEnds, ends_reader, plan_samples
-from forebay.store.remote import open_remote
+from forebay.storage.origins import open_remote
 from origin_server import OriginServer
 
 

@@ -13,9 +13,9 @@ import pytest
 from feed_fakes import CONTENTS, NAMES, SIZE, Origin, feed_of, read, room_for, until
 
 from calibration import scaled
+from forebay.cache.cache import SliceCache
+from forebay.cache.prefetch import SliceFeed
 from forebay.errors import UsageError
-from forebay.store.cache import SliceCache
-from forebay.store.prefetch import SliceFeed
 
 
 @pytest.fixture

@@ -16,28 +16,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calibration import scaled
+from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.mirror.dataset import mirror, mirror_by_swarm
 from forebay.network.addresses import check_url, is_public
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, read_claims, record_key
-from forebay.network.identity import Identity, Scope, join
-from forebay.serve import DataNode
-from forebay.store.foreign import open_foreign_origin
-from forebay.store.mirror import mirror, mirror_by_swarm
-from forebay.store.origins import Origin, Patience, RefusedError
-from forebay.store.remote import open_remote
-from forebay.store.targets import open_target
-from forebay.store.web import check_redirect
+from forebay.network.pki.identity import Identity, Scope, join
+from forebay.storage.base import Origin, PermanentError, Timeouts
+from forebay.storage.http import check_redirect
+from forebay.storage.origins import open_remote
+from forebay.storage.targets import open_target
+from forebay.storage.url_policy import open_foreign_origin
 from leases_by_hand import FetchingWorker
 from local_discovery import LocalDiscovery
 from origin_server import OriginServer
 from rude_peer import Asked, RudePeer, http
 
 Make = Callable[[str], Identity]
-QUICK = Patience(connect_s=2.0, stall_s=2.0)
+QUICK = Timeouts(connect_s=2.0, stall_s=2.0)
 BAD_URLS = (
     "bogus://x/y", "file:///etc/passwd", "hf://datasets/a/b", "r2://bucket/x", "forebay://net/d", "https://",
     "https:///p",
@@ -69,15 +69,15 @@ def test_whatever_a_url_is_the_error_is_the_peers(url: str) -> None:
 
 def test_urls_are_opened_where_the_reader_or_the_publisher_says_so() -> None:
     url = "https://data.example/d"
-    with pytest.raises(RefusedError, match=r"--from-urls public"):
+    with pytest.raises(PermanentError, match=r"--from-urls public"):
         open_foreign_origin(url, "")
     assert open_foreign_origin(url, "", signed=[url]).url == url
     assert open_foreign_origin(url, "public").url == url
-    with pytest.raises(RefusedError, match=r"--from-urls any"):
+    with pytest.raises(PermanentError, match=r"--from-urls any"):
         open_foreign_origin("http://data.example/d", "public")
-    with pytest.raises(RefusedError):
+    with pytest.raises(PermanentError):
         open_foreign_origin(url + "/other", "", signed=[url])
-    with pytest.raises(RefusedError, match="account"):
+    with pytest.raises(PermanentError, match="account"):
         open_foreign_origin("az://container/d", "any")
     assert open_foreign_origin("s3://bucket/d", "public").url == "s3://bucket/d"
 
@@ -118,7 +118,7 @@ def test_an_address_inside_is_not_connected_to_whatever_name_leads_there(
     found = [socket.getaddrinfo("127.0.0.1", sink.port, type=socket.SOCK_STREAM)]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found[0])
     origin = open_foreign_origin(url, "public", patience=QUICK)
-    with pytest.raises(RefusedError, match=r"expected a public address, got 127\.0\.0\.1"):
+    with pytest.raises(PermanentError, match=r"expected a public address, got 127\.0\.0\.1"):
         origin.get("manifest.json", 100)
     assert sink.connections == 0
 
@@ -126,7 +126,7 @@ def test_an_address_inside_is_not_connected_to_whatever_name_leads_there(
 def test_a_redirect_of_a_foreign_origin_stays_on_https() -> None:
     check_redirect("https://8.8.8.8/a", "https://8.8.4.4/b", https_only=True)
     for target in ("http://8.8.4.4/b", "ftp://8.8.4.4/b", "https://127.0.0.1/b"):
-        with pytest.raises(RefusedError):
+        with pytest.raises(PermanentError):
             check_redirect("https://8.8.8.8/a", target, https_only=True)
 
 

@@ -22,17 +22,17 @@ from test_journal import lease, open_journal, use
 
 from cached import put, reserve
 from calibration import scaled
+from forebay.cache.cache import SliceCache
+from forebay.coordinator.messages import Note, Rules, State
+from forebay.coordinator.server import Coordinator
+from forebay.coordinator.store import Roster
+from forebay.data_node import DataNode
 from forebay.errors import LedgerError, StateError, UsageError
 from forebay.ledger.writer import Ledger
 from forebay.network.client import Client, RemoteError
-from forebay.network.identity import Identity
-from forebay.schedule.coordinator import Coordinator
-from forebay.schedule.journal import JOURNAL_NAME, Journal, lock_state
-from forebay.schedule.members import Note, Rules, State
-from forebay.schedule.roster import Roster
-from forebay.schedule.service import SchedulerService
-from forebay.serve import DataNode
-from forebay.store.cache import SliceCache
+from forebay.network.pki.identity import Identity
+from forebay.scheduler.journal import JOURNAL_NAME, Journal, lock_state
+from forebay.scheduler.server import SchedulerService
 from local_discovery import LocalDiscovery
 
 WAITING = {"worker_id": "b", "session": "b" * 16, "wait_s": 1}

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
-from forebay.order.homes import homes_of
 from forebay.order.plan import Order
+from forebay.order.rendezvous import homes_of
 from forebay.order.run import OwnedRun
 
 

@@ -28,7 +28,7 @@ from forebay.errors import (
 from forebay.prepare.pipeline import prepare
 from forebay.prepare.read import ReadOptions
 from forebay.prepare.read.hub import find_dataset
-from forebay.store.web import asked_wait_s
+from forebay.storage.http import asked_wait_s
 from forebay.stream.hub import records_of
 from hub_repos import write_jsonl, write_parquet, write_repo
 from hub_server import TOKEN, HubServer, make_hub

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import ProtocolViolation, UsageError
-from forebay.network.identity import Identity, create_network, join, peer_of, renew, revoke, verify
+from forebay.network.pki.identity import Identity, create_network, join, peer_of, renew, revoke, verify
 
 Make = Callable[[str], Identity]
 

@@ -24,11 +24,11 @@ from forebay.ledger.receipts import Used
 from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
 from forebay.peer_id import peer_id_of
-from forebay.schedule import journal as journals
-from forebay.schedule.desk import JobSpec, Source
-from forebay.schedule.events import Enlisted
-from forebay.schedule.exchange import Ask, Failed, Grant, Reply
-from forebay.schedule.journal import JOURNAL_NAME, LEDGER_NAME, Journal, job_body
+from forebay.scheduler import journal as journals
+from forebay.scheduler.core import JobSpec, Source
+from forebay.scheduler.events import Enlisted
+from forebay.scheduler.journal import JOURNAL_NAME, LEDGER_NAME, Journal, job_body
+from forebay.scheduler.messages import Ask, Failed, Grant, Reply
 
 WORKER = peer_id_of(b"k" * 32)
 SAMPLES = [4, 0, 3, 5]
@@ -248,7 +248,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_journal import finish, open_journal
-from forebay.schedule import journal as journals
+from forebay.scheduler import journal as journals
 journals.SNAPSHOT_EVENTS = 9
 journal = open_journal(Path(sys.argv[1]), epochs=40)
 print("up", flush=True)

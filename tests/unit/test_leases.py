@@ -9,8 +9,8 @@ import pytest
 
 from forebay.errors import LeaseError, UsageError
 from forebay.ledger.receipts import Used
-from forebay.schedule.leases import IDLE_ASKS_PER_S, LeaseLostError, LeaseTable
-from forebay.schedule.owners import Lease, Speed
+from forebay.scheduler.lease_holders import Lease, Speed
+from forebay.scheduler.leases import IDLE_ASKS_PER_S, LeaseLostError, LeaseTable
 
 
 def table(samples: list[int], epochs: int = 1, seed: int = 0, **settings: float) -> LeaseTable:

@@ -12,7 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from forebay.schedule.members import (
+from forebay.coordinator.membership import apply
+from forebay.coordinator.messages import (
     ANSWER_S,
     HEARTBEAT_WAIT_S,
     RETRY_S,
@@ -33,8 +34,7 @@ from forebay.schedule.members import (
     Tick,
     Waits,
 )
-from forebay.schedule.membership import apply
-from forebay.schedule.roster import Roster
+from forebay.coordinator.store import Roster
 
 RULES = Rules(min_workers=1, heartbeat_s=30, stale_s=90, lost_s=5, grace_s=300)
 

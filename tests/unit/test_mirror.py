@@ -20,9 +20,9 @@ from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import open_dataset, verify_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import NetworkError, UsageError
-from forebay.store.mirror import mirror
-from forebay.store.remote import open_remote
-from forebay.store.targets import BucketTarget, FolderTarget, open_target
+from forebay.mirror.dataset import mirror
+from forebay.storage.origins import open_remote
+from forebay.storage.targets import BucketTarget, FolderTarget, open_target
 from origin_server import OriginServer
 
 LARGE = 3_000_000  # Tokens: 12 MB, which a bucket gets in two parts.

@@ -11,22 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
-from forebay.network.identity import Identity
-from forebay.serve import DataNode
-from forebay.store.origins import Origin, PassingError, Patience, RefusedError, open_origin, read_small
-from forebay.store.peers import PeerOrigin
-from forebay.store.remote import open_remote
-from forebay.store.transfer import Transfers
+from forebay.network.pki.identity import Identity
+from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError, read_small
+from forebay.storage.origins import open_origin, open_remote
+from forebay.storage.peer_dataset import PeerOrigin
+from forebay.storage.transfers import Transfers
 from local_discovery import LocalDiscovery
 from origin_server import OriginServer
 
 NAME = "slices/a b+ü.bin"
 CONTENT = random.Random(3).randbytes(700_001)
-QUICK = Patience(connect_s=0.5, stall_s=0.5)
+QUICK = Timeouts(connect_s=0.5, stall_s=0.5)
 
 
 @pytest.fixture
@@ -83,16 +83,16 @@ def test_ranges(origin: Origin) -> None:
 
 def test_whole(origin: Origin) -> None:
     assert origin.get(NAME, len(CONTENT)) == CONTENT
-    with pytest.raises(RefusedError, match="larger"):
+    with pytest.raises(PermanentError, match="larger"):
         origin.get(NAME, len(CONTENT) - 1)
 
 
 def test_absent(origin: Origin) -> None:
-    with pytest.raises(RefusedError):
+    with pytest.raises(PermanentError):
         read(origin, "none", 0, 5)
-    with pytest.raises(RefusedError):
+    with pytest.raises(PermanentError):
         origin.get("none", 5)
-    with pytest.raises(RefusedError):
+    with pytest.raises(PermanentError):
         read(origin, NAME, len(CONTENT) - 5, len(CONTENT) + 5)
     with pytest.raises(DatasetError, match="Check the URL"):
         read_small(origin, "none", 5)
@@ -102,22 +102,22 @@ def test_absent(origin: Origin) -> None:
 def test_faults_that_pass(server: OriginServer, scheme: str) -> None:
     origin = open_origin(f"{server.url if scheme == 'http' else server.s3_url}/data", patience=QUICK)
     server.faults.requests_per_s, server.faults.retry_after = 1e-9, "7"
-    with pytest.raises(PassingError) as caught:
+    with pytest.raises(TransientError) as caught:
         read(origin, NAME, 0, 5)
     assert caught.value.throttled
     assert caught.value.wait_s == (7 if scheme == "http" else 0)
     server.faults.requests_per_s = 0
     server.faults.drop = 1
-    with pytest.raises(PassingError):
+    with pytest.raises(TransientError):
         read(origin, NAME, 0, 5)
     server.faults.drop, server.faults.black_hole = 0, True
-    with pytest.raises(PassingError):
+    with pytest.raises(TransientError):
         read(origin, NAME, 0, 5)
 
 
 def test_a_drip_is_a_stall(server: OriginServer) -> None:
     server.faults.connection_bytes_per_s = 1e-3
-    with pytest.raises(PassingError, match=r"no byte for|stalled"):
+    with pytest.raises(TransientError, match=r"no byte for|stalled"):
         read(open_origin(f"{server.url}/data", patience=QUICK), NAME, 0, 500_000)
 
 
@@ -134,7 +134,7 @@ def test_short_bodies_keep_what_came(server: OriginServer) -> None:
 def test_a_bucket_that_knows_no_ranges_is_not_asked_again(server: OriginServer) -> None:
     origin = open_origin(f"{server.s3_url}/data", patience=QUICK)
     server.faults.ignore_ranges = True
-    with pytest.raises(RefusedError, match="non-partial response"):
+    with pytest.raises(PermanentError, match="non-partial response"):
         list(origin.read(NAME, 1, 5))
 
 
@@ -149,7 +149,7 @@ def test_nobody_listens(server: OriginServer) -> None:
     waits: list[float] = []
     with pytest.raises(NetworkError, match=rf"127.0.0.1:{server.port}.*8 attempts in .* s") as caught:
         read_small(origin, "manifest.json", 100, sleep=waits.append)
-    assert not isinstance(caught.value, PassingError)
+    assert not isinstance(caught.value, TransientError)
     planned = [0.25, 0.5, 1, 2, 4, 4, 4]
     assert len(waits) == len(planned) and all(most / 2 <= wait <= most * 1.5 for wait, most in zip(waits, planned))
 
@@ -165,7 +165,7 @@ def test_the_query_goes_with_each_request_and_into_no_message(server: OriginServ
     origin = open_origin(f"{server.url}/data?signature=secret")
     assert read(origin, NAME, 0, 5) == CONTENT[:5]
     assert server.paths[-1].endswith("?signature=secret")
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(PermanentError) as caught:
         origin.get("none", 1)
     assert "secret" not in str(caught.value) + origin.url
 
@@ -175,7 +175,7 @@ def test_a_password_in_the_url_is_sent_and_not_told(server: OriginServer) -> Non
     origin = open_origin(f"http://u:p@127.0.0.1:{server.port}/data")
     assert read(origin, NAME, 0, 5) == CONTENT[:5]
     assert "u:p" not in origin.url
-    with pytest.raises(RefusedError, match="401"):
+    with pytest.raises(PermanentError, match="401"):
         read(open_origin(f"{server.url}/data"), NAME, 0, 5)
 
 
@@ -203,7 +203,7 @@ def test_the_hub(server: OriginServer, tmp_path: Path, monkeypatch: pytest.Monke
         assert server.authorizations == ["Bearer hf_secret"]
         assert store.authorizations == ["", "", ""]
         store.faults.forbidden.add(f"{at.replace('%2F', '/')}/{NAME}")
-        with pytest.raises(RefusedError, match="403"):
+        with pytest.raises(PermanentError, match="403"):
             read(origin, NAME, 9, 99)
         assert len(server.paths) == 2, "an address that is refused is asked for anew"
     with pytest.raises(UsageError, match="hf://datasets/OWNER/NAME"):
@@ -226,7 +226,7 @@ def test_r2_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, server: Origi
 
 def test_a_wrong_key_is_refused_and_not_told(monkeypatch: pytest.MonkeyPatch, server: OriginServer) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
-    with pytest.raises(RefusedError, match="403") as caught:
+    with pytest.raises(PermanentError, match="403") as caught:
         open_origin(f"{server.s3_url}/data").get(NAME, 1 << 20)
     assert "not-the-secret" not in str(caught.value)
 
@@ -322,7 +322,7 @@ def test_peers_by_home(make_identity: Make, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("FOREBAY_HOME", str(made.node_dir.parent))
     origin = open_origin("forebay://net%2F1/corpus", discovery=LocalDiscovery())
     assert isinstance(origin, PeerOrigin) and origin.identity.peer_id == made.peer_id
-    with pytest.raises(PassingError, match="no peer serves a dataset of this name"):
+    with pytest.raises(TransientError, match="no peer serves a dataset of this name"):
         origin.sources()
     with pytest.raises(UsageError):
         open_origin("forebay://absent/corpus", discovery=LocalDiscovery())
@@ -355,5 +355,5 @@ def test_more_than_was_asked_for_is_a_violation(server: OriginServer) -> None:
 @pytest.mark.parametrize("location", ["http://[::1", "http://h:port/", "http://h:99999999/", "//[x]/", "gopher://h/"])
 def test_a_redirect_to_no_address_is_a_refusal(server: OriginServer, location: str) -> None:
     server.redirect = location
-    with pytest.raises(RefusedError):
+    with pytest.raises(PermanentError):
         read(open_origin(f"{server.url}/data", patience=QUICK), NAME, 0, 5)

@@ -12,10 +12,10 @@ from feed_fakes import NAMES, SIZE, Origin, room_for, uses_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.store import uses as uses_module
-from forebay.store.cache import Reservation, SliceCache
-from forebay.store.planner import Planner
-from forebay.store.uses import RunSlices, Uses
+from forebay.cache import planned_use as uses_module
+from forebay.cache.cache import Reservation, SliceCache
+from forebay.cache.planned_use import RunSlices, Uses
+from forebay.cache.planner import Planner
 
 
 def needed(steps: list[list[int]], ahead: int) -> list[frozenset[int]]:

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, UsageError
-from forebay.load.makers import ChunkMaker, DocumentMaker, RowMaker, make_maker
+from forebay.load.collate import ChunkMaker, DocumentMaker, RowMaker, make_maker
 from forebay.load.packing import DocumentFilter
 from forebay.load.samples import View, plan_samples
 

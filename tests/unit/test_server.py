@@ -23,9 +23,9 @@ from calibration import scaled
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.app import ApiError, JsonResponse, file_response, make_app, peer_of, role
 from forebay.network.client import Client, RemoteError
-from forebay.network.identity import Identity, create_network, create_organisation, join, revoke
 from forebay.network.limits import Limits
 from forebay.network.peer import Scope
+from forebay.network.pki.identity import Identity, create_network, create_organisation, join, revoke
 from forebay.network.server import Server
 from handlers import Request, app_of, serve
 from wire import connect, read_answers, until

@@ -20,8 +20,8 @@ from starlette.responses import Response
 from calibration import scaled
 from forebay.network.app import JsonResponse, file_response
 from forebay.network.client import Client
-from forebay.network.connections import MAX_HEAD_BYTES
-from forebay.network.identity import create_network, join
+from forebay.network.pki.identity import create_network, join
+from forebay.network.server_connections import MAX_HEAD_BYTES
 from handlers import Request, serve
 from wire import Answer, connect, read_answers, send_all, until
 

@@ -16,8 +16,8 @@ from calibration import scaled
 from forebay.errors import NetworkError
 from forebay.network.app import JsonResponse, file_response
 from forebay.network.client import Client
-from forebay.network.identity import Identity
 from forebay.network.limits import Limits, Throttle
+from forebay.network.pki.identity import Identity
 from handlers import Request, serve
 from wire import connect, read_answers, send_all, until
 

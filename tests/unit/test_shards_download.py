@@ -19,14 +19,15 @@ import pytest
 
 from calibration import scaled
 from forebay.errors import DatasetError, NetworkError, UsageError
-from forebay.store.large import download_large_file, plan_large
-from forebay.store.origins import ChangedError, Patience, open_origin
-from forebay.store.pieces import PartFile
+from forebay.storage.base import ChangedError, Timeouts
+from forebay.storage.origins import open_origin
+from forebay.storage.part_file import PartFile
+from forebay.storage.ranged_download import download_large_file, plan_large
 from origin_server import OriginServer
 
 MIB = 1 << 20
 CONTENT = random.Random(3).randbytes(3 * MIB + 4321)
-QUICK = Patience(0.5, 0.5)
+QUICK = Timeouts(0.5, 0.5)
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_killed_at_any_moment_it_goes_on_and_is_never_seen_in_part(server: Origi
     path = tmp_path / "out" / "big"
     server.faults.bytes_per_s = 5 * MIB
     code = (
-        "import sys; from forebay.store.large import download_large_file\n"
+        "import sys; from forebay.storage.ranged_download import download_large_file\n"
         "download_large_file(sys.argv[1], 'big', sys.argv[2], chunk_size=1 << 17, max_workers=4)"
     )
     chance, kills = random.Random(1), 0
@@ -169,7 +170,7 @@ def test_a_black_hole_is_told_with_endpoint_attempts_and_time(server: OriginServ
     path = tmp_path / "out" / "big"
     server.faults.black_hole = True
     with pytest.raises(NetworkError, match=rf"big from {server.url}: no answer after \d+ attempts in \d.*s; the last"):
-        download_large_file(server.url, "big", path, patience_s=0.2, patience=Patience(0.05, 0.05))
+        download_large_file(server.url, "big", path, patience_s=0.2, patience=Timeouts(0.05, 0.05))
     server.faults.black_hole = False
     server.faults.connection_bytes_per_s = MIB
 
@@ -178,7 +179,7 @@ def test_a_black_hole_is_told_with_endpoint_attempts_and_time(server: OriginServ
 
     with pytest.raises(NetworkError, match=r"big: got \d+ of \d+ bytes, then none for .* failed attempts in .*127"):
         download_large_file(
-            server.url, "big", path, patience_s=0.4, patience=Patience(0.1, 0.1), chunk_size=1 << 16, max_workers=2,
+            server.url, "big", path, patience_s=0.4, patience=Timeouts(0.1, 0.1), chunk_size=1 << 16, max_workers=2,
             on_progress=fall,
         )  # fmt: skip
     server.faults.black_hole, server.faults.connection_bytes_per_s = False, 0.0

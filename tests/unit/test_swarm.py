@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import ProtocolViolation, UsageError
-from forebay.network.members import format_ranges, parse_ranges
-from forebay.network.swarm import Assignment, Holder, Swarm
+from forebay.network.peer import Provider
+from forebay.swarm.members import format_ranges, parse_ranges
+from forebay.swarm.steering import Assignment, Swarm
 
-ORIGIN = Holder("origin", "o:1", True)
+ORIGIN = Provider("origin", "o:1", True)
 
 
-def peer(name: str, address: str = "p:1") -> Holder:
-    return Holder(name, address, False)
+def peer(name: str, address: str = "p:1") -> Provider:
+    return Provider(name, address, False)
 
 
 def none(num: int) -> np.ndarray:
@@ -141,7 +142,7 @@ def test_an_origin_with_one_damaged_file_is_no_liar() -> None:
         swarm.join(peer(name), none(3), 0.0)
         swarm.failed(name, 0, ORIGIN.peer_id, 0.0, wrong=True)
         assert swarm.providers(1, name, 1.0) == [ORIGIN]
-    other = Holder("other", "o:2", True)
+    other = Provider("other", "o:2", True)
     for name in ("a", "b"):
         assert swarm.facts()["banned"] == []
         swarm.failed(name, 2, ORIGIN.peer_id, 2.0, wrong=True)

@@ -14,12 +14,12 @@ from forebay import threads
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import NetworkError, ProtocolViolation
 from forebay.network.client import Client
-from forebay.network.members import Holder
-from forebay.store.origins import RefusedError
-from forebay.store.swarm import SwarmReader
-from forebay.store.swarm_state import SwarmReaderState
+from forebay.network.peer import Provider
+from forebay.storage.base import PermanentError
+from forebay.swarm.reader import SwarmReader
+from forebay.swarm.reader_state import SwarmReaderState
 
-ORIGIN = Holder("origin", "127.0.0.1:1", True)
+ORIGIN = Provider("origin", "127.0.0.1:1", True)
 
 
 def assigning(*indexes: int, **more: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def test_what_nobody_brings_is_given_up() -> None:
     state.want(0, 0.0)
     state.want(1, 0.0)
     assert begun(state, 0.0, 0) == [0]
-    refusal = RefusedError("a URL that is not opened")
+    refusal = PermanentError("a URL that is not opened")
     assert not state.ended(0, ORIGIN, refusal, 1.0)
     assert state.give_up(9.0) == [] and state.give_up(11.0) == [(0, refusal)]
     assert state.give_up(30.0) == [] and state.give_up(31.0) == [(1, None)]
@@ -96,7 +96,7 @@ def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp
     before = threads.failures().get("swarm", 0)
     held = [RuntimeError("unexpected"), RuntimeError("unexpected")]
 
-    def trackers() -> list[Holder]:
+    def trackers() -> list[Provider]:
         if held:
             raise held.pop()
         return []

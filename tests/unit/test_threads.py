@@ -68,11 +68,11 @@ def test_join_returns_at_once_for_a_thread_that_never_started_or_joins_itself() 
 
 BARE_THREADS = {
     "threads.py": "Supervised itself",
-    "network/waiting.py": "writes log lines, nothing waits for it",
-    "load/ahead.py": "hands its exception to the iterator",
+    "network/retry.py": "writes log lines, nothing waits for it",
+    "load/background.py": "hands its exception to the iterator",
     "load/shard_dataset.py": "hands its exception to whoever waits for the shard",
     "load/shard_helper.py": "ends the process with its parent",
-    "store/prefetch.py": "hands its exception to whoever waits for a slice",
+    "cache/prefetch.py": "hands its exception to whoever waits for a slice",
     "prepare/engines.py": "ends the process with its parent",
     "prepare/read/hub_files.py": "hands its exception to whoever waits for a block",
     "prepare/read/stackexchange.py": "hands its exception to the reader",

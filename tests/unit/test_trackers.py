@@ -14,25 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibration import scaled
+from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.network.client import Client
-from forebay.network.identity import Identity, create_network, join
-from forebay.network.members import Holder
-from forebay.serve import DataNode
-from forebay.store.origins import PassingError
-from forebay.store.swarm import SwarmReader
-from forebay.store.trackers import Trackers
+from forebay.network.peer import Provider
+from forebay.network.pki.identity import Identity, create_network, join
+from forebay.storage.base import TransientError
+from forebay.swarm.reader import SwarmReader
+from forebay.swarm.tracker_client import Trackers
 from local_discovery import LocalDiscovery
 from rude_peer import Asked, RudePeer, http
 
 
-def at(name: str, is_origin: bool = False, port: int = 1) -> Holder:
-    return Holder(name, f"127.0.0.1:{port}", is_origin)
+def at(name: str, is_origin: bool = False, port: int = 1) -> Provider:
+    return Provider(name, f"127.0.0.1:{port}", is_origin)
 
 
-def ranking(dataset_id: str, day: int, found: list[Holder]) -> list[str]:
+def ranking(dataset_id: str, day: int, found: list[Provider]) -> list[str]:
     trackers = Trackers(_Deaf(), dataset_id, lambda: found, None, now=lambda: day * 86400.0 + 5)  # type: ignore[arg-type]
     assert trackers.ask({}, lambda body: None) is None
     return _Deaf.asked
@@ -48,7 +48,7 @@ class _Deaf:
 
     def request_json(self, address: str, method: str, path: str, body: Any, peer_id: str, *more: Any) -> Any:
         _Deaf.asked.append(peer_id)
-        raise PassingError("nobody is there")
+        raise TransientError("nobody is there")
 
 
 def test_who_steers_is_not_for_a_key_to_choose() -> None:
@@ -64,7 +64,7 @@ def test_who_steers_is_not_for_a_key_to_choose() -> None:
 
 
 def test_sharers_are_bounded() -> None:
-    found: list[Holder] = []
+    found: list[Provider] = []
     trackers = Trackers(_Deaf(), "ab" * 32, lambda: found, None)  # type: ignore[arg-type]
     for answer in range(100):
         trackers.met([at(f"{answer}-{i}", port=1 + 64 * answer + i) for i in range(64)])
@@ -128,8 +128,8 @@ def test_a_tracker_that_answers_nonsense_ends_nobody(world: World, answers: list
     part = next(world.parts)
     with RudePeer(world.rude, answer) as rude, Client(world.reader) as client:
         found = [
-            Holder(world.rude.peer_id, rude.address, True),
-            Holder(world.node.identity.peer_id, world.node.address, False),
+            Provider(world.rude.peer_id, rude.address, True),
+            Provider(world.node.identity.peer_id, world.node.address, False),
         ]
         table = world.dataset.table
         flags = np.zeros(1, np.bool_)
@@ -145,8 +145,8 @@ def test_a_tracker_is_left_for_the_next_on_its_first_answer_without_sense(world:
     """Whoever of the two steers first: each is asked, or the honest one alone."""
     nonsense = http(200, {**GOOD, "assignments": [{**HOLDER, "index": 0, "address": "https://"}]})
     with RudePeer(world.rude, lambda asked: nonsense) as rude, Client(world.reader) as client:
-        rude_at = Holder(world.rude.peer_id, rude.address, True)
-        honest_at = Holder(world.node.identity.peer_id, world.node.address, False)  # comes second
+        rude_at = Provider(world.rude.peer_id, rude.address, True)
+        honest_at = Provider(world.node.identity.peer_id, world.node.address, False)  # comes second
         flags, part = np.zeros(1, np.bool_), next(world.parts)
         trackers = [rude_at, honest_at]
         with closing(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from forebay.errors import StateError, UsageError
-from forebay.worker.leasing import LeaseSettings
+from forebay.worker.lease_worker import LeaseSettings
 from forebay.worker.trainer import CountTrainer, Trainer, make_trainer, trainer_class
 
 GPT = f"{Path(__file__).parents[2] / 'examples' / 'train_gpt.py'}:GptTrainer"

@@ -24,11 +24,12 @@ from hypothesis import strategies as st
 from calibration import scaled
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import IntegrityError, NetworkError, ProtocolViolation, UsageError
-from forebay.network.backoff import backoff_s
-from forebay.store.origins import Origin, Patience, RefusedError, open_origin
-from forebay.store.pieces import PartFile
-from forebay.store.transfer import Transfers
-from forebay.store.work import Source, Transfer, TransferCancelledError, choose, least_span_bytes
+from forebay.network.retry import backoff_s
+from forebay.storage.base import Origin, PermanentError, Timeouts
+from forebay.storage.origins import open_origin
+from forebay.storage.part_file import PartFile
+from forebay.storage.transfer_state import Source, Transfer, TransferCancelledError, choose, least_span_bytes
+from forebay.storage.transfers import Transfers
 from origin_server import OriginServer
 
 MIB = 1 << 20
@@ -36,7 +37,7 @@ CONTENT = random.Random(7).randbytes(3_500_001)
 UNHEDGED = {
     "hedge_s": 600.0
 }  # A machine that stands still for 5 s would else have a piece fetched twice, as it should.
-PATIENT = Patience(60.0, 60.0)  # A request given up on a machine that stands still is one more request.
+PATIENT = Timeouts(60.0, 60.0)  # A request given up on a machine that stands still is one more request.
 QUICK = {"piece_bytes": 1 << 18, "first_backoff_s": 0.005, "max_backoff_s": 0.05}
 
 
@@ -74,7 +75,7 @@ def fetch(
     *urls: str,
     info: SliceInfo = INFO,
     bad: list[str] | None = None,
-    patience: Patience = PATIENT,
+    patience: Timeouts = PATIENT,
 ) -> Transfer:
     moved = transfers.start(
         info,
@@ -171,7 +172,7 @@ def test_more_connections_are_faster(make_server: Callable[..., OriginServer], t
 def test_a_black_hole_is_named(server: OriginServer, tmp_path: Path) -> None:
     server.faults.black_hole = True
     with Transfers(connections=2, patience_s=0.8, tries=2, **QUICK) as transfers:
-        error = fetch(transfers, tmp_path / "part", server.url, patience=Patience(0.5, 0.5)).error
+        error = fetch(transfers, tmp_path / "part", server.url, patience=Timeouts(0.5, 0.5)).error
     assert type(error) is NetworkError
     for word in (f"127.0.0.1:{server.port}", "failed attempts in", "no answer", "0.5 s", "Check the network"):
         assert word in str(error)
@@ -318,7 +319,7 @@ def test_cancel_and_resume(server: OriginServer, tmp_path: Path) -> None:
 def test_close(server: OriginServer, tmp_path: Path) -> None:
     server.faults.black_hole = True
     transfers = Transfers(4, **QUICK)
-    moved = transfers.start(INFO, tmp_path / "part", [open_origin(server.url, patience=Patience(0.2, 0.2))])
+    moved = transfers.start(INFO, tmp_path / "part", [open_origin(server.url, patience=Timeouts(0.2, 0.2))])
     transfers.close()
     assert moved.done.is_set() and isinstance(moved.error, TransferCancelledError)
     transfers.close()
@@ -330,8 +331,8 @@ KILLED = """
 import sys
 from pathlib import Path
 from forebay.dataset.manifest import SliceInfo
-from forebay.store.origins import open_origin
-from forebay.store.transfer import Transfers
+from forebay.storage.origins import open_origin
+from forebay.storage.transfers import Transfers
 url, part, size, sha256 = sys.argv[1:]
 moved = Transfers(4, 1 << 18).start(SliceInfo(0, "slice", int(size), sha256, 1, 1), Path(part), [open_origin(url)])
 print("started", flush=True)
@@ -429,7 +430,7 @@ class Fake:
         return self._answer(start, stop)
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        raise RefusedError("not asked for")
+        raise PermanentError("not asked for")
 
     def sources(self) -> Sequence[Origin]:
         return [self]

@@ -16,16 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
-from forebay.network import joining
+from forebay.network import join as joining
 from forebay.network.admission import USES_NAME, Admissions, AdmissionServer
 from forebay.network.audit import AuditLog
-from forebay.network.certificates import der_of
-from forebay.network.identity import create_network, create_organisation, join, revoke
-from forebay.network.joining import join_by_token, renew_at
+from forebay.network.join import join_by_token, renew_at
 from forebay.network.messages import AdmitRequest, RenewRequest
-from forebay.network.networks import read_issuer, read_key, read_network
 from forebay.network.peer import Scope
-from forebay.network.tokens import Token, check_token, read_token, sign_token
+from forebay.network.pki.certificates import der_of
+from forebay.network.pki.files import read_issuer, read_key, read_network
+from forebay.network.pki.identity import create_network, create_organisation, join, revoke
+from forebay.network.pki.tokens import Token, check_token, read_token, sign_token
 
 WORKER = Scope(frozenset({"worker"}), ("c4-*",))
 

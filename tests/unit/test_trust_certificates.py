@@ -18,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import ProtocolViolation, UsageError
-from forebay.network import certificates
-from forebay.network.certificates import ORGANISATION_OID, SCOPE_OID, Issuer, der_of, issue, judge
-from forebay.network.identity import Identity, create_network, create_organisation, join, renew
-from forebay.network.networks import (
+from forebay.files import atomic_write
+from forebay.network.peer import ROLES, Peer, Scope
+from forebay.network.pki import certificates
+from forebay.network.pki.certificates import ORGANISATION_OID, SCOPE_OID, Issuer, der_of, issue, judge
+from forebay.network.pki.files import (
     copy_shared,
     finish_rotation,
     key_pem,
@@ -33,8 +34,7 @@ from forebay.network.networks import (
     renew_organisation,
     rotate_root,
 )
-from forebay.network.peer import ROLES, Peer, Scope
-from forebay.storage.atomic import atomic_write
+from forebay.network.pki.identity import Identity, create_network, create_organisation, join, renew
 
 Make = Callable[[str], Identity]
 PEM = serialization.Encoding.PEM

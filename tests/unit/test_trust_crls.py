@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import ProtocolViolation, UsageError
-from forebay.network import revocation
-from forebay.network.certificates import Issuer, authority, der_of, issue_root, own_key_id
-from forebay.network.identity import Identity, create_network, create_organisation, join, renew, revoke
-from forebay.network.networks import read_cert, read_issuer, read_key, read_roots
-from forebay.network.revocation import MAX_CRL_BYTES, MAX_REVOKED, Revocations, parse_crl, sign_crl
+from forebay.network.pki import revocation
+from forebay.network.pki.certificates import Issuer, authority, der_of, issue_root, own_key_id
+from forebay.network.pki.files import read_cert, read_issuer, read_key, read_roots
+from forebay.network.pki.identity import Identity, create_network, create_organisation, join, renew, revoke
+from forebay.network.pki.revocation import MAX_CRL_BYTES, MAX_REVOKED, Revocations, parse_crl, sign_crl
 from forebay.peer_id import key_id_of, peer_id_of, serial_number_of
 
 Make = Callable[[str], Identity]

@@ -13,13 +13,13 @@ import pytest
 
 from forebay.cli import main
 from forebay.cli.arguments import days
+from forebay.coordinator.store import Roster
 from forebay.ledger.writer import Ledger
 from forebay.network.access import Access
 from forebay.network.audit import AuditLog
-from forebay.network.identity import Identity, create_network, create_organisation, join, revoke
-from forebay.schedule.journal import _open_database, lock_state
-from forebay.schedule.roster import Roster
-from forebay.store.locks import try_take
+from forebay.network.pki.identity import Identity, create_network, create_organisation, join, revoke
+from forebay.scheduler.journal import _open_database, lock_state
+from forebay.storage.locks import try_take
 
 Make = Callable[[str], Identity]
 

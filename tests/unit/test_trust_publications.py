@@ -15,10 +15,10 @@ import pytest
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.client import Client
 from forebay.network.discovery import Claim
-from forebay.network.identity import Identity, create_network, create_organisation, join, renew, revoke
-from forebay.network.networks import read_issuer
 from forebay.network.peer import Scope
-from forebay.network.publish import (
+from forebay.network.pki.files import read_issuer
+from forebay.network.pki.identity import Identity, create_network, create_organisation, join, renew, revoke
+from forebay.network.publications import (
     SEEN_NAME,
     SIGNATURE_NAME,
     Published,

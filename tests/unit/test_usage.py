@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from forebay.network import usage
 from forebay.network.app import ApiError, JsonResponse
-from forebay.network.identity import Identity
+from forebay.network.pki.identity import Identity
 from forebay.network.server import Server
 from forebay.network.usage import ReplyCache
 from handlers import Request, serve

@@ -12,8 +12,9 @@ from forebay.cli import main
 from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import NetworkError
-from forebay.store.origins import Patience
-from forebay.store.remote import open_remote, verify_files
+from forebay.storage.base import Timeouts
+from forebay.storage.origins import open_remote
+from forebay.storage.remote_dataset import verify_files
 from origin_server import OriginServer
 
 
@@ -62,7 +63,7 @@ def test_a_bucket_is_verified(served, capsys, monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_origin_that_is_gone_is_no_verdict(served) -> None:
     _, server = served
-    dataset = open_remote(server.url, patience=Patience(connect_s=1, stall_s=0.05))
+    dataset = open_remote(server.url, patience=Timeouts(connect_s=1, stall_s=0.05))
     server.faults.black_hole = True
     row = dataset.table.row(0)
     with pytest.raises(NetworkError, match="broke off"):

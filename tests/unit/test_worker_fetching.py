@@ -16,12 +16,12 @@ from starlette.responses import Response
 
 from cached import reserve
 from calibration import scaled
+from forebay.cache.eviction import part_bytes
 from forebay.errors import NetworkError, UsageError
 from forebay.network.app import ApiError, file_response
 from forebay.network.client import Client
-from forebay.network.identity import Identity
-from forebay.store.pieces import PartFile
-from forebay.store.room import part_bytes
+from forebay.network.pki.identity import Identity
+from forebay.storage.part_file import PartFile
 from forebay.worker import fetching
 from forebay.worker.fetching import Shelf
 from forebay.worker.lease_state import ActiveLease

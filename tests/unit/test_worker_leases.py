@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forebay.network.swarm import Holder
-from forebay.schedule.desk import Desk, JobSpec, Source
-from forebay.schedule.exchange import Answer, Ask, Lease, Reply
+from forebay.network.peer import Provider
+from forebay.scheduler.core import Desk, JobSpec, Source
+from forebay.scheduler.messages import Answer, Ask, Lease, Reply
 from forebay.worker.lease_state import ActiveLease, LeaseState
 from leases_by_hand import answer
 
@@ -114,7 +114,7 @@ class World:
 
     def expire(self) -> None:
         """What a scheduler does every second or so: it says who is there, and forgets who is not."""
-        self.desk.origins(DATASET, [Holder("origin", "a:1", True)], self.now)
+        self.desk.origins(DATASET, [Provider("origin", "a:1", True)], self.now)
         self.desk.expire(self.now)
 
     def carry(self, worker: Worker) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from calibration import scaled
+from forebay.coordinator.server import Coordinator
 from forebay.errors import NetworkError, UsageError
 from forebay.network.client import Client, RemoteError
-from forebay.schedule.coordinator import Coordinator
 from forebay.threads import failures
 from forebay.worker.membership import CoordinatorGoneError, Membership
 from forebay.worker.membership_state import MembershipState, Pause, Request

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_token_slice
 from forebay.network.client import Client, RemoteError
-from forebay.network.identity import create_network, join
-from forebay.schedule.service import SchedulerService
-from forebay.serve import DataNode
+from forebay.network.pki.identity import create_network, join
+from forebay.scheduler.server import SchedulerService
 from forebay.threads import failures
-from forebay.worker.control import Control
-from forebay.worker.leasing import run_worker
-from forebay.worker.using import WorkerReport
+from forebay.worker.consumer import WorkerReport
+from forebay.worker.lease_worker import run_worker
+from forebay.worker.scheduler_client import Control
 from local_discovery import LocalDiscovery
 
 

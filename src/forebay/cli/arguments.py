@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from forebay.errors import UsageError
-from forebay.sizes import parse_rate, parse_size
+from forebay.units import parse_rate, parse_size
 
 T = TypeVar("T")
 

@@ -20,13 +20,13 @@ _SETTINGS: dict[str, Callable[[str], Any]] = {
 
 
 def _coordinate(args: argparse.Namespace) -> int:
-    from forebay.schedule.coordinator import Coordinator
-    from forebay.schedule.members import Rules
+    from forebay.coordinator.messages import Rules
+    from forebay.coordinator.server import Coordinator
 
     host, port = address(args.listen)
     identity = None
     if args.network is not None:
-        from forebay.network.identity import Identity
+        from forebay.network.pki.identity import Identity
 
         identity = Identity.load(args.network)
     elif not _is_loopback(host):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def _ledger_verify(args: argparse.Namespace) -> int:
     from forebay.ledger.verify import verify_ledger
-    from forebay.network.identity import verify
+    from forebay.network.pki.identity import verify
     from forebay.observe.blame import replay
     from forebay.observe.steps import is_roster, verify_steps
 
@@ -64,7 +64,7 @@ def _print_verified(args: argparse.Namespace, report: dict[str, Any], holds: str
 def _ledger_prove(args: argparse.Namespace) -> int:
     from forebay.ledger.index import open_index
     from forebay.ledger.proof import check_proof, prove
-    from forebay.network.identity import verify
+    from forebay.network.pki.identity import verify
 
     if args.check is None:
         if args.file is None or args.epoch is None or args.slice is None:

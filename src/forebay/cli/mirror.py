@@ -21,13 +21,13 @@ def _is_of_shards(args: argparse.Namespace) -> bool:
         return args.shards is not None
     if args.source.startswith("forebay://"):
         return False
-    from forebay.load.shard_mirror import holds_shards
+    from forebay.mirror.shards import holds_shards
 
     return holds_shards(args.source, args.prefix)
 
 
 def _mirror_shards(args: argparse.Namespace) -> int:
-    from forebay.load.shard_mirror import mirror_shards
+    from forebay.mirror.shards import mirror_shards
     from forebay.observe.progress import bar
 
     name = hashlib.sha256(f"{args.source} {args.target}".encode()).hexdigest()[:16]
@@ -49,10 +49,10 @@ def _mirror_shards(args: argparse.Namespace) -> int:
 def _mirror(args: argparse.Namespace) -> int:
     if _is_of_shards(args):
         return _mirror_shards(args)
+    from forebay.mirror.dataset import mirror, mirror_by_swarm
     from forebay.observe.progress import bar
-    from forebay.store.mirror import mirror, mirror_by_swarm
-    from forebay.store.remote import open_remote
-    from forebay.store.targets import open_target
+    from forebay.storage.origins import open_remote
+    from forebay.storage.targets import open_target
 
     source = args.source
     if args.publisher is not None:

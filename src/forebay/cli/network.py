@@ -11,7 +11,7 @@ from typing import Any
 
 from forebay.cli.arguments import add_limits, address, positive, seconds, show, size
 from forebay.cli.running import add_node, ask, joined_network, listen_at, log, on_stop, ready, until_stopped
-from forebay.network.waiting import waiting
+from forebay.network.retry import waiting
 
 
 def _probe(args: argparse.Namespace) -> int:
@@ -36,11 +36,11 @@ def _dht(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from forebay.data_node import DataNode
     from forebay.dataset.reader import open_dataset
     from forebay.network.access import Access
     from forebay.network.limits import Limits, Throttle, parse_limits
-    from forebay.serve import DataNode
-    from forebay.store.remote import open_remote
+    from forebay.storage.origins import open_remote
 
     access = Access.load(args.access) if args.access is not None else None
     with waiting(log, lambda: f"the datasets {', '.join(args.datasets)}"):

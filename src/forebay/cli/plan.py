@@ -14,13 +14,13 @@ from forebay.cli.arguments import positive, rate, seconds, size
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
-    from forebay.load.needs import Job
+    from forebay.load.resources import Job
 
 
 def _shards(args: argparse.Namespace) -> int:
     """What `SharedShardedDatasetManager` needs: the shard in use, the next, a third while ranks let go of the old."""
     from forebay.load.shards import COMMON_SHARDS
-    from forebay.sizes import words_of_bytes, words_of_seconds
+    from forebay.units import words_of_bytes, words_of_seconds
 
     if args.dataset is not None or args.bytes is None or args.slice_bytes is None:
         raise UsageError("plan --shards: expected --bytes of all shards and --slice-bytes of one. Give both.")
@@ -75,7 +75,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    from forebay.load.needs import Job
+    from forebay.load.resources import Job
 
     if (args.dataset is None) == (args.bytes is None):
         raise UsageError("plan: expected a dataset, or --bytes and --slice-bytes of one to come. Give one of them.")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import address, plain, seconds
 from forebay.errors import NetworkError, UsageError
-from forebay.network.waiting import waiting
+from forebay.network.retry import waiting
 from forebay.threads import Supervised
 
 Verb = Callable[[argparse.Namespace], int]
@@ -25,7 +25,7 @@ log = logging.getLogger("forebay.cli")
 
 if TYPE_CHECKING:
     from forebay.network.dht import LibtorrentDht
-    from forebay.network.identity import Identity, Peer
+    from forebay.network.pki.identity import Identity, Peer
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def joined_network(
     NetworkError where `required`, else logs a warning.
     """
     from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
-    from forebay.network.identity import Identity
+    from forebay.network.pki.identity import Identity
 
     if args.network is None:
         raise UsageError("which network? Give the node's directory: --network DIR (made by forebay network join)")
@@ -76,7 +76,7 @@ def ask(args: argparse.Namespace, at: str, path: str, body: Any = None, timeout_
     """A scheduler's or data node's answer to a GET, or with a body to a POST, by the node of `--network`; and whose."""
     from forebay.network.addresses import parse_address
     from forebay.network.client import Client
-    from forebay.network.identity import Identity
+    from forebay.network.pki.identity import Identity
 
     parse_address(at)
     with Client(Identity.load(args.network)) as client, waiting(log, lambda: f"an answer of {at}"):

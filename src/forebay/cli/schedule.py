@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from forebay.cli.arguments import add_from_urls, add_limits, positive
 from forebay.cli.running import add_node, ask, joined_network, listen_at, on_stop, ready
 from forebay.errors import LeaseError, UsageError
-from forebay.sizes import words_of_bytes, words_of_seconds
 from forebay.threads import Supervised
+from forebay.units import words_of_bytes, words_of_seconds
 
 if TYPE_CHECKING:
-    from forebay.schedule.catalog import JobPlan
+    from forebay.scheduler.catalog import JobPlan
 
 
 # `forebay schedule VERB JOB --at HOST:PORT`: as a dataset may have any name, a verb is one only with --at.
@@ -29,7 +29,7 @@ def _schedule(args: argparse.Namespace) -> int:
         return _steer(args)
     from forebay.network.client import Client
     from forebay.network.limits import parse_limits
-    from forebay.schedule.service import LIMITS, SchedulerService
+    from forebay.scheduler.server import LIMITS, SchedulerService
 
     plans, limits = _plans(args), parse_limits(LIMITS, args.limit)
     stop, began = threading.Event(), threading.Event()
@@ -92,7 +92,7 @@ def _until_told(args: argparse.Namespace, service: Any, stop: threading.Event, b
 
 def _plans(args: argparse.Namespace) -> list[JobPlan]:
     """A job for each NAME; or one for all the --mix."""
-    from forebay.schedule.catalog import JobPlan, Wanted
+    from forebay.scheduler.catalog import JobPlan, Wanted
 
     if bool(args.names) == bool(args.mix):
         raise UsageError("which dataset? Give names, a job each; or --mix NAME=WEIGHT twice or more, for one job")
@@ -138,7 +138,7 @@ def _change(text: str, names: list[str]) -> tuple[int, tuple[float, ...]]:
 
 
 def _steer(args: argparse.Namespace) -> int:
-    from forebay.schedule.status import job_line
+    from forebay.scheduler.admin_api import job_line
 
     if len(args.names) < 2 or args.names[0] not in VERBS or args.network is None:
         raise UsageError(f"schedule --at: expected {'|'.join(VERBS)} JOB … --at HOST:PORT --network DIR")
@@ -157,7 +157,7 @@ def _steer(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from forebay.schedule.status import lines
+    from forebay.scheduler.admin_api import lines
 
     body, _ = ask(args, args.address, "/v1/status")
     if args.json:

@@ -15,14 +15,14 @@ from forebay.cli.arguments import address, days, positive, show
 from forebay.cli.running import log
 from forebay.errors import UsageError
 from forebay.network.peer import ROLES, Scope
-from forebay.network.waiting import waiting
+from forebay.network.retry import waiting
 
 DAY_S = 86400
 TOKEN_VALID_DAYS = 7.0
 
 
 def _network_init(args: argparse.Namespace) -> int:
-    from forebay.network.identity import create_network
+    from forebay.network.pki.identity import create_network
 
     name = args.name or args.directory.absolute().name
     create_network(args.directory, name, bootstrap=[address(a) for a in args.bootstrap])
@@ -35,7 +35,7 @@ def _network_init(args: argparse.Namespace) -> int:
 
 
 def _network_org(args: argparse.Namespace) -> int:
-    from forebay.network.identity import create_organisation
+    from forebay.network.pki.identity import create_organisation
 
     scope = _scope(args)
     peer_id = create_organisation(args.network, args.directory, args.name, scope, **_days(args))
@@ -46,8 +46,8 @@ def _network_org(args: argparse.Namespace) -> int:
 
 
 def _network_join(args: argparse.Namespace) -> int:
-    from forebay.network.identity import NODE_VALID_DAYS, join
-    from forebay.network.joining import join_by_token
+    from forebay.network.join import join_by_token
+    from forebay.network.pki.identity import NODE_VALID_DAYS, join
 
     if args.token is not None or args.token_file is not None:
         if len(args.directories) != 1 or args.role or args.dataset or args.days:
@@ -91,8 +91,8 @@ def _token(args: argparse.Namespace) -> str:
 def _network_invite(args: argparse.Namespace) -> int:
     import secrets
 
-    from forebay.network.networks import read_issuer, read_network
-    from forebay.network.tokens import Token, sign_token
+    from forebay.network.pki.files import read_issuer, read_network
+    from forebay.network.pki.tokens import Token, sign_token
 
     address(args.at)
     _check_role(args, "invite")
@@ -138,9 +138,9 @@ def _network_admit(args: argparse.Namespace) -> int:
 
 
 def _network_renew(args: argparse.Namespace) -> int:
-    from forebay.network.identity import renew
-    from forebay.network.joining import renew_at
-    from forebay.network.networks import renew_organisation
+    from forebay.network.join import renew_at
+    from forebay.network.pki.files import renew_organisation
+    from forebay.network.pki.identity import renew
 
     if len(args.directories) != (2 if args.at is None else 1):
         raise UsageError("renew: expected the directories of the issuer and of the node, or --at HOST:PORT and one")
@@ -160,8 +160,8 @@ def _network_renew(args: argparse.Namespace) -> int:
 
 def _network_revoke(args: argparse.Namespace) -> int:
     from forebay.network.client import Client
-    from forebay.network.identity import Identity, revoke
-    from forebay.network.trust import send_crl
+    from forebay.network.pki.identity import Identity, revoke
+    from forebay.network.revocation_sync import send_crl
 
     issuers = [d for d in args.directories if any((d / f"{kind}-key.pem").exists() for kind in ("root", "org"))]
     nodes = [d for d in args.directories if d not in issuers]
@@ -189,7 +189,7 @@ def _network_revoke(args: argparse.Namespace) -> int:
 
 
 def _network_rotate(args: argparse.Namespace) -> int:
-    from forebay.network.networks import finish_rotation, rotate_root
+    from forebay.network.pki.files import finish_rotation, rotate_root
 
     if args.finish:
         print(f"The root key in use is now that of {finish_rotation(args.directory)}; the former key is deleted.")
@@ -218,9 +218,9 @@ def _network_show(args: argparse.Namespace) -> int:
 
 def _facts(directory: Path) -> dict[str, Any]:
     """What a directory says of the network, organisation or node that it is of."""
-    from forebay.network.identity import Identity
-    from forebay.network.networks import peer_in, read_issuer, read_network, read_roots
-    from forebay.network.revocation import Revocations
+    from forebay.network.pki.files import peer_in, read_issuer, read_network, read_roots
+    from forebay.network.pki.identity import Identity
+    from forebay.network.pki.revocation import Revocations
 
     facts: dict[str, Any]
     if any((directory / name).exists() for name in ("root-key.pem", "org-key.pem")):
@@ -250,8 +250,8 @@ def _facts(directory: Path) -> dict[str, Any]:
 
 def _network_sign(args: argparse.Namespace) -> int:
     from forebay.dataset.reader import open_dataset
-    from forebay.network.identity import Identity
-    from forebay.network.publish import SIGNATURE_NAME, sign_dataset
+    from forebay.network.pki.identity import Identity
+    from forebay.network.publications import SIGNATURE_NAME, sign_dataset
 
     dataset = open_dataset(args.dataset)
     made = sign_dataset(

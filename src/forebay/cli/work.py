@@ -17,7 +17,7 @@ from forebay.toml import read_toml
 
 
 def _work(args: argparse.Namespace) -> int:
-    from forebay.worker.leasing import run_worker
+    from forebay.worker.lease_worker import run_worker
 
     settings = _work_settings(args)
     stop = threading.Event()

@@ -39,10 +39,10 @@ from forebay.convert.token_sinks import TOKEN_SINKS
 from forebay.convert.values import is_number, leaf_type
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, ForebayError, UsageError
+from forebay.files import sync_directory, sync_file
 from forebay.formats import ForeignDataset, litdata, mds
 from forebay.formats.detect import detect
-from forebay.storage.atomic import sync_directory, sync_file
-from forebay.store.locks import try_take
+from forebay.storage.locks import try_take
 
 FORMATS = tuple(sorted({*TOKEN_SINKS, *TABLE_SINKS}))
 _COMPRESSED = ("litdata", "mds")

@@ -27,7 +27,7 @@ from forebay.convert.values import TableDigest, flatten, is_number, leaf_type
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.slices import open_slice, write_rows_slice
 from forebay.errors import DatasetError, UsageError
-from forebay.storage.atomic import atomic_write
+from forebay.files import atomic_write
 
 Array: TypeAlias = NDArray[Any]
 REJECTS_FILE = "rejects.jsonl"

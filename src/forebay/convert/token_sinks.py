@@ -28,9 +28,9 @@ from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, TOKEN_DTYPES, Ma
 from forebay.dataset.reader import listed_files
 from forebay.dataset.slices import hash_file, write_token_slice
 from forebay.errors import UsageError
+from forebay.files import atomic_write
 from forebay.formats.detect import MEGATRON_MAGIC
 from forebay.formats.shard_writer import write_unlisted
-from forebay.storage.atomic import atomic_write
 
 Sink = Callable[[TokenSource, Path, Options], Written]
 

@@ -13,7 +13,7 @@ from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceI
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import Slice, check_document_ends, hash_file, open_slice
 from forebay.errors import DatasetError, UsageError
-from forebay.storage.atomic import atomic_write, remove_stale
+from forebay.files import atomic_write, remove_stale
 
 
 def adopt(directory: str | Path, name: str | None = None) -> Dataset:

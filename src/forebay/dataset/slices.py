@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError, UsageError
-from forebay.storage.atomic import atomic_write
+from forebay.files import atomic_write
 
 MAX_HEADER_BYTES = 100_000_000
 """The reference implementation's own bound."""

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, UsageError
+from forebay.files import atomic_write, open_atomic, remove_stale
 from forebay.formats.foreign import token_kind
 from forebay.formats.npy import npy_head, sample_id
-from forebay.storage.atomic import atomic_write, open_atomic, remove_stale
 
 LIST_FILE = "shards.json"
 LIST_FORMAT = "forebay shards 2"

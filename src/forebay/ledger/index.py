@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import LedgerError
+from forebay.files import atomic_write, remove_stale
 from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, link_before, read_links
 from forebay.ledger.job import Asides, Job, note_aside
 from forebay.ledger.receipts import USE, UseColumns, uses_of
-from forebay.storage.atomic import atomic_write, remove_stale
 
 _VERSION = 2
 _WORTH_KEEPING = 4096  # Entries; fewer are read again each time.

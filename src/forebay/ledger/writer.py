@@ -21,9 +21,9 @@ from types import TracebackType
 from typing import Any
 
 from forebay.errors import LedgerError
+from forebay.files import sync_directory
 from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, Link, link_before, make_line, read_links
 from forebay.ledger.job import LEDGER_FORMAT
-from forebay.storage.atomic import sync_directory
 
 Signer = Callable[[bytes], bytes]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import UsageError
-from forebay.order.calendar import BatchSizes, check_integer
+from forebay.order.step_index import BatchSizes, check_integer
 
 MOST_WORLD = 4096
 

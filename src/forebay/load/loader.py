@@ -22,7 +22,6 @@ import numpy as np
 from forebay.dataset.reader import Dataset
 from forebay.dataset.verified import user_cache
 from forebay.errors import UsageError
-from forebay.load.ahead import run_ahead
 from forebay.load.arguments import (
     batch_sizes,
     check_choice,
@@ -30,24 +29,25 @@ from forebay.load.arguments import (
     ranks_per_node,
     token_dtype,
 )
+from forebay.load.background import run_ahead
 from forebay.load.batch import Batch
-from forebay.load.blocks import Blocks
-from forebay.load.makers import make_maker
-from forebay.load.needs import MAX_RATIO, WARN_RATIO, Job, check_traffic, nodes_of, worst_of
+from forebay.load.batch_planner import Blocks
+from forebay.load.collate import make_maker
 from forebay.load.packing import DocumentFilter
+from forebay.load.resources import MAX_RATIO, WARN_RATIO, Job, check_traffic, nodes_of, worst_of
 from forebay.load.samples import SHARDINGS, plan_samples, share_of
 from forebay.load.slices import CacheSettings, Slices, cache_place, check_hashes, comes_by_cache, settings_for
 from forebay.load.sources import Given, Mixture, filters_of, open_all, places_of, read_mixture
 from forebay.load.state import identity_of, make_state, step_of_state
 from forebay.load.stats import Bottleneck, Waits, find_bottleneck
 from forebay.order.bijection import derive_key
-from forebay.order.calendar import check_integer
 from forebay.order.plan import Order
 from forebay.order.run import BatchSizes, OwnedRun, Run
+from forebay.order.step_index import check_integer
 from forebay.order.windows import window_steps
 
 if TYPE_CHECKING:
-    from forebay.store.prefetch import Keep
+    from forebay.cache.prefetch import Keep
 
 _log = logging.getLogger("forebay")
 _READY_S = 1e-3  # A batch that a thread made ahead comes sooner than this, if it was ready.

@@ -24,13 +24,13 @@ from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, locate_tensors
 from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.files import atomic_write, remove_stale
 from forebay.load.packing import DocumentFilter, Pieces, count_fit, kept_pieces
 from forebay.order.bijection import derive_key, permute
-from forebay.order.homes import homes_of
 from forebay.order.plan import samples_per_slice
-from forebay.storage.atomic import atomic_write, remove_stale
-from forebay.store.origins import Origin, read_small
-from forebay.store.remote import RemoteDataset
+from forebay.order.rendezvous import homes_of
+from forebay.storage.base import Origin, read_small
+from forebay.storage.remote_dataset import RemoteDataset
 
 Array: TypeAlias = NDArray[Any]
 I64 = NDArray[np.int64]

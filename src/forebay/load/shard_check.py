@@ -20,7 +20,7 @@ from forebay.errors import DatasetError, IntegrityError
 from forebay.formats.detect import NPY_MAGIC
 from forebay.formats.foreign import map_file
 from forebay.formats.npy import NO_SAMPLE, Vector, vector_in
-from forebay.store.transfer import PIECE_BYTES
+from forebay.storage.transfers import PIECE_BYTES
 
 _BLOCK_BYTES = 1 << 20
 _TRIES = 2  # after the first, with the same wrong bytes
@@ -30,7 +30,7 @@ LEAST_HEAD = 12 << 10  # bytes that hold any header
 
 
 class SampleCheck:
-    """The judge of one shard: a `forebay.store.pieces.Check` whose `piece_bytes` are fetched again at once.
+    """The judge of one shard: a `forebay.storage.part_file.Check` whose `piece_bytes` are fetched again at once.
 
     Args:
         index: Of the shard, for messages.

@@ -16,7 +16,7 @@ from forebay.formats.foreign import map_file
 from forebay.formats.npy import vector_in
 from forebay.load.shard_check import read_ids
 from forebay.load.shard_folder import Pair
-from forebay.store.locks import Lock
+from forebay.storage.locks import Lock
 
 _FIRST_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
 _TELL_S = 10.0

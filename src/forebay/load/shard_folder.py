@@ -22,18 +22,27 @@ import numpy as np
 
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, IntegrityError, UsageError
+from forebay.files import atomic_write, remove_stale
 from forebay.formats.shard_writer import LIST_FILE, LIST_FORMAT
 from forebay.load.shard_check import LEAST_HEAD, SampleCheck
-from forebay.storage.atomic import atomic_write, remove_stale
-from forebay.store.large import Fetched, Workers, fetch_part, head_of, head_origin, part_path, place, plan_large
-from forebay.store.locks import EXCLUSIVE, SHARED, Lock, is_locked, take, try_take
-from forebay.store.origins import ChangedError, Head, Origin, PassingError, RefusedError
+from forebay.storage.base import ChangedError, Head, Origin, PermanentError, TransientError
+from forebay.storage.locks import EXCLUSIVE, SHARED, Lock, is_locked, take, try_take
+from forebay.storage.ranged_download import (
+    Fetched,
+    Workers,
+    fetch_part,
+    head_of,
+    head_origin,
+    part_path,
+    place,
+    plan_large,
+)
 
 _MOST_DROPPED = 4 << 30
 _ROUNDS = 8
 _WAIT_S = 0.1
 _MOST_SHARDS = 100_000
-log = logging.getLogger("forebay.store")
+log = logging.getLogger("forebay.storage")
 
 
 @dataclass(frozen=True)
@@ -354,7 +363,7 @@ class ShardFolder:
         if names is not None:
             try:
                 return list(names(f"{self._prefix}_"))
-            except (RefusedError, PassingError) as error:
+            except (PermanentError, TransientError) as error:
                 log.info("%s cannot be listed (%s); asking for one shard after the other", self.origin.url, error)
         found: list[str] = []
         for index in range(_MOST_SHARDS):

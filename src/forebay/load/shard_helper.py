@@ -22,8 +22,9 @@ from typing import Any
 
 from forebay.errors import ForebayError, UsageError
 from forebay.load.shard_folder import Pair, ShardFolder
-from forebay.store.large import Fetched
-from forebay.store.origins import Patience, open_origin
+from forebay.storage.base import Timeouts
+from forebay.storage.origins import open_origin
+from forebay.storage.ranged_download import Fetched
 
 LEAST_APART_BYTES = 64 << 20
 _LOOK_S = 0.1
@@ -32,7 +33,7 @@ _END_S = 5.0
 
 def open_folder(url: str, folder: Path, settings: dict[str, Any]) -> ShardFolder:
     """The shards of a URL in a directory; one and the same: they are used in place."""
-    origin = open_origin(url, patience=Patience.within(settings["patience_s"]))
+    origin = open_origin(url, patience=Timeouts.within(settings["patience_s"]))
     return ShardFolder(None if Path(origin.url) == folder else origin, folder, **settings)
 
 

@@ -39,9 +39,9 @@ from forebay.order.shard_windows import (
     shard_turn,
     window_sample_ids,
 )
-from forebay.sizes import words_of_bytes, words_of_rate
-from forebay.store.large import Workers
-from forebay.store.origins import environment
+from forebay.storage.base import environment
+from forebay.storage.ranged_download import Workers
+from forebay.units import words_of_bytes, words_of_rate
 
 COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
 COMMON_MEM_BYTES = 4 * 10**9

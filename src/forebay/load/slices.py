@@ -27,8 +27,8 @@ from forebay.formats.foreign import ForeignDataset
 from forebay.order.run import Run
 
 if TYPE_CHECKING:
-    from forebay.load.fetches import Fetches
-    from forebay.store.prefetch import Keep, SliceFeed
+    from forebay.cache.prefetch import Keep, SliceFeed
+    from forebay.load.slice_source import Fetches
 
 I64 = NDArray[np.int64]
 
@@ -88,7 +88,7 @@ class Slices:
             self._check_budget(cache)
 
     def _check_budget(self, cache: CacheSettings) -> None:
-        from forebay.store.room import part_bytes
+        from forebay.cache.eviction import part_bytes
 
         for dataset, cached in zip(self._datasets, self._cached):
             sizes = dataset.table.bytes
@@ -227,9 +227,9 @@ class Slices:
             self._counted |= {name: value + self._counted.get(name, 0) for name, value in found.items()}
 
     def _begin(self) -> SliceFeed:
-        from forebay.load.fetches import Fetches
-        from forebay.store.cache import SliceCache
-        from forebay.store.prefetch import SliceFeed
+        from forebay.cache.cache import SliceCache
+        from forebay.cache.prefetch import SliceFeed
+        from forebay.load.slice_source import Fetches
 
         assert self._cache is not None
         cache, infos = SliceCache(self._cache.directory, self._cache.budget_bytes), [d.table for d in self._datasets]

@@ -99,7 +99,7 @@ def open_dataset(given: Given, identity: Any = None, *, verify: Verify = "once",
         given: A directory or `file://` URL (Forebay's, or one of `docs/formats.md`), a URL of another scheme, or a
             Dataset, which is given back.
         identity: For `forebay://` URLs: the node's directory.
-        from_urls: For `forebay://` URLs: as of `forebay.store.origins.open_origin`.
+        from_urls: For `forebay://` URLs: as of `forebay.storage.origins.open_origin`.
         verify: Of a local dataset of Forebay's format, as `forebay.dataset.reader.open_dataset` has it: `once`, `open`
             or `never`. Slices from elsewhere are always hashed.
 
@@ -112,7 +112,7 @@ def open_dataset(given: Given, identity: Any = None, *, verify: Verify = "once",
         return given
     text = str(given)
     if "://" in text and not text.startswith("file://"):
-        from forebay.store.remote import open_remote  # Needs no network package unless a URL asks for it.
+        from forebay.storage.origins import open_remote  # Needs no network package unless a URL asks for it.
 
         return open_remote(text, identity=identity, from_urls=from_urls)
     folder = local_path(given)

@@ -31,7 +31,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from forebay.dataset.reader import Dataset
 from forebay.errors import StateError, UsageError
-from forebay.load import parcels
+from forebay.load import shared_memory as parcels
 from forebay.load.adapt import STYLES, named_arrays, state_after, steps_left
 from forebay.load.arguments import check_choice
 from forebay.load.batch import Batch

@@ -27,9 +27,9 @@ from typing import Any
 
 from forebay.errors import StateError, UsageError
 from forebay.network.peer import ROLES, Peer
-from forebay.network.revocation import file_stamp
-from forebay.sizes import parse_size
+from forebay.network.pki.revocation import file_stamp
 from forebay.toml import parse_toml, read_text
+from forebay.units import parse_size
 
 DAY_S = 86400
 log = logging.getLogger("forebay.network")

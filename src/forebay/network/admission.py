@@ -28,14 +28,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.app import ApiError, JsonResponse, Request, Response, make_app
 from forebay.network.audit import AuditLog
-from forebay.network.certificates import EARLY, Issuer, der_of, issue_server, judge, peer_of, scope_of
 from forebay.network.limits import Limits
 from forebay.network.messages import AdmitRequest, RenewRequest
-from forebay.network.networks import check_name, node_pem, read_issuer, read_roots
 from forebay.network.peer import Peer
-from forebay.network.revocation import FileStamp, Revocations, file_stamp
+from forebay.network.pki.certificates import EARLY, Issuer, der_of, issue_server, judge, peer_of, scope_of
+from forebay.network.pki.files import check_name, node_pem, read_issuer, read_roots
+from forebay.network.pki.revocation import FileStamp, Revocations, file_stamp
+from forebay.network.pki.tokens import Token, check_token
 from forebay.network.server import Server
-from forebay.network.tokens import Token, check_token
 from forebay.peer_id import peer_id_of
 
 TIMEOUT_S = 10.0

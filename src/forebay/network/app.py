@@ -1,6 +1,6 @@
 """The FastAPI applications of Forebay's servers: errors, roles, metrics, files and CRLs in one form.
 
-`make_app` gives an application with `/openapi.json` and `/metrics`; a service adds its routes. `network/connections.py`
+`make_app` gives an application with `/openapi.json` and `/metrics`; a service adds its routes. `server_connections`
 puts into each request's state who asks (`peer`) and by which connection (`connection`).
 """
 
@@ -31,10 +31,10 @@ from forebay.errors import ProtocolViolation
 from forebay.network import peer as members
 from forebay.network.messages import ErrorReply
 from forebay.network.peer import Peer
-from forebay.network.trust import CRLS, PEM_TYPE, receive_crl
+from forebay.network.revocation_sync import CRLS, PEM_TYPE, receive_crl
 
 if TYPE_CHECKING:
-    from forebay.network.identity import Identity
+    from forebay.network.pki.identity import Identity
 
 __all__ = ["Metric", "Request", "Response"]  # a service needs them with what is here
 

@@ -20,7 +20,6 @@ from urllib3.util import SKIP_HEADER
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.addresses import parse_address as parse_address
 from forebay.network.addresses import peer_address
-from forebay.network.backoff import retry_after_s
 from forebay.network.http import (
     CHUNK_BYTES as CHUNK_BYTES,
 )
@@ -38,9 +37,10 @@ from forebay.network.http import (
     left,
 )
 from forebay.network.peer import Peer
+from forebay.network.retry import retry_after_s
 
 if TYPE_CHECKING:
-    from forebay.network.identity import Identity  # what proves a peer is needed with one only
+    from forebay.network.pki.identity import Identity  # what proves a peer is needed with one only
 
 MAX_HEAD_BYTES = 32 << 10
 MAX_JSON_BYTES = 16 << 20

@@ -28,7 +28,7 @@ import libtorrent
 from forebay.errors import NetworkError
 from forebay.network.addresses import host_towards, join_address
 from forebay.network.discovery import Address
-from forebay.network.waiting import waiting
+from forebay.network.retry import waiting
 from forebay.threads import Supervised
 
 START_TIMEOUT_S = 10.0

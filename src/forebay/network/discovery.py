@@ -17,10 +17,10 @@ from pydantic import TypeAdapter
 
 from forebay.errors import NetworkError, ProtocolViolation
 from forebay.network.addresses import check_url, join_address
-from forebay.network.ask import ask_many
 from forebay.network.client import Client
-from forebay.network.identity import Identity, Peer, verify
 from forebay.network.messages import Count, Sha256
+from forebay.network.pki.identity import Identity, Peer, verify
+from forebay.network.probe import ask_many
 
 MAX_CLAIMS = 512
 MAX_CLAIMS_BYTES = 64 << 10

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
 from forebay.errors import UsageError
-from forebay.sizes import parse_size
+from forebay.units import parse_size
 
 BURST_S = 0.05  # a bucket saves up this much of its rate while nobody asks
 PIECE_S = 0.1  # the longest turn of a peer

@@ -88,7 +88,7 @@ class SwarmRequest(Message):
     leave: bool = False
 
 
-class HolderReply(Reply):
+class ProviderReply(Reply):
     """Who has a slice: a member of the swarm, or a web server or bucket by its URL."""
 
     member: str
@@ -97,10 +97,10 @@ class HolderReply(Reply):
     is_origin: bool
 
 
-Holders = Annotated[list[HolderReply], Field(max_length=4096)]
+Holders = Annotated[list[ProviderReply], Field(max_length=4096)]
 
 
-class AssignmentReply(HolderReply):
+class AssignmentReply(ProviderReply):
     """Fetch slice `index` from this member."""
 
     index: Count
@@ -124,7 +124,7 @@ class SwarmReply(Reply):
     sharers: Holders = []
 
 
-# The lease scheduler; schedule/exchange.py has its exchange with workers.
+# The lease scheduler; scheduler/messages.py has its exchange with workers.
 
 
 class ReadmitRequest(Message):

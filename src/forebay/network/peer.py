@@ -1,4 +1,7 @@
-"""Who is at the other end of a connection, and what it may do; known without the packages that prove it."""
+"""Peers: what a certificate allows its owner (`Scope`), who is connected (`Peer`), who has slices (`Provider`).
+
+No cryptography here, so that these can be used without the packages of the extra `network`.
+"""
 
 from __future__ import annotations
 
@@ -50,3 +53,33 @@ class Peer:
     org: str = ""  # peer id of the organisation that signed the certificate; empty: the root did
     scope: Scope = Scope()  # in the bounds of its organisation's
     valid_until: float = field(default=math.inf, compare=False)
+
+
+@dataclass(frozen=True)
+class Provider:
+    """Something that has slices of a dataset.
+
+    Args:
+        peer_id: The node, or one process of it (`member_id`).
+        address: `host:port`, or the URL of a web server or bucket; empty if it cannot be reached.
+        is_origin: Whether it has all slices.
+    """
+
+    peer_id: str
+    address: str
+    is_origin: bool = True
+
+    @property
+    def is_url(self) -> bool:
+        """Whether it is a web server or bucket, which is asked for names instead of hashes."""
+        return "://" in self.address
+
+
+def member_id(peer_id: str, session: str = "") -> str:
+    """The id in a swarm of one process of a node; of a node's only process, its peer id."""
+    return f"{peer_id}#{session}" if session else peer_id
+
+
+def node_of(member: str) -> str:
+    """The peer id of the node that a member belongs to."""
+    return member.partition("#")[0]

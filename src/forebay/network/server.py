@@ -31,16 +31,16 @@ from forebay.errors import NetworkError
 from forebay.network.addresses import join_address
 from forebay.network.app import Metric, add_trust_routes
 from forebay.network.client import Client
-from forebay.network.connections import Core, PeerProtocol
 from forebay.network.limits import Limits, Throttle
 from forebay.network.peer import Peer
+from forebay.network.revocation_sync import TrustWatch
+from forebay.network.server_connections import Core, PeerProtocol
 from forebay.network.tls import SocketTransport, handshake
-from forebay.network.trust import TrustWatch
 from forebay.threads import FIRST_WAIT_S, MAX_WAIT_S, Supervised
 
 if TYPE_CHECKING:
     from forebay.network.discovery import Discovery
-    from forebay.network.identity import Identity
+    from forebay.network.pki.identity import Identity
 
 BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # without free descriptors: connections that end give some back

@@ -1,1 +1,4 @@
-"""What people look at: progress, later metrics and pages. Reads others' doors; nobody reads this one but the CLI."""
+"""Reports about runs: plans before them, progress during them, and who used what after them.
+
+Reads public interfaces of `load`, `ledger` and `order`; imported by `cli` only.
+"""

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from forebay.errors import UsageError
+from forebay.files import open_atomic, remove_stale
 from forebay.ledger.index import LedgerIndex
 from forebay.observe.blame import replay
-from forebay.storage.atomic import open_atomic, remove_stale
 
 FORMATS = ("jsonl", "csv", "parquet")
 _BLOCK = 1 << 14

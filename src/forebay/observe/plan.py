@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from forebay.cache.eviction import part_bytes
 from forebay.errors import UsageError
-from forebay.load.needs import (
+from forebay.load.resources import (
     COMMON_DISK_BYTES,
     Disk,
     Job,
@@ -24,9 +25,8 @@ from forebay.load.needs import (
 from forebay.observe.timing import Times, bandwidth_needed, flow_of, times_of
 from forebay.order.plan import Order, part_of
 from forebay.order.windows import Spans, window_steps
-from forebay.sizes import words_of_bytes as told
-from forebay.sizes import words_of_rate, words_of_seconds
-from forebay.store.room import part_bytes
+from forebay.units import words_of_bytes as told
+from forebay.units import words_of_rate, words_of_seconds
 from forebay.worker.config import SIZES
 
 _BASE_BYTES = 96 << 20  # Of a Python process with the loader imported: 76 MiB measured.

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forebay.coordinator.store import ROSTER_NAME, Roster
 from forebay.errors import LedgerError, StateError
-from forebay.schedule.roster import ROSTER_NAME, Roster
 
 _MAGIC = b"SQLite format 3\0"
 _TRIES = 50

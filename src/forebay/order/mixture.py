@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
-from forebay.order.calendar import check_rising
+from forebay.order.step_index import check_rising
 
 I64 = NDArray[np.int64]
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.order.bijection import derive_key, permute
-from forebay.order.calendar import check_integer
 from forebay.order.epoch import Epoch, Lanes
+from forebay.order.step_index import check_integer
 
 I64 = NDArray[np.int64]
 

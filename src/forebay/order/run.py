@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
-from forebay.order.calendar import BatchSizes, Calendar, Place, Segment, check_range
 from forebay.order.mixture import Mixture, Weights
 from forebay.order.plan import Order, part_of
+from forebay.order.step_index import BatchSizes, Calendar, Place, Segment, check_range
 
 __all__ = ["BatchSizes", "OwnedRun", "Place", "Run", "Steps", "Weights"]
 

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
+from forebay.files import atomic_write, open_atomic
 from forebay.prepare.documents import part_batches
 from forebay.prepare.read import Found, Skipped
 from forebay.prepare.read.base import Piece
@@ -29,7 +30,6 @@ from forebay.prepare.read.listing import count_reasons, shown_path
 from forebay.prepare.report import write_report
 from forebay.prepare.stats import CLUSTER, EDGES, SAMPLE_CHARACTERS, SAMPLES, Sample, Tally
 from forebay.prepare.text import TextResult, bases, mix, row_place
-from forebay.storage.atomic import atomic_write, open_atomic
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.config import Dedup

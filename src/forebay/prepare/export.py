@@ -20,11 +20,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from forebay.dataset.slices import hash_file
+from forebay.files import atomic_write, open_atomic
 from forebay.prepare.collect import Corpus, collect, conclude, id_of, write_ids
 from forebay.prepare.documents import OWN_COLUMNS, part_batches
 from forebay.prepare.read import Piece
 from forebay.prepare.stats import Tally
-from forebay.storage.atomic import atomic_write, open_atomic
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.corpus import Cutter, Flags

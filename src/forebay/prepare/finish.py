@@ -25,6 +25,7 @@ from forebay.dataset.manifest import (
     dataset_id,
 )
 from forebay.dataset.slices import hash_file
+from forebay.files import atomic_write, open_atomic, remove_stale, sync_directory
 from forebay.prepare.collect import Corpus, collect, conclude, nothing_left, write_ids
 from forebay.prepare.read.base import Piece
 from forebay.prepare.read.listing import shown_path
@@ -37,7 +38,6 @@ from forebay.prepare.tokens.shuffle import Shuffle, TokenPart, finished_shuffle,
 from forebay.prepare.tokens.slicing import finished_slice, plan_slices, write_slice
 from forebay.prepare.tokens.subsets import TRAIN
 from forebay.prepare.tokens.tokenizers import TokenizerFile
-from forebay.storage.atomic import atomic_write, open_atomic, remove_stale, sync_directory
 
 if TYPE_CHECKING:
     from forebay.prepare.pipeline import PrepareSummary, Run

@@ -20,11 +20,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError, UsageError
+from forebay.files import open_atomic, remove_stale, temporary_directory
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import batched
 from forebay.prepare.filters.perplexity import spaced
 from forebay.prepare.filters.words import hash_points
-from forebay.storage.atomic import open_atomic, remove_stale, temporary_directory
 
 UNKNOWN, START, END = 0, 1, 2
 _BATCH_CHARS = 1 << 20

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from forebay.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE
 from forebay.dataset.reader import open_dataset
 from forebay.errors import PrepareError, UsageError
+from forebay.files import atomic_write, remove_stale
 from forebay.prepare.collect import Corpus, nothing_left, read_skipped, write_empty_report, write_skipped
 from forebay.prepare.documents import OWN_COLUMNS
 from forebay.prepare.engines import Engine, local_engine
@@ -58,7 +59,6 @@ from forebay.prepare.text import (
 )
 from forebay.prepare.tokens.encode import Encoded, sample_texts
 from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer, train_tokenizer, vocab_to_train
-from forebay.storage.atomic import atomic_write, remove_stale
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.corpus import DedupResult

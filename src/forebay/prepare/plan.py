@@ -13,7 +13,7 @@ from forebay.prepare.read import Skipped, cut, find_sources
 from forebay.prepare.read.base import Piece
 from forebay.prepare.read.listing import count_reasons, describe_skipped
 from forebay.prepare.recipe import Recipe
-from forebay.sizes import words_of_bytes
+from forebay.units import words_of_bytes
 
 
 def cores() -> int:

@@ -33,7 +33,7 @@ from forebay.prepare.settings import Positive, Settings, Share, field_types, fit
 from forebay.prepare.tokens.rows import TEMPLATES, Conversations
 from forebay.prepare.tokens.slicing import MIN_SLICE_BYTES
 from forebay.prepare.tokens.subsets import Subsets
-from forebay.sizes import parse_size
+from forebay.units import parse_size
 
 STAGES = {
     "extract": "forebay.prepare.extract:Extract",

@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import LeaseError
-from forebay.schedule.desk import Bad, Desk, JobSpec, Source
-from forebay.schedule.events import Cut, Event, Returned, from_row, to_row
-from forebay.schedule.exchange import Ask, Grant, Reply
-from forebay.simulate.book import Book, Range
+from forebay.scheduler.core import Bad, Desk, JobSpec, Source
+from forebay.scheduler.events import Cut, Event, Returned, from_row, to_row
+from forebay.scheduler.messages import Ask, Grant, Reply
 from forebay.simulate.bound import lease_bound
 from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.links import Clock
 from forebay.simulate.nodes import Net
 from forebay.simulate.result import Result
 from forebay.simulate.settings import Settings
+from forebay.simulate.usage_record import Book, Range
 from forebay.simulate.worker import Worker
-from forebay.worker.control import ANSWER_S
+from forebay.worker.scheduler_client import ANSWER_S
 
 _JOB = "job"
 _DATASET = "dataset"

@@ -12,8 +12,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from forebay.network.backoff import backoff_s
-from forebay.network.swarm import Holder
+from forebay.network.peer import Provider
+from forebay.network.retry import backoff_s
 from forebay.simulate.faults import Faults, Machine
 from forebay.simulate.links import Clock, Flow, Links
 from forebay.simulate.settings import Settings
@@ -26,7 +26,7 @@ _ROUNDS = 4
 class Node:
     """A machine on the network. `cache` are the slices that it holds, the latest used last; an origin has all."""
 
-    holder: Holder
+    holder: Provider
     link: int
     machine: Machine | None = None
     alive: bool = True
@@ -52,14 +52,14 @@ class Net:
         self.origins = [self._origin(i) for i in range(settings.origins)]
 
     def _origin(self, number: int) -> Node:
-        return self._add(Holder(f"origin-{number}", f"origin-{number}:1", True), self.settings.origin_up, 1e12, None)
+        return self._add(Provider(f"origin-{number}", f"origin-{number}:1", True), self.settings.origin_up, 1e12, None)
 
     def join(self, machine: Machine) -> Node:
         """A worker's machine comes up."""
         name = f"worker-{machine.index}"
-        return self._add(Holder(name, f"{name}:1", False), machine.up, machine.down, machine)
+        return self._add(Provider(name, f"{name}:1", False), machine.up, machine.down, machine)
 
-    def _add(self, holder: Holder, up: float, down: float, machine: Machine | None) -> Node:
+    def _add(self, holder: Provider, up: float, down: float, machine: Machine | None) -> Node:
         node = Node(holder, self.links.add(up, down), machine)
         self.nodes[holder.peer_id] = node
         return node
@@ -98,7 +98,7 @@ class Fetch:
         net: Net,
         asker: Node,
         index: int,
-        providers: Sequence[Holder],
+        providers: Sequence[Provider],
         on_end: Callable[[bool], object],
         on_bad: Callable[[str, str], object],
         rounds: int = _ROUNDS,

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from forebay.simulate.book import Verdict
 from forebay.simulate.bound import Bound
 from forebay.simulate.settings import Settings
+from forebay.simulate.usage_record import Verdict
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from forebay.network.backoff import backoff_s
-from forebay.network.members import format_ranges
-from forebay.schedule.exchange import Answer, Ask, Lease, Reply
-from forebay.simulate.book import Book, Range
+from forebay.network.retry import backoff_s
+from forebay.scheduler.messages import Answer, Ask, Lease, Reply
 from forebay.simulate.nodes import Fetch, Net, Node
-from forebay.worker.control import FIRST_WAIT_S, MOST_WAIT_S
+from forebay.simulate.usage_record import Book, Range
+from forebay.swarm.members import format_ranges
 from forebay.worker.lease_state import ActiveLease, LeaseState
+from forebay.worker.scheduler_client import FIRST_WAIT_S, MOST_WAIT_S
 
 _log = logging.getLogger("forebay.simulate")
 _log.setLevel(logging.ERROR)  # Refused uses are counted, not logged.

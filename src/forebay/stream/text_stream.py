@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import DatasetError, UsageError
-from forebay.load.ahead import run_ahead
 from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, token_dtype
+from forebay.load.background import run_ahead
 from forebay.load.batch import IGNORE_INDEX, Batch
 from forebay.order.bijection import derive_key
-from forebay.order.calendar import check_integer
+from forebay.order.step_index import check_integer
 from forebay.prepare.read import ReadOptions
 from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer
 from forebay.stream.buffer import ShuffleBuffer

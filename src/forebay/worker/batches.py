@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from forebay.errors import StateError
 from forebay.load.arguments import check_choice, rank_of_world
 from forebay.load.batch import Batch
-from forebay.order.calendar import check_integer
+from forebay.order.step_index import check_integer
 
 
 class Batches(ABC):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from forebay.errors import UsageError
 from forebay.load.arguments import check_choice
-from forebay.order.calendar import check_integer
+from forebay.order.step_index import check_integer
 from forebay.worker.catalog import CatalogEntry, find_entry
 from forebay.worker.trainer import check_trainer
 

@@ -17,7 +17,7 @@ from forebay.errors import StateError
 from forebay.load.arguments import rank_of_world
 from forebay.load.batch import Batch
 from forebay.order.bijection import derive_key, permute, random_words
-from forebay.order.calendar import check_integer
+from forebay.order.step_index import check_integer
 from forebay.worker.batches import Batches
 
 Integers = NDArray[np.int64]

@@ -15,19 +15,20 @@ from pathlib import Path
 
 import numpy as np
 
+from forebay.cache.cache import Refusal, SliceCache
+from forebay.cache.eviction import part_bytes
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ForebayError, IntegrityError, NetworkError
-from forebay.network.backoff import backoff_s
 from forebay.network.client import Client, WrongPeerError
-from forebay.network.members import Holder, format_ranges
-from forebay.schedule.exchange import Lease, prove
-from forebay.store.cache import Refusal, SliceCache
-from forebay.store.foreign import FromUrls, open_foreign_origin
-from forebay.store.holders import HolderSource
-from forebay.store.origins import Origin, PassingError
-from forebay.store.room import part_bytes
-from forebay.store.transfer import Transfers
-from forebay.store.work import Transfer
+from forebay.network.peer import Provider
+from forebay.network.retry import backoff_s
+from forebay.scheduler.messages import Lease, prove
+from forebay.storage.base import Origin, TransientError
+from forebay.storage.peer_source import ProviderSource
+from forebay.storage.transfer_state import Transfer
+from forebay.storage.transfers import Transfers
+from forebay.storage.url_policy import FromUrls, open_foreign_origin
+from forebay.swarm.members import format_ranges
 from forebay.threads import Supervised
 from forebay.worker.lease_buffer import LeaseBuffer
 from forebay.worker.lease_state import MAX_FETCHES, ActiveLease
@@ -245,7 +246,7 @@ class Fetcher:
             return
         raise faults[-1] if faults else NetworkError(f"slice {grant.name}: nobody who may have it is known now")
 
-    def _ask(self, held: ActiveLease, providers: Sequence[Holder]) -> None:
+    def _ask(self, held: ActiveLease, providers: Sequence[Provider]) -> None:
         """One transfer from all of them at once, as long as it moves."""
         grant = held.grant
         info = SliceInfo(grant.index, grant.name, grant.bytes, grant.sha256, 0, 0)
@@ -269,7 +270,7 @@ class Fetcher:
         for source in sources:
             self._exclude(grant, source, f"gave under {_PACE_BYTES} bytes in {_PACE_S:g} s", wrong=False)
 
-    def _sources(self, grant: Lease, providers: Sequence[Holder]) -> list[Origin]:
+    def _sources(self, grant: Lease, providers: Sequence[Provider]) -> list[Origin]:
         """Those of the providers that can be asked; NetworkError with the last reason if there is none."""
         sources, why = list[Origin](), ""
         for provider in providers:
@@ -281,7 +282,7 @@ class Fetcher:
             raise _NoSourceError(f"slice {grant.name}: none of its providers can be asked: {why}")
         return sources
 
-    def _source(self, grant: Lease, provider: Holder) -> Origin:
+    def _source(self, grant: Lease, provider: Provider) -> Origin:
         if provider.is_url:
             url = provider.address
             with self._lock:
@@ -294,10 +295,10 @@ class Fetcher:
         def on_fault(error: NetworkError) -> None:
             if isinstance(error.__cause__, WrongPeerError):
                 self._exclude(grant, source, str(error), wrong=False)
-            elif isinstance(error, PassingError) and not error.throttled:
+            elif isinstance(error, TransientError) and not error.throttled:
                 self._note(grant, provider.peer_id, str(error))
 
-        source = HolderSource(
+        source = ProviderSource(
             self._client,
             provider.peer_id,
             provider.address,
@@ -310,7 +311,7 @@ class Fetcher:
 
     def _exclude(self, grant: Lease, source: Origin, reason: str, wrong: bool = True) -> None:
         """Ask this source for this slice no more, and report it to the scheduler."""
-        who = source.peer_id if isinstance(source, HolderSource) else source.url
+        who = source.peer_id if isinstance(source, ProviderSource) else source.url
         with self._lock:
             if (who, grant.sha256) in self._bad:
                 return

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from forebay.errors import DownloadError, MissingPackageError, StateError, UsageError
 from forebay.load.batch import Batch
-from forebay.order.calendar import check_integer
+from forebay.order.step_index import check_integer
 from forebay.prepare.read.hub import PREFIX, find_dataset, parse_url
 from forebay.prepare.read.hub_cache import HubCopy, download_hub
 from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from forebay.schedule.exchange import Answer, Ask
+from forebay.scheduler.messages import Answer, Ask
 from forebay.worker.lease_state import ActiveLease, LeaseState
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from forebay.ledger.receipts import Used
 from forebay.order.shard_windows import receipt
-from forebay.schedule.exchange import Answer, Ask, BadReport, Failed, Lease, Refused, UseMessage
+from forebay.scheduler.messages import Answer, Ask, BadReport, Failed, Lease, Refused, UseMessage
 
 
 @dataclass(eq=False)

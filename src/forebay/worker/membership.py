@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from forebay.coordinator.messages import ANSWER_S
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.client import Client, parse_address
-from forebay.schedule.members import ANSWER_S
 from forebay.threads import Supervised
 from forebay.worker.membership_state import (
     CoordinatorGoneError,
@@ -39,7 +39,7 @@ from forebay.worker.membership_state import (
 )
 
 if TYPE_CHECKING:
-    from forebay.network.identity import Identity
+    from forebay.network.pki.identity import Identity
 
 __all__ = [
     "CoordinatorGoneError",

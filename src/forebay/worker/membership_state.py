@@ -15,10 +15,10 @@ from typing import Any, TypeAlias, TypeVar
 
 from pydantic import TypeAdapter
 
+from forebay.coordinator.messages import HEARTBEAT_WAIT_S, RETRY_S
 from forebay.errors import LeaseError, NetworkError, ProtocolViolation
-from forebay.network.backoff import backoff_s
 from forebay.network.client import RemoteError
-from forebay.schedule.members import HEARTBEAT_WAIT_S, RETRY_S
+from forebay.network.retry import backoff_s
 
 # How long the coordinator may hold a request of a worker that waits; one that is told to stop waits so long at most.
 WAIT_S = 2.0

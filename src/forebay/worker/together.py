@@ -25,7 +25,7 @@ from forebay.worker.trainer import LockstepTrainer, trainer_class
 from forebay.worker.training import Training, TrainingReport
 
 if TYPE_CHECKING:
-    from forebay.network.identity import Identity
+    from forebay.network.pki.identity import Identity
     from forebay.worker.collective import Collective
 
 SHARED = (
@@ -259,7 +259,7 @@ def _identity(config: WorkerConfig) -> Identity | None:
     if config.network is None:
         return None
     try:
-        from forebay.network.identity import Identity
+        from forebay.network.pki.identity import Identity
     except ImportError as error:
         raise MissingPackageError(
             f"network {config.network}: {error.name} is not installed. Run: {install_command('network')}."

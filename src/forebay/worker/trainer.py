@@ -166,7 +166,7 @@ def make_trainer(name: str, *, vocab_size: int, dtype: str, seq_len: int, layout
     if layout != "tokens":
         raise UsageError(
             f"trainer {name}: expected layout tokens, got {layout}. Train in a program of your own "
-            "(forebay.worker.leasing.run_worker with on_batch, or forebay.Loader), or use trainer 'none', which "
+            "(forebay.worker.lease_worker.run_worker with on_batch, or forebay.Loader), or use trainer 'none', which "
             "learns nothing."
         )
     made = trainer_class(name)

@@ -14,8 +14,8 @@ from typing import Any
 from tqdm import tqdm
 
 from forebay.errors import StateError, UsageError
+from forebay.files import open_atomic, remove_stale
 from forebay.load.batch import Batch
-from forebay.storage.atomic import open_atomic, remove_stale
 from forebay.worker.batches import Batches
 from forebay.worker.config import WorkerConfig
 from forebay.worker.dummy import DummyDataset

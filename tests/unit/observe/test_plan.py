@@ -18,12 +18,12 @@ from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
-from forebay.load.needs import Job
+from forebay.load.resources import Job
 from forebay.load.sources import open_dataset
 from forebay.observe.plan import make_plan, words
 from forebay.observe.timing import Flow, bandwidth_needed, flow_of, times_of
 from forebay.order.windows import Spans
-from forebay.sizes import parse_rate, words_of_bytes, words_of_seconds
+from forebay.units import parse_rate, words_of_bytes, words_of_seconds
 from origin_server import OriginServer
 
 GB = 10**9

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import PrepareError
-from forebay.network.backoff import retry_after_s
+from forebay.network.retry import retry_after_s
 from forebay.prepare.documents import Record
 from forebay.prepare.read import ReadOptions, Source, cut, find_sources, read
 from forebay.prepare.read.base import MAX_PIECES, MAX_SOURCE_BYTES
 from forebay.prepare.read.hub import hub_source, parse_url
-from forebay.store.origins import RefusedError
-from forebay.store.web import WebOrigin
+from forebay.storage.base import PermanentError
+from forebay.storage.http import WebOrigin
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 LINES = b"".join(json.dumps({"id": i, "text": f"document {i} " * 20}).encode() + b"\n" for i in range(3000))
@@ -223,7 +223,7 @@ def test_a_public_server_redirects_to_nothing_inside(
     with pytest.raises(PrepareError, match="expected a redirect to a public address"):
         ids("http://93.184.215.14/a.jsonl")
     assert len(origin.asked) == 1
-    with pytest.raises(RefusedError, match="expected a redirect to a public address"):
+    with pytest.raises(PermanentError, match="expected a redirect to a public address"):
         WebOrigin("http://93.184.215.14").get("a.jsonl", 1000)
     assert len(origin.asked) == 2
 
@@ -309,7 +309,7 @@ def test_a_long_wait_for_a_server_is_logged(
     origin: Origin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("forebay.prepare.read.remote._FIRST_WAIT_S", 0.02)
-    monkeypatch.setattr("forebay.network.waiting.FIRST_S", 0.01)
+    monkeypatch.setattr("forebay.network.retry.FIRST_S", 0.01)
     origin.failures = 4
     assert len(find_sources(f"{origin.url}/a.jsonl", ReadOptions()).sources) == 1
     assert "waiting for the list of inputs" in caplog.text and f"{origin.url}/a.jsonl" in caplog.text

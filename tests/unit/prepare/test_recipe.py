@@ -9,7 +9,7 @@ import pytest
 from forebay.errors import UsageError
 from forebay.prepare import load_recipe
 from forebay.prepare.recipe import describe, parse_setting, recipe_names
-from forebay.sizes import parse_size
+from forebay.units import parse_size
 
 
 @pytest.mark.parametrize("name", recipe_names())

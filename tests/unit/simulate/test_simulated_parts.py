@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
-from forebay.simulate.book import Book, Range
 from forebay.simulate.bound import lease_bound
 from forebay.simulate.faults import draw
 from forebay.simulate.links import Clock, Links, fair_rates
 from forebay.simulate.settings import Settings
+from forebay.simulate.usage_record import Book, Range
 
 
 def test_events_come_in_order_of_their_moment_then_of_their_making() -> None:

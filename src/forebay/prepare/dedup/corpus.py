@@ -21,6 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError, UsageError
+from forebay.files import atomic_write, open_atomic, remove_stale
 from forebay.prepare.dedup import kernels
 from forebay.prepare.dedup.config import Dedup
 from forebay.prepare.dedup.links import (
@@ -37,7 +38,6 @@ from forebay.prepare.dedup.links import (
 from forebay.prepare.dedup.settle import EXACT, KEPT, NEAR, Mark, Settle, mark, settle
 from forebay.prepare.dedup.signer import UNIT, Signed, character_table, read_signed, scratch_for
 from forebay.prepare.documents import text_buffers, text_column
-from forebay.storage.atomic import atomic_write, open_atomic, remove_stale
 
 VERSION = 1
 """Raised when the same signatures would be settled in another way, so that old results are not taken up."""

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
-from forebay.storage.atomic import open_atomic, temporary_directory
+from forebay.files import open_atomic, temporary_directory
 
 U64 = NDArray[np.uint64]
 _CHUNK_ROWS = 1 << 15

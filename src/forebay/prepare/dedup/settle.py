@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from forebay.files import atomic_write, open_atomic, temporary_path
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.links import read_flags, reserve
-from forebay.storage.atomic import atomic_write, open_atomic, temporary_path
 
 KEPT, EXACT, NEAR = 0, 1, 2
 _LINKS = 1 << 15

@@ -26,11 +26,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError, UsageError
+from forebay.files import atomic_write, open_atomic
 from forebay.order.bijection import derive_key, random_words
 from forebay.prepare.dedup import kernels
 from forebay.prepare.dedup.config import Dedup
 from forebay.prepare.documents import text_buffers
-from forebay.storage.atomic import atomic_write, open_atomic
 
 GAP, IGNORED = 0, 1
 ALONE = 1 << 31

@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from forebay.errors import PrepareError, UsageError
-from forebay.network.backoff import backoff_s
+from forebay.files import atomic_write, remove_stale
+from forebay.network.retry import backoff_s
 from forebay.prepare.documents import Record
 from forebay.prepare.read.base import Format, Piece, ReadOptions
-from forebay.storage.atomic import atomic_write, remove_stale
-from forebay.store.locks import try_take
-from forebay.store.origins import PassingError, Patience, RefusedError
-from forebay.store.web import WebOrigin, asked_wait_s
+from forebay.storage.base import PermanentError, Timeouts, TransientError
+from forebay.storage.http import WebOrigin, asked_wait_s
+from forebay.storage.locks import try_take
 from forebay.toml import read_toml
 
 MAX_PAGE_BYTES = 64 << 20
@@ -305,7 +305,7 @@ class _Pages:
         self._next_at = 0.0
         self._parameters = {key: _with_variables(value) for key, value in spec.parameters.items()}
         headers = {**_HEADERS, **{key: _with_variables(value) for key, value in spec.headers.items()}}
-        patience = Patience(spec.timeout_s, spec.timeout_s)
+        patience = Timeouts(spec.timeout_s, spec.timeout_s)
         self._origin = WebOrigin(spec.url, headers=headers, patience=patience, same_host=True)
 
     def get(self, cursor: str) -> object:
@@ -316,7 +316,7 @@ class _Pages:
             self._next_at = time.time() + 1 / spec.requests_per_s
             try:
                 return self._ask(cursor)
-            except PassingError as failure:
+            except TransientError as failure:
                 if attempt == spec.max_attempts:
                     raise PrepareError(
                         f"{spec.url}: page at cursor {cursor!r} failed {attempt} times; last: {self._reason(failure)}. "
@@ -340,7 +340,7 @@ class _Pages:
         url = spec.url + ("&" if "?" in spec.url else "?") + query if query else spec.url
         try:
             body, headers = self._origin.ask("", MAX_PAGE_BYTES, url)
-        except RefusedError as error:
+        except PermanentError as error:
             raise PrepareError(
                 f"{spec.url}: {self._reason(error)}. Check url, parameters and credentials; what was fetched is kept."
             ) from error
@@ -348,7 +348,7 @@ class _Pages:
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise PassingError(f"a page that is no JSON: {error}") from error
+            raise TransientError(f"a page that is no JSON: {error}") from error
 
     def _reason(self, error: Exception) -> str:
         return str(error).removeprefix(self._origin.url).lstrip("/: ")

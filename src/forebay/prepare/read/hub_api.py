@@ -18,10 +18,10 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from forebay.errors import AccessError, DownloadError, ForebayError, PrepareError, UnknownDatasetError, UsageError
-from forebay.network.backoff import backoff_s
+from forebay.network.retry import backoff_s
 from forebay.prepare.read.base import MAX_SOURCE_BYTES
-from forebay.store.origins import PassingError, Patience, RefusedError
-from forebay.store.web import WebOrigin, hub_endpoint, hub_headers
+from forebay.storage.base import PermanentError, Timeouts, TransientError
+from forebay.storage.http import WebOrigin, hub_endpoint, hub_headers
 
 TRIES = 5
 _FIRST_WAIT_S = 0.25  # 0.25, 0.5, 1, 2: 4 s in all
@@ -180,16 +180,16 @@ def hub_origin(timeout: str) -> WebOrigin:
 
 @lru_cache(8)
 def _origin(endpoint: str, headers: tuple[tuple[str, str], ...], stall_s: float) -> WebOrigin:
-    return WebOrigin(endpoint, headers=dict(headers), patience=Patience(connect_s=stall_s, stall_s=stall_s))
+    return WebOrigin(endpoint, headers=dict(headers), patience=Timeouts(connect_s=stall_s, stall_s=stall_s))
 
 
 def retried(what: str, attempt: Callable[[], _T], tries: int) -> _T:
-    """What `attempt` gives; asked again where it raises PassingError, in the end DownloadError."""
+    """What `attempt` gives; asked again where it raises TransientError, in the end DownloadError."""
     began = time.monotonic()
     for tried in range(1, tries + 1):
         try:
             return attempt()
-        except PassingError as error:
+        except TransientError as error:
             if tried == tries:
                 why = str(error).removeprefix(f"{hub_endpoint()}: ")
                 raise unreachable(what, why, tried, time.monotonic() - began) from error
@@ -197,12 +197,12 @@ def retried(what: str, attempt: Callable[[], _T], tries: int) -> _T:
     raise AssertionError
 
 
-def pause(error: PassingError, tried: int = 1) -> None:
+def pause(error: TransientError, tried: int = 1) -> None:
     """Wait before the next try: as long as the hub asks for, or longer from try to try."""
     time.sleep(min(_LONGEST_WAIT_S, backoff_s(tried, _FIRST_WAIT_S, _LONGEST_WAIT_S, error.wait_s)))
 
 
-def refusal(what: str, error: RefusedError) -> ForebayError:
+def refusal(what: str, error: PermanentError) -> ForebayError:
     """What to raise where the hub, or where it sends us, refuses."""
     name, endpoint, title = _named(what), hub_endpoint(), what[:1].upper() + what[1:]
     if error.code == "GatedRepo" or (error.status == 403 and error.code != "RepoNotFound"):
@@ -242,8 +242,8 @@ def _ask_json(address: str, what: str, tries: int, missing_is_none: bool = False
             data, headers = origin.ask(address, _MOST_BYTES, f"{hub_endpoint()}/{address}")
             return json.loads(data), headers.get("Link", "")
         except ValueError as error:
-            raise PassingError(f"what is no JSON: {error}") from error
-        except RefusedError as error:
+            raise TransientError(f"what is no JSON: {error}") from error
+        except PermanentError as error:
             if missing_is_none and error.code == "EntryNotFound":
                 return None, ""
             raise refusal(what, error) from error

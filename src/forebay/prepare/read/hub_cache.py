@@ -22,12 +22,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from forebay.errors import DatasetError, DownloadError, IntegrityError, PrepareError
+from forebay.files import atomic_write, commit_files, remove_stale
 from forebay.prepare.read.base import Source
 from forebay.prepare.read.hub import PREFIX, find_dataset, hub_file_source, missing_packages, parse_url
 from forebay.prepare.read.hub_api import TRIES, HubFile, Repo, find_repo, is_commit, list_pages
 from forebay.prepare.read.hub_files import fetch_range, file_url
-from forebay.storage.atomic import atomic_write, commit_files, remove_stale
-from forebay.store import locks
+from forebay.storage import locks
 
 _AT_ONCE = 4
 _STEP = 1 << 20
@@ -124,7 +124,7 @@ def _tokenizer_files(files: Sequence[HubFile]) -> list[HubFile]:
 
 def _of_the_library(name: str) -> Path | None:
     """A folder with a tokenizer.json that the hub's own library fetched, if there is one."""
-    from forebay.store.web import hub_home
+    from forebay.storage.http import hub_home
 
     home = Path(os.environ.get("HF_HUB_CACHE") or hub_home() / "hub") / f"models--{name.replace('/', '--')}"
     try:

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO, TypeAlias
 
 from forebay.errors import ForebayError, PrepareError
 from forebay.prepare.read.hub_api import Lost, called, hub_origin, pause, refusal, retried
-from forebay.store.locks import at_fork
-from forebay.store.origins import PassingError, RefusedError
+from forebay.storage.base import PermanentError, TransientError
+from forebay.storage.locks import at_fork
 
 _TRIES = 6  # 8 s in all
 _URL = re.compile(r"hf://(datasets|models)/([^@]+)@([^/@]+)/(.+)", re.DOTALL)
@@ -63,16 +63,16 @@ def fetch_range(url: str, start: int, stop: int, take: Callable[[memoryview], ob
                 take(piece)
                 at += len(piece)
             if at < stop:
-                raise PassingError(f"a connection that was closed {stop - at} bytes before the end")
-        except PassingError as error:
+                raise TransientError(f"a connection that was closed {stop - at} bytes before the end")
+        except TransientError as error:
             if at == before:
                 raise
             pause(error)  # and the tries begin anew
-        except RefusedError as error:
+        except PermanentError as error:
             if refused or error.status != 403:
                 raise refusal(what, error) from error
             refused = True  # an address of the CDN that ran out looks like this, too: once
-            raise PassingError(str(error)) from error
+            raise TransientError(str(error)) from error
 
     while at < stop:
         retried(what, attempt, _TRIES)

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar
 
 from forebay.errors import PrepareError
-from forebay.network.backoff import backoff_s
+from forebay.network.retry import backoff_s
 from forebay.prepare.read.base import MAX_SOURCE_BYTES
 from forebay.prepare.read.opening import changed
-from forebay.store.buckets import BucketOrigin
-from forebay.store.origins import ChangedError, PassingError, Patience, RefusedError, check_etag
-from forebay.store.web import WebOrigin
+from forebay.storage.base import ChangedError, PermanentError, Timeouts, TransientError, check_etag
+from forebay.storage.buckets import BucketOrigin
+from forebay.storage.http import WebOrigin
 
 _TRIES, _BUCKET_TRIES = 6, 10
 _FIRST_WAIT_S = 0.25  # 0.25, 0.5, 1, 2, 4: 8 s in all; of a bucket, 92 s
@@ -72,18 +72,18 @@ def open_url(url: str, size: int = 0, version: str = "") -> BinaryIO:
 
 
 def _retried(url: str, attempt: Callable[[], _T], version: str = "") -> _T:
-    """What `attempt` gives; asked again where it raises PassingError, then PrepareError."""
+    """What `attempt` gives; asked again where it raises TransientError, then PrepareError."""
     tries = _TRIES if url.startswith("http") else _BUCKET_TRIES
     for tried in range(1, tries + 1):
         try:
             return attempt()
-        except PassingError as error:
+        except TransientError as error:
             if tried == tries:
                 raise PrepareError(
                     f"{url}: cannot read input after {tries} tries: {_reason(error, url)}. Try again later."
                 ) from error
             time.sleep(min(_LONGEST_WAIT_S, backoff_s(tried, _FIRST_WAIT_S, _LONGEST_WAIT_S, error.wait_s)))
-        except RefusedError as error:
+        except PermanentError as error:
             if isinstance(error, ChangedError) or error.status == 412 or (error.status == 416 and version):
                 raise changed(url) from error
             told = "expected a file, got" if error.status else "cannot read input:"
@@ -148,12 +148,12 @@ class _Remote(io.RawIOBase):
                 self._body, self._version = opened.pieces, opened.version
                 self._size = self._size or opened.size
             chunk = bytes(next(self._body, b""))
-        except PassingError:
+        except TransientError:
             self._close_body()
             raise
         if not chunk and self._size and self._at < self._size:
             self._close_body()
-            raise PassingError(f"the connection was closed {self._size - self._at} bytes before the end")
+            raise TransientError(f"the connection was closed {self._size - self._at} bytes before the end")
         return chunk
 
     def _close_body(self) -> None:
@@ -174,7 +174,7 @@ def _open_http(url: str, position: int, version: str) -> _Opened:
         asked["If-Match"] = tag
     elif kind == "modified":
         asked["If-Unmodified-Since"] = tag
-    origin = WebOrigin(url, patience=Patience(_TIMEOUT_S, _TIMEOUT_S))
+    origin = WebOrigin(url, patience=Timeouts(_TIMEOUT_S, _TIMEOUT_S))
     partial, headers, body = origin.stream(url, position, asked)
     length = headers.get("Content-Length") or "0"
     if not (length.isascii() and length.isdigit() and len(length) < 20 and int(length) <= MAX_SOURCE_BYTES):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.detect import HEAD_BYTES, detect, promised
-from forebay.network.waiting import waiting
+from forebay.network.retry import waiting
 from forebay.prepare.read.api import API
 from forebay.prepare.read.base import GROUP_BYTES, GROUP_FILES, MAX_SOURCE_BYTES, Format, Piece, ReadOptions, Source
 from forebay.prepare.read.hub import HUB, PREFIX, find_dataset, hub_source

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import DatasetError
+from forebay.files import atomic_write
 from forebay.prepare.report.figures import bar, count, share, short
 from forebay.prepare.report.page import JSON_OPENING, render, sums
-from forebay.sizes import words_of_bytes
-from forebay.storage.atomic import atomic_write
+from forebay.units import words_of_bytes
 
 _WIDTH = 80
 _NAME, _COUNT = 20, 13

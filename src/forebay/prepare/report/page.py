@@ -19,7 +19,7 @@ import jinja2
 from markupsafe import Markup
 
 from forebay.prepare.report.figures import count, share, short, toml
-from forebay.sizes import words_of_bytes
+from forebay.units import words_of_bytes
 
 Report = Mapping[str, Any]
 JSON_OPENING = '<script type="application/json" id="forebay-report">'

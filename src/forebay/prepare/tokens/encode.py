@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError
+from forebay.files import atomic_write, commit_files, temporary_directory
 from forebay.prepare.documents import part_batches
 from forebay.prepare.tokens.coders import LONG_CHARS, CoderSpec, encode_column, encode_long
 from forebay.prepare.tokens.shuffle import Shuffle, TokenPart, document_keys, sort_part
 from forebay.prepare.tokens.subsets import Subsets
 from forebay.prepare.tokens.tokenizers import SAMPLE_BYTES
-from forebay.storage.atomic import atomic_write, commit_files, temporary_directory
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.corpus import Cutter, Flags

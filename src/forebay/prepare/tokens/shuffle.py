@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError
+from forebay.files import atomic_write
 from forebay.order.bijection import derive_key, random_words
-from forebay.storage.atomic import atomic_write
 
 TASK_VERSION = 2
 BUCKET_BYTES = 64 << 20

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from forebay.dataset.manifest import TOKEN_DTYPES, SliceInfo
 from forebay.dataset.slices import TOKEN_HEADER_BYTES, write_rows_slice, write_token_slice
 from forebay.errors import PrepareError, UsageError
+from forebay.files import atomic_write
 from forebay.prepare.tokens.shuffle import TokenPart
-from forebay.storage.atomic import atomic_write
 
 if TYPE_CHECKING:
     from forebay.prepare.tokens.rows import RowShape

@@ -1,0 +1,205 @@
+"""A data node: announces datasets in the DHT and hands out their slices, by hash, to members of its network.
+
+Only what it announces can be asked for, and only by a hash that a slice table lists: no path comes from a
+request. What it says it has is signed and short-lived, so that a node which died is soon believed by nobody.
+
+It is the tracker of its datasets' swarms too: readers who share ask it what to fetch from whom (`swarm/tracker.py`),
+so that each slice leaves the node about once. A dataset that lies on a web server or in a bucket is announced and
+steered as well, and its slices come from there.
+
+What the choice costs: the table of hashes, some 300 bytes a slice (75 MB for 250,000 slices).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from forebay.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE
+from forebay.dataset.reader import Dataset, listed_files
+from forebay.errors import DatasetError, UsageError
+from forebay.network.access import Access
+from forebay.network.app import ApiError, JsonResponse, Metric, Request, Response, counter, gauge, peer_of
+from forebay.network.discovery import Discovery
+from forebay.network.limits import Limits, Throttle
+from forebay.network.peer import Provider
+from forebay.network.pki.identity import Identity, Peer
+from forebay.network.publications import SIGNATURE_NAME
+from forebay.storage.base import Origin, read_small
+from forebay.storage.remote_dataset import RemoteDataset
+from forebay.swarm.share import Offer, SliceFile, SliceServer
+
+_MAX_SMALL_BYTES = 1 << 30
+FILES = (MANIFEST_FILE, TABLE_FILE, "tokenizer.json", DOCUMENTS_FILE, SIGNATURE_NAME)
+log = logging.getLogger("forebay.data_node")
+
+
+class DataNode(SliceServer):
+    """Serves datasets from `start` to `stop`.
+
+    Args:
+        discovery: Where to announce; stays the caller's to close. None: nobody finds it by name.
+        throttle: Of uploads. `limits`: of connections and requests.
+        access: Who may read what; None: every member all that its certificate covers.
+        origin_slots: Slices that a swarm's members fetch from here, or from the server behind, at once.
+        Others: See SliceServer.
+
+    Raises:
+        UsageError: If a dataset is given twice; two versions of a name are two. Or if the node's certificate does not
+            make it a data node for one of them: nobody would believe it.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        datasets: Sequence[Dataset],
+        host: str,
+        port: int,
+        discovery: Discovery | None,
+        ttl_s: float = 60.0,
+        *,
+        throttle: Throttle | None = None,
+        limits: Limits | None = None,
+        access: Access | None = None,
+        origin_slots: int = 8,
+    ) -> None:
+        if len({dataset.id for dataset in datasets}) != len(datasets):
+            names = sorted(dataset.name for dataset in datasets)
+            raise UsageError(f"serve: expected each dataset once, got one twice among {names}. Serve it once.")
+        if not ttl_s > 0:
+            raise UsageError(f"serve: expected ttl_s > 0, got {ttl_s}")
+        _check_scope(identity, datasets)
+        super().__init__(
+            "Forebay data node", identity, host, port, discovery=discovery, ttl_s=ttl_s, limits=limits,
+            throttle=throttle,
+        )  # fmt: skip
+        self._app.add_api_route("/v1/status", self._read_status, summary="What it serves and has sent.")
+        self.datasets = list(datasets)
+        self._access = access or Access()
+        self._origin_slots = origin_slots
+        self._slices: dict[str, SliceFile] = {}
+        self._lock = threading.Lock()
+        self._sent: dict[str, int] = {}
+        self._started_at = time.time()
+
+    def start(self) -> None:
+        """Serve and announce, in background threads.
+
+        Raises:
+            NetworkError: If it cannot listen, or reach the server behind a dataset.
+        """
+        for dataset in self.datasets:
+            origin = dataset.origin if isinstance(dataset, RemoteDataset) else None  # where its slices lie
+            if origin is None:
+                for index in range(dataset.num_slices):
+                    row = dataset.table.row(index)
+                    path = dataset.slice_path(index)
+                    self._slices[row.sha256] = SliceFile(path, row.bytes, dataset.name, dataset.id)
+                files: Mapping[str, bytes | Path] = {name: dataset.path / name for name in FILES}
+            else:
+                files = _small_files(dataset, origin)
+            url = "" if origin is None else origin.url
+            self._offers[dataset.id] = Offer(dataset.name, dataset.id, dataset.num_slices, files, url=url)
+        self._server.start()
+        for offer, dataset in zip(self._offers.values(), self.datasets):
+            # A web server or bucket is a holder, known by its URL.
+            own = Provider(offer.url or self.identity.peer_id, offer.url or self.address, True)
+            self.tracker.add(
+                dataset.id, dataset.num_slices, [own], slice_of=dataset.table.row, origin_slots=self._origin_slots
+            )
+        self._announce()
+        self._announcer.start()
+        names = ",".join(dataset.name for dataset in self.datasets)
+        log.info("data node started: address=%s peer_id=%s datasets=%s", self.address, self.identity.peer_id, names)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def status(self) -> dict[str, Any]:
+        """What the node serves and has sent, as it stands in `GET /v1/status`."""
+        with self._lock:
+            sent = dict(sorted(self._sent.items()))
+        return {
+            "peer_id": self.identity.peer_id,
+            "name": self.identity.name,
+            "address": self.address,
+            "datasets": [{"name": d.name, "id": d.id, "slices": d.num_slices} for d in self.datasets],
+            "bytes_sent": sum(sent.values()),
+            "peers": sent,
+            "connections": self._server.num_connections,
+            "refused_connections": self._server.refused_connections,
+            "announcements": self._announcements,
+            "announce_error": self._announce_error,
+            "swarms": self.tracker.facts(),
+            "draining": self._server.draining,
+            "up_s": round(time.time() - self._started_at, 3),
+        }
+
+    def metrics(self) -> list[Metric]:
+        with self._lock:
+            sent = {peer_id: float(num_bytes) for peer_id, num_bytes in self._sent.items()}
+        return [
+            counter("forebay_peer_sent_bytes_total", "Bytes of bodies sent, by peer.", sent, "peer"),
+            gauge("forebay_datasets", "Datasets announced.", len(self.datasets)),
+            gauge("forebay_slices", "Slices served.", len(self._slices)),
+        ]
+
+    def _count(self, peer: Peer, num_bytes: int) -> None:
+        with self._lock:
+            if peer.peer_id not in self._sent:
+                log.info("first bytes: peer_id=%s name=%s", peer.peer_id, peer.name)
+            self._sent[peer.peer_id] = self._sent.get(peer.peer_id, 0) + num_bytes
+
+    def find_slice(self, sha256: str) -> SliceFile | None:
+        found = self._slices.get(sha256)
+        if found is None:
+            return None
+        try:
+            size = found.path.stat().st_size
+        except OSError as error:
+            log.error("slice %s: %s is announced and cannot be read: %s", sha256, found.path, error)
+            raise ApiError(404, "slice_lost", "this node announced the slice and no longer has it") from error
+        if size != found.num_bytes:
+            log.error("slice %s: %s has %d bytes, the table says %d", sha256, found.path, size, found.num_bytes)
+            raise ApiError(404, "slice_changed", "this node's file of the slice has changed")
+        return found
+
+    def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
+        reason = self._access.check(peer, dataset, dataset_id, num_bytes, time.time())
+        if reason is None:
+            return
+        if not reason.startswith("quota"):
+            raise ApiError(403, "no_access", reason)
+        self.identity.note("quota", peer=peer.peer_id, reason=reason)
+        raise ApiError(429, "quota", reason)
+
+    async def _read_status(self, request: Request) -> Response:
+        status, scope = self.status(), peer_of(request).scope
+        status["datasets"] = [dataset for dataset in status["datasets"] if scope.covers(dataset["name"])]
+        if not scope.allows("admin"):
+            status["peers"] = {}
+            ids = {dataset["id"] for dataset in status["datasets"]}
+            status["swarms"] = {key: facts for key, facts in status["swarms"].items() if key in ids}
+        return JsonResponse(status)
+
+
+def _check_scope(identity: Identity, datasets: Sequence[Dataset]) -> None:
+    names = [dataset.name for dataset in datasets if not identity.scope.covers(dataset.name)]
+    if names or not identity.scope.allows("data"):
+        lacks = f"does not cover {', '.join(names)}" if names else "lacks the role data"
+        raise UsageError(f"serve: the certificate of {identity.name} {lacks}. Ask its issuer for one that does.")
+
+
+def _small_files(dataset: Dataset, origin: Origin) -> dict[str, bytes]:
+    """Those of a remote dataset, to be kept: members take its slices there, and the rest here."""
+    manifest = read_small(origin, MANIFEST_FILE, MAX_MANIFEST_BYTES)
+    if hashlib.sha256(manifest).hexdigest() != dataset.id:
+        raise DatasetError(f"{origin.url}: expected the dataset {dataset.id}, which it was. Serve it again.")
+    names = [TABLE_FILE, *sorted(set(listed_files(dataset.manifest)) & set(FILES))]
+    return {MANIFEST_FILE: manifest, **{name: read_small(origin, name, _MAX_SMALL_BYTES) for name in names}}

@@ -1,0 +1,504 @@
+"""The connections of a server, and what they share: uvicorn's protocol behind limits by member and organisation.
+
+The order of a request: authenticate (a certificate of the network, valid and not revoked, looked at again for each
+request), bound (rate and requests in flight, by certificate and organisation), authorize (the role that the route
+names), bound the body, parse. Nothing of a request's body is read before its sender is authorized.
+
+Everything here runs in the server's loop; there is no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from forebay.errors import NetworkError
+from forebay.network.app import JSON, ApiError, Metric, counter, gauge
+from forebay.network.limits import Limits, Throttle
+from forebay.network.peer import Peer
+from forebay.network.pki.identity import Identity
+from forebay.network.usage import ReplyCache, RequestTable, decrease
+from forebay.threads import failures as thread_failures
+
+PIECE_BYTES = 256 << 10
+MAX_PIPELINED = 16
+MAX_HEAD_BYTES = 32 << 10
+SLOW_S = 2.0
+log = logging.getLogger("forebay.network")
+logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of each malformed request: a way to fill a disk
+
+
+class ConnectionTable:
+    """The open connections of a server, and who makes room for another.
+
+    Before its handshake is finished a connection counts for its address, afterwards for its peer and organisation.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.num_refused = self.num_added = 0
+        self._handshakes: dict[asyncio.Task[None], str] = {}  # the oldest first
+        self._connections: dict[PeerProtocol, None] = {}
+        self._by_peer: Counter[str] = Counter()
+        self._by_org: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._handshakes) + len(self._connections)
+
+    def all(self) -> list[PeerProtocol]:
+        """Those whose handshake is finished."""
+        return list(self._connections)
+
+    def has_room(self, address: str) -> bool:
+        """Whether one more may begin its handshake; makes room for it where that is fair.
+
+        A handshake makes room first, the oldest one of the address that has most; then a connection that rests, or
+        whose client has read nothing for SLOW_S, of the peer that has most. Who only opens connections takes no place
+        from a member.
+        """
+        by_address = Counter(self._handshakes.values())
+        is_crowded = by_address[address] >= self.limits.handshakes_per_address
+        if not is_crowded and len(self) < self.limits.connections:
+            return True
+        busiest = address if is_crowded else max(by_address, key=by_address.__getitem__, default="")
+        oldest = next((task for task, host in self._handshakes.items() if host == busiest), None)
+        if oldest is not None:
+            del self._handshakes[oldest]
+            oldest.cancel()
+            self.num_refused += 1
+            return True
+        if self._end_idle(self._largest_peer()):
+            return True
+        self.num_refused += 1
+        return False
+
+    def add_handshake(self, task: asyncio.Task[None], address: str) -> None:
+        """A connection begins its handshake in this task."""
+        self._handshakes[task] = address
+        task.add_done_callback(lambda done: self._handshakes.pop(done, None))
+
+    def cancel_handshakes(self) -> None:
+        """Ends all connections that are in their handshake."""
+        for task in list(self._handshakes):
+            task.cancel()
+
+    def add(self, connection: PeerProtocol) -> bool:
+        """A handshake is finished: whether the peer may have one more connection. Its own idle one makes room."""
+        peer, limits = connection.peer, self.limits
+        if peer.peer_id and self._by_peer[peer.peer_id] >= limits.connections_per_peer and not self._end_idle(peer):
+            self.num_refused += 1
+            return False
+        if peer.org and self._by_org[peer.org] >= limits.connections_per_organisation:
+            self.num_refused += 1
+            return False
+        self._connections[connection] = None
+        connection.number = self.num_added
+        self.num_added += 1
+        self._by_peer[peer.peer_id] += 1
+        self._by_org[peer.org] += 1
+        return True
+
+    def remove(self, connection: PeerProtocol) -> None:
+        """It has ended. May be repeated."""
+        if connection in self._connections:
+            del self._connections[connection]
+            decrease(self._by_peer, connection.peer.peer_id)
+            decrease(self._by_org, connection.peer.org)
+
+    def _largest_peer(self) -> Peer | None:
+        # Members that have one connection each owe nobody a place.
+        peer_id, num = max(self._by_peer.items(), key=lambda item: item[1], default=("", 0))
+        return next((c.peer for c in self._connections if c.peer.peer_id == peer_id), None) if num > 1 else None
+
+    def _end_idle(self, peer: Peer | None) -> bool:
+        """Ends the connection of a peer that rests for longest, or does not read its answer; whether there was one."""
+        if peer is None:
+            return False
+        own = [c for c in self._connections if c.peer.peer_id == peer.peer_id]
+        idle = [c for c in own if not c.num_active]
+        slow = [c for c in own if c.num_active and c.flow.write_paused]
+        if not idle and not slow:
+            return False
+        oldest = min(idle, key=lambda c: c.since) if idle else min(slow, key=lambda c: c.sent_at)
+        if not idle and oldest.core.loop.time() - oldest.sent_at < SLOW_S:
+            return False
+        oldest.abort()
+        self.remove(oldest)
+        return True
+
+
+class _Flow:
+    """uvicorn's FlowControl in a tenth of its memory: the event for writers is made when one waits."""
+
+    __slots__ = ("_transport", "_writable", "read_paused", "write_paused")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._writable: asyncio.Event | None = None
+        self.read_paused = self.write_paused = False
+
+    async def drain(self) -> None:
+        if self.write_paused:
+            self._writable = self._writable or asyncio.Event()
+            await self._writable.wait()
+
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self.read_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        self.write_paused = True
+
+    def resume_writing(self) -> None:
+        self.write_paused = False
+        if self._writable is not None:
+            self._writable.set()
+            self._writable = None
+
+
+class _Pipeline(list[Any]):
+    """What uvicorn uses a deque for, in a tenth of its memory."""
+
+    __slots__ = ()
+
+    def appendleft(self, item: Any) -> None:
+        self.insert(0, item)
+
+
+class PeerProtocol(HttpToolsProtocol):
+    """One connection. TLS is finished before it begins, so that its peer is known."""
+
+    # Beside uvicorn's own in one dictionary they would take 1.3 KiB more of a connection that rests.
+    __slots__ = (
+        "_lost", "address", "core", "head_bytes", "is_lost", "num_active", "num_messages", "number", "peer", "phase",
+        "sent_at", "since", "unfinished_bytes",
+    )  # fmt: skip
+
+    def __init__(self, core: Core, address: str) -> None:
+        super().__init__(core.config, core.state, core.app_state, core.loop)
+        self.pipeline = _Pipeline()  # type: ignore[assignment]
+        self.core = core
+        self.address = address
+        self.peer = Peer("", b"", address)
+        self.phase = "idle"  # what it waits for: "idle" (a request), "head", "body"
+        self.since = self.sent_at = core.loop.time()  # when that began; when the client last took a piece of an answer
+        self.head_bytes = self.unfinished_bytes = 0
+        self.num_messages = 0  # begun and complete
+        self.num_active = self.number = 0  # the second: connections that were added before it
+        self.is_lost = False
+        self._lost: asyncio.Future[None] | None = None  # made for who waits: few do
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.core.throttle.piece_bytes(PIECE_BYTES)
+
+    async def wait_for_turn(self, num_bytes: int) -> None:
+        """See `app.Connection`; likewise the next three."""
+        core = self.core
+        await core.throttle.pace(self.peer.peer_id or self.address, num_bytes)
+        if (wait_s := core.requests.wait_for_bytes(self.peer, num_bytes, core.loop.time())) > 0:
+            await asyncio.sleep(wait_s)
+
+    async def sent(self, num_bytes: int) -> None:
+        await self.flow.drain()
+        self.core.num_bytes += num_bytes
+        if self.core.on_bytes is not None:
+            self.core.on_bytes(self.peer, num_bytes)
+
+    def note_refusal(self, route: str, error: ApiError) -> None:
+        if self.core.identity is not None:
+            self.core.identity.note("refused", peer=self.peer.peer_id, route=route, code=error.code, reason=str(error))
+
+    def server_metrics(self) -> list[Metric]:
+        return self.core.metrics()
+
+    @property
+    def is_closing(self) -> bool:
+        return self.is_lost or self.transport.is_closing()
+
+    @property
+    def lost(self) -> asyncio.Future[None]:
+        """Done once the connection has ended."""
+        if self._lost is None:
+            self._lost = self.core.loop.create_future()
+            if self.is_lost:
+                self._lost.set_result(None)
+        return self._lost
+
+    def abort(self) -> None:
+        """End it now."""
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _Flow(transport)  # type: ignore[assignment]
+        self.server, self.client = None, (self.address, 0)  # strings of its own would take 0.3 KiB
+        tls = transport.get_extra_info("ssl_object")
+        if not self.core.admit(self, tls.getpeercert(binary_form=True) if tls is not None else None):
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.is_lost = True
+        if self._lost is not None and not self._lost.done():
+            self._lost.set_result(None)
+        self.core.connections.remove(self)
+
+    def data_received(self, data: bytes) -> None:
+        before = self.num_messages
+        super().data_received(data)
+        if self.phase == "head" or (self.phase == "idle" and self.num_messages == before):
+            self.unfinished_bytes += len(data)  # of a head that is not whole yet, or blank lines before one
+            if self.unfinished_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"expected a head of at most {MAX_HEAD_BYTES} bytes")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"].update(peer=self.peer, connection=self)
+        self.phase, self.since = "head", self.loop.time()
+        self.num_messages += 1
+        self.head_bytes = self.unfinished_bytes = 0
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError("too many pipelined requests")  # the parser stops, the connection gets 400 and ends
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self.phase, self.since = "body", self.loop.time()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self.phase, self.since = "idle", self.loop.time()
+        self.num_messages += 1
+        self.unfinished_bytes = 0
+        super().on_message_complete()
+
+    def _count_head(self, num_bytes: int) -> None:
+        self.head_bytes += num_bytes
+        if self.head_bytes > MAX_HEAD_BYTES:
+            raise ValueError("head too large")  # as above
+
+    def end_if_unread(self) -> None:
+        """Ends the connection behind the next answer if a body is still to come: nobody would read it."""
+        if self.phase == "body":
+            self.cycle.keep_alive = False
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # `is_late` looks at connections that rest
+
+    def forget_request(self) -> None:
+        """Release what uvicorn keeps of the last request: 8 KiB of the 33 that a connection would rest with."""
+        if self.cycle is not None and self.cycle.response_complete and not self.pipeline:
+            self.cycle = None  # type: ignore[assignment]
+            self.scope = self.headers = None  # type: ignore[assignment]
+
+    def is_late(self, now: float, limits: Limits) -> bool:
+        """Whether the client makes the server wait for longer than the limits say."""
+        if self.num_active and self.phase != "body":
+            return self.flow.write_paused and now - self.sent_at > limits.send_s
+        if self.phase == "idle":
+            return now - self.since > limits.idle_s
+        return now - self.since > limits.head_s + (limits.body_s if self.phase == "body" else 0.0)
+
+
+class Core:
+    """What the connections of one server share; everything here runs in the server's loop."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        identity: Identity | None,
+        limits: Limits,
+        throttle: Throttle,
+        on_bytes: Callable[[Peer, int], None] | None,
+    ) -> None:
+        self.app = app
+        self.identity = identity
+        self.limits = limits
+        self.throttle = throttle
+        self.on_bytes = on_bytes
+        self.is_draining = False
+        self.connections = ConnectionTable(limits)
+        self.app_state: dict[str, Any] = {}  # uvicorn copies it for each request
+        self.num_bytes = 0
+        self.answers: Counter[int] = Counter()
+        self.limited: Counter[str] = Counter()
+        self.task_failures: Counter[str] = Counter()
+        self.config = uvicorn.Config(
+            self, http=PeerProtocol, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
+            server_header=False, date_header=False, interface="asgi3", timeout_keep_alive=max(1, int(limits.idle_s)),
+        )  # fmt: skip
+        self.config.load()
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin in a loop. What was open in one that failed ends here."""
+        self.loop = loop
+        for connection in self.connections.all():
+            connection.transport.get_extra_info("socket").close()
+        self.connections, self.requests = ConnectionTable(self.limits), RequestTable(self.limits)
+        self.replies, self.state = ReplyCache(), ServerState()
+
+    def admit(self, connection: PeerProtocol, der: bytes | None) -> bool:
+        """Whether a connection whose TLS handshake is finished may stay."""
+        if self.identity is not None:
+            assert der is not None  # CERT_REQUIRED: no handshake without one
+            try:
+                connection.peer = self.identity.peer(der)
+            except NetworkError as error:
+                log.warning("server: refused a connection from %s: %s", connection.address, error)
+                self.connections.num_refused += 1
+                return False
+            log.debug("connected: peer_id=%s from=%s", connection.peer.peer_id, connection.address)
+        return not self.is_draining and self.connections.add(connection)
+
+    def refusal(self, peer: Peer) -> str | None:
+        """Why a peer that is connected may not go on."""
+        return self.identity.refusal(peer) if self.identity is not None else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request: authenticated, bounded, answered from the replies kept or by the application."""
+        connection: PeerProtocol = scope["state"]["connection"]
+        connection.num_active += 1
+        try:
+            refused = self._check(scope, connection)
+            if refused is not None:
+                self.answers[refused.status] += 1
+                self.limited[refused.code] += 1
+                connection.end_if_unread()
+                await refused.response()(scope, receive, send)
+                return
+            try:
+                await self._answer(scope, receive, send, connection)
+            finally:
+                self.requests.finish(connection.peer)
+        except asyncio.CancelledError:  # the server closes; uvicorn would log it as a fault
+            connection.abort()
+        finally:
+            connection.num_active -= 1
+            connection.since = self.loop.time()
+            connection.forget_request()
+
+    def _check(self, scope: Scope, connection: PeerProtocol) -> ApiError | None:
+        peer = connection.peer
+        if self.identity is None and (refused := _refuse_page(scope)) is not None:
+            return refused
+        if (reason := self.refusal(peer)) is not None:
+            error = ApiError(403, "revoked", reason)
+            connection.note_refusal(f"{scope['method']} {scope['path']}", error)
+            return error
+        if self.is_draining:
+            return ApiError(503, "stopping", "this process is stopping; ask again after its restart", 1.0)
+        limited = self.requests.begin(peer, self.loop.time())
+        return None if limited is None else ApiError(429, *limited)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, connection: PeerProtocol) -> None:
+        started = False
+        max_body, num_body = self.limits.body_bytes, 0
+
+        async def bounded_receive() -> Message:
+            nonlocal num_body
+            declared = _header(scope, b"content-length") or "0"  # digits: the parser saw to that
+            if int(declared) <= max_body:
+                message = await receive()
+                num_body += len(message.get("body", b""))
+                if num_body <= max_body:
+                    return message
+            raise HTTPException(413, f"expected a body of at most {max_body} bytes")
+
+        async def counted_send(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                self.answers[message["status"]] += 1
+                connection.end_if_unread()
+            await send(message)
+            connection.sent_at = self.loop.time()
+
+        key = _header(scope, b"idempotency-key") if scope["method"] == "POST" else None
+        try:
+            if key is None or len(key) > 64:
+                await self.app(scope, bounded_receive, counted_send)
+            else:
+                # Without a certificate the address tells clients apart.
+                place = connection.peer.peer_id or connection.address, f"{scope['path']} {key}"
+                await self.replies.answer(place, self.app, scope, bounded_receive, counted_send)
+        except Exception:
+            log.exception("server: %s %s failed", scope["method"], scope["path"][:300])
+            if not started:
+                await _INTERNAL.response()(scope, receive, counted_send)
+            else:
+                connection.abort()
+
+    def sweep(self, part: int = 0, num_parts: int = 1) -> None:
+        """Ends connections that are late, expired or revoked, of one part of them all."""
+        now, refusals = self.loop.time(), dict[str, str | None]()
+        for connection in self.connections.all():
+            if connection.number % num_parts != part:
+                continue
+            peer = connection.peer
+            if peer.peer_id and peer.peer_id not in refusals:
+                refusals[peer.peer_id] = self.refusal(peer)
+            if (reason := refusals.get(peer.peer_id)) is not None:
+                log.warning("server: cut a connection: %s", reason)
+                connection.abort()
+            elif connection.is_late(now, self.limits):
+                log.debug("server: a client of %s was too slow in %s", connection.address, connection.phase)
+                connection.abort()
+        if num := sum(reason is not None for reason in refusals.values()):
+            assert self.identity is not None
+            self.identity.note("cut", connections=num, reason="revoked")
+
+    def metrics(self) -> list[Metric]:
+        """Its figures for `GET /metrics`."""
+        answers = {str(status): float(num) for status, num in self.answers.items()}
+        limited = {code: float(num) for code, num in self.limited.items()}
+        threads = {name: float(num) for name, num in thread_failures().items()}
+        failures = {name: float(num) for name, num in self.task_failures.items()}
+        return [
+            gauge("forebay_connections", "Connections open now.", len(self.connections)),
+            gauge("forebay_requests_in_progress", "Requests being answered.", self.requests.num_active),
+            counter("forebay_requests_total", "Requests answered, by status.", answers, "status"),
+            counter("forebay_limited_requests_total", "Requests refused before a handler, by code.", limited, "code"),
+            counter("forebay_refused_connections_total", "Without certificate or room.", self.connections.num_refused),
+            counter("forebay_sent_bytes_total", "Bytes of slices and files sent.", self.num_bytes),
+            counter("forebay_task_failures_total", "Background tasks that failed and went on.", failures, "task"),
+            counter("forebay_thread_failures_total", "Failures of background threads.", threads, "thread"),
+        ]
+
+
+_INTERNAL = ApiError(500, "internal", "the request failed; see the node's log")
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
+
+
+def _refuse_page(scope: Scope) -> ApiError | None:
+    """Refuses what a web page can make a browser send; None for a program's request."""
+    kind = (_header(scope, b"content-type") or JSON).partition(";")[0].strip().lower()
+    if _header(scope, b"origin") is None and (scope["method"] == "GET" or kind == JSON):
+        return None
+    text = f"request: expected Content-Type {JSON} and no Origin, got {kind[:80]!r}. Ask with a program."
+    return ApiError(403, "cross_site", text)

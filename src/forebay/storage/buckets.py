@@ -1,0 +1,182 @@
+"""Objects of a bucket (S3, R2, MinIO, Google, Azure) through obstore, which signs and finds credentials.
+
+It is told not to try again, so that one place decides about that; `Retry-After` is not known here.
+"""
+
+import contextlib
+import os
+import re
+import threading
+import urllib.parse
+from collections.abc import Generator, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+from forebay.errors import ForebayError, UsageError, install_command
+from forebay.storage.base import (
+    STEP_BYTES,
+    Head,
+    HeadOrigin,
+    PermanentError,
+    Timeouts,
+    TransientError,
+    check_etag,
+    environment,
+)
+
+_LASTING = ("NotFound", "Unauthenticated", "PermissionDenied", "InvalidPath", "NotSupported", "UnknownConfig")
+_BUSY = re.compile(r"\b(429|503)\b|SlowDown|TooManyRequests", re.IGNORECASE)
+_used_by = 0  # Which process has obstore's threads.
+
+
+class BucketOrigin(HeadOrigin):
+    """Objects below a prefix of a bucket.
+
+    `s3://BUCKET/PREFIX` takes `AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_ACCESS_KEY_ID` and so on from the environment;
+    a query sets obstore's options, `?endpoint=http://host:9000&region=auto&skip_signature=true`, secrets excepted.
+    `r2://[BUCKET][/PREFIX]` takes `R2_DATASET_ACCOUNT_ID` or `R2_DATASET_ENDPOINT`, `R2_DATASET_READ_ACCESS_KEY_ID` and
+    `..._READ_SECRET_ACCESS_KEY`, and where the URL has none, `R2_DATASET_BUCKET_NAME` and `DATASET_BINS_PATH`.
+    """
+
+    r2_right = "READ"
+    max_retries = 0
+
+    def __init__(self, url: str, *, patience: Timeouts | None = None) -> None:
+        parts = urllib.parse.urlsplit(url)
+        self._patience = patience or Timeouts()
+        self._options = dict(urllib.parse.parse_qsl(parts.query))
+        secret = [name for name in self._options if re.search("secret|token|password|account_key|sas", name)]
+        if secret:
+            raise UsageError(
+                f"open an origin: expected no secret in the URL, got {', '.join(secret)}. Set it in the environment."
+            )
+        bucket, prefix = parts.netloc, urllib.parse.unquote(parts.path).strip("/")
+        if parts.scheme == "r2":
+            bucket, prefix = self._read_r2(bucket, prefix)
+        if not bucket:
+            raise UsageError(f"open an origin: expected {parts.scheme}://BUCKET/PREFIX, got {url!r}. Name the bucket.")
+        self.url = f"{parts.scheme}://{bucket}/{prefix}".rstrip("/")
+        self._address = f"{'s3' if parts.scheme == 'r2' else parts.scheme}://{bucket}"
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._lock = threading.Lock()
+        self._opened: tuple[Any, Any] | None = None
+
+    def head(self, name: str) -> Head:
+        with self._telling(name) as (obstore, store):
+            return _head(obstore.head(store, self._prefix + name))
+
+    def find(self, name: str) -> list[tuple[str, Head]]:
+        """The object of that name, or all below it, in any order. Errors as of `get`."""
+        with self._telling(name) as (obstore, store):
+            if name and not name.endswith("/"):
+                with contextlib.suppress(FileNotFoundError):  # a prefix
+                    return [(name, _head(obstore.head(store, self._prefix + name)))]
+            listed = obstore.list(store, (self._prefix + name).rstrip("/") or None)
+            return [(str(entry["path"])[len(self._prefix) :], _head(entry)) for part in listed for entry in part]
+
+    def names(self, prefix: str) -> list[str]:
+        """Of the objects that begin so, sorted; not below a further `/`. Errors as of `get`."""
+        with self._telling(prefix) as (obstore, store):
+            found = obstore.list_with_delimiter(store, self._prefix.rstrip("/") or None)["objects"]
+        names = (str(item["path"])[len(self._prefix) :] for item in found)
+        return sorted(name for name in names if name.startswith(prefix))
+
+    def read(self, name: str, start: int, stop: int, etag: str = "") -> Generator[memoryview, None, None]:
+        with self._telling(name) as (obstore, store):
+            result = obstore.get(store, self._prefix + name, options={"range": (start, stop)})
+            check_etag(f"{self.url}/{name}", etag, str(result.meta["e_tag"] or ""))
+            if tuple(result.range) != (start, stop):
+                raise PermanentError(f"{self.url}/{name} ends at byte {result.range[1]}, before {stop}")
+            stream = iter(result.stream(min_chunk_size=STEP_BYTES))
+            while (chunk := next(stream, None)) is not None:
+                yield memoryview(chunk)
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        with self._telling(name) as (obstore, store):
+            result = obstore.get(store, self._prefix + name)
+            if int(result.meta["size"]) > max_bytes:
+                raise PermanentError(f"{self.url}/{name} is larger than {max_bytes} bytes")
+            return bytes(result.bytes())
+
+    def _store(self) -> tuple[Any, Any]:
+        global _used_by
+        if _used_by not in (0, os.getpid()):
+            raise UsageError(
+                f"{self.url}: expected the process that opened a bucket first, got a fork of it. obstore's threads "
+                "stayed behind, and it would wait forever. Start helper processes otherwise than by a fork: "
+                "multiprocessing_context='forkserver' or 'spawn'."
+            )
+        _used_by = os.getpid()
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._open()
+            return self._opened
+
+    def _open(self) -> tuple[Any, Any]:
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError as error:
+            raise UsageError(
+                f"{self.url}: reading a bucket needs the package obstore. Install it with: {install_command('remote')}"
+            ) from error
+        endpoint = self._options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
+        client = {
+            "allow_http": (endpoint or "").startswith("http://"),
+            "connect_timeout": timedelta(seconds=self._patience.connect_s),
+            "read_timeout": timedelta(seconds=self._patience.stall_s),
+            "timeout": timedelta(days=1),  # of a whole body; what stalls is cut by read_timeout
+            "user_agent": "forebay",
+        }
+        opener: Any = from_url  # the options come from the user, not from its types
+        try:
+            return obstore, opener(
+                self._address, **self._options, client_options=client, retry_config={"max_retries": self.max_retries}
+            )
+        except Exception as error:
+            why = " ".join(str(error).split())[:300]
+            raise UsageError(f"{self.url}: cannot be opened: {why}. Check the URL and its options.") from error
+
+    def _read_r2(self, bucket: str, prefix: str) -> tuple[str, str]:
+        endpoint = os.environ.get("R2_DATASET_ENDPOINT")
+        if not endpoint:
+            account = environment("R2_DATASET_ACCOUNT_ID", "r2")
+            endpoint = os.environ.get("AWS_ENDPOINT_URL") or f"https://{account}.r2.cloudflarestorage.com"
+        self._options = {
+            "endpoint": endpoint,
+            "region": "auto",
+            **self._options,
+            "access_key_id": environment(f"R2_DATASET_{self.r2_right}_ACCESS_KEY_ID", "r2"),
+            "secret_access_key": environment(f"R2_DATASET_{self.r2_right}_SECRET_ACCESS_KEY", "r2"),
+        }
+        bucket = bucket or environment("R2_DATASET_BUCKET_NAME", "r2")
+        return bucket, prefix or environment("DATASET_BINS_PATH", "r2").strip("/")
+
+    @contextlib.contextmanager
+    def _telling(self, name: str) -> Iterator[tuple[Any, Any]]:
+        """The library and the bucket; the library's errors, which share no base, become ours."""
+        opened = self._store()
+        try:
+            yield opened
+        except ForebayError:
+            raise
+        except Exception as error:
+            raise self._told(name, error) from error
+
+    def _told(self, name: str, error: Exception) -> ForebayError:
+        """A library's error as ours."""
+        kind, why = type(error).__name__, " ".join(str(error).split()).split(" Debug source:")[0][:300]
+        text = f"{self.url}/{name}: {kind}: {why}"
+        if (
+            isinstance(error, FileNotFoundError)
+            or kind.startswith(_LASTING)
+            or "credential" in why.lower()
+            or "non-partial response" in why  # A server that does not know ranges will not learn them.
+            or re.search(r"(status|code|:)\D{0,12}4(00|01|03|04|16)\b", why)
+        ):
+            return PermanentError(text)
+        return TransientError(text, throttled=bool(_BUSY.search(why)))
+
+
+def _head(found: Mapping[str, Any]) -> Head:
+    return Head(int(found["size"]), str(found["e_tag"] or ""))

@@ -1,0 +1,154 @@
+"""Uses the samples of leased slices: opens them, makes batches, trains on them, and counts."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.dataset.slices import Slice, open_slice
+from forebay.errors import DatasetError, UsageError
+from forebay.load.batch import make_batch
+from forebay.network.retry import waiting
+from forebay.order.plan import lease_order
+from forebay.scheduler.messages import Lease
+from forebay.worker.lease_buffer import LeaseBuffer
+from forebay.worker.lease_state import ActiveLease
+from forebay.worker.trainer import Trainer, make_trainer
+
+log = logging.getLogger("forebay.worker")
+PROGRESS_S = 0.5
+MAX_LOSSES = 20
+OnBatch: TypeAlias = Callable[[dict[str, NDArray[Any]], NDArray[np.int64]], None]
+
+
+@dataclass
+class WorkerReport:
+    """What a worker did. Losses are means over the first and last steps; `wait_share` is in [0, 1]."""
+
+    samples: int = 0
+    tokens: int = 0
+    steps: int = 0
+    wasted: int = 0  # samples used here and not acknowledged in time: others use them again
+    tokens_per_s: float = 0.0
+    loss_first: float | None = None
+    loss_last: float | None = None
+    wait_share: float = 0.0
+    bytes_fetched: int = 0
+    bytes_from_workers: int = 0
+    bytes_shared: int = 0
+    slices_fetched: int = 0
+    slices_failed: int = 0
+    leases_lost: int = 0  # begun and taken away
+    rejected: list[dict[str, Any]] = field(default_factory=list)  # providers left out for a slice
+    done: bool = False  # nothing is left to lease
+    num_left_out: int = 0  # samples of slices set aside, which nobody used
+
+
+@dataclass(eq=False)
+class Consumer:
+    """Uses the samples of leases, in the thread that calls `run`."""
+
+    leases: LeaseBuffer
+    report: WorkerReport
+    trainer: str  # as of `make_trainer`; one is made for each job
+    on_batch: OnBatch | None  # called after each step with the batch and its global sample ids
+    on_progress: Callable[[], None]  # called at most every half second, after a step
+
+    def __post_init__(self) -> None:
+        self._trainers: dict[tuple[str, str], Trainer | None] = {}
+        self._losses: list[float] = []
+        self._began = self._progress_at = time.monotonic()
+
+    def run(self) -> None:
+        """Uses lease after lease, until the buffer is closed."""
+        while (lease := self._next()) is not None:
+            try:
+                self._use(lease)
+            except DatasetError as error:
+                self.report.slices_failed += 1
+                self.leases.fail(lease, str(error))
+            finally:
+                self.leases.finish(lease)
+
+    def _next(self) -> ActiveLease | None:
+        with waiting(log, self.leases.describe_wait):
+            return self.leases.next_to_use()
+
+    def _use(self, lease: ActiveLease) -> None:
+        """A slice's samples up to where the lease ends, in the order that every worker would use."""
+        grant = lease.grant
+        assert lease.path is not None
+        opened = open_slice(lease.path)
+        _check_size(opened, grant)
+        trainer = self._trainer_of(grant)
+        lease.read = np.empty(grant.stop - grant.start, np.int64)
+        order = lease_order(grant.seed, grant.epoch, grant.slice, grant.count, grant.start, grant.stop)
+        while (taken := self.leases.take(lease)) is not None:
+            start, stop = taken
+            indexes = order[start - grant.start : stop - grant.start]
+            if grant.layout == "tokens":
+                inputs, labels = make_batch(opened.tokens, indexes, grant.seq_len, np.int64)
+                batch = {"inputs": inputs, "labels": labels}
+                if trainer is not None:
+                    self._losses.append(trainer.step(inputs, labels))
+            else:
+                batch = {name: tensor[indexes] for name, tensor in opened.tensors.items()}
+            ids = lease.read[start - grant.start : stop - grant.start] = grant.sample_base + indexes
+            if self.on_batch is not None:
+                self.on_batch(batch, ids)
+            self._count(len(indexes), grant.seq_len if grant.layout == "tokens" else 0)
+            self.leases.used(lease, self.report.steps)
+
+    def _trainer_of(self, grant: Lease) -> Trainer | None:
+        key = (grant.job_id, grant.layout)
+        if key not in self._trainers:
+            if grant.layout != "tokens" and self.trainer == "auto" and self.on_batch is None:
+                raise UsageError(
+                    "worker: expected a dataset of layout tokens, which the trainers of `forebay work` take, got "
+                    f"{grant.layout} ({grant.dataset}): its samples would be signed as used and nothing learnt. Train "
+                    "in a program of your own (`run_worker` with on_batch), or say --trainer none."
+                )
+            self._trainers[key] = make_trainer(
+                self.trainer,
+                vocab_size=grant.vocab_size,
+                dtype=grant.dtype,
+                seq_len=grant.seq_len,
+                layout=grant.layout,
+            )
+        return self._trainers[key]
+
+    def _count(self, samples: int, seq_len: int) -> None:
+        report = self.report
+        report.steps += 1
+        report.samples += samples
+        report.tokens += samples * seq_len
+        if self._losses and len(self._losses) <= MAX_LOSSES:
+            report.loss_first = float(np.mean(self._losses))
+        self._losses = self._losses[-MAX_LOSSES:] if report.steps > MAX_LOSSES else self._losses
+        if self._losses:
+            report.loss_last = float(np.mean(self._losses))
+        self.measure()
+        now = time.monotonic()
+        if now - self._progress_at >= PROGRESS_S:
+            self._progress_at = now
+            self.on_progress()
+
+    def measure(self) -> None:
+        """Brings the rates of the report up to date."""
+        elapsed = max(1e-9, time.monotonic() - self._began)
+        self.report.tokens_per_s = self.report.tokens / elapsed
+        self.report.wait_share = min(1.0, self.leases.state.counts.waited_s / elapsed)
+
+
+def _check_size(opened: Slice, grant: Lease) -> None:
+    """A slice has its samples, or DatasetError: its bytes are right, and the job's view of them is not."""
+    tokens = grant.layout == "tokens"
+    if opened.layout != grant.layout:
+        raise DatasetError(f"slice {grant.name}: expected layout {grant.layout}, got {opened.layout}.")
+    count = len(opened.tokens) // grant.seq_len if tokens else opened.num_rows
+    if count < grant.count:
+        raise DatasetError(f"slice {grant.name}: expected {grant.count} samples, got {count}.")

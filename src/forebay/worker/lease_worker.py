@@ -1,0 +1,327 @@
+"""The worker: leases slices, fetches the next while it trains on this one, acknowledges what it used.
+
+The caller's thread trains. Others fetch ahead, into a cache from which other workers are served. One sends requests to
+the scheduler: each carries receipts under one signature, how far the worker will go on before it has the reply, which
+leases it releases and how many it wants. So a step waits neither for the network nor for the scheduler, except when
+data comes slower than it is used, and that wait is measured.
+
+A lost lease repeats nothing: what was acknowledged is used, and the rest of the slice is leased to another worker.
+`wasted` counts the samples that were used here and not acknowledged: at most those of one `receipt_s`, and two steps.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from forebay.cache.cache import SliceCache
+from forebay.errors import ForebayError, UsageError
+from forebay.ledger.receipts import receipt_message
+from forebay.network.client import Client
+from forebay.network.discovery import Discovery
+from forebay.network.limits import Throttle
+from forebay.network.pki.identity import Identity
+from forebay.network.reachability import named_host
+from forebay.network.revocation_sync import TrustWatch
+from forebay.scheduler.messages import Answer, Ask
+from forebay.storage.locks import Lock, try_take
+from forebay.storage.url_policy import FromUrls, check_from_urls
+from forebay.swarm.share import SliceShare
+from forebay.threads import Supervised
+from forebay.worker.consumer import Consumer, OnBatch, WorkerReport
+from forebay.worker.fetching import Fetcher, Shelf
+from forebay.worker.lease_buffer import LeaseBuffer
+from forebay.worker.lease_state import MAX_FETCHES, MAX_LEASES, LeaseState
+from forebay.worker.scheduler_client import Control, SchedulerGone
+from forebay.worker.trainer import check_trainer
+
+_CONTENT = re.compile(rb"([0-9a-f]{16}) (\d{1,9})\n")
+
+
+@dataclass(frozen=True)
+class Session:
+    """A session's name, and the number before that of its first attempt. Held until `close` or the process's end."""
+
+    name: str
+    first_attempt: int
+    lock: Lock
+
+    def close(self) -> None:
+        """Let another process have it. May be repeated."""
+        self.lock.release()
+
+
+def open_session(directory: Path) -> Session:
+    """The first session of a cache's directory that nobody has, begun or gone on with."""
+    numbers = itertools.count()
+    while (lock := try_take(directory / f"session-{next(numbers)}")) is None:
+        pass
+    found = _CONTENT.fullmatch(os.pread(lock.descriptor, 64, 0))
+    name = found[1].decode() if found else secrets.token_hex(8)
+    run = int(found[2]) + 1 if found else 0
+    content = f"{name} {run}\n".encode()
+    os.pwrite(lock.descriptor, content, 0)
+    os.ftruncate(lock.descriptor, len(content))
+    return Session(name, run << 32, lock)
+
+
+@dataclass(frozen=True)
+class LeaseSettings:
+    """What a worker is told.
+
+    Args:
+        name: The job's, by which the scheduler is found; "" takes whatever job the scheduler gives, and needs its
+            address.
+        cache_dir, cache_bytes: Where verified slices lie and how much they may take, partial ones included.
+        batch_size: Samples in a step; the last step of a slice may have fewer.
+        scheduler: `host:port`; None finds it in the DHT.
+        trainer: auto, count, none, or FILE.py:NAME of a program of one's own.
+        receipt_s: A lost lease wastes at most the samples used in this time, and two steps; what was used is
+            acknowledged twice as often.
+        patience_s: How long a scheduler, or providers, that do not answer are waited for. After 2.5 s a warning is
+            logged that says what for.
+        ahead: Leases beyond the one in use, 1 to 15; None: as many as keep the fetching ahead.
+        fetches: Slices fetched at once.
+        share: `host:port` where other workers get what this one cached, 0 for a free port, `0.0.0.0` or no host for
+            every address of this machine; None: nowhere.
+        upload_bytes_per_s: What it sends to them at most.
+        from_urls: Which URLs that data nodes stand for are read: none, `public` or `any` (see store.foreign).
+    """
+
+    name: str
+    cache_dir: str | Path
+    cache_bytes: int
+    batch_size: int
+    scheduler: str | None = None
+    trainer: str = "auto"
+    receipt_s: float = 1.0
+    patience_s: float = 60.0
+    ahead: int | None = None
+    fetches: int = MAX_FETCHES
+    share: str | None = None
+    upload_bytes_per_s: float | None = None
+    from_urls: FromUrls = ""
+
+    def __post_init__(self) -> None:
+        check_from_urls(self.from_urls)
+        if min(self.batch_size, self.cache_bytes, self.fetches) < 1:
+            raise UsageError(
+                "worker: expected batch_size, cache_bytes and fetches of at least 1, "
+                f"got {self.batch_size}, {self.cache_bytes} and {self.fetches}."
+            )
+        check_trainer(self.trainer)
+        if self.receipt_s <= 0 or self.patience_s <= 0:
+            raise UsageError("worker: expected receipt_s and patience_s above 0.")
+        if not self.name and not self.scheduler:
+            raise UsageError("worker: expected a job's name or a scheduler's host:port, got neither.")
+        if self.ahead is not None and not 1 <= self.ahead <= MAX_LEASES - 1:
+            raise UsageError(f"worker: expected from 1 to {MAX_LEASES - 1} leases ahead, got {self.ahead}.")
+        if self.share is not None and not re.fullmatch(r".*:\d{1,5}", self.share):
+            raise UsageError(f"worker: expected share as HOST:PORT, or none, got {self.share!r}.")
+
+
+__all__ = ["WorkerReport", "run_worker"]
+
+# When told to stop: so long for what is still to be request.
+SETTLE_S = 3.0
+
+
+def run_worker(
+    identity: Identity,
+    name: str,
+    *,
+    discovery: Discovery | None = None,
+    on_progress: Callable[[dict[str, Any]], None] | None = None,
+    on_batch: OnBatch | None = None,
+    stop: threading.Event | None = None,
+    **options: Any,
+) -> WorkerReport:
+    """Works until every sample of the job is used, or until `stop` is set: then it settles up and returns.
+
+    Args:
+        discovery: The DHT; not needed with a scheduler's address.
+        on_progress: Called every half second with step, samples, tokens, tokens_per_s, wait_share and loss.
+        on_batch: Called after each step with the batch (`inputs` and `labels`, or the tensors of a row layout)
+            and its global sample ids, int64 [B].
+        options: The other fields of `LeaseSettings`, by name; `cache_dir`, `cache_bytes` and `batch_size` are needed.
+
+    Raises:
+        NetworkError: If the scheduler, or all providers, stay away longer than `patience_s`.
+        UsageError: If a slice does not fit the cache, or the trainer does not fit the data.
+    """
+    settings = LeaseSettings(name, **options)
+    stop = stop or threading.Event()
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(contextlib.closing(Client(identity)))
+        worker = _Worker(identity, client, settings, discovery, stop)
+        stack.callback(worker.session.close)
+        trust = TrustWatch(identity, client, known=worker.control.known, discovery=discovery)
+        stack.enter_context(contextlib.closing(trust.start()))
+        if settings.share is not None:
+            worker.share = _open_share(identity, settings, worker)
+            stack.callback(worker.share.close, SETTLE_S)
+        return worker.run(on_batch, on_progress)
+
+
+class _Worker:
+    """One run: requests to the scheduler, in a thread, for the leases that a fetcher and a consumer work on."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        client: Client,
+        settings: LeaseSettings,
+        discovery: Discovery | None,
+        stop: threading.Event,
+    ) -> None:
+        self.identity = identity
+        self.settings = settings
+        self.report = WorkerReport()
+        self.cache = SliceCache(settings.cache_dir, settings.cache_bytes)
+        self.shelf = Shelf(self.cache)
+        self.share: SliceShare | None = None
+        self._stop = stop
+        self.session = open_session(self.cache.directory)
+        self.control = Control(
+            identity,
+            client,
+            settings.name,
+            discovery,
+            settings.scheduler,
+            settings.patience_s,
+            stop,
+            self.session.first_attempt,
+        )
+        state = LeaseState(
+            settings.batch_size,
+            settings.ahead,
+            settings.cache_bytes,
+            settings.receipt_s,
+            lambda grant: self.cache.unpin(grant.sha256),
+        )
+        self._leases = LeaseBuffer(state)
+        self._fetcher = Fetcher(
+            client, self.cache, self.shelf, self._leases, settings.patience_s, settings.fetches, settings.from_urls
+        )
+        self._failure: Exception | None = None
+        self._is_gone = False
+        self._replied_at = time.monotonic()
+        self._sends_all = True
+
+    def run(self, on_batch: OnBatch | None, on_progress: Callable[[dict[str, Any]], None] | None) -> WorkerReport:
+        """Works in this thread until the job is done or the worker is told to stop."""
+
+        def progress() -> None:
+            if on_progress is not None:
+                on_progress(self._progress())
+
+        settings, leases = self.settings, self._leases
+        consumer = Consumer(leases, self.report, settings.trainer, on_batch, progress)
+        threads = [Supervised(self._request, "worker requests"), Supervised(self._watch, "worker stop")]
+        for thread in threads:
+            thread.start()
+        self._fetcher.start()
+        try:
+            consumer.run()
+        finally:
+            leases.close()
+            self._fetcher.close()
+            for thread in threads:
+                thread.stop()
+                thread.join()
+            self._release_all()
+            leases.clear()
+        if (failure := self._failure or self._fetcher.failure) is not None:
+            raise failure
+        self._tally()
+        consumer.measure()
+        progress()
+        return self.report
+
+    def _watch(self) -> None:
+        """Ends the work when the worker is told to stop."""
+        while not self._leases.state.closed:
+            if self._stop.wait(0.1):
+                self._leases.close()
+
+    def _request(self) -> None:
+        """One request to the scheduler after the other, whenever one is due.
+
+        A `ForebayError` ends the work; so does any other exception once there was no reply for `patience_s`.
+        """
+        try:
+            while self._leases.wait_due():
+                self._exchange(self._leases.request())
+        except SchedulerGone as error:
+            self._is_gone = True
+            self._failure = None if self._stop.is_set() else error
+        except Exception as error:
+            is_passing = time.monotonic() - self._replied_at < self.settings.patience_s
+            if is_passing and not isinstance(error, ForebayError):
+                raise  # Logged, and run again after a wait: for want of a descriptor no work is given up.
+            self._failure = error
+        self._leases.close()
+
+    def _release_all(self) -> None:
+        """What was used is acknowledged, the rest released; uses of several jobs take a request each."""
+        if self._is_gone:
+            return
+        with contextlib.suppress(SchedulerGone):  # the leases expire by themselves
+            while (request := self._leases.request(last=True)).held:
+                self._exchange(request, SETTLE_S)
+
+    def _exchange(self, request: Ask, patience_s: float | None = None) -> None:
+        have = self.shelf.news(everything=self._sends_all) if self.share is not None else {}
+        reply = Answer.from_json(self.control.exchange(self._body(request, have), patience_s))
+        self.shelf.told(have)
+        self._sends_all = reply.tell_have
+        self._leases.receive(request, reply)
+        self._replied_at = time.monotonic()
+
+    def _body(self, request: Ask, have: dict[str, str]) -> dict[str, Any]:
+        """A request as /v1/exchange takes it, with one signature over all receipts."""
+        signature = self.identity.sign(receipt_message(request.job_id, request.uses)).hex() if request.uses else ""
+        return replace(
+            request, job=self.settings.name, session=self.session.name, have=have, signature=signature,
+            address=self.share.address if self.share is not None else "",
+        ).to_json()  # fmt: skip
+
+    def _tally(self) -> None:
+        report, state, fetcher = self.report, self._leases.state, self._fetcher
+        report.wasted, report.leases_lost, report.done = state.counts.wasted, state.counts.lost, state.done
+        report.bytes_fetched, report.slices_fetched = fetcher.bytes, fetcher.slices
+        report.bytes_from_workers = fetcher.bytes_from_workers
+        report.bytes_shared = self.share.bytes_sent if self.share is not None else 0
+        report.num_left_out = state.num_left_out
+        report.rejected = [vars(bad) for bad in state.counts.bad]
+
+    def _progress(self) -> dict[str, Any]:
+        self._tally()
+        report = self.report
+        return {
+            "step": report.steps,
+            "samples": report.samples,
+            "tokens": report.tokens,
+            "tokens_per_s": round(report.tokens_per_s, 1),
+            "wait_share": round(report.wait_share, 4),
+            "bytes_fetched": report.bytes_fetched,
+            "bytes_shared": report.bytes_shared,
+            "paused": self._leases.state.paused,
+            "loss": report.loss_last,
+        }
+
+
+def _open_share(identity: Identity, settings: LeaseSettings, worker: _Worker) -> SliceShare:
+    host, _, port = str(settings.share).rpartition(":")
+    # The scheduler's network is the one in which others must reach this worker.
+    others = [settings.scheduler] if settings.scheduler else [f"{host}:{port}" for host, port in identity.bootstrap]
+    named = named_host(host, others[0]) if others else host
+    throttle = Throttle(upload_bytes_per_s=settings.upload_bytes_per_s)
+    return SliceShare(identity, worker.cache, worker.shelf.sizes, host or "0.0.0.0", int(port), throttle, named=named)
