@@ -1,3 +1,5 @@
 """`python -m forebay.cli` is `forebay`."""
 
-import forebay.__main__  # noqa: F401
+from forebay.cli import run
+
+run()
